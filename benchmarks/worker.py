@@ -1,0 +1,53 @@
+"""Run the benchmarks of one world size on every rank; rank 0 prints the tables as JSON.
+
+`python -m benchmarks.worker [--tiny] [suite ...]`, under mpiexec.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+from mpi4py import MPI
+
+import mpimesh as mm
+from benchmarks import all_reduce, buckets, device, gloo, pipeline, shared
+from benchmarks.measure import FULL, TINY
+from benchmarks.rows import size_text
+
+SUITES = {
+    "all_reduce": all_reduce.run,
+    "shared": shared.run,
+    "buckets": buckets.run,
+    "pipeline": pipeline.run,
+    "gloo": gloo.run,
+    "device": device.run,
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Run the suites that are named, or all."""
+    names = [name for name in arguments if name != "--tiny"]
+    effort = TINY if "--tiny" in arguments else FULL
+    with mm.DeviceMesh("dp=-1") as mesh:
+        tables = {name: SUITES[name](mesh, effort) for name in names or SUITES}
+        if mesh.rank == 0:
+            vendor, version = MPI.get_vendor()
+            mpi = f"{vendor} {'.'.join(map(str, version))}"
+            report = {"mpi": mpi, "numpy": np.__version__, "routes": _routes(mesh)}
+            print(json.dumps(report | {"tables": tables}))
+
+
+def _routes(mesh: mm.DeviceMesh) -> str:
+    """Say which collectives go another way than by MPI's messages."""
+    ways = [
+        f"{route.operation} by {route.transport} from {size_text(route.from_bytes)}"
+        for route in mesh.group().routes()
+        if route.memory != "device" and route.transport != "mpi"
+    ]
+    return ", ".join(ways) or "all by messages"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

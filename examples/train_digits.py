@@ -1,0 +1,216 @@
+"""Train a classifier of handwritten digits on a mesh of ranks: replicas of a pipeline of stages.
+
+    mpiexec -n 4 python examples/train_digits.py --mesh dp=2,pp=2 --microbatches 8
+    python examples/train_digits.py                  one rank, without mpiexec
+    python examples/train_digits.py --virtual 4      four ranks as threads of one process
+
+Whatever the mesh, the schedule and the number of microbatches, the training is the same, up to
+rounding: with --dtype float64 the losses of all steps agree to ten digits. --help shows all
+options. Beside this file, digits/ holds what has little to do with meshes.
+"""
+
+from __future__ import annotations
+
+import os
+
+# The cores are for the ranks: more threads than cores would make all of them slow.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from digits.checkpoint import Checkpoint, CheckpointError
+from digits.data import CLASSES, PIXELS, Batches, load_digits
+from digits.options import parse_options
+from digits.report import Report, gather_json
+from digits.stopping import STOPPED, StopSignal
+
+import mpimesh as mm
+from mpimesh import nn, optim
+from mpimesh.errors import LaunchError, WorldSizeError
+from mpimesh.runtime.events import gather_events
+from mpimesh.schedule import stages_per_rank
+
+NUM_BLOCKS = 4
+
+
+def make_stages(num_stages: int, hidden: int) -> list[mm.PipelineStage]:
+    """Cut a multilayer perceptron into stages.
+
+    Every rank makes all stages, which costs nothing: layers get their memory later, and only
+    on the ranks that run them.
+    """
+    blocks: list[list[nn.Module]] = [[nn.Linear(PIXELS, hidden), nn.ReLU()]]
+    blocks += [[nn.Linear(hidden, hidden), nn.ReLU()] for _ in range(NUM_BLOCKS - 2)]
+    blocks += [[nn.Linear(hidden, CLASSES)]]
+    stages = [mm.PipelineStage(number) for number in range(num_stages)]
+    for number, block in enumerate(blocks):
+        # In order, evenly; a stage beyond the number of blocks stays empty and passes things on.
+        stage = stages[number * num_stages // NUM_BLOCKS]
+        for layer in block:
+            stage.add_layer(layer)
+    return stages
+
+
+def make_optimizer(pipe: mm.PipelineParallel, options: Namespace) -> optim.Optimizer:
+    """Make the optimizer of this rank's stages."""
+    if options.optimizer == "sgd":
+        return optim.SGD(pipe.parameters(), lr=options.lr, momentum=0.9)
+    return optim.AdamW(pipe.parameters(), lr=options.lr)
+
+
+def run_settings(options: Namespace) -> dict[str, Any]:
+    """Return what two runs must have in common to be one training: the mesh is not among it."""
+    names = ("batch_size", "hidden", "optimizer", "lr", "clip", "dtype", "seed")
+    return {name: getattr(options, name) for name in names}
+
+
+class Training:
+    """The training on one rank. Every rank makes one, and calls the same methods in the same order.
+
+    Args:
+        mesh: The ranks.
+        options: The command line.
+        report: What rank 0 shows.
+    """
+
+    def __init__(self, mesh: mm.DeviceMesh, options: Namespace, report: Report) -> None:
+        self.mesh = mesh
+        self.options = options
+        self.report = report
+        # Every rank holds the data set and knows all stages, but gives memory to its own only.
+        self.digits = load_digits(mesh, options.dtype)
+        self.batches = Batches(len(self.digits.train_x), options.batch_size, options.seed)
+        self.tracer = mm.Tracer(mesh.rank)
+        num_stages = mesh.dim_size("pp") * stages_per_rank(options.schedule)
+        self.stages = make_stages(num_stages, options.hidden)
+        self.pipe = mm.PipelineParallel(
+            self.stages,
+            options.microbatches,
+            mesh=mesh,
+            schedule=options.schedule,
+            seed=options.seed,
+            dtype=options.dtype,
+            tracer=self.tracer,
+        )
+        self.optimizer = make_optimizer(self.pipe, options)
+        self.checkpoint = Checkpoint(options.checkpoint, mesh, run_settings(options))
+        self.losses = self.checkpoint.load(self.pipe, self.optimizer)
+        self.resumed_at = len(self.losses)
+        self.last_step = options.epochs * self.batches.per_epoch
+        self.seconds = 0.0
+
+    def run(self, stop: StopSignal) -> bool:
+        """Train up to the last step, or until a signal. Returns whether it came to the end."""
+        traced_step = self.options.trace_step or self.last_step - self.batches.per_epoch + 1
+        with self.report.progress(self.resumed_at, self.batches) as progress:
+            for step in range(self.resumed_at + 1, self.last_step + 1):
+                told = stop.ask(self.mesh)  # starts, and returns at once
+                if step == traced_step:
+                    self.traced_step(step)
+                else:
+                    self.step(step)
+                progress.step(self.losses)
+                stopping = told.resolve() > 0  # the same on every rank
+                due = step % (self.options.checkpoint_epochs * self.batches.per_epoch) == 0
+                if due or stopping or step == self.last_step:
+                    self.checkpoint.save(self.pipe, self.optimizer, self.losses)
+                if stopping and step < self.last_step:
+                    return False
+        return True
+
+    def step(self, number: int) -> None:
+        """Do one training step."""
+        start_s = time.perf_counter()
+        rows = self.batches[number]
+        x, target = self.digits.train_x[rows], self.digits.train_y[rows]
+        # Every rank passes the whole batch; the pipeline takes what is for this rank.
+        loss = self.pipe.train_step(x, target, loss=nn.cross_entropy)
+        if self.options.clip:
+            self.pipe.clip_grad_norm(self.options.clip)
+        with self.tracer.span("optimizer", "optimizer"):
+            self.optimizer.step()
+        self.losses.append(loss)
+        self.seconds += time.perf_counter() - start_s
+
+    def traced_step(self, number: int) -> None:
+        """Do one training step; draw what every rank did when, and what its schedule predicts."""
+        self.mesh.barrier()  # the picture is to show a step, not who came late to it
+        self.tracer.clear()
+        self.step(number)
+        self.report.draw_timeline(gather_events(self.mesh, self.tracer), number)
+        self.report.draw_step(self.pipe.step_report())
+
+    def accuracy(self) -> float:
+        """Return the share of the test images whose digit the model finds."""
+        scores = self.pipe.forward(self.digits.test_x, everywhere=True)
+        return float(np.mean(scores.argmax(axis=1) == self.digits.test_y))
+
+
+def show_results(training: Training, report: Report) -> None:
+    """Test the model; show and write what came out. Collective."""
+    mesh, options = training.mesh, training.options
+    accuracy = training.accuracy()
+    traffic = gather_json(mesh.group(), asdict(mesh.traffic()))
+    steps_here = range(training.resumed_at + 1, training.last_step + 1)
+    images = sum(len(training.batches[step]) for step in steps_here)
+    images_per_s = images / training.seconds if images else None
+    results = {
+        "mesh": mesh.dims_text,
+        "ranks": mesh.size,
+        "schedule": options.schedule,
+        "microbatches": options.microbatches,
+        "epochs": options.epochs,
+        **run_settings(options),
+        "steps_per_epoch": training.batches.per_epoch,
+        "resumed_at_step": training.resumed_at,
+        "test_accuracy": accuracy,
+        "images_per_s": images_per_s,
+        "seconds": training.seconds,
+        "losses": training.losses,
+        "traffic": traffic,
+    }
+    report.show_results(accuracy, len(training.digits.test_y), training.seconds, images_per_s)
+    report.show_traffic(traffic)
+    report.draw_losses(training.losses)
+    report.write_json(results)
+    report.show_written()
+
+
+def train(options: Namespace, stop: StopSignal) -> int:
+    """Run the program of one rank, and return its exit code."""
+    with mm.DeviceMesh(options.mesh) as mesh:
+        report = Report(mesh, options)
+        training = Training(mesh, options, report)
+        report.show_mesh()
+        report.show_stages(training.stages)
+        if training.run(stop):
+            show_results(training, report)
+            return 0
+        report.say(f"stopped after step {len(training.losses)}, saved in {options.checkpoint}")
+        return STOPPED
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run on the ranks of mpiexec, or on virtual ones; return the exit code."""
+    options = parse_options(arguments)
+    stop = StopSignal(listen=options.checkpoint is not None)
+    try:
+        if options.virtual:
+            return mm.run_virtual(options.virtual, train, options, stop)[0]
+        return train(options, stop)
+    except (WorldSizeError, LaunchError, CheckpointError) as error:
+        # All ranks raise it: one of them tells.
+        if mm.Launch.detect().rank == 0:
+            print(f"train_digits.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    # All ranks end with the same code; a batch system is to see it, whatever the launcher.
+    mm.exit_all(main())

@@ -1,0 +1,74 @@
+"""mpimesh: a device mesh for MPI.
+
+Named meshes of ranks, collectives with deferred results, and pipelines of stages, for
+NumPy and CuPy, on any MPI. Importing this package starts no MPI.
+"""
+
+from mpimesh import nn, optim
+from mpimesh.arrays import ReduceOp
+from mpimesh.errors import MpimeshError
+from mpimesh.mesh import (
+    Device,
+    DeviceBackend,
+    DeviceInfo,
+    GpuPreference,
+    GroupBackend,
+    Mesh,
+    MeshDimension,
+    MeshStats,
+    MeshTopology,
+    create_distributed_mesh,
+    create_mesh,
+    device_mesh,
+)
+from mpimesh.parallel import (
+    DataParallel,
+    GradientBuckets,
+    PipelineParallel,
+    PipelineStage,
+    clip_grad_norm,
+)
+from mpimesh.runtime import (
+    CollectiveTensor,
+    DeviceMesh,
+    Launch,
+    ProcessGroup,
+    Traffic,
+    exit_all,
+    run_virtual,
+)
+from mpimesh.trace import Tracer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CollectiveTensor",
+    "DataParallel",
+    "Device",
+    "DeviceBackend",
+    "DeviceInfo",
+    "DeviceMesh",
+    "GpuPreference",
+    "GradientBuckets",
+    "GroupBackend",
+    "Launch",
+    "Mesh",
+    "MeshDimension",
+    "MeshStats",
+    "MeshTopology",
+    "MpimeshError",
+    "PipelineParallel",
+    "PipelineStage",
+    "ProcessGroup",
+    "ReduceOp",
+    "Tracer",
+    "Traffic",
+    "clip_grad_norm",
+    "create_distributed_mesh",
+    "create_mesh",
+    "device_mesh",
+    "exit_all",
+    "nn",
+    "optim",
+    "run_virtual",
+]

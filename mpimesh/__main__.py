@@ -1,0 +1,5 @@
+"""``python -m mpimesh``."""
+
+from mpimesh.cli import app
+
+app()

@@ -1,0 +1,27 @@
+"""Arrays of NumPy or CuPy: whose they are, how they are reduced, memory for results."""
+
+from mpimesh.arrays.memory import aligned_bytes
+from mpimesh.arrays.namespace import is_cupy, moved, namespace, to_numpy
+from mpimesh.arrays.pool import ArrayPool
+from mpimesh.arrays.reduction import ReduceOp, as_reduce_op, refuse_objects, wire_dtype
+from mpimesh.arrays.stream_scope import StreamScope, check_current, device_ready
+from mpimesh.arrays.types import Array, DType, HostArray
+
+__all__ = [
+    "Array",
+    "ArrayPool",
+    "DType",
+    "HostArray",
+    "ReduceOp",
+    "StreamScope",
+    "aligned_bytes",
+    "as_reduce_op",
+    "check_current",
+    "device_ready",
+    "is_cupy",
+    "moved",
+    "namespace",
+    "refuse_objects",
+    "to_numpy",
+    "wire_dtype",
+]

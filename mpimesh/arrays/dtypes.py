@@ -1,0 +1,63 @@
+"""A dtype as text that another rank can read back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays.types import DType
+from mpimesh.errors import DTypeError
+
+__all__ = ["dtype_from_json", "dtype_to_json"]
+
+
+def dtype_to_json(dtype: DType) -> Any:
+    """Return a JSON value that :func:`dtype_from_json` turns into `dtype` again.
+
+    Raises:
+        DTypeError: If NumPy has no text for it, as for fields that overlap.
+    """
+    if dtype.type.__module__ == "ml_dtypes":
+        return {"ml_dtypes": dtype.name}  # NumPy's own text for these is just "V2"
+    try:
+        return np.lib.format.dtype_to_descr(dtype)
+    except ValueError as error:
+        raise DTypeError(f"dtype {dtype} cannot be described to another rank: {error}") from None
+
+
+def dtype_from_json(value: Any) -> DType:
+    """Return the dtype that `value` describes.
+
+    Raises:
+        DTypeError: If it describes none, or one of a package that is missing here.
+    """
+    if isinstance(value, dict):
+        try:
+            import ml_dtypes
+
+            small: DType = np.dtype(getattr(ml_dtypes, value["ml_dtypes"]))
+        except (ImportError, AttributeError, KeyError):
+            raise DTypeError(
+                f"an array of dtype {json.dumps(value)} arrived, but ml_dtypes with that type is "
+                "not installed on this rank"
+            ) from None
+        return small
+    try:
+        dtype: DType = np.lib.format.descr_to_dtype(_tuples(value))
+    except (TypeError, ValueError):
+        raise DTypeError(f"{value!r} describes no dtype") from None
+    return dtype
+
+
+def _tuples(value: Any) -> Any:
+    """Undo JSON's turning of tuples into lists: a field is a tuple, a row of fields a list."""
+    if not isinstance(value, list):
+        return value
+    fields = []
+    for field in value:
+        name, kind, *shape = field
+        name = tuple(name) if isinstance(name, list) else name
+        fields.append((name, _tuples(kind), *(tuple(s) for s in shape)))
+    return fields

@@ -1,0 +1,233 @@
+"""Gather the facts of all ranks. Every function here that takes a communicator is collective."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpimesh.cli.clean import find_leftovers
+from mpimesh.cli.diagnosis import Diagnosis, Finding, nodes_of
+from mpimesh.cli.facts_rank import Rank, find_rank, node_name
+from mpimesh.cli.facts_software import Cuda, Mpi, Software, find_cuda, find_mpi, find_software
+from mpimesh.cli.guard import Guard
+from mpimesh.cli.kept import forget
+from mpimesh.cli.measure import SHARED_MEMORY, Measurement, measure, measure_device
+from mpimesh.errors import MpimeshError, SettingsError
+from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
+from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.progress import Progress
+from mpimesh.runtime.world import solo_communicator
+from mpimesh.settings import Settings
+from mpimesh.transport import Communicator
+from mpimesh.transport.answer import Answer
+from mpimesh.transport.capability import Capability, capability_table
+from mpimesh.transport.device_side import device_side
+from mpimesh.transport.proof import ensure_proofs, proof_notes
+from mpimesh.transport.route import Route
+
+__all__ = ["examine"]
+
+_CHECKED_ELEMENTS = (1, 1 << 18)
+_REPORT = "run the tests of this MPI; if they pass, report it to mpimesh"
+
+
+def examine(guard: Guard, *, fresh: bool = False) -> Diagnosis:
+    """Find everything out; whole on rank 0 only.
+
+    Args:
+        guard: Is told of each step.
+        fresh: Forget first what earlier jobs have measured and proven.
+    """
+    launch, software = Launch.detect(), find_software()
+    leftovers = find_leftovers()
+    guard.step = "looking for CUDA"
+    cuda = find_cuda()
+    guard.step = "starting MPI"
+    mpi = find_mpi()
+    communicator = _open_world(mpi)
+    if fresh:
+        forget()  # before any rank can come to read it: what is next waits for all
+    guard.step = "asking all ranks where they are"
+    places = _everyone(communicator, [node_name(launch), launch.local_rank])
+    local_rank = _local_rank(places, communicator.rank)
+    told = _everyone(communicator, _about_me(communicator.rank, local_rank, launch, software, mpi))
+    ranks = tuple(Rank.from_fields(one["rank"]) for one in told)
+    problems = [
+        Finding("error", f"rank {rank}: {one['problem']}", "unset that variable, or mend it")
+        for rank, one in enumerate(told)
+        if one["problem"]
+    ][:1]
+    # From here on only what all ranks can do.
+    whole = not problems and launch.size in (1, communicator.size)
+    guard.step = "measuring"
+    speeds = _speeds(communicator, ranks, cuda)
+    tried = _Tried()
+    answers: dict[str, Answer] = {}
+    if whole:
+        guard.step = "trying CUDA-aware MPI in a child process"
+        on_device = all(_everyone(communicator, bool(cuda.gpus and not cuda.problem)))
+        if on_device:
+            answers = ensure_proofs(communicator, fresh=fresh)
+            problems += [Finding("note", note) for note in proof_notes()]
+        guard.step = "making a mesh and reducing over all ranks"
+        tried = _try_mesh(communicator, on_device=on_device)
+        problems += tried.problems
+    communicator.free()
+    return Diagnosis(
+        software=software,
+        mpi=mpi,
+        cuda=cuda,
+        launch=launch,
+        world_size=communicator.size,
+        ranks=ranks,
+        capabilities=_capabilities(mpi, cuda, communicator.size, speeds, answers, tried.ways),
+        measurements=speeds,
+        routes=tuple(tried.routes),
+        leftovers=leftovers,
+        problems=tuple(problems),
+    )
+
+
+def _open_world(mpi: Mpi) -> Communicator:
+    if mpi.problem:
+        return solo_communicator()
+    # Imported late: importing it starts MPI.
+    from mpi4py import MPI
+
+    from mpimesh.transport.mpi import MPICommunicator
+
+    return MPICommunicator.duplicate(MPI.COMM_WORLD)
+
+
+def _everyone(communicator: Communicator, value: Any) -> list[Any]:
+    return exchange(Progress(), communicator, value, what="the doctor")
+
+
+def _local_rank(places: Sequence[tuple[str, int | None]], rank: int) -> int:
+    node, said = places[rank]
+    if said is not None:
+        return said
+    return sum(other == node for other, _ in places[:rank])
+
+
+def _about_me(
+    rank: int, local_rank: int, launch: Launch, software: Software, mpi: Mpi
+) -> dict[str, Any]:
+    problem = ""
+    try:
+        Settings.from_environment()
+    except SettingsError as error:
+        problem = str(error)
+    versions = (
+        f"mpimesh {software.mpimesh}, Python {software.python}, NumPy {software.numpy}, "
+        f"mpi4py {software.mpi4py}, {mpi.vendor} {mpi.version}"
+    )
+    mine = find_rank(rank, local_rank, launch, software=versions)
+    return {"rank": asdict(mine), "problem": problem}
+
+
+def _speeds(
+    communicator: Communicator, ranks: Sequence[Rank], cuda: Cuda
+) -> tuple[Measurement, ...]:
+    if communicator.native is None:
+        return ()
+    speeds = measure(communicator.native, [node.ranks for node in nodes_of(ranks)])
+    if communicator.rank == 0 and cuda.gpus:
+        speeds += measure_device()
+    # The others wait here without spinning until rank 0 is done.
+    _everyone(communicator, None)
+    return speeds
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What a mesh has shown: its routes, the ways of its device memory, what was wrong."""
+
+    routes: Sequence[Route] = ()
+    ways: Mapping[str, Answer] = field(default_factory=dict)
+    problems: Sequence[Finding] = ()
+
+
+def _try_mesh(communicator: Communicator, *, on_device: bool) -> _Tried:
+    """Make a mesh of all ranks, reduce over it, and ask how its group moves bytes."""
+    ways: Mapping[str, Answer] = {}
+    try:
+        with DeviceMesh("ranks=-1") as mesh:
+            group = mesh.group("world")
+            wrong = _wrong_sums(group, mesh.rank, np)
+            if on_device:
+                mesh.use_device()
+                wrong += _wrong_sums(group, mesh.rank, sys.modules["cupy"])
+                ways = device_side(group.communicator).ways()
+            routes = group.routes()
+    except MpimeshError as error:
+        if not error.agreed:
+            raise
+        failed = Finding("error", f"a mesh of all ranks failed: {error}", _REPORT)
+        return _Tried(problems=[failed])
+    # A sum may be wrong on one rank only.
+    told = [what for one in _everyone(communicator, wrong) for what in one]
+    problems = [Finding("error", what, _REPORT) for what in dict.fromkeys(told)]
+    return _Tried(routes, ways, problems)
+
+
+def _wrong_sums(group: ProcessGroup, rank: int, library: ModuleType) -> list[str]:
+    """Reduce arrays of `library`, and return what was wrong."""
+    wrong = []
+    for elements in _CHECKED_ELEMENTS:
+        mine = library.full(elements, rank + 1.0)
+        total = group.all_reduce(mine).resolve()
+        if not bool((total == group.size * (group.size + 1) / 2).all()):
+            wrong.append(
+                f"an all-reduce of {mine.nbytes} bytes of {library.__name__} over all ranks gave a "
+                "wrong sum"
+            )
+    return wrong
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _node_shared_setting() -> str:
+    try:
+        return Settings.from_environment().node_shared
+    except SettingsError:  # a finding of its own
+        return Settings().node_shared
+
+
+def _capabilities(
+    mpi: Mpi,
+    cuda: Cuda,
+    world_size: int,
+    speeds: Sequence[Measurement],
+    answers: Mapping[str, Answer],
+    ways: Mapping[str, Answer],
+) -> tuple[Capability, ...]:
+    shared = next((one for one in speeds if one.how == SHARED_MEMORY), None)
+    if shared is None:
+        node_shared = Answer(False, "rank 0 is alone on its node")
+    elif shared.problem:
+        node_shared = Answer(False, shared.problem)
+    elif _node_shared_setting() == "never":
+        node_shared = Answer(False, "off (MPIMESH_NODE_SHARED=never)")
+    else:
+        node_shared = Answer(True, f"rank 0 has read an array of rank {shared.ranks[1]} in place")
+    device = Answer(False, "CuPy is not installed")
+    if cuda.installed:
+        device = Answer(bool(cuda.gpus), cuda.problem or f"CuPy sees {_count(cuda.gpus, 'GPU')}")
+    alone = Answer(False, "there is one rank" if world_size == 1 else "no mesh could be made")
+    return capability_table(
+        mpi=Answer(not mpi.problem, mpi.problem or f"a world of {_count(world_size, 'rank')}"),
+        large_counts=mpi.large_counts,
+        node_shared=node_shared,
+        device=device,
+        mpi_cuda=answers,
+        nccl=ways.get("nccl", alone),
+        cuda_ipc=ways.get("cuda_ipc", alone),
+    )

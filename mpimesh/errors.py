@@ -1,0 +1,183 @@
+"""The exceptions of mpimesh: what went wrong, as a type that can be caught.
+
+Every class derives from :class:`MpimeshError` and, beside it, from the built-in
+exception that a caller would expect (`ValueError` for a wrong value, `KeyError`
+for an unknown name, and so on), so that code which does not know mpimesh still
+catches it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+__all__ = [
+    "ClosedError",
+    "CollectiveTimeoutError",
+    "DTypeError",
+    "DeadlockError",
+    "GroupError",
+    "LaunchError",
+    "MeshError",
+    "MismatchError",
+    "ModuleError",
+    "ModuleStateError",
+    "MpimeshError",
+    "PeerLostError",
+    "RankError",
+    "ReduceOpError",
+    "RemoteError",
+    "ScheduleError",
+    "SettingsError",
+    "ShapeError",
+    "SharedGpuWarning",
+    "StageError",
+    "StageShapeError",
+    "TraceError",
+    "TransportError",
+    "UnknownNameError",
+    "UnresolvedError",
+    "UnresolvedWarning",
+    "WorldSizeError",
+    "on_all_ranks",
+]
+
+
+class MpimeshError(Exception):
+    """The base of all mpimesh exceptions.
+
+    Attributes:
+        agreed: True if the same error is raised on every rank of the group, so
+            that one traceback is enough to show.
+    """
+
+    agreed: bool = False
+
+
+E = TypeVar("E", bound=MpimeshError)
+
+
+def on_all_ranks(error: E) -> E:
+    """Mark `error` as one that every rank of the group raises alike, and return it."""
+    error.agreed = True
+    return error
+
+
+class SettingsError(MpimeshError, ValueError):
+    """A ``MPIMESH_*`` environment variable holds a value that cannot be used."""
+
+
+class MeshError(MpimeshError, ValueError):
+    """A mesh, topology or device description breaks a rule."""
+
+
+class UnknownNameError(MeshError, KeyError):
+    """A name (of a mesh dim, a group, a schedule) that does not exist."""
+
+    def __str__(self) -> str:
+        # KeyError would print the repr of its argument.
+        return str(self.args[0]) if self.args else ""
+
+
+class WorldSizeError(MeshError):
+    """The mesh needs another number of ranks than the world has."""
+
+
+class LaunchError(MpimeshError, RuntimeError):
+    """The MPI world is not the one that the launcher started."""
+
+
+class GroupError(MpimeshError, ValueError):
+    """A process group cannot be made or used as asked."""
+
+
+class RankError(MpimeshError, ValueError):
+    """A rank that is outside its group, or may not take part."""
+
+
+class ShapeError(MpimeshError, ValueError):
+    """An array has a shape, size or memory layout that the operation refuses."""
+
+
+class DTypeError(MpimeshError, TypeError):
+    """An array has a dtype that the operation refuses."""
+
+
+class ReduceOpError(MpimeshError, ValueError):
+    """A reduction that does not exist, or not for this dtype."""
+
+
+class MismatchError(MpimeshError, RuntimeError):
+    """The ranks of a group called different collectives, or with different arguments.
+
+    Raised on every rank of the group, naming each rank's call.
+    """
+
+
+class ClosedError(MpimeshError, RuntimeError):
+    """A mesh, group or handle was used after it was closed."""
+
+
+class UnresolvedError(MpimeshError, RuntimeError):
+    """A mesh was closed while results of collectives had not been resolved."""
+
+
+class UnresolvedWarning(ResourceWarning):
+    """A :class:`~mpimesh.CollectiveTensor` was dropped before it was resolved."""
+
+
+class SharedGpuWarning(RuntimeWarning):
+    """Several ranks compute on the same GPU; the message says which, and what to do."""
+
+
+class CollectiveTimeoutError(MpimeshError, TimeoutError):
+    """An operation did not finish within its limit; the message names who is missing."""
+
+
+class DeadlockError(MpimeshError, RuntimeError):
+    """All virtual ranks wait for each other; the message says for what."""
+
+
+class TransportError(MpimeshError, RuntimeError):
+    """The library that moves the bytes reported a failure."""
+
+
+class PeerLostError(TransportError):
+    """A rank left the mesh or the job while another still waited for it.
+
+    Attributes:
+        exit_code: What the job should end with if nobody catches this.
+    """
+
+    exit_code: int = 1
+
+
+class RemoteError(MpimeshError, RuntimeError):
+    """Another rank failed; the message holds its rank and its traceback."""
+
+
+class ScheduleError(MpimeshError, ValueError):
+    """A pipeline schedule is incomplete, out of order, or would deadlock."""
+
+
+class TraceError(MpimeshError, ValueError):
+    """An event, a tracer or a picture of events was asked for with values that break a rule."""
+
+
+class StageError(RemoteError):
+    """A pipeline stage raised; the same error ends the step on every rank of the mesh.
+
+    The message says which stage, rank and microbatch, and holds the traceback from the layer or
+    loss on. On the rank that failed, `__context__` is the exception itself.
+    """
+
+
+class StageShapeError(StageError, ShapeError):
+    """A StageError whose cause is an array that does not fit, such as one between two stages."""
+
+
+class ModuleError(MpimeshError, ValueError):
+    """A layer, loss or optimizer was given a value that it refuses."""
+
+
+class ModuleStateError(MpimeshError, RuntimeError):
+    """A layer, loss or optimizer was used out of order, such as backward before forward."""

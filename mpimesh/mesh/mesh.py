@@ -1,0 +1,355 @@
+"""`Mesh`: named dims over ranks, as an immutable value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+
+from mpimesh.errors import MeshError
+from mpimesh.mesh.device_queries import DeviceQueries, check_even
+from mpimesh.mesh.dims import (
+    DimsLike,
+    MeshDimension,
+    NamesLike,
+    as_int,
+    check_dim_name,
+    default_names,
+    dim_numbers,
+    parse_dims,
+    parse_names,
+)
+from mpimesh.mesh.fit import fit_dims
+from mpimesh.mesh.ids import DeviceIds, StridedIds
+from mpimesh.mesh.listed import ListedIds, make_ids, split_ids
+from mpimesh.mesh.record import fields_of_record, record_of_fields
+from mpimesh.mesh.spec import DeviceSpec, canonical, common_type
+from mpimesh.mesh.text import MeshFields, join_mesh_text, split_mesh_text
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["Mesh"]
+
+_SHOWN_IDS = 32
+"""Most ids that repr writes out one by one."""
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Mesh(DeviceQueries):
+    """Named dims over ranks, row-major: the last dim is the fastest.
+
+    A value: equal if all its fields are, hashable, picklable, and never in touch
+    with other ranks. :class:`MeshQueries` and :class:`DeviceQueries` hold what can
+    be asked of it. Its repr is the constructor call, but for more than 32 ids
+    without strides; :meth:`to_string` always parses back.
+
+    Ranks that follow strides (every mesh made without `ids`, and every slice of
+    one) are kept as arithmetic: a mesh of a million ranks costs what one of four does.
+
+    Args:
+        dims: ``"dp=2,pp=2"``, a mapping, or (name, size) pairs, slowest first. One
+            size may be -1 where the number of ranks is known from `world_size` or
+            `ids`. Empty pairs make a mesh of one rank.
+        ids: The rank at each place in row-major order: any distinct ranks, also as
+            a range. None means ``0 .. size-1``.
+        world_size: Number of ranks of the world. Without `ids` the mesh must have
+            exactly so many; with `ids` they must all be below it.
+        ranks_per_node: Only for the text of the `WorldSizeError`.
+        name: Name of the mesh, part of its value.
+        local_ids: The ranks that this process owns.
+        local_devices: A device name for each of `local_ids`; empty where not known.
+        global_devices: A device name for each place; empty where not known.
+
+    Raises:
+        MeshError: If names, sizes, ids or devices break a rule.
+        WorldSizeError: If the mesh does not fit `world_size`. The text has the shape,
+            the product, the world size and meshes that fit.
+
+    Attributes:
+        name: Name of the mesh.
+        dims: Its (name, size) pairs.
+        ids: Its ranks, a lazy sequence in row-major order.
+        local_ids: As given.
+        local_names: The local devices' names in full.
+        global_names: The global devices' names in full.
+    """
+
+    name: str
+    dims: tuple[MeshDimension, ...]
+    ids: DeviceIds
+    local_ids: tuple[int, ...]
+    local_names: tuple[str, ...]
+    global_names: tuple[str, ...]
+
+    def __init__(
+        self,
+        dims: DimsLike,
+        ids: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        *,
+        world_size: int | None = None,
+        ranks_per_node: int | None = None,
+        name: str = "",
+        local_ids: Sequence[int] = (),
+        local_devices: Sequence[str | DeviceSpec] = (),
+        global_devices: Sequence[str | DeviceSpec] = (),
+    ) -> None:
+        pairs = parse_dims(dims)
+        if ids is None:
+            pairs = fit_dims(pairs, world_size, ranks_per_node=ranks_per_node)
+            grid: DeviceIds = StridedIds.row_major([size for _, size in pairs])
+        else:
+            if any(size == -1 for _, size in pairs):
+                pairs = fit_dims(pairs, np.size(ids) if isinstance(ids, np.ndarray) else len(ids))
+            grid = make_ids([size for _, size in pairs], ids)
+        values = {
+            "name": _checked_name(name),
+            "dims": pairs,
+            "ids": grid,
+            "local_ids": tuple(as_int(k, "a local device id") for k in local_ids),
+            "local_names": canonical(local_devices),
+            "global_names": canonical(global_devices),
+        }
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+        self._check_devices()
+        if ids is not None and world_size is not None:
+            self.check_world(world_size, partial=True, ranks_per_node=ranks_per_node)
+
+    # -- other ways to make one ------------------------------------------------
+
+    @classmethod
+    def parse(cls, text: str, *, world_size: int | None = None, name: str = "") -> Mesh:
+        """Read ``"dp=2,pp=2"``, or ``"dp=-1,pp=2"`` where `world_size` is given."""
+        if not isinstance(text, str):
+            raise MeshError(f"mesh dims must be a text like 'dp=2,pp=2', got {text!r}")
+        return cls(text, world_size=world_size, name=name)
+
+    @classmethod
+    def from_ids(
+        cls,
+        shape: Sequence[int],
+        ids: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        dim_names: Sequence[str] | None = None,
+        name: str = "",
+    ) -> Mesh:
+        """Make a mesh in TVM's form: a shape, and its ranks in row-major order.
+
+        Args:
+            shape: Sizes of the dims.
+            ids: Any distinct ranks, also as a range.
+            dim_names: Names of the dims; ``d0, d1, ...`` if None.
+            name: Name of the mesh.
+        """
+        names = default_names(len(shape)) if dim_names is None else tuple(dim_names)
+        if len(names) != len(shape):
+            raise MeshError(
+                f"shape {tuple(shape)} has {len(shape)} dims, but the names are {names}"
+            )
+        return cls(list(zip(names, shape, strict=True)), ids, name=name)
+
+    @classmethod
+    def from_device(cls, device: str | DeviceSpec) -> Mesh:
+        """Make the mesh without dims that is one device."""
+        return cls((), [0], local_ids=[0], local_devices=[device])
+
+    @classmethod
+    def from_string(cls, text: str) -> Mesh:
+        """Read the text of :meth:`to_string`; ids may be any distinct ranks.
+
+        Also reads ``"name|x=2,y=2|*CPU"``, which makes the devices itself, and the
+        full name of a single device.
+
+        Raises:
+            MeshError: If any part is malformed or the parts do not fit each other.
+        """
+        return cls._of_fields(split_mesh_text(text))
+
+    @classmethod
+    def from_proto(cls, record: Mapping[str, Any]) -> Mesh:
+        """Read the record that :meth:`as_proto` writes.
+
+        Raises:
+            MeshError: If a field is missing, unknown or malformed.
+        """
+        return cls._of_fields(fields_of_record(record))
+
+    @classmethod
+    def _of_fields(cls, fields: MeshFields) -> Mesh:
+        check_even(len(fields.ids), len(fields.local_ids))
+        return cls(
+            fields.dims,
+            fields.ids,
+            name=fields.name,
+            local_ids=fields.local_ids,
+            local_devices=fields.local_devices,
+            global_devices=fields.global_devices,
+        )
+
+    # -- other meshes from this one --------------------------------------------
+
+    def submesh(self, dims: NamesLike, /, **fixed: int) -> Mesh:
+        """Return the mesh over `dims` at given coordinates of all other dims.
+
+        ``mesh.submesh("dp", pp=0, tp=1)``. The dims come in the order of `dims`, so
+        naming all of them permutes the mesh.
+
+        Raises:
+            UnknownNameError: If there is no such dim.
+            MeshError: If a dim is named twice, has no coordinate, or one out of range.
+        """
+        kept = dim_numbers(self.dims, dims)
+        left_out = {dim.name for k, dim in enumerate(self.dims) if k not in kept}
+        if left_out != set(fixed):
+            raise MeshError(
+                f"submesh {','.join(parse_names(dims))} of mesh {self.dims_text} needs coordinates "
+                f"for exactly {sorted(left_out)}, got {sorted(fixed)}"
+            )
+        return self._derived([self.dims[k] for k in kept], [(k,) for k in kept], self._fixed(fixed))
+
+    def submesh_of(self, rank: int, dims: NamesLike) -> Mesh:
+        """Return the mesh over `dims` that `rank` is in."""
+        kept = dim_numbers(self.dims, dims)
+        coords = [0 if k in kept else index for k, index in enumerate(self.coords_of(rank))]
+        return self._derived([self.dims[k] for k in kept], [(k,) for k in kept], coords)
+
+    def flatten(self, dims: NamesLike, name: str) -> Mesh:
+        """Return the same ranks with `dims` made into one dim called `name`.
+
+        The new dim stands where the first of `dims` in this mesh stood, and runs
+        through them row-major in the order they are named.
+        """
+        joined = dim_numbers(self.dims, dims)
+        runs: list[tuple[int, ...]] = []
+        pairs: list[MeshDimension] = []
+        for k, dim in enumerate(self.dims):
+            if k == min(joined):
+                size = prod(self.dims[j].size for j in joined)
+                pairs.append(MeshDimension(check_dim_name(name), size))
+                runs.append(joined)
+            elif k not in joined:
+                pairs.append(dim)
+                runs.append((k,))
+        return self._derived(pairs, runs, [0] * self.ndim)
+
+    def unflatten(self, dim: str, dims: DimsLike) -> Mesh:
+        """Return the same ranks with `dim` made into several, slowest first.
+
+        Args:
+            dim: The dim to split.
+            dims: As for a new mesh; one size may be -1.
+
+        Raises:
+            WorldSizeError: If the product of the new sizes is not the size of `dim`.
+        """
+        number = self._number(dim)
+        parts = fit_dims(parse_dims(dims), self.dims[number].size)
+        ids = split_ids(self.ids, number, [size for _, size in parts])
+        return self._like([*self.dims[:number], *parts, *self.dims[number + 1 :]], ids)
+
+    def with_local(
+        self, local_ids: Sequence[int], local_devices: Sequence[str | DeviceSpec] = ()
+    ) -> Mesh:
+        """Return this mesh as the process sees it that owns `local_ids`."""
+        return Mesh(
+            self.dims,
+            self.ids,
+            name=self.name,
+            local_ids=local_ids,
+            local_devices=local_devices,
+            global_devices=self.global_names,
+        )
+
+    def host_mesh(self) -> Mesh:
+        """Return the mesh of the same dims and ids on CPU devices, without a name.
+
+        A mesh of CPU devices, or without device names, is its own host mesh.
+        """
+        if common_type(self.local_names or self.global_names) in ("CPU", None):
+            return self
+        return Mesh(
+            self.dims,
+            self.ids,
+            local_ids=self.local_ids,
+            local_devices=[DeviceSpec.parse(name).on_host() for name in self.local_names],
+            global_devices=[DeviceSpec.parse(name).on_host() for name in self.global_names],
+        )
+
+    def _derived(
+        self,
+        dims: Sequence[MeshDimension],
+        runs: Sequence[Sequence[int]],
+        coords: Sequence[int],
+    ) -> Mesh:
+        return self._like(dims, self.ids.view(runs, coords))
+
+    def _like(self, dims: Sequence[MeshDimension], ids: DeviceIds) -> Mesh:
+        """Return a mesh over some of this mesh's ranks, with what is known of their devices."""
+        kept = [k for k, rank in enumerate(self.local_ids) if rank in ids]
+        names = self.global_names
+        return Mesh(
+            dims,
+            ids,
+            local_ids=[self.local_ids[k] for k in kept],
+            local_devices=[self.local_names[k] for k in kept] if self.local_names else (),
+            global_devices=[names[self.offset_of(rank)] for rank in ids] if names else (),
+        )
+
+    # -- text ------------------------------------------------------------------
+
+    def to_string(self) -> str:
+        """Write TensorFlow's text form, which :meth:`from_string` reads.
+
+        ``name|x=3,y=2|ids|local ids|local devices``, and ``|global devices`` where
+        given; a mesh from :meth:`from_device` is its device's name. Writes out all ids.
+        Only a slice that holds an uneven part of a process's ids is not read back:
+        TensorFlow's form wants processes with equal numbers of devices.
+        """
+        if self.is_single_device() and self == Mesh.from_device(self.single_device):
+            return self.single_device
+        return join_mesh_text(self._fields())
+
+    def as_proto(self) -> dict[str, Any]:
+        """Write the fields as a record of JSON's types, which :meth:`from_proto` reads."""
+        return record_of_fields(self._fields())
+
+    def __repr__(self) -> str:
+        parts = [repr(self.dims_text) if self.dims else "()"]
+        if self.ids.as_range() != range(self.size):
+            parts.append(f"ids={self._ids_text()}")
+        for option, value in (
+            ("name", self.name),
+            ("local_ids", self.local_ids),
+            ("local_devices", self.local_names),
+            ("global_devices", self.global_names),
+        ):
+            if value:
+                parts.append(f"{option}={value!r}")
+        return f"Mesh({', '.join(parts)})"
+
+    def _ids_text(self) -> str:
+        plain = self.ids.as_range()
+        if plain is not None:
+            return repr(plain)
+        if self.size <= _SHOWN_IDS:
+            return repr(list(self.ids))
+        if isinstance(self.ids, ListedIds):
+            # The sum tells two long meshes apart where their reprs are compared over ranks.
+            return f"<{self.size} listed ids, crc32 {crc32(self.ids.array().tobytes()):08x}>"
+        return repr(self.ids)
+
+    def _fields(self) -> MeshFields:
+        return MeshFields(
+            self.dims, self.ids, self.name, self.local_ids, self.local_names, self.global_names
+        )
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str) or "|" in name or not name.isprintable():
+        raise MeshError(f"a mesh's name must be printable text without '|', got {name!r}")
+    return name

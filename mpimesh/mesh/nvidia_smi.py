@@ -1,0 +1,267 @@
+"""CUDA devices as ``nvidia-smi`` describes them, for a process without CuPy."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from mpimesh.errors import MeshError
+from mpimesh.mesh.device import Device, DeviceBackend
+
+if TYPE_CHECKING:
+    from subprocess import Popen
+
+__all__ = ["query_nvidia_smi", "visible_devices"]
+
+_COLUMNS = (
+    "index",
+    "name",
+    "uuid",
+    "memory.total",
+    "pci.bus_id",
+    "driver_version",
+    "utilization.gpu",
+    "temperature.gpu",
+    "mig.mode.current",
+    "compute_cap",
+)
+
+# nvidia-smi does not report the number of streaming multiprocessors. It is fixed for
+# each product; a GPU that is not here gets 0. First match counts.
+_MULTIPROCESSORS = (
+    ("GB200", 148),
+    ("B200", 148),
+    ("H100 PCIe", 114),
+    ("GH200", 132),
+    ("H200", 132),
+    ("H100", 132),
+    ("A100", 108),
+    ("A40", 84),
+    ("A30", 56),
+    ("A10G", 80),
+    ("A10", 72),
+    ("L40", 142),
+    ("L40S", 142),
+    ("L4", 58),
+    ("V100", 80),
+    ("P100", 56),
+    ("T4", 40),
+)
+
+_MIG_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\d+:\s+\(UUID: (?P<uuid>MIG-[^)\s]+)\)")
+_GPU_LINE = re.compile(r"GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)\s]+)\)")
+_PCI = re.compile(r"(?:0{4})?([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
+_PROFILE_MEMORY = re.compile(r"\.(?P<gb>\d+)gb")
+
+
+def query_nvidia_smi(timeout_s: float) -> list[Device]:
+    """Ask ``nvidia-smi`` for all GPUs of this machine; none if it is not installed.
+
+    A GPU in MIG mode is replaced by its instances, since nothing runs on the whole
+    of it; their memory is what the profile's name says and their multiprocessors
+    are 0, not known. All programs together get `timeout_s` seconds.
+
+    Raises:
+        MeshError: If it is installed but fails, takes too long, or writes what cannot be read.
+    """
+    # Imported here, like subprocess below: `import mpimesh` must stay fast.
+    from shutil import which
+
+    program = which("nvidia-smi")
+    if program is None:
+        return []
+    end = monotonic() + timeout_s
+    # Drivers before 510 do not know compute_cap and refuse the whole query.
+    try:
+        text = _run([program, _query(_COLUMNS), _FORMAT], end)
+    except _NoSuchField:
+        text = _run([program, _query(_COLUMNS[:-1]), _FORMAT], end)
+    if text.strip() == "No devices were found":
+        return []
+    rows = [parse_row(line) for line in text.splitlines() if line.strip()]
+    if not any(mig for _, mig in rows):
+        return [device for device, _ in rows]
+    instances = parse_mig(_run([program, "-L"], end))
+    return [found for device, mig in rows for found in _parts(device, mig, instances)]
+
+
+def parse_row(line: str) -> tuple[Device, bool]:
+    """Read one GPU and whether it is in MIG mode.
+
+    Raises:
+        MeshError: If the line has not the columns that were asked for.
+    """
+    cells = [cell.strip() for cell in line.split(",")]
+    if len(cells) not in (len(_COLUMNS), len(_COLUMNS) - 1) or _number(cells[0]) is None:
+        raise MeshError(f"cannot read this line of nvidia-smi: {line!r}")
+    row = dict(zip(_COLUMNS, cells, strict=False))
+    capability = row.get("compute_cap", "")
+    known = re.fullmatch(r"\d+\.\d+", capability) is not None
+    device = Device(
+        id=int(row["index"]),
+        name=row["name"],
+        backend=DeviceBackend.CUDA,
+        memory_mb=_number(row["memory.total"]) or 0,
+        compute_units=multiprocessors(row["name"]),
+        pci_bus_id=pci_text(row["pci.bus_id"]),
+        partition_id=_text(row["uuid"]),
+        driver_version=_text(row["driver_version"]),
+        compute_capability=capability if known else None,
+        utilization_gpu_pct=_number(row["utilization.gpu"]),
+        temperature_c=_number(row["temperature.gpu"]),
+        supports_fp16=not known or float(capability) >= 5.3,
+        supports_int8=not known or float(capability) >= 6.1,
+    )
+    return device, row["mig.mode.current"] == "Enabled"
+
+
+def parse_mig(text: str) -> dict[str, list[tuple[str, str]]]:
+    """Read ``nvidia-smi -L``: for each GPU's UUID its MIG instances as (profile, UUID)."""
+    instances: dict[str, list[tuple[str, str]]] = {}
+    gpu = ""
+    for line in text.splitlines():
+        if found := _GPU_LINE.match(line):
+            gpu = found["uuid"]
+        elif found := _MIG_LINE.match(line):
+            instances.setdefault(gpu, []).append((found["profile"], found["uuid"]))
+    return instances
+
+
+def visible_devices(devices: Sequence[Device], environment: Mapping[str, str]) -> list[Device]:
+    """Keep the devices that this process may use, in CUDA's order.
+
+    ``nvidia-smi`` does not heed ``CUDA_VISIBLE_DEVICES``. As in CUDA, an entry is a
+    number or the start of a UUID, and the first that fits no device ends the list.
+    Devices are numbered anew from 0. Numbers count as with
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+    """
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return _numbered(devices)
+    kept: list[Device] = []
+    for entry in wanted.split(","):
+        device = _named(devices, entry.strip())
+        if device is None or device in kept:
+            break
+        kept.append(device)
+    return _numbered(kept)
+
+
+def multiprocessors(name: str) -> int:
+    """Return the streaming multiprocessors of a product, 0 if it is not in the table."""
+    words = set(name.replace("-", " ").split())
+    fitting = (n for product, n in _MULTIPROCESSORS if words.issuperset(product.split()))
+    return next(fitting, 0)
+
+
+def pci_text(bus_id: str) -> str | None:
+    """Write a PCI address as the kernel does: lowercase, with a domain of four digits."""
+    found = re.fullmatch(
+        r"(?:0{4})?([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])", bus_id.lower()
+    )
+    return found[1] if found else None
+
+
+class _NoSuchField(MeshError):
+    """This nvidia-smi does not know a column."""
+
+
+_FORMAT = "--format=csv,noheader,nounits"
+
+
+def _query(columns: Sequence[str]) -> str:
+    return f"--query-gpu={','.join(columns)}"
+
+
+def _run(command: Sequence[str], end: float) -> str:
+    import subprocess
+
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "LC_ALL": "C"},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise MeshError(f"nvidia-smi could not be started: {error}") from None
+    try:
+        output, _ = child.communicate(timeout=max(end - monotonic(), 0.01))
+    except subprocess.TimeoutExpired:
+        _give_up(child)
+        raise MeshError("nvidia-smi did not answer in time") from None
+    text = str(output, "utf-8", "replace")
+    if child.returncode == 0:
+        return text
+    if "not a valid field" in text:
+        raise _NoSuchField(text)
+    raise MeshError(f"nvidia-smi ended with code {child.returncode}: {text.strip()[:200]}")
+
+
+def _give_up(child: Popen[bytes]) -> None:
+    """Kill a child and hardly wait for it: under a hung driver it cannot die."""
+    from subprocess import TimeoutExpired
+
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    if child.stdout is not None:
+        child.stdout.close()
+    with suppress(TimeoutExpired):
+        child.wait(0.1)
+
+
+def _parts(
+    device: Device, mig: bool, instances: Mapping[str, Sequence[tuple[str, str]]]
+) -> list[Device]:
+    if not mig:
+        return [device]
+    return [
+        Device(
+            id=device.id,
+            name=f"{device.name} MIG {profile}",
+            backend=device.backend,
+            memory_mb=_profile_mb(profile),
+            pci_bus_id=device.pci_bus_id,
+            partition_id=uuid,
+            driver_version=device.driver_version,
+            compute_capability=device.compute_capability,
+            temperature_c=device.temperature_c,
+            supports_fp16=device.supports_fp16,
+            supports_int8=device.supports_int8,
+        )
+        for profile, uuid in instances.get(device.partition_id or "", ())
+    ]
+
+
+def _named(devices: Sequence[Device], entry: str) -> Device | None:
+    if re.fullmatch(r"[0-9]{1,9}", entry):
+        # Of a GPU in MIG mode, its first instance: they all have the number of their GPU.
+        return next((device for device in devices if device.id == int(entry)), None)
+    fitting = [d for d in devices if entry and (d.partition_id or "").startswith(entry)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _numbered(devices: Sequence[Device]) -> list[Device]:
+    return [replace(device, id=k) for k, device in enumerate(devices)]
+
+
+def _profile_mb(profile: str) -> int:
+    found = _PROFILE_MEMORY.search(profile)
+    return int(found["gb"]) * 1024 if found else 0
+
+
+def _number(cell: str) -> int | None:
+    return int(cell) if re.fullmatch(r"[0-9]{1,12}", cell) else None
+
+
+def _text(cell: str) -> str | None:
+    # What a GPU does not report is written "[N/A]" or "[Not Supported]".
+    return None if not cell or cell.startswith("[") else cell

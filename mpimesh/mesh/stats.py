@@ -1,0 +1,127 @@
+"""What all devices of a mesh have together, hardware that ranks share counted once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+from mpimesh.errors import MeshError
+from mpimesh.mesh.device import Device, DeviceBackend
+from mpimesh.mesh.groups import GroupSpec
+from mpimesh.mesh.host import cpus_of_text
+
+__all__ = ["DeviceTable", "MeshStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshStats:
+    """Totals over all ranks of a mesh.
+
+    Attributes:
+        world_size: Number of ranks.
+        total_memory_mb: Memory of all devices in MiB.
+        total_compute_units: Their multiprocessors and cores.
+        backend_distribution: Number of ranks for each backend.
+        group_count: Number of groups, ``world`` among them.
+    """
+
+    world_size: int
+    total_memory_mb: int
+    total_compute_units: int
+    backend_distribution: Mapping[str, int] = field(hash=False)
+    group_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTable(Sequence[Device]):
+    """The device of each rank, in rank order.
+
+    In the totals a GPU that several ranks share, the same `partition_id` or, without
+    one, the same `pci_bus_id` on the same host, counts once. So do CPU cores: of the
+    ranks of one host each core counts once, and the host's memory once. A record
+    that says neither where nor what it is counts for each rank.
+
+    Attributes:
+        devices: One for each rank.
+        hosts: Name of the host of each rank; empty if all are on one host.
+
+    Raises:
+        MeshError: If there are hosts, but not one for each device.
+    """
+
+    devices: tuple[Device, ...]
+    hosts: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "hosts", tuple(self.hosts))
+        if self.hosts and len(self.hosts) != len(self.devices):
+            raise MeshError(f"{len(self.devices)} devices, but {len(self.hosts)} hosts")
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @overload
+    def __getitem__(self, rank: int) -> Device: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[Device, ...]: ...
+    def __getitem__(self, rank: int | slice) -> Device | tuple[Device, ...]:
+        return self.devices[rank]
+
+    def get(self, rank: int) -> Device | None:
+        """Return the device of `rank`, None if there is no such rank."""
+        return self.devices[rank] if 0 <= rank < len(self.devices) else None
+
+    def by_backend(self, backend: DeviceBackend | str) -> list[Device]:
+        """Return the devices of exactly this backend; custom ones are told apart by name."""
+        wanted = DeviceBackend(str(backend))
+        return [device for device in self.devices if device.backend == wanted]
+
+    def in_group(self, group: GroupSpec) -> list[Device]:
+        """Return the devices of a group's ranks, in group order.
+
+        Raises:
+            RankError: If a rank of the group has no device here.
+        """
+        group.check_in_world(len(self.devices))
+        return [self.devices[rank] for rank in group.ranks]
+
+    @property
+    def total_memory_mb(self) -> int:
+        """Memory of all devices in MiB."""
+        return sum(memory for memory, _ in self._shares())
+
+    @property
+    def total_compute_units(self) -> int:
+        """Multiprocessors and cores of all devices."""
+        return sum(units for _, units in self._shares())
+
+    def stats(self, group_count: int) -> MeshStats:
+        """Return the totals, with the number of groups that the mesh has."""
+        shares = list(self._shares())
+        return MeshStats(
+            world_size=len(self.devices),
+            total_memory_mb=sum(memory for memory, _ in shares),
+            total_compute_units=sum(units for _, units in shares),
+            backend_distribution=dict(Counter(str(device.backend) for device in self.devices)),
+            group_count=group_count,
+        )
+
+    def _shares(self) -> Iterator[tuple[int, int]]:
+        """Yield (memory in MiB, compute units) of each piece of hardware."""
+        seen: set[tuple[str, str]] = set()
+        cores: dict[str, set[int]] = {}
+        memory: dict[str, int] = {}
+        for device, host in zip(self.devices, self.hosts or ("",) * len(self), strict=True):
+            cpus = cpus_of_text(device.partition_id)
+            if device.backend == DeviceBackend.CPU and cpus is not None:
+                cores.setdefault(host, set()).update(cpus)
+                memory[host] = max(memory.get(host, 0), device.memory_mb)
+                continue
+            identity = device.identity
+            if identity is None or (host, identity) not in seen:
+                yield device.memory_mb, device.compute_units
+            seen.add((host, identity or ""))
+        yield from ((memory[host], len(cores[host])) for host in cores)

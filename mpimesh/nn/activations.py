@@ -1,0 +1,135 @@
+"""Activations: elementwise, without parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.types import Array
+from mpimesh.errors import ModuleError
+from mpimesh.nn.checks import check_floats, sum_dtype
+from mpimesh.nn.context import Context
+from mpimesh.nn.erf import erf
+from mpimesh.nn.module import Module
+
+__all__ = ["GELU", "ReLU"]
+
+
+class ReLU(Module):
+    """``y = max(x, 0)``, with the derivative 0 at 0.
+
+    Shapes:
+        x, result: any, the same.
+
+    Cost:
+        Saves `y` by reference, which a linear layer behind it keeps anyway.
+    """
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return ``max(x, 0)``; NaN stays NaN."""
+        check_floats(self, x)
+        y = namespace(x).maximum(x, 0)
+        if ctx is not None:
+            ctx.save(self, y.shape, y.dtype, y)
+        return y
+
+    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
+        """Return `dy` where the output was positive, 0 elsewhere."""
+        (y,) = self._take(dy, ctx)
+        # where, not a product: a gradient that overflowed must not turn 0 into NaN.
+        return namespace(dy).where(y > 0, dy, dy.dtype.type(0))
+
+
+class GELU(Module):
+    """``y = x * Phi(x)``, with Phi the normal distribution function.
+
+    float16 is computed in float32.
+
+    Shapes:
+        x, result: any, the same.
+
+    Cost:
+        Saves the derivative, one array like `x`, instead of `x`: backward is one product.
+
+    Args:
+        approximate: "none" for Phi by the error function, or "tanh" for
+            ``Phi(x) ~ (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x**3))) / 2``.
+
+    Raises:
+        ModuleError: If `approximate` is something else.
+    """
+
+    def __init__(self, *, approximate: Literal["none", "tanh"] = "none") -> None:
+        if approximate not in ("none", "tanh"):
+            raise ModuleError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+        self.approximate = approximate
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return ``x * Phi(x)``."""
+        check_floats(self, x)
+        compute = _by_tanh if self.approximate == "tanh" else _by_erf
+        wide = x.astype(sum_dtype(x.dtype), copy=False)
+        y, derivative = compute(wide, ctx is not None)
+        y = y.astype(x.dtype, copy=False)
+        if ctx is not None and derivative is not None:
+            ctx.save(self, y.shape, y.dtype, derivative.astype(x.dtype, copy=False))
+        return y
+
+    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
+        """Return `dy` times the derivative."""
+        (derivative,) = self._take(dy, ctx)
+        # The derivative's memory is nobody else's: it becomes the result.
+        derivative *= dy
+        return derivative
+
+    def __repr__(self) -> str:
+        return f"GELU(approximate={self.approximate!r})"
+
+
+def _by_erf(x: Array, derivative: bool) -> tuple[Array, Array | None]:
+    """Return x * Phi(x), and Phi(x) + x * phi(x) if wanted; phi is the density."""
+    xp = namespace(x)
+    phi_sum = erf(x * math.sqrt(0.5))
+    phi_sum += 1.0
+    phi_sum *= 0.5
+    y = x * phi_sum
+    if not derivative:
+        return y, None
+    density = xp.square(x)
+    density *= -0.5
+    xp.exp(density, out=density)
+    density *= 1.0 / math.sqrt(2.0 * math.pi)
+    density *= x
+    phi_sum += density
+    return y, phi_sum
+
+
+def _by_tanh(x: Array, derivative: bool) -> tuple[Array, Array | None]:
+    """Return x * Phi(x) and, if wanted, its derivative, with u the tanh's argument.
+
+    y = x * (1 + tanh u) / 2
+    y' = (1 + tanh u) / 2 + x * (1 - tanh(u)^2) / 2 * u'
+    """
+    xp = namespace(x)
+    scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
+    square = xp.square(x)
+    u = square * (scale * cubic)
+    u += scale
+    u *= x
+    tanh = xp.tanh(u, out=u)
+    y = tanh + 1.0
+    y *= x
+    y *= 0.5
+    if not derivative:
+        return y, None
+    square *= 3.0 * scale * cubic
+    square += scale
+    slope = xp.square(tanh)
+    xp.subtract(1.0, slope, out=slope)
+    slope *= square
+    slope *= x
+    slope += tanh
+    slope += 1.0
+    slope *= 0.5
+    return y, slope

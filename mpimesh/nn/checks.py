@@ -1,0 +1,69 @@
+"""Checks that several layers share, and the dtype in which they add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays.types import Array, DType
+from mpimesh.errors import DTypeError, ModuleError, ShapeError
+from mpimesh.nn.parameter import FLOAT_DTYPES
+
+__all__ = ["check_extent", "check_features", "check_floats", "first_outside", "sum_dtype"]
+
+
+def check_floats(layer: object, x: Array, dtype: DType | None = None, *, name: str = "x") -> None:
+    """Refuse an input that is no float array, or not of the layer's dtype.
+
+    Raises:
+        DTypeError: If `x` is refused.
+    """
+    given = getattr(x, "dtype", None)
+    # NumPy takes None for float64, also in a comparison.
+    if given is None or given not in FLOAT_DTYPES:
+        names = ", ".join(str(known) for known in FLOAT_DTYPES)
+        got = type(x).__name__ if given is None else given
+        raise DTypeError(f"{layer!r}: {name} must be an array of {names}, got {got}")
+    if dtype is not None and given != dtype:
+        raise DTypeError(
+            f"{layer!r}: {name} must be {dtype} like the parameters, got {given}; "
+            f"use {name}.astype('{dtype}'), or make the model with dtype='{given}'"
+        )
+
+
+def check_features(layer: object, x: Array, features: int) -> None:
+    """Refuse an input whose last axis is not `features` long.
+
+    Raises:
+        ShapeError: If `x` is refused.
+    """
+    if x.ndim == 0 or x.shape[-1] != features:
+        raise ShapeError(f"{layer!r}: x must have shape (..., {features}), got {tuple(x.shape)}")
+
+
+def check_extent(name: str, value: Any) -> int:
+    """Return `value` as an int of at least 1.
+
+    Raises:
+        ModuleError: If it is none.
+    """
+    try:
+        extent = value.__index__()
+    except AttributeError:
+        extent = 0
+    if extent < 1:
+        raise ModuleError(f"{name} must be a whole number of at least 1, got {value!r}")
+    return int(extent)
+
+
+def first_outside(values: Array, wrong: Array) -> str:
+    """Return text on the first of `values` where `wrong` holds, with its place."""
+    flat = int(wrong.reshape(-1).argmax())
+    place = tuple(int(i) for i in np.unravel_index(flat, values.shape))
+    return f"{int(values.reshape(-1)[flat])} at {place}"
+
+
+def sum_dtype(dtype: DType) -> DType:
+    """Return the dtype in which values of `dtype` are added up: float32 at least."""
+    return np.dtype(np.float32) if dtype.itemsize < 4 else np.dtype(dtype)

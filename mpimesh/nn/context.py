@@ -1,0 +1,138 @@
+"""What one microbatch leaves behind in forward, for its own backward to find.
+
+Layers hold parameters and nothing of a microbatch, so any number of
+microbatches can be in flight through the same layer: each has a `Context`, and
+they may finish in any order.
+
+A layer's record passes two places in a context::
+
+    forward --save--> saved --take--> backward_input --defer--> deferred
+        --take_deferred--> backward_weight
+
+A layer that a model uses twice has two records. Backward runs through a model
+from its end, so `saved` gives the last record first; `deferred` gives the first
+one first, so that weight gradients are added in the same order, to the bit,
+whether they are computed at once or later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from mpimesh.errors import ModuleError, ModuleStateError
+
+__all__ = ["Context"]
+
+
+class _Records:
+    """The records of one layer. Holds the layer, so that its id stays its own."""
+
+    __slots__ = ("deferred", "module", "saved")
+
+    def __init__(self, module: object) -> None:
+        self.module = module
+        self.saved: list[tuple[Any, ...]] = []
+        self.deferred: deque[tuple[Any, ...]] = deque()
+
+
+class Context:
+    """One microbatch's life through one stage: from its forward to its weight gradients.
+
+    Arrays are kept by reference. Until its backward is done, nobody may write
+    to an array that went into or came out of a forward with this context.
+
+    Attributes:
+        step: Number of the training step; dropout draws other masks at each.
+        first_row: Index, in the global batch, of the microbatch's first row.
+        training: False makes dropout the identity while backward still works.
+
+    Raises:
+        ModuleError: If a number is negative.
+    """
+
+    __slots__ = ("_records", "first_row", "step", "training")
+
+    def __init__(self, *, step: int = 0, first_row: int = 0, training: bool = True) -> None:
+        if step < 0 or first_row < 0:
+            raise ModuleError(f"step and first_row must not be negative, got {step}, {first_row}")
+        self.step = step
+        self.first_row = first_row
+        self.training = training
+        self._records: dict[int, _Records] = {}
+
+    def save(self, module: object, *values: Any) -> None:
+        """Keep `values` for the backward of `module`."""
+        self._of(module).saved.append(values)
+
+    def peek(self, module: object) -> tuple[Any, ...]:
+        """Return what `take` would, and keep it.
+
+        Raises:
+            ModuleStateError: If nothing is saved, see `take`.
+        """
+        records = self._records.get(id(module))
+        if records is None:
+            raise ModuleStateError(
+                f"{module!r}: backward needs what forward saved, but forward did not run with "
+                f"{self!r}; call forward(x, ctx) with the same Context first"
+            )
+        if not records.saved:
+            raise ModuleStateError(
+                f"{module!r}: backward already ran for each forward with {self!r}; what forward "
+                "saved is freed by it, so call forward(x, ctx) again first"
+            )
+        return records.saved[-1]
+
+    def take(self, module: object) -> tuple[Any, ...]:
+        """Give up and return the values that `module` saved last.
+
+        Raises:
+            ModuleStateError: If forward did not run with this context, or each
+                of its runs had its backward.
+        """
+        values = self.peek(module)
+        self._records[id(module)].saved.pop()
+        return values
+
+    def defer(self, module: object, *values: Any) -> None:
+        """Keep `values` for the `backward_weight` of `module`."""
+        self._of(module).deferred.append(values)
+
+    def take_deferred(self, module: object) -> tuple[Any, ...]:
+        """Give up and return the values that `module` deferred first.
+
+        Raises:
+            ModuleStateError: If `backward_input` did not run with this context,
+                or each of its runs had its `backward_weight`.
+        """
+        records = self._records.get(id(module))
+        if records is None or not records.deferred:
+            raise ModuleStateError(
+                f"{module!r}: backward_weight needs a backward_input before it with {self!r}, "
+                "and each backward_input allows exactly one backward_weight"
+            )
+        return records.deferred.popleft()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits: each forward had its backward, with weights."""
+        return not any(records.saved or records.deferred for records in self._records.values())
+
+    def clear(self) -> None:
+        """Drop everything that is kept, for a microbatch whose backward will not run."""
+        self._records.clear()
+
+    def drop(self, module: object) -> None:
+        """Drop what is kept for `module`."""
+        self._records.pop(id(module), None)
+
+    def _of(self, module: object) -> _Records:
+        records = self._records.get(id(module))
+        if records is None:
+            records = self._records[id(module)] = _Records(module)
+        return records
+
+    def __repr__(self) -> str:
+        training = "" if self.training else ", training=False"
+        return f"Context(step={self.step}, first_row={self.first_row}{training})"

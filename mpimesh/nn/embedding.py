@@ -1,0 +1,110 @@
+"""A table of vectors, looked up by integers."""
+
+from __future__ import annotations
+
+from mpimesh.arrays.namespace import is_cupy, namespace
+from mpimesh.arrays.types import Array
+from mpimesh.errors import DTypeError, ModuleError
+from mpimesh.nn.checks import check_extent, first_outside, sum_dtype
+from mpimesh.nn.context import Context
+from mpimesh.nn.initializers import Normal
+from mpimesh.nn.module import Module
+from mpimesh.nn.parameter import Parameter
+
+__all__ = ["Embedding"]
+
+
+class Embedding(Module):
+    """``y[...] = weight[x[...]]``. Its input has no gradient: backward returns None.
+
+    The weight starts normally distributed.
+
+    Shapes:
+        x: any, integers in ``[0, num_embeddings)``.
+        result: (*x.shape, features).
+        weight: (num_embeddings, features).
+
+    Cost:
+        Saves `x`, then `x` and `dy`, by reference. Backward sorts `x` and touches
+        only the rows of the gradient that occur in it. On a GPU equal ids are
+        added in no fixed order, so the last bits of a gradient may vary.
+
+    Args:
+        num_embeddings: How many vectors there are.
+        features: How long they are.
+        std: Standard deviation of the first values.
+
+    Raises:
+        ModuleError: If an extent is not a whole number of at least 1, or `std`
+            is negative.
+    """
+
+    def __init__(self, num_embeddings: int, features: int, *, std: float = 1.0) -> None:
+        self.num_embeddings = check_extent("num_embeddings", num_embeddings)
+        self.features = check_extent("features", features)
+        if not 0 <= std < float("inf"):
+            raise ModuleError(f"std must be finite and not negative, got {std!r}")
+        shape = (self.num_embeddings, self.features)
+        self.weight = Parameter("weight", shape, Normal(float(std)))
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return the vectors that `x` names.
+
+        Raises:
+            DTypeError: If `x` does not hold integers.
+            ModuleError: If an id is out of range; names the first such id.
+            ModuleStateError: If the layer is not materialised.
+        """
+        weight = self.weight.value()
+        dtype = getattr(x, "dtype", None)
+        if dtype is None or dtype.kind not in "iu":
+            got = type(x).__name__ if dtype is None else dtype
+            raise DTypeError(f"{self!r}: x must be an array of integers, got {got}")
+        wrong = (x < 0) | (x >= self.num_embeddings)
+        if wrong.any():
+            raise ModuleError(
+                f"{self!r}: ids must be in [0, {self.num_embeddings}), got "
+                f"{first_outside(x, wrong)}"
+            )
+        y = namespace(weight).take(weight, x, axis=0)
+        if ctx is not None:
+            ctx.save(self, y.shape, y.dtype, x)
+        return y
+
+    def backward_input(self, dy: Array, ctx: Context) -> None:
+        """Keep `dy` for the weight; integers have no gradient."""
+        (x,) = self._take(dy, ctx)
+        ctx.defer(self, *((x, dy) if self.weight.requires_grad else (None, None)))
+
+    def backward_weight(self, ctx: Context) -> None:
+        """Add each row of `dy` to the row of the gradient that its id names."""
+        x, dy = ctx.take_deferred(self)
+        if x is None:
+            return
+        rows = dy.reshape(-1, self.features)
+        add_up = _add_up_scattered if is_cupy(dy) else _add_up_sorted
+        self.weight.accumulate_rows(*add_up(x.reshape(-1), rows))
+
+    def __repr__(self) -> str:
+        return f"Embedding({self.num_embeddings}, {self.features})"
+
+
+def _add_up_sorted(ids: Array, rows: Array) -> tuple[Array, Array]:
+    """Return the different ids, and the sum of the rows of each."""
+    xp = namespace(rows)
+    order = xp.argsort(ids, kind="stable")
+    ordered = ids[order]
+    is_first = xp.ones(ids.size, bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    firsts = xp.flatnonzero(is_first)
+    sums = xp.add.reduceat(rows[order], firsts, axis=0, dtype=sum_dtype(rows.dtype))
+    return ordered[firsts], sums
+
+
+def _add_up_scattered(ids: Array, rows: Array) -> tuple[Array, Array]:
+    """As `_add_up_sorted`, for CuPy, which adds to scattered places in parallel."""
+    xp = namespace(rows)
+    different, place = xp.unique(ids, return_inverse=True)
+    sums = xp.zeros((different.size, rows.shape[1]), sum_dtype(rows.dtype))
+    xp.add.at(sums, place.reshape(-1), rows.astype(sums.dtype, copy=False))
+    return different, sums

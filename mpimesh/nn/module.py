@@ -1,0 +1,306 @@
+"""The base of mpimesh's layers: parameters, modes, and a backward in two halves.
+
+Who writes a layer derives from `Module` (or writes any class that meets
+:class:`~mpimesh.nn.protocol.SupportsLayer`) and gives it `forward` and one of
+
+- `backward_input`, and `backward_weight` if it has parameters: then schedules
+  that delay weight gradients can use it to the full;
+- `backward` alone.
+
+Rules of the two halves
+1. `backward_input` computes the gradient of the input only, and keeps with
+   ``ctx.defer`` just what `backward_weight` needs. `backward_weight` adds the
+   parameters' gradients and frees that. `backward` is the one after the other,
+   with the same bits.
+2. A layer whose input has no gradient (`Embedding`: its input is integers)
+   returns None. It must then be the first layer that has a trainable parameter.
+3. All state of a microbatch is in its context, so that microbatches may be in
+   flight together and finish in any order. Without a context (inference),
+   nothing is saved.
+
+Numbering. Every leaf layer, with parameters or not, takes one place in the
+numbering that first values and dropout masks depend on; a container takes as
+many as its layers together. A model cut into pipeline stages is materialised
+stage by stage, each with ``index`` = the sum of `num_layers` of the stages before
+it, which any rank computes without their memory; it gets the weights of the
+uncut model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, Self
+
+import numpy as np
+
+from mpimesh.arrays.types import Array
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
+from mpimesh.nn import protocol
+from mpimesh.nn.context import Context
+from mpimesh.nn.parameter import Parameter, float_dtype
+from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.nn.state import load_values
+
+__all__ = ["Module"]
+
+
+class Module(ABC):
+    """A layer, or several under one name. ``module(x, ctx)`` is ``module.forward(x, ctx)``.
+
+    Attributes that are a `Parameter`, a `Module`, or a list or tuple of modules
+    are found by themselves, in the order in which they were set.
+
+    Attributes:
+        input_grad: Set it False on the first layer of a model to spare the
+            gradient that nobody reads: where it costs something, `backward_input`
+            then returns None.
+
+    Example:
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, features):
+        ...         self.scale = nn.Parameter("scale", (features,), nn.Constant(1.0))
+        ...
+        ...     def forward(self, x, ctx=None):
+        ...         if ctx is not None:
+        ...             ctx.save(self, x)
+        ...         return x * self.scale.value()
+        ...
+        ...     def backward(self, dy, ctx):
+        ...         (x,) = ctx.take(self)
+        ...         self.scale.accumulate((dy * x).sum(axis=0))
+        ...         return dy * self.scale.value()
+    """
+
+    input_grad: bool = True
+    _training: bool = True
+
+    @abstractmethod
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return the output for `x`; with a context, save what backward needs."""
+
+    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
+        """Return the gradient of the input; keep what `backward_weight` needs.
+
+        Shapes:
+            dy: that of forward's output, and its dtype.
+            result: that of forward's input, and its dtype; or None.
+
+        Raises:
+            ShapeError: If `dy` has another shape.
+            DTypeError: If `dy` has another dtype.
+            ModuleStateError: If forward did not run with `ctx`, or its backward
+                ran already.
+        """
+        if type(self).backward is Module.backward:
+            raise ModuleStateError(
+                f"{type(self).__name__} has neither backward nor backward_input: define one"
+            )
+        return self.backward(dy, ctx)
+
+    def backward_weight(self, ctx: Context) -> None:  # noqa: B027 - no parameters, nothing to do
+        """Add the parameters' gradients and free what was kept for them.
+
+        Raises:
+            ModuleStateError: If a layer with parameters had no `backward_input`
+                with `ctx`, or ran this already.
+        """
+
+    def backward(self, dy: Array, ctx: Context) -> Array | None:
+        """Run both halves; see `backward_input` for shapes and errors."""
+        dx = self.backward_input(dy, ctx)
+        self.backward_weight(ctx)
+        return dx
+
+    def __call__(self, x: Array, ctx: Context | None = None) -> Array:
+        """Run `forward`."""
+        return self.forward(x, ctx)
+
+    # -- parameters -------------------------------------------------------------
+
+    def named_children(self) -> list[tuple[str, SupportsLayer]]:
+        """Return the layers directly under this one, with their names."""
+        children: list[tuple[str, SupportsLayer]] = []
+        for name, value in vars(self).items():
+            if isinstance(value, Module):
+                children.append((name, value))
+            elif isinstance(value, list | tuple):
+                children += [
+                    (f"{name}.{i}", item)
+                    for i, item in enumerate(value)
+                    if isinstance(item, Module)
+                ]
+        return children
+
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        """Return all parameters as ("0.weight", parameter), each once, in a fixed order.
+
+        Raises:
+            ModuleError: If two parameters of one layer have the same name.
+        """
+        found: dict[int, tuple[str, Parameter]] = {}
+        for parameter in self._own_parameters():
+            found.setdefault(id(parameter), (parameter.name, parameter))
+        for child_name, child in self.named_children():
+            for name, parameter in protocol.named_parameters(child):
+                found.setdefault(id(parameter), (f"{child_name}.{name}", parameter))
+        return list(found.values())
+
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters in the order of `named_parameters`."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def num_parameters(self) -> int:
+        """Return the number of elements of all parameters."""
+        return sum(parameter.size for parameter in self.parameters())
+
+    def trainable_params_count(self) -> int:
+        """Return the number of elements of all parameters that are not frozen."""
+        return sum(parameter.size for parameter in self.parameters() if parameter.requires_grad)
+
+    def frozen_parameters(self) -> list[Parameter]:
+        """Return the parameters that are frozen."""
+        return [parameter for parameter in self.parameters() if not parameter.requires_grad]
+
+    def freeze(self) -> Self:
+        """Freeze all parameters: no gradients, no updates. Returns the module."""
+        for parameter in self.parameters():
+            parameter.requires_grad = False
+        return self
+
+    def unfreeze(self) -> Self:
+        """Undo `freeze` for all parameters. Returns the module."""
+        for parameter in self.parameters():
+            parameter.requires_grad = True
+        return self
+
+    # -- memory -----------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        """How many places this module takes in the numbering of layers."""
+        children = self.named_children()
+        own = 1 if self._own_parameters() or not children else 0
+        return own + sum(protocol.num_layers(child) for _, child in children)
+
+    def materialize(
+        self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0
+    ) -> None:
+        """Allocate the parameters and give them their first values.
+
+        The values depend on `seed`, the layer's global index and the parameter's
+        name only: they are the same on any mesh, and up to rounding in any dtype.
+
+        Args:
+            seed: The seed of the whole model, not negative.
+            dtype: float16, float32 or float64.
+            xp: `numpy` or `cupy`, whose memory to use.
+            index: Number of layers (see `num_layers`) that stand before this one
+                in the whole model.
+
+        Raises:
+            DTypeError: If `dtype` is another one.
+            ModuleError: If `seed` or `index` is negative.
+        """
+        dtype = float_dtype(dtype)
+        if seed < 0 or index < 0:
+            raise ModuleError(f"seed and index must not be negative, got {seed} and {index}")
+        own = self._own_parameters()
+        for parameter in own:
+            parameter.materialize(seed=seed, dtype=dtype, xp=xp, index=index)
+        children = self.named_children()
+        index += 1 if own or not children else 0
+        for _, child in children:
+            protocol.materialize(child, seed=seed, dtype=dtype, xp=xp, index=index)
+            index += protocol.num_layers(child)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters."""
+        for parameter in self.parameters():
+            parameter.zero_grad()
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the parameters' values by name: the live arrays, not copies.
+
+        Raises:
+            ModuleStateError: If a parameter has no memory yet.
+        """
+        return {name: parameter.value() for name, parameter in self.named_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Copy values into the parameters' memory; all of them or, on an error, none.
+
+        Shapes:
+            state[name]: that of the parameter; rounded to its dtype.
+
+        Raises:
+            ModuleError: If names are missing or unknown.
+            ShapeError: If a shape differs.
+            DTypeError: If values are no numbers.
+            ModuleStateError: If a parameter has no memory yet.
+        """
+        named = dict(self.named_parameters())
+        missing = [name for name in named if name not in state]
+        unknown = [name for name in state if name not in named]
+        if missing or unknown:
+            raise ModuleError(
+                f"a state must name each parameter once; missing: {missing or 'none'}, "
+                f"unknown: {unknown or 'none'}"
+            )
+        load_values(named, state)
+
+    # -- modes ------------------------------------------------------------------
+
+    def is_training(self) -> bool:
+        """Tell whether the module is in training mode, as it is at first."""
+        return self._training
+
+    def set_training(self, training: bool) -> None:
+        """Choose training or evaluation for this module and all under it."""
+        self._training = bool(training)
+        for _, child in self.named_children():
+            protocol.set_training(child, self._training)
+
+    def train(self) -> Self:
+        """Choose training; returns the module."""
+        self.set_training(True)
+        return self
+
+    def eval(self) -> Self:
+        """Choose evaluation: dropout is the identity. Returns the module."""
+        self.set_training(False)
+        return self
+
+    # -- for layers -------------------------------------------------------------
+
+    def _own_parameters(self) -> list[Parameter]:
+        own = [value for value in vars(self).values() if isinstance(value, Parameter)]
+        names = [parameter.name for parameter in own]
+        if len(set(names)) < len(names):
+            raise ModuleError(f"{type(self).__name__} has two parameters of one name: {names}")
+        return own
+
+    def _take(self, dy: Array, ctx: Context | None) -> tuple[Any, ...]:
+        """Take what forward saved, (output's shape, dtype, *values), if `dy` fits it.
+
+        Returns the values. On an error everything stays saved.
+        """
+        if ctx is None:
+            raise ModuleStateError(f"{self!r}: backward needs the Context that forward was given")
+        shape, dtype, *values = ctx.peek(self)
+        if tuple(dy.shape) != shape:
+            raise ShapeError(
+                f"{self!r}: the gradient of the output must have its shape {shape}, "
+                f"got {tuple(dy.shape)}"
+            )
+        if dy.dtype != dtype:
+            raise DTypeError(
+                f"{self!r}: the gradient of the output must be {dtype} like it, got {dy.dtype}; "
+                f"use dy.astype('{dtype}')"
+            )
+        ctx.take(self)
+        return tuple(values)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

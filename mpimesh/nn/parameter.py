@@ -1,0 +1,241 @@
+"""A trainable array and its gradient, which may live in memory that others own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+
+from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.types import Array, DType
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
+from mpimesh.nn.initializers import Initializer, first_values
+
+__all__ = ["FLOAT_DTYPES", "Parameter"]
+
+FLOAT_DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
+"""The dtypes in which a model can be materialised."""
+
+
+class Parameter:
+    """A named array that an optimizer changes, without memory until `materialize`.
+
+    Attributes:
+        name: Its name inside its layer, such as ``"weight"``.
+        shape: Its shape, known before it has memory.
+        data: The values, C-contiguous, or None before `materialize`.
+        grad: The gradient, of the same shape and dtype; None when nothing was
+            added since the last `zero_grad` and no memory is attached.
+        requires_grad: False freezes it: layers compute no gradient for it and
+            optimizers leave it alone.
+        on_ready: Called with the parameter after each `accumulate`, that is once
+            per use of its layer and microbatch.
+    """
+
+    __slots__ = (
+        "_attached",
+        "data",
+        "grad",
+        "initializer",
+        "name",
+        "on_ready",
+        "requires_grad",
+        "shape",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        initializer: Initializer,
+        *,
+        requires_grad: bool = True,
+    ) -> None:
+        if any(extent < 0 for extent in shape):
+            raise ModuleError(f"parameter {name!r}: a shape has no negative extents, got {shape}")
+        self.name = name
+        self.shape = tuple(int(extent) for extent in shape)
+        self.initializer = initializer
+        self.requires_grad = requires_grad
+        self.data: Array = None
+        self.grad: Array = None
+        self.on_ready: Callable[[Parameter], None] | None = None
+        self._attached = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> DType | None:
+        """The dtype of the values; None before `materialize`."""
+        return None if self.data is None else np.dtype(self.data.dtype)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the gradient lives in memory given by `attach_grad`."""
+        return self._attached
+
+    def materialize(
+        self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0
+    ) -> None:
+        """Allocate the values and give them their first ones; drops any gradient memory.
+
+        Args:
+            seed: The seed of the whole model.
+            dtype: float16, float32 or float64.
+            xp: `numpy` or `cupy`, whose memory to use.
+            index: Global index of the layer, counted over all pipeline stages.
+
+        Raises:
+            DTypeError: If `dtype` is another one.
+            ModuleError: If `seed` or `index` is negative.
+        """
+        values = first_values(
+            self.initializer, self.shape, float_dtype(dtype), seed=seed, index=index, name=self.name
+        )
+        self.data = values if xp is np else xp.asarray(values)
+        self.grad = None
+        self._attached = False
+
+    def value(self) -> Array:
+        """Return the values.
+
+        Raises:
+            ModuleStateError: If the parameter has no memory yet.
+        """
+        if self.data is None:
+            raise ModuleStateError(
+                f"parameter {self.name!r} of shape {self.shape} has no memory yet: call "
+                "materialize(seed=..., dtype=...) on its layer, or on the model or stage that "
+                "holds it, before it is used"
+            )
+        return self.data
+
+    def accumulate(self, g: Array, *, owned: bool = False) -> None:
+        """Add `g` to the gradient, then call `on_ready`.
+
+        Shapes:
+            g: the parameter's shape. Another float dtype is rounded to the
+                parameter's.
+
+        Args:
+            g: What to add.
+            owned: Nobody else holds `g`, so that it may become the gradient
+                memory itself instead of being copied.
+
+        Raises:
+            ShapeError: If `g` has another shape.
+            DTypeError: If `g` is not a float array.
+            ModuleStateError: If the parameter has no memory yet.
+        """
+        self._check("gradient", g)
+        data = self.value()
+        if self.grad is not None:
+            self.grad += g
+        elif owned and isinstance(g, type(data)) and g.dtype == data.dtype and g.flags.c_contiguous:
+            self.grad = g
+        else:
+            self.grad = namespace(data).empty_like(data)
+            self.grad[...] = g
+        if self.on_ready is not None:
+            self.on_ready(self)
+
+    def accumulate_rows(self, rows: Array, g: Array) -> None:
+        """Add ``g[i]`` to row ``rows[i]`` of the gradient, then call `on_ready`.
+
+        For gradients that are zero in most rows. No row may be named twice.
+
+        Shapes:
+            rows: (n,), integers in ``[0, shape[0])``.
+            g: (n, *shape[1:]).
+
+        Raises:
+            ModuleStateError: If the parameter has no memory yet.
+        """
+        if self.grad is None:
+            data = self.value()
+            self.grad = namespace(data).zeros_like(data)
+        self.grad[rows] += g
+        if self.on_ready is not None:
+            self.on_ready(self)
+
+    def attach_grad(self, view: Array) -> None:
+        """Let the gradient live in `view`, part of a larger flat memory.
+
+        What was accumulated so far moves there; otherwise `view` is set to 0.
+        From now on `grad` is never None: attached memory counts as a gradient,
+        of zeros where nothing was added.
+
+        Shapes:
+            view: the parameter's shape and dtype, C-contiguous, writable.
+
+        Raises:
+            ShapeError: If `view` has another shape or is not contiguous.
+            DTypeError: If `view` has another dtype.
+            ModuleStateError: If the parameter has no memory yet.
+        """
+        self._check("gradient memory", view)
+        data = self.value()
+        if view.dtype != data.dtype:
+            raise DTypeError(
+                f"gradient memory of parameter {self.name!r} must be {data.dtype}, got {view.dtype}"
+            )
+        if not view.flags.c_contiguous:
+            raise ShapeError(f"gradient memory of parameter {self.name!r} must be C-contiguous")
+        view[...] = 0 if self.grad is None else self.grad
+        self.grad = view
+        self._attached = True
+
+    def detach_grad(self) -> None:
+        """Give up attached gradient memory; `grad` is None afterwards."""
+        self.grad = None
+        self._attached = False
+
+    def zero_grad(self) -> None:
+        """Forget the gradient: zeros in attached memory, otherwise None."""
+        if self._attached and self.grad is not None:
+            self.grad[...] = 0
+        else:
+            self.grad = None
+
+    def _check(self, what: str, g: Array) -> None:
+        if tuple(g.shape) != self.shape:
+            raise ShapeError(
+                f"{what} of parameter {self.name!r} must have its shape {self.shape}, "
+                f"got {tuple(g.shape)}"
+            )
+        if g.dtype.kind != "f":
+            raise DTypeError(
+                f"{what} of parameter {self.name!r} must be of a float dtype, got {g.dtype}"
+            )
+
+    def __getstate__(self) -> object:
+        """Return what a copy holds: all but the tie to those who wait for the gradient."""
+        own, slots = cast("tuple[object, dict[str, Any]]", super().__getstate__())
+        return own, {**slots, "on_ready": None, "_attached": False}
+
+    def __repr__(self) -> str:
+        where = "no memory" if self.data is None else str(self.data.dtype)
+        frozen = "" if self.requires_grad else ", frozen"
+        return f"Parameter({self.name!r}, {self.shape}, {where}{frozen})"
+
+
+def float_dtype(dtype: Any) -> DType:
+    """Return `dtype` as a NumPy dtype in which a model can be materialised.
+
+    Raises:
+        DTypeError: If it is not float16, float32 or float64.
+    """
+    try:
+        found: DType = np.dtype(dtype)
+        if dtype is not None and found in FLOAT_DTYPES:  # NumPy takes None for float64
+            return found
+    except TypeError:
+        pass
+    names = ", ".join(str(known) for known in FLOAT_DTYPES)
+    raise DTypeError(f"parameters are kept in one of {names}, got {dtype!r}")

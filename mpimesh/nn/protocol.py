@@ -1,0 +1,103 @@
+"""What mpimesh asks of a layer that is not its own, and how it treats it.
+
+Anything with the three methods of `SupportsLayer` is a layer: it may stand in a
+`Sequential` or a pipeline stage. What else it has is used when it is there:
+
+| it has | without it |
+|---|---|
+| ``backward_input``, ``backward_weight`` | `backward` runs for the first, nothing for the second |
+| ``materialize(seed=, dtype=, xp=, index=)`` | its parameters are taken as they are |
+| ``num_layers`` | it takes one place in the numbering of layers |
+| ``named_parameters()`` | its parameters are called ``param_0``, ``param_1``, ... |
+| ``set_training(flag)`` | it is not told |
+
+Only :class:`~mpimesh.nn.parameter.Parameter` objects belong into `parameters()`;
+a layer without any returns an empty list. What a forward leaves for its
+backward belongs into the context (``ctx.save``, ``ctx.take``), not into the
+layer, or the layer can serve one microbatch at a time only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+from mpimesh.arrays.types import Array
+from mpimesh.nn.context import Context
+from mpimesh.nn.parameter import Parameter
+
+__all__ = [
+    "SupportsLayer",
+    "backward_input",
+    "backward_weight",
+    "materialize",
+    "named_parameters",
+    "num_layers",
+    "set_training",
+]
+
+
+@runtime_checkable
+class SupportsLayer(Protocol):
+    """The least that a layer is."""
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return the output. With a context, save in it what backward needs.
+
+        Must not write into `x`: the layer before may need it again. May return
+        `x` or a view of it.
+        """
+        ...
+
+    def backward(self, dy: Array, ctx: Context) -> Array | None:
+        """Add the parameters' gradients (`Parameter.accumulate`) and return the input's.
+
+        `dy` has the shape and dtype of the output and must not be written to.
+        None says that the input has no gradient, as with integers.
+        """
+        ...
+
+    def parameters(self) -> Sequence[Parameter]:
+        """Return the parameters, in an order that never changes."""
+        ...
+
+
+def backward_input(layer: SupportsLayer, dy: Array, ctx: Context) -> Array | None:
+    """Run the input's half of `layer`'s backward, or all of it where it has no halves."""
+    half = getattr(layer, "backward_input", None)
+    return layer.backward(dy, ctx) if half is None else half(dy, ctx)
+
+
+def backward_weight(layer: SupportsLayer, ctx: Context) -> None:
+    """Run the weights' half of `layer`'s backward, if it has halves."""
+    half = getattr(layer, "backward_weight", None)
+    if half is not None:
+        half(ctx)
+
+
+def materialize(layer: SupportsLayer, *, seed: int, dtype: Any, xp: ModuleType, index: int) -> None:
+    """Let `layer` allocate its parameters, if it knows how."""
+    method = getattr(layer, "materialize", None)
+    if method is not None:
+        method(seed=seed, dtype=dtype, xp=xp, index=index)
+
+
+def num_layers(layer: SupportsLayer) -> int:
+    """Return how many places `layer` takes in the numbering of layers."""
+    return int(getattr(layer, "num_layers", 1))
+
+
+def named_parameters(layer: SupportsLayer) -> list[tuple[str, Parameter]]:
+    """Return `layer`'s parameters with names."""
+    method = getattr(layer, "named_parameters", None)
+    if method is not None:
+        return list(method())
+    return [(f"param_{i}", parameter) for i, parameter in enumerate(layer.parameters())]
+
+
+def set_training(layer: SupportsLayer, training: bool) -> None:
+    """Tell `layer` whether it is trained, if it wants to know."""
+    method = getattr(layer, "set_training", None)
+    if method is not None:
+        method(training)

@@ -1,0 +1,146 @@
+"""Layers one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
+
+from mpimesh.arrays.types import Array
+from mpimesh.errors import ModuleError, ModuleStateError
+from mpimesh.nn import protocol
+from mpimesh.nn.context import Context
+from mpimesh.nn.module import Module
+from mpimesh.nn.protocol import SupportsLayer
+
+__all__ = ["Sequential"]
+
+
+class Sequential(Module):
+    """Layers in order, each fed with the output of the one before; none is the identity.
+
+    ``Sequential(a, b)`` and ``Sequential([a, b])`` are the same. Any
+    :class:`~mpimesh.nn.protocol.SupportsLayer` may stand in it.
+
+    In the numbering of layers it takes no place itself: ``Sequential(a, b, c)``
+    materialised at index 0 has the weights of `a`, `b` and `c` materialised on
+    three pipeline stages at 0, ``a.num_layers`` and ``a.num_layers + b.num_layers``.
+
+    Raises:
+        ModuleError: If something given is no layer.
+    """
+
+    def __init__(self, *layers: SupportsLayer | Iterable[SupportsLayer]) -> None:
+        self._layers: list[SupportsLayer] = []
+        for layer in layers:
+            for one in layer if isinstance(layer, list | tuple) else (layer,):
+                self.append(one)
+
+    def append(self, layer: SupportsLayer) -> Self:
+        """Add `layer` at the end and return the module, so that calls can be chained.
+
+        Raises:
+            ModuleError: If `layer` lacks forward, backward or parameters.
+        """
+        if isinstance(layer, type) or not isinstance(layer, SupportsLayer):
+            got = layer.__name__ + " (a class, not an object)" if isinstance(layer, type) else layer
+            raise ModuleError(f"a layer has methods forward, backward and parameters, got {got}")
+        self._layers.append(layer)
+        return self
+
+    @property
+    def layers(self) -> Sequence[SupportsLayer]:
+        """The layers, in order."""
+        return tuple(self._layers)
+
+    def named_children(self) -> list[tuple[str, SupportsLayer]]:
+        """Return the layers, called "0", "1", ..."""
+        return [(str(i), layer) for i, layer in enumerate(self._layers)]
+
+    @property
+    def num_layers(self) -> int:
+        """The places of all layers together; none if there are no layers."""
+        return sum(protocol.num_layers(layer) for layer in self._layers)
+
+    @property
+    def input_grad(self) -> bool:
+        """Whether the first layer returns the gradient of its input; set it for a first stage."""
+        return getattr(self._layers[0], "input_grad", True) if self._layers else True
+
+    @input_grad.setter
+    def input_grad(self, wanted: bool) -> None:
+        if self._layers and isinstance(self._layers[0], Module):
+            self._layers[0].input_grad = wanted
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return the output of the last layer."""
+        for layer in self._layers:
+            x = layer.forward(x, ctx)
+        return x
+
+    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
+        """Run the layers' `backward_input` from last to first.
+
+        Raises:
+            ModuleStateError: If a layer returns no gradient while a layer before
+                it has parameters to train.
+        """
+        dx: Array | None = dy
+        for place in reversed(range(len(self._layers))):
+            dx = protocol.backward_input(self._layers[place], dx, ctx)
+            if dx is None:
+                self._stop_at(place, ctx)
+                break
+        return dx
+
+    def backward_weight(self, ctx: Context) -> None:
+        """Run the layers' `backward_weight` from last to first, as `backward` does."""
+        for layer in reversed(self._layers):
+            protocol.backward_weight(layer, ctx)
+
+    def backward(self, dy: Array, ctx: Context) -> Array | None:
+        """Run the layers' `backward` from last to first.
+
+        The gradients have the bits of the two halves one after the other, but
+        the last layer's are ready, and its memory is free, before the first
+        layer's turn.
+        """
+        dx: Array | None = dy
+        for place in reversed(range(len(self._layers))):
+            dx = self._layers[place].backward(dx, ctx)
+            if dx is None:
+                self._stop_at(place, ctx)
+                break
+        return dx
+
+    def _stop_at(self, place: int, ctx: Context) -> None:
+        """Free what the layers before `place` saved: their backward will not run."""
+        before = self._layers[:place]
+        for layer in before:
+            if layer.parameters():
+                raise ModuleStateError(
+                    f"{self._layers[place]!r} gives no gradient for its input, so {layer!r} before "
+                    "it would never be trained: put it after that layer"
+                )
+        for layer in before:
+            _drop(layer, ctx)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    # Any, as a layer has more than SupportsLayer says: `model[0].weight` is to type-check.
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._layers)
+
+    def __getitem__(self, place: int) -> Any:
+        return self._layers[place]
+
+    def __repr__(self) -> str:
+        return f"Sequential({', '.join(map(repr, self._layers))})"
+
+
+def _drop(layer: SupportsLayer, ctx: Context) -> None:
+    ctx.drop(layer)
+    if isinstance(layer, Module):
+        for _, child in layer.named_children():
+            _drop(child, ctx)

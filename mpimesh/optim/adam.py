@@ -1,0 +1,122 @@
+"""Adam, with decay in the gradient or beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.types import Array
+from mpimesh.errors import ModuleError
+from mpimesh.nn.parameter import Parameter
+from mpimesh.optim.optimizer import Optimizer, check_number
+
+__all__ = ["Adam", "AdamW"]
+
+
+class Adam(Optimizer):
+    """Adam of Kingma and Ba (2015).
+
+    With g the gradient, p the parameter, t its count of steps, and mean and
+    square 0 at first::
+
+        g = g + weight_decay * p
+        mean = beta1 * mean + (1 - beta1) * g
+        square = beta2 * square + (1 - beta2) * g**2
+        p = p - lr / (1 - beta1**t) * mean / (sqrt(square / (1 - beta2**t)) + eps)
+
+    Args:
+        params: The parameters.
+        lr: The learning rate.
+        betas: What each step keeps of the mean and of the square, in [0, 1).
+        eps: Keeps the quotient finite; above 0.
+        weight_decay: Weight of the squared parameters in the loss, twice.
+
+    Raises:
+        ModuleError: If a number is out of range.
+    """
+
+    numbers = ("lr", "betas", "eps", "weight_decay")
+    num_scratch = 2
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        *,
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr)
+        if len(betas) != 2:
+            raise ModuleError(f"betas must be two numbers, got {betas!r}")
+        self.betas = (
+            check_number("betas[0]", betas[0], below=1.0),
+            check_number("betas[1]", betas[1], below=1.0),
+        )
+        self.eps = check_number("eps", eps)
+        if not self.eps:
+            raise ModuleError("eps must be above 0: a gradient of 0 would give 0 / 0")
+        self.weight_decay = check_number("weight_decay", weight_decay)
+
+    def _state_names(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def _update(
+        self, data: Array, grad: Array, state: Sequence[Array], scratch: Array, steps: int
+    ) -> None:
+        xp = namespace(data)
+        mean, square = state
+        beta1, beta2 = self.betas
+        if self.weight_decay and self._decoupled:
+            data *= 1.0 - self.lr * self.weight_decay
+        elif self.weight_decay:
+            decayed = xp.multiply(data, self.weight_decay, out=scratch[1])
+            decayed += grad
+            grad = decayed
+        work = scratch[0]
+        mean *= beta1
+        mean += xp.multiply(grad, 1.0 - beta1, out=work)
+        square *= beta2
+        xp.multiply(grad, grad, out=work)
+        work *= 1.0 - beta2
+        square += work
+        # lr / correction1 * mean / (sqrt(square) / sqrt(correction2) + eps)
+        xp.sqrt(square, out=work)
+        work *= 1.0 / math.sqrt(1.0 - beta2**steps)
+        work += self.eps
+        xp.divide(mean, work, out=work)
+        work *= self.lr / (1.0 - beta1**steps)
+        data -= work
+
+
+class AdamW(Adam):
+    """Adam with the decay beside the gradient, of Loshchilov and Hutter (2019).
+
+    ``p = (1 - lr * weight_decay) * p`` before Adam's step without decay.
+
+    Args:
+        params: The parameters.
+        lr: The learning rate.
+        betas: What each step keeps of the mean and of the square, in [0, 1).
+        eps: Keeps the quotient finite; above 0.
+        weight_decay: Share that a learning rate of 1 would take off.
+
+    Raises:
+        ModuleError: If a number is out of range.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        *,
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)

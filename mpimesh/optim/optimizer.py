@@ -1,0 +1,263 @@
+"""What the optimizers share: state, memory, and the walk over the parameters.
+
+An optimizer changes parameters in place. Its state is allocated once, at the
+first step of each parameter, and a step goes over a parameter in blocks, so
+that nothing of a parameter's size is allocated while training.
+
+Parameters without a gradient (``grad is None``) and frozen ones are skipped: no
+decay, no momentum, no count of the step. Gradient memory that a data-parallel
+bucket attached counts as a gradient, on each of its ranks alike.
+
+float16 parameters have float32 state and are updated in float32, then rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpimesh.arrays.namespace import namespace, to_numpy
+from mpimesh.arrays.types import Array, DType
+from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.nn.parameter import Parameter
+
+__all__ = ["Optimizer", "check_number"]
+
+_BLOCK_ELEMENTS = 1 << 16
+
+
+class _Slot:
+    """The state of one parameter: its own count of steps, and arrays of its size."""
+
+    __slots__ = ("arrays", "steps")
+
+    def __init__(self, arrays: dict[str, Array]) -> None:
+        self.steps = 0
+        self.arrays = arrays
+
+
+class Optimizer(ABC):
+    """Changes parameters by their gradients.
+
+    A subclass names its numbers and its state, and says in `_update` what
+    happens to a block of one parameter.
+
+    Args:
+        params: The parameters, in an order that is the same whenever the state
+            is loaded. There may be none, as on a stage of activations.
+        lr: The learning rate; ``optimizer.lr`` may be set between steps.
+
+    Raises:
+        ModuleError: If a number is out of range, or a parameter stands twice.
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("lr",)
+    """Attributes that `state_dict` holds beside the state."""
+
+    num_scratch: ClassVar[int] = 1
+    """Blocks of scratch memory that `_update` needs."""
+
+    def __init__(self, params: Iterable[Parameter], *, lr: float) -> None:
+        self.params: Sequence[Parameter] = tuple(params)
+        for parameter in self.params:
+            if not isinstance(parameter, Parameter):
+                raise ModuleError(
+                    f"{type(self).__name__} takes Parameter objects, as model.parameters() gives; "
+                    f"got {type(parameter).__name__}"
+                )
+        if len({id(parameter) for parameter in self.params}) < len(self.params):
+            raise ModuleError(f"{type(self).__name__} takes each parameter once, got one twice")
+        self.lr = lr
+        self._slots: dict[int, _Slot] = {}
+        self._scratch: dict[tuple[ModuleType, DType], Array] = {}
+
+    @property
+    def lr(self) -> float:
+        """The learning rate. Setting one that is negative, infinite or NaN raises ModuleError."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        # A float of Python, never of NumPy, which would widen float32 arithmetic.
+        self._lr = check_number("lr", value)
+
+    @abstractmethod
+    def _state_names(self) -> tuple[str, ...]:
+        """Return the names of the state arrays that a parameter has."""
+
+    @abstractmethod
+    def _update(
+        self, data: Array, grad: Array, state: Sequence[Array], scratch: Array, steps: int
+    ) -> None:
+        """Change `data` and `state` in place; `grad` is not to be changed.
+
+        Shapes:
+            data, grad, state[i], scratch[j]: (n,), all of one dtype.
+
+        Args:
+            data: Values of a block of a parameter.
+            grad: Its gradient.
+            state: Its state, in the order of `_state_names`.
+            scratch: `num_scratch` rows to compute in.
+            steps: Steps of this parameter, counting this one.
+        """
+
+    def step(self) -> None:
+        """Change every parameter that has a gradient and is not frozen.
+
+        Raises:
+            ModuleStateError: If a parameter with a gradient has no memory.
+            ShapeError: If a parameter's memory is not C-contiguous.
+        """
+        for place, parameter in enumerate(self.params):
+            if parameter.grad is None or not parameter.requires_grad:
+                continue
+            slot = self._slot(place)
+            slot.steps += 1
+            for data, grad, state, scratch in self._blocks(parameter, slot):
+                self._update(data, grad, state, scratch, slot.steps)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters."""
+        for parameter in self.params:
+            parameter.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return numbers and state: dicts, lists, numbers, and the live arrays.
+
+        ``{"optimizer": "Adam", "lr": 0.001, ..., "params": [{"steps": 3, "mean": array, ...}]}``;
+        a parameter that had no step yet has ``{"steps": 0}``.
+        """
+        params: list[dict[str, Any]] = []
+        for place in range(len(self.params)):
+            slot = self._slots.get(place)
+            params.append({"steps": 0} if slot is None else {"steps": slot.steps, **slot.arrays})
+        numbers = {name: getattr(self, name) for name in self.numbers}
+        return {"optimizer": type(self).__name__, **numbers, "params": params}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the numbers, and copies of the arrays, of a `state_dict`.
+
+        Nothing is changed if it raises.
+
+        Raises:
+            ModuleError: If it is of another optimizer, other numbers of
+                parameters, or lacks something.
+            ShapeError: If an array has another shape than its parameter.
+            ModuleStateError: If a parameter has no memory yet.
+        """
+        self._check_kind(state)
+        before = {name: getattr(self, name) for name in self.numbers}
+        try:
+            # First the numbers: they decide which arrays there are.
+            for name in self.numbers:
+                setattr(self, name, state[name])
+            self._slots = self._filled_slots(state["params"])
+        except BaseException:
+            for name, value in before.items():
+                setattr(self, name, value)
+            raise
+
+    def _check_kind(self, state: Mapping[str, Any]) -> None:
+        kind = type(self).__name__
+        missing = [name for name in ("optimizer", "params", *self.numbers) if name not in state]
+        if missing or state["optimizer"] != kind or len(state["params"]) != len(self.params):
+            raise ModuleError(
+                f"this state does not fit {kind} of {len(self.params)} parameters: it is of "
+                f"{state.get('optimizer')} of {len(state.get('params', ()))} parameters, "
+                f"and lacks {missing or 'nothing'}"
+            )
+
+    def _filled_slots(self, states: Sequence[Mapping[str, Any]]) -> dict[int, _Slot]:
+        slots: dict[int, _Slot] = {}
+        for place, (parameter, given) in enumerate(zip(self.params, states, strict=True)):
+            if not given["steps"]:
+                continue
+            slots[place] = slot = self._new_slot(parameter)
+            slot.steps = int(given["steps"])
+            for name, array in slot.arrays.items():
+                if name not in given or tuple(given[name].shape) != parameter.shape:
+                    got = tuple(given[name].shape) if name in given else "nothing"
+                    raise ShapeError(
+                        f"state {name!r} of parameter {place} ({parameter.name!r}) must have its "
+                        f"shape {parameter.shape}, got {got}"
+                    )
+                xp = namespace(array)
+                array[...] = to_numpy(given[name]) if xp is np else xp.asarray(given[name])
+        return slots
+
+    def _slot(self, place: int) -> _Slot:
+        slot = self._slots.get(place)
+        if slot is None:
+            slot = self._slots[place] = self._new_slot(self.params[place])
+        return slot
+
+    def _new_slot(self, parameter: Parameter) -> _Slot:
+        data = parameter.value()
+        zeros = namespace(data).zeros
+        dtype = _compute_dtype(data.dtype)
+        return _Slot({name: zeros(data.shape, dtype) for name in self._state_names()})
+
+    def _blocks(
+        self, parameter: Parameter, slot: _Slot
+    ) -> Iterator[tuple[Array, Array, list[Array], Array]]:
+        data = parameter.value()
+        if not data.flags.c_contiguous:
+            raise ShapeError(f"the memory of {parameter!r} must be C-contiguous to be updated")
+        xp = namespace(data)
+        flat, grad = data.reshape(-1), parameter.grad.reshape(-1)
+        state = [slot.arrays[name].reshape(-1) for name in self._state_names()]
+        # A device has no use for blocks: each would cost its own launches.
+        length = min(flat.size, _BLOCK_ELEMENTS) if xp is np else flat.size
+        scratch = self._scratch_of(xp, _compute_dtype(data.dtype), length)
+        for start in range(0, flat.size, max(length, 1)):
+            block = slice(start, min(start + length, flat.size))
+            size = block.stop - start
+            values, gradient = flat[block], grad[block]
+            if data.dtype != scratch.dtype:
+                values, gradient = scratch[-1, :size], scratch[-2, :size]
+                values[...] = flat[block]
+                gradient[...] = grad[block]
+            yield values, gradient, [array[block] for array in state], scratch[:, :size]
+            if data.dtype != scratch.dtype:
+                flat[block] = values
+
+    def _scratch_of(self, xp: ModuleType, dtype: DType, length: int) -> Array:
+        scratch = self._scratch.get((xp, dtype))
+        if scratch is None or scratch.shape[1] < length:
+            # Two more rows for the values and the gradient of float16 parameters.
+            scratch = self._scratch[xp, dtype] = xp.empty((self.num_scratch + 2, length), dtype)
+        return scratch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy holds: all but the memory to compute in."""
+        return {**self.__dict__, "_scratch": {}}
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.numbers)
+        return f"{type(self).__name__}({len(self.params)} parameters, {numbers})"
+
+
+def check_number(name: str, value: float, *, below: float = math.inf) -> float:
+    """Return `value` as a float of Python in ``[0, below)``.
+
+    Raises:
+        ModuleError: If it is no such number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < below:
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise ModuleError(f"{name} must be a finite number, not negative{limit}; got {value!r}")
+    return number
+
+
+def _compute_dtype(dtype: DType) -> DType:
+    return np.dtype(np.float32) if dtype.itemsize < 4 else np.dtype(dtype)

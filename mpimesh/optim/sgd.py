@@ -1,0 +1,77 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.types import Array
+from mpimesh.errors import ModuleError
+from mpimesh.nn.parameter import Parameter
+from mpimesh.optim.optimizer import Optimizer, check_number
+
+__all__ = ["SGD"]
+
+
+class SGD(Optimizer):
+    """Gradient descent, with momentum and decay if asked for.
+
+    With g the gradient, p the parameter, and b the buffer, 0 at first::
+
+        g = g + weight_decay * p
+        b = momentum * b + g
+        p = p - lr * b                      # or, with nesterov
+        p = p - lr * (g + momentum * b)
+
+    Args:
+        params: The parameters.
+        lr: The learning rate.
+        momentum: Share of the buffer that each step keeps, in [0, 1).
+        nesterov: Look one step ahead; needs momentum.
+        weight_decay: Weight of the squared parameters in the loss, twice.
+
+    Raises:
+        ModuleError: If a number is out of range.
+    """
+
+    numbers = ("lr", "momentum", "nesterov", "weight_decay")
+    num_scratch = 2
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr)
+        self.momentum = check_number("momentum", momentum, below=1.0)
+        self.nesterov = bool(nesterov)
+        self.weight_decay = check_number("weight_decay", weight_decay)
+        if self.nesterov and not self.momentum:
+            raise ModuleError("nesterov needs a momentum above 0, got 0")
+
+    def _state_names(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def _update(
+        self, data: Array, grad: Array, state: Sequence[Array], scratch: Array, steps: int
+    ) -> None:
+        xp = namespace(data)
+        change = grad
+        if self.weight_decay:
+            change = xp.multiply(data, self.weight_decay, out=scratch[0])
+            change += grad
+        if self.momentum:
+            (buffer,) = state
+            buffer *= self.momentum
+            buffer += change
+            if self.nesterov:
+                ahead = xp.multiply(buffer, self.momentum, out=scratch[1])
+                ahead += change
+                change = ahead
+            else:
+                change = buffer
+        data -= xp.multiply(change, self.lr, out=scratch[1])

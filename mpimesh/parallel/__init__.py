@@ -1,0 +1,24 @@
+"""Data and pipeline parallelism: models cut over replicas and stages, trained as one."""
+
+from mpimesh.parallel.bucket import Bucket
+from mpimesh.parallel.buckets import BUCKET_BYTES, GradientBuckets
+from mpimesh.parallel.clip import clip_grad_norm
+from mpimesh.parallel.data import DataParallel
+from mpimesh.parallel.microbatch import microbatch_rows, replica_rows, split_microbatches
+from mpimesh.parallel.pipeline import PipelineParallel
+from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.step_report import StepReport
+
+__all__ = [
+    "BUCKET_BYTES",
+    "Bucket",
+    "DataParallel",
+    "GradientBuckets",
+    "PipelineParallel",
+    "PipelineStage",
+    "StepReport",
+    "clip_grad_norm",
+    "microbatch_rows",
+    "replica_rows",
+    "split_microbatches",
+]

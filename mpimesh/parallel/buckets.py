@@ -1,0 +1,324 @@
+"""Gradients summed over replicas: flat memory, reduced while backward still runs.
+
+The gradients *are* views of a few flat arrays, the buckets, so nothing is
+copied together before a reduction or apart after it. A bucket's all-reduce
+starts as soon as its last gradient is complete, and strictly in the order of
+the buckets, which is the same on every rank whatever order the gradients come in.
+
+When is a gradient complete? A layer that a model uses twice adds to it
+twice in each backward. So the buckets count: the first cycle reduces everything
+at its end, and from then on a gradient is complete when it was added to as often
+for each backward as before. A parameter that is not used in every backward keeps its
+bucket waiting until the end, which costs overlap and nothing else.
+
+A cycle::
+
+    buckets.begin()                 # gradients are 0; or zero_grad()
+    ... backward ...                # Parameter.accumulate calls submit
+    buckets.synchronize()           # all gradients are the sums over the replicas
+
+Every registered parameter takes part on every rank: one that no backward
+touched adds zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from mpimesh.arrays import ReduceOp, as_reduce_op, namespace
+from mpimesh.errors import ModuleError, ModuleStateError
+from mpimesh.nn import Parameter
+from mpimesh.parallel.bucket import Bucket, make_entries
+from mpimesh.parallel.bucket_plan import plan_buckets
+from mpimesh.parallel.reductions import Reductions
+from mpimesh.parallel.replicas import agree_parameters, agree_touched
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.trace import NULL_TRACER, Tracer
+
+__all__ = ["BUCKET_BYTES", "GradientBuckets"]
+
+BUCKET_BYTES = 4 * 1024 * 1024
+"""Large enough that an all-reduce runs at full speed, small enough that several overlap."""
+
+
+class GradientBuckets:
+    """The gradients of some parameters, to be summed over a group.
+
+    Making it is collective over `group`. Frozen parameters are left out. In a group of one
+    rank there are no buckets and nothing is attached, but all else behaves the same.
+
+    Args:
+        parameters: Parameters that have memory, in the same order on every rank.
+        group: The replicas.
+        mesh: Gives the memory.
+        bucket_bytes: Most bytes of a bucket; a larger gradient has one of its own.
+        op: ``"sum"`` or ``"mean"``. The mean divides by the size of the group, also where a
+            rank had nothing to add.
+        names: The parameters' names for messages; their own if None.
+        overlap: False reduces everything in :meth:`synchronize`.
+        tracer: Records the time of each reduction.
+
+    Raises:
+        ModuleError: If a parameter stands twice or is registered with other buckets, or `op` or
+            `bucket_bytes` will not do.
+        ModuleStateError: If a parameter has no memory yet.
+        MismatchError: On every rank, naming the first parameter that differs in name, shape or
+            dtype.
+
+    Cost:
+        An all-reduce of 16 bytes to make it; one all-reduce for each bucket and cycle.
+
+    Example:
+        >>> buckets = GradientBuckets(layer.parameters(), mesh.group("dp"), mesh=mesh)
+        >>> buckets.begin()  # the gradients are 0
+        >>> ctx = nn.Context()
+        >>> y = layer(my_x, ctx)
+        >>> loss, dy = nn.mse.value_and_grad(y, my_target, denominator=rows_of_all_ranks)
+        >>> layer.backward(dy, ctx)
+        >>> buckets.synchronize()  # the gradients are the sums over the replicas
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        group: ProcessGroup,
+        *,
+        mesh: DeviceMesh,
+        bucket_bytes: int = BUCKET_BYTES,
+        op: ReduceOp | str = ReduceOp.SUM,
+        names: Sequence[str] | None = None,
+        overlap: bool = True,
+        tracer: Tracer = NULL_TRACER,
+    ) -> None:
+        self._group = group
+        self._op = as_reduce_op(op)
+        self._overlap = overlap
+        if self._op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ModuleError(f"gradients are reduced by sum or mean, not by {self._op}")
+        self._entries, self._frozen = make_entries(list(parameters), names)
+        trained = [entry.parameter for entry in self._entries.values()]
+        plan = plan_buckets(
+            [int(parameter.value().nbytes) for parameter in trained],
+            [parameter.dtype for parameter in trained],
+            bucket_bytes,
+        )
+        rule = f"{self._op}, bucket_bytes {bucket_bytes}"
+        named = [(entry.name, entry.parameter) for entry in self._entries.values()]
+        agree_parameters(named, group, rule)
+        buckets = [] if group.size == 1 else plan
+        self._line = Reductions(
+            [self._bucket([trained[i] for i in members], mesh) for members in buckets],
+            group,
+            self._op,
+            tracer,
+        )
+        for parameter in trained:
+            parameter.on_ready = self.submit
+        self._backwards = 0
+        self._open = False
+        self._accumulating = False
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets, in the order of their reduction."""
+        return self._line.buckets
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The registered parameters, in the order in which they were given."""
+        return tuple(entry.parameter for entry in self._entries.values())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are being added up that no :meth:`synchronize` has reduced yet."""
+        return self._open
+
+    # -- a cycle: local until synchronize ---------------------------------------------
+
+    def begin(self, backwards: int = 1) -> None:
+        """Announce that `backwards` backward passes follow. Local.
+
+        Sets the gradients to 0, unless they hold those of steps under :meth:`no_sync`.
+
+        Raises:
+            ModuleStateError: If a parameter was frozen or unfrozen since the buckets were made.
+        """
+        self._check_frozen()
+        if not self._open:
+            self._clear()
+            self._open = True
+        self._backwards += backwards
+        for bucket in self._line.buckets:
+            bucket.incomplete = len(bucket.parameters)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients and begin a cycle with one backward. Local.
+
+        Raises:
+            ModuleStateError: If reductions are under way; call :meth:`synchronize` first.
+        """
+        if self._line.started:
+            raise ModuleStateError(
+                f"rank {self._group.world_rank}: zero_grad would write into {self._line.started} "
+                "buckets that are being reduced; call synchronize() first"
+            )
+        self._open = False
+        self.begin()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add up gradients without reducing them: for all but the last of several steps.
+
+        Local, but to be done by all ranks alike.
+        """
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def submit(self, parameter: Parameter) -> None:
+        """Note that something was added to the gradient of `parameter`.
+
+        `Parameter.accumulate` calls this. Starts the reduction of each bucket that is complete.
+
+        Raises:
+            ModuleError: If the parameter is not registered.
+            ModuleStateError: If no cycle was begun, or the gradient is being reduced already.
+        """
+        entry = self._entries.get(id(parameter))
+        if entry is None:
+            raise ModuleError(
+                f"rank {self._group.world_rank}: {parameter!r} is not registered with these buckets"
+            )
+        if not self._open:
+            raise ModuleStateError(
+                f"rank {self._group.world_rank}: a gradient was added to parameter {entry.name!r} "
+                "after the sums over the replicas; call zero_grad() or begin() before the next "
+                "backward"
+            )
+        entry.count += 1
+        bucket = entry.bucket
+        if bucket is None:
+            return
+        if bucket.handle is not None:
+            raise ModuleStateError(
+                f"rank {self._group.world_rank}: gradient {entry.count} of parameter "
+                f"{entry.name!r} came while its bucket is being reduced; earlier cycles had "
+                f"{entry.uses} for each backward. Make the buckets with overlap=False for a model "
+                "whose layers run in some steps and not in others"
+            )
+        if entry.uses and entry.count == entry.uses * self._backwards and self._may_start:
+            bucket.incomplete -= 1
+            if not bucket.incomplete:
+                self._line.start_complete()
+        self._line.move_along()
+
+    def start(self) -> None:
+        """Start the reductions that are left, without waiting. Nothing under :meth:`no_sync`."""
+        if not self._accumulating:
+            self._line.start_all()
+
+    def synchronize(self, *, strict: bool = False) -> None:
+        """Wait until every gradient is reduced. Collective; under :meth:`no_sync` does nothing.
+
+        Args:
+            strict: Refuse parameters that got a gradient on some ranks and not on others.
+
+        Raises:
+            MismatchError: With `strict`, on every rank, naming parameters and ranks.
+            TransportError: If the transport failed.
+        """
+        if self._accumulating:
+            return
+        self.start()
+        untouched = self.untouched() if strict else []
+        self._line.finish()
+        self._learn()
+        self._fill()
+        self._open = False
+        if strict:
+            agree_touched(untouched, self._group)
+
+    def untouched(self) -> list[str]:
+        """Return the names of the parameters that got no gradient in this cycle. Local."""
+        return [entry.name for entry in self._entries.values() if not entry.count]
+
+    def cancel(self, *, started: bool) -> None:
+        """Drop this cycle after an error, and set the gradients to 0.
+
+        Args:
+            started: Whether any rank of the group has started a reduction of this cycle. Then
+                all are made, on all ranks: a started collective cannot be taken back.
+        """
+        if started:
+            self._accumulating = False
+            self.start()
+        self._line.finish()
+        self._clear()
+        self._open = False
+
+    @property
+    def started(self) -> bool:
+        """Whether this rank has started a reduction of this cycle."""
+        return self._line.started > 0
+
+    def close(self) -> None:
+        """Give the parameters free for other buckets; their gradients are dropped. Local."""
+        for entry in self._entries.values():
+            entry.parameter.on_ready = None
+            if entry.bucket is not None:
+                entry.parameter.detach_grad()
+        self._entries.clear()
+        self._line = Reductions([], self._group, self._op, NULL_TRACER)
+
+    # -- helpers -------------------------------------------------------------------------
+
+    @property
+    def _may_start(self) -> bool:
+        return self._overlap and not self._accumulating
+
+    def _bucket(self, parameters: list[Parameter], mesh: DeviceMesh) -> Bucket:
+        size = sum(parameter.size for parameter in parameters)
+        xp, dtype = namespace(parameters[0].value()), parameters[0].dtype
+        flat = mesh.shared_empty(size, dtype) if xp is np else xp.empty(size, dtype)
+        bucket = Bucket(parameters, flat)
+        for parameter in parameters:
+            self._entries[id(parameter)].bucket = bucket
+        return bucket
+
+    def _check_frozen(self) -> None:
+        changed = [e.name for e in self._entries.values() if not e.parameter.requires_grad]
+        changed += [name for name, parameter in self._frozen if parameter.requires_grad]
+        if changed:
+            raise ModuleStateError(
+                f"rank {self._group.world_rank}: parameters {changed} were frozen or unfrozen "
+                "after the buckets were made; make them anew"
+            )
+
+    def _clear(self) -> None:
+        for bucket in self._line.buckets:
+            bucket.flat[...] = 0
+        for entry in self._entries.values():
+            entry.count = 0
+            if entry.bucket is None:
+                entry.parameter.zero_grad()
+        self._backwards = 0
+
+    def _learn(self) -> None:
+        """Note how often each gradient was added to in a backward."""
+        if self._backwards:
+            for entry in self._entries.values():
+                uses, rest = divmod(entry.count, self._backwards)
+                entry.uses = None if rest else uses
+
+    def _fill(self) -> None:
+        """Give parameters without a gradient one of zeros, as in a bucket."""
+        for entry in self._entries.values():
+            parameter = entry.parameter
+            if parameter.grad is None:
+                parameter.grad = namespace(parameter.data).zeros_like(parameter.data)

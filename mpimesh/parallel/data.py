@@ -1,0 +1,169 @@
+"""A model repeated on every rank of one dim, each trained on its share of the rows."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import Array
+from mpimesh.nn import Loss, Sequential, SupportsLayer
+from mpimesh.nn.protocol import set_training
+from mpimesh.parallel.buckets import BUCKET_BYTES
+from mpimesh.parallel.engine import Engine, Options
+from mpimesh.parallel.model import ParallelModel
+from mpimesh.parallel.stage import PipelineStage
+from mpimesh.runtime import DeviceMesh
+from mpimesh.trace import Tracer
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(ParallelModel):
+    """Replicas of a model along one dim of a mesh.
+
+    Making it, :meth:`train_step` and :meth:`forward` are collective over the ranks along `dim`;
+    along other dims of the mesh there may be other models. The batch is the *global* one, given on
+    every rank; the rows are dealt to the replicas in order, uneven ones and fewer rows than
+    replicas too, and the loss is the mean over all. An exception on one replica ends the step
+    on all of them with the same :class:`StageError`.
+
+    Args:
+        module: The model, the same on every rank. Layers without memory are materialised.
+        mesh: The mesh.
+        dim: The dim of the replicas.
+        loss: The loss of :meth:`train_step`, unless it is given there.
+        num_microbatches: Parts in which a replica computes its rows, one after the other, to
+            save memory.
+        seed: Seed of first values and dropout.
+        dtype: Dtype of parameters that have no memory yet.
+        xp: `numpy` or `cupy`.
+        bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`.
+        overlap: Whether buckets are reduced while backward still runs.
+        broadcast: Whether all replicas start with the values of the first. Else different values
+            are an error.
+        tracer: Records what this rank does.
+
+    Raises:
+        UnknownNameError: If there is no such dim.
+        MismatchError: On every rank, if the replicas differ in structure or values.
+
+    Example:
+        >>> model = DataParallel(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
+        ...                      mesh, loss=nn.cross_entropy)
+        >>> optimizer = optim.Adam(model.parameters(), lr=1e-3)
+        >>> loss = model.train_step(x, target)
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        module: SupportsLayer,
+        mesh: DeviceMesh,
+        dim: str = "dp",
+        *,
+        loss: Loss | None = None,
+        num_microbatches: int = 1,
+        seed: int = 0,
+        dtype: Any = np.float32,
+        xp: ModuleType = np,
+        bucket_bytes: int = BUCKET_BYTES,
+        overlap: bool = True,
+        broadcast: bool = False,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._module = module
+        self._loss = loss
+        self._input_grad = getattr(module, "input_grad", True)
+        stage = PipelineStage(0)
+        # A Sequential's layers keep their names and numbers.
+        for layer in module.layers if isinstance(module, Sequential) else [module]:
+            stage.add_layer(layer)
+        group = mesh.group(dim)
+        self._engine = Engine(
+            [stage],
+            mesh,
+            scope=group,
+            pipe=group.alone(),
+            data=group,
+            counts_loss=True,
+            options=Options(
+                num_microbatches=num_microbatches,
+                schedule="1f1b",
+                seed=seed,
+                dtype=dtype,
+                xp=xp,
+                bucket_bytes=bucket_bytes,
+                overlap=overlap,
+                broadcast=broadcast,
+                tracer=tracer,
+            ),
+        )
+
+    def train_step(
+        self,
+        x: Array | None,
+        target: Array | None,
+        *,
+        loss: Loss | None = None,
+        denominator: float | None = None,
+    ) -> float:
+        """Compute loss and gradients of a batch; see :meth:`ParallelModel.train_step`.
+
+        Collective along the dim of the replicas.
+
+        Args:
+            x: The global batch, on every rank.
+            target: Its targets, on every rank.
+            loss: The loss; that given to the constructor if None.
+            denominator: What to divide the loss by instead of what this batch counts.
+
+        Raises:
+            ModuleError: On every rank, if there is no loss.
+            StageError: On every rank, if any failed.
+        """
+        return self._train(x, target, self._loss if loss is None else loss, denominator)
+
+    def forward(self, x: Array) -> Array:
+        """Compute the outputs of a batch, each rank those of its rows.
+
+        Collective along the dim of the replicas. Nothing is kept for a backward.
+
+        Shapes:
+            x: (rows, ...), the global batch, on every rank.
+            result: (rows, ...), in the order of the rows, on every rank.
+
+        Cost:
+            One all-gather of the outputs.
+        """
+        return self._forward(x, everywhere=True)
+
+    def __call__(self, x: Array) -> Array:
+        """Run :meth:`forward`."""
+        return self.forward(x)
+
+    @property
+    def inner(self) -> SupportsLayer:
+        """The model; what is done to it by itself is this rank's affair only."""
+        return self._module
+
+    def into_inner(self) -> SupportsLayer:
+        """Give the model back, free of buckets. This object cannot be used any more. Local."""
+        self._engine.buckets.close()
+        if hasattr(self._module, "input_grad"):
+            self._module.input_grad = self._input_grad
+        return self._module
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks that share the rows."""
+        return self._engine.data.size
+
+    def set_training(self, training: bool) -> None:
+        """Choose training or evaluation."""
+        super().set_training(training)
+        set_training(self._module, training)
+
+    def __repr__(self) -> str:
+        return f"<DataParallel of {self.num_replicas} replicas of {self._module!r}>"

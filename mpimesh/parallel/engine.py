@@ -1,0 +1,239 @@
+"""What a model that is cut over ranks keeps between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import HostArray
+from mpimesh.nn import Parameter
+from mpimesh.nn.protocol import materialize, num_layers
+from mpimesh.parallel.buckets import GradientBuckets
+from mpimesh.parallel.header import fingerprint
+from mpimesh.parallel.interface import Interface
+from mpimesh.parallel.microbatch import check_microbatches
+from mpimesh.parallel.plans import Plans, ScheduleLike
+from mpimesh.parallel.replicas import agree_values
+from mpimesh.parallel.slots import SlotPool
+from mpimesh.parallel.stage import PipelineStage, check_stages
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.runtime.agreement import agree, exchange
+from mpimesh.runtime.call import Call
+from mpimesh.trace import NULL_TRACER, Tracer
+
+__all__ = ["Engine", "Options"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a model is cut and trained.
+
+    Attributes:
+        num_microbatches: Most microbatches of a replica's batch.
+        schedule: Order of the work.
+        seed: Seed of the first values and of dropout.
+        dtype: Of the parameters.
+        xp: The array library.
+        bucket_bytes: Most bytes of a gradient bucket.
+        overlap: Whether buckets are reduced during the backward.
+        broadcast: Whether all replicas start with the values of the first one.
+        tracer: Records what the rank does.
+    """
+
+    num_microbatches: int
+    schedule: ScheduleLike
+    seed: int
+    dtype: Any
+    xp: ModuleType
+    bucket_bytes: int
+    overlap: bool = True
+    broadcast: bool = False
+    tracer: Tracer | None = None
+
+
+class Engine:
+    """A model's stages, replicas and buckets on one rank.
+
+    Making it is collective over `scope`.
+
+    Args:
+        stages: All stages, on every rank.
+        mesh: The mesh.
+        scope: The ranks that step together, and fail together.
+        pipe: The ranks of this rank's pipeline, in `scope`.
+        data: The replicas of this rank's stages, in `scope`.
+        counts_loss: Whether the loss of this rank's pipeline counts. Along other dims of the mesh
+            the ranks repeat each other, and one of them counts.
+        options: The rest.
+
+    Attributes:
+        step: Number of training steps done; what dropout draws depends on it.
+        interfaces: What stages give to each other, by kind of input.
+        library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
+            on the devices, else NumPy.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        mesh: DeviceMesh,
+        *,
+        scope: ProcessGroup,
+        pipe: ProcessGroup,
+        data: ProcessGroup,
+        counts_loss: bool,
+        options: Options,
+    ) -> None:
+        self.stages = check_stages(stages)
+        self.num_microbatches = check_microbatches(options.num_microbatches)
+        self.plans = Plans(
+            options.schedule,
+            len(self.stages),
+            self.num_microbatches,
+            num_ranks=pipe.size,
+            rank=_place(pipe),
+        )
+        self.mesh = mesh
+        self.scope = scope
+        self.pipe = pipe
+        self.data = data
+        self.counts_loss = counts_loss
+        self.xp = options.xp
+        self.tracer = NULL_TRACER if options.tracer is None else options.tracer
+        self.step = 0
+        self.accumulating = False
+        self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
+        self.pool = SlotPool(self._slot_memory)
+        self.local = {number: self.stages[number] for number in self.plans.stages}
+        call = Call("pipeline", scope.name, rule=self._rule(options))
+        agree(scope.progress, scope.communicator, call)
+        self.library = self._library(call)
+        # Nobody reads the gradient of the model's input.
+        self.stages[0].input_grad = False
+        self._materialize(options)
+        if options.broadcast:
+            self._broadcast()
+        self._new_buckets: Callable[[], GradientBuckets] = lambda: self._buckets_of(options)
+        self.buckets = self._new_buckets()
+        agree_values(self.named_parameters(), data)
+
+    # -- what is where: local -------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage."""
+        return 0 in self.local
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return len(self.stages) - 1 in self.local
+
+    @property
+    def first_trained(self) -> int:
+        """The first stage with a parameter that is not frozen; their number if there is none."""
+        return next(
+            (
+                number
+                for number, stage in enumerate(self.stages)
+                if any(parameter.requires_grad for parameter in stage.parameters())
+            ),
+            len(self.stages),
+        )
+
+    def named_parameters(self, *, everywhere: bool = False) -> list[tuple[str, Parameter]]:
+        """Return parameters, named as in one Sequential of all layers.
+
+        Args:
+            everywhere: Also those of stages that have no memory here.
+        """
+        named: list[tuple[str, Parameter]] = []
+        offset = 0
+        for number, stage in enumerate(self.stages):
+            if everywhere or number in self.local:
+                for name, parameter in stage.named_parameters():
+                    place, _, rest = name.partition(".")
+                    named.append((f"{int(place) + offset}.{rest}", parameter))
+            offset += len(stage)
+        return named
+
+    # -- between steps ----------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add up gradients without reducing them. Local, to be done on all ranks alike."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            with self.buckets.no_sync():
+                yield
+        finally:
+            self.accumulating = before
+
+    def rebuild_buckets(self) -> None:
+        """Make the buckets anew after parameters were frozen or unfrozen. Collective."""
+        self.buckets.close()
+        self.buckets = self._new_buckets()
+
+    # -- helpers ----------------------------------------------------------------------------
+
+    def _slot_memory(self, nbytes: int) -> HostArray:
+        return self.mesh.shared_empty(nbytes, np.uint8)
+
+    def _library(self, call: Call) -> ModuleType:
+        """Collective: return whose arrays travel between the ranks of all pipelines."""
+        mine = self.xp is not np and self.pipe.moves_device_memory
+        everyone = exchange(self.scope.progress, self.scope.communicator, mine, what=call)
+        return self.xp if all(everyone) else np
+
+    def _rule(self, options: Options) -> str:
+        layers = " | ".join(
+            ", ".join(type(layer).__name__ for layer in stage.layers) for stage in self.stages
+        )
+        shapes = [
+            (name, parameter.shape, parameter.requires_grad)
+            for stage in self.stages
+            for name, parameter in stage.named_parameters()
+        ]
+        return (
+            f"stages {layers}; {len(shapes)} parameters, digest {fingerprint(str(shapes)):x}; "
+            f"schedule {self.plans.name} of {self.num_microbatches} microbatches on ranks "
+            f"{self.plans.placement}; seed {options.seed}, {np.dtype(options.dtype)}"
+        )
+
+    def _materialize(self, options: Options) -> None:
+        index = 0
+        for number, stage in enumerate(self.stages):
+            for layer in stage.layers:
+                parameters = layer.parameters()
+                whole = bool(parameters) and all(p.data is not None for p in parameters)
+                if number in self.local and not whole:
+                    materialize(
+                        layer, seed=options.seed, dtype=options.dtype, xp=options.xp, index=index
+                    )
+                index += num_layers(layer)
+
+    def _broadcast(self) -> None:
+        for name, parameter in self.named_parameters():
+            values = parameter.value()
+            self.data.broadcast(values, out=values, label=f"parameter {name}").resolve()
+
+    def _buckets_of(self, options: Options) -> GradientBuckets:
+        named = self.named_parameters()
+        return GradientBuckets(
+            [parameter for _, parameter in named],
+            self.data,
+            mesh=self.mesh,
+            bucket_bytes=options.bucket_bytes,
+            names=[name for name, _ in named],
+            overlap=options.overlap,
+            tracer=self.tracer,
+        )
+
+
+def _place(group: ProcessGroup) -> int:
+    return 0 if group.rank is None else group.rank

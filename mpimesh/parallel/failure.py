@@ -1,0 +1,91 @@
+"""What went wrong on a rank, as a value that all ranks can raise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from mpimesh import errors
+from mpimesh.errors import MpimeshError, ShapeError, StageError, StageShapeError, on_all_ranks
+from mpimesh.runtime.tracebacks import from_user_on
+from mpimesh.schedule import Action
+
+__all__ = ["Failure", "agreed_error"]
+
+_LONGEST_TRACEBACK = 8000
+_LONGEST_MESSAGE = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of one rank.
+
+    Attributes:
+        rank: The rank in the mesh.
+        action: What the pipeline did, such as ``1F2``; empty before and after the actions.
+        kind: The exception's class.
+        message: Its text.
+        traceback: Where it was raised, from the layer or loss on that mpimesh has called.
+        is_shape: Whether it is a ShapeError.
+    """
+
+    rank: int
+    action: str
+    kind: str
+    message: str
+    traceback: str
+    is_shape: bool
+
+    @classmethod
+    def of(cls, error: Exception, rank: int, action: Action | None) -> Self:
+        """Describe `error`, raised on `rank` during `action`."""
+        text = from_user_on(error).rstrip()
+        return cls(
+            rank=rank,
+            action="" if action is None else str(action),
+            kind=type(error).__name__,
+            message=_text(error),
+            traceback=text[-_LONGEST_TRACEBACK:],
+            is_shape=isinstance(error, ShapeError),
+        )
+
+    def headline(self) -> str:
+        """Return what and where in one line."""
+        if not self.action:
+            return f"rank {self.rank}: {self.kind}: {self.message}"
+        action = Action.from_string(self.action)
+        return (
+            f"stage {action.stage} failed on rank {self.rank} in {self.action} "
+            f"(microbatch {action.microbatch}): {self.kind}: {self.message}"
+        )
+
+
+def _text(error: Exception) -> str:
+    """Return the text of any exception, also of one whose text cannot be made."""
+    try:
+        return str(error)[:_LONGEST_MESSAGE]
+    except Exception as another:
+        return f"its text could not be made: {type(another).__name__}"
+
+
+def agreed_error(failures: Sequence[Failure]) -> MpimeshError:
+    """Return the error that every rank raises for the `failures` of a step, in rank order.
+
+    If no stage had begun its work, it is of the class of the first failure. Else it is a
+    StageError, and a ShapeError too if the failure was one.
+    """
+    staged = [failure for failure in failures if failure.action]
+    first = (staged or list(failures))[0]
+    lines = [first.headline()]
+    lines += [
+        f"also {other.headline()}"
+        for other in failures
+        if other is not first and (other.kind, other.message) != (first.kind, first.message)
+    ]
+    kind = getattr(errors, first.kind, None)
+    if staged or not (isinstance(kind, type) and issubclass(kind, MpimeshError)):
+        kind = StageShapeError if first.is_shape else StageError
+        lines.append(f"--- traceback of rank {first.rank} ---\n{first.traceback}")
+    error: MpimeshError = kind("\n".join(lines))
+    return on_all_ranks(error)

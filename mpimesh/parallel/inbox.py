@@ -1,0 +1,229 @@
+"""What a rank receives from the stages of other ranks in one step.
+
+Receives are posted ahead of need, two for each pair of stages and direction,
+into slots of their own, so that a message meets its buffer when it comes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mpimesh.arrays import Array, DType
+from mpimesh.errors import ShapeError
+from mpimesh.parallel.interface import ANNOUNCEMENT_BYTES, Interface
+from mpimesh.parallel.slots import SlotPool
+from mpimesh.parallel.tags import message_tag
+from mpimesh.parallel.wire import Ended, Wire
+from mpimesh.runtime import ProcessGroup
+from mpimesh.schedule import Action, ActionKind
+from mpimesh.transport import RecvRequest, Request
+
+__all__ = ["Inbox", "take_in"]
+
+_RECEIVES_AHEAD = 2
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A receive under way."""
+
+    request: RecvRequest
+    buffer: Array
+    start_s: float
+
+
+@dataclass(slots=True)
+class _Channel:
+    """What comes from one stage in one direction.
+
+    Attributes:
+        peer: The sending rank of the pipeline.
+        tag: The messages' tag.
+        source: The stage whose interface the messages have.
+        rows: Rows of the messages that are still to be posted.
+        posted: Receives under way, in order.
+        announcement: The receive of the interface, while it is not known.
+        announced: Receives of an interface posted so far.
+        count: Receives of data posted so far.
+    """
+
+    peer: int
+    tag: int
+    source: int
+    rows: deque[int] = field(default_factory=deque)
+    posted: deque[_Posted] = field(default_factory=deque)
+    announcement: _Posted | None = None
+    announced: int = 0
+    count: int = 0
+
+    def rows_of_messages(self, *, on_device: bool) -> list[_Row]:
+        """Return what comes in one row each, as :attr:`Outbox.sent` counts it."""
+        announcement = [] if self.announcement is None else [self.announcement]
+        key = (self.peer, self.tag)
+        if not on_device:
+            return [(key, [*announcement, *self.posted], self.announced + self.count)]
+        data = ((self.peer, -self.tag), list(self.posted), self.count)
+        return [(key, announcement, self.announced), data]
+
+
+_Row = tuple[tuple[int, int], list[_Posted], int]
+"""Sender and tag, the receives that are open, and how many were posted."""
+
+
+class Inbox:
+    """The receives of one step on one rank.
+
+    Args:
+        wire: The ranks of the pipeline.
+        interfaces: The interfaces that are known, by stage; completed here.
+        pool: Memory for what comes.
+    """
+
+    def __init__(self, wire: Wire, interfaces: dict[int, Interface], pool: SlotPool) -> None:
+        self._wire = wire
+        self._interfaces = interfaces
+        self._pool = pool
+        self._channels: dict[tuple[int, ActionKind], _Channel] = {}
+
+    def open(self, actions: Sequence[Action], microbatches: Sequence[slice]) -> None:
+        """Post the first receives.
+
+        Args:
+            actions: All that this rank will do, in order.
+            microbatches: The rows of each microbatch.
+        """
+        for action in actions:
+            if action.kind.is_recv:
+                rows = microbatches[action.microbatch]
+                self._channel(action).rows.append(rows.stop - rows.start)
+        for (_, kind), channel in self._channels.items():
+            if kind is ActionKind.RECV_F and channel.source not in self._interfaces:
+                buffer = np.empty(ANNOUNCEMENT_BYTES, np.uint8)
+                channel.announcement = self._post(channel, buffer)
+                channel.announced += 1
+            self._post_ahead(channel)
+
+    def receive(self, action: Action) -> Array:
+        """Wait for the message of a RECV.
+
+        Raises:
+            ShapeError: If it has not the size that its stage announced.
+        """
+        channel = self._channels[action.stage, action.kind]
+        if channel.announcement is not None:
+            self._learn(channel, channel.announcement, action)
+        self._post_ahead(channel)
+        posted = channel.posted[0]
+        self._wire.wait(posted.request, action)
+        channel.posted.popleft()
+        self._post_ahead(channel)
+        got, expected = posted.request.received_bytes(), posted.buffer.nbytes
+        self._wire.record("recv", action, posted.start_s, got)
+        if got != expected:
+            raise ShapeError(
+                f"stage {action.partner.stage} sent {got} bytes to stage {action.stage}, which "
+                f"expected {expected}: {posted.buffer.shape[0]} "
+                f"{self._interfaces[channel.source]}"
+            )
+        return posted.buffer
+
+    def expect(self, stage: int) -> None:
+        """Post receives of the gradients for `stage`, now that its interface is known."""
+        channel = self._channels.get((stage, ActionKind.RECV_B))
+        if channel is not None:
+            self._post_ahead(channel)
+
+    # -- after a failure ---------------------------------------------------------------------
+
+    def drain(self, sent: Mapping[tuple[int, int], Sequence[int]]) -> list[Request]:
+        """Take in every message that is on its way, and take back all other receives.
+
+        Args:
+            sent: For each sending rank and tag the bytes of all messages to this rank.
+
+        Returns:
+            What must be waited for.
+        """
+        waiting: list[Request] = []
+        unposted = dict(sent)
+        for key, still_open, count in self._rows():
+            waiting += _settle(still_open, count, len(sent.get(key, ())))
+            unposted[key] = sent.get(key, ())[count:]
+        return waiting + take_in(self._wire.group, unposted)
+
+    def abandon(self) -> None:
+        """Take back all receives, where there will be no agreement with the other ranks."""
+        for _, still_open, count in self._rows():
+            _settle(still_open, count, 0)
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _rows(self) -> list[_Row]:
+        on_device = self._wire.library is not np
+        return [
+            row
+            for channel in self._channels.values()
+            for row in channel.rows_of_messages(on_device=on_device)
+        ]
+
+    def _channel(self, action: Action) -> _Channel:
+        channel = self._channels.get((action.stage, action.kind))
+        if channel is None:
+            sender = action.partner.stage
+            channel = self._channels[action.stage, action.kind] = _Channel(
+                peer=self._wire.placement[sender],
+                tag=message_tag(action),
+                source=min(sender, action.stage),
+            )
+        return channel
+
+    def _learn(self, channel: _Channel, announcement: _Posted, action: Action) -> None:
+        self._wire.wait(announcement.request, action)
+        text = announcement.buffer[: announcement.request.received_bytes()]
+        self._interfaces[channel.source] = Interface.from_bytes(text)
+        channel.announcement = None
+
+    def _post_ahead(self, channel: _Channel) -> None:
+        interface = self._interfaces.get(channel.source)
+        while interface is not None and channel.rows and len(channel.posted) < _RECEIVES_AHEAD:
+            shape = (channel.rows.popleft(), *interface.row_shape)
+            channel.posted.append(self._post(channel, self._slot(shape, interface.dtype)))
+            channel.count += 1
+
+    def _slot(self, shape: Sequence[int], dtype: DType) -> Array:
+        library = self._wire.library
+        return self._pool.take(shape, dtype) if library is np else library.empty(shape, dtype)
+
+    def _post(self, channel: _Channel, buffer: Array) -> _Posted:
+        data = buffer.reshape(-1).view(np.uint8)
+        start_s = self._wire.tracer.clock()
+        return _Posted(self._wire.irecv(data, channel.peer, channel.tag), buffer, start_s)
+
+
+def _settle(still_open: list[_Posted], count: int, sent: int) -> list[Request]:
+    """Return the receives that have one of `sent` messages to wait for; take back the others."""
+    expected = max(sent - (count - len(still_open)), 0)
+    for posted in still_open[expected:]:
+        posted.request.cancel()
+    return [Ended(posted.request) for posted in still_open[:expected]]
+
+
+def take_in(group: ProcessGroup, sent: Mapping[tuple[int, int], Sequence[int]]) -> list[Request]:
+    """Receive messages that nobody wants any more; return what must be waited for.
+
+    Args:
+        group: The ranks of the pipeline.
+        sent: As :attr:`Outbox.sent` has it: a negative tag is that of device memory.
+    """
+    waiting: list[Request] = []
+    for (peer, tag), sizes in sent.items():
+        library = np if tag >= 0 else sys.modules["cupy"]
+        side = group.side(library)
+        buffers = [library.empty(nbytes, np.uint8) for nbytes in sizes]
+        waiting += [Ended(side.irecv(buffer, peer, abs(tag))) for buffer in buffers]
+    return waiting

@@ -1,0 +1,106 @@
+"""How a batch falls into parts: rows over replicas, and a replica's rows into microbatches.
+
+Two rules, both closed formulas in the number of rows, so that every rank knows
+the parts of every other without a message.
+
+- Over replicas, rows stay in order and the first ``rows % parts`` parts get one
+  row more: 10 rows over 4 are 3, 3, 2, 2; 2 rows over 4 are 1, 1, 0, 0.
+- Into microbatches, shrew's rule: at most as many as there are rows, all of
+  ``ceil(rows / count)`` rows, the last one with what is left. So there may be
+  fewer than asked for: 10 in 4 are 3, 3, 3, 1; 9 in 4 are 3, 3, 3; 5 in 4 are
+  2, 2, 1. A batch of no rows is one microbatch of no rows.
+"""
+
+from __future__ import annotations
+
+from mpimesh.arrays import Array
+from mpimesh.errors import RankError, ScheduleError, ShapeError
+
+__all__ = [
+    "check_microbatches",
+    "microbatch_rows",
+    "num_rows",
+    "replica_rows",
+    "replica_sizes",
+    "split_microbatches",
+]
+
+
+def check_microbatches(num_microbatches: int) -> int:
+    """Return `num_microbatches` if it is a whole number of at least 1.
+
+    Raises:
+        ScheduleError: If it is not.
+    """
+    try:
+        count = num_microbatches.__index__()
+    except AttributeError:
+        count = 0
+    if count < 1:
+        raise ScheduleError(
+            f"num_microbatches must be a whole number of at least 1, got {num_microbatches!r}"
+        )
+    return count
+
+
+def num_rows(x: Array, *, name: str = "x") -> int:
+    """Return the number of rows of a batch, its extent along axis 0.
+
+    Raises:
+        ShapeError: If `x` has no axis.
+    """
+    if not x.shape:
+        raise ShapeError(f"{name} must have rows, that is shape (rows, ...), got a 0-d array")
+    return int(x.shape[0])
+
+
+def replica_rows(rows: int, parts: int, part: int) -> slice:
+    """Return which of `rows` rows the replica `part` of `parts` takes.
+
+    Raises:
+        ShapeError: If `rows` is negative.
+        RankError: If there is no such part.
+    """
+    if rows < 0:
+        raise ShapeError(f"a batch cannot have {rows} rows")
+    if not 0 <= part < parts:
+        raise RankError(f"there are the parts 0 to {parts - 1}, got {part}")
+    base, more = divmod(rows, parts)
+    start = part * base + min(part, more)
+    return slice(start, start + base + (part < more))
+
+
+def replica_sizes(rows: int, parts: int) -> list[int]:
+    """Return how many of `rows` rows each of `parts` replicas takes."""
+    taken = [replica_rows(rows, parts, part) for part in range(parts)]
+    return [one.stop - one.start for one in taken]
+
+
+def microbatch_rows(rows: int, num_microbatches: int) -> tuple[slice, ...]:
+    """Return the rows of each microbatch, in order, at least one microbatch.
+
+    Raises:
+        ScheduleError: If `num_microbatches` is less than 1.
+        ShapeError: If `rows` is negative.
+    """
+    count = min(check_microbatches(num_microbatches), rows)
+    if rows < 0:
+        raise ShapeError(f"a batch cannot have {rows} rows")
+    if count <= 1:
+        return (slice(0, rows),)
+    size = -(-rows // count)
+    return tuple(slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def split_microbatches(x: Array, num_microbatches: int) -> list[Array]:
+    """Return views of the microbatches of `x`.
+
+    Shapes:
+        x: (rows, ...).
+        result[i]: (rows of microbatch i, ...).
+
+    Raises:
+        ShapeError: If `x` is 0-d.
+        ScheduleError: If `num_microbatches` is less than 1.
+    """
+    return [x[rows] for rows in microbatch_rows(num_rows(x), num_microbatches)]

@@ -1,0 +1,215 @@
+"""What data and pipeline parallelism have in common for their users."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Self
+
+import numpy as np
+
+from mpimesh.arrays import Array, to_numpy
+from mpimesh.errors import ModuleError
+from mpimesh.nn import Loss, Parameter
+from mpimesh.nn.protocol import set_training
+from mpimesh.nn.state import check_shape, load_values
+from mpimesh.parallel.buckets import GradientBuckets
+from mpimesh.parallel.clip import clip_grad_norm
+from mpimesh.parallel.engine import Engine
+from mpimesh.parallel.join import joined_output
+from mpimesh.parallel.replicas import agree_values
+from mpimesh.parallel.step import Step
+
+__all__ = ["ParallelModel"]
+
+
+class ParallelModel:
+    """A model that several ranks train as one.
+
+    Parameters have the names that they have in one :class:`~mpimesh.nn.Sequential` of all
+    layers, whatever the mesh, so that a state fits any.
+    """
+
+    _engine: Engine
+
+    # -- collective ------------------------------------------------------------------------
+
+    def train_step(
+        self,
+        x: Array | None,
+        target: Array | None,
+        *,
+        loss: Loss,
+        denominator: float | None = None,
+    ) -> float:
+        """Compute loss and gradients of a batch. Collective.
+
+        Afterwards the gradients are those of this step, or, after steps under
+        :meth:`no_sync`, the sums with theirs. The optimizer's step is the caller's.
+
+        Shapes:
+            x: (rows, ...), the global batch. May be None on ranks without the first stage.
+            target: (rows, ...). May be None on ranks without the last stage.
+
+        Args:
+            x: The inputs. May have fewer rows than replicas times microbatches.
+            target: What the loss compares the outputs with.
+            loss: Such as ``nn.cross_entropy``.
+            denominator: What to divide the loss by instead of what this batch counts: give the
+                rows of k batches together to accumulate over k steps.
+
+        Returns:
+            The mean loss over the global batch, the same on every rank.
+
+        Raises:
+            StageError: On every rank, if a stage, the loss or a message failed on any: with its
+                rank, stage, microbatch and traceback. A :class:`StageShapeError` if an array had
+                a wrong shape. The parameters are as before, the gradients are 0, and the next
+                step works.
+            ShapeError: On every rank, if a batch is missing, has no rows, or x and target differ.
+            MismatchError: On every rank, if the ranks were given different options or batches:
+                their rows, shapes and dtypes are always compared, values of host arrays with
+                ``MPIMESH_CHECKS`` on.
+
+        Cost:
+            Each microbatch's activations and gradients once between neighbouring stages, one
+            all-reduce of the gradients over the replicas, and two all-reduces of at
+            most 96 bytes over all ranks. With ``MPIMESH_CHECKS`` on, each rank also reads x and
+            target as a whole.
+        """
+        return self._train(x, target, loss, denominator)
+
+    def _train(
+        self,
+        x: Array | None,
+        target: Array | None,
+        loss: Loss | None,
+        denominator: float | None,
+    ) -> float:
+        step = Step(self._engine, x, target, loss, training=True, denominator=denominator)
+        return step.run()
+
+    def _forward(self, x: Array | None, *, everywhere: bool) -> Array:
+        step = Step(self._engine, x, training=False)
+        step.run()
+        return joined_output(self._engine, step, everywhere=everywhere)
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scale the gradients so that their norm over the whole model is at most `max_norm`.
+
+        Collective. Returns the norm before, the same on every rank; see
+        :func:`mpimesh.parallel.clip_grad_norm`.
+        """
+        return clip_grad_norm(self.parameters(), max_norm, group=self._engine.pipe)
+
+    def check_replicas(self) -> None:
+        """Verify that all replicas hold the same parameters, bit for bit. Collective.
+
+        Raises:
+            MismatchError: On every rank of the replicas that differ, naming the parameter.
+        """
+        agree_values(self._engine.named_parameters(), self._engine.data)
+
+    def rebuild_buckets(self) -> None:
+        """Make the gradient buckets anew, after freezing or unfreezing. Collective."""
+        self._engine.rebuild_buckets()
+
+    def full_state_dict(self) -> dict[str, Array]:
+        """Return the values of the whole model on every rank, as host arrays. Collective.
+
+        Cost:
+            Two broadcasts for each parameter, over the stages.
+        """
+        engine = self._engine
+        local = {id(parameter) for parameter in self.parameters()}
+        return {
+            name: to_numpy(
+                engine.pipe.broadcast(
+                    np.array(to_numpy(parameter.value())) if id(parameter) in local else None,
+                    root=None,
+                ).resolve()
+            )
+            for name, parameter in engine.named_parameters(everywhere=True)
+        }
+
+    # -- local -----------------------------------------------------------------------------
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Copy values into this rank's parameters; all of them or, on an error, none. Local.
+
+        Shapes:
+            state[name]: that of the parameter. `state` holds the whole model.
+
+        Raises:
+            ModuleError: If names of the model are missing, or there are others.
+            ShapeError: If a shape differs.
+            DTypeError: If values are no numbers.
+        """
+        engine = self._engine
+        expected = dict(engine.named_parameters(everywhere=True))
+        if expected.keys() != state.keys():
+            missing, unknown = expected.keys() - state.keys(), state.keys() - expected.keys()
+            raise ModuleError(
+                f"a state must name each parameter of the whole model once; missing: "
+                f"{sorted(missing) or 'none'}, unknown: {sorted(unknown) or 'none'}"
+            )
+        for name, parameter in expected.items():
+            check_shape(name, parameter, state[name])
+        load_values(dict(engine.named_parameters()), state)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which steps add up gradients without reducing them.
+
+        For all but the last of several steps whose gradients belong together; on all ranks alike.
+        """
+        return self._engine.no_sync()
+
+    def parameters(self) -> list[Parameter]:
+        """Return the parameters that live on this rank, in the order of the layers."""
+        return [parameter for _, parameter in self._engine.named_parameters()]
+
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        """Return the parameters that live on this rank, with their names in the whole model."""
+        return self._engine.named_parameters()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; those of steps under :meth:`no_sync`, too."""
+        self._engine.buckets.zero_grad()
+
+    @property
+    def buckets(self) -> GradientBuckets:
+        """The gradients that live on this rank."""
+        return self._engine.buckets
+
+    @property
+    def num_microbatches(self) -> int:
+        """Most microbatches of a replica's rows."""
+        return self._engine.num_microbatches
+
+    @property
+    def step(self) -> int:
+        """Number of training steps done; dropout draws by it. Set it when training resumes."""
+        return self._engine.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._engine.step = value
+
+    def is_training(self) -> bool:
+        """Tell whether the model is in training mode, as it is at first."""
+        return self._engine.stages[0].is_training()
+
+    def set_training(self, training: bool) -> None:
+        """Choose training or evaluation."""
+        for stage in self._engine.stages:
+            set_training(stage, training)
+
+    def train(self) -> Self:
+        """Choose training. Returns the model."""
+        self.set_training(True)
+        return self
+
+    def eval(self) -> Self:
+        """Choose evaluation: dropout is the identity. Returns the model."""
+        self.set_training(False)
+        return self

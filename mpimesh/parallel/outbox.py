@@ -1,0 +1,126 @@
+"""What a rank sends to the stages of other ranks in one step.
+
+Sends take the arrays as the layers made them, and keep them until they are gone.
+At most a window of them is unfinished, so that a fast stage does not fill the memory of
+all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpimesh.arrays import Array, is_cupy, moved, refuse_objects, to_numpy
+from mpimesh.parallel.interface import Interface
+from mpimesh.parallel.slots import SlotPool
+from mpimesh.parallel.tags import message_tag
+from mpimesh.parallel.wire import Ended, Wire
+from mpimesh.schedule import Action, ActionKind
+from mpimesh.transport import Request
+
+__all__ = ["Outbox"]
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A send under way."""
+
+    request: Request
+    action: Action
+    start_s: float
+    nbytes: int
+
+
+class Outbox:
+    """The sends of one step on one rank.
+
+    Args:
+        wire: The ranks of the pipeline.
+        interfaces: The interfaces of this rank's stages. Those known from the start need no
+            announcement.
+        pool: Memory for what must be copied.
+        window: Most sends that may be unfinished while the rank goes on.
+    """
+
+    def __init__(
+        self, wire: Wire, interfaces: Mapping[int, Interface], pool: SlotPool, window: int
+    ) -> None:
+        self._wire = wire
+        self._interfaces = interfaces
+        self._announced = set(interfaces)
+        self._pool = pool
+        self._window = window
+        self._sending: deque[_Sending] = deque()
+        self._announcing: list[_Sending] = []
+        self._sent: dict[tuple[int, int], list[int]] = {}
+
+    def send(self, action: Action, x: Array) -> None:
+        """Start the message of a SEND; waits while too many are unfinished.
+
+        Raises:
+            DTypeError: If `x` holds Python objects.
+        """
+        data = self._outgoing(x)
+        if action.kind is ActionKind.SEND_F and action.stage not in self._announced:
+            self._announced.add(action.stage)
+            note = self._interfaces[action.stage].to_bytes()
+            self._announcing.append(_Sending(self._isend(note, action), action, 0.0, note.nbytes))
+        start_s = self._wire.tracer.clock()
+        request = self._isend(data.reshape(-1).view(np.uint8), action)
+        self._sending.append(_Sending(request, action, start_s, data.nbytes))
+        self._wire.traffic.count("pipeline send", data.nbytes)
+        self.reap()
+        while len(self._sending) > self._window:
+            oldest = self._sending[0]
+            self._wire.wait(oldest.request, oldest.action)
+            self.reap()
+
+    def reap(self) -> None:
+        """Let go of the sends that are done. Asking them is what moves them along."""
+        unfinished: deque[_Sending] = deque()
+        for sending in self._sending:
+            if sending.request.test():
+                self._wire.record("send", sending.action, sending.start_s, sending.nbytes)
+            else:
+                unfinished.append(sending)
+        self._sending = unfinished
+
+    def finish(self) -> None:
+        """Wait for the last sends, once every rank is known to have received all messages."""
+        for sending in (*self._announcing, *self._sending):
+            self._wire.wait_plainly(sending.request, sending.action)
+        self.reap()
+
+    @property
+    def sent(self) -> list[tuple[int, int, list[int]]]:
+        """Receiving rank, tag, and bytes of each message sent in this step.
+
+        Messages of device memory are a row of their own: their tag stands here as a negative.
+        """
+        return [(peer, tag, sizes) for (peer, tag), sizes in self._sent.items()]
+
+    def drain(self) -> list[Request]:
+        """After a failure: return what must be waited for, when the receivers take all in."""
+        return [Ended(sending.request) for sending in (*self._announcing, *self._sending)]
+
+    def _isend(self, data: Array, action: Action) -> Request:
+        peer, tag = self._wire.placement[action.partner.stage], message_tag(action)
+        request = self._wire.isend(data, peer, tag)
+        row = (peer, -tag if is_cupy(data) else tag)
+        self._sent.setdefault(row, []).append(data.nbytes)
+        return request
+
+    def _outgoing(self, x: Array) -> Array:
+        """Return `x` contiguous, where the messages of this pipeline are taken from."""
+        refuse_objects(np.dtype(x.dtype))
+        library = self._wire.library
+        if library is not np:
+            return library.ascontiguousarray(moved(x, library))
+        if not is_cupy(x) and x.flags.c_contiguous:
+            return x
+        host = self._pool.take(tuple(x.shape), np.dtype(x.dtype))
+        host[...] = to_numpy(x)
+        return host

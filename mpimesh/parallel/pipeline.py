@@ -1,0 +1,224 @@
+"""A model cut into stages over the ranks of one dim, and repeated along another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import Array
+from mpimesh.errors import UnknownNameError
+from mpimesh.parallel.buckets import BUCKET_BYTES
+from mpimesh.parallel.engine import Engine, Options
+from mpimesh.parallel.model import ParallelModel
+from mpimesh.parallel.plans import ScheduleLike
+from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.step_report import StepReport, report_step
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.schedule import Schedule
+from mpimesh.trace import Tracer
+
+__all__ = ["PipelineParallel"]
+
+
+class PipelineParallel(ParallelModel):
+    """A pipeline of stages over the ranks along `dim`, and replicas of it along `data_dim`.
+
+    Making it, :meth:`train_step`, :meth:`forward` and :meth:`clip_grad_norm` are collective over
+    the mesh. The batch is the *global* one, the same on every rank that is given it: the rows
+    are dealt to the replicas, and each replica's rows to microbatches, by the rules of
+    :mod:`mpimesh.parallel.microbatch`. The loss is divided by what the global batch counts, so
+    that any mesh, any number of microbatches and any schedule give the same loss and the same
+    gradients, up to rounding.
+
+    The schedule says how many stages a rank has, how long it is idle, and what it keeps.
+    With ``num_microbatches`` M and S stages of equal time, one on each rank, ``"gpipe"`` and
+    ``"1f1b"`` keep a rank idle for ``(S - 1) / (M + S - 1)`` of a step. Stage s keeps the
+    activations of M microbatches with the first and of ``min(M, S - s)`` with the second. The
+    others are idle for less or keep less, as the functions of :mod:`mpimesh.schedule` tell.
+
+    Args:
+        stages: All stages in order, on every rank. A rank gives memory to its own only.
+        num_microbatches: Most microbatches of a replica's rows.
+        mesh: The mesh. Ranks along its other dims repeat each other's work.
+        dim: The dim of the stages. A mesh without it is a pipeline of one rank.
+        data_dim: The dim of the replicas. A mesh without it has one.
+        schedule: The name of one, see :func:`~mpimesh.schedule.make_schedule`: ``"1f1b"``,
+            ``"gpipe"``, ``"zb1p"`` or ``"zb2p"`` with one stage for each rank; ``"interleaved"`` or
+            ``"looped_bfs"`` with several; ``"zbv"``, ``"vhalf"``, ``"vmin"`` or ``"dualpipev"``
+            with two; or ``"auto"``. Or a function of the numbers of stages and microbatches that
+            gives a :class:`~mpimesh.schedule.Schedule`, such as
+            :func:`~mpimesh.schedule.auto` with measured times. Or a schedule, for one number of
+            microbatches.
+        seed: Seed of first values and dropout; the values are those of one
+            :class:`~mpimesh.nn.Sequential` of all layers. A layer whose parameters all have
+            memory already is left as it is.
+        dtype: Dtype of the parameters.
+        xp: `numpy` or `cupy`.
+        bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`.
+        overlap: Whether buckets are reduced while backward still runs.
+        broadcast: Whether all replicas start with the values of the first. Else different values
+            are an error.
+        tracer: Records every action, wait and message of this rank.
+
+    Raises:
+        ScheduleError: If the stages are not numbered in order, share a parameter, or do not
+            fit the mesh and schedule; or `num_microbatches` is less than 1.
+        UnknownNameError: If there is no such dim or schedule.
+        MismatchError: On every rank, if the ranks make different pipelines, or replicas hold
+            different values.
+
+    Example:
+        >>> stages = [PipelineStage(0).add_layer(nn.Linear(64, 32)).add_layer(nn.ReLU()),
+        ...           PipelineStage(1).add_layer(nn.Linear(32, 10))]
+        >>> pipe = PipelineParallel(stages, 8, mesh=mesh)
+        >>> optimizer = optim.SGD(pipe.parameters(), lr=0.1)
+        >>> loss = pipe.train_step(x, target, loss=nn.cross_entropy)
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        num_microbatches: int,
+        *,
+        mesh: DeviceMesh,
+        dim: str = "pp",
+        data_dim: str = "dp",
+        schedule: ScheduleLike = "1f1b",
+        seed: int = 0,
+        dtype: Any = np.float32,
+        xp: ModuleType = np,
+        bucket_bytes: int = BUCKET_BYTES,
+        overlap: bool = True,
+        broadcast: bool = False,
+        tracer: Tracer | None = None,
+    ) -> None:
+        others = set(mesh.dim_names) - {dim, data_dim}
+        self._engine = Engine(
+            stages,
+            mesh,
+            scope=mesh.group(),
+            pipe=_group(mesh, dim, "pp"),
+            data=_group(mesh, data_dim, "dp"),
+            counts_loss=not any(mesh.coord(other) for other in others),
+            options=Options(
+                num_microbatches=num_microbatches,
+                schedule=schedule,
+                seed=seed,
+                dtype=dtype,
+                xp=xp,
+                bucket_bytes=bucket_bytes,
+                overlap=overlap,
+                broadcast=broadcast,
+                tracer=tracer,
+            ),
+        )
+
+    def forward(self, x: Array | None, *, everywhere: bool = False) -> Array:
+        """Compute the outputs of a batch, microbatches streaming through the stages.
+
+        Collective over the mesh. Nothing is kept for a backward, and dropout is the identity.
+
+        Shapes:
+            x: (rows, ...), the global batch. May be None on ranks without the first stage.
+            result: (rows, ...), in the order of the rows.
+
+        Args:
+            x: The inputs.
+            everywhere: Give the result to every rank, not only to those of the last stage.
+
+        Returns:
+            The outputs, on ranks of the last stage or everywhere; else None.
+
+        Raises:
+            StageError: On every rank, as in :meth:`train_step`.
+
+        Cost:
+            The activations once between neighbouring stages, one all-gather over the replicas,
+            and with `everywhere` one broadcast over the stages.
+        """
+        return self._forward(x, everywhere=everywhere)
+
+    def __call__(self, x: Array | None) -> Array:
+        """Run :meth:`forward`."""
+        return self.forward(x)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self._engine.stages)
+
+    def stage(self, number: int) -> PipelineStage | None:
+        """Return a stage, None if there is none of that number. It may have no memory here."""
+        return self._engine.stages[number] if 0 <= number < self.num_stages else None
+
+    @property
+    def local_stages(self) -> tuple[PipelineStage, ...]:
+        """The stages that this rank runs."""
+        return tuple(self._engine.local.values())
+
+    def schedule(self, num_microbatches: int | None = None, *, training: bool = True) -> Schedule:
+        """Return what all ranks of a pipeline do in a step, without messages."""
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        return self._engine.plans.schedule(count, training=training)
+
+    def step_report(self) -> StepReport | None:
+        """Compare the last :meth:`train_step` with what its schedule lets expect. Collective.
+
+        The pipeline must have been made with a tracer on every rank. Of several replicas, that of
+        the mesh's first rank is shown.
+
+        Returns:
+            On the first rank of the mesh when each rank computed what, and the same schedule
+            simulated with the mean of the times that were measured; else None.
+
+        Raises:
+            TraceError: On every rank, if the tracers do not hold the whole step.
+
+        Cost:
+            One gather of about 60 bytes for each event in the tracers; clear them now and then.
+
+        Example:
+            >>> pipe.train_step(x, target, loss=nn.cross_entropy)
+            >>> report = pipe.step_report()
+            >>> if report is not None:
+            ...     print(report)
+        """
+        return report_step(self._engine)
+
+    def step_picture(self, path: str | os.PathLike[str]) -> StepReport | None:
+        """Draw what :meth:`step_report` returns, and return it. Collective.
+
+        The first rank of the mesh writes an SVG: the step that was measured, and below it on the
+        same time axis the predicted one.
+
+        Raises:
+            TraceError: On every rank, if the tracers do not hold the whole step.
+            OSError: On the first rank, if the file cannot be written.
+        """
+        report = report_step(self._engine)
+        if report is not None:
+            Path(path).write_text(report.to_svg(), encoding="utf-8")
+        return report
+
+    def __repr__(self) -> str:
+        engine = self._engine
+        return (
+            f"<PipelineParallel of {self.num_stages} stages, {engine.plans.name}, "
+            f"{self.num_microbatches} microbatches, {engine.data.size} replicas, here stages "
+            f"{list(engine.local)}>"
+        )
+
+
+def _group(mesh: DeviceMesh, dim: str, usual: str) -> ProcessGroup:
+    """Return the group along `dim`; this rank alone where the mesh has not the usual dim."""
+    if mesh.contains_dim(dim):
+        return mesh.group(dim)
+    if dim != usual:
+        raise UnknownNameError(f"the mesh {mesh.dims_text} has no dim {dim!r}")
+    return mesh.group().alone()

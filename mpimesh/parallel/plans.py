@@ -1,0 +1,182 @@
+"""What one rank does in a step, worked out once for each number of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mpimesh.errors import ScheduleError
+from mpimesh.schedule import (
+    Action,
+    ActionKind,
+    Proof,
+    Schedule,
+    lower,
+    make_schedule,
+    validate,
+)
+
+__all__ = ["Plan", "Plans", "ScheduleLike", "forward_schedule"]
+
+ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
+"""A name, a schedule for one number of microbatches, or ``f(num_stages, num_microbatches)``."""
+
+_FEWEST_UNFINISHED_SENDS = 4
+"""Sends that a rank may leave behind, even where a schedule needs none: they overlap."""
+
+_BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One rank's part of a step.
+
+    Attributes:
+        actions: What it does, with its messages.
+        send_window: Most of its sends that may be unfinished while it goes on.
+    """
+
+    actions: tuple[Action, ...]
+    send_window: int
+
+
+def forward_schedule(placement: Sequence[int], num_microbatches: int) -> Schedule:
+    """Make a forward-only schedule for stages that lie on ranks as `placement` says.
+
+    A rank with several stages runs, among the actions that could be next, those of the oldest
+    wave first: stage s works on microbatch m in wave s + m.
+    """
+    num_stages = len(placement)
+    ranks = tuple(
+        tuple(
+            Action(stage, ActionKind.F, wave - stage)
+            for wave in range(num_stages + num_microbatches - 1)
+            for stage in range(num_stages)
+            if placement[stage] == rank and 0 <= wave - stage < num_microbatches
+        )
+        for rank in range(max(placement) + 1)
+    )
+    return Schedule("forward", num_stages, num_microbatches, ranks, tuple(placement))
+
+
+class Plans:
+    """The plans of one rank.
+
+    Args:
+        schedule: How training is to run.
+        num_stages: Number of stages.
+        num_microbatches: Most microbatches of a batch.
+        num_ranks: Ranks of the pipeline.
+        rank: This rank's place among them.
+
+    Raises:
+        UnknownNameError: If there is no schedule of that name.
+        ScheduleError: If the schedule is wrong, is not for as many stages and ranks, or does
+            not train.
+    """
+
+    def __init__(
+        self,
+        schedule: ScheduleLike,
+        num_stages: int,
+        num_microbatches: int,
+        *,
+        num_ranks: int,
+        rank: int,
+    ) -> None:
+        self._schedule = schedule
+        self._num_stages = num_stages
+        self._num_ranks = num_ranks
+        self._rank = rank
+        self._plans: dict[tuple[bool, int, int], Plan] = {}
+        self._proved: dict[tuple[bool, int], tuple[Schedule, Proof]] = {}
+        full = self.schedule(num_microbatches, training=True)
+        self.name = full.name
+        self.placement = full.placement
+        self.stages = full.stages_of(rank)
+
+    def plan(self, num_microbatches: int, *, training: bool, first_trained: int = 0) -> Plan:
+        """Return the plan for a number of microbatches.
+
+        Args:
+            num_microbatches: How many; none at all is a plan, too.
+            training: With backward, or forward only.
+            first_trained: The first stage with anything to train. Stages before it have no
+                backward, and no gradient is sent to them.
+        """
+        key = (training, num_microbatches, first_trained)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make(*key)
+        return plan
+
+    def schedule(self, num_microbatches: int, *, training: bool) -> Schedule:
+        """Return the schedule of all ranks, without messages.
+
+        Raises:
+            ScheduleError: If there is none for this number, or it is wrong.
+        """
+        return self._proof(training, num_microbatches)[0]
+
+    def _make(self, training: bool, num_microbatches: int, first_trained: int) -> Plan:
+        if not num_microbatches:
+            return Plan((), 0)
+        schedule, proof = self._proof(training, num_microbatches)
+        actions = tuple(_pruned(lower(schedule).ranks[self._rank], first_trained))
+        return Plan(actions, max(proof.send_window, _FEWEST_UNFINISHED_SENDS))
+
+    def _proof(self, training: bool, num_microbatches: int) -> tuple[Schedule, Proof]:
+        """Return a schedule that is proved correct, and the proof."""
+        key = (training, num_microbatches)
+        if key not in self._proved:
+            if training:
+                schedule = self._training(num_microbatches)
+            else:
+                schedule = forward_schedule(self.placement, num_microbatches)
+            self._proved[key] = schedule, validate(schedule)
+        return self._proved[key]
+
+    def _training(self, num_microbatches: int) -> Schedule:
+        given = self._schedule
+        if isinstance(given, Schedule):
+            made = given
+        elif isinstance(given, str):
+            made = make_schedule(
+                given, self._num_stages, num_microbatches, num_ranks=self._num_ranks
+            )
+        else:
+            made = given(self._num_stages, num_microbatches)
+        if made.num_stages != self._num_stages:
+            raise ScheduleError(
+                f"schedule {made.name} is for {made.num_stages} stages, but there are "
+                f"{self._num_stages}; cut the model into as many as the schedule has"
+            )
+        if made.num_ranks != self._num_ranks:
+            raise ScheduleError(
+                f"schedule {made.name} puts {made.num_stages} stages on {made.num_ranks} ranks, "
+                f"but the mesh has {self._num_ranks} along the dim of the stages; make that dim of "
+                f"size {made.num_ranks}, as in 'pp={made.num_ranks}', or cut the model otherwise"
+            )
+        if made.num_microbatches != num_microbatches:
+            raise ScheduleError(
+                f"schedule {made.name} is for {made.num_microbatches} microbatches, but this batch "
+                f"gives {num_microbatches}; pass a function that makes it for any number"
+            )
+        if not made.trains:
+            raise ScheduleError(
+                f"schedule {made.name} has no backward; forward() needs no schedule to be named"
+            )
+        return made
+
+
+def _pruned(actions: Sequence[Action], first_trained: int) -> Iterator[Action]:
+    """Leave out the backward of stages that have nothing to train at or before them.
+
+    Sends and receives go in pairs, so what is left is still free of deadlock.
+    """
+    for action in actions:
+        if action.kind in _BACKWARD or action.kind is ActionKind.RECV_B:
+            if action.stage >= first_trained:
+                yield action
+        elif action.kind is not ActionKind.SEND_B or action.stage > first_trained:
+            yield action

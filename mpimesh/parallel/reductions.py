@@ -1,0 +1,81 @@
+"""Buckets under reduction: started strictly in their order, which is the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpimesh.arrays import ReduceOp
+from mpimesh.parallel.bucket import Bucket
+from mpimesh.runtime import ProcessGroup
+from mpimesh.trace import Tracer
+
+__all__ = ["Reductions"]
+
+
+class Reductions:
+    """The all-reduces of one cycle.
+
+    Args:
+        buckets: What is reduced, in order.
+        group: The ranks.
+        op: Sum or mean.
+        tracer: Records the time of each reduction.
+
+    Attributes:
+        buckets: What is reduced, in order.
+        started: How many reductions this rank has started in this cycle.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], group: ProcessGroup, op: ReduceOp, tracer: Tracer
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self.started = 0
+        self._moving = 0  # the first started bucket that is not known to be done
+        self._group = group
+        self._op = op
+        self._tracer = tracer
+
+    def start_complete(self) -> None:
+        """Start what is complete, up to the first bucket that is not."""
+        while self.started < len(self.buckets) and not self.buckets[self.started].incomplete:
+            self._start_next()
+
+    def start_all(self) -> None:
+        """Start all that are left."""
+        while self.started < len(self.buckets):
+            self._start_next()
+
+    def move_along(self) -> None:
+        """Ask the oldest reduction under way whether it is done: asking is what moves it."""
+        if self._moving < self.started:
+            handle = self.buckets[self._moving].handle
+            if handle is None or handle.done():
+                self._moving += 1
+
+    def finish(self) -> None:
+        """Wait for all that are started, and be ready for the next cycle."""
+        for number, bucket in enumerate(self.buckets[: self.started]):
+            if bucket.handle is None:
+                continue
+            try:
+                bucket.handle.resolve()
+            finally:
+                bucket.handle = None
+            if self._tracer.enabled:
+                self._tracer.record(
+                    f"all_reduce bucket {number}",
+                    "collective",
+                    start_s=bucket.start_s,
+                    duration_s=self._tracer.clock() - bucket.start_s,
+                    nbytes=bucket.nbytes,
+                )
+        self.started = self._moving = 0
+
+    def _start_next(self) -> None:
+        number = self.started
+        bucket = self.buckets[number]
+        bucket.start_s = self._tracer.clock()
+        label = f"gradient bucket {number}"
+        bucket.handle = self._group.all_reduce(bucket.flat, self._op, out=bucket.flat, label=label)
+        self.started += 1

@@ -1,0 +1,118 @@
+"""Do all replicas hold the same parameters? Collective questions with readable answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpimesh.arrays import to_numpy
+from mpimesh.errors import MismatchError, on_all_ranks
+from mpimesh.nn import Parameter
+from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime.agreement import agree, exchange
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.digest import digest_text
+
+__all__ = ["agree_parameters", "agree_touched", "agree_values", "describe"]
+
+
+def describe(parameter: Parameter, name: str) -> str:
+    """Return the text by which two ranks compare a parameter: name, shape, dtype."""
+    return f"{name} {parameter.shape} {parameter.dtype}"
+
+
+def agree_parameters(
+    named: Sequence[tuple[str, Parameter]], group: ProcessGroup, rule: str
+) -> None:
+    """Return if all ranks of `group` have parameters of the same names, shapes and dtypes.
+
+    Collective.
+
+    Args:
+        named: This rank's parameters, in its order.
+        group: The replicas.
+        rule: What else must agree.
+
+    Raises:
+        MismatchError: On every rank, naming the first parameter that differs.
+
+    Cost:
+        One all-reduce of 16 bytes.
+    """
+    _agree([describe(parameter, name) for name, parameter in named], group, rule)
+
+
+def agree_values(named: Sequence[tuple[str, Parameter]], group: ProcessGroup) -> None:
+    """Return if all ranks of `group` hold the same values, bit for bit. Collective.
+
+    Raises:
+        MismatchError: On every rank, naming the first parameter that differs.
+
+    Cost:
+        One all-reduce of 16 bytes, and reading all parameters once.
+    """
+    _agree([f"{name} with values {_digest(p)}" for name, p in named], group, "same values")
+
+
+def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
+    """Return if the same parameters got a gradient on all ranks of `group`. Collective.
+
+    Args:
+        untouched: The names of those that got none on this rank.
+        group: The replicas.
+
+    Raises:
+        MismatchError: On every rank, naming parameters and ranks.
+    """
+    everyone: list[list[str]] = exchange(
+        group.progress, group.communicator, list(untouched), what="parameters without a gradient"
+    )
+    everywhere = set(everyone[0]).intersection(*everyone)
+    uneven = {name for names in everyone for name in names} - everywhere
+    if not uneven:
+        return
+    rows = "\n".join(
+        f"  {name}: not on ranks {[r for r, names in enumerate(everyone) if name in names]}"
+        for name in sorted(uneven)
+    )
+    raise on_all_ranks(
+        MismatchError(
+            f"these parameters got a gradient on some ranks of group {group.name!r} only:\n{rows}"
+        )
+    )
+
+
+def _agree(texts: list[str], group: ProcessGroup, rule: str) -> None:
+    if group.size == 1:
+        return
+    digest = digest_text("\n".join(texts).encode())
+    call = Call("parameters", group.name, rule=f"{len(texts)} of them, {rule}, digest {digest}")
+    try:
+        agree(group.progress, group.communicator, call)
+    except MismatchError as error:
+        everyone: list[list[str]] = exchange(group.progress, group.communicator, texts, what=call)
+        raise _first_difference(everyone, group, error) from None
+
+
+def _first_difference(
+    everyone: list[list[str]], group: ProcessGroup, error: MismatchError
+) -> MismatchError:
+    """Return an error that names the first parameter that is not alike; `error` if all are."""
+    longest = max(map(len, everyone))
+    for place in range(longest):
+        texts = [texts[place] if place < len(texts) else "none" for texts in everyone]
+        if len(set(texts)) > 1:
+            rows = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+            return on_all_ranks(
+                MismatchError(
+                    f"the ranks of group {group.name!r} must have the same parameters, but "
+                    f"parameter {place} is\n{rows}"
+                )
+            )
+    return error
+
+
+def _digest(parameter: Parameter) -> str:
+    values = np.ascontiguousarray(to_numpy(parameter.value())).reshape(-1)
+    return digest_text(values.view(np.uint8).data)

@@ -1,0 +1,88 @@
+"""One stage of a pipeline: layers in order, under a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from mpimesh.errors import ScheduleError
+from mpimesh.nn import Sequential, SupportsLayer
+
+__all__ = ["PipelineStage", "check_stages"]
+
+
+class PipelineStage(Sequential):
+    """Layers that run on one rank of a pipeline. Without layers it is the identity.
+
+    Every rank makes all stages, which costs nothing: a layer has no memory
+    before :class:`~mpimesh.PipelineParallel` materialises the rank's own.
+
+    Anything with ``forward(x, ctx)``, ``backward(dy, ctx)`` and ``parameters()`` is a layer, see
+    :mod:`mpimesh.nn.protocol`. A stage must treat rows independently and return as many as it
+    got.
+
+    Args:
+        stage_id: Its place in the pipeline, from 0.
+
+    Raises:
+        ScheduleError: If `stage_id` is no whole number of at least 0.
+
+    Example:
+        >>> PipelineStage(0).add_layer(nn.Linear(64, 32)).add_layer(nn.ReLU())
+        PipelineStage(0, Linear(64, 32), ReLU())
+    """
+
+    def __init__(self, stage_id: int) -> None:
+        super().__init__()
+        if not isinstance(stage_id, int) or isinstance(stage_id, bool) or stage_id < 0:
+            raise ScheduleError(f"stage_id must be a whole number of at least 0, got {stage_id!r}")
+        self._stage_id = stage_id
+
+    @property
+    def stage_id(self) -> int:
+        """The stage's place in the pipeline."""
+        return self._stage_id
+
+    def add_layer(self, layer: SupportsLayer) -> Self:
+        """Add `layer` at the end and return the stage, so that calls can be chained.
+
+        Raises:
+            ModuleError: If `layer` lacks forward, backward or parameters.
+        """
+        return self.append(layer)
+
+    def __repr__(self) -> str:
+        return f"PipelineStage({', '.join(map(repr, (self._stage_id, *self.layers)))})"
+
+
+def check_stages(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
+    """Return stages that are numbered 0, 1, 2, ... and share no parameter; refuse others.
+
+    Raises:
+        ScheduleError: If there are none, or the numbers or parameters do not fit.
+    """
+    if not isinstance(stages, Sequence):
+        raise ScheduleError(f"a pipeline takes a list of PipelineStage objects, got {stages!r}")
+    if not stages:
+        raise ScheduleError("a pipeline needs at least one stage, got none")
+    for stage in stages:
+        if not isinstance(stage, PipelineStage):
+            raise ScheduleError(
+                f"a pipeline is made of PipelineStage objects, got {type(stage).__name__}; "
+                "use PipelineStage(i).add_layer(...)"
+            )
+    numbers = [stage.stage_id for stage in stages]
+    if numbers != list(range(len(stages))):
+        raise ScheduleError(
+            f"the stages must be numbered 0 to {len(stages) - 1} in order, each once, got {numbers}"
+        )
+    holder: dict[int, int] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            other = holder.setdefault(id(parameter), stage.stage_id)
+            if other != stage.stage_id:
+                raise ScheduleError(
+                    f"parameter {name!r} of stage {stage.stage_id} is in stage {other}, too: a "
+                    "parameter belongs to one stage, because stages have separate memory"
+                )
+    return tuple(stages)

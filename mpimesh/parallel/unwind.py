@@ -1,0 +1,96 @@
+"""After a failure: leave nothing of the step behind, and say the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mpimesh.errors import MpimeshError, on_all_ranks
+from mpimesh.parallel.alarm import Alarm
+from mpimesh.parallel.engine import Engine
+from mpimesh.parallel.failure import Failure, agreed_error
+from mpimesh.parallel.header import Given, disagreement
+from mpimesh.parallel.inbox import Inbox, take_in
+from mpimesh.parallel.outbox import Outbox
+from mpimesh.runtime.agreement import exchange
+
+__all__ = ["Note", "unwind"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a rank tells the others at the end of a failed step.
+
+    Attributes:
+        given: What it was given for the step.
+        training: Whether it was training.
+        failure: What went wrong on it, if anything did.
+    """
+
+    given: Given
+    training: bool
+    failure: Failure | None
+
+
+def unwind(
+    engine: Engine, note: Note, alarm: Alarm, inbox: Inbox | None, outbox: Outbox | None
+) -> MpimeshError:
+    """Clear up with all other ranks. Collective over the engine's scope.
+
+    Every message that is on its way is taken in, every receive that has none is taken back, and
+    the reductions that any rank has started are made by all. The gradients are 0
+    afterwards, unless all ranks were in inference.
+
+    Returns:
+        The error that every rank is to raise.
+
+    Cost:
+        Two all-gathers of small texts and a barrier.
+    """
+    scope = engine.scope
+    mine = {
+        "given": asdict(note.given),
+        "training": note.training,
+        "failure": None if note.failure is None else asdict(note.failure),
+        "sounded": alarm.sounded,
+        "started": engine.buckets.started,
+        "sent": [] if outbox is None else _by_rank(engine, outbox),
+    }
+    notes = exchange(scope.progress, scope.communicator, mine, what="the end of a failed step")
+    waiting = alarm.collect(place for place, one in enumerate(notes) if one["sounded"])
+    if outbox is not None:
+        waiting += outbox.drain()
+    sent = _to_me(engine, notes)
+    waiting += take_in(engine.pipe, sent) if inbox is None else inbox.drain(sent)
+    for request in waiting:
+        scope.wait_for(request, what="the end of a failed step")
+    if any(one["training"] for one in notes):
+        engine.buckets.cancel(started=any(one["started"] for one in notes))
+    engine.interfaces.clear()
+    # A message of the next step must not meet a receive that is about to be taken back.
+    scope.barrier(label="the end of a failed step")
+    return _agreed(engine, notes)
+
+
+def _by_rank(engine: Engine, outbox: Outbox) -> list[tuple[int, int, list[int]]]:
+    """Return what was sent, with the receivers as numbered in the mesh."""
+    return [(engine.pipe.ranks[peer], tag, sizes) for peer, tag, sizes in outbox.sent]
+
+
+def _to_me(engine: Engine, notes: list[dict[str, Any]]) -> dict[tuple[int, int], list[int]]:
+    """Return the bytes of all messages to this rank, by the sender in the pipeline and tag."""
+    places = {rank: place for place, rank in enumerate(engine.pipe.ranks)}
+    return {
+        (places[rank], tag): sizes
+        for rank, note in zip(engine.scope.ranks, notes, strict=True)
+        for dest, tag, sizes in note["sent"]
+        if dest == engine.mesh.rank
+    }
+
+
+def _agreed(engine: Engine, notes: list[dict[str, Any]]) -> MpimeshError:
+    """Return the same error on every rank: that they were at odds, or what failed."""
+    error = disagreement([Given(**note["given"]) for note in notes], engine.scope.ranks)
+    if error is None:
+        return agreed_error([Failure(**note["failure"]) for note in notes if note["failure"]])
+    return on_all_ranks(error)

@@ -1,0 +1,68 @@
+"""Arrays for exchange: gradient buckets, pipeline slots, blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from mpimesh.arrays import DType, HostArray, aligned_bytes, refuse_objects
+from mpimesh.errors import DTypeError, ShapeError
+
+__all__ = ["aligned_empty", "array_shape"]
+
+
+def aligned_empty(
+    shape: Sequence[SupportsIndex] | SupportsIndex,
+    dtype: Any,
+    take: Callable[[int], HostArray] = aligned_bytes,
+) -> HostArray:
+    """Return an uninitialised C-contiguous array that starts on a cache line.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        take: Gives so many bytes, which start on a cache line.
+
+    Raises:
+        ShapeError: If a size is negative or no whole number.
+        DTypeError: If `dtype` holds Python objects.
+        MemoryError: If there is not as much memory.
+    """
+    sizes, kind = array_shape(shape, dtype)
+    nbytes = math.prod(sizes) * kind.itemsize
+    try:
+        aligned: HostArray = take(nbytes).view(kind).reshape(sizes)
+    except OSError as error:
+        raise MemoryError(
+            f"an array of shape {sizes} and dtype {kind} needs {nbytes / 2**30:.1f} GiB, which "
+            f"this machine does not give: {error}"
+        ) from None
+    return aligned
+
+
+def array_shape(
+    shape: Sequence[SupportsIndex] | SupportsIndex, dtype: Any
+) -> tuple[tuple[int, ...], DType]:
+    """Return shape and dtype of an array that can be exchanged.
+
+    Raises:
+        ShapeError: If a size is negative or no whole number.
+        DTypeError: If `dtype` holds Python objects.
+    """
+    try:
+        sizes = (index(shape),) if isinstance(shape, SupportsIndex) else tuple(map(index, shape))
+    except TypeError:
+        raise ShapeError(
+            f"a shape is a whole number or a row of whole numbers, got {shape!r}"
+        ) from None
+    if any(size < 0 for size in sizes):
+        raise ShapeError(f"sizes of an array must not be negative, got {sizes}")
+    kind = np.dtype(dtype)
+    refuse_objects(kind)
+    if not kind.itemsize:
+        raise DTypeError(f"elements of dtype {kind} have no bytes; give their length, as in 'S8'")
+    return sizes, kind

@@ -1,0 +1,105 @@
+"""What a rank called, where, and with what: for messages, checks and reports."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType
+from typing import Any
+
+from mpimesh.runtime.digest import digest_bits
+
+__all__ = ["Call", "Site", "call_site", "site_line", "site_text"]
+
+Site = tuple[CodeType, int]
+"""A place in a program: the code object and the offset of the instruction in it."""
+
+_PACKAGE = __name__.split(".", 1)[0] + "."
+
+
+def call_site(depth: int = 1) -> Site:
+    """Return the innermost place outside mpimesh on the stack.
+
+    Costs a walk over a few frames. The line number is worked out only when it
+    is shown.
+
+    Args:
+        depth: How many callers are known to be mpimesh's own.
+    """
+    frame = sys._getframe(depth)
+    while frame.f_globals.get("__name__", "").startswith(_PACKAGE) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+def site_line(site: Site) -> tuple[str, int]:
+    """Return the file and line of a place."""
+    code, offset = site
+    lines = (line for start, end, line in code.co_lines() if start <= offset < end and line)
+    return code.co_filename, next(lines, code.co_firstlineno)
+
+
+def site_text(site: Site) -> str:
+    """Return ``file:line`` of a place."""
+    filename, line = site_line(site)
+    return f"{filename}:{line}"
+
+
+class Call:
+    """One call of an operation on a group.
+
+    Attributes:
+        name: The operation.
+        group: The group's name.
+        rule: What must agree over ranks beside name, shape and dtype: reduction, root, axis.
+        shape: Shape of this rank's array; None if it has none.
+        dtype: Its dtype as text.
+        label: The caller's own name for this call.
+        site: Where it was called.
+        peers: The ranks of the group without which it cannot be done; None for all.
+        number: Which of the collectives on its communicator it is, from 1; 0 for messages.
+    """
+
+    __slots__ = ("dtype", "group", "label", "name", "number", "peers", "rule", "shape", "site")
+
+    def __init__(
+        self,
+        name: str,
+        group: str,
+        rule: str = "",
+        shape: Any = None,
+        dtype: object = "",
+        label: str | None = None,
+        peers: tuple[int, ...] | None = None,
+    ) -> None:
+        self.name = name
+        self.group = group
+        self.rule = rule
+        self.shape = shape
+        self.dtype = dtype
+        self.label = label
+        self.peers = peers
+        self.number = 0
+        # Neither this constructor nor the operation that calls it.
+        self.site = call_site(3)
+
+    def __str__(self) -> str:
+        """Return the call with its place, as error messages show it."""
+        return f"{self.text()} on group {self.group!r} at {site_text(self.site)}"
+
+    def text(self) -> str:
+        """Return the call without its place."""
+        shape = "" if self.shape is None else f"shape {tuple(self.shape)}"
+        parts = (shape, str(self.dtype), self.rule, self.label and f"label {self.label!r}")
+        return f"{self.name}({', '.join(part for part in parts if part)})"
+
+    def fingerprint(self, compared_shape: object, *, with_site: bool) -> int:
+        """Return 63 bits that are equal on two ranks only if their calls agree.
+
+        Args:
+            compared_shape: The part of the shape that must agree, None if none must.
+            with_site: Whether the calling line must agree, too.
+        """
+        site = site_text(self.site) if with_site else ""
+        parts = (self.name, self.group, compared_shape, self.dtype, self.rule, self.label, site)
+        text = "|".join(map(str, parts))
+        return digest_bits(text.encode(), 63)

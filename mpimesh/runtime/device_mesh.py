@@ -1,0 +1,284 @@
+"""The live mesh: named dims over the ranks of a communicator, with their groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, SupportsIndex
+
+from mpimesh.arrays import HostArray
+from mpimesh.errors import (
+    ClosedError,
+    MpimeshError,
+    RankError,
+    TransportError,
+)
+from mpimesh.mesh import WORLD, DimsLike, Mesh, MeshTopology
+from mpimesh.runtime.agreement import agreed
+from mpimesh.runtime.allocator import aligned_empty
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.context import MeshContext
+from mpimesh.runtime.mesh_shape import MeshShape, as_mesh
+from mpimesh.runtime.traffic import Traffic
+from mpimesh.runtime.world import current_world
+from mpimesh.settings import Settings
+from mpimesh.trace import Tracer
+from mpimesh.transport import Communicator
+
+__all__ = ["DeviceMesh"]
+
+_LEAVE_TOGETHER_S = 2.0
+
+
+class DeviceMesh(MeshShape):
+    """A mesh of ranks that can talk to each other.
+
+    Everything that can be asked of a :class:`~mpimesh.Mesh` can be asked of it, and
+    it has a :class:`~mpimesh.ProcessGroup` for the world, for each dim, and for each
+    group added later.
+
+    Making, changing and closing a mesh are collective: all ranks of `comm` do it, in the
+    same order. Use it as a context manager, or call :meth:`close`.
+
+    Each rank takes the GPU of its local rank, among those that it may see; where CuPy is imported,
+    it is made current in the calling thread. :meth:`use_device` does so later and elsewhere.
+
+    A rank uses its meshes from one thread at a time: what several threads start, wait for
+    or close at once is not in one order over the ranks, and nothing here locks.
+
+    Args:
+        dims: ``"dp=2,pp=2"`` (one size may be -1), a mapping, (name, size) pairs, a
+            :class:`~mpimesh.Mesh` (which may leave ranks out), or a
+            :class:`~mpimesh.MeshTopology`, whose groups are made, too.
+        comm: An mpi4py intracommunicator, which is duplicated once; None for all
+            ranks: MPI's world, or the virtual ranks of :func:`~mpimesh.run_virtual`. Without
+            any MPI library, a world of one rank.
+        name: Name of the mesh.
+        tracer: Where the mesh records its waits; nowhere if None.
+
+    Raises:
+        WorldSizeError: On every rank, if the mesh does not fit the world.
+        LaunchError: On every rank, if MPI sees one rank where the launcher started more.
+        MismatchError: On every rank, if the ranks ask for different meshes or settings.
+        MeshError: On every rank, if ranks share a GPU and ``MPIMESH_SHARED_GPU`` is ``refuse``.
+
+    Cost:
+        One duplication of `comm`, one split for all ranks, and one for each dim of more
+        than one rank that does not span the mesh, in the order of the dims.
+    """
+
+    def __init__(
+        self,
+        dims: DimsLike | Mesh | MeshTopology,
+        comm: Any = None,
+        *,
+        name: str = "",
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._closed = True  # until it is whole
+        world = current_world()
+        settings = world.read_settings()
+        control = world.open_communicator(comm, settings)
+        self._control = control
+        self._progress = world.progress
+        self._context = MeshContext(world, settings, control.rank)
+        if tracer is not None:
+            self._context.tracer = tracer
+        try:
+            mesh, topology = agreed(
+                world.progress,
+                control,
+                "DeviceMesh",
+                lambda: as_mesh(dims, control.size, name),
+                lambda made: f"{made[0]}, {made[1]}, {settings}",
+            )
+            # Before any group: what moves device memory asks which device is current.
+            self._gather_devices(control)
+        except MpimeshError:
+            self._give_back(control)
+            raise
+        self._settle(mesh, topology)
+        self._groups = self._make_groups(control)
+        self._closed = False
+
+    # -- who and where: local ------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank in `comm`."""
+        return self._context.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of `comm`; `size` is that of the mesh."""
+        return self._control.size
+
+    @property
+    def topology(self) -> MeshTopology | None:
+        """The topology that the mesh was made or reshaped from, if it was."""
+        return self._topology
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that were in force when the mesh was made."""
+        return self._context.settings
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
+
+    def set_rank(self, rank: int) -> None:
+        """Accept the rank that this process has, and refuse any other.
+
+        Raises:
+            RankError: If `rank` is not this rank: MPI decides that.
+        """
+        if not 0 <= rank < self.world_size:
+            raise RankError(f"Rank {rank} out of bounds for world size {self.world_size}")
+        if rank != self.rank:
+            raise RankError(f"this process is rank {self.rank}, which cannot become rank {rank}")
+
+    def coord(self, dim: str) -> int:
+        """Return this rank's coordinate along `dim`.
+
+        Raises:
+            UnknownNameError: If there is no such dim.
+            RankError: If this rank is not in the mesh.
+        """
+        return self.coord_of(self.rank, dim)
+
+    def copy(self) -> DeviceMesh:
+        """Collective: make another mesh of the same dims and groups, with its own communicators."""
+        groups = self._live("copy")
+        other = DeviceMesh(self.mesh if self.topology is None else self.topology, self._control)
+        other._live("copy").add_custom_of(groups)
+        return other
+
+    # -- all together ------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None, *, timeout_s: float | None = None) -> None:
+        """Wait for all started operations of this mesh, then for all its ranks.
+
+        Collective over the mesh. See :meth:`ProcessGroup.barrier`.
+        """
+        self.sync_collective()
+        self.group().barrier(timeout_s=timeout_s, label=name)
+
+    def sync_collective(self) -> None:
+        """Wait for all operations that this rank has started, in the order of their start.
+
+        Their handles then resolve at once. An error of one is raised by its own handle.
+        """
+        for operation in list(self._context.open_operations.values()):
+            operation.group.complete(operation)
+
+    def traffic(self) -> Traffic:
+        """Return what this rank has put into the operations of this mesh. Local."""
+        return self._context.traffic
+
+    def shared_empty(
+        self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: Any = float
+    ) -> HostArray:
+        """Return uninitialised memory for arrays that will be exchanged. Local.
+
+        The ranks of this rank's node read and write it where it lies: collectives on arrays
+        that come from here, on all ranks, need no copies. All buckets, pipeline slots and blocks
+        of mpimesh do. It starts on a cache line and lives as long as the array. A forked child
+        sees its parent's writes to it, and the parent the child's.
+
+        Each rank gets an array of its own; one for all ranks of a node is
+        :meth:`ProcessGroup.empty_once`.
+
+        Example:
+            >>> with mm.DeviceMesh("dp=-1") as mesh:
+            ...     gradient = mesh.shared_empty(3, "float32")
+            ...     gradient[...] = 2 * mesh.rank + 1
+            ...     mean = mesh.group("dp").all_reduce(gradient, "mean", out=gradient).resolve()
+            ...     print(mean is gradient, mean / mesh.size)
+            True [1. 1. 1.]
+
+        Raises:
+            ShapeError: If a size is negative or no whole number.
+            DTypeError: If `dtype` holds Python objects.
+            MemoryError: If there is not as much memory.
+        """
+        self._live("allocate from")
+        return aligned_empty(shape, dtype, self._context.world.shared_bytes)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give all communicators back. Collective; a second call does nothing.
+
+        Raises:
+            UnresolvedError: On every rank, naming the operations, if any rank has results that
+                are not resolved. The mesh stays open, so that they can be.
+        """
+        if self._closed:
+            return
+        self._refuse_unresolved("close", "closed")
+        self._closed = True
+        self._context.closed = True
+        if self._groups is not None:
+            self._groups.free()
+        self._give_back(self._control)
+
+    def __enter__(self) -> Self:
+        """Return the mesh."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the mesh; after an error that is this rank's alone, only stop using it.
+
+        Closing is collective: with the other ranks elsewhere, it would wait for them for ever.
+        """
+        if error is None:
+            self.close()
+            return
+        self._abandon_operations()
+        if isinstance(error, MpimeshError) and error.agreed and self._all_here():
+            self.close()
+            return
+        self._closed = True
+        self._context.closed = True
+        guard = self._context.world.guard
+        if guard is not None:
+            guard.leave(self._control, error)
+
+    def __repr__(self) -> str:
+        """Show dims, rank and groups. Local."""
+        state = ", closed" if self._closed else ""
+        return (
+            f"<DeviceMesh {self.dims_text} rank={self.rank}/{self.world_size} "
+            f"groups={self.group_names}{state}>"
+        )
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _all_here(self) -> bool:
+        """Tell whether all ranks leave the mesh by an error that one of its groups agrees on."""
+        request = self._control.barrier()
+        what = Call("close after an error", WORLD)
+        try:
+            return self._progress.wait(
+                self._control, request, what=what, timeout_s=_LEAVE_TOGETHER_S
+            )
+        except TransportError:
+            return False
+
+    def _give_back(self, control: Communicator) -> None:
+        control.free()
+        guard = self._context.world.guard
+        if guard is not None:
+            guard.part(control)
+
+    def _abandon_operations(self) -> None:
+        """Let go of all results. Their buffers stay: the transport may still write into them."""
+        for operation in list(self._context.open_operations.values()):
+            operation.fail(ClosedError(f"{operation.call}: its mesh ended by an error before"))

@@ -1,0 +1,127 @@
+"""The result of a collective that may still be under way."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from mpimesh.errors import (
+    CollectiveTimeoutError,
+    MpimeshError,
+    UnresolvedError,
+    UnresolvedWarning,
+)
+from mpimesh.runtime.call import site_line
+from mpimesh.runtime.operation import Operation
+from mpimesh.runtime.unresolved import Unresolved
+
+__all__ = ["CollectiveTensor"]
+
+
+class CollectiveTensor(Unresolved):
+    """A result to come. Start the operation, do other work, then :meth:`resolve`.
+
+    Handles may be resolved in any order, each waits for its own operation only,
+    and every handle must be resolved: one that is dropped warns with the line that
+    made it, and :meth:`DeviceMesh.close` fails while one is open. It is no array: operators and
+    NumPy's functions raise UnresolvedError, for none of them waits in secret.
+    """
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+
+    def resolve(self, timeout_s: float | None = None) -> Any:
+        """Wait for this operation and return its result; a second call returns the same.
+
+        A CuPy array may be used at once on the stream that is current here, whichever was current
+        when the operation was called.
+
+        Args:
+            timeout_s: Longest wait; None waits as long as it takes.
+
+        Raises:
+            CollectiveTimeoutError: After `timeout_s`; the operation goes on, and
+                `resolve` may be called again.
+            MismatchError: With ``MPIMESH_CHECKS`` on, on every rank of the group, if
+                the ranks called different operations.
+            TransportError: If the transport failed.
+
+        An exception from elsewhere, such as Ctrl-C or one of a signal handler, ends the wait and
+        not the operation: `resolve` may be called again.
+        """
+        operation = self._operation
+        if operation.resolved:
+            if operation.error is not None:
+                raise operation.error
+            return operation.value
+        test = operation.request.test
+        try:
+            # Most small operations are over within a few tests: no wait need be set up.
+            done = test() or test() or test() or operation.group.wait(operation, timeout_s)
+        except Exception as error:
+            # Any other error is of the wait, such as one raised by a signal handler: even if the
+            # operation is over meanwhile, its result can still be taken.
+            if isinstance(error, MpimeshError) or operation.failed_with(error):
+                operation.fail(error)
+            raise
+        if not done:
+            raise CollectiveTimeoutError(
+                f"rank {operation.group.world_rank} waited {timeout_s} s for {operation.call}; "
+                "it is still under way, and not all ranks may have started it"
+            )
+        operation.settle()
+        return operation.value
+
+    def done(self) -> bool:
+        """Tell whether :meth:`resolve` would return (or raise) at once. Never waits."""
+        operation = self._operation
+        if operation.resolved:
+            return True
+        operation.group.progress.advance()
+        try:
+            return operation.request.test()
+        except Exception:
+            return True  # resolve() raises it
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait as :meth:`resolve` does, but return False after `timeout_s` instead of raising."""
+        try:
+            self.resolve(timeout_s)
+        except CollectiveTimeoutError:
+            return False
+        return True
+
+    def assume_resolved(self) -> Any:
+        """Return the result of an operation that is known to be done. Never waits.
+
+        Raises:
+            UnresolvedError: If it is not done after all.
+        """
+        if not self.done():
+            raise UnresolvedError(f"{self._operation.call} is still under way; use resolve()")
+        return self.resolve()
+
+    def _what(self) -> object:
+        return self._operation.call
+
+    def __repr__(self) -> str:
+        """Say what was called and how far it is. Never waits, never tests."""
+        operation = self._operation
+        state = "failed" if operation.error else "resolved" if operation.resolved else "started"
+        return f"<CollectiveTensor {operation.call.text()} on {operation.call.group!r}, {state}>"
+
+    def __del__(self) -> None:
+        """Warn, with the line that started it, about a result that nobody took."""
+        operation = getattr(self, "_operation", None)
+        if operation is None or operation.resolved or sys.is_finalizing():
+            return  # at the interpreter's end nothing can be shown any more
+        filename, line = site_line(operation.call.site)
+        message = (
+            f"the result of {operation.call.text()} on group {operation.call.group!r} was dropped "
+            f"on rank {operation.group.world_rank} before it was resolved; keep the handle and "
+            "call resolve()"
+        )
+        warnings.warn_explicit(message, UnresolvedWarning, filename, line)

@@ -1,0 +1,276 @@
+"""The groups of a live mesh, and the communicators behind them.
+
+An MPI has as few as 2,046 communicators, so one is made for each *set* of ranks
+and shared by all names for it: a dim that spans the whole mesh uses the world's,
+a dim of one rank needs none. Whether a set exists already is decided by
+arithmetic that every rank does alike, because making one is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mpimesh.errors import GroupError
+from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh
+from mpimesh.runtime.context import MeshContext
+from mpimesh.runtime.group import ProcessGroup
+from mpimesh.runtime.world import solo_communicator
+from mpimesh.transport import Communicator
+
+__all__ = ["LiveGroups"]
+
+
+@dataclass(slots=True, eq=False)
+class _Family:
+    """Communicators that were made together, of which this rank has at most one.
+
+    Attributes:
+        ranks: The ranks of the listed group, or of the one along dims that this rank is in.
+        communicator: This rank's; None if it is in none.
+        mesh: Of groups along dims, the mesh that they lie in; None for a listed group.
+        dims: The dims along which they run.
+        owned: Whether the communicators are to be freed.
+        forced: The way that its bytes have to go; None leaves that to the communicator. A family
+            with one is not shared with other groups of the same ranks.
+        why_not: Why they cannot, as far as this rank knows.
+    """
+
+    ranks: tuple[int, ...]
+    communicator: Communicator | None
+    mesh: Mesh | None = None
+    dims: tuple[str, ...] = ()
+    owned: bool = True
+    forced: GroupBackend | None = None
+    why_not: str = ""
+
+    def has(self, ranks: tuple[int, ...]) -> bool:
+        """Tell whether it has a group of just these ranks: the same answer on every rank."""
+        if self.forced is not None:
+            return False
+        if self.mesh is None:
+            return self.ranks == ranks
+        return tuple(self.mesh.group_ranks(ranks[0], self.dims)) == ranks
+
+    def lies_along(self, mesh: Mesh, dims: tuple[str, ...]) -> bool:
+        """Tell whether its groups are those of `mesh` along `dims`: the same answer everywhere.
+
+        A listed group may be the group along `dims` for its own ranks and for no others, so
+        it counts only if there is no other group along `dims`.
+        """
+        if self.forced is not None:
+            return False
+        if self.mesh is None:
+            return self.ranks == tuple(mesh.group_ranks(mesh.ids[0], dims)) and (
+                len(self.ranks) == mesh.size
+            )
+        return self.mesh == mesh and _long(mesh, self.dims) == _long(mesh, dims)
+
+
+def _long(mesh: Mesh, dims: tuple[str, ...]) -> list[str]:
+    """Leave dims of size 1 out: they make no difference to a group."""
+    return [dim for dim in dims if mesh.dim_size(dim) > 1]
+
+
+def _forced(family: _Family) -> _Family:
+    """Let the bytes of a new family go the way that it asks for."""
+    # NCCL moves what lies on devices, and is asked for there.
+    if family.forced not in (None, GroupBackend.NCCL) and family.communicator is not None:
+        family.why_not = family.communicator.force(str(family.forced))
+    return family
+
+
+class LiveGroups:
+    """The groups of one mesh on one rank, in the order of their making.
+
+    Args:
+        mesh: The mesh.
+        communicator: Its ranks, in the order of their offsets; the table owns it.
+        context: What the groups share.
+    """
+
+    def __init__(self, mesh: Mesh, communicator: Communicator, context: MeshContext) -> None:
+        self._mesh = mesh
+        self._context = context
+        self._communicator = communicator
+        self._families = [_Family(tuple(mesh.ids), communicator)]
+        self._groups: dict[str, ProcessGroup] = {}
+        self._custom: dict[str, _Family] = {}
+        self._keep(WORLD, mesh.ids, communicator, self._families[0], custom=False)
+
+    # -- look-ups: local -----------------------------------------------------------
+
+    def __iter__(self) -> Iterator[ProcessGroup]:
+        return iter(self._groups.values())
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def get(self, name: str) -> ProcessGroup | None:
+        """Return the group called `name`, if there is one."""
+        return self._groups.get(name)
+
+    @property
+    def backend(self) -> GroupBackend:
+        """Who moves the bytes of these groups."""
+        return GroupBackend.MPI if self._communicator.kind == "mpi" else GroupBackend.VIRTUAL
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks of the mesh, in the order of their offsets."""
+        return self._communicator
+
+    @property
+    def custom(self) -> list[str]:
+        """Names of the groups that the user made."""
+        return list(self._custom)
+
+    def started(self) -> dict[str, int]:
+        """Return how many collectives this rank has started on each of its groups."""
+        counts = {group.name: group.started for group in self._groups.values()}
+        return {name: count for name, count in counts.items() if count}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all groups, in the order of their making."""
+        return list(self._groups)
+
+    # -- making groups: collective over the mesh -------------------------------------
+
+    def add_dims(
+        self,
+        name: str,
+        dims: tuple[str, ...],
+        *,
+        custom: bool = False,
+        forced: GroupBackend | None = None,
+    ) -> ProcessGroup:
+        """Make the groups along `dims`; `name` becomes the one that this rank is in.
+
+        Args:
+            name: A new name.
+            dims: The dims.
+            custom: Whether the user made it, so that :meth:`rebuild` keeps it.
+            forced: The way that its bytes have to go.
+        """
+        return self._add_lines(name, self._mesh, dims, custom=custom, forced=forced)
+
+    def add_ranks(
+        self, spec: GroupSpec, *, custom: bool = False, forced: GroupBackend | None = None
+    ) -> ProcessGroup:
+        """Make one group of listed ranks, which keep their order."""
+        self._check_name(spec.name)
+        ranks = tuple(spec.ranks)
+        family = None
+        if forced is None:
+            family = next((family for family in self._families if family.has(ranks)), None)
+        if len(ranks) == 1:
+            family = _Family(ranks, solo_communicator(), owned=False)
+        elif family is None:
+            place = spec.group_rank(self._context.rank)
+            communicator = self._communicator.split(None if place is None else 0, place or 0)
+            family = _forced(_Family(ranks, communicator, forced=forced))
+            self._families.append(family)
+        communicator = family.communicator if self._context.rank in ranks else None
+        return self._keep(spec.name, spec.ranks, communicator, family, custom=custom)
+
+    def _add_lines(
+        self,
+        name: str,
+        mesh: Mesh,
+        dims: tuple[str, ...],
+        *,
+        custom: bool,
+        forced: GroupBackend | None = None,
+    ) -> ProcessGroup:
+        """Make the groups of `mesh` along `dims`."""
+        self._check_name(name)
+        rank = self._context.rank
+        ranks = mesh.group_ranks(rank, dims)
+        family = None
+        if forced is None:
+            family = next((one for one in self._families if one.lies_along(mesh, dims)), None)
+        if len(ranks) == 1:
+            family = _Family(tuple(ranks), solo_communicator(), mesh, dims, owned=False)
+        elif family is None:
+            communicator = self._communicator.split(
+                mesh.group_index(rank, dims), mesh.place_in_group(rank, dims)
+            )
+            family = _forced(_Family(tuple(ranks), communicator, mesh, dims, forced=forced))
+            self._families.append(family)
+        return self._keep(name, ranks, family.communicator, family, custom=custom)
+
+    def add_custom_of(self, other: LiveGroups) -> None:
+        """Make the groups that the user made in a mesh of the same ranks."""
+        for name, family in other._custom.items():
+            if family.mesh is not None:
+                self._add_lines(name, family.mesh, family.dims, custom=True, forced=family.forced)
+            else:
+                ranks = other._groups[name].ranks
+                spec = GroupSpec(name, ranks, self.backend)
+                self.add_ranks(spec, custom=True, forced=family.forced)
+
+    def rebuild(self, mesh: Mesh) -> LiveGroups:
+        """Return a table for another mesh over the same ranks, with the user's own groups.
+
+        The world's communicator and those of the user's groups move over.
+        """
+        table = LiveGroups(mesh, self._communicator, self._context)
+        for name, family in self._custom.items():
+            # The world's has a place in every table already.
+            if family is not self._families[0] and family not in table._families:
+                table._families.append(family)
+            table._groups[name] = self._groups[name]
+            table._custom[name] = family
+        return table
+
+    def free(self, kept_by: LiveGroups | None = None) -> None:
+        """Collective: free the communicators, except those that another table uses."""
+        kept = [] if kept_by is None else [id(f.communicator) for f in kept_by._families]
+        # In the order of their making, which is the same on all ranks.
+        for family in reversed(self._families):
+            communicator = family.communicator
+            if family.owned and communicator is not None and id(communicator) not in kept:
+                communicator.free()
+
+    def why_not(self, name: str) -> str:
+        """Return why the bytes of a custom group cannot go the way that it asked for. Local."""
+        return self._custom[name].why_not
+
+    def drop(self, name: str) -> None:
+        """Take back a group that was made last, with a way forced on it. Collective."""
+        family = self._custom.pop(name)
+        del self._groups[name]
+        if family in self._families:
+            self._families.remove(family)
+            if family.communicator is not None:
+                family.communicator.free()
+
+    # -- helpers ---------------------------------------------------------------------
+
+    def _check_name(self, name: str) -> None:
+        if name in self._groups:
+            raise GroupError(f"there is already a group called {name!r}; choose another name")
+
+    def _keep(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        communicator: Communicator | None,
+        family: _Family,
+        *,
+        custom: bool,
+    ) -> ProcessGroup:
+        forced = family.forced
+        group = ProcessGroup(
+            name,
+            ranks,
+            communicator,
+            self._context,
+            forced or self.backend,
+            prefer="" if forced is None else forced.value,
+        )
+        self._groups[name] = group
+        if custom:
+            self._custom[name] = family
+        return group

@@ -1,0 +1,191 @@
+"""The shape of a live mesh: its dims and the groups that follow from them, and how they change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mpimesh.errors import (
+    GroupError,
+    RankError,
+    UnresolvedError,
+    WorldSizeError,
+    on_all_ranks,
+)
+from mpimesh.mesh import WORLD, DimsLike, GroupSpec, Mesh, MeshTopology
+from mpimesh.runtime.agreement import agree, agreed, exchange
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.live_groups import LiveGroups
+from mpimesh.runtime.mesh_devices import MeshDevices
+from mpimesh.transport import Communicator
+
+__all__ = ["MeshShape", "as_mesh"]
+
+
+class MeshShape(MeshDevices):
+    """Makes and remakes the groups of a mesh, always on all its ranks together."""
+
+    def reshape(self, dims: DimsLike | Mesh | MeshTopology) -> None:
+        """Arrange the same ranks in other dims.
+
+        Collective over the mesh. The groups of the old dims go and those of the new ones come;
+        groups made by :meth:`add_group` stay. If the new dims do not fit, nothing changes.
+
+        Raises:
+            WorldSizeError: On every rank, if `dims` do not fit the ranks of the mesh.
+            UnresolvedError: On every rank, if any has results that are not resolved.
+            GroupError: On every rank, if a group added by the user has the name of a new dim or
+                of a group of the new topology.
+            MismatchError: On every rank, if the ranks ask for different dims.
+        """
+        groups = self._live("reshape")
+        mesh, topology = agreed(
+            self._progress,
+            groups.communicator,
+            "reshape",
+            lambda: self._fitting(groups, dims),
+            lambda made: f"{made[0]}, {made[1]}",
+        )
+        self._refuse_unresolved("reshape", "reshaped")
+        fresh = groups.rebuild(mesh)
+        self._settle(mesh, topology)
+        self._add_own_groups(fresh)
+        groups.free(kept_by=fresh)
+        self._groups = fresh
+
+    def set_comm(self, comm: Any) -> None:
+        """Move the mesh, with all its groups, to another communicator of the same ranks.
+
+        Collective over both. Take the groups anew afterwards: the old ones are closed.
+
+        Raises:
+            RankError: On every rank, if the size or any rank differs.
+            UnresolvedError: On every rank, if any has results that are not resolved.
+        """
+        groups = self._live("set the communicator of")
+        self._refuse_unresolved("set_comm", "moved")
+        context = self._context
+        control = context.world.open_communicator(comm, context.settings)
+        ranks = exchange(
+            self._progress,
+            self._control,
+            [control.rank, control.size],
+            what=Call("set_comm", WORLD),
+        )
+        if ranks != [[rank, self._control.size] for rank in range(self._control.size)]:
+            control.free()
+            raise on_all_ranks(
+                RankError(
+                    f"the mesh's ranks 0 to {self._control.size - 1} must be the same in the new "
+                    f"communicator, but are there (rank, size) {ranks}"
+                )
+            )
+        self._context = replace(context, open_operations={})
+        fresh = self._make_groups(control)
+        if fresh is not None:
+            fresh.add_custom_of(groups)
+        context.closed = True
+        groups.free()
+        self._control.free()
+        self._control, self._groups = control, fresh
+
+    def _settle(self, mesh: Mesh, topology: MeshTopology | None) -> None:
+        """Take over the fields that the queries read."""
+        local = [self._control.rank] if mesh.contains_rank(self._control.rank) else []
+        self.mesh = mesh.with_local(local)
+        self._topology = topology
+        self.name = mesh.name
+        self.dims = mesh.dims
+        self.ids = mesh.ids
+        self.local_ids = self.mesh.local_ids
+        self.local_names = self.mesh.local_names
+        self.global_names = self.mesh.global_names
+
+    def _fitting(
+        self, groups: LiveGroups, dims: DimsLike | Mesh | MeshTopology
+    ) -> tuple[Mesh, MeshTopology | None]:
+        """Return the mesh that `dims` describe, if this one can become it."""
+        mesh, topology = as_mesh(dims, self._control.size, self.name)
+        names = [*mesh.dim_names]
+        if topology is not None:
+            names += [name for name, _ in topology.group_plan(self._control.size)]
+        taken = sorted(set(names) & set(groups.custom))
+        if set(mesh.ids) != set(self.ids) or taken:
+            raise GroupError(
+                f"reshape keeps the ranks and the added groups: ranks {list(mesh.ids)[:16]} "
+                f"against {list(self.ids)[:16]}, names in use {taken}"
+            )
+        return mesh, topology
+
+    def _make_groups(self, control: Communicator) -> LiveGroups | None:
+        """Collective: make the groups of the world, the dims and the topology."""
+        place = self.offset_of(control.rank) if self.contains_rank(control.rank) else None
+        members = control.split(None if place is None else 0, place or 0)
+        if members is None:
+            return None
+        groups = LiveGroups(self.mesh, members, self._context)
+        self._add_own_groups(groups)
+        guard = self._context.world.guard
+        if guard is not None:
+            guard.count(control, lambda: {} if self._groups is None else self._groups.started())
+        return groups
+
+    def _add_own_groups(self, groups: LiveGroups) -> None:
+        for dim in self.dim_names:
+            groups.add_dims(dim, (dim,))
+        if self._topology is not None:
+            for name, ranks in self._topology.group_plan(self._control.size):
+                groups.add_ranks(GroupSpec(name, ranks, groups.backend))
+
+    def _refuse_unresolved(self, action: str, done: str) -> None:
+        """Raise on all ranks if any has open operations: `action` is not `done` then."""
+        call = Call(action, WORLD)
+        if self._context.settings.checks and self._groups is not None:
+            # Found here, a rank that goes on while the others stop gets an answer.
+            agree(self._progress, self._groups.communicator, call)
+        mine = [str(operation.call) for operation in self._context.open_operations.values()]
+        everyone = self._everyone(mine, call)
+        if not any(everyone):
+            return
+        rows = "\n".join(
+            f"  rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts[:8]
+        )
+        raise on_all_ranks(
+            UnresolvedError(
+                f"the mesh cannot be {done}: these operations were started and never resolved; "
+                f"keep what they return and call resolve() on it before:\n{rows}"
+            )
+        )
+
+
+def as_mesh(
+    dims: DimsLike | Mesh | MeshTopology, world_size: int, name: str
+) -> tuple[Mesh, MeshTopology | None]:
+    """Return the mesh that `dims` describe in a world of `world_size` ranks.
+
+    Raises:
+        WorldSizeError: If they do not fit; for one rank it says how to start more.
+    """
+    try:
+        return _as_mesh(dims, world_size, name)
+    except WorldSizeError as error:
+        if world_size > 1:
+            raise
+        # Most often the program was started as any other Python program.
+        raise WorldSizeError(f"{error}; for more ranks: mpiexec -n 4 python program.py") from None
+
+
+def _as_mesh(
+    dims: DimsLike | Mesh | MeshTopology, world_size: int, name: str
+) -> tuple[Mesh, MeshTopology | None]:
+    topology = dims if isinstance(dims, MeshTopology) else None
+    if isinstance(dims, MeshTopology):
+        mesh = dims.to_mesh(world_size)
+    elif isinstance(dims, Mesh):
+        dims.check_world(world_size, partial=True)
+        mesh = dims.with_local(())  # which ids are local differs from rank to rank
+    else:
+        mesh = Mesh(dims, world_size=world_size, name=name)
+    if mesh.contains_dim(WORLD):
+        raise GroupError(f"no dim may be called {WORLD!r}: that is the group of all ranks")
+    return mesh, topology

@@ -1,0 +1,54 @@
+"""The arrays that callers give to operations: which there are, and where their bytes lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import Array, HostArray, is_cupy, refuse_objects, to_numpy
+from mpimesh.errors import DTypeError, ShapeError
+
+__all__ = ["host_array", "output_array"]
+
+
+def host_array(x: Array) -> HostArray:
+    """Return `x` as a NumPy array; CuPy arrays are copied to the host.
+
+    Raises:
+        DTypeError: If `x` holds Python objects, or is memory of a device that mpimesh cannot read.
+        ShapeError: If `x` is a list that is no array, such as one with rows of unequal length.
+    """
+    if type(x) is np.ndarray:
+        host: HostArray = x
+    elif is_cupy(x):
+        host = to_numpy(x)
+    elif hasattr(x, "__cuda_array_interface__"):
+        raise DTypeError(
+            f"an array of {type(x).__module__}.{type(x).__qualname__} lies on a device; mpimesh "
+            "reads CuPy's arrays there: pass cupy.asarray(x), or a copy on the host"
+        )
+    else:
+        try:
+            host = np.asarray(x)
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"{type(x).__name__} given, which is no array: {error}") from None
+    refuse_objects(host.dtype)
+    return host
+
+
+def output_array(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Check an array that is to hold a result.
+
+    Raises:
+        ShapeError: If its shape is not `shape`, or it is read-only.
+        DTypeError: If its dtype is not `dtype`.
+    """
+    if not isinstance(out, np.ndarray) and not is_cupy(out):
+        raise DTypeError(f"out must be a NumPy or CuPy array, got {type(out).__name__}")
+    if out.shape != shape:
+        raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
+    if out.dtype != dtype:
+        raise DTypeError(f"out has dtype {out.dtype}, but the result has dtype {dtype}")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ShapeError("out is read-only; pass an array that can be written")

@@ -1,0 +1,134 @@
+"""What a rank is doing, as another thread sees it, and the table of all of them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.progress import Progress, Wait
+
+__all__ = ["RankState", "missing_ranks", "operation_key", "wait_report"]
+
+_PACKAGE = __name__.split(".", 1)[0] + "."
+_SILENT = "no answer (stopped, dead, or in a call that holds the interpreter)"
+_MOST_RANKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank is doing.
+
+    Attributes:
+        operation: What it waits for, with its place; empty if it waits for nothing.
+        key: Equal for the parts of several ranks in one operation.
+        waited_s: How long it has waited.
+        last: What it started last.
+        at: The line that its program is at, outside mpimesh.
+        ended: Whether its program has ended.
+    """
+
+    operation: str = ""
+    key: str = ""
+    waited_s: float = 0.0
+    last: str = ""
+    at: str = ""
+    ended: bool = False
+
+    @classmethod
+    def of(cls, progress: Progress, thread_id: int | None, *, ended: bool = False) -> RankState:
+        """Look at a rank of this process that runs in the thread `thread_id`."""
+        wait = progress.current
+        last = "" if progress.last is None else str(progress.last)
+        at = _line_of(thread_id)
+        if wait is None:
+            return cls(last=last, at=at, ended=ended)
+        waited_s = time.monotonic() - wait.since_s
+        return cls(str(wait.what), operation_key(wait.what), waited_s, last, at, ended)
+
+    def text(self) -> str:
+        """Return the state without the time, so that ranks in one state can share a row."""
+        if self.operation:
+            return f"in {self.operation}"
+        if self.ended:
+            return "has ended its program"
+        last = f"; started last: {self.last}" if self.last else ""
+        return f"in no operation of mpimesh, at {self.at or 'an unknown place'}{last}"
+
+
+def operation_key(what: object) -> str:
+    """Return what is equal on all ranks in one operation."""
+    if isinstance(what, Call):
+        return f"{what.name}|{what.group}|{what.number}"
+    return str(what)
+
+
+def missing_ranks(
+    wait: Wait, world_ranks: Any, states: Mapping[int, RankState | None]
+) -> list[int]:
+    """Return the ranks without which `wait` cannot end, and which are not in its operation.
+
+    Args:
+        wait: A wait of one of the ranks.
+        world_ranks: The number in the job of each rank of the wait's communicator.
+        states: The state of each rank by its number in the job; None if it gave no answer.
+    """
+    if wait.peers is not None:
+        return sorted(world_ranks[peer] for peer in wait.peers)
+    key = operation_key(wait.what)
+    here = {rank for rank, state in states.items() if state is not None and state.key == key}
+    return sorted(set(world_ranks) - here)
+
+
+def wait_report(
+    rank: int,
+    wait: Wait,
+    limit_s: float,
+    missing: Collection[int] | None,
+    states: Mapping[int, RankState | None],
+) -> str:
+    """Return the report of `rank`, which has waited too long.
+
+    Args:
+        rank: The rank that reports.
+        wait: Its wait.
+        limit_s: The longest time that it may wait.
+        missing: The ranks that it waits for; None if the others could not be asked.
+        states: What each rank does; None for one that gave no answer.
+    """
+    waited_s = time.monotonic() - wait.since_s
+    rows: dict[str, list[int]] = {}
+    for one in sorted(states):
+        state = states[one]
+        rows.setdefault(_SILENT if state is None else state.text(), []).append(one)
+    lines = [
+        f"mpimesh: rank {rank} has waited {waited_s:.1f} s, longer than MPIMESH_TIMEOUT_S="
+        f"{limit_s:g}, in {wait.what}",
+        f"  missing: {'unknown, for want of a way to ask' if missing is None else _names(missing)}",
+    ]
+    for text, ranks in rows.items():
+        times = [state.waited_s for one in ranks if (state := states[one]) and state.operation]
+        since = f", for {_span(times)} s" if times else ""
+        lines.append(f"  {_names(ranks)}: {text}{since}")
+    return "\n".join(lines)
+
+
+def _span(times: list[float]) -> str:
+    low, high = f"{min(times):.1f}", f"{max(times):.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _names(ranks: Collection[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:_MOST_RANKS]))
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown or 'none'}{more}"
+
+
+def _line_of(thread_id: int | None) -> str:
+    frame = None if thread_id is None else sys._current_frames().get(thread_id)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

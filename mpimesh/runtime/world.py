@@ -1,0 +1,269 @@
+"""What one rank has exactly once: unfinished operations, memory for results, its launcher's world.
+
+A rank is a process under MPI and a thread under :func:`run_virtual`. This module
+holds the only state that is not owned by a mesh, and for the reason that MPI's
+own state is one per process, too: whoever waits has to move along everything
+that the rank has started, on whichever mesh.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpimesh.arrays import ArrayPool, HostArray, aligned_bytes
+from mpimesh.errors import LaunchError, MpimeshError, RankError, SettingsError
+from mpimesh.mesh import Device, DeviceInfo
+from mpimesh.runtime.launch import Launch, check_world
+from mpimesh.runtime.locks import InputLocks
+from mpimesh.runtime.progress import Progress
+from mpimesh.runtime.virtual_watchdog import VirtualWatchdog
+from mpimesh.settings import Settings
+from mpimesh.transport import Communicator, VirtualWorld, virtual_communicators
+
+if TYPE_CHECKING:
+    from mpimesh.runtime.guard import Guard
+    from mpimesh.transport.node import Node
+
+__all__ = ["World", "current_world", "run_virtual", "solo_communicator"]
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class World:
+    """What belongs to one rank, whatever meshes it makes.
+
+    Attributes:
+        virtual: The communicator of all virtual ranks; None in a process of its own.
+        progress: The unfinished operations of this rank.
+        pool: Memory for results.
+        locks: Inputs of operations under way.
+        abandoned: Operations that ended by an error on this rank: MPI may still use their buffers.
+        guard: What looks after the end of this process; None until it makes a mesh in an MPI
+            world of more than one rank.
+        node: The memory that it shares with the ranks of its node; None until it makes a mesh in
+            an MPI world.
+        threads_may_fail: Whether an exception in a thread leaves the job alone, because
+            somebody else, such as a test runner, answers for it.
+        system: The device type that :func:`~mpimesh.runtime.system.initialize_accelerator_system`
+            settled on; None before and after.
+        told: Warnings that were given already.
+    """
+
+    virtual: Communicator | None = None
+    progress: Progress = field(default_factory=Progress)
+    pool: ArrayPool = field(default_factory=ArrayPool)
+    locks: InputLocks = field(default_factory=InputLocks)
+    abandoned: list[object] = field(default_factory=list)
+    guard: Guard | None = None
+    node: Node | None = None
+    threads_may_fail: bool = False
+    system: str | None = None
+    told: set[str] = field(default_factory=set)
+    _devices: tuple[Device, ...] = ()
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices of this process, looked for once: drivers answer slowly. Local."""
+        if not self._devices:
+            self._devices = DeviceInfo.probe().devices
+        return self._devices
+
+    def read_settings(self) -> Settings:
+        """Return the settings that the environment asks for now. Local.
+
+        Raises:
+            SettingsError: If it asks for what is not there.
+        """
+        try:
+            return Settings.from_environment()
+        except SettingsError:
+            # Other ranks may have another environment, and wait for this one; or the same, and then
+            # one of them is to tell.
+            among_others = "mpi4py.MPI" in sys.modules or Launch.detect().size > 1
+            if self.virtual is None and among_others:
+                with suppress(LaunchError):  # what this rank has found first is the error
+                    self._post_guard(Settings())
+            raise
+
+    def open_communicator(self, comm: Any, settings: Settings) -> Communicator:
+        """Collective: return a new communicator of the ranks of `comm`, None for all ranks.
+
+        Raises:
+            LaunchError: If MPI sees one rank where the launcher started several.
+        """
+        if comm is None:
+            comm = self.virtual
+        if not isinstance(comm, Communicator):
+            # Before anything can go wrong: from here on, a failure of one rank ends the job.
+            self._post_guard(settings)
+            comm = _mpi_communicator(comm, settings)
+        # Making one waits inside the transport, where nothing else moves. A rank that is still in
+        # an operation, and needs this rank for it, comes first.
+        self.progress.wait(comm, comm.barrier(), what="the other ranks, to make a mesh")
+        duplicate = self._duplicate(comm, settings)
+        if self.guard is not None:
+            self.guard.adopt(duplicate)
+        return duplicate
+
+    def _duplicate(self, comm: Communicator, settings: Settings) -> Communicator:
+        """Collective: return a new communicator of the same ranks."""
+        duplicate = comm.split(0, comm.rank)
+        if duplicate is None:
+            raise RankError("a rank got no communicator for a group that it is in")
+        duplicate.engine = self.progress
+        if duplicate.kind != "mpi":
+            return duplicate
+        # Imported late: importing them starts MPI.
+        from mpimesh.transport.mpi import MPICommunicator
+        from mpimesh.transport.routing import open_node, routed
+
+        if not isinstance(duplicate, MPICommunicator):
+            return duplicate
+        if self.node is None:
+            self.node = open_node(settings)
+        return routed(duplicate, self.node, self.progress, settings)
+
+    def shared_bytes(self, nbytes: int) -> HostArray:
+        """Return bytes that other ranks of the node can reach, or ordinary ones. Local."""
+        arena = None if self.node is None else self.node.arena
+        shared = None if arena is None else arena.empty(nbytes)
+        return aligned_bytes(nbytes) if shared is None else shared
+
+    def size_of(self, comm: Any) -> int:
+        """Return the number of ranks that :meth:`open_communicator` would give. Local."""
+        if comm is None and self.virtual is not None:
+            return self.virtual.size
+        if comm is None:
+            mpi = _load_mpi()
+            return 1 if mpi is None else int(mpi.COMM_WORLD.size)
+        return int(comm.size)
+
+    def _post_guard(self, settings: Settings) -> None:
+        mpi = _load_mpi()
+        if self.guard is None and mpi is not None and mpi.COMM_WORLD.size > 1:
+            # Imported late: importing it starts MPI.
+            from mpimesh.runtime.guard import Guard
+
+            self.guard = Guard(self.progress, settings, lambda: self.threads_may_fail)
+
+
+def _mpi_communicator(comm: Any, settings: Settings) -> Communicator:
+    """Return `comm` itself for the transport; nothing is made, and it stays the caller's."""
+    mpi = _load_mpi()
+    if mpi is None:
+        return solo_communicator()
+    # Imported late: importing it starts MPI.
+    from mpimesh.transport.mpi import MPICommunicator
+
+    if comm is None:
+        comm = mpi.COMM_WORLD
+        check_world(Launch.detect(), comm.size, mpi.get_vendor()[0])
+    if not isinstance(comm, mpi.Intracomm):
+        raise RankError(
+            f"comm must be an mpi4py intracommunicator or an mpimesh communicator, got {comm!r}"
+        )
+    if comm == mpi.COMM_NULL:
+        raise RankError(
+            "comm is MPI.COMM_NULL: this rank was left out when the communicator was made, or it "
+            "was freed; make the mesh on the ranks that have one"
+        )
+    return MPICommunicator(comm, limit=settings.chunk_elements)
+
+
+def _load_mpi() -> Any:
+    """Return `mpi4py.MPI`, or None where no MPI library is installed and none was expected."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        check_world(Launch.detect(), 1, "", reason=str(error))
+        return None
+    return MPI
+
+
+def solo_communicator() -> Communicator:
+    """Return a communicator of this rank alone, which needs no MPI."""
+    return virtual_communicators(VirtualWorld(1))[0]
+
+
+# One per process, because MPI is; made on first use, so that importing starts nothing.
+_of_process = World()
+_of_thread = threading.local()
+
+
+def current_world() -> World:
+    """Return the world of the calling rank. Local."""
+    world = getattr(_of_thread, "world", None)
+    return world if isinstance(world, World) else _of_process
+
+
+def run_virtual(
+    size: int,
+    function: Callable[..., R],
+    *arguments: Any,
+    rendezvous: bool = False,
+    **options: Any,
+) -> list[R]:
+    """Run `function` on `size` virtual ranks: threads of this process, no MPI needed.
+
+    A :class:`~mpimesh.DeviceMesh` made inside sees a world of `size` ranks, and
+    everything else works as under mpiexec. Where MPI would hang for ever because
+    all ranks wait for each other, this raises.
+
+    Args:
+        size: How many ranks.
+        function: Called on every rank.
+        arguments: Its arguments.
+        rendezvous: Let every send wait for its receive, as MPI may: shows programs
+            that lean on MPI's buffering.
+        options: Its keyword arguments.
+
+    Returns:
+        What `function` returned on rank 0, 1, ...
+
+    Raises:
+        DeadlockError: If all ranks wait and none can go on; says what each waits for.
+        CollectiveTimeoutError: If a rank waits longer than ``MPIMESH_TIMEOUT_S``; says what each
+            does. A rank that does not wait cannot be ended, and goes on as a daemon thread.
+        Exception: The first exception of any rank, with the rank noted.
+    """
+    if size < 1:
+        raise RankError(f"run_virtual needs at least one rank, got {size}")
+    settings = Settings.from_environment()
+    world = VirtualWorld(size, rendezvous=rendezvous)
+    communicators = virtual_communicators(world)
+    results: list[Any] = [None] * size
+
+    worlds = [World(communicator) for communicator in communicators]
+
+    def main(rank: int) -> None:
+        _of_thread.world = worlds[rank]
+        try:
+            results[rank] = function(*arguments, **options)
+        except BaseException as error:
+            world.fail(rank, error)
+        finally:
+            world.leave(rank)
+
+    threads = [
+        threading.Thread(target=main, args=(rank,), name=f"virtual rank {rank}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    ranks = [(one.progress, thread) for one, thread in zip(worlds, threads, strict=True)]
+    try:
+        VirtualWatchdog(world, ranks, settings.timeout_s).join_ranks()
+    except BaseException as interrupt:  # such as Ctrl-C, which Python gives to the main thread only
+        world.fail(-1, interrupt)
+        raise
+    if world.failure is not None:
+        rank, error = world.failure
+        if rank >= 0 and not (isinstance(error, MpimeshError) and error.agreed):
+            error.add_note(f"raised on virtual rank {rank} of {size}")
+        raise error
+    return results

@@ -1,0 +1,135 @@
+"""One thing a pipeline rank does: compute a part of a stage, or move a message.
+
+The text form is PyTorch's: ``2F0`` is the forward of stage 2 on microbatch 0, and
+``2SEND_F0`` sends what that forward made.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mpimesh.errors import ScheduleError
+
+__all__ = ["Action", "ActionKind"]
+
+
+class ActionKind(StrEnum):
+    """What an :class:`Action` does.
+
+    A stage sends and receives under its own number: ``2SEND_F0`` goes from stage 2
+    to stage 3, where it is ``3RECV_F0``; ``2SEND_B0`` goes from stage 2 to stage 1,
+    where it is ``1RECV_B0``.
+
+    Attributes:
+        F: Forward.
+        B: Backward, both halves.
+        I: Backward of the input: the gradient that the stage before waits for.
+        W: Backward of the weights: the gradients of the stage's own parameters.
+        SEND_F: Give the output to the next stage.
+        RECV_F: Take the input from the stage before.
+        SEND_B: Give the gradient of the input to the stage before.
+        RECV_B: Take the gradient of the output from the next stage.
+    """
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741 - the letter that the literature uses
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+    @property
+    def is_send(self) -> bool:
+        """Whether this kind gives a message to another stage."""
+        return self in (ActionKind.SEND_F, ActionKind.SEND_B)
+
+    @property
+    def is_recv(self) -> bool:
+        """Whether this kind takes a message from another stage."""
+        return self in (ActionKind.RECV_F, ActionKind.RECV_B)
+
+    @property
+    def is_message(self) -> bool:
+        """Whether this kind moves a message; if not, it computes."""
+        return self in _PARTNER
+
+
+# The kind at the other end of a message, and the distance to the stage there.
+_PARTNER = {
+    ActionKind.SEND_F: (ActionKind.RECV_F, 1),
+    ActionKind.RECV_F: (ActionKind.SEND_F, -1),
+    ActionKind.SEND_B: (ActionKind.RECV_B, -1),
+    ActionKind.RECV_B: (ActionKind.SEND_B, 1),
+}
+
+_NUMBER = "(0|[1-9][0-9]*)"
+_TEXT = re.compile(f"{_NUMBER}({'|'.join(ActionKind)}){_NUMBER}")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of a rank's list: `kind` on one stage and one microbatch.
+
+    Attributes:
+        stage: Number of the stage that acts, from 0.
+        kind: What it does.
+        microbatch: Number of the microbatch, from 0.
+
+    Raises:
+        ScheduleError: If a number is negative.
+
+    Example:
+        >>> Action.from_string("2SEND_F0").partner
+        Action(stage=3, kind=<ActionKind.RECV_F: 'RECV_F'>, microbatch=0)
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if self.stage < 0 or self.microbatch < 0:
+            raise ScheduleError(
+                "an action needs a stage and a microbatch of at least 0, "
+                f"got stage {self.stage} and microbatch {self.microbatch}"
+            )
+
+    @property
+    def partner(self) -> Action:
+        """The action at the other end of this message.
+
+        Raises:
+            ScheduleError: If this action computes, or would send before stage 0.
+        """
+        if self.kind not in _PARTNER:
+            raise ScheduleError(f"{self} computes: only a send or a receive has a partner")
+        kind, distance = _PARTNER[self.kind]
+        if self.stage + distance < 0:
+            raise ScheduleError(f"{self} has no partner: there is no stage before stage 0")
+        return Action(self.stage + distance, kind, self.microbatch)
+
+    @classmethod
+    def from_string(cls, text: str) -> Action:
+        """Read the text form, exactly as :meth:`to_string` writes it.
+
+        Raises:
+            ScheduleError: If `text` is anything else: spaces, leading zeros, small letters.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ScheduleError(
+                f"{text!r} is not an action: write stage, kind and microbatch, such as 2F0; "
+                f"kinds: {', '.join(ActionKind)}"
+            )
+        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
+
+    def to_string(self) -> str:
+        """Return the text form, such as ``2F0``."""
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    def __str__(self) -> str:
+        return self.to_string()

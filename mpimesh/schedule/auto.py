@@ -1,0 +1,210 @@
+"""The fastest schedule for given times and memory that list scheduling and the family find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from mpimesh.errors import ScheduleError
+from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.costs import Costs
+from mpimesh.schedule.family import FAMILY
+from mpimesh.schedule.list_schedule import Rule, list_schedule
+from mpimesh.schedule.placement import check_sizes, vee_placement
+from mpimesh.schedule.schedule import Schedule
+from mpimesh.schedule.simulate import simulate
+from mpimesh.schedule.timetable import Seconds
+
+__all__ = ["auto"]
+
+
+def auto(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_ranks: int | None = None,
+    forward_s: Seconds | Sequence[Seconds] = 1,
+    backward_input_s: Seconds | Sequence[Seconds] = 1,
+    backward_weight_s: Seconds | Sequence[Seconds] = 1,
+    message_s: Seconds | Sequence[Seconds] = 0,
+    max_in_flight: int | Sequence[int] | None = None,
+) -> Schedule:
+    """Find the fastest schedule for stages of given times, within a cap on activations.
+
+    It tries every schedule of the family; each of them with its weight gradients put anew where
+    ranks would wait under these times; and list scheduling by several rules, for stages dealt in
+    turn and, where each rank gets two, for a V. The one whose simulated step is shortest is
+    returned, under the name ``auto-`` and that of its origin; among equals the one that keeps
+    least, then the first. So in simulation it is never slower than any of the family that fits.
+
+    What the optimum is nobody knows cheaply: this is a good answer in about twenty times what
+    one schedule takes to make and simulate, not a search.
+
+    Args:
+        num_stages: Number of stages.
+        num_microbatches: Number of microbatches.
+        num_ranks: Number of ranks; as many as stages if not given.
+        forward_s: Seconds of F: one number, or one for each stage.
+        backward_input_s: Seconds of I, likewise.
+        backward_weight_s: Seconds of W, likewise. B takes as long as both.
+        message_s: Seconds of a message: one number, or one for each pair of neighbour stages.
+        max_in_flight: Most activations of a stage that a rank may keep, as
+            :meth:`Schedule.peak_in_flight` counts them: one number, or one for each rank.
+            No limit if not given.
+
+    Raises:
+        ScheduleError: If a number is less than 1, a time is negative or missing, or a cap is less
+            than the stages of its rank, each of which needs one.
+
+    Example:
+        >>> schedule = auto(4, 8, forward_s=[1, 1, 2, 1], message_s=0.1, max_in_flight=4)
+        >>> PipelineParallel(stages, 8, mesh=mesh, schedule=functools.partial(auto, num_ranks=2))
+    """
+    check_sizes("auto", num_stages, num_microbatches)
+    num_ranks = num_stages if num_ranks is None else num_ranks
+    if not 1 <= num_ranks <= num_stages:
+        raise ScheduleError(
+            f"schedule auto needs between 1 rank and one for each of its {num_stages} stages, got "
+            f"{num_ranks} ranks"
+        )
+    costs = Costs.of(
+        num_stages,
+        forward_s=forward_s,
+        backward_input_s=backward_input_s,
+        backward_weight_s=backward_weight_s,
+        message_s=message_s,
+    )
+    caps = _caps(max_in_flight, num_stages, num_microbatches, num_ranks)
+    # Some come out alike: with one stage on each rank interleaved is 1F1B.
+    different: dict[tuple[tuple[Action, ...], ...], Schedule] = {}
+    for schedule in _candidates(num_stages, num_microbatches, num_ranks, costs, caps):
+        if all(schedule.peak_in_flight(rank) <= cap for rank, cap in enumerate(caps)):
+            different.setdefault(schedule.ranks, schedule)
+    best = min(different.values(), key=lambda schedule: (_step_s(schedule, costs), _peak(schedule)))
+    return replace(best, name=f"auto-{best.name}")
+
+
+def _caps(
+    given: int | Sequence[int] | None, num_stages: int, num_microbatches: int, num_ranks: int
+) -> list[int]:
+    stages = [len(range(rank, num_stages, num_ranks)) for rank in range(num_ranks)]
+    if given is None:
+        return [count * num_microbatches for count in stages]
+    caps = list(given) if isinstance(given, Sequence) else [given] * num_ranks
+    if len(caps) != num_ranks:
+        raise ScheduleError(
+            f"max_in_flight must be one number or one for each of {num_ranks} ranks, "
+            f"got {len(caps)}"
+        )
+    for rank, (cap, count) in enumerate(zip(caps, stages, strict=True)):
+        if cap < count:
+            raise ScheduleError(
+                "max_in_flight must be at least the number of a rank's stages, each of which "
+                f"keeps an activation; rank {rank} has {count} stages, got {cap}"
+            )
+    return caps
+
+
+def _candidates(
+    num_stages: int, num_microbatches: int, num_ranks: int, costs: Costs, caps: Sequence[int]
+) -> Iterator[Schedule]:
+    for name, generator in FAMILY.items():
+        try:
+            made = generator(num_stages, num_microbatches, num_ranks=num_ranks)
+        except ScheduleError:
+            continue
+        if made.trains:
+            yield made
+            refilled = list_schedule(
+                name, made.placement, num_microbatches, costs, caps=caps, orders=_orders(made)
+            )
+            if refilled is not None:
+                yield refilled
+    placements = {"dealt": tuple(stage % num_ranks for stage in range(num_stages))}
+    if num_stages == 2 * num_ranks:
+        placements["vee"] = vee_placement(num_ranks)
+    for shape, placement in placements.items():
+        for name, rule in _rules(costs).items():
+            listed = list_schedule(
+                f"{name}-{shape}", placement, num_microbatches, costs, caps=caps, rule=rule
+            )
+            if listed is not None:
+                yield listed
+
+
+def _orders(schedule: Schedule) -> list[list[Action]]:
+    """Return the F and I of each rank, in the order of `schedule`."""
+    return [
+        [
+            Action(action.stage, ActionKind.I, action.microbatch)
+            if action.kind is ActionKind.B
+            else action
+            for action in actions
+            if action.kind is not ActionKind.W
+        ]
+        for actions in schedule.ranks
+    ]
+
+
+def _rules(costs: Costs) -> dict[str, Rule]:
+    """Return rules for what goes first; W goes last under all of them.
+
+    ``depth`` lets gradients go before anything, and activations that have come far before others,
+    as 1F1B does. ``longest`` takes what is farthest from the end of its microbatch's way.
+    ``oldest`` takes the oldest microbatch.
+    """
+    to_end = _seconds_to_end(costs)
+
+    def depth(action: Action) -> tuple[Seconds, ...]:
+        if action.kind is ActionKind.I:
+            return (0, action.microbatch, -action.stage)
+        if action.kind is ActionKind.F:
+            return (1, -action.stage)
+        return (2,)
+
+    def longest(action: Action) -> tuple[Seconds, ...]:
+        if action.kind is ActionKind.W:
+            return (1,)
+        return (0, -to_end[action.kind][action.stage], action.microbatch)
+
+    def oldest(action: Action) -> tuple[Seconds, ...]:
+        if action.kind is ActionKind.W:
+            return (1,)
+        return (0, action.microbatch, to_end[action.kind][action.stage])
+
+    def finish(action: Action) -> tuple[Seconds, ...]:
+        if action.kind is ActionKind.W:
+            return (1,)
+        return (0, to_end[action.kind][action.stage])
+
+    return {"depth": depth, "longest": longest, "oldest": oldest, "finish": finish}
+
+
+def _seconds_to_end(costs: Costs) -> dict[ActionKind, list[Seconds]]:
+    """Return how long a microbatch needs from each F and I to the end of the first stage's I."""
+    num_stages = len(costs.forward_s)
+    inputs: list[Seconds] = []
+    so_far: Seconds = 0
+    for stage in range(num_stages):
+        so_far += costs.backward_input_s[stage] + (costs.message_s[stage - 1] if stage else 0)
+        inputs.append(so_far)
+    forwards: list[Seconds] = [0] * num_stages
+    for stage in reversed(range(num_stages)):
+        so_far += costs.forward_s[stage]
+        so_far += costs.message_s[stage] if stage < num_stages - 1 else 0
+        forwards[stage] = so_far
+    return {ActionKind.F: forwards, ActionKind.I: inputs}
+
+
+def _step_s(schedule: Schedule, costs: Costs) -> Seconds:
+    return simulate(
+        schedule,
+        forward_s=costs.forward_s,
+        backward_input_s=costs.backward_input_s,
+        backward_weight_s=costs.backward_weight_s,
+        message_s=costs.message_s,
+    ).step_s
+
+
+def _peak(schedule: Schedule) -> int:
+    return max(map(schedule.peak_in_flight, range(schedule.num_ranks)))

@@ -1,0 +1,306 @@
+"""Draw timetables: a row for each rank, time from left to right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mpimesh.errors import ScheduleError
+from mpimesh.schedule.picture_rows import (
+    LABELS,
+    Bar,
+    Colour,
+    Row,
+    draw_boxes,
+    draw_columns,
+    fill,
+    text_size,
+    width_of,
+)
+from mpimesh.schedule.timetable import Timetable
+from mpimesh.trace import svg
+
+__all__ = ["schedule_svg"]
+
+_IDLE = "#f3f5f7"
+_SIDE = 24.0  # from the picture's edge to what is drawn
+_USUAL_WIDTH, _GREATEST_WIDTH = 1200, 1800
+_NUMBERS = 88.0  # the columns of numbers at the right
+_NARROWEST_BOX = 2.0  # pixels, in the mean of a row: else columns stand for many
+_MOST_BOXES = 20_000
+_MOST_NAMED = 4  # timetables whose steps stand below the title
+_MOST_TIPS = 1500  # boxes that say what they are
+_NARROWEST_COLUMN = 3.0
+_IN_A_COLUMN = 8  # computations at least, or the columns would jump up and down
+
+# Most ranks, height of a row, and distance to the next.
+_ROW_SIZES = ((8, 30.0, 5.0), (16, 22.0, 4.0), (32, 15.0, 3.0))
+_SMALL_ROW = (10.0, 2.0)
+
+
+def schedule_svg(
+    timetables: Timetable | Mapping[str, Timetable],
+    *,
+    title: str | None = None,
+    width: int | None = None,
+) -> str:
+    """Draw when each rank computes what, as one SVG.
+
+    A box is an action, with the number of its microbatch where it fits; the stages of a
+    rank have shades of their own; idle time is left blank. At the right of a row stands the share
+    of the step in which the rank is idle, and the most activations that it keeps. Where there are
+    too many actions for boxes, a row has columns, filled by the shares of time of what is
+    computed, so the picture stays small.
+
+    Args:
+        timetables: What to draw; several are drawn below each other on one time axis, with their
+            names.
+        title: Stands above the picture; if None, what schedule it is.
+        width: Width in pixels, at least 400; if None, 1200, or up to 1800 for room for the numbers.
+
+    Returns:
+        The text of an SVG file that needs no other file.
+
+    Raises:
+        ScheduleError: If `width` is too small, or there is no timetable.
+    """
+    tables = {"": timetables} if isinstance(timetables, Timetable) else dict(timetables)
+    if (width is not None and width < 400) or not tables:
+        raise ScheduleError(
+            "the picture of a schedule is at least 400 pixels wide and shows at least 1 timetable, "
+            f"got width={width} and {len(tables)} timetables"
+        )
+    first = next(iter(tables.values()))
+    bars = [[_bars(table, rank) for rank in _ranks(table)] for table in tables.values()]
+    frame = _make_frame(tables, _good_width(tables, bars) if width is None else width)
+    counts = [len(row) for rows in bars for row in rows]
+    merged = max(counts) * _NARROWEST_BOX > frame.right - frame.left or sum(counts) > _MOST_BOXES
+    title = _title(first) if title is None else title
+    body = [
+        svg.text(_SIDE, 34, title, size=17, weight="600"),
+        svg.text(_SIDE, 54, _summary(tables), size=12.5, fill=svg.MUTED),
+        *_legend(bars, merged=merged),
+        *_axis(frame),
+    ]
+    tips = sum(counts) <= _MOST_TIPS
+    for number, (name, table) in enumerate(tables.items()):
+        body += _panel(frame, number, name, table)
+        body += _rows(frame, number, table, bars[number], merged=merged, tips=tips)
+    return svg.document(frame.right + _NUMBERS + _SIDE, frame.bottom + 50, title, body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Where things lie: pixels for ranks and times."""
+
+    left: float
+    right: float
+    tops: tuple[float, ...]  # of the rows of each timetable
+    height: float
+    gap: float
+    bottom: float
+    span_s: float
+
+    def x(self, time_s: float) -> float:
+        return self.left + time_s / self.span_s * (self.right - self.left)
+
+    def y(self, panel: int, rank: int) -> float:
+        return self.tops[panel] + rank * (self.height + self.gap)
+
+
+def _good_width(tables: Mapping[str, Timetable], bars: list[list[list[Bar]]]) -> int:
+    """Return a usual width, or a greater one if only that has room for the numbers."""
+    narrow_s = min((one for rows in bars for one in _narrow_s(rows).values()), default=0.0)
+    if not narrow_s:
+        return _USUAL_WIDTH
+    span_s = max(float(table.step_s) for table in tables.values())
+    needed = span_s / narrow_s * width_of(_longest(bars), 9.5)
+    wanted = needed + 2 * _SIDE + _NUMBERS + 60
+    return math.ceil(wanted) if _USUAL_WIDTH < wanted <= _GREATEST_WIDTH else _USUAL_WIDTH
+
+
+def _narrow_s(rows: list[list[Bar]]) -> dict[Colour, float]:
+    """Return for each colour how long short ones of its bars are; a tenth are shorter still."""
+    lengths: dict[Colour, list[float]] = {}
+    for bar in (bar for row in rows for bar in row):
+        lengths.setdefault(bar.colour, []).append(bar.end_s - bar.start_s)
+    return {colour: sorted(one)[len(one) // 10] for colour, one in lengths.items()}
+
+
+def _longest(bars: list[list[list[Bar]]]) -> str:
+    return str(
+        max((bar.action.microbatch for rows in bars for row in rows for bar in row), default=0)
+    )
+
+
+def _make_frame(tables: Mapping[str, Timetable], width: int) -> _Frame:
+    num_ranks = max(table.schedule.num_ranks for table in tables.values())
+    sizes = (size[1:] for size in _ROW_SIZES if num_ranks <= size[0])
+    height, gap = next(sizes, _SMALL_ROW)
+    y, tops = 116.0, []
+    for name, table in tables.items():
+        y += 22.0 if name else 0.0
+        tops.append(y)
+        y += table.schedule.num_ranks * (height + gap) + 18.0
+    return _Frame(
+        left=_SIDE + svg.text_width(f"rank {num_ranks - 1}", 12) + 10,
+        right=width - _SIDE - _NUMBERS,
+        tops=tuple(tops),
+        height=height,
+        gap=gap,
+        bottom=y - 18.0 - gap,
+        # A step of no time at all still needs an axis.
+        span_s=max(float(table.step_s) for table in tables.values()) or 1e-6,
+    )
+
+
+def _ranks(table: Timetable) -> range:
+    return range(table.schedule.num_ranks)
+
+
+def _bars(table: Timetable, rank: int) -> list[Bar]:
+    chunks = {stage: number for number, stage in enumerate(table.schedule.stages_of(rank))}
+    return [
+        Bar(action, chunks[action.stage], float(start_s), float(end_s))
+        for action, start_s, end_s in table.computing(rank)
+        if end_s > start_s
+    ]
+
+
+def _title(table: Timetable) -> str:
+    schedule = table.schedule
+    stages, ranks = schedule.num_stages, schedule.num_ranks
+    on_ranks = "" if stages == ranks else f" on {_count(ranks, 'rank')}"
+    microbatches = _count(schedule.num_microbatches, "microbatch", "es")
+    return f"{schedule.name}: {_count(stages, 'stage')}{on_ranks}, {microbatches}"
+
+
+def _count(number: int, what: str, ending: str = "s") -> str:
+    return f"{number:,} {what}{'' if number == 1 else ending}"
+
+
+def _summary(tables: Mapping[str, Timetable]) -> str:
+    if len(tables) == 1:
+        return _figures(*tables.values())
+    if len(tables) > _MOST_NAMED:
+        ends = [float(table.step_s) for table in tables.values()]
+        return f"steps from {svg.duration(min(ends))} to {svg.duration(max(ends))}"
+    steps = (f"{name} {svg.duration(float(table.step_s))}" for name, table in tables.items())
+    return f"step {', '.join(steps)}"
+
+
+def _figures(table: Timetable) -> str:
+    bubble = svg.duration(float(table.mean_bubble_s))
+    return (
+        f"step {svg.duration(float(table.step_s))} · bubble {bubble} a rank, "
+        f"{100 * table.bubble_fraction:.1f} % of the time"
+    )
+
+
+def _legend(bars: list[list[list[Bar]]], *, merged: bool) -> list[str]:
+    present = {bar.colour for rows in bars for row in rows for bar in row}
+    num_chunks = 1 + max((chunk for _, chunk in present), default=0)
+    parts: list[str] = []
+    x = _SIDE
+    for kind, label in LABELS.items():
+        chunks = sorted(chunk for one, chunk in present if one is kind)
+        for chunk in chunks:
+            parts.append(
+                f'<rect class="legend" x="{svg.number(x)}" y="74" width="14" height="12" rx="2" '
+                f'fill="{fill(kind, chunk)}"/>'
+            )
+            x += 16
+        if chunks:
+            parts.append(svg.text(x + 4, 84.5, label, size=12))
+            x += svg.text_width(label, 12) + 20
+    parts.append(
+        f'<rect class="legend" x="{svg.number(x)}" y="74" width="14" height="12" rx="2" '
+        f'fill="{_IDLE}" stroke="{svg.FRAME}"/>'
+    )
+    parts.append(svg.text(x + 20, 84.5, "idle", size=12))
+    x += 66
+    notes = ["peak: most activations kept"]
+    if num_chunks > 1:
+        notes.append("lighter: a rank's later stages")
+    if merged:
+        notes.append("heights: shares of the time")
+    parts.append(svg.text(x, 84.5, " · ".join(notes), size=12, fill=svg.MUTED))
+    return parts
+
+
+def _axis(frame: _Frame) -> list[str]:
+    factor, unit = svg.time_unit(frame.span_s)
+    most = max(2, int((frame.right - frame.left) / 90))
+    ticks = svg.nice_ticks(0.0, frame.span_s * factor, most)
+    parts: list[str] = []
+    for tick, label in zip(ticks, svg.tick_labels(ticks), strict=True):
+        x = frame.x(tick / factor)
+        parts.append(svg.line(x, frame.tops[0] - 4, x, frame.bottom + 5))
+        y = frame.bottom + 20
+        parts.append(svg.text(x, y, label, size=11, anchor="middle", fill=svg.MUTED))
+    middle, y = (frame.left + frame.right) / 2, frame.bottom + 38
+    parts.append(svg.text(middle, y, f"time in {unit}", size=11, anchor="middle", fill=svg.MUTED))
+    return parts
+
+
+def _panel(frame: _Frame, number: int, name: str, table: Timetable) -> Iterator[str]:
+    """What stands around the rows of a timetable, and the ground below them."""
+    above = frame.tops[number] - 8
+    if name:
+        yield svg.text(frame.left, above, name, size=13, weight="600")
+        x = frame.left + svg.text_width(name, 15) + 10
+        yield svg.text(x, above, _figures(table), size=12, fill=svg.MUTED)
+    for end, label in ((frame.right + 42, "idle"), (frame.right + _NUMBERS, "peak")):
+        yield svg.text(end, above, label, size=11, anchor="end", fill=svg.MUTED)
+    size = min(12.0, frame.height)
+    ground = svg.number(frame.x(float(table.step_s)) - frame.left)
+    for rank in _ranks(table):
+        y = frame.y(number, rank)
+        yield (
+            f'<rect class="idle" x="{svg.number(frame.left)}" y="{svg.number(y)}" '
+            f'width="{ground}" height="{svg.number(frame.height)}" fill="{_IDLE}"/>'
+        )
+        middle = y + frame.height / 2 + 0.36 * size
+        yield svg.text(frame.left - 10, middle, f"rank {rank}", size=size, anchor="end")
+        idle = f"{100 * table.idle_fraction(rank):.0f} %"
+        yield svg.text(frame.right + 42, middle, idle, size=size, anchor="end")
+        peak = str(table.peak_activations(rank))
+        yield svg.text(frame.right + _NUMBERS, middle, peak, size=size, anchor="end")
+
+
+def _rows(
+    frame: _Frame,
+    number: int,
+    table: Timetable,
+    rows: list[list[Bar]],
+    *,
+    merged: bool,
+    tips: bool,
+) -> Iterator[str]:
+    column_s, num_columns = _columns(frame, table, rows)
+    # All bars of a colour have their numbers or none, but for a few very short ones.
+    longest = _longest([rows])
+    text = {
+        colour: text_size(longest, frame.x(short_s) - frame.left, frame.height)
+        for colour, short_s in _narrow_s(rows).items()
+    }
+    for rank, bars in enumerate(rows):
+        row = Row(frame.x, frame.y(number, rank), frame.height, text)
+        yield f'<g data-rank="{rank}">'
+        if merged:
+            yield from draw_columns(bars, row, column_s=column_s, num_columns=num_columns)
+        else:
+            yield from draw_boxes(bars, row, tips=tips)
+        yield "</g>"
+
+
+def _columns(frame: _Frame, table: Timetable, rows: list[list[Bar]]) -> tuple[float, int]:
+    """Return how long the columns of a timetable are, and how many."""
+    step_s = float(table.step_s)
+    count = sum(map(len, rows))
+    mean_s = sum(bar.end_s - bar.start_s for row in rows for bar in row) / max(1, count)
+    pixel_s = frame.span_s / (frame.right - frame.left)
+    wanted_s = max(_NARROWEST_COLUMN * pixel_s, _IN_A_COLUMN * mean_s)
+    num_columns = max(1, math.floor(step_s / wanted_s))
+    return (step_s or frame.span_s) / num_columns, num_columns

@@ -1,0 +1,79 @@
+"""Which rank holds which stage, where a rank holds several."""
+
+from __future__ import annotations
+
+from mpimesh.errors import ScheduleError
+
+__all__ = ["check_sizes", "looped_ranks", "one_stage_each", "vee_placement", "vee_ranks"]
+
+
+def check_sizes(name: str, num_stages: int, num_microbatches: int) -> None:
+    """Refuse a pipeline without stages or without microbatches.
+
+    Raises:
+        ScheduleError: If a number is less than 1.
+    """
+    if num_stages < 1 or num_microbatches < 1:
+        raise ScheduleError(
+            f"schedule {name} needs at least 1 stage and 1 microbatch, "
+            f"got {num_stages} and {num_microbatches}"
+        )
+
+
+def one_stage_each(name: str, num_stages: int, num_ranks: int | None) -> None:
+    """Refuse a number of ranks other than that of the stages.
+
+    Raises:
+        ScheduleError: If `num_ranks` is given and not `num_stages`.
+    """
+    if num_ranks not in (None, num_stages):
+        raise ScheduleError(
+            f"schedule {name} puts one stage on each rank, got {num_stages} stages and "
+            f"{num_ranks} ranks; make as many stages as ranks, or take a schedule that puts "
+            "several on a rank, such as interleaved"
+        )
+
+
+def looped_ranks(name: str, num_stages: int, num_ranks: int | None) -> int:
+    """Return the ranks to which stages are dealt in turn; two stages for each if not given.
+
+    Raises:
+        ScheduleError: If the ranks do not get as many stages each.
+    """
+    if num_ranks is None:
+        num_ranks, rest = divmod(num_stages, 2)
+        if rest:
+            raise ScheduleError(
+                f"schedule {name} puts two stages on each rank where num_ranks is not given, got "
+                f"{num_stages} stages; give num_ranks, or make the stages even in number"
+            )
+    elif num_ranks < 1 or num_stages % num_ranks:
+        raise ScheduleError(
+            f"schedule {name} puts as many stages on each rank, got {num_stages} stages and "
+            f"{num_ranks} ranks; make the number of stages a multiple of that of the ranks"
+        )
+    return num_ranks
+
+
+def vee_ranks(name: str, num_stages: int, num_ranks: int | None) -> int:
+    """Return the ranks of a V, each of which holds two stages.
+
+    Raises:
+        ScheduleError: If there are not two stages for each.
+    """
+    if num_stages % 2 or (num_ranks is not None and num_stages != 2 * num_ranks):
+        ranks = "" if num_ranks is None else f" and {num_ranks} ranks"
+        raise ScheduleError(
+            f"schedule {name} puts two stages on each rank, got {num_stages} stages{ranks}; make "
+            "twice as many stages as ranks"
+        )
+    return num_stages // 2
+
+
+def vee_placement(num_ranks: int) -> tuple[int, ...]:
+    """Place stages down the ranks and up again: stage s and its mirror lie on one rank.
+
+    The first rank holds the first stage and the last, and the last rank the two in the middle,
+    which hand over without a message.
+    """
+    return (*range(num_ranks), *reversed(range(num_ranks)))

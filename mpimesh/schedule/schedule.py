@@ -1,0 +1,220 @@
+"""A pipeline schedule as a value: for each rank, the list of what it does, in order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mpimesh.errors import ScheduleError
+from mpimesh.schedule.action import Action, ActionKind
+
+__all__ = ["Schedule"]
+
+_NAME = "[A-Za-z0-9][A-Za-z0-9_.+-]*"
+_HEADER = re.compile(
+    f"# (?P<name>{_NAME}) stages=(?P<stages>[0-9]+) microbatches=(?P<microbatches>[0-9]+) "
+    "placement=(?P<placement>[0-9]+(,[0-9]+)*)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What every rank of a pipeline does in one step, as data.
+
+    A value only holds together: numbers of ranks and stages that fit each other. That
+    the actions make a correct step is what :func:`~mpimesh.schedule.validate` proves.
+
+    Attributes:
+        name: Letters, digits and ``_ . + -``.
+        num_stages: Number of stages, at least 1.
+        num_microbatches: Number of microbatches, at least 1.
+        ranks: For each rank of the pipeline its actions, in the order it does them.
+        placement: For each stage the rank that holds it. Left out, stages are dealt to
+            the ranks in turn: stage s to rank ``s % num_ranks``.
+
+    Raises:
+        ScheduleError: If the numbers do not fit each other.
+
+    Example:
+        >>> print(make_schedule("1f1b", 2, 3))
+        # 1f1b stages=2 microbatches=3 placement=0,1
+        0F0,0F1,0B0,0F2,0B1,0B2
+        1F0,1B0,1F1,1B1,1F2,1B2
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(_NAME, self.name) is None:
+            raise ScheduleError(
+                f"a schedule's name is made of letters, digits and _ . + -, got {self.name!r}"
+            )
+        if self.num_stages < 1 or self.num_microbatches < 1:
+            raise ScheduleError(
+                f"schedule {self.name} needs at least 1 stage and 1 microbatch, "
+                f"got {self.num_stages} and {self.num_microbatches}"
+            )
+        if not 1 <= len(self.ranks) <= self.num_stages:
+            raise ScheduleError(
+                f"schedule {self.name} needs between 1 rank and one for each of its "
+                f"{self.num_stages} stages, got {len(self.ranks)} ranks"
+            )
+        if not self.placement:
+            dealt = tuple(stage % len(self.ranks) for stage in range(self.num_stages))
+            object.__setattr__(self, "placement", dealt)
+        if len(self.placement) != self.num_stages or set(self.placement) != set(
+            range(len(self.ranks))
+        ):
+            raise ScheduleError(
+                f"the placement of schedule {self.name} must name a rank for each of "
+                f"{self.num_stages} stages, and each of {len(self.ranks)} ranks at least once, "
+                f"got {self.placement}"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the pipeline."""
+        return len(self.ranks)
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether the lists hold messages, as :func:`~mpimesh.schedule.lower` adds them."""
+        return any(action.kind.is_message for action in self.actions())
+
+    @property
+    def trains(self) -> bool:
+        """Whether the lists hold any backward; if not, the schedule is forward-only."""
+        backward = (ActionKind.B, ActionKind.I, ActionKind.W)
+        return any(action.kind in backward for action in self.actions())
+
+    def actions(self) -> Iterator[Action]:
+        """Go through the actions of all ranks, rank after rank."""
+        for actions in self.ranks:
+            yield from actions
+
+    def stage_rank(self, stage: int) -> int:
+        """Return the rank that holds `stage`.
+
+        Raises:
+            ScheduleError: If there is no such stage.
+        """
+        if not 0 <= stage < self.num_stages:
+            raise ScheduleError(
+                f"schedule {self.name} has the stages 0 to {self.num_stages - 1}, got {stage}"
+            )
+        return self.placement[stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that `rank` holds, in rising order.
+
+        Raises:
+            ScheduleError: If there is no such rank.
+        """
+        self._check_rank(rank)
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    def peak_in_flight(self, rank: int) -> int:
+        """Return the most activations that `rank` keeps at one time.
+
+        One is kept for every stage and microbatch whose forward is done and whose
+        backward (B, or the last of I and W) is not. It is the number of places that
+        `rank` needs for saved activations. A forward-only schedule keeps none.
+
+        Raises:
+            ScheduleError: If there is no such rank.
+        """
+        self._check_rank(rank)
+        if not self.trains:
+            return 0
+        in_flight = peak = 0
+        for action in self.ranks[rank]:
+            if action.kind is ActionKind.F:
+                in_flight += 1
+                peak = max(peak, in_flight)
+            elif action.kind in (ActionKind.B, ActionKind.W):
+                in_flight -= 1
+        return peak
+
+    def to_string(self) -> str:
+        """Return the text form: one comment line, then one line of actions for each rank."""
+        placement = ",".join(map(str, self.placement))
+        header = (
+            f"# {self.name} stages={self.num_stages} "
+            f"microbatches={self.num_microbatches} placement={placement}"
+        )
+        lines = [header, *(",".join(map(str, actions)) for actions in self.ranks)]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_string(cls, text: str) -> Schedule:
+        """Read the text form, as :meth:`to_string` writes it.
+
+        Also reads CSV without the comment line, as PyTorch writes it: empty cells are
+        bubbles and are left out, stages and microbatches are counted, a stage lies on the
+        rank that acts for it, and the name is ``csv``.
+
+        Raises:
+            ScheduleError: If a line is wrong; the message names it.
+        """
+        lines = text.splitlines()
+        if not lines:
+            raise ScheduleError("the text of a schedule is empty: write one line for each rank")
+        if not lines[0].startswith("#"):
+            return _from_plain_csv(lines)
+        header = _HEADER.fullmatch(lines[0])
+        if header is None:
+            raise ScheduleError(
+                "line 1 must read '# NAME stages=S microbatches=M placement=R,R,...', "
+                f"got {lines[0]!r}"
+            )
+        placement = tuple(map(int, header["placement"].split(",")))
+        if len(lines) - 1 != max(placement) + 1:
+            raise ScheduleError(
+                f"line 1 places stages on {max(placement) + 1} ranks, "
+                f"but {len(lines) - 1} lines of actions follow"
+            )
+        ranks = tuple(_read_line(line, number) for number, line in enumerate(lines[1:], start=2))
+        stages, microbatches = int(header["stages"]), int(header["microbatches"])
+        return cls(header["name"], stages, microbatches, ranks, placement)
+
+    def __str__(self) -> str:
+        return self.to_string().rstrip("\n")
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < len(self.ranks):
+            raise ScheduleError(
+                f"schedule {self.name} has the ranks 0 to {len(self.ranks) - 1}, got {rank}"
+            )
+
+
+def _from_plain_csv(lines: list[str]) -> Schedule:
+    ranks = tuple(_read_line(line, number) for number, line in enumerate(lines, start=1))
+    holder: dict[int, int] = {}
+    for rank, actions in enumerate(ranks):
+        for action in actions:
+            if holder.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"stage {action.stage} acts on rank {holder[action.stage]} (line "
+                    f"{holder[action.stage] + 1}) and on rank {rank} (line {rank + 1}): "
+                    "a stage lies on one rank"
+                )
+    if sorted(holder) != list(range(len(holder))) or not holder:
+        raise ScheduleError(
+            f"the stages must be numbered 0, 1, 2, ... without a gap, got {sorted(holder)}"
+        )
+    microbatches = 1 + max(action.microbatch for actions in ranks for action in actions)
+    placement = tuple(holder[stage] for stage in range(len(holder)))
+    return Schedule("csv", len(holder), microbatches, ranks, placement)
+
+
+def _read_line(line: str, number: int) -> tuple[Action, ...]:
+    try:
+        cells = (cell.strip() for cell in line.split(","))
+        return tuple(Action.from_string(cell) for cell in cells if cell)
+    except ScheduleError as error:
+        raise ScheduleError(f"line {number}: {error}") from None

@@ -1,0 +1,192 @@
+"""Time a schedule: a step with the times of each stage and message, without running it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from mpimesh.errors import ScheduleError
+from mpimesh.schedule.action import ActionKind
+from mpimesh.schedule.lower import lower
+from mpimesh.schedule.schedule import Schedule
+from mpimesh.schedule.timetable import Seconds, Timetable
+from mpimesh.schedule.validate import validate
+
+__all__ = ["simulate"]
+
+_PARAMETERS = {
+    ActionKind.F: "forward_s",
+    ActionKind.B: "backward_s",
+    ActionKind.I: "backward_input_s",
+    ActionKind.W: "backward_weight_s",
+}
+
+
+def simulate(
+    schedule: Schedule,
+    *,
+    forward_s: Seconds | Sequence[Seconds],
+    backward_s: Seconds | Sequence[Seconds] | None = None,
+    backward_input_s: Seconds | Sequence[Seconds] | None = None,
+    backward_weight_s: Seconds | Sequence[Seconds] | None = None,
+    message_s: Seconds | Sequence[Seconds] = 0,
+    transfer_s: Seconds | Sequence[Seconds] = 0,
+) -> Timetable:
+    """Time one step of `schedule`.
+
+    Each rank does its list in order, an action as soon as what it waits for is there. A send
+    takes none of the rank's time. Its message takes `transfer_s` to pass the edge, which in each
+    direction carries one message at a time, and arrives `message_s` after it has passed. With
+    integers or fractions all times are exact.
+
+    A message of n bytes over a network of some latency and bandwidth has a `message_s`
+    of the latency and a `transfer_s` of n over the bandwidth.
+
+    Args:
+        schedule: What to time; lowered here if it is not.
+        forward_s: Seconds of F: one number, or one for each stage.
+        backward_s: Seconds of B, likewise; if None, those of I and W together.
+        backward_input_s: Seconds of I, likewise.
+        backward_weight_s: Seconds of W, likewise.
+        message_s: Seconds from a send to its arrival, however many are under way: one number, or
+            one for each pair of neighbour stages, ``num_stages - 1`` of them, for both directions.
+        transfer_s: Seconds that a message keeps the edge from the next one, likewise.
+
+    Raises:
+        ScheduleError: If `schedule` is wrong (see :func:`validate`), or the time of an action in
+            it is not given, is negative, or is not given for every stage.
+
+    Cost:
+        About a second for 64 stages and 1,024 microbatches, a microsecond for each action.
+    """
+    lowered = lower(schedule)
+    num_stages = lowered.num_stages
+    given = {
+        ActionKind.F: _durations("forward_s", forward_s, num_stages),
+        ActionKind.B: _durations("backward_s", backward_s, num_stages),
+        ActionKind.I: _durations("backward_input_s", backward_input_s, num_stages),
+        ActionKind.W: _durations("backward_weight_s", backward_weight_s, num_stages),
+    }
+    durations = {kind: times for kind, times in given.items() if times is not None}
+    if backward_s is None and ActionKind.I in durations and ActionKind.W in durations:
+        halves = zip(durations[ActionKind.I], durations[ActionKind.W], strict=True)
+        durations[ActionKind.B] = [first + second for first, second in halves]
+    _check_stages(lowered)
+    _check_given(lowered, durations)
+    messages = _durations("message_s", message_s, num_stages - 1) or []
+    transfers = _durations("transfer_s", transfer_s, num_stages - 1) or []
+    starts_s, ends_s = _run(lowered, durations, messages, transfers)
+    if any(len(done) < len(all_) for done, all_ in zip(ends_s, lowered.ranks, strict=True)):
+        validate(lowered)  # Raises: only a wrong schedule stops half-way.
+    step_s = max((max(ends) for ends in ends_s if ends), default=0)
+    return Timetable(lowered, tuple(map(tuple, starts_s)), tuple(map(tuple, ends_s)), step_s)
+
+
+def _durations(
+    name: str, given: Seconds | Sequence[Seconds] | None, count: int
+) -> list[Seconds] | None:
+    """Spread one number over all stages, or check that there is one for each."""
+    if given is None:
+        return None
+    durations = list(given) if isinstance(given, Sequence) else [given] * count
+    if len(durations) != count:
+        raise ScheduleError(f"{name} must be one number or {count} of them, got {len(durations)}")
+    if not all(0 <= duration < float("inf") for duration in durations):
+        raise ScheduleError(f"{name} must be at least 0 and finite, got {given}")
+    return durations
+
+
+def _check_stages(schedule: Schedule) -> None:
+    """Refuse actions and messages of stages that do not exist, which have no times."""
+    last = schedule.num_stages - 1
+    sends_before_first, sends_after_last = ActionKind.SEND_B, ActionKind.SEND_F
+    for action in schedule.actions():
+        stage, kind = action.stage, action.kind
+        if (
+            stage > last
+            or (stage == last and kind is sends_after_last)
+            or (stage == 0 and kind is sends_before_first)
+        ):
+            validate(schedule)  # Raises, and shows where.
+
+
+def _check_given(schedule: Schedule, durations: dict[ActionKind, list[Seconds]]) -> None:
+    missing = [kind for kind in _PARAMETERS if kind not in durations]
+    if not missing:
+        return
+    for action in schedule.actions():
+        if action.kind in missing:
+            raise ScheduleError(
+                f"schedule {schedule.name} does {action}: give {_PARAMETERS[action.kind]} "
+                "to time it"
+            )
+
+
+_Times = list[list[Seconds]]
+
+
+def _run(
+    schedule: Schedule,
+    durations: dict[ActionKind, list[Seconds]],
+    messages: list[Seconds],
+    transfers: list[Seconds],
+) -> tuple[_Times, _Times]:
+    """Let each rank go on until it needs a message not yet sent; a send wakes its receiver.
+
+    What a rank does when does not depend on the order in which ranks are taken from the queue:
+    the sends of an edge are all on one rank.
+    """
+    send_f, send_b = ActionKind.SEND_F, ActionKind.SEND_B
+    recv_f, recv_b = ActionKind.RECV_F, ActionKind.RECV_B
+    placement, num_stages = schedule.placement, schedule.num_stages
+    starts_s: _Times = [[] for _ in schedule.ranks]
+    ends_s: _Times = [[] for _ in schedule.ranks]
+    clocks_s: list[Seconds] = [0] * schedule.num_ranks
+    # By receiving stage and microbatch, outputs and gradients: when the message is there.
+    outputs: dict[tuple[int, int], Seconds] = {}
+    gradients: dict[tuple[int, int], Seconds] = {}
+    # By receiving stage: when the last message has left the edge.
+    outputs_passed: list[Seconds] = [0] * num_stages
+    gradients_passed: list[Seconds] = [0] * num_stages
+    queue = deque(range(schedule.num_ranks))
+    queued = [True] * schedule.num_ranks
+    while queue:
+        rank = queue.popleft()
+        queued[rank] = False
+        actions, starts, ends = schedule.ranks[rank], starts_s[rank], ends_s[rank]
+        now_s = clocks_s[rank]
+        for step in range(len(ends), len(actions)):
+            action = actions[step]
+            kind, stage = action.kind, action.stage
+            if kind is recv_f or kind is recv_b:
+                arrived = outputs if kind is recv_f else gradients
+                end_s = arrived.get((stage, action.microbatch))
+                if end_s is None:
+                    break
+                starts.append(now_s)
+                now_s = max(now_s, end_s)
+                ends.append(now_s)
+            elif kind is send_f or kind is send_b:
+                if kind is send_f:
+                    receiver, edge, arrived, passed = stage + 1, stage, outputs, outputs_passed
+                else:
+                    receiver, edge, arrived, passed = (
+                        stage - 1,
+                        stage - 1,
+                        gradients,
+                        gradients_passed,
+                    )
+                passed[receiver] = max(now_s, passed[receiver]) + transfers[edge]
+                end_s = arrived[receiver, action.microbatch] = passed[receiver] + messages[edge]
+                starts.append(now_s)
+                ends.append(end_s)
+                peer = placement[receiver]
+                if not queued[peer]:
+                    queued[peer] = True
+                    queue.append(peer)
+            else:
+                starts.append(now_s)
+                now_s += durations[kind][stage]
+                ends.append(now_s)
+        clocks_s[rank] = now_s
+    return starts_s, ends_s

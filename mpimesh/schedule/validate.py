@@ -1,0 +1,181 @@
+"""Prove that a schedule is complete, in order, and free of deadlock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NoReturn
+
+from mpimesh.errors import ScheduleError
+from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.lower import lower
+from mpimesh.schedule.progress import Progress
+from mpimesh.schedule.rules import Rules
+from mpimesh.schedule.schedule import Schedule
+from mpimesh.schedule.table import schedule_table
+
+__all__ = ["Proof", "validate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What :func:`validate` found out about a schedule that is correct.
+
+    Attributes:
+        num_messages: Messages of one step, over all ranks.
+        send_window: The fewest unfinished sends that a rank must be able to leave behind
+            for no rank to wait for ever, on an MPI that buffers nothing and with receives
+            posted only where they stand. 0: safe even with blocking sends.
+        peak_in_flight: For each rank :meth:`Schedule.peak_in_flight`.
+    """
+
+    num_messages: int
+    send_window: int
+    peak_in_flight: tuple[int, ...]
+
+
+def validate(schedule: Schedule) -> Proof:
+    """Prove that `schedule` is a correct step, or say where it is not.
+
+    It proves that
+
+    1. every stage does F once for each microbatch, and then, unless no backward is in the
+       whole schedule (forward only), either B once or I and W once each, on its own rank;
+    2. every action comes after those whose results it uses;
+    3. sends and receives match: the messages from one stage to another are
+       received in the order in which they are sent;
+    4. no rank waits for ever with zero buffering, where a rank waits in receives only.
+       :mod:`mpimesh.schedule.progress` has the model, and why it covers the executor.
+
+    `schedule` may be lowered or not. If not, the messages are those :func:`lower` adds.
+
+    Raises:
+        ScheduleError: If a rule is broken. The message names the first wrong action, the rule,
+            and shows the action in a table of ranks by steps. First is the smallest step,
+            then the smallest rank, within the first of the rules above that is broken (1 and 2
+            go together; what is missing comes after them).
+    """
+    _check_actions(schedule)
+    _check_complete(schedule)
+    lowered = lower(schedule)
+    num_messages = _check_messages(lowered)
+    progress = Progress(lowered)
+    blocked = progress.blocked()
+    if blocked:
+        _refuse_deadlock(lowered, blocked)
+    return Proof(
+        num_messages=num_messages,
+        send_window=progress.smallest_send_window(),
+        peak_in_flight=tuple(map(schedule.peak_in_flight, range(schedule.num_ranks))),
+    )
+
+
+def _refuse(schedule: Schedule, rank: int, step: int, reason: str) -> NoReturn:
+    table = schedule_table(schedule, mark=(rank, step))
+    raise ScheduleError(
+        f"schedule {schedule.name} is wrong at rank {rank}, step {step}: {reason}\n{table}"
+    )
+
+
+def _check_actions(schedule: Schedule) -> None:
+    rules = Rules(schedule)
+    for step in range(max(map(len, schedule.ranks))):
+        for rank, actions in enumerate(schedule.ranks):
+            if step < len(actions):
+                reason = rules.why_wrong(rank, actions[step])
+                if reason is not None:
+                    _refuse(schedule, rank, step, reason)
+
+
+def _check_complete(schedule: Schedule) -> None:
+    done = set(schedule.actions())
+    trains = schedule.trains
+    for stage, rank in enumerate(schedule.placement):
+        for microbatch in range(schedule.num_microbatches):
+            missing = _missing(done, stage, microbatch, trains)
+            if missing is not None:
+                _refuse(schedule, rank, len(schedule.ranks[rank]), f"{missing} is missing")
+
+
+def _missing(done: set[Action], stage: int, microbatch: int, trains: bool) -> Action | None:
+    forward, backward, first, second = (
+        Action(stage, kind, microbatch)
+        for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+    )
+    if forward not in done:
+        return forward
+    if not trains or backward in done or {first, second} <= done:
+        return None
+    return second if first in done else backward
+
+
+def _check_messages(schedule: Schedule) -> int:
+    """Refuse sends and receives that do not match; return how many messages there are."""
+    sends: dict[tuple[int, ActionKind], list[tuple[int, int]]] = {}
+    recvs: dict[tuple[int, ActionKind], list[tuple[int, int]]] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for step, action in enumerate(actions):
+            # An edge is named by its sending stage and its direction.
+            if action.kind.is_send:
+                sends.setdefault((action.stage, action.kind), []).append((rank, step))
+            elif action.kind.is_recv:
+                partner = action.partner
+                recvs.setdefault((partner.stage, partner.kind), []).append((rank, step))
+    wrong = [
+        problem
+        for edge in sends.keys() | recvs.keys()
+        for problem in [_edge_problem(schedule, sends.get(edge, []), recvs.get(edge, []))]
+        if problem is not None
+    ]
+    if wrong:
+        step, rank, reason = min(wrong)
+        _refuse(schedule, rank, step, reason)
+    return sum(map(len, sends.values()))
+
+
+def _edge_problem(
+    schedule: Schedule, sends: list[tuple[int, int]], recvs: list[tuple[int, int]]
+) -> tuple[int, int, str] | None:
+    """Return step, rank and reason of the first message of an edge whose ends do not match."""
+    for number, (sent, received) in enumerate(zip_longest(sends, recvs)):
+        if received is None:
+            rank, step = sent
+            action = schedule.ranks[rank][step]
+            return step, rank, f"{action} is never received: there is no {action.partner}"
+        rank, step = received
+        action = schedule.ranks[rank][step]
+        if sent is None:
+            return step, rank, f"{action} waits for ever: there is no {action.partner}"
+        sent_action = schedule.ranks[sent[0]][sent[1]]
+        if sent_action.partner != action:
+            reason = (
+                f"{action} is receive {number} from stage {sent_action.stage}, but send {number} "
+                f"there is {sent_action} (rank {sent[0]}, step {sent[1]})"
+            )
+            return step, rank, reason
+    return None
+
+
+def _refuse_deadlock(schedule: Schedule, blocked: dict[int, int]) -> NoReturn:
+    """Name the ranks that wait for each other in a ring."""
+    where = {action: step for actions in schedule.ranks for step, action in enumerate(actions)}
+
+    def waits_for(rank: int) -> int:
+        return schedule.placement[schedule.ranks[rank][blocked[rank]].partner.stage]
+
+    # Each rank waits for one other that waits too, so from any rank the way ends in a ring.
+    rank = min(blocked)
+    seen: list[int] = []
+    while rank not in seen:
+        seen.append(rank)
+        rank = waits_for(rank)
+    ring = seen[seen.index(rank) :]
+    lines = []
+    for waiting in ring:
+        action = schedule.ranks[waiting][blocked[waiting]]
+        lines.append(
+            f"rank {waiting} waits at step {blocked[waiting]} in {action} for {action.partner}, "
+            f"which is step {where[action.partner]} of rank {waits_for(waiting)}"
+        )
+    step, rank = min((blocked[rank], rank) for rank in ring)
+    _refuse(schedule, rank, step, "deadlock: " + "; ".join(lines))

@@ -1,0 +1,117 @@
+"""What the environment may change: the only reader of ``MPIMESH_*`` variables.
+
+``MPIMESH_CHECKS`` (default 0)
+    0 is off; 1 compares every collective over its ranks before data moves, and the batches that
+    the ranks train on; 2 compares the calling line, too.
+``MPIMESH_TIMEOUT_S`` (default 0)
+    Seconds that a rank may wait in one operation before the watchdog reports it and ends
+    the job; 0 is off.
+``MPIMESH_NOTICE_S`` (default 30)
+    Seconds of waiting in one operation after which a rank says so once, in a line, and waits on;
+    0 is off, and so is it where ``MPIMESH_TIMEOUT_S`` is set. Only a few ranks of a job speak.
+``MPIMESH_CHUNK_ELEMENTS`` (default 0)
+    Most elements in one MPI call; 0 is 2^30, or no limit from MPI 4 on.
+``MPIMESH_EXIT_WARN_S`` (default 30)
+    Seconds after which a rank that waits at its end for the others says so.
+``MPIMESH_CUDA_AWARE`` (default auto)
+    Whether MPI is given device pointers: auto asks child processes, each (operation, memory)
+    once for each MPI, driver and GPU; yes and no take your word. A wrong yes is a crash.
+``MPIMESH_SHARED_GPU`` (default warn)
+    What happens where several ranks compute on one GPU: warn says so once on rank 0 if they use
+    CuPy, refuse lets no mesh be made, allow is silent.
+``MPIMESH_NODE_SHARED`` (default auto)
+    Whether collectives of ranks on one node go through memory that they share: auto from the
+    sizes on where it is faster; always and never for every size, for tests and comparisons.
+``MPIMESH_NODE_RANKS`` (default 0)
+    Takes every so many ranks of MPI's world for a node of its own, to try on one machine what
+    happens on several; 0 takes the nodes that there are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mpimesh.errors import SettingsError
+
+__all__ = ["Settings"]
+
+# A setting that is no number, and its words.
+_WORDS = {
+    "MPIMESH_NODE_SHARED": ("auto", "always", "never"),
+    "MPIMESH_CUDA_AWARE": ("auto", "yes", "no"),
+    "MPIMESH_SHARED_GPU": ("warn", "refuse", "allow"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of one process, read once for each mesh.
+
+    Attributes:
+        checks: 0, 1 or 2, see :mod:`mpimesh.settings`.
+        timeout_s: Limit of one wait in seconds; 0 means none.
+        notice_s: How long a wait is before the rank says so; 0 means it does not.
+        chunk_elements: Most elements in one MPI call; 0 leaves it to the transport.
+        exit_warn_s: When a rank that waits at its exit for the others says so.
+        cuda_aware: ``"auto"``, ``"yes"`` or ``"no"``.
+        shared_gpu: ``"warn"``, ``"refuse"`` or ``"allow"``.
+        node_shared: ``"auto"``, ``"always"`` or ``"never"``.
+        node_ranks: How many ranks count as a node; 0 means those that share one.
+    """
+
+    checks: int = 0
+    timeout_s: float = 0.0
+    notice_s: float = 30.0
+    chunk_elements: int = 0
+    exit_warn_s: float = 30.0
+    cuda_aware: str = "auto"
+    shared_gpu: str = "warn"
+    node_shared: str = "auto"
+    node_ranks: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
+        """Read the settings from `environment`, by default the process's own.
+
+        Raises:
+            SettingsError: If a variable is unknown or its value is none of those it may have.
+        """
+        environment = os.environ if environment is None else environment
+        known = {f"MPIMESH_{field.name.upper()}": field for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for variable in sorted(environment):
+            if not variable.startswith("MPIMESH_"):
+                continue
+            if variable not in known:
+                raise SettingsError(
+                    f"{variable} is not a variable of mpimesh; known: {', '.join(sorted(known))}"
+                )
+            field, text = known[variable], environment[variable]
+            if variable in _WORDS:
+                values[field.name] = _word(variable, text)
+            else:
+                values[field.name] = _number(variable, text, whole=field.type == "int")
+        if values.get("checks", 0) not in (0, 1, 2):
+            raise SettingsError(f"MPIMESH_CHECKS must be 0, 1 or 2, got {values['checks']}")
+        return cls(**values)
+
+
+def _word(variable: str, text: str) -> str:
+    if text not in _WORDS[variable]:
+        words = ", ".join(_WORDS[variable])
+        raise SettingsError(f"{variable} must be one of {words}, got {text!r}")
+    return text
+
+
+def _number(variable: str, text: str, *, whole: bool) -> float | int:
+    try:
+        value = int(text) if whole else float(text)
+    except ValueError:
+        kind = "whole number" if whole else "number of seconds"
+        raise SettingsError(f"{variable} must be a {kind}, got {text!r}") from None
+    if not 0 <= value < float("inf"):
+        raise SettingsError(f"{variable} must not be negative or infinite, got {text!r}")
+    return value

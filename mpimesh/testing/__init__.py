@@ -1,0 +1,9 @@
+"""Help for the tests of programs that use mpimesh.
+
+:mod:`mpimesh.testing.pytest_plugin` is a pytest plugin for tests under mpiexec;
+it is loaded by name, so that importing this package does not need pytest.
+"""
+
+from mpimesh.testing.launch import LaunchResult, mpi_vendor
+
+__all__ = ["LaunchResult", "mpi_vendor"]

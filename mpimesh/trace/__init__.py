@@ -1,0 +1,25 @@
+"""What happened when: events, the ring that keeps them, and the pictures made of them."""
+
+from __future__ import annotations
+
+from mpimesh.trace.chrome import chrome_trace, write_chrome_trace
+from mpimesh.trace.curve import curve_svg
+from mpimesh.trace.event import CATEGORIES, Category, Event, events_from_json, events_to_json
+from mpimesh.trace.timeline import timeline_svg
+from mpimesh.trace.tracer import NULL_TRACER, NullTracer, Span, Tracer
+
+__all__ = [
+    "CATEGORIES",
+    "NULL_TRACER",
+    "Category",
+    "Event",
+    "NullTracer",
+    "Span",
+    "Tracer",
+    "chrome_trace",
+    "curve_svg",
+    "events_from_json",
+    "events_to_json",
+    "timeline_svg",
+    "write_chrome_trace",
+]

@@ -1,0 +1,29 @@
+"""Who moves the bytes: MPI on host memory, or threads of one process.
+
+`mpimesh.transport.mpi` is not imported here, because importing it starts MPI.
+"""
+
+from mpimesh.transport.base import (
+    MAX_USER_TAG,
+    WHOLE_MESSAGE_BYTES,
+    Communicator,
+    RecvRequest,
+    Request,
+)
+from mpimesh.transport.engine import Engine, StagedRequest, Steps
+from mpimesh.transport.virtual import VirtualCommunicator, virtual_communicators
+from mpimesh.transport.virtual_world import VirtualWorld
+
+__all__ = [
+    "MAX_USER_TAG",
+    "WHOLE_MESSAGE_BYTES",
+    "Communicator",
+    "Engine",
+    "RecvRequest",
+    "Request",
+    "StagedRequest",
+    "Steps",
+    "VirtualCommunicator",
+    "VirtualWorld",
+    "virtual_communicators",
+]

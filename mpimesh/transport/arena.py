@@ -1,0 +1,175 @@
+"""Memory of one process that other processes of its node can open.
+
+One file without a name (Linux's `memfd_create`) holds all of it. The file is as
+long as the address space allows, and costs only what is touched. Compared with
+the windows of `MPI_Win_allocate_shared`, taking memory needs no other rank; the
+size of /dev/shm does not limit it, so neither MPI's crash there nor a bus error
+can happen; and since it has no name, nothing stays behind however the process
+ends. Others open it as ``/proc/<pid>/fd/<number>``, which the system lets
+processes of the same user do.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from collections import deque
+from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
+from threading import Lock
+
+import numpy as np
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.errors import TransportError
+from mpimesh.transport.doorbell import BELL_BYTES, Doorbell
+from mpimesh.transport.free_list import FreeList
+from mpimesh.transport.mapping import (
+    HUGE_PAGE_BYTES,
+    give_pages_back,
+    map_file,
+    take_huge_pages,
+)
+
+__all__ = ["Arena", "bell_of"]
+
+_CACHE_LINE_BYTES = 64
+_PAGE_BYTES = 4096
+_WHOLE_PAGES_FROM_BYTES = 64 * 1024
+"""Parts from this size on have pages of their own, which go back to the system when they end."""
+
+_MOST_BYTES = 1 << 38
+_LEAST_BYTES = 1 << 30
+_TOKEN_AT = 0
+_BELL_AT = _CACHE_LINE_BYTES
+
+
+class Arena:
+    """Memory that this process hands out and others can open.
+
+    Attributes:
+        fd: The file's number in this process.
+        token: What stands in its first eight bytes, to tell it from any other file.
+        bell: Where this process sleeps; None if this system has no such.
+
+    Raises:
+        TransportError: If this system has no such files, or no address space for one.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = Lock()
+        self._ended: deque[int] = deque()
+        self.fd = _open_file()
+        try:
+            self._bytes = _map_most(self.fd)
+        except TransportError:
+            os.close(self.fd)
+            raise
+        self._buffer = memoryview(self._bytes)  # type: ignore[arg-type]
+        self._address: int = self._bytes.__array_interface__["data"][0]
+        self._parts = FreeList(self._bytes.nbytes)
+        self._parts.take(_BELL_AT + BELL_BYTES, _CACHE_LINE_BYTES)
+        self.token = secrets.randbits(62)
+        self._bytes[_TOKEN_AT : _TOKEN_AT + 8].view(np.int64)[0] = self.token
+        self.bell = bell_of(self._bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the file, most of which nothing is stored in."""
+        return self._parts.size
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are handed out."""
+        with self._lock:
+            self._take_back()
+            return self._parts.used_bytes
+
+    def empty(self, nbytes: int) -> HostArray | None:
+        """Return uninitialised bytes, on cache lines of their own; None if none are left.
+
+        They are taken back when no array refers to them any more. A forked child gets none: its
+        parent would hand the same out.
+        """
+        if os.getpid() != self._pid:
+            return None
+        unit = _CACHE_LINE_BYTES
+        if nbytes >= _WHOLE_PAGES_FROM_BYTES:
+            unit = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else _PAGE_BYTES
+        with self._lock:
+            self._take_back()
+            at = self._parts.take(-(-nbytes // unit) * unit, unit)
+        if at is None:
+            return None
+        if unit == HUGE_PAGE_BYTES:
+            take_huge_pages(self._bytes[at : at + -(-nbytes // unit) * unit])
+        # Through a memoryview, so that views of `part` refer to it and not to the whole: it lives
+        # as long as any of them.
+        part: HostArray = np.frombuffer(self._buffer, np.uint8, nbytes, at)
+        weakref.finalize(part, self._end, at).atexit = False
+        return part
+
+    def find(self, array: HostArray) -> int:
+        """Return where the memory of a contiguous array begins in the file; -1 if it is not in it.
+
+        Cost:
+            Half a microsecond.
+        """
+        at: int = array.__array_interface__["data"][0] - self._address
+        return at if at >= 0 and at + array.nbytes <= self._parts.size else -1
+
+    def _end(self, at: int) -> None:
+        # The collector may call this anywhere, in the middle of `empty` as well: only note it,
+        # and do the work if nobody else is at it.
+        self._ended.append(at)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork: the memory is its parent's, which still uses it
+        while self._ended:
+            start, end = self._parts.give(self._ended.popleft())
+            if end - start >= _WHOLE_PAGES_FROM_BYTES:
+                give_pages_back(self._bytes[start:end])
+
+
+def bell_of(memory: HostArray) -> Doorbell | None:
+    """Return the bell of the process whose arena `memory` is; None if this system has none."""
+    if not Doorbell.possible():
+        return None
+    return Doorbell(memory[_BELL_AT : _BELL_AT + BELL_BYTES])
+
+
+def _open_file() -> int:
+    try:
+        return os.memfd_create("mpimesh", os.MFD_CLOEXEC)
+    except (AttributeError, OSError) as error:
+        raise TransportError(f"this system has no files in memory: {error}") from None
+
+
+def _map_most(fd: int) -> HostArray:
+    """Map the file, as long as it can be."""
+    limit, _ = getrlimit(RLIMIT_AS)
+    if limit != RLIM_INFINITY:
+        # What is reserved here, and for each neighbour, the program could not have.
+        raise TransportError(
+            f"no address space for memory that other ranks can open: it is limited to {limit} "
+            "bytes (ulimit -v)"
+        )
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    nbytes = min(_MOST_BYTES, 1 << (2 * physical).bit_length())
+    while True:
+        try:
+            os.ftruncate(fd, nbytes)
+            return map_file(fd, nbytes)
+        except OSError as error:
+            nbytes //= 2
+            if nbytes < _LEAST_BYTES:
+                raise TransportError(
+                    f"no address space for memory that other ranks can open: {error}"
+                ) from None

@@ -1,0 +1,239 @@
+"""The contract between the runtime and whoever moves the bytes.
+
+A :class:`Communicator` is a set of ranks that can exchange memory. It knows
+nothing of shapes, layouts, means or half types: the runtime hands it flat,
+C-contiguous, native-endian NumPy arrays and gets back a :class:`Request`. The
+same contract is met by MPI (`mpi.py`) and by threads (`virtual.py`), and one
+file of tests runs on both.
+
+Rules that every implementation keeps
+1. Starting never waits for another rank. Collectives on one communicator start
+   in the same order on all its ranks.
+2. Buffers of a started operation belong to it until it is done.
+3. Nothing waits except :meth:`Communicator.wait`, and that naps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.transport.route import Route
+
+if TYPE_CHECKING:
+    from mpimesh.transport.engine import Engine
+
+__all__ = ["MAX_USER_TAG", "WHOLE_MESSAGE_BYTES", "Communicator", "RecvRequest", "Request"]
+
+MAX_USER_TAG = 16383
+"""Message tags above this one, up to MPI's guaranteed 32767, are mpimesh's own."""
+
+WHOLE_MESSAGE_BYTES = 4096
+"""Messages up to this size arrive in one piece, so a receive may offer more room than they need."""
+
+
+class Request(Protocol):
+    """One started operation."""
+
+    def test(self) -> bool:
+        """Move the operation along and tell whether it is done. True stays True.
+
+        Raises:
+            TransportError: If the operation failed.
+        """
+        ...
+
+
+class RecvRequest(Request, Protocol):
+    """A started receive."""
+
+    def received_bytes(self) -> int:
+        """Return the message's size, once :meth:`test` is True."""
+        ...
+
+    def cancel(self) -> bool:
+        """Take the receive back; False if a message had already matched it."""
+        ...
+
+
+class Communicator(ABC):
+    """Ranks ``0 .. size-1`` that exchange memory.
+
+    `counts` are elements of each rank's block, in rank order, the same on every
+    rank, and blocks lie one after the other. `op` is one of ``"sum"``, ``"prod"``,
+    ``"min"``, ``"max"``.
+    """
+
+    rank: int
+    size: int
+    kind: str
+    """``"mpi"`` or ``"virtual"``."""
+    started: int = 0
+    """How many collectives this rank has started on it; kept by the runtime."""
+    roll_calls: int = 0
+    """How many barriers with a limit this rank has started on it; kept by the runtime."""
+    family: str = ""
+    """The mesh that it belongs to, called alike on all its ranks; kept by the runtime."""
+    engine: Engine | None = None
+    """Moves along what takes several steps, in every wait of the rank; kept by the runtime."""
+    device: Any = None
+    """Moves device memory between the same ranks; made by `device_side` on first use."""
+
+    @property
+    def native(self) -> Any:
+        """The mpi4py communicator, for calls of your own; None where the ranks are not MPI's."""
+        return None
+
+    def routes(self) -> Sequence[Route]:
+        """Return how it moves the bytes of host memory, and why. Local."""
+        return (Route("*", "host", 0, self.kind, "the only way that it has"),)
+
+    def force(self, way: str) -> str:
+        """Move host memory by `way` alone from now on; return why not, empty if it can be.
+
+        Local, but to be done alike on all ranks, before the first operation.
+        """
+        return "" if way == self.kind else f"these ranks have only {self.kind!r}, not {way!r}"
+
+    def offer_once(self, nbytes: int) -> int:
+        """Return where the ranks of this rank's node find memory for an array of them all. Local.
+
+        -1 if this rank is not the one to offer it, or cannot.
+        """
+        return -1
+
+    def take_once(self, places: Sequence[int], nbytes: int) -> tuple[HostArray, bool] | None:
+        """Return the memory that a rank of the node has offered, and whether it was this one.
+
+        None if the ranks of the node do not share memory. Local.
+
+        Args:
+            places: What all ranks have offered, in rank order.
+            nbytes: Its size.
+        """
+        return None
+
+    def averages(self, nbytes: int) -> bool:
+        """Tell whether :meth:`all_reduce` of such an array knows ``"mean"``, too. Local.
+
+        The same answer on all ranks.
+        """
+        return False
+
+    # -- collectives: all ranks of the communicator, same order everywhere -----
+
+    @abstractmethod
+    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        """Reduce over all ranks into `recv` on each; ``send=None`` means `recv` is the input."""
+
+    @abstractmethod
+    def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
+        """Reduce over all ranks into `recv` on `root`."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
+    ) -> Request:
+        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
+
+    @abstractmethod
+    def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
+        """Lay the ranks' `send` one after the other in `recv`; rank r sends ``counts[r]``."""
+
+    @abstractmethod
+    def gather(
+        self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
+    ) -> Request:
+        """As :meth:`all_gather`, but only `root` receives."""
+
+    @abstractmethod
+    def scatter(
+        self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
+    ) -> Request:
+        """Rank r gets block r of root's `send`."""
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Request:
+        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
+
+    @abstractmethod
+    def broadcast(self, buffer: HostArray, root: int) -> Request:
+        """Copy `buffer` of `root` into `buffer` of every rank."""
+
+    @abstractmethod
+    def barrier(self) -> Request:
+        """Done once every rank has started it."""
+
+    # -- messages ---------------------------------------------------------------
+
+    @abstractmethod
+    def isend(self, buffer: HostArray, dest: int, tag: int) -> Request:
+        """Send `buffer`. Messages of one (source, dest, tag) arrive in order."""
+
+    @abstractmethod
+    def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
+        """Receive into `buffer`, which has the message's size, or room for any up to 4 KiB."""
+
+    @abstractmethod
+    def probe(self, tag: int) -> tuple[int, int] | None:
+        """Return (source, bytes) of a message with `tag` that waits to be received, or None."""
+
+    # -- life -------------------------------------------------------------------
+
+    @abstractmethod
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        timeout_s: float | None = None,
+        *,
+        what: object = "",
+        idle: Callable[[], None] | None = None,
+    ) -> bool:
+        """Call `ready` until it is True, with naps; False once `timeout_s` has passed.
+
+        Args:
+            ready: Tells whether the wait is over; it moves started operations along.
+            timeout_s: None waits as long as it takes.
+            what: Whose `str` says in error messages what is waited for.
+            idle: Called before each nap, to look for news that end the wait by raising.
+        """
+
+    def stir(self) -> None:  # noqa: B027 - where waits look often by themselves, nothing is to be done
+        """Let a wait of this rank look again soon: something moves that this transport cannot see.
+
+        A request calls it whose :meth:`~Request.test` asks a device and not this communicator.
+        """
+
+    def free_device(self) -> None:
+        """Give back what moves device memory; a part of :meth:`free`."""
+        device, self.device = self.device, None
+        if device is not None:
+            device.free()
+
+    def adopt(self, part: Communicator) -> None:
+        """Let `part`, which was split from this communicator, belong to the same mesh and rank."""
+        part.family = self.family
+        part.engine = self.engine
+
+    @abstractmethod
+    def split(self, color: int | None, key: int) -> Communicator | None:
+        """Collective: ranks with one `color` form a communicator, ordered by (key, rank).
+
+        A rank with ``color=None`` gets None.
+        """
+
+    @abstractmethod
+    def free(self) -> None:
+        """Collective: give the communicator's resources back. A second call does nothing."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End all ranks of the job at once with exit code `code`."""

@@ -1,0 +1,144 @@
+"""Time shared memory against MPI's messages, for the sizes where they may cross.
+
+Takes turns, so that a slow moment meets both, and counts the fastest of some
+rounds, the slowest rank's of each. A tenth of a second or two, more with more
+ranks than cores, once for each machine, MPI and number of ranks on a node; the
+answer is kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.transport.arena import Arena
+from mpimesh.transport.base import Communicator, Request
+from mpimesh.transport.choice import ALWAYS, NEVER, OPERATIONS, Choice
+from mpimesh.transport.engine import Engine
+from mpimesh.transport.node_shared import NodeShared
+from mpimesh.transport.waiting import poll
+
+__all__ = ["measure"]
+
+_STAGED_BYTES = (4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10)
+_REDUCED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
+_MOVED_BYTES = (64 << 10, 256 << 10, 1 << 20)
+_ROUNDS = 5
+_CALLS = 2
+_CLEARLY = 0.95
+"""Shared memory has to win by this much: a draw is MPI's."""
+
+_Way = Callable[[], Request]
+
+
+def measure(
+    comm: MPI.Intracomm, messages: Communicator, shared: NodeShared, arena: Arena, engine: Engine
+) -> Choice:
+    """Collective: return from which size on each operation goes through shared memory.
+
+    Args:
+        comm: The ranks, which share a node.
+        messages: Their collectives by messages.
+        shared: Their collectives in shared memory.
+        arena: Gives arrays in it.
+        engine: Moves operations along.
+    """
+    # Each of the ways is forced in turn.
+    shared.use(Choice([NEVER] * len(OPERATIONS), "", staged_from=ALWAYS))
+    staged = {
+        nbytes: _is_faster(comm, engine, *_all_reduces(messages, shared, np.zeros(nbytes // 8)))
+        for nbytes in _STAGED_BYTES
+        if nbytes <= shared.most_staged_bytes
+    }
+    shared.use(Choice([ALWAYS] * len(OPERATIONS), ""))
+    faster: dict[str, dict[int, bool]] = {name: {} for name in OPERATIONS}
+    for nbytes in _REDUCED_BYTES:
+        ways = _all_reduces(messages, shared, _shared(arena, nbytes // 8))
+        faster["all_reduce"][nbytes] = _is_faster(comm, engine, *ways)
+    for nbytes in _MOVED_BYTES:
+        for name, ways in _moves(comm, messages, shared, arena, nbytes).items():
+            faster[name][nbytes] = _is_faster(comm, engine, *ways)
+    sizes = [_crossing(faster[name], 2 * max(faster[name])) for name in OPERATIONS]
+    return Choice(sizes, "", staged_from=_crossing(staged, NEVER))
+
+
+def _all_reduces(messages: Communicator, shared: NodeShared, x: HostArray) -> tuple[_Way, _Way]:
+    """Return both ways of reducing an array, of numbers that stay what they are."""
+    return lambda: messages.all_reduce(None, x, "max"), lambda: shared.all_reduce(None, x, "max")
+
+
+def _moves(
+    comm: MPI.Intracomm,
+    messages: Communicator,
+    shared: NodeShared,
+    arena: Arena,
+    nbytes: int,
+) -> dict[str, tuple[_Way, _Way]]:
+    """Return both ways of each operation that moves arrays of so many bytes over all ranks."""
+    ranks = comm.size
+    each = nbytes // ranks // 8
+    counts = [each] * ranks
+    whole, block = _shared(arena, each * ranks), _shared(arena, each)
+    out, part = np.zeros(each * ranks), np.zeros(each)
+    return {
+        "reduce_scatter": (
+            lambda: messages.reduce_scatter(whole, part, counts, "max"),
+            lambda: shared.reduce_scatter(whole, part, counts, "max"),
+        ),
+        "all_gather": (
+            lambda: messages.all_gather(block, out, counts),
+            lambda: shared.all_gather(block, out, counts),
+        ),
+        "broadcast": (
+            lambda: messages.broadcast(whole, 0),
+            lambda: shared.broadcast(whole, 0),
+        ),
+        "all_to_all": (
+            lambda: messages.all_to_all(whole, out, counts, counts),
+            lambda: shared.all_to_all(whole, out, counts, counts),
+        ),
+    }
+
+
+def _shared(arena: Arena, size: int) -> HostArray:
+    part = arena.empty(8 * size)
+    array = np.empty(size) if part is None else part.view(np.float64)
+    array[...] = 0
+    return array
+
+
+def _is_faster(comm: MPI.Intracomm, engine: Engine, first: _Way, second: _Way) -> bool:
+    """Tell whether the second way is clearly faster; the same answer on all ranks."""
+    best_s = np.full(2, np.inf)
+    for _ in range(_ROUNDS):
+        for number, way in enumerate((first, second)):
+            _finish(comm.Ibarrier().Test, engine)
+            start_s = time.perf_counter()
+            for _ in range(_CALLS):
+                _finish(way().test, engine)
+            best_s[number] = min(best_s[number], time.perf_counter() - start_s)
+    slowest_s = np.empty(2)
+    _finish(comm.Iallreduce(best_s, slowest_s, MPI.MAX).Test, engine)
+    return bool(slowest_s[1] < _CLEARLY * slowest_s[0])
+
+
+def _finish(test: Callable[[], bool], engine: Engine) -> None:
+    def ready() -> bool:
+        engine.advance()
+        return test()
+
+    poll(ready, engine=engine)
+
+
+def _crossing(faster: dict[int, bool], otherwise: int) -> int:
+    """Return the smallest size from which on shared memory is faster at all larger ones."""
+    crossing = otherwise
+    for nbytes in sorted(faster, reverse=True):
+        if not faster[nbytes]:
+            break
+        crossing = nbytes
+    return crossing

@@ -1,0 +1,110 @@
+"""The choices of one process: set, measured in this job, or kept from an earlier one."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mpimesh.transport.choice import NEVER, NUMBERS, Choice
+from mpimesh.transport.proof_cache import cache_folder, digest
+
+__all__ = ["Choices"]
+
+_FORMAT = "3"
+
+
+class Choices:
+    """What is known about shared memory on this machine, by the number of ranks that share it.
+
+    Args:
+        mode: ``"auto"``, ``"always"`` or ``"never"``: the setting ``MPIMESH_NODE_SHARED``.
+        path: The file that keeps what was measured; None keeps nothing.
+    """
+
+    def __init__(self, mode: str, path: Path | None) -> None:
+        self.mode = mode
+        self._path = path
+        self._known = {
+            ranks: Choice.of_numbers(numbers, _KEPT) for ranks, numbers in _read(path).items()
+        }
+
+    @classmethod
+    def of_machine(cls, mode: str) -> Choices:
+        """Return those that hold for this machine and its MPI. Local."""
+        folder = cache_folder()
+        name = f"shared-memory-{digest(_FORMAT, *_machine())}.json"
+        return cls(mode, None if folder is None else folder / name)
+
+    @property
+    def number(self) -> int:
+        """The mode as a number that the ranks compare; 0 for never."""
+        return ("never", "always", "auto").index(self.mode)
+
+    def of_ranks(self, ranks: int) -> Choice | None:
+        """Return the choice for so many ranks on a node; None if it has to be measured."""
+        if self.mode == "always":
+            return Choice.everything("MPIMESH_NODE_SHARED=always")
+        return self._known.get(ranks)
+
+    def learn(self, ranks: int, numbers: list[int], *, measured: bool, keep: bool) -> Choice:
+        """Take over what was measured or what another rank knows; `keep` writes it down."""
+        known = self._known.get(ranks)
+        if known is not None and known.numbers == numbers:
+            return known  # which says when it was measured
+        choice = Choice.of_numbers(numbers, _MEASURED if measured else _KEPT)
+        self._known[ranks] = choice
+        if keep and self._path is not None:
+            table = {**_read(self._path), ranks: numbers}
+            # Not to be able to keep it costs the next job a tenth of a second, no more.
+            with suppress(OSError):
+                _write(self._path, {str(key): value for key, value in table.items()})
+        return choice
+
+
+_KEPT = "faster, as measured on this machine before"
+_MEASURED = "faster, as measured in this job"
+
+
+def _machine() -> list[str]:
+    # Imported late: importing it starts MPI.
+    from mpi4py import MPI
+
+    model = ""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line for line in lines if line.startswith("model name")), "")
+    return [
+        MPI.Get_library_version(),
+        platform.machine(),
+        model,
+        str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+    ]
+
+
+def _read(path: Path | None) -> dict[int, list[int]]:
+    """Return the numbers for each number of ranks; nothing if the file is not what it should be."""
+    if path is None:
+        return {}
+    try:
+        table: dict[str, Any] = json.loads(path.read_text())
+        found = {int(ranks): [int(one) for one in numbers] for ranks, numbers in table.items()}
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
+    return {
+        ranks: numbers
+        for ranks, numbers in found.items()
+        if len(numbers) == NUMBERS and all(0 < number <= NEVER for number in numbers)
+    }
+
+
+def _write(path: Path, table: dict[str, list[int]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, new = tempfile.mkstemp(prefix=".new-", dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        json.dump(table, file)
+    Path(new).replace(path)

@@ -1,0 +1,196 @@
+"""Memory of a GPU that another process can open.
+
+CUDA gives a handle for a whole allocation, and whoever opens it gets the address of its beginning.
+CuPy's pool cuts arrays out of larger allocations, so what travels is the handle and the array's
+offset from the beginning, which the driver tells. Memory of the asynchronous pool, managed memory
+and memory that CuPy does not own have no such handle, or none that can be relied on.
+
+Opening costs tens of microseconds, so opened allocations are kept, the least used ones up to a
+limit. Within one process, as between virtual ranks, an address is an address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import socket
+import sys
+from collections import OrderedDict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays.types import Array
+from mpimesh.errors import TransportError
+
+__all__ = [
+    "PLACE",
+    "Imports",
+    "address_range",
+    "cannot_export",
+    "describe",
+    "gpu_key",
+    "node_key",
+    "process_key",
+]
+
+PLACE = np.dtype(
+    [
+        ("node", np.int64),
+        ("process", np.int64),
+        ("address", np.int64),
+        ("offset", np.int64),
+        ("nbytes", np.int64),
+        ("handle", np.uint8, 64),
+    ]
+)
+"""Where an array lies: what another process needs to read it. `nbytes` is -1 where it cannot."""
+
+_OPENED_MOST = 128
+
+
+def address_range(ptr: int) -> tuple[int, int]:
+    """Return address and size of the allocation that `ptr` lies in, as the driver knows it.
+
+    Raises:
+        TransportError: If there is no driver, or it does not know the address.
+    """
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    code = _driver().cuMemGetAddressRange_v2(
+        ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(ptr)
+    )
+    if code:
+        raise TransportError(f"the CUDA driver knows no allocation at {ptr:#x} (error {code})")
+    return base.value, size.value
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise TransportError(f"the CUDA driver cannot be loaded: {error}") from None
+
+
+def cannot_export(x: Array) -> str | None:
+    """Return why no other process can open the memory of `x`; None if one can."""
+    identity = getattr(x.data.mem, "identity", type(x.data.mem).__name__)
+    if identity == "MemoryAsync":
+        return "memory of CuPy's asynchronous pool has no handle that another process can open"
+    if identity != "Memory":
+        return f"{identity} has no handle that another process can open"
+    return None
+
+
+def describe(x: Array, *, process: int, own: bool = False) -> Any:
+    """Return the :data:`PLACE` of `x`; with ``nbytes == -1`` if it cannot be opened.
+
+    Args:
+        x: A C-contiguous CuPy array.
+        process: What tells this process from all others of the node.
+        own: It lies in memory that mpimesh allocated outside of any pool.
+    """
+    place = np.zeros((), PLACE)
+    place["node"], place["process"] = node_key(), process
+    place["address"], place["nbytes"] = x.data.ptr, x.nbytes
+    if x.nbytes == 0:
+        return place
+    place["nbytes"] = -1
+    if not own and cannot_export(x) is not None:
+        return place
+    runtime = sys.modules["cupy"].cuda.runtime
+    try:
+        base, _ = address_range(x.data.ptr)
+        handle = runtime.ipcGetMemHandle(base)
+    except (TransportError, runtime.CUDARuntimeError):
+        return place
+    place["offset"] = x.data.ptr - base
+    place["handle"] = np.frombuffer(handle, np.uint8)
+    place["nbytes"] = x.nbytes
+    return place
+
+
+class Imports:
+    """Allocations of other processes that this one has opened.
+
+    Args:
+        process: As for :func:`describe`.
+    """
+
+    def __init__(self, *, process: int) -> None:
+        self._process = process
+        self._runtime: Any = sys.modules["cupy"].cuda.runtime
+        self._opened: OrderedDict[bytes, int] = OrderedDict()
+
+    def open(self, place: Any) -> int:
+        """Return the address at which this process reads what `place` tells.
+
+        Raises:
+            TransportError: If it cannot.
+        """
+        if place["nbytes"] < 0:
+            raise TransportError("the memory has no handle")
+        if place["process"] == self._process or place["nbytes"] == 0:
+            return int(place["address"])
+        if place["node"] != node_key():
+            raise TransportError("the memory is on another node")
+        handle = place["handle"].tobytes()
+        base = self._opened.get(handle)
+        if base is None:
+            try:
+                base = self._runtime.ipcOpenMemHandle(handle)
+            except self._runtime.CUDARuntimeError as error:
+                raise TransportError(f"CUDA cannot open the memory: {error}") from None
+            self._opened[handle] = base
+        self._opened.move_to_end(handle)
+        return base + int(place["offset"])
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more is open than should be."""
+        return len(self._opened) > _OPENED_MOST
+
+    def trim(self) -> None:
+        """Close what was used longest ago, down to the limit; nothing may be reading it."""
+        while len(self._opened) > _OPENED_MOST:
+            self._close(self._opened.popitem(last=False)[1])
+
+    def close(self) -> None:
+        """Close all. A second call does nothing."""
+        while self._opened:
+            self._close(self._opened.popitem()[1])
+
+    def _close(self, base: int) -> None:
+        try:
+            self._runtime.ipcCloseMemHandle(base)
+        except self._runtime.CUDARuntimeError:
+            return  # its owner has ended: there is nothing left to close
+
+
+@cache
+def node_key() -> int:
+    """Return a number that processes share only if they run on one start of one machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    facts = f"{socket.gethostname()}|{boot.read_text() if boot.exists() else ''}"
+    return _number(facts)
+
+
+def gpu_key() -> int:
+    """Return a number that no other GPU of the node has."""
+    runtime = sys.modules["cupy"].cuda.runtime
+    device = runtime.getDevice()
+    properties = runtime.getDeviceProperties(device)
+    return _number(str(properties.get("uuid") or runtime.deviceGetPCIBusId(device)))
+
+
+def process_key() -> int:
+    """Return a number that no other process of the node has."""
+    return _number(f"{os.getpid()}|{Path('/proc/self/stat').read_text().split()[21]}")
+
+
+def _number(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,197 @@
+"""Operations of several steps, moved along by whoever waits.
+
+Some operations cannot be started at once: a receive of unknown size first needs
+the message's header, a checked collective first compares its arguments over the
+ranks, a reduction in shared memory first waits for all ranks to come. Such an
+operation is a generator that yields one started
+:class:`~mpimesh.transport.Request` after the other. Nothing runs in the
+background; every wait of the process moves all unfinished operations along, as
+MPI itself does.
+
+Operations on one *chain* (the collectives of one group, the messages of one
+source and tag) run one after the other, so that their steps meet in the same
+order on all ranks. Different chains never wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable
+from contextlib import suppress
+from threading import RLock
+from typing import Any, Protocol, TypeAlias
+
+from mpimesh.errors import MpimeshError
+from mpimesh.transport.base import Request
+from mpimesh.transport.doorbell import Doorbell
+
+__all__ = ["Engine", "StagedRequest", "Steps"]
+
+Steps: TypeAlias = Generator[Request, None, Any]
+"""Yields requests, each to be done before the next step; returns the operation's value."""
+
+
+class Settling(Request, Protocol):
+    """A request that may end by an error, which it then raises at every test."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more will happen, be it done or failed."""
+        ...
+
+
+class StagedRequest:
+    """The request for an operation of several steps."""
+
+    __slots__ = ("_current", "_engine", "_error", "_steps", "done", "value")
+
+    def __init__(self, steps: Steps, engine: Engine) -> None:
+        self._steps = steps
+        self._engine = engine
+        self._current: Request | None = None
+        self._error: BaseException | None = None
+        self.done = False
+        self.value: Any = None
+
+    @property
+    def settled(self) -> bool:
+        """True if nothing more will happen, be it done or failed."""
+        return self.done or self._error is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it has failed with, if it has."""
+        return self._error
+
+    def test(self) -> bool:
+        """Run all steps that can run, and tell whether the last one is done."""
+        with self._engine.lock:
+            return self._run()
+
+    def _run(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        while not self.done:
+            if self._current is not None and not self._test(self._current):
+                return False
+            self._engine.steps += 1
+            try:
+                self._current = next(self._steps)
+            except StopIteration as stop:
+                self.value = stop.value
+                self.done = True
+                self._current = None
+            except BaseException as error:
+                self._error = error
+                raise
+        return True
+
+    def _test(self, current: Request) -> bool:
+        """Test the request of this step; what a signal handler raises is no error of it."""
+        try:
+            return current.test()
+        except Exception as error:
+            ended = isinstance(current, StagedRequest) and current.settled
+            if ended or isinstance(error, MpimeshError):
+                self._error = error
+            raise
+
+
+class _Settled:
+    """A request that is done when another operation has ended, however it ended."""
+
+    __slots__ = ("_other",)
+
+    def __init__(self, other: Settling) -> None:
+        self._other = other
+
+    def test(self) -> bool:
+        return self._other.settled
+
+
+class Engine:
+    """All unfinished multi-step operations of one rank.
+
+    Several threads of a rank may start and wait for operations: one at a time moves them along.
+
+    Attributes:
+        lock: Held by the thread that moves operations along.
+        steps: How many steps have begun so far. A wait during which it grows is a busy one.
+        bell: Where the rank sleeps while it waits, for others of its node to wake it; None if it
+            has no memory that they can see.
+    """
+
+    __slots__ = ("_pending", "_tails", "bell", "lock", "steps")
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.steps = 0
+        self.bell: Doorbell | None = None
+        self._pending: list[Settling] = []
+        self._tails: dict[Hashable, Settling] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is unfinished."""
+        return not self._pending
+
+    def busy(self, chain: Hashable) -> bool:
+        """Tell whether an operation of `chain` is unfinished, so that the next must queue."""
+        tail = self._tails.get(chain)
+        return tail is not None and not tail.settled
+
+    def stage(self, chain: Hashable, steps: Steps) -> StagedRequest:
+        """Start `steps`, at once or after the unfinished operations of `chain`."""
+        with self.lock:
+            tail = self._tails.get(chain)
+            if tail is not None and not tail.settled:
+                steps = _after(tail, steps)
+            request = StagedRequest(steps, self)
+            with suppress(Exception):  # kept by the request, and raised where it is resolved
+                request.test()
+            if not request.settled:
+                self._pending.append(request)
+                self._tails[chain] = request
+            return request
+
+    def track(self, chain: Hashable, request: Settling) -> None:
+        """Move a request along until it is settled; it is the last one of `chain` from now on."""
+        with self.lock:
+            self._pending.append(request)
+            self._tails[chain] = request
+
+    def untrack(self, chain: Hashable, request: Settling) -> None:
+        """Forget a request that is settled, if it is the last one that was tracked."""
+        with self.lock:
+            if self._pending and self._pending[-1] is request:
+                self._pending.pop()
+            if self._tails.get(chain) is request:
+                del self._tails[chain]
+
+    def advance(self) -> None:
+        """Move every unfinished operation along. An error stays with its operation."""
+        if not self.lock.acquire(blocking=False):
+            return  # another thread does it
+        try:
+            self._advance()
+        finally:
+            self.lock.release()
+
+    def _advance(self) -> None:
+        pending, self._pending = self._pending, []
+        try:
+            for request in pending:
+                try:
+                    request.test()
+                except Exception:
+                    if not request.settled:
+                        raise  # no error of the operation, which goes on
+        finally:
+            # A step may have staged further operations meanwhile: they are in the new list.
+            self._pending += [request for request in pending if not request.settled]
+        if len(self._tails) > 2 * len(self._pending):
+            self._tails = {c: tail for c, tail in self._tails.items() if not tail.settled}
+
+
+def _after(previous: Settling, steps: Steps) -> Steps:
+    yield _Settled(previous)
+    return (yield from steps)

@@ -1,0 +1,99 @@
+"""The collective step by which ranks find out who shares memory with whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.errors import TransportError
+from mpimesh.transport.arena import bell_of
+from mpimesh.transport.node import Node
+from mpimesh.transport.team import STAGE_BYTES, Team, cell_bytes, whole_stage_bytes
+from mpimesh.transport.waiting import poll
+
+__all__ = ["Neighbours", "find_neighbours"]
+
+_POKE_TAG = 32766
+_PAGE_BYTES = 4096
+_SMALLEST_STAGE_LINES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The ranks of a communicator by nodes.
+
+    Attributes:
+        nodes: The ranks of each node, in order.
+        team: Those on this rank's node, ready to meet; None if memory is not shared.
+        kept: This rank's cell and stage, to be kept alive.
+        why_not: Why memory is not shared, the same on all ranks up to who could not open what.
+    """
+
+    nodes: list[list[int]]
+    team: Team | None
+    kept: HostArray | None
+    why_not: str
+
+
+def find_neighbours(comm: MPI.Intracomm, node: Node, agreeing: int, small: bool) -> Neighbours:
+    """Collective: find out which ranks share a node, and open their memory.
+
+    Args:
+        comm: The ranks.
+        node: This rank's memory, and what it has opened so far.
+        agreeing: A number that must be the same on all ranks for memory to be shared; 0 to
+            share none.
+        small: Whether the stage is to be as small as it can be, for tests.
+
+    Cost:
+        An all-gather of 56 bytes, and an all-reduce of 8.
+    """
+    stage_bytes = _SMALLEST_STAGE_LINES * comm.size if small else STAGE_BYTES
+    stage_at = -(-cell_bytes(comm.size) // _PAGE_BYTES) * _PAGE_BYTES
+    arena, kept, at = node.arena, None, -1
+    if arena is not None and agreeing:
+        # Of which only what is touched costs memory.
+        kept = arena.empty(stage_at + whole_stage_bytes(stage_bytes))
+        if kept is not None:
+            kept[: cell_bytes(comm.size)] = 0
+            at = arena.find(kept)
+    mine = np.array([*node.address, at, agreeing], np.int64)
+    table = np.empty((comm.size, mine.size), np.int64)
+    poll(comm.Iallgather(mine, table).Test)
+    keys: list[int] = table[:, 0].tolist()
+    nodes = [[r for r in range(comm.size) if keys[r] == key] for key in dict.fromkeys(keys)]
+    # From here to the reduction the table decides, which all ranks have alike.
+    if not table[:, -1].all():
+        return Neighbours(nodes, None, None, "switched off by MPIMESH_NODE_SHARED=never")
+    if len(nodes) == comm.size:
+        return Neighbours(nodes, None, None, "each rank is alone on its node")
+    if len(set(table[:, -1].tolist())) > 1:
+        return Neighbours(nodes, None, None, "the ranks have measured or set different sizes")
+    members = next(ranks for ranks in nodes if comm.rank in ranks)
+    team, why_not = None, node.why_not or "no memory is left for others to read"
+    if arena is not None and kept is not None:
+        try:
+            memories = [node.open(tuple(table[rank, :-2].tolist())) for rank in members]
+        except TransportError as error:
+            why_not = str(error)
+        else:
+            bells = [bell_of(memory) for memory in memories]
+            team = Team(
+                members.index(comm.rank),
+                memories,
+                [int(table[rank, -2]) for rank in members],
+                [int(table[rank, -2]) + stage_at for rank in members],
+                arena,
+                lambda: comm.Iprobe(MPI.ANY_SOURCE, _POKE_TAG),
+                stage_bytes=stage_bytes,
+                bells=bells,
+            )
+    could = np.array([team is not None], np.int64)
+    poll(comm.Iallreduce(MPI.IN_PLACE, could, MPI.MIN).Test)
+    if could[0]:
+        return Neighbours(nodes, team, kept, "")
+    why_not = why_not if team is None else "another rank cannot open its neighbours' memory"
+    return Neighbours(nodes, None, None, why_not)

@@ -1,0 +1,331 @@
+"""The communicator that moves host memory by MPI.
+
+Two kinds of MPI are met. From version 4 on, counts are as large as memory.
+Before that they are C ints, and whatever has more than `limit` elements goes in
+pieces: reductions and broadcasts as a row of smaller ones, everything with
+blocks (whose displacements would overflow too) as messages between pairs. The
+limit is a setting, so tests run the whole suite with a limit of 7.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from mpi4py import MPI
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.transport.base import (
+    MAX_USER_TAG,
+    WHOLE_MESSAGE_BYTES,
+    Communicator,
+    RecvRequest,
+    Request,
+)
+from mpimesh.transport.doorbell import Doorbell
+from mpimesh.transport.mailbox import Mailbox
+from mpimesh.transport.mpi_requests import (
+    MPIReceive,
+    MPIRequest,
+    MPIRequests,
+    PiecewiseReceive,
+    fail,
+)
+from mpimesh.transport.waiting import poll
+
+__all__ = ["MPICommunicator", "places_but"]
+
+_PAIRWISE_TAG = MAX_USER_TAG + 1
+_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+_LARGEST_COUNT_BEFORE_MPI_4 = 1 << 30
+_COPIED_BYTES = 1 << 16
+"""Up to this size a message to oneself is copied, and its send is done at once."""
+
+
+class MPICommunicator(Communicator):
+    """Ranks of an MPI intracommunicator, which this object owns.
+
+    Args:
+        comm: The communicator; :meth:`free` frees it.
+        limit: Most elements in one MPI call; 0 for what this MPI can do.
+
+    Attributes:
+        bells: For each rank its bell, or None if it is on another node; empty if none is known.
+    """
+
+    kind = "mpi"
+    bells: Sequence[Doorbell | None] = ()
+
+    def __init__(self, comm: MPI.Intracomm, *, limit: int = 0) -> None:
+        self._comm = comm
+        self._freed = False
+        self._chunk_setting = limit
+        before_4 = MPI.VERSION < 4
+        self._limit = limit or (_LARGEST_COUNT_BEFORE_MPI_4 if before_4 else 1 << 62)
+        self._message_limit = max(self._limit, WHOLE_MESSAGE_BYTES)
+        self._large_blocks_in_pairs = bool(limit) or before_4
+        self.rank = comm.rank
+        self.size = comm.size
+        # MPICH copies 8 KiB in a test of a message to oneself: 16 MiB take 2,055 tests.
+        self._to_self = Mailbox(threading.Lock(), lambda: None)
+
+    @classmethod
+    def duplicate(cls, comm: MPI.Intracomm, *, limit: int = 0) -> MPICommunicator:
+        """Collective: make a communicator of the same ranks whose messages are apart."""
+        return cls(comm.Dup(), limit=limit)
+
+    @property
+    def native(self) -> MPI.Intracomm:
+        """The mpi4py communicator, for calls of your own."""
+        return self._comm
+
+    @cached_property
+    def world_ranks(self) -> Sequence[int]:
+        """The number in MPI's world of each rank; -1 for one that is of another world."""
+        group, world = self._comm.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = group.Translate_ranks(None, world)
+        group.Free()
+        world.Free()
+        return [-1 if rank == MPI.UNDEFINED else rank for rank in ranks]
+
+    # -- collectives -------------------------------------------------------------
+
+    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        """Reduce over all ranks into `recv` on each."""
+        if recv.size <= self._limit:
+            try:
+                request = self._comm.Iallreduce(
+                    MPI.IN_PLACE if send is None else send, recv, _OPS[op]
+                )
+            except MPI.Exception as error:
+                fail("all_reduce", error)
+            return MPIRequest(request, (send, recv))
+        pieces = self._pieces(recv.size)
+        return MPIRequests(
+            [self.all_reduce(None if send is None else send[p], recv[p], op) for p in pieces]
+        )
+
+    def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
+        """Reduce over all ranks into `recv` on `root`."""
+        if send.size <= self._limit:
+            return self._start("reduce", self._comm.Ireduce, send, recv, _OPS[op], root)
+        pieces = self._pieces(send.size)
+        return MPIRequests(
+            [self.reduce(send[p], None if recv is None else recv[p], op, root) for p in pieces]
+        )
+
+    def reduce_scatter(
+        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
+    ) -> Request:
+        """Reduce `send`; rank r gets block r."""
+        if send.size <= self._limit:
+            return self._start(
+                "reduce_scatter", self._comm.Ireduce_scatter, send, recv, counts, _OPS[op]
+            )
+        return MPIRequests(
+            [
+                self.reduce(send[block], recv if root == self.rank else None, op, root)
+                for root, block in enumerate(_blocks(counts))
+            ]
+        )
+
+    def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
+        """Lay the ranks' `send` one after the other in `recv`."""
+        if recv.size > self._limit:
+            return self._exchange([send] * self.size, _cut(recv, counts))
+        if len(set(counts)) == 1:
+            return self._start("all_gather", self._comm.Iallgather, send, recv)
+        return self._start("all_gather", self._comm.Iallgatherv, send, [recv, counts])
+
+    def gather(
+        self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
+    ) -> Request:
+        """Lay the ranks' `send` one after the other in `recv` of `root`."""
+        if sum(counts) > self._limit:
+            incoming = [] if recv is None else _cut(recv, counts)
+            return self._exchange(self._only(root, send), incoming)
+        target = None if recv is None else [recv, counts]
+        return self._start("gather", self._comm.Igatherv, send, target, root)
+
+    def scatter(
+        self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
+    ) -> Request:
+        """Rank r gets block r of root's `send`."""
+        if sum(counts) > self._limit:
+            outgoing = [] if send is None else _cut(send, counts)
+            return self._exchange(outgoing, self._only(root, recv))
+        source = None if send is None else [send, counts]
+        return self._start("scatter", self._comm.Iscatterv, source, recv, root)
+
+    def all_to_all(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Request:
+        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
+        if self._large_blocks_in_pairs:
+            # A rank knows its own counts only, so no rule on them could be agreed.
+            return self._exchange(_cut(send, send_counts), _cut(recv, recv_counts))
+        # The own block stays out of MPI, as messages to oneself do.
+        recv[_block(recv_counts, self.rank)] = send[_block(send_counts, self.rank)]
+        return self._start(
+            "all_to_all",
+            self._comm.Ialltoallv,
+            [send, places_but(send_counts, {self.rank})],
+            [recv, places_but(recv_counts, {self.rank})],
+        )
+
+    def broadcast(self, buffer: HostArray, root: int) -> Request:
+        """Copy `buffer` of `root` into `buffer` of every rank."""
+        if buffer.size <= self._limit:
+            return self._start("broadcast", self._comm.Ibcast, buffer, root)
+        return MPIRequests([self.broadcast(buffer[p], root) for p in self._pieces(buffer.size)])
+
+    def barrier(self) -> Request:
+        """Done once every rank has started it."""
+        return self._start("barrier", self._comm.Ibarrier)
+
+    # -- messages ----------------------------------------------------------------
+
+    def isend(self, buffer: HostArray, dest: int, tag: int) -> Request:
+        """Send `buffer`."""
+        if dest == self.rank:
+            copy = buffer.nbytes <= _COPIED_BYTES
+            return self._to_self.send((dest, dest, tag), buffer, copy=copy)
+        if buffer.size <= self._message_limit:
+            request = self._start("send", self._comm.Isend, buffer, dest, tag)
+            bell = self.bells[dest] if self.bells else None
+            if bell is not None:
+                bell.ring()
+            return request
+        pieces = self._pieces(buffer.size, self._message_limit)
+        return MPIRequests([self.isend(buffer[p], dest, tag) for p in pieces])
+
+    def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
+        """Receive into `buffer`."""
+        if source == self.rank:
+            return self._to_self.receive((source, source, tag), buffer)
+        if buffer.size <= self._message_limit:
+            bell = self.bells[source] if self.bells else None
+            try:
+                return MPIReceive(self._comm.Irecv(buffer, source, tag), buffer, bell)
+            except MPI.Exception as error:
+                fail("receive", error)
+        pieces = self._pieces(buffer.size, self._message_limit)
+        return PiecewiseReceive([self.irecv(buffer[p], source, tag) for p in pieces])
+
+    def probe(self, tag: int) -> tuple[int, int] | None:
+        """Return (source, bytes) of a message with `tag` that waits to be received."""
+        own = self._to_self.find([(self.rank, self.rank, tag)])
+        if own is not None:
+            return self.rank, own[1]
+        status = MPI.Status()
+        if not self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+            return None
+        return status.Get_source(), status.Get_count(MPI.BYTE)
+
+    # -- life --------------------------------------------------------------------
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        timeout_s: float | None = None,
+        *,
+        what: object = "",
+        idle: Callable[[], None] | None = None,
+    ) -> bool:
+        """Call `ready` until it is True, with naps."""
+        return poll(ready, timeout_s, idle, self.engine)
+
+    def start_twin(self) -> tuple[Request, Callable[[], MPICommunicator]]:
+        """Start to duplicate it; the second value gives the duplicate once the first is done."""
+        try:
+            copy, request = self._comm.Idup()
+        except MPI.Exception as error:
+            fail("duplicate", error)
+        # Before the request is done not even the rank may be asked for.
+        return MPIRequest(request, copy), lambda: MPICommunicator(copy, limit=self._chunk_setting)
+
+    def split(self, color: int | None, key: int) -> MPICommunicator | None:
+        """Make one communicator for each color."""
+        try:
+            part: Any = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        except MPI.Exception as error:
+            fail("split", error)
+        if part == MPI.COMM_NULL:
+            return None
+        communicator = self._wrap(part)
+        self.adopt(communicator)
+        return communicator
+
+    def _wrap(self, comm: MPI.Intracomm) -> MPICommunicator:
+        """Return a communicator of this class for `comm`. Collective over `comm`."""
+        return MPICommunicator(comm, limit=self._chunk_setting)
+
+    def free(self) -> None:
+        """Give the MPI communicator back."""
+        if not self._freed and not MPI.Is_finalized():
+            self._freed = True
+            self.free_device()
+            self._comm.Free()
+
+    def abort(self, code: int) -> None:
+        """End all ranks of the job."""
+        MPI.COMM_WORLD.Abort(code)
+
+    # -- helpers -----------------------------------------------------------------
+
+    def _start(self, name: str, function: Callable[..., MPI.Request], *arguments: Any) -> Request:
+        try:
+            return MPIRequest(function(*arguments), arguments)
+        except MPI.Exception as error:
+            fail(name, error)
+
+    def _pieces(self, size: int, limit: int = 0) -> Iterator[slice]:
+        step = limit or self._limit
+        return (slice(at, at + step) for at in range(0, size, step))
+
+    def _only(self, root: int, block: HostArray) -> list[HostArray]:
+        """One block for each rank, empty but for `root`."""
+        return [block if rank == root else block[:0] for rank in range(self.size)]
+
+    def _exchange(self, outgoing: list[HostArray], incoming: list[HostArray]) -> Request:
+        """Send block d to rank d and receive block s from rank s; empty blocks stay at home."""
+        # Step k talks to the rank k places on, so that no rank is everybody's first.
+        order = [(self.rank + step) % self.size for step in range(self.size)]
+        requests: list[Request] = [
+            self.irecv(incoming[peer], peer, _PAIRWISE_TAG)
+            for peer in order
+            if incoming and incoming[peer].size
+        ]
+        requests += [
+            self.isend(outgoing[peer], peer, _PAIRWISE_TAG)
+            for peer in order
+            if outgoing and outgoing[peer].size
+        ]
+        return MPIRequests(requests)
+
+
+def places_but(counts: Sequence[int], apart: Collection[int]) -> tuple[list[int], list[int]]:
+    """Return counts and displacements of blocks, with counts of 0 for the ranks in `apart`."""
+    starts = list(accumulate(counts, initial=0))[:-1]
+    return [0 if rank in apart else count for rank, count in enumerate(counts)], starts
+
+
+def _blocks(counts: Sequence[int]) -> Iterator[slice]:
+    ends = list(accumulate(counts))
+    return (slice(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
+def _block(counts: Sequence[int], rank: int) -> slice:
+    begin = sum(counts[:rank])
+    return slice(begin, begin + counts[rank])
+
+
+def _cut(buffer: HostArray, counts: Sequence[int]) -> list[HostArray]:
+    return [buffer[block] for block in _blocks(counts)]

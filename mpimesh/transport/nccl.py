@@ -1,0 +1,262 @@
+"""Device memory moved by NCCL, through CuPy.
+
+NCCL wants one GPU for each rank. Its operations are queued on a stream like kernels, so a request
+is done as soon as that has happened; the caller's stream waits for the result on the device.
+Messages of pairs are left to other ways: NCCL matches them by their order alone, and one whose
+partner has not come yet holds up all that follows on the communicator.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Hashable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays.types import Array, DType
+from mpimesh.transport.base import Communicator
+from mpimesh.transport.cuda_handles import gpu_key, node_key
+from mpimesh.transport.device_mover import DeviceMover
+from mpimesh.transport.engine import Engine, Steps
+
+__all__ = ["Nccl"]
+
+_ID_BYTES = 128
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+_NO_MESSAGES = (
+    "NCCL matches messages by their order alone, and one that waits holds up all that follows"
+)
+
+
+class Nccl(DeviceMover):
+    """Moves device memory by NCCL.
+
+    Args:
+        host: As for :class:`DeviceMover`.
+        engine: As for :class:`DeviceMover`.
+        chain: As for :class:`DeviceMover`.
+        communicator: NCCL's, of the same ranks.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self, host: Communicator, engine: Engine, chain: Hashable, communicator: Any
+    ) -> None:
+        super().__init__(host, engine, chain)
+        self._nccl: Any = _library()
+        self._comm = communicator
+        self._dtypes = _dtypes(self._nccl)
+        self._freed = False
+
+    @classmethod
+    def find(cls, host: Communicator, engine: Engine, chain: Hashable) -> Steps:
+        """Collective: make it if all ranks can; the steps' value is (mover or None, reason).
+
+        Its last step waits for the other ranks, which have all come by then.
+        """
+        nccl = _library()
+        mine = np.array([node_key(), gpu_key(), nccl is not None], np.int64)
+        facts = np.empty((host.size, 3), np.int64)
+        yield host.all_gather(mine, facts.reshape(-1), [3] * host.size)
+        why_not = _why_not(facts)
+        if nccl is None or why_not:
+            return None, why_not
+        unique_id = np.zeros(_ID_BYTES, np.uint8)
+        if host.rank == 0:
+            unique_id[:] = np.frombuffer(_as_bytes(nccl.get_unique_id()), np.uint8)
+        yield host.broadcast(unique_id, 0)
+        try:
+            communicator, problem = _join(nccl, host, unique_id.tobytes()), ""
+        except Exception as error:  # NCCL's own class is known only where NCCL is
+            communicator, problem = None, f"NCCL cannot start: {error}"
+        joined = np.array([communicator is not None], np.uint8)
+        yield host.all_reduce(None, joined, "min")
+        if not joined[0]:
+            return None, problem or "NCCL cannot start on another rank"
+        return cls(host, engine, chain, communicator), ""
+
+    def cannot(self, operation: str, dtype: DType | None = None, op: str = "") -> str | None:
+        """Return why it does not do `operation`: NCCL lacks some number types."""
+        if operation == "messages":
+            return _NO_MESSAGES
+        if operation in _REDUCTIONS and dtype is not None:
+            if dtype.kind == "c" and op != "sum":
+                return f"NCCL has no complex numbers, and only sums of them go as pairs, not {op}"
+            if _real(dtype) not in self._dtypes:
+                return f"NCCL has no {dtype}"
+        return super().cannot(operation, dtype, op)
+
+    def free(self) -> None:
+        """Let go of NCCL's communicator."""
+        if not self._freed:
+            self._freed = True
+            self._comm.destroy()
+
+    # -- reductions ----------------------------------------------------------------------
+
+    def _all_reduce(self, send: Array, recv: Array, op: str) -> Steps:
+        count, kind = self._numbers(recv)
+        if count:
+            self._comm.allReduce(
+                send.data.ptr, recv.data.ptr, count, kind, self._op(op), self.lane.stream.ptr
+            )
+        yield from ()
+
+    def _reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Steps:
+        count, kind = self._numbers(send)
+        out = send if recv is None else recv
+        if count:
+            self._comm.reduce(
+                send.data.ptr, out.data.ptr, count, kind, self._op(op), root, self.lane.stream.ptr
+            )
+        yield from ()
+
+    def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
+        stream, function = self.lane.stream.ptr, self._op(op)
+        if len(set(counts)) == 1:
+            count, kind = self._numbers(recv)
+            if count:
+                self._comm.reduceScatter(
+                    send.data.ptr, recv.data.ptr, count, kind, function, stream
+                )
+        else:
+            blocks = _cut(send, counts)
+            self._nccl.groupStart()
+            for root, block in enumerate(blocks):
+                count, kind = self._numbers(block)
+                out = recv if root == self.rank else block
+                if count:
+                    self._comm.reduce(
+                        block.data.ptr, out.data.ptr, count, kind, function, root, stream
+                    )
+            self._nccl.groupEnd()
+        yield from ()
+
+    # -- movements, as bytes ---------------------------------------------------------------
+
+    def _all_gather(self, send: Array, recv: Array, counts: Sequence[int]) -> Steps:
+        if len(set(counts)) == 1:
+            if send.nbytes:
+                self._comm.allGather(
+                    send.data.ptr,
+                    recv.data.ptr,
+                    send.nbytes,
+                    self._nccl.NCCL_UINT8,
+                    self.lane.stream.ptr,
+                )
+        else:
+            self._exchange([send] * self.size, _cut(recv, counts))
+        yield from ()
+
+    def _gather(self, send: Array, recv: Array | None, counts: Sequence[int], root: int) -> Steps:
+        incoming = _cut(recv, counts) if recv is not None and self.rank == root else []
+        self._exchange(self._only(root, send), incoming)
+        yield from ()
+
+    def _scatter(self, send: Array | None, recv: Array, counts: Sequence[int], root: int) -> Steps:
+        outgoing = _cut(send, counts) if send is not None and self.rank == root else []
+        self._exchange(outgoing, self._only(root, recv))
+        yield from ()
+
+    def _all_to_all(
+        self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Steps:
+        self._exchange(_cut(send, send_counts), _cut(recv, recv_counts))
+        yield from ()
+
+    def _broadcast(self, buffer: Array, root: int) -> Steps:
+        if buffer.nbytes:
+            place, kind = buffer.data.ptr, self._nccl.NCCL_UINT8
+            self._comm.broadcast(place, place, buffer.nbytes, kind, root, self.lane.stream.ptr)
+        yield from ()
+
+    # -- helpers ---------------------------------------------------------------------------
+
+    def _exchange(self, outgoing: list[Array], incoming: list[Array]) -> None:
+        """Send block d to rank d and receive block s from rank s, all at once."""
+        kind, stream = self._nccl.NCCL_UINT8, self.lane.stream.ptr
+        if outgoing and incoming and outgoing[self.rank].nbytes:
+            mine, place = outgoing[self.rank], incoming[self.rank]
+            self.lane.copy(place.data.ptr, mine.data.ptr, mine.nbytes)
+        self._nccl.groupStart()
+        for peer in range(self.size):
+            if peer == self.rank:
+                continue
+            if outgoing and outgoing[peer].nbytes:
+                block = outgoing[peer]
+                self._comm.send(block.data.ptr, block.nbytes, kind, peer, stream)
+            if incoming and incoming[peer].nbytes:
+                block = incoming[peer]
+                self._comm.recv(block.data.ptr, block.nbytes, kind, peer, stream)
+        self._nccl.groupEnd()
+
+    def _only(self, root: int, block: Array) -> list[Array]:
+        return [block if rank == root else block[:0] for rank in range(self.size)]
+
+    def _numbers(self, array: Array) -> tuple[int, int]:
+        """Return how many numbers NCCL sees, and of which type."""
+        dtype = np.dtype(array.dtype)
+        return array.size * (2 if dtype.kind == "c" else 1), self._dtypes[_real(dtype)]
+
+    def _op(self, op: str) -> int:
+        function: int = getattr(self._nccl, f"NCCL_{op.upper()}")
+        return function
+
+
+def _library() -> Any:
+    """Return `cupy.cuda.nccl`, which CuPy does not import by itself; None where it has none."""
+    nccl: Any = getattr(sys.modules["cupy"].cuda, "nccl", None)
+    if nccl is None:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                from cupy.cuda import nccl as imported
+        except ImportError:
+            return None
+        nccl = imported
+    return nccl if nccl.available else None
+
+
+def _why_not(facts: Any) -> str:
+    without = np.flatnonzero(facts[:, 2] == 0).tolist()
+    if without:
+        return f"CuPy finds no NCCL on ranks {without}"
+    owner: dict[tuple[int, int], int] = {}
+    for rank, (node, gpu, _) in enumerate(facts.tolist()):
+        first = owner.setdefault((node, gpu), rank)
+        if first != rank:
+            return f"ranks {first} and {rank} share one GPU, which NCCL refuses"
+    return ""
+
+
+def _join(nccl: Any, host: Communicator, unique_id: bytes) -> Any:
+    try:
+        return nccl.NcclCommunicator(host.size, unique_id, host.rank)
+    except TypeError:  # before CuPy 14 an id is a tuple of signed numbers
+        numbers = tuple(np.frombuffer(unique_id, np.int8).tolist())
+        return nccl.NcclCommunicator(host.size, numbers, host.rank)
+
+
+def _as_bytes(unique_id: Any) -> bytes:
+    if isinstance(unique_id, bytes):
+        return unique_id
+    return np.array(unique_id, np.int8).tobytes()
+
+
+def _dtypes(nccl: Any) -> dict[DType, int]:
+    names = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
+    return {np.dtype(name): getattr(nccl, f"NCCL_{name.upper()}") for name in names}
+
+
+def _real(dtype: DType) -> DType:
+    if dtype.kind != "c":
+        return dtype
+    return np.dtype(f"f{dtype.itemsize // 2}")
+
+
+def _cut(array: Array, counts: Sequence[int]) -> list[Array]:
+    ends = list(accumulate(counts))
+    return [array[end - count : end] for end, count in zip(ends, counts, strict=True)]

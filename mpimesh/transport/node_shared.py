@@ -1,0 +1,316 @@
+"""Collectives of ranks that all share the memory of one node.
+
+Moving is reading: a rank reads the others' arrays where they lie, and no message
+is needed, not even as a signal. Whether all arrays lie in shared memory the ranks
+learn from their boards. If so, they are used in place. If any does not, all go
+through the stage or by messages, whichever is faster for their size; and a
+rank with an ordinary array need not wait to know.
+
+What the ranks post is compared: a rank in another operation, or with an array of
+another size or dtype, is an error on all of them, at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.errors import MpimeshError
+from mpimesh.transport.base import Communicator, Request
+from mpimesh.transport.board import Entry, Room
+from mpimesh.transport.choice import NEVER, OPERATIONS, Choice
+from mpimesh.transport.engine import Engine, StagedRequest, Steps
+from mpimesh.transport.entering import NOT_READ, enter
+from mpimesh.transport.quick import InPlaces, OneShot, Quick, Staging
+from mpimesh.transport.team import Team
+from mpimesh.transport.team_move import (
+    agreed_counts,
+    all_gather_staged,
+    all_gather_work,
+    all_to_all_staged,
+    all_to_all_work,
+    broadcast_staged,
+    broadcast_work,
+)
+from mpimesh.transport.team_reduce import (
+    all_reduce_staged,
+    all_reduce_work,
+    reduce_scatter_staged,
+    reduce_scatter_work,
+)
+from mpimesh.transport.team_work import Work
+from mpimesh.transport.what import Operation, operation_number
+
+__all__ = ["NodeShared", "later"]
+
+_ONE_SHOT_SHARE = 16
+"""Up to this part of what fits into the stage, arrays in shared memory are staged as well: one
+look at all ranks less is worth more than the copy."""
+
+_MOST_PLANS = 64
+_MOST_PARTS = 64
+"""Of larger arrays, working out the parts costs nothing beside reducing them."""
+
+
+class NodeShared:
+    """The collectives of one team; each returns a request, and its operations run in order.
+
+    Args:
+        team: The ranks.
+        engine: Moves the operations along.
+        messages: Moves ordinary arrays for which the stage is too slow. What is started there
+            must queue while :attr:`busy`.
+    """
+
+    def __init__(self, team: Team, engine: Engine, messages: Communicator) -> None:
+        self._team = team
+        self._engine = engine
+        self._messages = messages
+        # Through the stage every rank reads all, so the more ranks, the sooner messages win.
+        self._stage_bytes = 2 * team.stage_bytes // max(2, team.size)
+        self._one_shot_bytes = self._stage_bytes // _ONE_SHOT_SHARE
+        self._plans: dict[tuple[object, ...], list[Work]] = {}
+        self.use(Choice([NEVER] * len(OPERATIONS), ""))
+
+    def use(self, choice: Choice) -> None:
+        """Take each way from the sizes on that `choice` has, which are the same on all ranks."""
+        self._in_chunks = choice.staged
+        self._placed_from = choice.sizes[0]
+        self._exchanged_from = choice.sizes[OPERATIONS.index("all_to_all")]
+        self._staged_from = choice.staged_from
+
+    @property
+    def most_staged_bytes(self) -> int:
+        """The largest ordinary array that an all-reduce stages as a whole."""
+        return self._stage_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation is unfinished."""
+        return self._engine.busy(self)
+
+    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        """Reduce over all ranks into `recv` on each; also by ``"mean"``."""
+        return self._start(self._begin_all_reduce, send, recv, op)
+
+    def reduce_scatter(
+        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
+    ) -> Request:
+        """Reduce `send`; rank r gets block r."""
+        return self._start(self._begin_reduce_scatter, send, recv, counts, op)
+
+    def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
+        """Lay the ranks' `send` one after the other in `recv`."""
+        return self._start(self._begin_all_gather, send, recv, counts)
+
+    def broadcast(self, buffer: HostArray, root: int) -> Request:
+        """Copy `buffer` of `root` into `buffer` of every rank."""
+        return self._start(self._begin_broadcast, buffer, root)
+
+    def all_to_all(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Request:
+        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
+        return self._start(self._begin_all_to_all, send, recv, send_counts, recv_counts)
+
+    def close(self) -> None:
+        """End what has not ended; what was started by then raises when it is tested."""
+        self._team.close()
+
+    # -- the start of any --------------------------------------------------------------
+
+    def _start(self, begin: Callable[..., Request], *arguments: Any) -> Request:
+        if self._engine.busy(self):
+            return self._engine.stage(self, later(begin, *arguments))
+        if not self._team.board.has_room():
+            return self._engine.stage(self, self._when_there_is_room(begin, *arguments))
+        request = begin(*arguments)
+        if isinstance(request, Quick | StagedRequest):
+            # Before it does anything: what a signal handler raises may end this call, but then
+            # the other ranks count on this one all the same.
+            self._engine.track(self, request)
+            with suppress(MpimeshError):  # kept by the request, and raised where it is resolved
+                request.test()
+            if request.settled:
+                self._engine.untrack(self, request)
+        return request
+
+    def _when_there_is_room(self, begin: Callable[..., Request], *arguments: Any) -> Steps:
+        """Begin when the others have seen enough of what this rank has posted before."""
+        yield Room(self._team.board, self._team.look_elsewhere)
+        yield begin(*arguments)
+
+    def _begin(
+        self,
+        what: Callable[[], int],
+        places: tuple[int, int],
+        plan: Callable[[Entry], Sequence[Work]],
+        otherwise: Callable[[], Request],
+    ) -> Request:
+        """Begin an operation in place if the arrays of all ranks allow it.
+
+        Args:
+            what: Gives the operation's number.
+            places: Where in this rank's arena its input and its result lie; -1 for an ordinary
+                array.
+            plan: Gives what this rank is to do, once it is known where all arrays lie.
+            otherwise: Begins the other way, if any is an ordinary array.
+        """
+        if min(places) < 0:
+            self._team.board.decline()
+            self._team.ring()
+            return otherwise()
+        return InPlaces(self._team, self._engine, what(), places, plan, otherwise)
+
+    def _staged(self, what: Callable[[], int], steps: Callable[[], Steps]) -> Request:
+        """Begin steps through the stage, when all ranks agree that they are in this operation."""
+
+        def entered() -> Steps:
+            yield from enter(self._team, what())
+            yield from steps()
+
+        return StagedRequest(entered(), self._engine)
+
+    # -- all-reduce ------------------------------------------------------------------
+
+    def _begin_all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        team, nbytes = self._team, recv.nbytes
+        if self._staged_from <= nbytes <= self._stage_bytes:
+            otherwise = partial(self._one_shot, send, recv, op)
+            if nbytes <= self._one_shot_bytes or nbytes < self._placed_from:
+                return otherwise()
+        elif self._in_chunks or nbytes >= self._placed_from:
+            otherwise = partial(self._all_reduce_ordinary, send, recv, op)
+        else:
+            return self._all_reduce_ordinary(send, recv, op)
+        target_at = team.find(recv)
+        source_at = target_at if send is None else team.find(send)
+        return self._begin(
+            partial(operation_number, Operation.ALL_REDUCE, recv, op),
+            (source_at, target_at),
+            lambda entry: self._plan(entry, recv, op),
+            otherwise,
+        )
+
+    def _one_shot(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        what = operation_number(Operation.ALL_REDUCE, recv, op)
+        staging = Staging(self._team, op, recv if send is None else send, recv)
+        return OneShot(self._team, self._engine, what, staging)
+
+    def _all_reduce_ordinary(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        """Begin with arrays that are too large for the stage as a whole."""
+        if self._in_chunks:
+            source = recv if send is None else send
+            return self._staged(
+                partial(operation_number, Operation.ALL_REDUCE, recv, op),
+                partial(all_reduce_staged, self._team, source, recv, op),
+            )
+        if op == "mean":
+            return StagedRequest(self._mean_by_messages(send, recv), self._engine)
+        return self._messages.all_reduce(send, recv, op)
+
+    def _mean_by_messages(self, send: HostArray | None, recv: HostArray) -> Steps:
+        yield self._messages.all_reduce(send, recv, "sum")
+        np.divide(recv, self._team.size, out=recv)
+
+    def _plan(self, entry: Entry, own: HostArray, op: str) -> list[Work]:
+        """Return what this rank is to reduce; from the last time if the arrays are the same."""
+        key = (op, own.dtype.num, own.nbytes, *entry.sources, *entry.targets)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = all_reduce_work(self._team, entry, own, op)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            if len(plan) <= _MOST_PARTS:
+                self._plans[key] = plan
+        return plan
+
+    # -- the others --------------------------------------------------------------------
+
+    def _begin_reduce_scatter(
+        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
+    ) -> Request:
+        team = self._team
+        what = partial(operation_number, Operation.REDUCE_SCATTER, send, op)
+        otherwise = partial(self._messages.reduce_scatter, send, recv, counts, op)
+        if self._in_chunks:
+            steps = partial(reduce_scatter_staged, team, send, recv, counts, op)
+            otherwise = partial(self._staged, what, steps)
+        return self._begin(
+            what,
+            (team.find(send), NOT_READ),
+            lambda entry: reduce_scatter_work(team, entry, recv, counts, op),
+            otherwise,
+        )
+
+    def _begin_all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
+        team = self._team
+        what = partial(operation_number, Operation.ALL_GATHER, recv)
+        otherwise = partial(self._messages.all_gather, send, recv, counts)
+        if self._in_chunks:
+            steps = partial(all_gather_staged, team, send, recv, counts)
+            otherwise = partial(self._staged, what, steps)
+        return self._begin(
+            what,
+            (team.find(send), NOT_READ),
+            lambda entry: all_gather_work(team, entry, recv, counts),
+            otherwise,
+        )
+
+    def _begin_broadcast(self, buffer: HostArray, root: int) -> Request:
+        team = self._team
+        what = partial(operation_number, Operation.BROADCAST, buffer, root=root)
+        otherwise = partial(self._messages.broadcast, buffer, root)
+        if self._in_chunks:
+            otherwise = partial(self._staged, what, partial(broadcast_staged, team, buffer, root))
+        return self._begin(
+            what,
+            (team.find(buffer) if team.rank == root else NOT_READ, NOT_READ),
+            lambda entry: broadcast_work(team, entry, buffer, root),
+            otherwise,
+        )
+
+    def _begin_all_to_all(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Request:
+        team = self._team
+        counts = [*send_counts, *recv_counts]
+        otherwise: Callable[[], Request]
+        otherwise = partial(self._messages.all_to_all, send, recv, send_counts, recv_counts)
+        if self._in_chunks:
+            steps = self._all_to_all_staged(send, recv, counts)
+            otherwise = partial(StagedRequest, steps, self._engine)
+        # A rank knows its own sizes only: it may offer or not, but nothing else may hang on them.
+        source_at = team.find(send) if send.nbytes >= self._exchanged_from else -1
+        if source_at >= 0:
+            team.say_counts(counts)
+        return self._begin(
+            # The sizes of the arrays may differ over the ranks; those of the blocks are compared.
+            partial(operation_number, Operation.ALL_TO_ALL, send[:0]),
+            (source_at, NOT_READ),
+            lambda entry: all_to_all_work(team, entry, recv, agreed_counts(team.counts_said())),
+            otherwise,
+        )
+
+    def _all_to_all_staged(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Steps:
+        what = operation_number(Operation.ALL_TO_ALL, send[:0])
+        entry = yield from enter(self._team, what, counts=counts)
+        yield from all_to_all_staged(self._team, send, recv, agreed_counts(entry.counts))
+
+
+def later(begin: Callable[..., Request], *arguments: Any) -> Steps:
+    """Begin an operation as a step: when those before it have ended."""
+    yield begin(*arguments)

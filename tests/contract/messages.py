@@ -1,0 +1,262 @@
+"""send, recv, shift and the neighbours."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from mpimesh.errors import DTypeError, GroupError, RankError, ShapeError
+from mpimesh.runtime import MAX_TAG
+from tests.contract.cases import ALL, LAYOUTS, WRITABLE, output, same, values
+from tests.contract.flight import Flight
+from tests.contract.meshes import groups_of, mesh_of
+
+SMALL, LARGE = (3, 2), (40, 31)
+"""Shapes whose data travels inside the envelope, and after it."""
+
+
+def _ring(group):
+    return (group.rank + 1) % group.size, (group.rank - 1) % group.size
+
+
+def check_messages_of_every_dtype(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        if group.size == 1:
+            return
+        flight = Flight(mesh.rank)
+        after, before = _ring(group)
+        for place, dtype in enumerate(ALL):
+            some = ((), (0,), (0, 4), (1024,), (4096,))
+            for shape in (SMALL, LARGE, some[place % len(some)]):
+                x = values(group.ranks[group.rank], shape, dtype)
+                expected = values(group.ranks[before], shape, dtype)
+                flight.add(group.send(x, after), None, ("send", dtype, shape))
+                flight.add(group.recv(before), expected, ("recv", dtype, shape))
+        flight.land()
+
+
+def check_messages_of_every_memory_order(comm):
+    with groups_of(comm) as groups:
+        for group in groups:
+            if group.size == 1:
+                continue
+            flight = Flight(group.world_rank)
+            after, before = _ring(group)
+            for shape in (SMALL, LARGE):
+                for name, make in LAYOUTS.items():
+                    flight.add(group.send(make(values(group.rank, shape, "f8")), after), None, 0)
+                    expected = np.array(make(values(before, shape, "f8")))
+                    flight.add(group.recv(before, shape=shape, dtype=float), expected, name)
+                for layout in WRITABLE:
+                    flight.add(group.send(values(group.rank, shape, ">i4"), after), None, 0)
+                    out = output(layout, shape, ">i4")
+                    expected = values(before, shape, ">i4")
+                    flight.add(group.recv(before, out=out), expected, layout, into=out)
+            flight.land()
+
+
+def check_messages_keep_their_order_and_tags(comm):
+    """Sent under several tags in one order, received in another; receives resolved backwards."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        if group.size == 1:
+            return
+        after, before = _ring(group)
+        plan = [(tag, number) for number in range(4) for tag in (0, 7, MAX_TAG)]
+        random.Random(1).shuffle(plan)
+        sends, receives = [], []
+        for tag, number in plan:
+            shape = LARGE if (tag + number) % 2 else SMALL
+            sends.append(group.send(np.full(shape, group.rank * 100 + number), after, tag=tag))
+        for tag in (MAX_TAG, 0, 7):
+            for number in [number for its_tag, number in plan if its_tag == tag]:
+                shape = LARGE if (tag + number) % 2 else SMALL
+                receives.append((group.recv(before, tag=tag), shape, number))
+        for handle, shape, number in reversed(receives):
+            same(handle.resolve(), np.full(shape, before * 100 + number))
+        for handle in sends:
+            assert handle.resolve() is None
+
+
+def check_a_message_that_does_not_fit_disturbs_no_other(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        if group.size == 1:
+            return
+        after, before = _ring(group)
+        for shape in (SMALL, LARGE):
+            x = values(group.rank, shape, "f8")
+            sends = [group.send(x, after) for _ in range(8)]
+            out = np.zeros((5, 5))
+            receives = [
+                (group.recv(before, shape=(9, 9)), ShapeError, r"shape \(9, 9\), but shape"),
+                (group.recv(before, shape=9), ShapeError, r"shape \(9,\), but shape"),
+                (group.recv(before, dtype="f4"), DTypeError, "dtype float32, but dtype float64"),
+                (group.recv(before, out=out), ShapeError, r"shape \(5, 5\), but"),
+                (group.recv(before, out=np.zeros(shape, ">f8")), DTypeError, "dtype >f8, but"),
+                (group.recv(before, shape=shape[::-1]), ShapeError, "shape"),
+                (group.recv(before, dtype=[("a", "f8")]), DTypeError, "but dtype float64 came"),
+            ]
+            good = group.recv(before, shape=shape, dtype="f8")
+            same(good.resolve(), values(before, shape, "f8"))
+            for handle, error, text in reversed(receives):
+                with pytest.raises(error, match=f"from rank {before}|{text}"):
+                    handle.resolve()
+                with pytest.raises(error, match=text):
+                    handle.resolve()
+            same(out, np.zeros((5, 5)))
+            for handle in sends:
+                handle.resolve()
+
+
+def check_messages_never_meet_collectives(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        if group.size == 1:
+            return
+        flight = Flight(mesh.rank)
+        after, before = _ring(group)
+        for number in range(6):
+            flight.add(group.send(np.full(900, number), after), None, "send")
+            flight.add(group.all_gather(group.rank + number), np.arange(group.size) + number, "")
+            wrapped = np.array([before])
+            flight.add(group.shift(np.array([group.rank]), wrap=True), wrapped, "shift")
+        for number in range(6):
+            flight.add(group.recv(before), np.full(900, number), ("recv", number))
+        flight.land()
+
+
+def check_wrong_peers_and_tags(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        x = np.ones(2)
+        for call in (lambda peer, **o: group.send(x, peer, **o), group.recv):
+            with pytest.raises(RankError, match="is this rank"):
+                call(group.rank)
+            for peer in (-1, group.size, 0.0, "1", None):
+                with pytest.raises(RankError, match="must be a rank of group 'world'"):
+                    call(peer)
+            if group.size > 1:
+                other = (group.rank + 1) % group.size
+                for tag in (-1, MAX_TAG + 1, 1.0, "a", None):
+                    with pytest.raises(RankError, match=f"tag must be .* 0 to {MAX_TAG}"):
+                        call(other, tag=tag)
+        if group.size > 1:
+            other = (group.rank + 1) % group.size
+            with pytest.raises(DTypeError, match="Python objects"):
+                group.send([object()], other)
+            blocked = np.zeros(2)
+            blocked.flags.writeable = False
+            with pytest.raises(ShapeError, match="read-only"):
+                group.recv(other, out=blocked)
+            with pytest.raises(DTypeError, match="dtype"):
+                group.recv(other, dtype="no such type")
+            with pytest.raises(DTypeError, match="Python objects"):
+                group.recv(other, dtype=object)
+            with pytest.raises(DTypeError, match="out must be a NumPy or CuPy array, got list"):
+                group.recv(other, out=[1, 2])
+            for shape in (3.5, -1, (2, -1), "ab", (2, None)):
+                with pytest.raises(ShapeError, match="must be whole numbers of at least 0, got"):
+                    group.recv(other, shape=shape)
+
+
+def check_shift(comm):
+    with groups_of(comm) as groups:
+        for group in groups:
+            flight = Flight(group.world_rank)
+            me, n = group.rank, group.size
+            for offset in sorted({-n - 1, -n, -1, 0, 1, 2, n, n + 1}):
+                for shape in (SMALL, LARGE):
+                    sizes = [(shape[0] + r, shape[1]) for r in range(n)]
+                    x = values(me, sizes[me], "f4", seed=50)
+                    source = (me - offset) % n
+                    expected = values(source, sizes[source], "f4", seed=50)
+                    handle = group.shift(x, offset, wrap=True)
+                    flight.add(handle, expected, (offset, "wrap"))
+                    inside = 0 <= me - offset < n
+                    handle = group.shift(x, offset)
+                    flight.add(handle, expected if inside else None, (offset, "row"))
+            flight.land()
+            with pytest.raises(RankError, match="offset must be"):
+                group.shift(np.ones(1), 0.5)
+
+
+def check_neighbours(comm):
+    with groups_of(comm, many=True) as groups:
+        for group in groups:
+            flight = Flight(group.world_rank)
+            me, n = group.rank, group.size
+            for shape in (SMALL, LARGE):
+                x = values(me, shape, "f8")
+                if me + 1 < n:
+                    flight.add(group.send_next(x), None, "send_next")
+                    flight.add(group.recv_next(tag=3), values(me + 1, shape, "f8"), "recv_next")
+                if me > 0:
+                    out = np.zeros(shape)
+                    handle = group.recv_prev(out=out)
+                    flight.add(handle, values(me - 1, shape, "f8"), "recv_prev", into=out)
+                    flight.add(group.send_prev(x, tag=3), None, "send_prev")
+            flight.land()
+            if me == n - 1:
+                for call in (lambda: group.send_next(np.ones(1)), group.recv_next):  # noqa: B023
+                    with pytest.raises(RankError, match=r"has no neighbour for .*_next"):
+                        call()
+            if me == 0:
+                for call in (lambda: group.send_prev(np.ones(1)), group.recv_prev):  # noqa: B023
+                    with pytest.raises(RankError, match=r"has no neighbour for .*_prev"):
+                        call()
+
+
+def check_all_pairs_at_once(comm):
+    """Every rank sends to every other before it receives, larger than any buffer of the MPI."""
+    with mesh_of(comm) as mesh:
+        group, flight = mesh.group(), Flight(mesh.rank)
+        me = group.rank
+        for peer in range(group.size):
+            if peer != me:
+                flight.add(group.send(np.full(50_000, 10 * me + peer), peer), None, "send")
+        for peer in range(group.size):
+            if peer != me:
+                flight.add(group.recv(peer), np.full(50_000, 10 * peer + me), "recv")
+        flight.land()
+
+
+def check_messages_on_two_names_of_the_same_ranks(comm):
+    """They share one row of messages, and a message on the wrong one is told, not taken for it."""
+    with mesh_of(comm) as mesh:
+        n = mesh.world_size
+        if n == 1:
+            return
+        world, again = mesh.group(), mesh.add_group("again", range(n))
+        after, before = _ring(world)
+        for shape in (SMALL, LARGE):
+            sends = [world.send(np.ones(shape), after), again.send(np.zeros(shape), after)]
+            sends.append(world.send(np.ones(shape), after))
+            wrong, right, good = again.recv(before), again.recv(before), world.recv(before)
+            same(good.resolve(), np.ones(shape))
+            same(right.resolve(), np.zeros(shape))
+            with pytest.raises(GroupError, match=r"sent on group 'world', which has the same"):
+                wrong.resolve()
+            for send in sends:
+                send.resolve()
+
+
+def check_dtypes_that_cannot_be_described(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        overlapping = np.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2]})
+        x = np.zeros(2 * group.size, overlapping)
+        calls = [
+            lambda: group.shift(x, wrap=True).resolve() if group.size > 1 else group.scatter(x),
+            lambda: group.scatter(x, root=group.rank),
+            lambda: group.broadcast(x, root=None),
+        ]
+        if group.size > 1:
+            calls.append(lambda: group.send(x, (group.rank + 1) % group.size))
+        for call in calls:
+            with pytest.raises(DTypeError, match="cannot be described to another rank"):
+                call()
+        assert group.all_gather(x).resolve().dtype == overlapping

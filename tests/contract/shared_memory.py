@@ -1,0 +1,100 @@
+"""Communicators whose ranks share memory, and arrays in it, for the tests of that transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from mpimesh.transport.choice import ALWAYS, OPERATIONS, Choice
+from mpimesh.transport.engine import Engine
+from mpimesh.transport.node import Node
+
+__all__ = ["MEMORIES", "done", "node_of", "opened", "put", "reduced_in_order"]
+
+MEMORIES = ("ordinary", "shared", "mixed")
+"""Where the ranks' arrays lie; mixed: on every second rank in shared memory."""
+
+_FUNCTIONS: dict[str, Any] = {
+    "sum": np.add,
+    "mean": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+@lru_cache
+def node_of(part: int) -> Any:
+    """Return this process's memory, one for all tests: address space is not given back."""
+    return Node(part)
+
+
+@contextmanager
+def opened(
+    comm: Any,
+    mode: str = "always",
+    *,
+    limit: int = 0,
+    node_ranks: int = 0,
+    part: int = 0,
+    staged: bool = True,
+) -> Iterator[Any]:
+    """Open a communicator for the ranks of `comm`.
+
+    Args:
+        comm: MPI's.
+        mode: The setting ``MPIMESH_NODE_SHARED``.
+        limit: Most elements in one MPI call; any but 0 makes the stage as small as it can be.
+        node_ranks: How many ranks count as a node; 0 for all.
+        part: Instead, the number of this rank's node.
+        staged: Whether ordinary arrays of every size are staged; if not, they go by messages
+            once the ranks have met.
+    """
+    # Imported late: importing them starts MPI.
+    from mpimesh.transport.choices import Choices
+    from mpimesh.transport.routed import RoutedCommunicator
+
+    node = node_of(comm.rank // node_ranks if node_ranks else part)
+    choices: Any = Choices(mode, None)
+    if not staged:
+        unstaged = Choice([ALWAYS] * len(OPERATIONS), "for tests", staged_from=ALWAYS)
+        choices.of_ranks = lambda ranks: unstaged
+    communicator = RoutedCommunicator(comm.Dup(), node, Engine(), choices, limit=limit)
+    yield communicator
+    # Not after an error: the other ranks may be anywhere.
+    communicator.free()
+
+
+def done(communicator: Any, *requests: Any) -> None:
+    """Wait for requests, in their order, and move all others along meanwhile."""
+
+    def over(request: Any) -> bool:
+        communicator.engine.advance()
+        return bool(request.test())
+
+    for request in requests:
+        assert communicator.wait(partial(over, request), 30), "this takes too long"
+
+
+def put(array: Any, memory: str, communicator: Any) -> Any:
+    """Return a copy of a flat array that lies where `memory` says."""
+    if memory == "ordinary" or (memory == "mixed" and communicator.rank % 2 == 0):
+        return array.copy()
+    arena = communicator._node.arena
+    copy = arena.empty(array.nbytes).view(array.dtype)
+    copy[...] = array
+    assert arena.find(copy) > 0
+    return copy
+
+
+def reduced_in_order(inputs: list[Any], op: str) -> Any:
+    """Reduce from left to right, as a loop in one process does."""
+    total = inputs[0].copy()
+    with np.errstate(all="ignore"):
+        for array in inputs[1:]:
+            total = _FUNCTIONS[op](total, array)
+        return (total / len(inputs)).astype(total.dtype) if op == "mean" else total

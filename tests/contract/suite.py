@@ -1,0 +1,49 @@
+"""The list of all checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.contract import (
+    barriers,
+    groups,
+    handles,
+    meshes_made,
+    messages,
+    mismatches,
+    movement_errors,
+    movements,
+    no_arrays,
+    reductions,
+    systems,
+)
+
+__all__ = ["CHECKS", "cases", "runs"]
+
+_PREFIX = "check_"
+_DATA = (reductions, movements, messages)
+_OTHERS = (movement_errors, handles, no_arrays, barriers, groups, meshes_made, mismatches, systems)
+
+CHECKS: dict[str, Callable[[Any], None]] = {
+    f"{module.__name__.rsplit('.', 1)[-1]}: {name.removeprefix(_PREFIX).replace('_', ' ')}": value
+    for module in (*_DATA, *_OTHERS)
+    for name, value in vars(module).items()
+    if name.startswith(_PREFIX)
+}
+
+_DATA_NAMES = tuple(f"{module.__name__.rsplit('.', 1)[-1]}: " for module in _DATA)
+
+
+def runs(name: str, *, checked: bool) -> bool:
+    """Tell whether a check says something with ``MPIMESH_CHECKS`` on, or with it off."""
+    return checked or not getattr(CHECKS[name], "needs_checks", False)
+
+
+def cases(*modes: str, data_modes: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    """Pair every check with `modes`, and those that compare moved values with `data_modes`, too."""
+    return [
+        (name, mode)
+        for name in CHECKS
+        for mode in (*modes, *(data_modes if name.startswith(_DATA_NAMES) else ()))
+    ]

@@ -1,0 +1,162 @@
+"""Streams and events of a fake GPU: what is given to a stream happens later.
+
+A stream is a queue of actions. One tick of the clock runs at most one action of each stream
+that is not held up by an event. The clock ticks when somebody asks whether an event is done,
+and while somebody waits for a stream. So a program that forgets to order two streams, or
+takes a result before it is there, finds wrong data every time and not once in a while.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Clock", "Event", "Record", "Stream"]
+
+_LIMIT_S = 30
+
+
+class Record:
+    """A place in a stream that an event stands for: reached, or not yet."""
+
+    def __init__(self) -> None:
+        self.reached = False
+
+
+class Clock:
+    """All streams of the process, and what is found by its pointer."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.streams: list[Stream] = []
+        self.objects: dict[int, Any] = {}
+        self.current = threading.local()
+        self.queries = 0
+        self._pointers = itertools.count(0x1000)
+
+    def pointer(self, thing: Any) -> int:
+        pointer = next(self._pointers)
+        self.objects[pointer] = thing
+        return pointer
+
+    def tick(self) -> None:
+        with self.lock:
+            for stream in self.streams:
+                stream.step()
+
+    def stream(self) -> Stream:
+        """Return the current stream; every thread has a default stream of its own."""
+        current: Stream = self.stack()[-1]
+        return current
+
+    def stack(self) -> Any:
+        if not hasattr(self.current, "stack"):
+            self.current.stack = [Stream(clock=self)]
+        return self.current.stack
+
+
+class Stream:
+    """A queue of actions; an action returns False to be asked again at the next tick."""
+
+    def __init__(self, *, clock: Clock, device_id: int = 0) -> None:
+        self._clock = clock
+        self._queue: deque[Callable[[], Any]] = deque()
+        self.device_id = device_id
+        self.ptr = clock.pointer(self)
+        clock.streams.append(self)
+
+    def put(self, action: Callable[[], Any]) -> None:
+        """Let `action` happen after all that the stream was given so far."""
+        with self._clock.lock:
+            self._queue.append(action)
+
+    def step(self) -> None:
+        if self._queue and self._queue[0]() is not False:
+            self._queue.popleft()
+
+    def delay(self, ticks: int) -> None:
+        """Let the stream be busy for some ticks."""
+        for _ in range(ticks):
+            self.put(lambda: None)
+
+    @property
+    def done(self) -> bool:
+        self._clock.tick()
+        return not self._queue
+
+    def synchronize(self) -> None:
+        end_s = time.monotonic() + _LIMIT_S
+        while not self.done:
+            if time.monotonic() > end_s:
+                raise RuntimeError("the fake stream is stuck: its event never comes")
+
+    def wait_event(self, event: Event) -> None:
+        record = event.record_now
+        if record is not None:
+            self.put(lambda: record.reached)
+
+    def record(self, event: Event | None = None) -> Event:
+        event = Event(clock=self._clock) if event is None else event
+        event.record(self)
+        return event
+
+    def use(self) -> Stream:
+        self._clock.stack()[-1] = self
+        return self
+
+    def __enter__(self) -> Stream:
+        self._clock.stack().append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._clock.stack().pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.ptr == other.ptr
+
+    def __hash__(self) -> int:
+        return self.ptr
+
+
+class Event:
+    """A place in a stream, which is done some queries after the stream could have reached it."""
+
+    def __init__(
+        self,
+        block: bool = False,
+        disable_timing: bool = False,
+        interprocess: bool = False,
+        *,
+        clock: Clock,
+    ) -> None:
+        if interprocess and not disable_timing:
+            raise ValueError("Timing must be disabled for interprocess events")
+        self._clock = clock
+        self.interprocess = interprocess
+        self.record_now: Record | None = None
+        self.ptr = clock.pointer(self)
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = self._clock.stream() if stream is None else stream
+        mine = self.record_now = Record()
+
+        def reach() -> None:
+            mine.reached = True
+
+        stream.put(reach)
+
+    @property
+    def done(self) -> bool:
+        self._clock.queries += 1
+        self._clock.tick()
+        return self.record_now is None or self.record_now.reached
+
+    def synchronize(self) -> None:
+        end_s = time.monotonic() + _LIMIT_S
+        while not self.done:
+            if time.monotonic() > end_s:
+                raise RuntimeError("the fake event never comes")

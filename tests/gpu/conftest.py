@@ -1,0 +1,50 @@
+"""Tests on a real GPU: skipped where CuPy or a device is missing. `make test-gpu` runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).parent
+
+
+def _why_not() -> str:
+    """Return why no test here can run, or nothing."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"needs CuPy: {error}"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"needs a GPU: {error}"
+    return "" if count else "needs a GPU"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    own = [item for item in items if _HERE in item.path.parents]
+    if not own:
+        return
+    why_not = _why_not()
+    for item in own:
+        item.add_marker(pytest.mark.gpu)
+        item.add_marker(pytest.mark.mpi)
+        if why_not:
+            item.add_marker(pytest.mark.skip(reason=why_not))
+
+
+@pytest.fixture
+def communicator(comm):
+    """The ranks, each with a GPU current: its own where there are enough, else a shared one."""
+    import cupy
+
+    from mpimesh.transport import Engine
+    from mpimesh.transport.mpi import MPICommunicator
+
+    communicator = MPICommunicator.duplicate(comm)
+    communicator.engine = Engine()
+    with cupy.cuda.Device(comm.rank % cupy.cuda.runtime.getDeviceCount()):
+        yield communicator
+        communicator.free()

@@ -1,0 +1,160 @@
+"""Every way to move device memory, on a real GPU: 1, 2 or 4 ranks may share one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpimesh.errors import GroupError
+from mpimesh.transport.cuda_ipc import CudaIpc
+from mpimesh.transport.device_side import DeviceSide, device_side
+from mpimesh.transport.nccl import Nccl
+from mpimesh.transport.proof import proof_steps
+from mpimesh.transport.staged import Staged
+from tests.devices.operations import (
+    check_all,
+    check_all_reduce,
+    check_broadcast,
+    device,
+    finish,
+    host,
+    nonsense,
+    numbers,
+    same,
+)
+
+DTYPES = ("f4", "f8", "i8", "c16", "u1")
+SIZES = (0, 1, 1001)
+LARGE = 300_001
+
+
+def value(communicator, steps):
+    request = communicator.engine.stage("find", steps)
+    finish(communicator, request)
+    return request.value
+
+
+def test_staged(communicator):
+    mover = Staged(communicator, communicator.engine, "test", stage_bytes=1 << 16)
+    check_all(mover, communicator, dtypes=DTYPES, sizes=SIZES)
+    check_all_reduce(mover, communicator, LARGE, "f4")
+    check_broadcast(mover, communicator, LARGE, "f2")
+
+
+def test_cuda_ipc(communicator):
+    mover, why = value(communicator, CudaIpc.find(communicator, communicator.engine, "test"))
+    if mover is None:
+        pytest.skip(why)
+    check_all(mover, communicator, dtypes=DTYPES, sizes=SIZES)
+    check_all_reduce(mover, communicator, LARGE, "f4")
+    check_broadcast(mover, communicator, LARGE, "f2")
+    mover.free()
+
+
+def test_cuda_ipc_from_the_asynchronous_pool(communicator):
+    import cupy
+
+    mover, why = value(communicator, CudaIpc.find(communicator, communicator.engine, "test"))
+    if mover is None:
+        pytest.skip(why)
+    before = cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
+    try:
+        check_all(mover, communicator, dtypes=("f4",), sizes=(1001,))
+        check_all_reduce(mover, communicator, LARGE, "f4")
+    finally:
+        cupy.cuda.set_allocator(before)
+    mover.free()
+
+
+def test_nccl(communicator):
+    mover, why = value(communicator, Nccl.find(communicator, communicator.engine, "test"))
+    if mover is None:
+        assert communicator.size > 1 or "CuPy finds no NCCL" in why
+        pytest.skip(why)
+    check_all(mover, communicator, dtypes=DTYPES, sizes=SIZES)
+    check_all_reduce(mover, communicator, LARGE, "f4")
+    mover.free()
+
+
+def test_cuda_aware_mpi(communicator):
+    from mpimesh.transport.mpi_cuda import MPICuda
+
+    answers = value(communicator, proof_steps(communicator))
+    mover = MPICuda(communicator, communicator.engine, "test")
+    no = [f"{operation}: {answer}" for operation, answer in answers.items() if not answer.usable]
+    if no:
+        pytest.skip("; ".join(no))
+    check_all(mover, communicator, dtypes=DTYPES, sizes=SIZES)
+    check_all_reduce(mover, communicator, LARGE, "f4")
+
+
+def test_the_choice(communicator):
+    side = device_side(communicator)
+    for size in (100, LARGE):
+        x = device(numbers(communicator.rank, size, "f4"))
+        finish(communicator, side.all_reduce(None, x, "sum"))
+        same(x, np.sum([numbers(r, size, "f4") for r in range(communicator.size)], 0))
+    assert {route.memory for route in side.routes()} == {"device"}
+    if communicator.rank == 0:
+        for route in side.routes():
+            print(route)
+
+
+@pytest.mark.parametrize("prefer", ["staged", "cuda_ipc"])
+def test_messages(communicator, prefer):
+    side = DeviceSide(communicator, prefer=prefer)
+    n, me = communicator.size, communicator.rank
+    if n > 1:
+        after, before = (me + 1) % n, (me - 1) % n
+        for size in (1, LARGE):
+            room = nonsense(size, "f4")
+            receive = side.irecv(room, before, 3)
+            send = side.isend(device(numbers(me, size, "f4")) + 0, after, 3)
+            finish(communicator, receive, send)
+            same(room, numbers(before, size, "f4"))
+    side.free()
+
+
+def test_a_way_that_cannot_is_refused(communicator):
+    import cupy
+
+    if communicator.size <= cupy.cuda.runtime.getDeviceCount():
+        pytest.skip("needs ranks that share a GPU")
+    side = DeviceSide(communicator, prefer="nccl")
+    with pytest.raises(GroupError, match="share one GPU, which NCCL refuses"):
+        finish(communicator, side.broadcast(nonsense(3, "f4"), 0))
+    side.free()
+
+
+def test_sums_are_the_same_to_the_last_bit(communicator):
+    side = device_side(communicator)
+    for size in (1000, LARGE):
+        values = np.random.default_rng(communicator.rank).standard_normal(size)
+        x = device(values.astype("f4"))
+        finish(communicator, side.all_reduce(None, x, "sum"))
+        mine = np.frombuffer(host(x).tobytes(), np.uint8).astype(np.int64)
+        least, most = mine.copy(), mine.copy()
+        finish(communicator, communicator.all_reduce(None, least, "min"))
+        finish(communicator, communicator.all_reduce(None, most, "max"))
+        assert (least == most).all()
+
+
+def test_a_mesh(comm):
+    """What a user sees: arrays of CuPy go in and come out."""
+    import cupy
+
+    import mpimesh as mm
+
+    with mm.DeviceMesh("dp=-1", comm) as mesh:
+        group = mesh.group("dp")
+        x = cupy.full((3, 5), comm.rank + 1, cupy.float32)
+        total = group.all_reduce(x).resolve()
+        assert isinstance(total, cupy.ndarray)
+        same(total, np.full((3, 5), sum(range(1, comm.size + 1)), np.float32))
+        whole = group.all_gather(x).resolve()
+        assert whole.shape == (3 * comm.size, 5)
+        same(
+            group.shift(x, 1, wrap=True).resolve(),
+            np.full((3, 5), (comm.rank - 1) % comm.size + 1, "f4"),
+        )

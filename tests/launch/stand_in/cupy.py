@@ -1,0 +1,75 @@
+"""A stand-in for CuPy in child processes, so that MPI's answer to device pointers can be chosen.
+
+STAND_IN says where its "device memory" is: "host" memory, so that MPI is right to take it,
+"nowhere", so that whoever reads it crashes, or "elsewhere", so that what was written is not found
+again; "absent" has no device, and "stuck" never comes to an end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+KIND = os.environ["STAND_IN"]
+__version__ = "0"
+_FIRST_PAGE = itertools.cycle(range(1, 60))
+
+
+class Array:
+    def __init__(self, on_host: np.ndarray) -> None:
+        self.on_host = on_host
+
+    def __getitem__(self, place: Any) -> Array:
+        return Array(self.on_host[place])
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        address = self.on_host.__array_interface__["data"][0]
+        if KIND == "nowhere":
+            address = 64 * next(_FIRST_PAGE)
+        return {
+            "shape": self.on_host.shape,
+            "typestr": self.on_host.dtype.str,
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def asarray(values: Any) -> Array:
+    return Array(np.array(values))
+
+
+def asnumpy(array: Array) -> np.ndarray:
+    return array.on_host + 1 if KIND == "elsewhere" else array.on_host.copy()
+
+
+class _Device:
+    def __init__(self, _number: int) -> None:
+        pass
+
+    def use(self) -> None:
+        if KIND == "absent":
+            raise RuntimeError("no CUDA-capable device is detected")
+
+
+def _synchronize() -> None:
+    if KIND == "stuck":
+        time.sleep(600)
+
+
+cuda = SimpleNamespace(
+    Device=_Device,
+    get_current_stream=lambda: SimpleNamespace(synchronize=_synchronize),
+    runtime=SimpleNamespace(
+        getDeviceCount=lambda: 1,
+        getDeviceProperties=lambda _number: {"name": b"a stand-in"},
+        runtimeGetVersion=lambda: 12080,
+        driverGetVersion=lambda: 13000,
+    ),
+)

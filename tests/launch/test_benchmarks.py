@@ -1,0 +1,88 @@
+"""The benchmarks run, each suite, and give a figure for each way; how good it is they tell."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WAYS = ("ordinary arrays", "shared arrays")
+
+
+def run(*arguments):
+    command = [sys.executable, "benchmarks/run.py", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+
+
+def measure(*suites):
+    """What tiny suites print: by the first line of a table, what was measured and its numbers."""
+    result = run("--tiny", "--python", sys.executable, *suites)
+    assert result.returncode == 0, result.stdout + result.stderr
+    parts = result.stdout.split("\n\n")
+    tables = {}
+    for title, table in pairwise(parts):
+        if table.startswith("| what"):
+            lines = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+            name = title.strip().splitlines()[-1].split(",")[0]
+            tables[name] = {what: list(map(number, numbers)) for what, *numbers in lines}
+    assert sorted(tables) == sorted(suites), result.stdout
+    for table in tables.values():
+        for us, ratio, over_us, *limit in table.values():
+            assert min(us, ratio, *limit) > 0
+            assert math.isfinite(over_us)
+    return tables
+
+
+def number(cell):
+    return float(cell.replace(",", ""))
+
+
+def test_all_suites_on_the_host():
+    tables = measure("startup", "all_reduce", "shared", "buckets", "pipeline")
+    assert len(tables["all_reduce"]) == 3 * 3  # 3 sizes of at most 64 KiB
+    # 4 sizes of all-reduce, 1 of each of the others; 3 ways each, the copy is no row.
+    assert len(tables["shared"]) == (4 + 4) * 3
+    names = ["reduce-scatter", "all-gather", "broadcast", "all-to-all"]
+    whats = [f"{name}, 64 KiB" for name in names]
+    whats += [f"all-reduce, {size}" for size in ("8 B", "1 KiB", "8 KiB", "64 KiB")]
+    assert {f"{what}: {way}" for what, way in product(whats, WAYS)} < set(tables["shared"])
+    assert {len(numbers) for numbers in tables["shared"].values()} == {5}  # two of them the limit's
+    assert "500 gradients of 4 KiB: GradientBuckets" in tables["buckets"]
+    assert len(tables["startup"]) == 2
+    # As long as the schedule says, at least; and per action where no stage sleeps.
+    for what, (us, ratio, *_) in tables["pipeline"].items():
+        assert (ratio > 1 and us > 1000) or "simulated" in what or "actions" in what, what
+    assert len(tables["pipeline"]) == 2 * 3 + 1
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_gloo():
+    (table,) = measure("gloo").values()
+    whats = ("all-reduce, 8 B", "all-reduce, 64 KiB")
+    expected = {f"{what}: {way}" for what, way in product(whats, ("gloo", *WAYS))}
+    expected |= {
+        f"500 gradients of 4 KiB: {way}" for way in ("gloo, one by one", "GradientBuckets")
+    }
+    assert expected < set(table)
+
+
+@pytest.mark.skipif(find_spec("torch") is not None, reason="torch is here")
+def test_without_torch_it_says_how_to_get_it(monkeypatch):
+    monkeypatch.delenv("TORCH_PYTHON", raising=False)
+    result = run("--tiny", "gloo")
+    assert result.returncode == 0, result.stderr
+    assert "pip install torch==" in result.stdout
+
+
+def test_the_command_knows_its_suites():
+    result = run("shred")
+    assert result.returncode == 2
+    assert "no suite is called 'shred'; there are startup, all_reduce, shared" in result.stderr

@@ -1,0 +1,84 @@
+"""Every way out of one rank ends the job: within seconds, with a code, with a reason."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+
+import pytest
+
+from mpimesh.testing import LaunchResult
+from tests.launch.failure_programs import WAITS, program
+
+PROMISED_S = 5.0
+LIMIT_S = 40.0
+
+
+# Each wait, and two of them with the mesh as a context manager, which sees the exception first.
+CASES = pytest.mark.parametrize(
+    ("wait", "within"),
+    [*((wait, False) for wait in WAITS), ("all_reduce", True), ("raw_mpi", True)],
+)
+
+
+def failed(result: LaunchResult, *, code: int | None = None) -> None:
+    """Check that the job has failed, and in time after rank 1 has gone its way."""
+    ended_s = time.time()
+    assert not result.timed_out, str(result)
+    assert result.returncode not in (0, None), str(result)
+    gone = re.search(r"rank 1 goes at ([0-9.]+)", result.stdout)
+    assert gone is not None, str(result)
+    gone_s = float(gone[1])
+    assert ended_s - gone_s < PROMISED_S, f"{ended_s - gone_s:.2f} s\n{result}"
+    if code is not None:
+        assert result.returncode == code, str(result)
+
+
+@CASES
+def test_exception(launch, wait, within):
+    text = program("raise ValueError('the cause')", wait, within=within)
+    result = launch(3, text, timeout_s=LIMIT_S)
+    failed(result, code=1)
+    assert "[rank 1] Traceback (most recent call last):" in result.stderr, str(result)
+    assert "[rank 1] ValueError: the cause" in result.stderr
+    assert "PeerLostError" not in result.stderr
+
+
+@CASES
+@pytest.mark.parametrize("way", ["sys.exit(3)", "raise SystemExit(3)"])
+def test_exit_with_a_code(launch, way, wait, within):
+    result = launch(3, program(way, wait, within=within), timeout_s=LIMIT_S)
+    failed(result, code=3)
+    assert "rank 1" in result.stderr, str(result)
+    assert "SystemExit: 3" in result.stderr or "with exit code 3" in result.stderr, str(result)
+
+
+@pytest.mark.parametrize("wait", ["all_reduce", "recv", "close", "new_mesh"])
+def test_end_in_peace_while_others_wait_for_it(launch, wait):
+    result = launch(3, program("pass", wait), timeout_s=LIMIT_S)
+    failed(result, code=1)
+    assert "PeerLostError: this rank waits in" in result.stderr, str(result)
+    assert "rank 1 of the job has ended its program" in result.stderr
+
+
+@pytest.mark.parametrize("wait", ["all_reduce", "raw_mpi", "compute"])
+def test_exception_in_a_thread(launch, wait):
+    way = "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); time.sleep(100)"
+    result = launch(3, program(way, wait), timeout_s=LIMIT_S)
+    failed(result, code=1)
+    assert "[rank 1] ZeroDivisionError: division by zero" in result.stderr, str(result)
+
+
+@pytest.mark.parametrize("wait", ["all_reduce", "raw_mpi", "compute"])
+def test_kill(launch, wait):
+    way = "os.kill(os.getpid(), signal.SIGKILL)"
+    failed(launch(3, program(way, wait), timeout_s=LIMIT_S))
+
+
+@pytest.mark.parametrize("wait", ["all_reduce", "raw_mpi"])
+def test_interrupt(launch, wait):
+    way = "os.kill(os.getpid(), signal.SIGINT); time.sleep(100)"
+    result = launch(3, program(way, wait), timeout_s=LIMIT_S)
+    failed(result, code=128 + signal.SIGINT)
+    assert "[rank 1] KeyboardInterrupt" in result.stderr, str(result)

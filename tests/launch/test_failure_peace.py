@@ -1,0 +1,164 @@
+"""Ends that are no failure stay what they are: no delay, no output, the program's own exit code."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mpimesh.testing import LaunchResult
+from tests.launch.failure_programs import PRELUDE, program
+
+LIMIT_S = 40.0
+
+
+def quiet(result: LaunchResult, *, code: int = 0) -> None:
+    assert not result.timed_out, str(result)
+    assert result.returncode == code, str(result)
+    assert "[rank" not in result.stderr, str(result)
+    assert "Traceback" not in result.stderr, str(result)
+    assert "bort" not in result.stderr, str(result)
+
+
+MESHES = """
+for _ in range(3):
+    with mm.DeviceMesh("dp=-1") as mesh:
+        mesh.group().all_reduce(np.ones(3)).resolve()
+first, second = mm.DeviceMesh("dp=-1"), mm.DeviceMesh({"a": -1, "b": 1})
+second.group().barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        ("", 0),
+        ("sys.exit()", 0),
+        ("sys.exit(0)", 0),
+        ("raise SystemExit(0)", 0),
+        ("sys.exit(3)", 3),
+        ("raise SystemExit(3)", 3),
+        ("second.close(); sys.exit(3)", 3),
+    ],
+)
+def test_all_ranks_end_alike(launch, last, code):
+    quiet(launch(3, PRELUDE + MESHES + last, timeout_s=LIMIT_S), code=code)
+
+
+def test_the_hooks_cost_no_time_at_the_end(launch):
+    """Measured from the last statement to the exit of each process, against MPI alone."""
+    end = "import atexit; MPI.COMM_WORLD.Barrier(); start_s = time.time()\n"
+    # Registered first, so called last: after the hooks, just before MPI is finalized.
+    early = "import atexit; atexit.register(lambda: print(f'took {time.time() - start_s};'))\n"
+    result = launch(3, PRELUDE + early + MESHES + end, timeout_s=LIMIT_S)
+    quiet(result)
+    # The ranks' lines may run into each other.
+    took = [float(number) for number in re.findall(r"took ([^;]+);", result.stdout)]
+    assert len(took) == 3
+    assert max(took) < 1.0
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["open", "within"])
+def test_a_caught_exit_is_no_exit(launch, within):
+    text = """
+    saved = []
+    def main():
+        try:
+            sys.exit(3)
+        except SystemExit as error:
+            saved.append(error)
+        try:
+            raise SystemExit(4)
+        except SystemExit:
+            pass
+    main()
+    """
+    body = MESHES + "\n".join(line[4:] for line in text.splitlines())
+    if within:
+        body += "\nwith mm.DeviceMesh('dp=-1') as mesh:\n    main()\n"
+    quiet(launch(2, PRELUDE + body, timeout_s=LIMIT_S))
+
+
+def test_a_rank_may_leave_while_others_compute(launch):
+    text = program("pass", "time.sleep(2); print('done', flush=True)")
+    result = launch(3, text, timeout_s=LIMIT_S)
+    quiet(result)
+    assert result.stdout.count("done") == 2
+    assert result.seconds > 2
+
+
+def test_a_rank_that_waits_long_at_its_end_says_so_once(launch):
+    text = program("pass", "time.sleep(2)")
+    result = launch(3, text, env={"MPIMESH_EXIT_WARN_S": "0.5"}, timeout_s=LIMIT_S)
+    assert result.returncode == 0, str(result)
+    notices = [line for line in result.stderr.splitlines() if "mpimesh" in line]
+    assert notices == ["[rank 1] mpimesh: ended 0.5 s ago and waits for ranks that have not"]
+
+
+def test_a_rank_may_leave_when_it_has_done_its_part(launch):
+    """Rank 1 gives its share of a reduction and leaves; rank 0 waits on for the slow rank 2."""
+    share = "mesh.group().reduce(np.full(2, 1.0 + RANK), root=0).resolve()"
+    slow = f"""
+    if RANK == 2: time.sleep(2)
+    total = {share}
+    if RANK == 0: print(total, flush=True)
+    """
+    result = launch(3, program(share, slow), timeout_s=LIMIT_S, env={"MPIMESH_CHECKS": "0"})
+    quiet(result)
+    assert "[6. 6.]" in result.stdout
+
+
+def test_a_message_of_a_rank_that_left_still_comes(launch):
+    send = "mesh.group().send(np.arange(3.0), 0).resolve()"
+    receive = """
+    time.sleep(1)
+    if RANK == 0: print(mesh.group().recv(1).resolve(), flush=True)
+    if RANK == 2: mesh.group().send(np.arange(2.0), 0, tag=7).resolve()
+    if RANK == 0: print(mesh.group().recv(2, tag=7).resolve(), flush=True)
+    """
+    result = launch(3, program(send, receive), timeout_s=LIMIT_S)
+    quiet(result)
+    assert "[0. 1. 2.]" in result.stdout
+
+
+def test_a_forked_child_has_no_part_in_it(launch):
+    text = """
+    child = os.fork()
+    if child == 0:
+        try:
+            raise ValueError("the child's own")
+        except ValueError:
+            sys.excepthook(*sys.exc_info())
+            os._exit(7)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(f"child {code}", flush=True)
+    """
+    body = "\n".join(line[4:] for line in text.splitlines())
+    result = launch(2, PRELUDE + MESHES + body, timeout_s=LIMIT_S)
+    assert result.returncode == 0, str(result)
+    assert result.stdout.count("child 7") == 2
+    assert "[rank" not in result.stderr
+
+
+@pytest.mark.parametrize("code", [0, 85])
+def test_exit_all(launch, code):
+    text = f"""
+    import atexit
+    from mpimesh.runtime import exit_all
+    atexit.register(lambda: print(f"exit function {{RANK}}", flush=True))
+    if RANK == 1: time.sleep(0.5)
+    sys.stdout.write("written out\\n")
+    exit_all({code})
+    print("not reached")
+    """
+    body = "\n".join(line[4:] for line in text.splitlines())
+    result = launch(3, PRELUDE + MESHES + body, timeout_s=LIMIT_S)
+    quiet(result, code=code)
+    assert result.stdout.count("written out") == 3
+    assert result.stdout.count("exit function") == 3
+    assert "not reached" not in result.stdout
+
+
+def test_exit_all_needs_no_mesh_nor_mpi(launch):
+    text = "from mpimesh.runtime import exit_all; exit_all(85)"
+    assert launch(1, ["-c", text], launcher=["env"]).returncode == 85

@@ -1,0 +1,176 @@
+"""CUDA-aware MPI is tried in child processes: what ends there is an answer here.
+
+The children run the MPI at hand; a stand-in for CuPy decides what "device memory" is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from mpimesh.testing.launch import mpiexec_environment
+from mpimesh.transport.answer import OPERATIONS, Answer
+from mpimesh.transport.proof_launch import prove
+
+STAND_IN = Path(__file__).with_name("stand_in")
+
+
+def answers(kind, operations=OPERATIONS, **options) -> dict[str, Answer]:
+    environment = {
+        **os.environ,
+        **mpiexec_environment(),
+        "PYTHONPATH": str(STAND_IN),
+        "STAND_IN": kind,
+    }
+    trials = prove(operations, environment=environment, **options)
+    folders: list[Path] = []
+    while True:
+        try:
+            child = next(trials)
+        except StopIteration as stop:
+            assert not any(folder.exists() for folder in folders), "a child left its folder"
+            told: dict[str, Answer] = stop.value
+            return told
+        folders.append(child.folder)
+        while not child.test():
+            time.sleep(0.01)
+
+
+def test_memory_that_mpi_can_read_is_moved_right_by_every_operation():
+    found = answers("host")
+    assert [*found] == [*OPERATIONS]
+    right = "two ranks under mpiexec moved 8 B, 32 KiB and 4 MiB right"
+    assert {*found.values()} == {Answer(True, right)}
+
+
+def test_memory_that_it_cannot_read_kills_the_child_alone():
+    found = answers("nowhere")
+    assert [*found] == [*OPERATIONS]
+    for answer in found.values():
+        assert not answer.usable
+        assert answer.lasting
+        assert "killed by signal 11 (SIGSEGV); two ranks under mpiexec" in answer.reason
+
+
+def test_without_mpiexec_one_process_talks_to_itself():
+    found = answers("host", ["messages", "all_to_all"], mpiexec=None)
+    assert {answer.usable for answer in found.values()} == {True}
+    assert "one process to itself" in found["messages"].reason
+    found = answers("nowhere", ["messages"], mpiexec=None)
+    assert "killed by signal 11 (SIGSEGV); one process to itself" in found["messages"].reason
+
+
+def test_wrong_data_is_a_no_for_its_operation_and_the_rest_is_tried():
+    found = answers("elsewhere", ["broadcast", "gather"])
+    for operation, answer in found.items():
+        assert answer.reason.startswith(f"wrong data in {operation} of 8 bytes; wrong data in")
+
+
+def test_a_hang_ends_at_its_limit_with_all_its_processes():
+    start_s = time.monotonic()
+    found = answers("stuck", ["gather", "scatter"], limit_s=3)
+    assert time.monotonic() - start_s < 15
+    for answer in found.values():
+        assert answer.reason.startswith("the child process did not end within 3 s")
+        assert not answer.lasting
+
+
+def test_without_a_device_nothing_is_tried():
+    found = answers("absent")
+    assert len({*found.values()}) == 1
+    assert found["messages"].reason == "RuntimeError: no CUDA-capable device is detected"
+    assert not found["messages"].lasting
+
+
+def test_a_launcher_of_another_mpi_is_not_trusted(tmp_path):
+    """It starts two processes, each a world of its own."""
+    other = tmp_path / "mpiexec"
+    other.write_text('#!/bin/sh\nshift 2\n"$@"\n"$@"\n')
+    other.chmod(0o755)
+    found = answers("host", ["messages"], mpiexec=str(other))
+    assert found["messages"].usable
+    assert "under mpiexec, MPI did not start two ranks" in found["messages"].reason
+
+
+PROGRAM = """
+import json
+from mpi4py import MPI
+from mpimesh.transport.mpi import MPICommunicator
+from mpimesh.transport.proof import cuda_aware, ensure_proofs
+
+before = cuda_aware("messages")
+communicator = MPICommunicator.duplicate(MPI.COMM_WORLD)
+ensure_proofs(communicator, ["messages", "gather"])
+facts = [before, cuda_aware("messages"), cuda_aware("gather"), cuda_aware("all_reduce")]
+every = MPI.COMM_WORLD.gather(facts)
+communicator.free()
+if MPI.COMM_WORLD.rank == 0:
+    print(json.dumps(every))
+"""
+
+
+def test_ranks_share_one_proof_and_the_next_job_its_answer(launch, tmp_path):
+    """Inside a job, whose variables the children must not see."""
+    cache = tmp_path / "cache"
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(STAND_IN), str(Path(__file__).parents[2])]),
+        "STAND_IN": "nowhere",
+        "XDG_CACHE_HOME": str(cache),
+    }
+    first = launch(3, PROGRAM, env=env)
+    assert first.returncode == 0, str(first)
+    told = json.loads(first.stdout)
+    assert told[0] == told[1] == told[2]
+    before, messages, gather, other = told[0]
+    assert before == other == [False, "not tried yet in this process"]
+    assert "signal 11" in messages[1]
+    assert "signal 11" in gather[1]
+    (kept,) = (cache / "mpimesh").iterdir()
+
+    # Were it tried again, the answer would be yes.
+    second = launch(2, PROGRAM, env=env | {"STAND_IN": "host"})
+    assert json.loads(second.stdout)[0] == told[0], str(second)
+
+    kept.write_text('{"answers": ')
+    third = launch(2, PROGRAM, env=env | {"STAND_IN": "host"})
+    assert json.loads(third.stdout)[1][1][0] is True, str(third)
+    assert json.loads(kept.read_text())["answers"]["messages"]["usable"] is True
+
+
+@pytest.mark.parametrize("setting", ["yes", "no"])
+def test_the_setting_is_believed_and_nothing_is_tried(setting, launch, tmp_path):
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "MPIMESH_CUDA_AWARE": setting}
+    result = launch(2, PROGRAM, env=env)
+    assert json.loads(result.stdout)[1] == [[setting == "yes", f"MPIMESH_CUDA_AWARE={setting}"]] * 4
+    assert not (tmp_path / "cache").exists()
+
+
+TWICE = """
+import os, sys
+from mpi4py import MPI
+from mpimesh.transport.mpi import MPICommunicator
+from mpimesh.transport.proof import ensure_proofs, proof_notes
+
+communicator = MPICommunicator.duplicate(MPI.COMM_WORLD)
+first = ensure_proofs(communicator, ["messages"])
+os.environ["STAND_IN"] = "nowhere"  # a second trial would crash
+second = ensure_proofs(communicator, ["messages"])
+fresh = ensure_proofs(communicator, ["messages"], fresh=True)
+communicator.free()
+print(first == second, first["messages"].usable, fresh["messages"].usable, len(proof_notes()))
+"""
+
+
+def test_where_no_cache_can_be_kept_a_process_still_tries_once(launch, tmp_path):
+    (tmp_path / "file").write_text("")
+    env = {
+        "PYTHONPATH": os.pathsep.join([str(STAND_IN), str(Path(__file__).parents[2])]),
+        "STAND_IN": "host",
+        "XDG_CACHE_HOME": str(tmp_path / "file"),
+    }
+    result = launch(1, TWICE, env=env)
+    assert result.stdout == "True True False 3\n", str(result)

@@ -1,0 +1,90 @@
+"""Finite differences, the oracle for every backward, and the layers under test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpimesh import nn
+
+STEP = 1e-5
+
+
+def central_difference(value: Callable[[], float], array: np.ndarray) -> np.ndarray:
+    """Return d(value)/d(array), element by element; `array` is changed and put back."""
+    gradient = np.zeros_like(array)
+    for place in np.ndindex(array.shape):
+        kept = array[place]
+        array[place] = kept + STEP
+        above = value()
+        array[place] = kept - STEP
+        below = value()
+        array[place] = kept
+        gradient[place] = (above - below) / (2 * STEP)
+    return gradient
+
+
+@dataclass
+class Case:
+    """A layer and how to make inputs for it."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    integers_below: int = 0
+    context: dict[str, int] = field(default_factory=dict)
+
+    def layer(self, dtype="float64") -> nn.Module:
+        layer = self.make()
+        layer.materialize(seed=3, dtype=dtype)
+        # Away from the special points 0 and 1 at which some parameters start.
+        rng = np.random.default_rng(5)
+        for parameter in layer.parameters():
+            parameter.data[...] += rng.normal(scale=0.1, size=parameter.shape)
+        return layer
+
+    def x(self, rows: int, dtype="float64", seed=7) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        shape = (rows, *self.shape)
+        if self.integers_below:
+            return rng.integers(0, self.integers_below, shape)
+        # At least 0.1 from the corner of ReLU.
+        x = rng.uniform(0.1, 1.5, shape) * rng.choice([-1.0, 1.0], shape)
+        y: np.ndarray = x.astype(dtype)
+        return y
+
+
+CASES = {
+    "linear": Case(lambda: nn.Linear(3, 4), (3,)),
+    "linear without bias": Case(lambda: nn.Linear(3, 2, bias=False), (3,)),
+    "linear on more axes": Case(lambda: nn.Linear(3, 4), (2, 2, 3)),
+    "relu": Case(nn.ReLU, (5,)),
+    "gelu": Case(nn.GELU, (5,)),
+    "gelu by tanh": Case(lambda: nn.GELU(approximate="tanh"), (5,)),
+    "layernorm": Case(lambda: nn.LayerNorm(5), (5,)),
+    "layernorm on more axes": Case(lambda: nn.LayerNorm(4), (2, 4)),
+    "embedding": Case(lambda: nn.Embedding(6, 3), (), integers_below=6),
+    "embedding on more axes": Case(lambda: nn.Embedding(3, 2), (2, 3), integers_below=3),
+    "dropout": Case(lambda: nn.Dropout(0.4), (3, 3), context={"step": 2, "first_row": 5}),
+    "sequential": Case(
+        lambda: nn.Sequential(
+            nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Dropout(0.3), nn.Linear(4, 2)
+        ),
+        (3,),
+    ),
+    "sequential of embedding": Case(
+        lambda: nn.Sequential(nn.Embedding(5, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))),
+        (2,),
+        integers_below=5,
+    ),
+    "empty sequential": Case(nn.Sequential, (2,)),
+}
+
+
+def gradients(layer: nn.Module) -> dict[str, Any]:
+    return {
+        name: None if parameter.grad is None else parameter.grad.copy()
+        for name, parameter in layer.named_parameters()
+    }

@@ -1,0 +1,39 @@
+"""The examples of docstrings show what really comes out."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh import nn, schedule
+
+
+def run_examples(thing: Any) -> tuple[int, int, str]:
+    """Run the examples of one docstring; return how many there are and failed, and the report."""
+    # Names as a reader has them after `import mpimesh as mm`, and those of the class's own room.
+    names = {"mm": mm, "np": np, "nn": nn, **vars(schedule), "PipelineStage": mm.PipelineStage}
+    parsed = doctest.DocTestParser().get_doctest(thing.__doc__, names, thing.__name__, None, None)
+    report: list[str] = []
+    runner = doctest.DocTestRunner(verbose=False)
+    failed, tried = runner.run(parsed, out=report.append)
+    return tried, failed, "".join(report)
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        mm.DeviceMesh.shared_empty,
+        mm.ProcessGroup.empty_once,
+        mm.PipelineStage,
+        schedule.Schedule,
+    ],
+    ids=lambda thing: thing.__qualname__,
+)
+def test_the_examples_run_on_one_rank(thing):
+    ((tried, failed, report),) = mm.run_virtual(1, run_examples, thing)
+    assert tried
+    assert not failed, report

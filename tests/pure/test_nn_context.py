@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpimesh.errors import ModuleError, ModuleStateError
+from mpimesh.nn import Context
+
+
+class Layer:
+    def __repr__(self):
+        return "Layer()"
+
+
+@given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_saved_comes_back_last_first_and_deferred_first_first(counts):
+    ctx = Context()
+    layers = [Layer() for _ in counts]
+    for layer, count in zip(layers, counts, strict=True):
+        for i in range(count):
+            ctx.save(layer, i)
+            ctx.defer(layer, i, "deferred")
+    assert not ctx.is_empty
+    for layer, count in zip(layers, counts, strict=True):
+        assert ctx.peek(layer) == (count - 1,)
+        assert [ctx.take(layer) for _ in range(count)] == [(i,) for i in reversed(range(count))]
+        assert [ctx.take_deferred(layer)[0] for _ in range(count)] == list(range(count))
+    assert ctx.is_empty
+
+
+def test_each_misuse_has_its_text():
+    ctx, layer = Context(step=2, first_row=8), Layer()
+    with pytest.raises(
+        ModuleStateError, match=r"Layer\(\): .*did not run with Context\(step=2, fi"
+    ):
+        ctx.take(layer)
+    ctx.save(layer)
+    assert ctx.take(layer) == ()
+    with pytest.raises(ModuleStateError, match=r"Layer\(\): backward already ran"):
+        ctx.take(layer)
+    with pytest.raises(ModuleStateError, match=r"Layer\(\): backward_weight needs"):
+        ctx.take_deferred(layer)
+
+
+def test_a_context_keeps_its_layers_apart_by_identity():
+    """A layer that is gone must not leave its record to one that got its address."""
+    ctx = Context()
+    layer = Layer()
+    ctx.save(layer, 1)
+    reference = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert reference() is not None
+    ctx.clear()
+    gc.collect()
+    assert reference() is None
+
+
+def test_drop_and_clear_empty_it():
+    ctx, kept, dropped = Context(), Layer(), Layer()
+    for layer in (kept, dropped):
+        ctx.save(layer, 1)
+        ctx.defer(layer, 2)
+    ctx.drop(dropped)
+    assert ctx.peek(kept) == (1,)
+    with pytest.raises(ModuleStateError):
+        ctx.peek(dropped)
+    ctx.clear()
+    assert ctx.is_empty
+
+
+@pytest.mark.parametrize("numbers", [{"step": -1}, {"first_row": -1}], ids=repr)
+def test_negative_numbers_are_refused(numbers):
+    with pytest.raises(ModuleError, match="step and first_row must not be negative"):
+        Context(**numbers)
+
+
+def test_text():
+    assert repr(Context()) == "Context(step=0, first_row=0)"
+    assert repr(Context(training=False)) == "Context(step=0, first_row=0, training=False)"

@@ -1,0 +1,345 @@
+"""Gradient buckets on virtual ranks, against plain sums over what each rank added."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpimesh as mm
+from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, ReduceOpError
+from mpimesh.nn import Constant, Parameter
+from mpimesh.parallel import GradientBuckets
+
+
+def make_parameters(shapes, dtype="float64"):
+    parameters = [Parameter(f"p{i}", shape, Constant(0.5)) for i, shape in enumerate(shapes)]
+    for place, parameter in enumerate(parameters):
+        parameter.materialize(seed=0, dtype=dtype, index=place)
+    return parameters
+
+
+def value_of(rank, number, shape, round_=0):
+    """What `rank` adds to parameter `number`: integers, whose sums are exact."""
+    rng = np.random.default_rng([rank, number, round_])
+    return rng.integers(-50, 50, shape).astype(np.float64)
+
+
+def on_ranks(size, body, **options):
+    """Run `body(mesh)` on virtual ranks of a mesh ``dp=size``."""
+
+    def main():
+        with mm.DeviceMesh(f"dp={size}") as mesh:
+            return body(mesh)
+
+    return mm.run_virtual(size, main, **options)
+
+
+SHAPES = [(3, 4), (5,), (), (2, 2, 2), (7,), (0, 3)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+def test_gradients_are_the_sums_over_the_ranks(size, bucket_bytes):
+    def body(mesh):
+        parameters = make_parameters(SHAPES)
+        buckets = GradientBuckets(
+            parameters, mesh.group("dp"), mesh=mesh, bucket_bytes=bucket_bytes
+        )
+        for cycle in range(3):
+            buckets.begin()
+            # Any order will do, also one of each rank's own.
+            for number in np.random.default_rng([cycle, mesh.rank]).permutation(len(parameters)):
+                parameter = parameters[number]
+                parameter.accumulate(value_of(mesh.rank, number, parameter.shape, cycle))
+            buckets.synchronize()
+            for number, parameter in enumerate(parameters):
+                expected = sum(value_of(r, number, parameter.shape, cycle) for r in range(size))
+                assert np.array_equal(parameter.grad, expected)
+        return [len(bucket.parameters) for bucket in buckets.buckets]
+
+    sizes = on_ranks(size, body, rendezvous=True)
+    assert all(one == sizes[0] for one in sizes)
+    assert sum(sizes[0]) == (0 if size == 1 else len(SHAPES))
+
+
+def test_gradients_live_in_the_buckets_and_nowhere_else():
+    def body(mesh):
+        parameters = make_parameters([(4,), (3,)])
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh)
+        (bucket,) = buckets.buckets
+        before = [p.grad.__array_interface__["data"] for p in parameters]
+        buckets.begin()
+        for parameter in parameters:
+            parameter.accumulate(np.ones(parameter.shape))
+        buckets.synchronize()
+        assert bucket.nbytes == 7 * 8
+        assert [p.grad.__array_interface__["data"] for p in parameters] == before
+        assert all(np.shares_memory(p.grad, bucket.flat) for p in parameters)
+
+    on_ranks(2, body)
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+)
+@settings(max_examples=30)
+def test_uses_are_counted(uses, backwards, cycles, overlap):
+    """Parameters used several times in each backward, over several backwards and cycles."""
+
+    def body(mesh):
+        parameters = make_parameters([(2,)] * len(uses))
+        group = mesh.group("dp")
+        buckets = GradientBuckets(parameters, group, mesh=mesh, bucket_bytes=16, overlap=overlap)
+        calls = mesh.traffic().calls
+        for cycle in range(cycles):
+            started = calls.get("all_reduce", 0)
+            buckets.begin(backwards)
+            for _ in range(backwards):
+                for number in reversed(range(len(uses))):
+                    for _ in range(uses[number]):
+                        parameters[number].accumulate(np.full(2, mesh.rank + 1.0))
+            early = calls.get("all_reduce", 0) - started
+            assert early == (len(uses) if overlap and cycle else 0)
+            buckets.synchronize()
+            for number, parameter in enumerate(parameters):
+                assert np.all(parameter.grad == 3.0 * uses[number] * backwards)
+
+    on_ranks(2, body)
+
+
+def test_reductions_keep_their_order_whatever_comes_first():
+    def body(mesh):
+        parameters = make_parameters([(2,)] * 3)
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh, bucket_bytes=16)
+        calls = mesh.traffic().calls
+        for cycle in range(2):
+            started = calls.get("all_reduce", 0)
+            buckets.begin()
+            counts = []
+            for number in (0, 1, 2):  # the last bucket's gradient first
+                parameters[number].accumulate(np.ones(2))
+                counts.append(calls.get("all_reduce", 0) - started)
+            assert counts == ([0, 0, 3] if cycle else [0, 0, 0])
+            buckets.synchronize()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_several_steps_are_reduced_once(size):
+    def body(mesh):
+        parameters = make_parameters([(3,), (2,)])
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh)
+        for cycle in range(2):
+            before = mesh.traffic().calls.get("all_reduce", 0)
+            for step in range(3):
+                if step < 2:
+                    with buckets.no_sync():
+                        add(buckets, parameters, mesh, cycle * 3 + step)
+                        assert buckets.is_open
+                else:
+                    add(buckets, parameters, mesh, cycle * 3 + step)
+            after = mesh.traffic().calls.get("all_reduce", 0)
+            assert after - before == len(buckets.buckets)
+            for number, parameter in enumerate(parameters):
+                expected = sum(
+                    value_of(rank, number, parameter.shape, cycle * 3 + step)
+                    for rank in range(size)
+                    for step in range(3)
+                )
+                assert np.array_equal(parameter.grad, expected)
+
+    def add(buckets, parameters, mesh, round_):
+        buckets.begin()
+        for number, parameter in enumerate(parameters):
+            parameter.accumulate(value_of(mesh.rank, number, parameter.shape, round_))
+        buckets.synchronize()
+
+    on_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_untouched_parameter_takes_part_with_zeros(size):
+    def body(mesh):
+        parameters = make_parameters([(3,), (2,)])
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh)
+        for _ in range(2):
+            buckets.begin()
+            if mesh.rank == size - 1:
+                parameters[0].accumulate(np.ones(3))
+            expected = ["p1"] if mesh.rank == size - 1 else ["p0", "p1"]
+            assert buckets.untouched() == expected
+            buckets.synchronize()
+            assert np.all(parameters[0].grad == 1)
+            assert np.all(parameters[1].grad == 0)
+
+    on_ranks(size, body)
+
+
+def test_strict_names_parameter_and_ranks_everywhere():
+    def body(mesh):
+        parameters = make_parameters([(3,), (2,), (2,)])
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh)
+        buckets.begin()
+        parameters[2].accumulate(np.ones(2))
+        if mesh.rank:
+            parameters[1].accumulate(np.ones(2))
+        with pytest.raises(
+            MismatchError, match=r"some ranks of group 'dp'.*\n  p1: not on .* \[0\]"
+        ):
+            buckets.synchronize(strict=True)
+        buckets.begin()
+        for parameter in parameters:
+            parameter.accumulate(np.ones(parameter.shape))
+        buckets.synchronize(strict=True)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_dtypes_and_mean(dtype):
+    def body(mesh):
+        parameters = make_parameters([(3,)], dtype) + make_parameters([(2,)])
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh, op="mean")
+        assert [bucket.flat.dtype for bucket in buckets.buckets] == ["float64", dtype]
+        buckets.begin()
+        for parameter in parameters:
+            parameter.accumulate(np.full(parameter.shape, mesh.rank, parameter.dtype))
+        buckets.synchronize()
+        assert all(np.all(parameter.grad == 0.5) for parameter in parameters)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_wrong_use_is_refused(size):
+    def body(mesh):
+        group = mesh.group("dp")
+        parameters = make_parameters([(3,), (2,)])
+        with pytest.raises(ModuleError, match="'p0' is registered twice"):
+            GradientBuckets([*parameters, parameters[0]], group, mesh=mesh)
+        with pytest.raises(ModuleError, match="by sum or mean"):
+            GradientBuckets(parameters, group, mesh=mesh, op="max")
+        with pytest.raises(ReduceOpError):
+            GradientBuckets(parameters, group, mesh=mesh, op="median")
+        with pytest.raises(ModuleStateError, match="no memory"):
+            GradientBuckets([Parameter("late", (2,), Constant(0.0))], group, mesh=mesh)
+        with pytest.raises(ModuleError, match="1 names for 2"):
+            GradientBuckets(parameters, group, mesh=mesh, names=["a"])
+
+        buckets = GradientBuckets(parameters, group, mesh=mesh, names=["a", "b"])
+        with pytest.raises(ModuleError, match="'p1' is registered with other buckets"):
+            GradientBuckets(parameters[1:], group, mesh=mesh)
+        (stranger,) = make_parameters([(2,)])
+        with pytest.raises(ModuleError, match="not registered"):
+            buckets.submit(stranger)
+        with pytest.raises(ModuleStateError, match="'a' after the sums"):
+            parameters[0].accumulate(np.ones(3))
+        buckets.zero_grad()
+        parameters[0].accumulate(np.ones(3))
+        buckets.synchronize()
+        assert np.all(parameters[0].grad == size)
+
+        parameters[1].requires_grad = False
+        with pytest.raises(ModuleStateError, match=r"\['b'\] were frozen or unfrozen"):
+            buckets.begin()
+        buckets.close()
+        again = GradientBuckets(parameters, group, mesh=mesh)
+        assert again.parameters == (parameters[0],)
+        parameters[1].requires_grad = True
+        with pytest.raises(ModuleStateError, match=r"\['p1'\] were frozen or unfrozen"):
+            again.begin()
+
+    on_ranks(size, body)
+
+
+def test_a_gradient_that_comes_too_late_is_named():
+    def body(mesh):
+        parameters = make_parameters([(3,)])
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh)
+        for _ in range(2):
+            buckets.begin()
+            parameters[0].accumulate(np.ones(3))
+            if buckets.buckets[0].handle is None:
+                buckets.synchronize()
+        with pytest.raises(ModuleStateError, match="gradient 2 of parameter 'p0'"):
+            parameters[0].accumulate(np.ones(3))
+        with pytest.raises(ModuleStateError, match="being reduced"):
+            buckets.zero_grad()
+        buckets.cancel(started=True)
+        assert np.all(parameters[0].grad == 0)
+        assert not buckets.is_open
+
+    on_ranks(2, body)
+
+
+@pytest.mark.skipif(
+    os.environ.get("MPIMESH_CHECKS") == "2", reason="the ranks start reductions on different lines"
+)
+def test_cancel_meets_ranks_that_had_started():
+    def body(mesh):
+        parameters = make_parameters([(3,), (2,)])
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh, bucket_bytes=16)
+        for cycle in range(4):
+            buckets.begin()
+            if cycle == 2:
+                if mesh.rank:
+                    parameters[1].accumulate(np.ones(2))
+                buckets.cancel(started=True)
+                assert not any(parameter.grad.any() for parameter in parameters)
+                continue
+            for parameter in reversed(parameters):
+                parameter.accumulate(np.ones(parameter.shape))
+            buckets.synchronize()
+            assert all(np.all(parameter.grad == 2) for parameter in parameters)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("difference", ["shape", "dtype", "name", "count", "bucket_bytes"])
+def test_ranks_that_differ_are_told_where(difference):
+    def body(mesh):
+        odd = mesh.rank == 1
+        shapes = [(3,), (4,) if odd and difference == "shape" else (2,)]
+        shapes += [(9,)] if odd and difference == "count" else []
+        dtype = "float32" if odd and difference == "dtype" else "float64"
+        names = ["a", "z" if odd and difference == "name" else "b", "c"][: len(shapes)]
+        size = 64 if odd and difference == "bucket_bytes" else 128
+        match = {
+            "shape": r"parameter 1 is\n  rank 0: b \(2,\) float64\n  rank 1: b \(4,\) float64",
+            "dtype": r"parameter 0 is\n  rank 0: a \(3,\) float64\n  rank 1: a \(3,\) float32",
+            "name": r"parameter 1 is\n  rank 0: b .*\n  rank 1: z ",
+            "count": r"parameter 2 is\n  rank 0: none\n  rank 1: c \(9,\)",
+            "bucket_bytes": "bucket_bytes 128.*bucket_bytes 64",
+        }[difference]
+        with pytest.raises(MismatchError, match=f"(?s){match}"):
+            GradientBuckets(
+                make_parameters(shapes, dtype),
+                mesh.group("dp"),
+                mesh=mesh,
+                names=names,
+                bucket_bytes=size,
+            )
+
+    on_ranks(2, body)
+
+
+def test_reductions_are_recorded():
+    def body(mesh):
+        tracer = mm.Tracer(mesh.rank)
+        parameters = make_parameters([(3,), (2,)])
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh, tracer=tracer)
+        buckets.begin()
+        buckets.synchronize()
+        (event,) = tracer.events()
+        assert (event.name, event.category) == ("all_reduce bucket 0", "collective")
+        assert event.nbytes == 5 * 8
+
+    on_ranks(2, body)

@@ -1,0 +1,142 @@
+"""Pipelines and replicas whose arrays live on a device, with and without one that moves them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpimesh import nn
+from tests.devices.fake_cuda import installed
+from tests.pure.fake_cupy import FakeArray, FakeCupy
+from tests.pure.parallel_models import batch, make_pipeline, on_ranks
+from tests.pure.parallel_traps import assert_nothing_left, error_of, trapped_stages
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    fake = FakeCupy()
+    runtime = SimpleNamespace(getDeviceCount=lambda: 0, CUDARuntimeError=RuntimeError)
+    monkeypatch.setattr(fake, "cuda", SimpleNamespace(runtime=runtime), raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setitem(sys.modules, "cupyx.scipy.special", None)
+    return fake
+
+
+@pytest.mark.parametrize("dims", ["dp=1", "dp=2,pp=2", "dp=3"])
+def test_training_on_a_device(cupy, dims):
+    def body(mesh):
+        on_host = make_pipeline(mesh)
+        on_device = make_pipeline(mesh, xp=cupy)
+        for step in range(3):
+            x, target = batch(step, 13)
+            expected = on_host.train_step(x, target, loss=nn.cross_entropy)
+            loss = on_device.train_step(
+                cupy.asarray(x), cupy.asarray(target), loss=nn.cross_entropy
+            )
+            assert loss == pytest.approx(expected, rel=1e-12)
+            assert on_device.clip_grad_norm(0.1) == pytest.approx(on_host.clip_grad_norm(0.1))
+            for one, other in zip(on_device.parameters(), on_host.parameters(), strict=True):
+                assert isinstance(one.grad, FakeArray)
+                np.testing.assert_allclose(one.grad.on_host, other.grad, rtol=1e-9, atol=1e-15)
+                one.data -= one.grad
+                other.data -= other.grad
+        x = batch(9, 7)[0]
+        y = on_device.forward(cupy.asarray(x), everywhere=True)
+        assert isinstance(y, FakeArray)
+        expected = on_host.forward(x, everywhere=True)
+        np.testing.assert_allclose(y.on_host, expected, rtol=1e-8, atol=1e-12)
+        state = on_device.full_state_dict()
+        assert all(isinstance(values, np.ndarray) for values in state.values())
+        on_device.load_state_dict(on_host.full_state_dict())
+
+    on_ranks(dims, body)
+
+
+# -- messages that stay on the device --------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupyx.scipy.special", None)
+    with installed() as fake:
+        yield fake
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("dims", ["pp=3", "dp=2,pp=2"])
+def test_activations_and_gradients_stay_on_the_device(device, dims, schedule, monkeypatch):
+    in_step = threading.local()
+    copies: list[object] = []
+
+    def asnumpy(x):
+        if getattr(in_step, "now", False):
+            copies.append(x)
+        return x.get()
+
+    monkeypatch.setattr(device, "asnumpy", asnumpy)
+
+    def body(mesh):
+        on_host = make_pipeline(mesh, schedule=schedule)
+        on_device = make_pipeline(mesh, schedule=schedule, xp=device)
+        for step in range(2):
+            x, target = batch(step, 13)
+            expected = on_host.train_step(x, target, loss=nn.cross_entropy)
+            given = device.asarray(x), device.asarray(target)
+            in_step.now = True
+            loss = on_device.train_step(*given, loss=nn.cross_entropy)
+            in_step.now = False
+            assert loss == pytest.approx(expected, rel=1e-12)
+            for one, other in zip(on_device.parameters(), on_host.parameters(), strict=True):
+                assert isinstance(one.grad, device.ndarray)
+                np.testing.assert_allclose(one.grad.get(), other.grad, rtol=1e-9, atol=1e-15)
+        assert not copies
+        y = on_device.forward(device.asarray(batch(9, 7)[0]), everywhere=True)
+        expected = on_host.forward(batch(9, 7)[0], everywhere=True)
+        np.testing.assert_allclose(y.get(), expected, rtol=1e-8, atol=1e-12)
+
+    on_ranks(dims, body)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("kind", "microbatch"), [("F", 0), ("F", 2), ("B", 1)])
+def test_a_failed_step_leaves_nothing_behind_on_the_device(
+    device, schedule, stage, kind, microbatch
+):
+    def body(mesh):
+        stages, traps = trapped_stages(3)
+        on_device = make_pipeline(mesh, schedule=schedule, xp=device, stages=stages)
+        on_host = make_pipeline(mesh, schedule=schedule, stages=trapped_stages(3)[0])
+        for step in range(3):
+            x, target = batch(step, 9)
+            given = device.asarray(x), device.asarray(target)
+            if step == 1:
+                traps[stage].arm(kind, microbatch)
+                error = error_of(lambda: on_device.train_step(*given, loss=nn.cross_entropy))  # noqa: B023
+                assert f"stage {stage} failed" in str(error)
+                traps[stage].disarm()
+                assert_nothing_left(mesh)
+                continue
+            expected = on_host.train_step(x, target, loss=nn.cross_entropy)
+            loss = on_device.train_step(*given, loss=nn.cross_entropy)
+            # The failed step did not count, so both are in the same one.
+            assert loss == pytest.approx(expected, rel=1e-12)
+
+    on_ranks("pp=3", body)
+
+
+def test_stages_on_both_kinds_of_memory_meet_on_the_host(device):
+    def body(mesh):
+        xp = device if mesh.rank == 1 else np
+        pipe, alone = make_pipeline(mesh, xp=xp), make_pipeline(mesh)
+        x, target = batch(0, 9)
+        mine = target if xp is np else device.asarray(target)
+        loss = pipe.train_step(x, mine, loss=nn.cross_entropy)
+        expected = alone.train_step(x, target, loss=nn.cross_entropy)
+        assert loss == pytest.approx(expected, rel=1e-12)
+
+    on_ranks("pp=2", body)

@@ -1,0 +1,77 @@
+"""Actions and their text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpimesh.errors import ScheduleError
+from mpimesh.schedule import Action, ActionKind
+
+ACTIONS = st.builds(
+    Action, st.integers(0, 10**6), st.sampled_from(list(ActionKind)), st.integers(0, 10**6)
+)
+
+
+@given(ACTIONS)
+def test_text_reads_back(action):
+    assert Action.from_string(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("2F0", Action(2, ActionKind.F, 0)),
+        ("0B13", Action(0, ActionKind.B, 13)),
+        ("10I7", Action(10, ActionKind.I, 7)),
+        ("3W3", Action(3, ActionKind.W, 3)),
+        ("2SEND_F0", Action(2, ActionKind.SEND_F, 0)),
+        ("1RECV_B5", Action(1, ActionKind.RECV_B, 5)),
+    ],
+)
+def test_text_is_that_of_the_literature(text, action):
+    assert str(action) == text
+    assert Action.from_string(text) == action
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "F", "2F", "F0", "2f0", " 2F0", "2F0 ", "2F0\n", "02F0", "2F00", "-1F0", "2F-1"),
+        *("2X0", "2SENDF0", "2F0,", "2.0F0", "\u0662F0", "2F0F0"),
+    ],
+)
+def test_any_other_text_is_refused(text):
+    with pytest.raises(ScheduleError, match="is not an action"):
+        Action.from_string(text)
+
+
+@pytest.mark.parametrize(("stage", "microbatch"), [(-1, 0), (0, -1)])
+def test_negative_numbers_are_refused(stage, microbatch):
+    with pytest.raises(ScheduleError, match=f"stage {stage} and microbatch {microbatch}"):
+        Action(stage, ActionKind.F, microbatch)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("2SEND_F4", "3RECV_F4"), ("2SEND_B4", "1RECV_B4"), ("0RECV_B1", "1SEND_B1")]
+)
+def test_partner_is_the_other_end_of_a_message(one, other):
+    assert str(Action.from_string(one).partner) == other
+    assert str(Action.from_string(other).partner) == one
+
+
+@pytest.mark.parametrize("text", ["2F4", "2B4", "2I4", "2W4", "0SEND_B1", "0RECV_F1"])
+def test_no_partner_is_an_error(text):
+    with pytest.raises(ScheduleError, match=text):
+        _ = Action.from_string(text).partner
+
+
+def test_kinds_are_sorted_into_computing_sending_and_receiving():
+    messages = {kind for kind in ActionKind if kind.is_message}
+    assert messages == {kind for kind in ActionKind if "_" in kind}
+    assert {kind for kind in messages if kind.is_send} == {ActionKind.SEND_F, ActionKind.SEND_B}
+    assert {kind for kind in messages if kind.is_recv} == messages - {
+        ActionKind.SEND_F,
+        ActionKind.SEND_B,
+    }

@@ -1,0 +1,326 @@
+"""The proof: what it refuses, and that it agrees with a slow checker made another way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mpimesh.errors import ScheduleError
+from mpimesh.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    lower,
+    make_schedule,
+    schedule_table,
+    validate,
+)
+
+K = ActionKind
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """Put I and W in the place of each B."""
+    halves = tuple(
+        tuple(
+            Action(action.stage, kind, action.microbatch)
+            for action in actions
+            for kind in ((K.I, K.W) if action.kind is K.B else (action.kind,))
+        )
+        for actions in schedule.ranks
+    )
+    return replace(schedule, name="split", ranks=halves)
+
+
+def fold(schedule: Schedule) -> Schedule:
+    """Put a gpipe schedule of 2p stages on p ranks, in the shape of a V."""
+    half = schedule.num_stages // 2
+    placement = tuple(min(stage, 2 * half - 1 - stage) for stage in range(2 * half))
+
+    def merged(rank: int) -> tuple[Action, ...]:
+        first, second = schedule.ranks[rank], schedule.ranks[2 * half - 1 - rank]
+        count = schedule.num_microbatches
+        return first[:count] + second + first[count:]
+
+    return Schedule(
+        "vee", 2 * half, schedule.num_microbatches, tuple(map(merged, range(half))), placement
+    )
+
+
+# ---- the slow checker: counts, places in the lists, and one graph of everything ----
+
+
+def graph_is_acyclic(edges: set[tuple[object, object]]) -> bool:
+    sorter: TopologicalSorter[object] = TopologicalSorter()
+    for before, after in edges:
+        sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return False
+    return True
+
+
+def remote_neighbours(schedule: Schedule) -> list[int]:
+    return [
+        s
+        for s in range(schedule.num_stages - 1)
+        if schedule.placement[s] != schedule.placement[s + 1]
+    ]
+
+
+def slow_says_correct(schedule: Schedule) -> bool:
+    place = {
+        action: (rank, step)
+        for rank, actions in enumerate(schedule.ranks)
+        for step, action in enumerate(actions)
+    }
+    if any(count > 1 for count in Counter(schedule.actions()).values()):
+        return False
+    kinds: dict[tuple[int, int], str] = {}
+    for action, (rank, _) in place.items():
+        if action.stage >= schedule.num_stages or schedule.placement[action.stage] != rank:
+            return False
+        if not action.kind.is_message:
+            key = (action.stage, action.microbatch)
+            kinds[key] = "".join(sorted(kinds.get(key, "") + action.kind))
+    wanted = {(s, m) for s in range(schedule.num_stages) for m in range(schedule.num_microbatches)}
+    trains = any(kind != "F" for kind in kinds.values())
+    if set(kinds) != wanted or not set(kinds.values()) <= ({"BF", "FIW"} if trains else {"F"}):
+        return False
+    needs, messages = slow_needs(schedule, kinds, trains)
+    if any(action.kind.is_message for action in place):
+        if {action for action in place if action.kind.is_message} != messages:
+            return False
+        if not all(place[a][0] != place[b][0] or place[a] < place[b] for a, b in needs):
+            return False
+    for stage in remote_neighbours(schedule):
+        for ends in ((stage, (K.F,), stage + 1), (stage + 1, (K.B, K.I), stage)):
+            # Messages cannot overtake each other, so both ends go in one order.
+            source, computing, sink = ends
+            send, recv = (K.SEND_F, K.RECV_F) if K.F in computing else (K.SEND_B, K.RECV_B)
+            lowered = schedule.is_lowered
+            orders = [
+                [
+                    a.microbatch
+                    for a in schedule.ranks[schedule.placement[s]]
+                    if a.stage == s and a.kind in k
+                ]
+                for s, k in (
+                    (source, (send,) if lowered else computing),
+                    (sink, (recv,) if lowered else computing),
+                )
+            ]
+            if orders[0] != orders[1]:
+                return False
+    lists = {edge for actions in schedule.ranks for edge in pairwise(actions)}
+    return graph_is_acyclic(lists | needs)
+
+
+def slow_needs(schedule, kinds, trains):
+    """Every (before, after) of a correct step, and the messages it takes."""
+    lowered = schedule.is_lowered
+    needs: set[tuple[Action, Action]] = set()
+    messages: set[Action] = set()
+
+    def hand_over(before: Action, after: Action, forward: bool) -> None:
+        if not lowered or schedule.placement[before.stage] == schedule.placement[after.stage]:
+            needs.add((before, after))
+            return
+        m = before.microbatch
+        send = Action(before.stage, K.SEND_F if forward else K.SEND_B, m)
+        recv = Action(after.stage, K.RECV_F if forward else K.RECV_B, m)
+        messages.update((send, recv))
+        needs.update(((before, send), (send, recv), (recv, after)))
+
+    def backward(s: int, m: int) -> Action:
+        return Action(s, K.B if "B" in kinds[s, m] else K.I, m)
+
+    for s, m in kinds:
+        if s + 1 < schedule.num_stages:
+            hand_over(Action(s, K.F, m), Action(s + 1, K.F, m), True)
+        if trains:
+            needs.add((Action(s, K.F, m), backward(s, m)))
+            if "W" in kinds[s, m]:
+                needs.add((Action(s, K.I, m), Action(s, K.W, m)))
+            if s > 0:
+                hand_over(backward(s, m), backward(s - 1, m), False)
+    return needs, messages
+
+
+def slow_blocking_sends_are_safe(lowered: Schedule) -> bool:
+    """A blocking send and its receive are one moment: the graph with both as one node."""
+
+    def node(action: Action) -> Action:
+        return action.partner if action.kind.is_recv else action
+
+    return graph_is_acyclic(
+        {(node(a), node(b)) for actions in lowered.ranks for a, b in pairwise(actions)}
+    )
+
+
+@st.composite
+def correct_schedules(draw):
+    num_stages, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    form = draw(st.sampled_from(["gpipe", "1f1b", "forward", "split", "vee"]))
+    if form == "split":
+        schedule = split_backward(make_schedule("1f1b", num_stages, num_microbatches))
+    elif form == "vee":
+        schedule = fold(make_schedule("gpipe", 2 * num_stages, num_microbatches))
+    else:
+        schedule = make_schedule(form, num_stages, num_microbatches)
+    return lower(schedule) if draw(st.booleans()) else schedule
+
+
+def mutate(draw, schedule: Schedule) -> Schedule:
+    ranks = [list(actions) for actions in schedule.ranks]
+    rank = draw(st.sampled_from([rank for rank, actions in enumerate(ranks) if actions]))
+    actions = ranks[rank]
+    step = draw(st.integers(0, len(actions) - 1))
+    what = draw(st.sampled_from(["drop", "double", "swap", "move", "kind", "microbatch", "rank"]))
+    action = actions[step]
+    if what == "drop":
+        del actions[step]
+    elif what == "double":
+        actions.insert(draw(st.integers(0, len(actions))), action)
+    elif what == "swap":
+        other = draw(st.integers(0, len(actions) - 1))
+        actions[step], actions[other] = actions[other], action
+    elif what == "move":
+        actions.insert(draw(st.integers(0, len(actions) - 1)), actions.pop(step))
+    elif what == "kind":
+        actions[step] = replace(action, kind=draw(st.sampled_from(list(K))))
+    elif what == "microbatch":
+        actions[step] = replace(action, microbatch=draw(st.integers(0, schedule.num_microbatches)))
+    else:
+        ranks[draw(st.integers(0, len(ranks) - 1))].append(actions.pop(step))
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))
+
+
+@given(correct_schedules())
+def test_correct_schedules_are_proved(schedule):
+    assert slow_says_correct(schedule)
+    proof = validate(schedule)
+    assert (proof.send_window == 0) == slow_blocking_sends_are_safe(lower(schedule))
+
+
+@settings(max_examples=600)
+@given(st.data(), correct_schedules(), st.integers(1, 3))
+def test_mutated_schedules_are_refused_or_still_correct(data, schedule, times):
+    for _ in range(times):
+        assume(any(schedule.ranks))
+        schedule = mutate(data.draw, schedule)
+    if slow_says_correct(schedule):
+        proof = validate(schedule)
+        assert (proof.send_window == 0) == slow_blocking_sends_are_safe(lower(schedule))
+    else:
+        with pytest.raises(ScheduleError, match="<-- here"):
+            validate(schedule)
+
+
+# ---- what the messages say ----
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0,0F0\n1F0,1B0", "rank 0, step 2: 0F0 is done a second time"),
+        ("0F0,0B0\n1F0,1B0,1W0", "rank 1, step 2: 1W0 does again what 1B0 did"),
+        ("0F0,0I0,0W0,0B0\n1F0,1B0", "rank 0, step 3: 0B0 does again what 0I0 did"),
+        ("0B0,0F0\n1F0,1B0", "rank 0, step 0: 0B0 comes before 0F0, which it needs"),
+        ("0F0,0W0,0I0\n1F0,1B0", "rank 0, step 1: 0W0 comes before 0I0, which it needs"),
+        ("0F0,0B0\n1F0", r"rank 1, step 1: 1B0 is missing"),
+        ("0F0,0I0,0W0\n1F0,1I0", r"rank 1, step 2: 1W0 is missing"),
+        ("0F0,0F1\n1F0", "rank 1, step 1: 1F1 is missing"),
+        ("0F0,0SEND_F0\n1F0", "rank 1, step 0: 1F0 comes before 1RECV_F0, which it needs"),
+        ("0SEND_F0,0F0\n1RECV_F0,1F0", "rank 0, step 0: 0SEND_F0 comes before 0F0"),
+        ("0F0\n1RECV_F0,1F0", "1RECV_F0 waits for ever: there is no 0SEND_F0"),
+        ("0F0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0", "0RECV_B0 waits for ever"),
+        ("0F0,0SEND_B0\n1RECV_F0,1F0", "0SEND_B0 has no other end: there is no stage -1"),
+        ("0F0,0SEND_F0\n1RECV_F0,1F0,1SEND_F0", "1SEND_F0 has no other end: there is no stage 2"),
+        ("0F0,0SEND_F0,1F0", "0SEND_F0 is no message: stage 1 lies on the same rank"),
+        ("0F0,1F0,0B0,1B0", "step 2: 0B0 comes before 1B0 or 1I0, which it needs"),
+        ("1F0,0F0", "step 0: 1F0 comes before 0F0"),
+    ],
+)
+def test_the_first_wrong_action_is_named(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        validate(Schedule.from_string(text))
+
+
+def test_actions_outside_the_schedule_are_named():
+    good = make_schedule("forward", 2, 2)
+    for extra, message in [
+        (Action(2, K.F, 0), "2F0 is for a stage that does not exist; there are 2"),
+        (Action(0, K.F, 2), "0F2 is for a microbatch that does not exist; there are 2"),
+        (Action(1, K.F, 0), "1F0 is for a stage that lies on rank 1"),
+    ]:
+        wrong = replace(good, ranks=((*good.ranks[0], extra), good.ranks[1]))
+        with pytest.raises(ScheduleError, match=f"rank 0, step 2: {message}"):
+            validate(wrong)
+
+
+def test_first_is_the_smallest_step_of_all_ranks():
+    with pytest.raises(ScheduleError, match="rank 1, step 0"):
+        validate(Schedule.from_string("0F0,0B1,0B0,0F1\n1B0,1F0,1F1,1B1"))
+
+
+def test_messages_that_would_overtake_each_other_are_refused():
+    with pytest.raises(
+        ScheduleError, match="0RECV_B1 is receive 0 from stage 1, but send 0"
+    ) as info:
+        validate(Schedule.from_string("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1"))
+    assert "1SEND_B0 (rank 1, step 3)" in str(info.value)
+
+
+def test_a_deadlock_names_the_ring_and_shows_the_table():
+    with pytest.raises(ScheduleError) as info:
+        validate(Schedule.from_string("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"))
+    assert str(info.value) == (
+        "schedule csv is wrong at rank 0, step 2: deadlock: "
+        "rank 0 waits at step 2 in 0RECV_B0 for 1SEND_B0, which is step 5 of rank 1; "
+        "rank 1 waits at step 2 in 1RECV_F1 for 0SEND_F1, which is step 5 of rank 0\n"
+        "step    0         1         2           3    4    5         6         ...\n"
+        "rank 0  0F0       0SEND_F0  >0RECV_B0<  0B0  0F1  0SEND_F1  0RECV_B1       <-- here\n"
+        "rank 1  1RECV_F0  1F0       1RECV_F1    1F1  1B0  1SEND_B0  1B1"
+    )
+
+
+def test_a_ring_leaves_out_ranks_that_only_wait_for_it():
+    # Rank 2 waits for rank 1, but is no part of the ring of ranks 0 and 1.
+    with pytest.raises(ScheduleError, match="deadlock") as info:
+        validate(Schedule.from_string("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n2F0,2F1,2B0,2B1"))
+    assert "rank 2 waits" not in str(info.value)
+
+
+@pytest.mark.parametrize("num_microbatches", range(1, 10))
+def test_the_smallest_send_window_is_that_of_the_formula(num_microbatches):
+    # Rank 0 gives all M activations before it takes a gradient; rank 1 answers each at once.
+    # With w gradients left behind, rank 1 has taken w + 1 activations, so rank 0 comes to
+    # its first receive if M - (w + 1) <= w.
+    gpipe = make_schedule("gpipe", 2, num_microbatches)
+    one_f_one_b = make_schedule("1f1b", 2, num_microbatches)
+    schedule = replace(gpipe, ranks=(gpipe.ranks[0], one_f_one_b.ranks[1]))
+    assert validate(schedule).send_window == num_microbatches // 2
+
+
+def test_the_table_shows_all_without_a_mark_and_a_window_with_one():
+    schedule = make_schedule("forward", 20, 30)
+    lines = schedule_table(schedule).splitlines()
+    assert len(lines) == 21
+    assert lines[0].split() == ["step", *map(str, range(30))]
+    assert lines[20].split() == ["rank", "19", *(f"19F{m}" for m in range(30))]
+    lines = schedule_table(schedule, mark=(10, 15)).splitlines()
+    assert lines[0].split() == ["step", "...", *map(str, range(11, 20)), "..."]
+    assert lines[1] == lines[-1] == "..."
+    assert [line.split()[1] for line in lines[2:-1]] == [str(rank) for rank in range(6, 15)]
+    marked = [line for line in lines if line.endswith("<-- here")]
+    assert len(marked) == 1
+    assert ">10F15<" in marked[0]
+    assert lines[0].index("15") == marked[0].index(">10F15<"), "columns must line up"

@@ -1,0 +1,145 @@
+"""Device memory read in place, on virtual ranks that pretend to be processes of their own."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from mpimesh.errors import TransportError
+from mpimesh.transport import cuda_handles
+from mpimesh.transport.cuda_ipc import CudaIpc, one_shot
+from tests.devices.fake_cuda import address_range
+from tests.devices.operations import (
+    check_all,
+    check_all_reduce,
+    device,
+    finish,
+    nonsense,
+    numbers,
+    reduced,
+    same,
+)
+from tests.devices.virtual import on_ranks
+
+
+@pytest.fixture(autouse=True)
+def _driver(monkeypatch):
+    monkeypatch.setattr(cuda_handles, "address_range", address_range)
+
+
+def found(comm, *, apart=True):
+    process = 1000 + comm.rank if apart else None
+    steps = CudaIpc.find(comm, comm.engine, "test", process=process)
+    request = comm.engine.stage("find", steps)
+    finish(comm, request)
+    return request.value
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_operation(size, apart):
+    def main(comm):
+        mover, why = found(comm, apart=apart)
+        assert why == ""
+        check_all(mover, comm, dtypes=("f4", "i8", "c8"), sizes=(0, 13))
+        mover.free()
+        mover.free()
+
+    on_ranks(size, main)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("identity", ["Memory", "MemoryAsync"])
+def test_two_shots(size, identity, monkeypatch):
+    monkeypatch.setattr("mpimesh.transport.cuda_ipc.one_shot", lambda nbytes, size: False)
+
+    def main(comm):
+        mover, _ = found(comm)
+        finish(comm, comm.barrier())
+        vars(sys.modules["cupy"])["library"].identity = identity
+        check_all_reduce(mover, comm, 13, "f4")
+        check_all_reduce(mover, comm, 2, "f8")
+        check_all_reduce(mover, comm, 300, "i4")
+
+    on_ranks(size, main)
+
+
+def test_memory_that_has_no_handle_is_shown_as_a_copy():
+    def main(comm):
+        mover, _ = found(comm)
+        finish(comm, comm.barrier())
+        vars(sys.modules["cupy"])["library"].identity = "MemoryAsync"
+        check_all(mover, comm, dtypes=("f4",), sizes=(13,))
+
+    on_ranks(3, main)
+
+
+def test_a_rank_that_cannot_makes_all_say_no():
+    def main(comm):
+        if comm.rank == 1:
+            runtime = sys.modules["cupy"].cuda.runtime
+
+            def refuse(handle):
+                raise runtime.CUDARuntimeError("cudaErrorMapBufferObjectFailed")
+
+            runtime.ipcOpenEventHandle = refuse
+        return found(comm)
+
+    for mover, why in on_ranks(2, main):
+        assert mover is None
+        assert why
+
+
+def test_without_a_driver(monkeypatch):
+    def main(comm):
+        return found(comm, apart=False)
+
+    monkeypatch.setattr(cuda_handles, "address_range", _no_driver)
+    for mover, why in on_ranks(2, main):
+        assert mover is None
+        assert "no handle" in why
+
+
+def _no_driver(ptr):
+    raise TransportError("the CUDA driver cannot be loaded")
+
+
+def test_sums_are_the_same_to_the_last_bit():
+    def main(comm):
+        mover, _ = found(comm)
+        x = device(np.random.default_rng(comm.rank).standard_normal(1000).astype("f4"))
+        finish(comm, mover.all_reduce(None, x, "sum"))
+        return sys.modules["cupy"].asnumpy(x).tobytes()
+
+    assert len(set(on_ranks(4, main))) == 1
+
+
+def test_shots():
+    assert one_shot(1 << 30, 2)
+    assert one_shot(500 << 10, 4)
+    assert not one_shot(512 << 10, 4)
+    assert one_shot(255 << 10, 8)
+    assert not one_shot(256 << 10, 5)
+    assert not one_shot(1, 9)
+
+
+def test_a_late_rank():
+    """Peers read only what is ready, and nobody writes what is still being read."""
+
+    def main(comm):
+        mover, _ = found(comm)
+        inputs = [numbers(r, 9, "f4") for r in range(comm.size)]
+        for turn in range(5):
+            stream = sys.modules["cupy"].cuda.get_current_stream()
+            if comm.rank == turn % comm.size:
+                mover.lane.stream.delay(25)
+                stream.delay(9)
+            x = device(inputs[comm.rank]) + 0
+            out = nonsense(9, "f4")
+            finish(comm, mover.all_reduce(x, out, "sum"))
+            x[...] = -1
+            same(out, reduced(inputs, "sum"))
+
+    on_ranks(3, main)

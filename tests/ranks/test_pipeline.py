@@ -1,0 +1,175 @@
+"""Pipelines over real MPI, against the unsplit model; what virtual ranks prove, here again."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh import nn
+from mpimesh.errors import MismatchError, StageError, StageShapeError
+from tests.pure.parallel_models import (
+    CLASSES,
+    SEED,
+    assert_same,
+    batch,
+    cut,
+    layers,
+    make_pipeline,
+    train_alone,
+    train_on,
+)
+from tests.pure.parallel_traps import Reshaped, Trap, assert_nothing_left, error_of, trapped_stages
+
+MESHES = {1: ["dp=1"], 2: ["dp=2", "pp=2"], 3: ["pp=3"], 4: ["dp=4", "pp=4", "dp=2,pp=2"]}
+MESHES[8] = ["dp=2,pp=4"]
+
+
+def meshes(comm):
+    return MESHES.get(comm.size, [f"dp={comm.size}"])
+
+
+def cut_mesh(comm):
+    """The mesh of this world that has both dims, if it can."""
+    return meshes(comm)[-1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("rows", [32, 13, 1])
+def test_every_mesh_trains_the_same(comm, schedule, rows):
+    for dims in meshes(comm):
+        with mm.DeviceMesh(dims, comm) as mesh:
+            assert_same(train_on(mesh, 3, rows, schedule=schedule), train_alone(3, rows))
+
+
+def test_large_activations_and_many_microbatches(comm):
+    """Messages that no MPI buffers, in numbers that would fill any buffer of small ones."""
+
+    def made():
+        return [nn.Linear(6, 900), nn.ReLU(), nn.Linear(900, 700), nn.Linear(700, CLASSES)]
+
+    alone = nn.Sequential(made())
+    alone.materialize(seed=SEED, dtype=np.float64)
+    x, target = batch(0, 64)
+    expected = alone.forward(x)
+    with mm.DeviceMesh(cut_mesh(comm), comm) as mesh:
+        num_stages = mesh.dim_size("pp") if mesh.contains_dim("pp") else 1
+        for count in (2, 64):
+            pipe = make_pipeline(mesh, count, stages=cut(num_stages, made()))
+            loss = pipe.train_step(x, target, loss=nn.cross_entropy)
+            assert loss == pytest.approx(nn.cross_entropy(expected, target), rel=1e-12)
+            y = pipe.forward(x, everywhere=True)
+            np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 24])
+def test_forward_everywhere(comm, rows):
+    alone = nn.Sequential(layers())
+    alone.materialize(seed=SEED, dtype=np.float64)
+    x = batch(5, rows)[0]
+    for dims in meshes(comm):
+        with mm.DeviceMesh(dims, comm) as mesh:
+            y = make_pipeline(mesh).forward(x, everywhere=True)
+            assert y.shape == (rows, CLASSES)
+            np.testing.assert_allclose(y, alone.forward(x), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.nprocs(2, 3, 4, 8)
+def test_ranks_need_only_what_they_use(comm):
+    with mm.DeviceMesh(cut_mesh(comm), comm) as mesh:
+        pipe = make_pipeline(mesh)
+        stage, last = mesh.coord("pp"), mesh.dim_size("pp") - 1
+        for step in range(3):
+            x, target = batch(0, 13 + step)
+            pipe.step = 0
+            loss = pipe.train_step(
+                x if stage == 0 else None,
+                target if stage == last else None,
+                loss=nn.cross_entropy,
+            )
+            assert loss == pytest.approx(train_alone(1, 13 + step).losses[0], rel=1e-12)
+
+
+@pytest.mark.nprocs(2, 3, 4, 8)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("kind", ["F", "B"])
+@pytest.mark.parametrize("microbatch", [0, 3])
+def test_a_stage_that_raises(comm, schedule, kind, microbatch):
+    with mm.DeviceMesh(cut_mesh(comm), comm) as mesh:
+        num_stages = mesh.dim_size("pp")
+        stages, traps = trapped_stages(num_stages)
+        pipe = make_pipeline(mesh, stages=stages, schedule=schedule)
+        last_replica = mesh.dim_size("dp") - 1 if mesh.contains_dim("dp") else 0
+        on_this_replica = not mesh.contains_dim("dp") or mesh.coord("dp") == last_replica
+        for stage in range(num_stages):
+            if on_this_replica:
+                traps[stage].arm(kind, microbatch)
+            start_s = time.perf_counter()
+            error = error_of(partial(pipe.train_step, *batch(0, 16), loss=nn.cross_entropy))
+            assert time.perf_counter() - start_s < 5
+            assert type(error) is StageError
+            rank = last_replica * num_stages + stage
+            assert str(error).startswith(
+                f"stage {stage} failed on rank {rank} in {stage}{kind}{microbatch} "
+                f"(microbatch {microbatch}): ValueError: boom"
+            )
+            assert_nothing_left(mesh)
+            traps[stage].disarm()
+            loss = pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+            pipe.step = 0
+            if stage == 0:
+                assert loss == pytest.approx(train_alone(1, 16).losses[0], rel=1e-12)
+        pipe.check_replicas()
+
+
+@pytest.mark.nprocs(2, 4)
+def test_a_failure_with_large_messages_under_way(comm):
+    """Sends that wait for their receives are met by receives that nobody needs any more."""
+    with mm.DeviceMesh(f"pp={comm.size}", comm) as mesh:
+        trap = Trap()
+        wide = [nn.Linear(6, 20000), *[nn.ReLU() for _ in range(comm.size)], trap]
+        pipe = make_pipeline(mesh, 8, stages=cut(comm.size, wide))
+        x, target = batch(0, 32)[0], np.zeros((32, 20000))
+        for _ in range(3):
+            trap.arm("F", 0)
+            error = error_of(partial(pipe.train_step, x, target, loss=nn.mse))
+            assert "boom" in str(error)
+            assert_nothing_left(mesh)
+            trap.disarm()
+        assert pipe.train_step(x, target, loss=nn.mse) > 0
+
+
+@pytest.mark.nprocs(2, 3, 4, 8)
+def test_an_output_of_another_shape(comm):
+    with mm.DeviceMesh(cut_mesh(comm), comm) as mesh:
+        odd = Reshaped(lambda x: x)
+        stages = cut(mesh.dim_size("pp"))
+        stages[0].add_layer(odd)
+        pipe = make_pipeline(mesh, stages=stages)
+        pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+        odd.change = lambda x: np.concatenate([x, x], axis=1)
+        error = error_of(partial(pipe.train_step, *batch(1, 16), loss=nn.cross_entropy))
+        assert type(error) is StageShapeError
+        assert "stage 0 made rows of shape" in str(error)
+        assert "for stage 1, which expects rows of shape" in str(error)
+        odd.change = lambda x: x
+        assert_nothing_left(mesh)
+        pipe.step = 0
+        loss = pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+        assert loss == pytest.approx(train_alone(1, 16).losses[0], rel=1e-12)
+
+
+@pytest.mark.nprocs(2, 3, 4)
+def test_batches_of_different_sizes(comm):
+    with mm.DeviceMesh(cut_mesh(comm), comm) as mesh:
+        pipe = make_pipeline(mesh)
+        rows = 16 if mesh.rank else 9
+        error = error_of(partial(pipe.train_step, *batch(0, rows), loss=nn.cross_entropy))
+        assert type(error) is MismatchError
+        assert "ranks [0]: 9" in str(error)
+        assert_nothing_left(mesh)
+        loss = pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+        assert loss == pytest.approx(train_alone(1, 16).losses[0], rel=1e-12)

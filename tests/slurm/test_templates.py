@@ -1,0 +1,170 @@
+"""The templates of slurm/, run on a real Slurm: sizes, binding, requeueing, failures."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from tests.slurm.cluster import Job, Slurm
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = Path(__file__).with_name("job.py")
+TEMPLATES = sorted((ROOT / "slurm").glob("*.sbatch"))
+
+Submit: TypeAlias = Callable[..., int]
+
+
+@pytest.fixture
+def submit(slurm: Slurm, venv: Path, tmp_path: Path) -> Submit:
+    """Submit a template with a program and its arguments."""
+
+    def start(template: str, *arguments: str | Path, **env: str) -> int:
+        variables = {"VENV": str(venv), "PYTHONPATH": str(ROOT), **env}
+        script = ROOT / "slurm" / f"{template}.sbatch"
+        return slurm.submit(script, *arguments, folder=tmp_path, env=variables)
+
+    return start
+
+
+@pytest.fixture
+def finish(slurm: Slurm, tmp_path: Path) -> Callable[..., Job]:
+    return lambda job, **options: slurm.wait(job, folder=tmp_path, **options)
+
+
+def reports(job: Job) -> list[dict[str, Any]]:
+    """What the ranks told of themselves, by rank."""
+    lines = [json.loads(line) for line in job.output.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda fields: fields["rank"])
+
+
+def wait_for(path: Path) -> None:
+    end_s = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end_s, f"{path} did not come"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("template", [path.stem for path in TEMPLATES])
+def test_template_makes_one_world_over_two_nodes(submit, finish, template):
+    job = finish(submit(template, JOB))
+    assert job.state == "COMPLETED", job
+    told = reports(job)
+    assert [fields["rank"] for fields in told] == [0, 1, 2, 3]
+    assert {fields["size"] for fields in told} == {4}
+    assert [fields["SLURM_LOCALID"] for fields in told] == ["0", "1", "0", "1"]
+    assert len({fields["SLURMD_NODENAME"] for fields in told}) == 2
+    assert {fields["OMP_NUM_THREADS"] for fields in told} == {"1"}
+
+
+def test_gpu_ranks_see_all_gpus_of_their_node(submit, finish):
+    told = reports(finish(submit("gpu", JOB)))
+    assert [fields["CUDA_VISIBLE_DEVICES"] for fields in told] == ["0,1"] * 4
+
+
+@pytest.mark.parametrize("template", [path.stem for path in TEMPLATES])
+def test_a_dead_rank_ends_the_job(submit, finish, template):
+    """The others wait for it in a collective; only -K ends them."""
+    start_s = time.monotonic()
+    job = finish(submit(template, JOB, "--fail-rank", "2", "--steps", "100000"))
+    assert job.state == "FAILED", job
+    assert job.restarts == 0
+    assert time.monotonic() - start_s < 20
+
+
+def test_time_signal_saves_and_requeues_without_losing_a_step(submit, finish, slurm, tmp_path):
+    ready = tmp_path / "ready"
+    number = submit("requeue", JOB, "--steps", "40", "--ready", ready)
+    wait_for(ready)
+    slurm.run("scancel", "--signal=USR1", str(number))
+    job = finish(number)
+    assert job.state == "COMPLETED", job
+    assert job.restarts == 1
+    for rank in range(4):
+        path = tmp_path / "checkpoints" / str(number) / f"rank{rank}.json"
+        done = json.loads(path.read_text())
+        assert [step for step, _ in done] == list(range(40))
+        assert {restart for _, restart in done} == {0, 1}
+
+
+def test_restarts_have_a_limit(submit, finish, slurm, tmp_path):
+    ready = tmp_path / "ready"
+    number = submit("requeue", JOB, "--steps", "100000", "--ready", ready, MAX_RESTARTS="0")
+    wait_for(ready)
+    slurm.run("scancel", "--signal=USR1", str(number))
+    job = finish(number)
+    assert (job.state, job.exit_code, job.restarts) == ("FAILED", 85, 0)
+
+
+def test_cancelled_job_has_saved(submit, finish, slurm, tmp_path):
+    ready, folder = tmp_path / "ready", tmp_path / "saved"
+    number = submit("requeue", JOB, "--steps", "100000", "--ready", ready, CHECKPOINT=str(folder))
+    wait_for(ready)
+    slurm.run("scancel", str(number))
+    job = finish(number)
+    assert (job.state, job.restarts) == ("CANCELLED", 0)
+    for rank in range(4):
+        wait_for(folder / f"rank{rank}.json")
+    lengths = {len(json.loads(path.read_text())) for path in folder.iterdir()}
+    assert len(lengths) == 1, "the ranks stopped at different steps"
+
+
+def test_job_on_a_lost_node_starts_again(submit, finish, slurm, tmp_path):
+    ready = tmp_path / "ready"
+    number = submit("requeue", JOB, "--steps", "40", "--ready", ready)
+    wait_for(ready)
+    (node,) = slurm.run("squeue", "-h", "-j", str(number), "-o", "%B").split()
+    slurm.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    # Its daemon lives, so the node comes back by itself.
+    job = finish(number)
+    assert job.state == "COMPLETED", job
+    assert job.restarts == 1
+
+
+def test_wrong_mpi_type_is_refused_with_the_flag_that_fits(submit, finish, tmp_path, venv):
+    """As the override is taken, srun starts four worlds of one rank, and mpimesh says so."""
+    program = tmp_path / "program.py"
+    program.write_text("import mpimesh as mm\nwith mm.DeviceMesh('dp=-1'):\n    print('a mesh')\n")
+    job = finish(submit("cpu", program, MPI_TYPE="none"))
+    assert job.state == "FAILED", job
+    assert "a mesh" not in job.output
+    assert "--mpi=" in job.output
+
+
+def test_mesh_of_a_template_is_the_whole_world(submit, finish, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import numpy as np, mpimesh as mm\n"
+        "with mm.DeviceMesh('dp=2,pp=2') as mesh:\n"
+        "    total = mesh.group('world').all_reduce(np.array([mesh.rank + 1.0])).resolve()\n"
+        "    if mesh.rank == 0:\n"
+        "        print('total', total[0])\n"
+    )
+    job = finish(submit("cpu", program))
+    assert job.state == "COMPLETED", job
+    assert "total 10.0" in job.output
+
+
+def test_the_digits_go_on_after_a_requeue(submit, finish, slurm, tmp_path):
+    """The main job over two nodes, stopped by the time signal and started again."""
+    results = tmp_path / "digits.json"
+    options = "--mesh dp=2,pp=2 --epochs 15 --batch-size 300 --lr 0.01 --checkpoint-epochs 1"
+    program = ROOT / "examples" / "train_digits.py"
+    number = submit("requeue", program, *options.split(), "--json", results)
+    wait_for(tmp_path / "checkpoints" / str(number) / "checkpoint.json")
+    slurm.run("scancel", "--signal=USR1", str(number))
+    job = finish(number)
+    assert (job.state, job.restarts) == ("COMPLETED", 1), job
+    (stopped,) = re.findall(r"stopped after step (\d+)", job.output)
+    told = json.loads(results.read_text())
+    assert told["resumed_at_step"] == int(stopped)
+    assert len(told["losses"]) == 15 * 5
+    assert told["test_accuracy"] > 0.9
+    assert (tmp_path / "out" / "timeline.svg").exists()
