@@ -37,7 +37,7 @@ def srun(slurm: Slurm, tmp_path: Path):
         path = f"PATH={tmp_path}:/usr/bin:/bin"
         settings = [f"{name}={text}" for name, text in env.items()]
         return slurm.run(
-            *("srun", "--mpi=pmi2", *flags, "env", path, f"PYTHONPATH={ROOT}", *settings),
+            *("srun", "-K", "--mpi=pmi2", *flags, "env", path, f"PYTHONPATH={ROOT}", *settings),
             *(sys.executable, JOB),
         )
 

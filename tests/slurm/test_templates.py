@@ -128,6 +128,30 @@ def test_job_on_a_lost_node_starts_again(submit, finish, slurm, tmp_path):
     assert job.restarts == 1
 
 
+@pytest.mark.parametrize("template", [path.stem for path in TEMPLATES])
+def test_a_restart_has_a_step_of_its_own(submit, finish, slurm, tmp_path, template):
+    """Killed ranks leave the shared memory that MPICH named after job and step behind."""
+    ready = tmp_path / "ready"
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys, time\n"
+        "from mpi4py import MPI\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "total = MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank + 1)\n"
+        "sys.stdout.write(f'step {os.environ[\"SLURM_STEP_ID\"]} total {total}\\n')\n"
+        "sys.stdout.flush()\n"
+        "if os.environ.get('SLURM_RESTART_COUNT', '0') == '0':\n"
+        "    open(sys.argv[1], 'w').close()\n"
+        "    time.sleep(100)\n"
+    )
+    number = submit(template, program, ready)
+    wait_for(ready)
+    slurm.run("scontrol", "requeue", str(number))
+    job = finish(number)
+    assert (job.state, job.restarts) == ("COMPLETED", 1), job
+    assert job.output.count("step 1 total 10") == 4
+
+
 def test_wrong_mpi_type_is_refused_with_the_flag_that_fits(submit, finish, tmp_path, venv):
     """As the override is taken, srun starts four worlds of one rank, and mpimesh says so."""
     program = tmp_path / "program.py"

@@ -51,6 +51,7 @@ chmod 600 "$dir/munge/key"
 
 # TmpFS with %n: PMIx servers of nodes that share /tmp would collide.
 # CPUs above the real count make Open MPI fail in MPI_Init.
+# FirstJobId: MPICH names its shared memory after job and step, and killed ranks leave it to the next of that name.
 # cred_expire: a requeued job waits until its old credential has expired.
 cat > "$SLURM_CONF" <<EOF
 ClusterName=tiny
@@ -80,6 +81,7 @@ SwitchType=switch/none
 KillWait=5
 MinJobAge=300
 JobRequeue=1
+FirstJobId=$(($(date +%s) % 60000000 + 1))
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=1
 GresTypes=gpu
 NodeName=n[0-$last] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] \
