@@ -136,6 +136,13 @@ def test_modules_program_and_exit_code(run_template, template):
     assert "/bin/python examples/train_digits.py --mesh" in run_template(template).stdout
 
 
+@pytest.mark.parametrize("template", ["cpu", "gpu", "requeue"])
+def test_a_restart_takes_a_step_that_it_has_not_had(run_template, template):
+    lines = run_template(template, "mine.py", SLURM_RESTART_COUNT="2", CODE="1").stdout.splitlines()
+    assert ["mine.py" in line for line in lines] == [False, False, True]
+    assert all(line.startswith("srun ") for line in lines)
+
+
 def test_code_85_requeues_and_no_other_does(run_template):
     assert "scontrol requeue 7" in run_template("requeue", CODE="85").stdout
     for code in ("0", "1", "143"):
