@@ -67,25 +67,32 @@ CASES = (
 
 
 class Sleep(nn.Module):
-    """Hands on what it gets, after a while. One parameter, so that there is a backward."""
+    """Makes an array like the one it gets, after a while. One parameter, for a backward.
+
+    As a layer does that computes; what stands in the array does not matter.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.scale = Parameter("scale", (1,), Constant(1.0))
 
     def forward(self, x: Any, ctx: nn.Context | None = None) -> Any:
-        """Sleep, and return `x`."""
+        """Sleep, and return an array like `x`."""
         _sleep(self.case.forward_s)
-        return x
+        return self._made(x, ctx)
 
     def backward_input(self, dy: Any, ctx: nn.Context) -> Any:
-        """Sleep, and return `dy`."""
+        """Sleep, and return an array like `dy`."""
         _sleep(self.case.input_s)
-        return dy
+        return self._made(dy, ctx)
 
     def backward_weight(self, ctx: nn.Context) -> None:
         """Sleep."""
         _sleep(self.case.weight_s)
+
+    def _made(self, x: Any, ctx: nn.Context | None) -> Any:
+        room = None if ctx is None else ctx.empty(self, x.shape, x.dtype)
+        return np.empty_like(x) if room is None else room
 
 
 class NoLoss:

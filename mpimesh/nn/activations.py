@@ -29,7 +29,8 @@ class ReLU(Module):
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
         """Return ``max(x, 0)``; NaN stays NaN."""
         check_floats(self, x)
-        y = namespace(x).maximum(x, 0)
+        room = None if ctx is None else ctx.empty(self, x.shape, x.dtype)
+        y = namespace(x).maximum(x, 0, out=room)
         if ctx is not None:
             ctx.save(self, y.shape, y.dtype, y)
         return y

@@ -4,6 +4,9 @@ Layers hold parameters and nothing of a microbatch, so any number of
 microbatches can be in flight through the same layer: each has a `Context`, and
 they may finish in any order.
 
+A context may also have room for the result of one layer where others are to read it;
+:meth:`Context.empty` gives it to that layer, and nothing to all others.
+
 A layer's record passes two places in a context::
 
     forward --save--> saved --take--> backward_input --defer--> deferred
@@ -18,11 +21,16 @@ whether they are computed at once or later.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
+from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import ModuleError, ModuleStateError
 
-__all__ = ["Context"]
+__all__ = ["Context", "Room"]
+
+Room: TypeAlias = "Callable[[tuple[int, ...], DType], Array | None]"
+"""Returns memory for an array of a shape and dtype; None if it has none to give."""
 
 
 class _Records:
@@ -51,7 +59,7 @@ class Context:
         ModuleError: If a number is negative.
     """
 
-    __slots__ = ("_records", "first_row", "step", "training")
+    __slots__ = ("_for", "_records", "_room", "first_row", "step", "training")
 
     def __init__(self, *, step: int = 0, first_row: int = 0, training: bool = True) -> None:
         if step < 0 or first_row < 0:
@@ -60,6 +68,28 @@ class Context:
         self.first_row = first_row
         self.training = training
         self._records: dict[int, _Records] = {}
+        self._for: object = None
+        self._room: Room | None = None
+
+    def offer(self, module: object, room: Room | None) -> None:
+        """Let :meth:`empty` give `module`, and no other, what `room` returns.
+
+        Args:
+            module: The layer whose result, or gradient, is to lie there.
+            room: Returns an uninitialised array of a shape and dtype, or None.
+        """
+        self._for = module
+        self._room = room
+
+    def empty(self, module: object, shape: tuple[int, ...], dtype: DType) -> Array | None:
+        """Return memory to write the result of `module` into; None if it is to take its own.
+
+        A layer need not ask. One that does saves a copy of what a pipeline hands on, in forward
+        and in backward: ``np.add(a, b, out=ctx.empty(self, a.shape, a.dtype))``.
+        """
+        if self._for is not module or self._room is None:
+            return None
+        return self._room(shape, dtype)
 
     def save(self, module: object, *values: Any) -> None:
         """Keep `values` for the backward of `module`."""

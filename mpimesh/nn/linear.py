@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.nn.checks import check_extent, check_features, check_floats, sum_dtype
 from mpimesh.nn.context import Context
@@ -60,10 +61,9 @@ class Linear(Module):
         check_features(self, x, self.in_features)
         # One large product instead of one for each leading index.
         x2 = x.reshape(-1, self.in_features)
-        y2 = x2 @ weight.T
+        y = self._product(x2, weight.T, (*x.shape[:-1], self.out_features), ctx)
         if self.bias is not None:
-            y2 += self.bias.value()
-        y = y2.reshape(*x.shape[:-1], self.out_features)
+            y += self.bias.value()
         if ctx is not None:
             ctx.save(self, y.shape, y.dtype, x2, x.shape)
         return y
@@ -78,7 +78,7 @@ class Linear(Module):
             dy2 if any(p.requires_grad for p in self._own_parameters()) else None,
         )
         ctx.defer(self, *kept)
-        return (dy2 @ self.weight.value()).reshape(x_shape) if self.input_grad else None
+        return self._product(dy2, self.weight.value(), x_shape, ctx) if self.input_grad else None
 
     def backward_weight(self, ctx: Context) -> None:
         """Add ``dy.T @ x`` to the weight's gradient and the sum of `dy` to the bias's."""
@@ -87,6 +87,14 @@ class Linear(Module):
             self.bias.accumulate(dy2.sum(axis=0, dtype=sum_dtype(dy2.dtype)), owned=True)
         if self.weight.requires_grad:
             self.weight.accumulate(dy2.T @ x2, owned=True)
+
+    def _product(self, a: Array, b: Array, shape: tuple[int, ...], ctx: Context | None) -> Array:
+        """Return ``a @ b`` as an array of `shape`, where the context wants it."""
+        room = None if ctx is None else ctx.empty(self, shape, a.dtype)
+        if room is None:
+            return (a @ b).reshape(shape)
+        namespace(a).matmul(a, b, out=room.reshape(-1, shape[-1]))
+        return room
 
     def __repr__(self) -> str:
         bias = "" if self.bias is not None else ", bias=False"

@@ -139,6 +139,7 @@ class Executor:
         x = self._input(key, rows)
         context = self._context(key, rows)
         with self._span(action, "forward"):
+            self._offer(context, self._stages[stage].last_layer, stage, stage + 1)
             y = self._stages[stage].forward(x, context)
             known = self._interfaces.get(stage) if stage < self._last else None
             interface = check_output(y, stage=stage, rows=rows, interface=known)
@@ -169,6 +170,12 @@ class Executor:
         self._contexts[key] = context
         return context
 
+    def _offer(self, context: Context | None, layer: object, stage: int, other: int) -> None:
+        """Let `layer`, which makes what `stage` gives to `other`, write it where that reads it."""
+        crosses = 0 <= other <= self._last and other not in self._stages
+        if context is not None and self._xp is np:
+            context.offer(layer, self._outbox.room_for(other) if crosses else None)
+
     def _hand_on(self, key: _Key, y: Array, interface: Interface, known: Interface | None) -> None:
         stage, microbatch = key
         if known is None:
@@ -195,15 +202,16 @@ class Executor:
         key = action.stage, action.microbatch
         with self._span(action, "backward"):
             context = self._contexts.pop(key)
+            self._offer(context, self._stages[key[0]].first_layer, key[0], key[0] - 1)
             dx = self._stages[action.stage].backward(self._gradients.pop(key), context)
         self._hand_back(key, dx)
 
     def _backward_input(self, action: Action) -> None:
         key = action.stage, action.microbatch
         with self._span(action, "backward_input"):
-            dx = self._stages[action.stage].backward_input(
-                self._gradients.pop(key), self._contexts[key]
-            )
+            context = self._contexts[key]
+            self._offer(context, self._stages[key[0]].first_layer, key[0], key[0] - 1)
+            dx = self._stages[action.stage].backward_input(self._gradients.pop(key), context)
         self._hand_back(key, dx)
 
     def _backward_weight(self, action: Action) -> None:

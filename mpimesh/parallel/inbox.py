@@ -1,11 +1,13 @@
 """What a rank receives from the stages of other ranks in one step.
 
 Receives are posted ahead of need, two for each pair of stages and direction,
-into slots of their own, so that a message meets its buffer when it comes.
+into slots of their own, so that a message meets its buffer when it comes. What a rank of
+the node lends comes as a ticket, and is read where it lies.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,10 +20,11 @@ from mpimesh.errors import ShapeError
 from mpimesh.parallel.interface import ANNOUNCEMENT_BYTES, Interface
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.tags import message_tag
-from mpimesh.parallel.wire import Ended, Wire
+from mpimesh.parallel.wire import LENT, Ended, GivenBack, Wire
 from mpimesh.runtime import ProcessGroup
 from mpimesh.schedule import Action, ActionKind
 from mpimesh.transport import RecvRequest, Request
+from mpimesh.transport.lending import TICKET_BYTES, Lending
 
 __all__ = ["Inbox", "take_in"]
 
@@ -30,11 +33,51 @@ _RECEIVES_AHEAD = 2
 
 @dataclass(slots=True)
 class _Posted:
-    """A receive under way."""
+    """A receive under way.
+
+    Attributes:
+        request: The receive.
+        buffer: What it receives into: the array, or the ticket of one.
+        start_s: When it was posted.
+        shape: The array's shape.
+        dtype: Its dtype.
+        lender: What lends the array of a ticket.
+    """
 
     request: RecvRequest
     buffer: Array
     start_s: float
+    shape: tuple[int, ...]
+    dtype: DType
+    lender: Lending | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def array(self, peer: int) -> Array:
+        """Return what `peer` has sent or lent. Its bytes are those of the shape.
+
+        Raises:
+            ShapeError: If there are more or fewer.
+        """
+        expected = self.nbytes
+        got = self.request.received_bytes()
+        if self.lender is not None and got == TICKET_BYTES:
+            lent = self.lender.borrow(self.buffer, peer)
+            got = lent.nbytes
+            if got == expected:
+                return lent.view(self.dtype).reshape(self.shape)
+        elif got == expected:
+            return self.buffer
+        raise ShapeError(f"{got} bytes, but {expected} are expected")
+
+    def unwanted(self, peer: int) -> Request:
+        """Return what is done when the message has come, though nobody wants it."""
+        if self.lender is None:
+            return Ended(self.request)
+        return GivenBack(self.request, self.buffer, peer, self.lender)
 
 
 @dataclass(slots=True)
@@ -103,8 +146,8 @@ class Inbox:
                 self._channel(action).rows.append(rows.stop - rows.start)
         for (_, kind), channel in self._channels.items():
             if kind is ActionKind.RECV_F and channel.source not in self._interfaces:
-                buffer = np.empty(ANNOUNCEMENT_BYTES, np.uint8)
-                channel.announcement = self._post(channel, buffer)
+                room = np.empty(ANNOUNCEMENT_BYTES, np.uint8)
+                channel.announcement = self._post(channel, room)
                 channel.announced += 1
             self._post_ahead(channel)
 
@@ -122,15 +165,15 @@ class Inbox:
         self._wire.wait(posted.request, action)
         channel.posted.popleft()
         self._post_ahead(channel)
-        got, expected = posted.request.received_bytes(), posted.buffer.nbytes
-        self._wire.record("recv", action, posted.start_s, got)
-        if got != expected:
+        try:
+            array = posted.array(channel.peer)
+        except ShapeError as error:
             raise ShapeError(
-                f"stage {action.partner.stage} sent {got} bytes to stage {action.stage}, which "
-                f"expected {expected}: {posted.buffer.shape[0]} "
-                f"{self._interfaces[channel.source]}"
-            )
-        return posted.buffer
+                f"stage {action.partner.stage} sent stage {action.stage} {error}: "
+                f"{posted.shape[0]} {self._interfaces[channel.source]}"
+            ) from None
+        self._wire.record("recv", action, posted.start_s, posted.nbytes)
+        return array
 
     def expect(self, stage: int) -> None:
         """Post receives of the gradients for `stage`, now that its interface is known."""
@@ -152,14 +195,14 @@ class Inbox:
         waiting: list[Request] = []
         unposted = dict(sent)
         for key, still_open, count in self._rows():
-            waiting += _settle(still_open, count, len(sent.get(key, ())))
+            waiting += _settle(still_open, key[0], count, len(sent.get(key, ())))
             unposted[key] = sent.get(key, ())[count:]
         return waiting + take_in(self._wire.group, unposted)
 
     def abandon(self) -> None:
         """Take back all receives, where there will be no agreement with the other ranks."""
-        for _, still_open, count in self._rows():
-            _settle(still_open, count, 0)
+        for (peer, _), still_open, count in self._rows():
+            _settle(still_open, peer, count, 0)
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -192,25 +235,45 @@ class Inbox:
         interface = self._interfaces.get(channel.source)
         while interface is not None and channel.rows and len(channel.posted) < _RECEIVES_AHEAD:
             shape = (channel.rows.popleft(), *interface.row_shape)
-            channel.posted.append(self._post(channel, self._slot(shape, interface.dtype)))
+            lender = self._wire.lender(channel.peer, interface.nbytes(shape[0]))
+            if lender is not None:
+                ticket = np.zeros(TICKET_BYTES, np.uint8)
+                posted = self._post(channel, ticket, shape, interface.dtype, lender)
+            else:
+                posted = self._post(channel, self._slot(shape, interface.dtype))
+            channel.posted.append(posted)
             channel.count += 1
 
     def _slot(self, shape: Sequence[int], dtype: DType) -> Array:
         library = self._wire.library
         return self._pool.take(shape, dtype) if library is np else library.empty(shape, dtype)
 
-    def _post(self, channel: _Channel, buffer: Array) -> _Posted:
-        data = buffer.reshape(-1).view(np.uint8)
+    def _post(
+        self,
+        channel: _Channel,
+        buffer: Array,
+        shape: tuple[int, ...] | None = None,
+        dtype: DType | None = None,
+        lender: Lending | None = None,
+    ) -> _Posted:
         start_s = self._wire.tracer.clock()
-        return _Posted(self._wire.irecv(data, channel.peer, channel.tag), buffer, start_s)
+        request = self._wire.irecv(buffer.reshape(-1).view(np.uint8), channel.peer, channel.tag)
+        return _Posted(
+            request,
+            buffer,
+            start_s,
+            tuple(buffer.shape) if shape is None else shape,
+            buffer.dtype if dtype is None else dtype,
+            lender,
+        )
 
 
-def _settle(still_open: list[_Posted], count: int, sent: int) -> list[Request]:
+def _settle(still_open: list[_Posted], peer: int, count: int, sent: int) -> list[Request]:
     """Return the receives that have one of `sent` messages to wait for; take back the others."""
     expected = max(sent - (count - len(still_open)), 0)
     for posted in still_open[expected:]:
         posted.request.cancel()
-    return [Ended(posted.request) for posted in still_open[:expected]]
+    return [posted.unwanted(peer) for posted in still_open[:expected]]
 
 
 def take_in(group: ProcessGroup, sent: Mapping[tuple[int, int], Sequence[int]]) -> list[Request]:
@@ -224,6 +287,12 @@ def take_in(group: ProcessGroup, sent: Mapping[tuple[int, int], Sequence[int]]) 
     for (peer, tag), sizes in sent.items():
         library = np if tag >= 0 else sys.modules["cupy"]
         side = group.side(library)
-        buffers = [library.empty(nbytes, np.uint8) for nbytes in sizes]
-        waiting += [Ended(side.irecv(buffer, peer, abs(tag))) for buffer in buffers]
+        for nbytes in sizes:
+            lender = group.communicator.lending if nbytes == LENT else None
+            buffer = library.zeros(TICKET_BYTES if nbytes == LENT else nbytes, np.uint8)
+            request = side.irecv(buffer, peer, abs(tag))
+            if lender is None:
+                waiting.append(Ended(request))
+            else:
+                waiting.append(GivenBack(request, buffer, peer, lender))
     return waiting

@@ -10,6 +10,7 @@ from message to message. An output that does not keep to it is refused where it 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,10 @@ class Interface:
 
     row_shape: tuple[int, ...]
     dtype: DType
+
+    def nbytes(self, rows: int) -> int:
+        """Return the bytes of so many rows."""
+        return rows * math.prod(self.row_shape) * self.dtype.itemsize
 
     def to_bytes(self) -> HostArray:
         """Return the interface as a message."""

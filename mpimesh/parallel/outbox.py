@@ -1,25 +1,39 @@
 """What a rank sends to the stages of other ranks in one step.
 
-Sends take the arrays as the layers made them, and keep them until they are gone.
+Messages take the arrays as the layers made them, and keep them until they are gone.
 At most a window of them is unfinished, so that a fast stage does not fill the memory of
-all.
+all. What a rank of the node is to read in place lies in slots of the pool: there a layer has
+written it (:meth:`Outbox.room`), or it is copied there. A slot is free again when the reader
+has let go of the array.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mpimesh.arrays import Array, is_cupy, moved, refuse_objects, to_numpy
+from mpimesh.arrays import (
+    Array,
+    DType,
+    HostArray,
+    is_cupy,
+    moved,
+    refuse_objects,
+    to_numpy,
+)
+from mpimesh.errors import TransportError
+from mpimesh.nn.context import Room
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.tags import message_tag
-from mpimesh.parallel.wire import Ended, Wire
+from mpimesh.parallel.wire import LENT, Ended, Wire
 from mpimesh.schedule import Action, ActionKind
 from mpimesh.transport import Request
+from mpimesh.transport.lending import Lending
 
 __all__ = ["Outbox"]
 
@@ -63,20 +77,39 @@ class Outbox:
         Raises:
             DTypeError: If `x` holds Python objects.
         """
-        data = self._outgoing(x)
+        refuse_objects(np.dtype(x.dtype))
+        peer = self._wire.placement[action.partner.stage]
+        lender = self._wire.lender(peer, x.nbytes)
         if action.kind is ActionKind.SEND_F and action.stage not in self._announced:
             self._announced.add(action.stage)
             note = self._interfaces[action.stage].to_bytes()
             self._announcing.append(_Sending(self._isend(note, action), action, 0.0, note.nbytes))
         start_s = self._wire.tracer.clock()
-        request = self._isend(data.reshape(-1).view(np.uint8), action)
-        self._sending.append(_Sending(request, action, start_s, data.nbytes))
-        self._wire.traffic.count("pipeline send", data.nbytes)
+        if lender is None:
+            request = self._isend(self._outgoing(x).reshape(-1).view(np.uint8), action)
+        else:
+            request = self._isend(self._ticket(x, lender), action, lent=True)
+        self._sending.append(_Sending(request, action, start_s, x.nbytes))
+        self._wire.traffic.count("pipeline send", x.nbytes)
         self.reap()
         while len(self._sending) > self._window:
             oldest = self._sending[0]
             self._wire.wait(oldest.request, oldest.action)
             self.reap()
+
+    def room_for(self, stage: int) -> Room:
+        """Return what gives a layer memory for an array that is to go to `stage`.
+
+        It gives None where the array may lie anywhere. Else the rank of that stage
+        reads it there, once it is sent.
+        """
+        peer = self._wire.placement[stage]
+
+        def room(shape: tuple[int, ...], dtype: DType) -> HostArray | None:
+            lender = self._wire.lender(peer, math.prod(shape) * dtype.itemsize)
+            return None if lender is None else self._slot(shape, dtype, lender)
+
+        return room
 
     def reap(self) -> None:
         """Let go of the sends that are done. Asking them is what moves them along."""
@@ -99,6 +132,7 @@ class Outbox:
         """Receiving rank, tag, and bytes of each message sent in this step.
 
         Messages of device memory are a row of their own: their tag stands here as a negative.
+        A ticket stands there as `LENT`.
         """
         return [(peer, tag, sizes) for (peer, tag), sizes in self._sent.items()]
 
@@ -106,16 +140,15 @@ class Outbox:
         """After a failure: return what must be waited for, when the receivers take all in."""
         return [Ended(sending.request) for sending in (*self._announcing, *self._sending)]
 
-    def _isend(self, data: Array, action: Action) -> Request:
+    def _isend(self, data: Array, action: Action, *, lent: bool = False) -> Request:
         peer, tag = self._wire.placement[action.partner.stage], message_tag(action)
         request = self._wire.isend(data, peer, tag)
         row = (peer, -tag if is_cupy(data) else tag)
-        self._sent.setdefault(row, []).append(data.nbytes)
+        self._sent.setdefault(row, []).append(LENT if lent else data.nbytes)
         return request
 
     def _outgoing(self, x: Array) -> Array:
         """Return `x` contiguous, where the messages of this pipeline are taken from."""
-        refuse_objects(np.dtype(x.dtype))
         library = self._wire.library
         if library is not np:
             return library.ascontiguousarray(moved(x, library))
@@ -124,3 +157,19 @@ class Outbox:
         host = self._pool.take(tuple(x.shape), np.dtype(x.dtype))
         host[...] = to_numpy(x)
         return host
+
+    def _ticket(self, x: Array, lender: Lending) -> HostArray:
+        """Lend `x` as it is, if it lies in a slot, else a copy; return the ticket."""
+        if not is_cupy(x) and x.flags.c_contiguous and self._pool.holds(x):
+            ticket = lender.lend(x)
+        else:
+            copy = self._slot(tuple(x.shape), np.dtype(x.dtype), lender)
+            copy[...] = to_numpy(x)
+            ticket = lender.lend(copy)
+        if ticket is None:
+            raise TransportError("no memory is left that other ranks of the node can read")
+        return ticket
+
+    def _slot(self, shape: Sequence[int], dtype: DType, lender: Lending) -> HostArray:
+        lender.sweep()  # slots that have come back are to be used again
+        return self._pool.take(shape, dtype)

@@ -53,6 +53,7 @@ class SlotPool:
     def __init__(self, allocate: Callable[[int], HostArray]) -> None:
         self._allocate = allocate
         self._slots: dict[int, list[_Slot]] = {}
+        self._starts: set[int] = set()
 
     @property
     def nbytes(self) -> int:
@@ -69,11 +70,17 @@ class SlotPool:
             slot = _Slot(self._allocate(size))
             slot.calibrate()  # here, where nobody holds the new block any more
             slots.append(slot)
+            self._starts.add(slot.block.__array_interface__["data"][0])
         return slot.block[:nbytes].view(dtype).reshape(shape)
+
+    def holds(self, array: HostArray) -> bool:
+        """Tell whether `array` begins a slot."""
+        return array.__array_interface__["data"][0] in self._starts
 
     def clear(self) -> None:
         """Forget all slots; arrays in use stay valid."""
         self._slots.clear()
+        self._starts.clear()
 
 
 def _owner(array: HostArray) -> HostArray:

@@ -43,6 +43,16 @@ class PipelineStage(Sequential):
         """The stage's place in the pipeline."""
         return self._stage_id
 
+    @property
+    def first_layer(self) -> object:
+        """The layer that gets the stage's input, and returns its gradient; None without layers."""
+        return _layer_at(self, 0)
+
+    @property
+    def last_layer(self) -> object:
+        """The layer that makes the stage's output; None without layers."""
+        return _layer_at(self, -1)
+
     def add_layer(self, layer: SupportsLayer) -> Self:
         """Add `layer` at the end and return the stage, so that calls can be chained.
 
@@ -53,6 +63,16 @@ class PipelineStage(Sequential):
 
     def __repr__(self) -> str:
         return f"PipelineStage({', '.join(map(repr, (self._stage_id, *self.layers)))})"
+
+
+def _layer_at(layers: Sequential, place: int) -> object:
+    """Return the first or last layer, of the one that stands there if it is made of several."""
+    layer: object = layers
+    while isinstance(layer, Sequential):
+        if not layer.layers:
+            return None
+        layer = layer.layers[place]
+    return layer
 
 
 def check_stages(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:

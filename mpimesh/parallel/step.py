@@ -202,6 +202,7 @@ class Step:
             self._look,
             engine.mesh.traffic(),
             engine.tracer,
+            engine.pipe.communicator.lending if engine.library is np else None,
         )
         self._outbox = Outbox(wire, interfaces, engine.pool, plan.send_window)
         self._inbox = Inbox(wire, interfaces, engine.pool)

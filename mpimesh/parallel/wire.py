@@ -1,4 +1,9 @@
-"""What both directions of a pipeline's messages need in one step."""
+"""What both directions of a pipeline's messages need in one step.
+
+An activation or gradient goes from rank to rank in one of two ways. Between ranks of a node, from
+a size on, the receiver reads it in place: what is sent is a *ticket* of a few bytes, see
+:mod:`mpimesh.transport.lending`. All others are messages. Both ends know which, by rank and size.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,21 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
 
-from mpimesh.arrays import Array, namespace
+from mpimesh.arrays import Array, HostArray, namespace
 from mpimesh.errors import TransportError
 from mpimesh.runtime import ProcessGroup, Traffic
 from mpimesh.schedule import Action
 from mpimesh.trace import Tracer
 from mpimesh.transport import RecvRequest, Request
+from mpimesh.transport.lending import Lending
 
-__all__ = ["Ended", "Guarded", "Wire"]
+__all__ = ["LENT", "LENT_FROM_BYTES", "Ended", "GivenBack", "Guarded", "Wire"]
+
+LENT = -1
+"""Stands for a ticket where the bytes of messages are listed."""
+
+LENT_FROM_BYTES = 8 * 1024
+"""Smaller arrays are copied in less time than it takes to lend and borrow them."""
 
 
 class Guarded:
@@ -50,6 +62,27 @@ class Ended:
             return True
 
 
+class GivenBack:
+    """Done when a ticket that nobody wants has come, and gone back."""
+
+    __slots__ = ("_ended", "_lending", "_rank", "_ticket")
+
+    def __init__(self, request: Request, ticket: HostArray, rank: int, lending: Lending) -> None:
+        self._ended = Ended(request)
+        self._ticket = ticket
+        self._rank = rank
+        self._lending: Lending | None = lending
+
+    def test(self) -> bool:
+        """Tell whether it has."""
+        if not self._ended.test():
+            return False
+        if self._lending is not None:
+            self._lending.give_back(self._ticket, self._rank)
+            self._lending = None
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """The pipeline's ranks, as the messages of one step see them.
@@ -62,6 +95,8 @@ class Wire:
         look: Raises if the step is to be left.
         traffic: Counts the messages.
         tracer: Records them.
+        lending: Lends arrays to ranks of the node; None if there are none, or arrays stay on
+            devices.
     """
 
     group: ProcessGroup
@@ -70,6 +105,14 @@ class Wire:
     look: Callable[[], None]
     traffic: Traffic
     tracer: Tracer
+    lending: Lending | None = None
+
+    def lender(self, peer: int, nbytes: int) -> Lending | None:
+        """Return what lends an array of this size to `peer`, and borrows it there; None if sent."""
+        lending = self.lending
+        if lending is None or nbytes < LENT_FROM_BYTES or not lending.reaches(peer):
+            return None
+        return lending
 
     def isend(self, data: Array, peer: int, tag: int) -> Request:
         """Start a send of flat bytes, from wherever they lie."""

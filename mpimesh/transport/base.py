@@ -24,6 +24,7 @@ from mpimesh.transport.route import Route
 
 if TYPE_CHECKING:
     from mpimesh.transport.engine import Engine
+    from mpimesh.transport.lending import Lending
 
 __all__ = ["MAX_USER_TAG", "WHOLE_MESSAGE_BYTES", "Communicator", "RecvRequest", "Request"]
 
@@ -78,6 +79,8 @@ class Communicator(ABC):
     """The mesh that it belongs to, called alike on all its ranks; kept by the runtime."""
     engine: Engine | None = None
     """Moves along what takes several steps, in every wait of the rank; kept by the runtime."""
+    lending: Lending | None = None
+    """Lends arrays to ranks that can read this rank's memory; None if there are none."""
     device: Any = None
     """Moves device memory between the same ranks; made by `device_side` on first use."""
 

@@ -84,6 +84,7 @@ class RoutedCommunicator(MPICommunicator):
         if way == "mpi":
             self._use(dict.fromkeys(OPERATIONS, NEVER))
             self._why = "asked for"
+            self.lending = None
             return ""
         if way != "node_shared":
             return f"these ranks have 'mpi' and 'node_shared', not {way!r}"
@@ -104,6 +105,7 @@ class RoutedCommunicator(MPICommunicator):
         if found.team is None:
             return {}
         self._several_nodes = len(found.nodes) > 1
+        self.lending = found.team.lending(next(r for r in found.nodes if self.rank in r))
         self._team = found.team
         self._neighbours = next(ranks for ranks in found.nodes if self.rank in ranks)
         self._engine.bell = None if self._node.arena is None else self._node.arena.bell
@@ -308,7 +310,9 @@ class RoutedCommunicator(MPICommunicator):
                 for memory in (self._kept, *self._once):
                     self._node.keep(memory)
                 self._freed = True
-        self._shared = self._kept = self._team = None
+        if self.lending is not None:
+            self.lending.close(self._node.keep)
+        self._shared = self._kept = self._team = self.lending = None
         self._once.clear()
         if self._freed:
             self.free_device()

@@ -32,6 +32,7 @@ from mpimesh.errors import ClosedError
 from mpimesh.transport.arena import Arena
 from mpimesh.transport.board import BOARD_NUMBERS, Board, Entry
 from mpimesh.transport.doorbell import Doorbell
+from mpimesh.transport.lending import Lending
 
 __all__ = ["STAGE_BYTES", "Entry", "Meeting", "Team", "cell_bytes", "whole_stage_bytes"]
 
@@ -258,6 +259,11 @@ class Team:
     def view(self, member: int, at: int, nbytes: int, dtype: DType) -> HostArray:
         """Return the array that begins at `at` of a member's arena."""
         return self._memories[member][at : at + nbytes].view(dtype)
+
+    def lending(self, ranks: Sequence[int]) -> Lending:
+        """Return what lends arrays between the members, which have the numbers `ranks`."""
+        memories = dict(zip(ranks, self._memories, strict=True))
+        return Lending(self._arena, memories, self.fence)
 
     def find(self, array: HostArray) -> int:
         """Return where an array begins in this rank's arena; -1 for an ordinary one."""
