@@ -11,7 +11,13 @@ from mpimesh.parallel.step import END_OF_STEP, GRADIENTS
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.events import gather_events
-from mpimesh.schedule import Timetable, measured_step, predicted_step, schedule_svg
+from mpimesh.schedule import (
+    Timetable,
+    action_overhead_s,
+    measured_step,
+    predicted_step,
+    schedule_svg,
+)
 from mpimesh.trace import Event, svg
 
 __all__ = ["StepReport", "last_step", "report_step"]
@@ -32,6 +38,11 @@ class StepReport:
     measured: Timetable
     predicted: Timetable
 
+    @property
+    def overhead_s(self) -> float:
+        """What a rank spent on an action beside computing and waiting, in the mean."""
+        return action_overhead_s(self.measured)
+
     def to_svg(self) -> str:
         """Draw both below each other on one time axis."""
         schedule = self.measured.schedule
@@ -49,6 +60,7 @@ class StepReport:
             f"{one.mean_idle()}"
             for what, one in (("measured", self.measured), ("predicted", self.predicted))
         ]
+        lines.append(f"each action cost {svg.duration(self.overhead_s)} beside its computation")
         return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from mpimesh.schedule.gpipe import gpipe
 from mpimesh.schedule.interleaved import interleaved
 from mpimesh.schedule.looped_bfs import looped_bfs
 from mpimesh.schedule.lower import lower
-from mpimesh.schedule.measured import measured_step, predicted_step
+from mpimesh.schedule.measured import action_overhead_s, measured_step, predicted_step
 from mpimesh.schedule.one_f_one_b import one_f_one_b
 from mpimesh.schedule.picture import schedule_svg
 from mpimesh.schedule.registry import make_schedule, schedule_names, stages_per_rank
@@ -33,6 +33,7 @@ __all__ = [
     "Schedule",
     "TimedAction",
     "Timetable",
+    "action_overhead_s",
     "auto",
     "dualpipev",
     "forward_only",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean
 
 from mpimesh.errors import ScheduleError
@@ -14,7 +15,7 @@ from mpimesh.schedule.simulate import simulate
 from mpimesh.schedule.timetable import Timetable
 from mpimesh.trace import Category, Event
 
-__all__ = ["measured_step", "predicted_step"]
+__all__ = ["action_overhead_s", "measured_step", "predicted_step"]
 
 _KINDS: dict[Category, ActionKind] = {
     "forward": ActionKind.F,
@@ -130,6 +131,21 @@ def predicted_step(measured: Timetable) -> Timetable:
         backward_weight_s=weight_s,
         message_s=_message_times(measured),
     )
+
+
+def action_overhead_s(measured: Timetable) -> float:
+    """Return the seconds that a rank spent on each action beside computing and waiting, on average.
+
+    Messages are actions, too. It is what the runtime costs: it posts and starts messages, looks
+    for failures of others, and keeps the trace.
+    """
+    spent_s, count = 0.0, 0
+    for actions in measured.ranks:
+        # A send is a start in passing; what follows begins before it ends.
+        here = [one for one in actions if not one.action.kind.is_send]
+        spent_s += sum(max(0.0, float(b.start_s - a.end_s)) for a, b in pairwise(here))
+        count += len(actions)
+    return spent_s / max(count, 1)
 
 
 def _message_times(measured: Timetable) -> list[float]:

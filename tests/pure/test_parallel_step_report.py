@@ -126,7 +126,8 @@ def test_pipelines_of_any_shape_have_a_report(dims, options):
         assert len(computed) == len(set(computed)) > 0
     assert done.num_microbatches == (2 if dims == "dp=3" else schedule.num_microbatches)
     lines = str(report).splitlines()
-    assert [line.split()[2] for line in lines] == ["measured", "predicted"]
+    assert [line.split()[2] for line in lines] == ["measured", "predicted", "cost"]
+    assert report.overhead_s > 0
     if report.predicted.schedule.num_ranks > 1:
         assert "waiting for gradients" in lines[1]
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import (
     Timetable,
+    action_overhead_s,
     lower,
     make_schedule,
     measured_step,
@@ -101,3 +102,19 @@ def test_a_step_that_is_not_whole_is_refused(missing):
         measured_step(schedule, [event for event in events if event.name != missing])
     with pytest.raises(ScheduleError, match="hold no 0F0"):
         measured_step(schedule, [])
+
+
+@given(st.data(), random_schedules())
+def test_a_simulated_step_costs_nothing_beside_its_actions(data, schedule):
+    assert action_overhead_s(simulated(data, lower(schedule))) == 0
+
+
+@given(st.integers(1, 100))
+def test_the_overhead_is_what_lies_between_actions(hundredths):
+    """Rank 0 of one stage computes 6 actions, each a while after the one before."""
+    pause = hundredths / 100
+    schedule = make_schedule("gpipe", 1, 3)
+    events = simulate(schedule, forward_s=1, backward_s=2).events()
+    late = [replace(event, start_s=event.start_s + k * pause) for k, event in enumerate(events)]
+    measured = measured_step(schedule, late)
+    assert action_overhead_s(measured) == pytest.approx(5 * pause / 6)
