@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpimesh as mm
-from benchmarks import all_reduce, buckets, device, gloo, pipeline, shared
+from benchmarks import all_reduce, buckets, device, gloo, pipeline, shared, training
 from benchmarks.measure import FULL, TINY
 from benchmarks.rows import size_text
 
@@ -21,6 +21,7 @@ SUITES = {
     "shared": shared.run,
     "buckets": buckets.run,
     "pipeline": pipeline.run,
+    "training": training.run,
     "gloo": gloo.run,
     "device": device.run,
 }

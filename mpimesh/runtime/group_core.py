@@ -47,6 +47,7 @@ class GroupCore:
     Attributes:
         name: The group's name.
         ranks: Its ranks, as numbered in the mesh, in group order.
+        size: How many they are.
         rank: This rank's place in `ranks`; None if it is not a member.
         backend: Who moves the bytes.
     """
@@ -63,16 +64,12 @@ class GroupCore:
     ) -> None:
         self.name = name
         self.ranks = ranks
+        self.size = len(ranks)
         self.backend = backend
         self._prefer = prefer
         self.rank = None if communicator is None else communicator.rank
         self._communicator = communicator
         self._context = context
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        return len(self.ranks)
 
     @property
     def world_rank(self) -> int:

@@ -46,7 +46,7 @@ def number(cell):
 
 
 def test_all_suites_on_the_host():
-    tables = measure("startup", "all_reduce", "shared", "buckets", "pipeline")
+    tables = measure("startup", "all_reduce", "shared", "buckets", "pipeline", "training")
     assert len(tables["all_reduce"]) == 3 * 3  # 3 sizes of at most 64 KiB
     # 4 sizes of all-reduce, 1 of each of the others; 3 ways each, the copy is no row.
     assert len(tables["shared"]) == (4 + 4) * 3
@@ -61,6 +61,8 @@ def test_all_suites_on_the_host():
     for what, (us, ratio, *_) in tables["pipeline"].items():
         assert (ratio > 1 and us > 1000) or "simulated" in what or "actions" in what, what
     assert len(tables["pipeline"]) == 2 * 3 + 1
+    ways = ("one rank", "2 stages", "2 replicas")
+    assert list(tables["training"]) == [f"a step with 512 images: {way}" for way in ways]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
