@@ -4,6 +4,7 @@ from mpimesh.parallel.bucket import Bucket
 from mpimesh.parallel.buckets import BUCKET_BYTES, GradientBuckets
 from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.data import DataParallel
+from mpimesh.parallel.layer_costs import measure_layers
 from mpimesh.parallel.microbatch import microbatch_rows, replica_rows, split_microbatches
 from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.stage import PipelineStage
@@ -18,6 +19,7 @@ __all__ = [
     "PipelineStage",
     "StepReport",
     "clip_grad_norm",
+    "measure_layers",
     "microbatch_rows",
     "replica_rows",
     "split_microbatches",

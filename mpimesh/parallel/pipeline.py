@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array
-from mpimesh.errors import UnknownNameError
+from mpimesh.nn import Sequential, SupportsLayer
 from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.engine import Engine, Options
+from mpimesh.parallel.groups import group_along
+from mpimesh.parallel.layer_costs import REPEATS, measure_layers
 from mpimesh.parallel.model import ParallelModel
+from mpimesh.parallel.partition import partition_layers
 from mpimesh.parallel.plans import ScheduleLike
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport, report_step
-from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.schedule import Schedule
+from mpimesh.runtime import DeviceMesh
+from mpimesh.schedule import Costs, Schedule
 from mpimesh.trace import Tracer
 
 __all__ = ["PipelineParallel"]
@@ -103,8 +106,8 @@ class PipelineParallel(ParallelModel):
             stages,
             mesh,
             scope=mesh.group(),
-            pipe=_group(mesh, dim, "pp"),
-            data=_group(mesh, data_dim, "dp"),
+            pipe=group_along(mesh, dim, "pp"),
+            data=group_along(mesh, data_dim, "dp"),
             counts_loss=not any(mesh.coord(other) for other in others),
             options=Options(
                 num_microbatches=num_microbatches,
@@ -116,6 +119,78 @@ class PipelineParallel(ParallelModel):
                 overlap=overlap,
                 broadcast=broadcast,
                 tracer=tracer,
+            ),
+        )
+
+    @staticmethod
+    def partition(
+        layers: Sequential | Sequence[SupportsLayer],
+        num_stages: int,
+        *,
+        mesh: DeviceMesh,
+        dim: str = "pp",
+        times: Costs | Sequence[float] | None = None,
+        x: Array | None = None,
+        dtype: Any = np.float32,
+        xp: ModuleType = np,
+        bytes_per_s: float | None = None,
+        latency_s: float | None = None,
+        repeats: int = REPEATS,
+    ) -> list[PipelineStage]:
+        """Cut layers into stages that take about equally long. Collective over the mesh.
+
+        The slowest stage, which sets the pace of all, is as fast as any cut can make it; see
+        :func:`mpimesh.schedule.partition` for what a stage takes. Its time is known from `times`,
+        or measured with a microbatch `x`. All ranks get the same cut. The layers themselves go
+        into the stages, and stay as they are: without memory, if they have none.
+
+        Args:
+            layers: All layers of the model in order, on every rank. A Sequential among them stays
+                whole.
+            num_stages: Number of stages: that of the ranks along `dim`, or for schedules with
+                several stages on a rank a multiple of it.
+            mesh: The mesh.
+            dim: The dim of the stages, over whose ranks messages are timed.
+            times: Seconds of each layer for a microbatch, forward and backward, and messages cost
+                nothing; or what :func:`~mpimesh.parallel.measure_layers` has measured.
+            x: A microbatch to measure with, instead of `times`; on every rank.
+            dtype: As in :func:`~mpimesh.parallel.measure_layers`, and so are all that follow.
+            xp: `numpy` or `cupy`.
+            bytes_per_s: How fast messages pass; None to measure it.
+            latency_s: What a message takes beside that; None to measure it.
+            repeats: How often each layer is run.
+
+        Raises:
+            ScheduleError: On every rank, if there are fewer layers than stages, `times` does not
+                hold one for each layer, or there are both `times` and `x`, or neither.
+            MismatchError: On every rank, if the ranks give different layers or options, or times
+                that ask for different cuts.
+            MpimeshError: On every rank, if measuring fails on any.
+
+        Cost:
+            One all-reduce of 16 bytes, and what measuring costs.
+
+        Example:
+            >>> layers = [nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 32), nn.Linear(32, 10)]
+            >>> stages = PipelineParallel.partition(layers, 2, mesh=mesh, x=batch[:8])
+            >>> pipe = PipelineParallel(stages, 8, mesh=mesh)
+        """
+        return partition_layers(
+            layers,
+            num_stages,
+            times=times,
+            x=x,
+            scope=mesh.group(),
+            measure=lambda: measure_layers(
+                layers,
+                x,
+                mesh=mesh,
+                dim=dim,
+                dtype=dtype,
+                xp=xp,
+                bytes_per_s=bytes_per_s,
+                latency_s=latency_s,
+                repeats=repeats,
             ),
         )
 
@@ -213,12 +288,3 @@ class PipelineParallel(ParallelModel):
             f"{self.num_microbatches} microbatches, {engine.data.size} replicas, here stages "
             f"{list(engine.local)}>"
         )
-
-
-def _group(mesh: DeviceMesh, dim: str, usual: str) -> ProcessGroup:
-    """Return the group along `dim`; this rank alone where the mesh has not the usual dim."""
-    if mesh.contains_dim(dim):
-        return mesh.group(dim)
-    if dim != usual:
-        raise UnknownNameError(f"the mesh {mesh.dims_text} has no dim {dim!r}")
-    return mesh.group().alone()

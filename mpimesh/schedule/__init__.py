@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpimesh.schedule.action import Action, ActionKind
 from mpimesh.schedule.auto import auto
+from mpimesh.schedule.costs import Costs
 from mpimesh.schedule.dualpipev import dualpipev
 from mpimesh.schedule.forward_only import forward_only
 from mpimesh.schedule.gpipe import gpipe
@@ -12,6 +13,7 @@ from mpimesh.schedule.looped_bfs import looped_bfs
 from mpimesh.schedule.lower import lower
 from mpimesh.schedule.measured import action_overhead_s, measured_step, predicted_step
 from mpimesh.schedule.one_f_one_b import one_f_one_b
+from mpimesh.schedule.partition import Partition, partition
 from mpimesh.schedule.picture import schedule_svg
 from mpimesh.schedule.registry import make_schedule, schedule_names, stages_per_rank
 from mpimesh.schedule.schedule import Schedule
@@ -28,7 +30,9 @@ from mpimesh.schedule.zbv import zbv
 __all__ = [
     "Action",
     "ActionKind",
+    "Costs",
     "Idle",
+    "Partition",
     "Proof",
     "Schedule",
     "TimedAction",
@@ -44,6 +48,7 @@ __all__ = [
     "make_schedule",
     "measured_step",
     "one_f_one_b",
+    "partition",
     "predicted_step",
     "schedule_names",
     "schedule_svg",

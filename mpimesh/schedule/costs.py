@@ -1,9 +1,11 @@
-"""What the parts of a step cost, stage by stage."""
+"""What the parts of a step cost, stage by stage or layer by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+from typing import Any
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import ActionKind
@@ -15,6 +17,9 @@ __all__ = ["Costs"]
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds of each stage's F, I and W, and of a message between neighbour stages.
+
+    The costs of single layers are those of stages of one layer each; :meth:`joined` gives those of
+    stages of several.
 
     Attributes:
         forward_s: Seconds of F, one number for each stage.
@@ -50,6 +55,47 @@ class Costs:
             _spread("backward_weight_s", backward_weight_s, num_stages),
             _spread("message_s", message_s, num_stages - 1),
         )
+
+    @property
+    def total_s(self) -> tuple[Seconds, ...]:
+        """Seconds of F, I and W together, of each stage."""
+        parts = zip(self.forward_s, self.backward_input_s, self.backward_weight_s, strict=True)
+        return tuple(map(sum, parts))
+
+    def joined(self, sizes: Iterable[int]) -> Costs:
+        """Return the costs of larger stages.
+
+        Args:
+            sizes: How many of these stages, or layers, each of the larger ones has, in order.
+
+        Raises:
+            ScheduleError: If a size is less than 1, or they do not add up.
+
+        Example:
+            >>> layers = Costs.of(3, forward_s=[1, 2, 3], message_s=[7, 8])
+            >>> layers.joined([1, 2]).forward_s, layers.joined([1, 2]).message_s
+            ((1, 5), (7,))
+        """
+        sizes = tuple(sizes)
+        bounds = list(accumulate(sizes, initial=0))
+        if min(sizes, default=0) < 1 or bounds[-1] != len(self.forward_s):
+            raise ScheduleError(
+                f"sizes must be at least 1 each and {len(self.forward_s)} together, got {sizes}"
+            )
+
+        def sums(times: Sequence[Seconds]) -> tuple[Seconds, ...]:
+            return tuple(sum(times[start:end]) for start, end in pairwise(bounds))
+
+        return Costs(
+            sums(self.forward_s),
+            sums(self.backward_input_s),
+            sums(self.backward_weight_s),
+            tuple(self.message_s[end - 1] for end in bounds[1:-1]),
+        )
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Return the costs as keyword arguments of :func:`simulate` and :func:`auto`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def of_kind(self, kind: ActionKind) -> tuple[Seconds, ...]:
         """Return the seconds of F, I or W of each stage."""

@@ -29,7 +29,9 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         mm.DeviceMesh.shared_empty,
         mm.ProcessGroup.empty_once,
         mm.PipelineStage,
+        schedule.Costs.joined,
         schedule.Schedule,
+        schedule.partition,
     ],
     ids=lambda thing: thing.__qualname__,
 )

@@ -1,0 +1,195 @@
+"""What each layer of a model costs in a pipeline, measured by all ranks together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, replace
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import Array
+from mpimesh.errors import ScheduleError, StageError
+from mpimesh.nn import Sequential, SupportsLayer
+from mpimesh.nn.protocol import named_parameters
+from mpimesh.parallel.failure import Failure, agreed_error
+from mpimesh.parallel.groups import group_along
+from mpimesh.parallel.header import fingerprint
+from mpimesh.parallel.layer_times import LayerTime, time_layers
+from mpimesh.parallel.link import Link, measure_link
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.runtime.agreement import agreed, exchange
+from mpimesh.schedule import Costs
+
+__all__ = ["REPEATS", "describe_layers", "flat_layers", "measure_layers"]
+
+REPEATS = 5
+"""How often a layer or a message is timed, of which the median counts."""
+
+
+def measure_layers(
+    layers: Sequential | Sequence[SupportsLayer],
+    x: Array,
+    *,
+    mesh: DeviceMesh,
+    dim: str = "pp",
+    dtype: Any = np.float32,
+    xp: ModuleType = np,
+    bytes_per_s: float | None = None,
+    latency_s: float | None = None,
+    repeats: int = REPEATS,
+) -> Costs:
+    """Measure what each layer takes in a step of training, and messages between layers.
+
+    Collective over the mesh. Every rank runs every layer, one after the other, forward and both
+    halves of backward; the medians over the ranks count. All at once, because so it is in
+    training: ranks of a node share its memory and maybe its cores, and a rank that is slow for a
+    while does not count. The layers themselves are not
+    touched: copies are run, of which one at a time has memory.
+
+    A layer without halves has all of its backward in ``backward_input_s``. Backward costs nothing
+    before the first layer with a parameter to train, as in a pipeline whose first stages have none.
+
+    A message takes ``latency_s + output_bytes / bytes_per_s``. What is not given of it is measured:
+    messages of one byte and of the largest output between the ranks along `dim`. One rank alone
+    has messages that cost nothing.
+
+    Args:
+        layers: All layers of the model in order, on every rank.
+        x: A microbatch, of as many rows as in training; of equal shape on every rank.
+        mesh: The mesh.
+        dim: The dim of the stages.
+        dtype: Dtype of parameters that have no memory yet.
+        xp: `numpy` or `cupy`: what to compute with.
+        bytes_per_s: How fast messages pass.
+        latency_s: What a message takes beside that.
+        repeats: How often each layer is run, after once to get warm; the median counts.
+
+    Returns:
+        The costs of the layers, the same on every rank. ``costs.joined(map(len, stages))`` gives
+        those of stages, and its ``as_arguments()`` what :func:`mpimesh.schedule.auto` and
+        :func:`mpimesh.schedule.simulate` take.
+
+    Raises:
+        ModuleError: On every rank, if there is something that is no layer.
+        ScheduleError: On every rank, if an option is out of its range.
+        MismatchError: On every rank, if the ranks give different layers, shapes or options.
+        MpimeshError: On every rank, if a layer fails on any, with the rank and the layer: of the
+            class that was raised, or a :class:`StageError` with the traceback.
+
+    Cost:
+        ``1 + repeats`` forwards and backwards of each layer, memory for one layer with its
+        gradients and activations, and ``2 * (1 + repeats)`` messages of at most 16 MiB.
+
+    Example:
+        >>> costs = measure_layers(layers, batch[:8], mesh=mesh)
+        >>> stages = PipelineParallel.partition(layers, 4, mesh=mesh, times=costs)
+        >>> of_stages = costs.joined(map(len, stages)).as_arguments()
+        >>> schedule = mm.schedule.auto(4, 16, **of_stages)
+        >>> mm.schedule.simulate(schedule, **of_stages).bubble_fraction
+    """
+    scope, pipe = mesh.group(), group_along(mesh, dim, "pp")
+
+    def given() -> tuple[Sequence[SupportsLayer], Array]:
+        _check_options(repeats, bytes_per_s, latency_s)
+        if x is None:
+            raise ScheduleError("a microbatch x is needed on every rank to measure, got None")
+        return flat_layers(layers), x if hasattr(x, "shape") else np.asarray(x)
+
+    def rule(value: tuple[Sequence[SupportsLayer], Array]) -> str:
+        flat, x = value
+        options = f"{dtype}, {bytes_per_s} bytes/s, latency {latency_s} s, {repeats} repeats"
+        return f"{describe_layers(flat)}; x {x.dtype}{tuple(x.shape)}; {options}"
+
+    flat, x = agreed(scope.progress, scope.communicator, "measure_layers", given, rule)
+    times = _measured_everywhere(flat, x, scope, dtype=dtype, xp=xp, repeats=repeats)
+    sizes = [one.output_bytes for one in times[:-1]]
+    measured = Link(0.0, math.inf)
+    if pipe.size > 1 and (latency_s is None or bytes_per_s is None):
+        measured = measure_link(mesh, pipe, max(sizes, default=0), xp=xp, repeats=repeats)
+    link = Link(
+        measured.latency_s if latency_s is None else latency_s,
+        measured.bytes_per_s if bytes_per_s is None else bytes_per_s,
+    )
+    return Costs(
+        tuple(one.forward_s for one in times),
+        tuple(one.backward_input_s for one in times),
+        tuple(one.backward_weight_s for one in times),
+        tuple(map(link.message_s, sizes)),
+    )
+
+
+def flat_layers(layers: Sequential | Sequence[SupportsLayer]) -> Sequence[SupportsLayer]:
+    """Return the layers of a model, if it has any.
+
+    Raises:
+        ModuleError: If one is no layer.
+        ScheduleError: If there are none.
+    """
+    model = layers if isinstance(layers, Sequential) else Sequential(layers)
+    if not model.layers:
+        raise ScheduleError("there is nothing to cut into stages: got no layers")
+    return model.layers
+
+
+def describe_layers(layers: Sequence[SupportsLayer]) -> str:
+    """Return the text by which two ranks compare their layers."""
+    kinds = [
+        (type(layer).__name__, [(name, one.shape) for name, one in named_parameters(layer)])
+        for layer in layers
+    ]
+    return f"{len(layers)} layers, digest {fingerprint(str(kinds)):x}"
+
+
+def _check_options(repeats: int, bytes_per_s: float | None, latency_s: float | None) -> None:
+    if not isinstance(repeats, int) or repeats < 1:
+        raise ScheduleError(f"repeats must be a whole number of at least 1, got {repeats!r}")
+    if bytes_per_s is not None and not bytes_per_s > 0:
+        raise ScheduleError(f"bytes_per_s must be above 0, or None to measure, got {bytes_per_s}")
+    if latency_s is not None and not 0 <= latency_s < math.inf:
+        raise ScheduleError(
+            f"latency_s must be at least 0 and finite, or None to measure, got {latency_s}"
+        )
+
+
+def _measured_everywhere(
+    layers: Sequence[SupportsLayer],
+    x: Array,
+    scope: ProcessGroup,
+    *,
+    dtype: Any,
+    xp: ModuleType,
+    repeats: int,
+) -> list[LayerTime]:
+    """Collective: return the median times over the ranks, or raise the same error on all."""
+    mine: list[LayerTime] = []
+    problem, failure = None, None
+    try:
+        for one in time_layers(layers, x, dtype=dtype, xp=xp, repeats=repeats):
+            mine.append(one)  # noqa: PERF402 - as many as there were before an error
+    except Exception as error:
+        problem, failed = error, Failure.of(error, scope.world_rank, None)
+        layer = f"layer {len(mine)}, {type(layers[len(mine)]).__name__}"
+        failure = asdict(replace(failed, message=f"{layer}: {failed.message}"))
+    note = {"times": list(map(astuple, mine)), "failure": failure}
+    everyone = exchange(scope.progress, scope.communicator, note, what="measure_layers")
+    failures = [Failure(**one["failure"]) for one in everyone if one["failure"]]
+    if failures:
+        told = agreed_error(failures)
+        told.__context__ = problem
+        # The text of a StageError has the traceback already.
+        raise told from (None if isinstance(told, StageError) else problem)
+    of_layers = zip(*(one["times"] for one in everyone), strict=True)
+    return [_middle([LayerTime(*one) for one in times]) for times in of_layers]
+
+
+def _middle(times: Sequence[LayerTime]) -> LayerTime:
+    return LayerTime(
+        median(one.forward_s for one in times),
+        median(one.backward_input_s for one in times),
+        median(one.backward_weight_s for one in times),
+        times[0].output_bytes,
+    )
