@@ -191,6 +191,8 @@ class Module(ABC):
 
         The values depend on `seed`, the layer's global index and the parameter's
         name only: they are the same on any mesh, and up to rounding in any dtype.
+        A parameter that several layers share gets those of its first place, by its
+        own initializer.
 
         Args:
             seed: The seed of the whole model, not negative.
@@ -211,8 +213,9 @@ class Module(ABC):
             parameter.materialize(seed=seed, dtype=dtype, xp=xp, index=index)
         children = self.named_children()
         index += 1 if own or not children else 0
+        settled = protocol.Settled(own)
         for _, child in children:
-            protocol.materialize(child, seed=seed, dtype=dtype, xp=xp, index=index)
+            protocol.materialize(child, seed=seed, dtype=dtype, xp=xp, index=index, settled=settled)
             index += protocol.num_layers(child)
 
     def zero_grad(self) -> None:

@@ -19,7 +19,7 @@ layer, or the layer can serve one microbatch at a time only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +28,7 @@ from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import Parameter
 
 __all__ = [
+    "Settled",
     "SupportsLayer",
     "backward_input",
     "backward_weight",
@@ -76,11 +77,57 @@ def backward_weight(layer: SupportsLayer, ctx: Context) -> None:
         half(ctx)
 
 
-def materialize(layer: SupportsLayer, *, seed: int, dtype: Any, xp: ModuleType, index: int) -> None:
-    """Let `layer` allocate its parameters, if it knows how."""
+class Settled:
+    """Layers and parameters that have had their turn: the first place of each counts.
+
+    Args:
+        parameters: Those that keep the values that they have.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter] = ()) -> None:
+        # The objects themselves, too, so that no other one gets their ids.
+        self._found: dict[int, object] = {}
+        self.add(*parameters)
+
+    def add(self, *objects: object) -> None:
+        """From now on `objects` are settled."""
+        self._found.update((id(one), one) for one in objects)
+
+    def __contains__(self, one: object) -> bool:
+        """Tell whether this very object is settled."""
+        return id(one) in self._found
+
+
+def materialize(
+    layer: SupportsLayer,
+    *,
+    seed: int,
+    dtype: Any,
+    xp: ModuleType,
+    index: int,
+    settled: Settled | None = None,
+) -> None:
+    """Let `layer` allocate its parameters, if it knows how.
+
+    Args:
+        layer: The layer.
+        seed: The seed of the whole model.
+        dtype: Dtype of the parameters.
+        xp: `numpy` or `cupy`.
+        index: Number of layers before this one in the whole model.
+        settled: What a layer before had, too. Such parameters keep their values, and a layer that
+            stands there itself is left as it is; what `layer` has joins it.
+    """
+    settled = Settled() if settled is None else settled
+    if layer in settled:
+        return
+    kept = [(parameter, parameter.data) for parameter in layer.parameters() if parameter in settled]
     method = getattr(layer, "materialize", None)
     if method is not None:
         method(seed=seed, dtype=dtype, xp=xp, index=index)
+    for parameter, data in kept:
+        parameter.data = data
+    settled.add(layer, *(one for one in layer.parameters() if one.data is not None))
 
 
 def num_layers(layer: SupportsLayer) -> int:

@@ -22,6 +22,7 @@ def clip_grad_norm(
     max_norm: float,
     *,
     all_sum: Callable[[float], float] | None = None,
+    copies: Iterable[Parameter] = (),
 ) -> float:
     """Scale all gradients so that their common norm is at most `max_norm`.
 
@@ -40,6 +41,8 @@ def clip_grad_norm(
         all_sum: Adds a number up over the ranks that hold *different*
             parameters (pipeline stages). Data-parallel ranks hold the same
             gradients once they are reduced and must not be added.
+        copies: Of `params`, those that another rank of `all_sum` counts: their
+            gradients are scaled, too, but not part of this rank's sum.
 
     Returns:
         The norm before clipping.
@@ -49,10 +52,20 @@ def clip_grad_norm(
     """
     if not max_norm > 0:
         raise ModuleError(f"max_norm must be above 0, got {max_norm!r}")
-    trained = {id(parameter): parameter for parameter in params if parameter.requires_grad}
-    grads = [parameter.grad for parameter in trained.values() if parameter.grad is not None]
+    elsewhere = {id(parameter) for parameter in copies}
+    trained = {
+        id(parameter): parameter
+        for parameter in params
+        if parameter.requires_grad and parameter.grad is not None
+    }
+    grads = [parameter.grad for parameter in trained.values()]
     # Added up where the gradients live: a device is waited for once, not for each.
-    squares = float(sum((_sum_of_squares(grad) for grad in grads), start=0.0))
+    squares = float(
+        sum(
+            (_sum_of_squares(one.grad) for key, one in trained.items() if key not in elsewhere),
+            start=0.0,
+        )
+    )
     if all_sum is not None:
         squares = float(all_sum(squares))
     norm = math.sqrt(squares) if squares >= 0 else math.nan

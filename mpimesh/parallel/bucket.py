@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn import Parameter
-from mpimesh.runtime import CollectiveTensor
+from mpimesh.runtime import CollectiveTensor, ProcessGroup
 
 __all__ = ["Bucket", "Entry", "make_entries"]
 
@@ -18,13 +18,19 @@ class Bucket:
     Attributes:
         flat: The memory.
         parameters: Those whose gradients are views of it, in its order.
+        group: The ranks over which it is reduced.
+        name: What it is called in traces and labels, alike on all of them.
     """
 
-    __slots__ = ("flat", "handle", "incomplete", "parameters", "start_s")
+    __slots__ = ("flat", "group", "handle", "incomplete", "name", "parameters", "start_s")
 
-    def __init__(self, parameters: Sequence[Parameter], flat: Array) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], flat: Array, group: ProcessGroup, name: str
+    ) -> None:
         self.parameters = tuple(parameters)
         self.flat = flat
+        self.group = group
+        self.name = name
         self.incomplete = 0
         self.handle: CollectiveTensor | None = None
         self.start_s = 0.0
@@ -46,27 +52,31 @@ class Entry:
     Attributes:
         parameter: Whose gradient it is.
         name: Its name in messages.
+        group: The ranks over which the gradient is reduced.
         bucket: Where the gradient lives; None in a group of one rank.
         count: How often the gradient was added to in this cycle.
         uses: How often in each backward of earlier cycles; None while that is not known.
     """
 
-    __slots__ = ("bucket", "count", "name", "parameter", "uses")
+    __slots__ = ("bucket", "count", "group", "name", "parameter", "uses")
 
-    def __init__(self, parameter: Parameter, name: str) -> None:
+    def __init__(self, parameter: Parameter, name: str, group: ProcessGroup) -> None:
         self.parameter = parameter
         self.name = name
+        self.group = group
         self.bucket: Bucket | None = None
         self.count = 0
         self.uses: int | None = None
 
 
 def make_entries(
-    parameters: list[Parameter], names: Sequence[str] | None
+    parameters: list[Parameter], names: Sequence[str] | None, groups: Sequence[ProcessGroup]
 ) -> tuple[dict[int, Entry], list[tuple[str, Parameter]]]:
     """Return an entry for each parameter to train, by its id, in order; and the frozen ones."""
     if names is not None and len(names) != len(parameters):
         raise ModuleError(f"got {len(names)} names for {len(parameters)} parameters")
+    if len(groups) != len(parameters):
+        raise ModuleError(f"got {len(groups)} groups for {len(parameters)} parameters")
     entries: dict[int, Entry] = {}
     frozen: list[tuple[str, Parameter]] = []
     for place, parameter in enumerate(parameters):
@@ -79,7 +89,7 @@ def make_entries(
             )
         if parameter.requires_grad:
             parameter.value()
-            entries[id(parameter)] = Entry(parameter, name)
+            entries[id(parameter)] = Entry(parameter, name, groups[place])
         else:
             frozen.append((name, parameter))
     return entries, frozen

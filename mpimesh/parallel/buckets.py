@@ -11,6 +11,10 @@ at its end, and from then on a gradient is complete when it was added to as ofte
 for each backward as before. A parameter that is not used in every backward keeps its
 bucket waiting until the end, which costs overlap and nothing else.
 
+Gradients of parameters that stand in stages of several ranks are reduced over more
+ranks than the others. They have buckets of their own, which wait for the end of the cycle: only
+then is it sure that all those ranks, which do different things, come to it.
+
 A cycle::
 
     buckets.begin()                 # gradients are 0; or zero_grad()
@@ -25,13 +29,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import numpy as np
 
 from mpimesh.arrays import ReduceOp, as_reduce_op, namespace
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
-from mpimesh.parallel.bucket import Bucket, make_entries
+from mpimesh.parallel.bucket import Bucket, Entry, make_entries
 from mpimesh.parallel.bucket_plan import plan_buckets
 from mpimesh.parallel.reductions import Reductions
 from mpimesh.parallel.replicas import agree_parameters, agree_touched
@@ -60,6 +65,10 @@ class GradientBuckets:
         names: The parameters' names for messages; their own if None.
         overlap: False reduces everything in :meth:`synchronize`.
         tracer: Records the time of each reduction.
+        groups: For each parameter the group over which its gradient is reduced, `group` if None.
+            Another one holds all of `group` and has the same parameters on all its ranks; where
+            a rank has several others, they stand in one order on all ranks. They are reduced
+            in :meth:`synchronize`, whatever `overlap` says.
 
     Raises:
         ModuleError: If a parameter stands twice or is registered with other buckets, or `op` or
@@ -93,30 +102,34 @@ class GradientBuckets:
         names: Sequence[str] | None = None,
         overlap: bool = True,
         tracer: Tracer = NULL_TRACER,
+        groups: Sequence[ProcessGroup | None] | None = None,
     ) -> None:
         self._group = group
         self._op = as_reduce_op(op)
         self._overlap = overlap
         if self._op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ModuleError(f"gradients are reduced by sum or mean, not by {self._op}")
-        self._entries, self._frozen = make_entries(list(parameters), names)
-        trained = [entry.parameter for entry in self._entries.values()]
-        plan = plan_buckets(
-            [int(parameter.value().nbytes) for parameter in trained],
-            [parameter.dtype for parameter in trained],
-            bucket_bytes,
-        )
+        given = list(parameters)
+        over = [group] * len(given) if groups is None else [one or group for one in groups]
+        self._entries, self._frozen = make_entries(given, names, over)
+        # By the id of their group, in the order of their first parameters.
+        members: dict[int, list[Entry]] = {id(group): []}
+        for entry in self._entries.values():
+            members.setdefault(id(entry.group), []).append(entry)
+        plans = [(those, _plan(those, bucket_bytes)) for those in members.values()]
         rule = f"{self._op}, bucket_bytes {bucket_bytes}"
         named = [(entry.name, entry.parameter) for entry in self._entries.values()]
         agree_parameters(named, group, rule)
-        buckets = [] if group.size == 1 else plan
-        self._line = Reductions(
-            [self._bucket([trained[i] for i in members], mesh) for members in buckets],
-            group,
-            self._op,
-            tracer,
-        )
-        for parameter in trained:
+        own, *others = [
+            [
+                self._bucket([those[i] for i in numbers], place, mesh)
+                for place, numbers in enumerate(plan)
+            ]
+            for those, plan in plans
+        ]
+        self._line = Reductions(own, self._op, tracer)
+        self._late = Reductions(list(chain(*others)), self._op, tracer)
+        for _, parameter in named:
             parameter.on_ready = self.submit
         self._backwards = 0
         self._open = False
@@ -125,7 +138,7 @@ class GradientBuckets:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets, in the order of their reduction."""
-        return self._line.buckets
+        return self._line.buckets + self._late.buckets
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -152,7 +165,7 @@ class GradientBuckets:
             self._clear()
             self._open = True
         self._backwards += backwards
-        for bucket in self._line.buckets:
+        for bucket in self.buckets:
             bucket.incomplete = len(bucket.parameters)
 
     def zero_grad(self) -> None:
@@ -219,7 +232,10 @@ class GradientBuckets:
         self._line.move_along()
 
     def start(self) -> None:
-        """Start the reductions that are left, without waiting. Nothing under :meth:`no_sync`."""
+        """Start the reductions over the replicas that are left, without waiting.
+
+        Nothing under :meth:`no_sync`.
+        """
         if not self._accumulating:
             self._line.start_all()
 
@@ -236,8 +252,10 @@ class GradientBuckets:
         if self._accumulating:
             return
         self.start()
+        self._late.start_all()
         untouched = self.untouched() if strict else []
         self._line.finish()
+        self._late.finish()
         self._learn()
         self._fill()
         self._open = False
@@ -274,7 +292,7 @@ class GradientBuckets:
             if entry.bucket is not None:
                 entry.parameter.detach_grad()
         self._entries.clear()
-        self._line = Reductions([], self._group, self._op, NULL_TRACER)
+        self._line = self._late = Reductions([], self._op, NULL_TRACER)
 
     # -- helpers -------------------------------------------------------------------------
 
@@ -282,13 +300,16 @@ class GradientBuckets:
     def _may_start(self) -> bool:
         return self._overlap and not self._accumulating
 
-    def _bucket(self, parameters: list[Parameter], mesh: DeviceMesh) -> Bucket:
+    def _bucket(self, entries: list[Entry], place: int, mesh: DeviceMesh) -> Bucket:
+        parameters = [entry.parameter for entry in entries]
         size = sum(parameter.size for parameter in parameters)
         xp, dtype = namespace(parameters[0].value()), parameters[0].dtype
         flat = mesh.shared_empty(size, dtype) if xp is np else xp.empty(size, dtype)
-        bucket = Bucket(parameters, flat)
-        for parameter in parameters:
-            self._entries[id(parameter)].bucket = bucket
+        group = entries[0].group
+        name = f"bucket {place}" + (f" of {group.name}" if group is not self._group else "")
+        bucket = Bucket(parameters, flat, group, name)
+        for entry in entries:
+            entry.bucket = bucket
         return bucket
 
     def _check_frozen(self) -> None:
@@ -301,7 +322,7 @@ class GradientBuckets:
             )
 
     def _clear(self) -> None:
-        for bucket in self._line.buckets:
+        for bucket in self.buckets:
             bucket.flat[...] = 0
         for entry in self._entries.values():
             entry.count = 0
@@ -322,3 +343,13 @@ class GradientBuckets:
             parameter = entry.parameter
             if parameter.grad is None:
                 parameter.grad = namespace(parameter.data).zeros_like(parameter.data)
+
+
+def _plan(entries: list[Entry], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Deal parameters of one group to buckets; to none, if the group has one rank."""
+    plan = plan_buckets(
+        [int(entry.parameter.value().nbytes) for entry in entries],
+        [entry.parameter.dtype for entry in entries],
+        bucket_bytes,
+    )
+    return () if not entries or entries[0].group.size == 1 else plan

@@ -14,7 +14,11 @@ __all__ = ["clip_grad_norm"]
 
 
 def clip_grad_norm(
-    parameters: Iterable[Parameter], max_norm: float, *, group: ProcessGroup
+    parameters: Iterable[Parameter],
+    max_norm: float,
+    *,
+    group: ProcessGroup,
+    copies: Iterable[Parameter] = (),
 ) -> float:
     """Scale all gradients so that their common norm over all stages is at most `max_norm`.
 
@@ -25,6 +29,8 @@ def clip_grad_norm(
         max_norm: The limit, above 0; ``math.inf`` only measures.
         group: Ranks that hold *different* parameters: the stages of a pipeline. Replicas hold the
             same gradients, once they are reduced, and must not be in it.
+        copies: Of `parameters`, those that another rank of the group holds, too, and counts: here
+            they are only scaled.
 
     Returns:
         The norm before clipping, the same on every rank. Where it is infinite or NaN, the
@@ -40,4 +46,5 @@ def clip_grad_norm(
     def all_sum(squares: float) -> float:
         return float(group.all_reduce(np.array(squares)).resolve())
 
-    return clip_local(parameters, max_norm, all_sum=None if group.size == 1 else all_sum)
+    summed = None if group.size == 1 else all_sum
+    return clip_local(parameters, max_norm, all_sum=summed, copies=copies)

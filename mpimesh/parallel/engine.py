@@ -12,8 +12,8 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.nn import Parameter
-from mpimesh.nn.protocol import materialize, num_layers
 from mpimesh.parallel.buckets import GradientBuckets
+from mpimesh.parallel.first_values import give_values, is_used_again
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.microbatch import check_microbatches
@@ -21,6 +21,7 @@ from mpimesh.parallel.plans import Plans, ScheduleLike
 from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
+from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, exchange
 from mpimesh.runtime.call import Call
@@ -76,6 +77,7 @@ class Engine:
         interfaces: What stages give to each other, by kind of input.
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
             on the devices, else NumPy.
+        ties: The parameters that several ranks of a pipeline hold.
     """
 
     def __init__(
@@ -110,14 +112,19 @@ class Engine:
         self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
         self.pool = SlotPool(self._slot_memory)
         self.local = {number: self.stages[number] for number in self.plans.stages}
+        self._named = named_places(self.stages)
+        ties = find_ties(self.stages, self.plans.placement)
         call = Call("pipeline", scope.name, rule=self._rule(options))
         agree(scope.progress, scope.communicator, call)
         self.library = self._library(call)
-        # Nobody reads the gradient of the model's input.
-        self.stages[0].input_grad = False
-        self._materialize(options)
+        self.ties = Ties(ties, mesh=mesh, pipe=pipe, data=data)
+        if not is_used_again(self.stages):
+            # Nobody reads the gradient of the model's input.
+            self.stages[0].input_grad = False
+        give_values(self.stages, self.local, seed=options.seed, dtype=options.dtype, xp=options.xp)
         if options.broadcast:
             self._broadcast()
+        self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
         self._new_buckets: Callable[[], GradientBuckets] = lambda: self._buckets_of(options)
         self.buckets = self._new_buckets()
         agree_values(self.named_parameters(), data)
@@ -147,20 +154,16 @@ class Engine:
         )
 
     def named_parameters(self, *, everywhere: bool = False) -> list[tuple[str, Parameter]]:
-        """Return parameters, named as in one Sequential of all layers.
+        """Return parameters, each once, named as in one Sequential of all layers.
 
         Args:
             everywhere: Also those of stages that have no memory here.
         """
-        named: list[tuple[str, Parameter]] = []
-        offset = 0
-        for number, stage in enumerate(self.stages):
-            if everywhere or number in self.local:
-                for name, parameter in stage.named_parameters():
-                    place, _, rest = name.partition(".")
-                    named.append((f"{int(place) + offset}.{rest}", parameter))
-            offset += len(stage)
-        return named
+        return [
+            (name, parameter)
+            for name, parameter, numbers in self._named
+            if everywhere or not self.local.keys().isdisjoint(numbers)
+        ]
 
     # -- between steps ----------------------------------------------------------------------
 
@@ -176,6 +179,7 @@ class Engine:
 
     def rebuild_buckets(self) -> None:
         """Make the buckets anew after parameters were frozen or unfrozen. Collective."""
+        self.ties.agree(values=False)
         self.buckets.close()
         self.buckets = self._new_buckets()
 
@@ -195,27 +199,14 @@ class Engine:
             ", ".join(type(layer).__name__ for layer in stage.layers) for stage in self.stages
         )
         shapes = [
-            (name, parameter.shape, parameter.requires_grad)
-            for stage in self.stages
-            for name, parameter in stage.named_parameters()
+            (name, parameter.shape, parameter.requires_grad, numbers)
+            for name, parameter, numbers in self._named
         ]
         return (
             f"stages {layers}; {len(shapes)} parameters, digest {fingerprint(str(shapes)):x}; "
             f"schedule {self.plans.name} of {self.num_microbatches} microbatches on ranks "
             f"{self.plans.placement}; seed {options.seed}, {np.dtype(options.dtype)}"
         )
-
-    def _materialize(self, options: Options) -> None:
-        index = 0
-        for number, stage in enumerate(self.stages):
-            for layer in stage.layers:
-                parameters = layer.parameters()
-                whole = bool(parameters) and all(p.data is not None for p in parameters)
-                if number in self.local and not whole:
-                    materialize(
-                        layer, seed=options.seed, dtype=options.dtype, xp=options.xp, index=index
-                    )
-                index += num_layers(layer)
 
     def _broadcast(self) -> None:
         for name, parameter in self.named_parameters():
@@ -230,6 +221,7 @@ class Engine:
             mesh=self.mesh,
             bucket_bytes=options.bucket_bytes,
             names=[name for name, _ in named],
+            groups=[self.ties.group(parameter) for _, parameter in named],
             overlap=options.overlap,
             tracer=self.tracer,
         )

@@ -98,16 +98,22 @@ class ParallelModel:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`.
 
         Collective. Returns the norm before, the same on every rank; see
-        :func:`mpimesh.parallel.clip_grad_norm`.
+        :func:`mpimesh.parallel.clip_grad_norm`. A parameter that several ranks hold counts once.
         """
-        return clip_grad_norm(self.parameters(), max_norm, group=self._engine.pipe)
+        engine = self._engine
+        return clip_grad_norm(
+            self.parameters(), max_norm, group=engine.pipe, copies=engine.ties.copies
+        )
 
     def check_replicas(self) -> None:
         """Verify that all replicas hold the same parameters, bit for bit. Collective.
 
+        So do all ranks that hold one and the same parameter.
+
         Raises:
             MismatchError: On every rank of the replicas that differ, naming the parameter.
         """
+        self._engine.ties.agree(values=True)
         agree_values(self._engine.named_parameters(), self._engine.data)
 
     def rebuild_buckets(self) -> None:
@@ -121,7 +127,9 @@ class ParallelModel:
             Two broadcasts for each parameter, over the stages.
         """
         engine = self._engine
+        # Of the ranks that hold a tied parameter, the first one gives it.
         local = {id(parameter) for parameter in self.parameters()}
+        local -= {id(parameter) for parameter in engine.ties.copies}
         return {
             name: to_numpy(
                 engine.pipe.broadcast(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from mpimesh.arrays import ReduceOp
 from mpimesh.parallel.bucket import Bucket
-from mpimesh.runtime import ProcessGroup
 from mpimesh.trace import Tracer
 
 __all__ = ["Reductions"]
@@ -16,8 +15,7 @@ class Reductions:
     """The all-reduces of one cycle.
 
     Args:
-        buckets: What is reduced, in order.
-        group: The ranks.
+        buckets: What is reduced, in order, each over its group.
         op: Sum or mean.
         tracer: Records the time of each reduction.
 
@@ -26,13 +24,10 @@ class Reductions:
         started: How many reductions this rank has started in this cycle.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], group: ProcessGroup, op: ReduceOp, tracer: Tracer
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], op: ReduceOp, tracer: Tracer) -> None:
         self.buckets = tuple(buckets)
         self.started = 0
         self._moving = 0  # the first started bucket that is not known to be done
-        self._group = group
         self._op = op
         self._tracer = tracer
 
@@ -55,7 +50,7 @@ class Reductions:
 
     def finish(self) -> None:
         """Wait for all that are started, and be ready for the next cycle."""
-        for number, bucket in enumerate(self.buckets[: self.started]):
+        for bucket in self.buckets[: self.started]:
             if bucket.handle is None:
                 continue
             try:
@@ -64,7 +59,7 @@ class Reductions:
                 bucket.handle = None
             if self._tracer.enabled:
                 self._tracer.record(
-                    f"all_reduce bucket {number}",
+                    f"all_reduce {bucket.name}",
                     "collective",
                     start_s=bucket.start_s,
                     duration_s=self._tracer.clock() - bucket.start_s,
@@ -73,9 +68,8 @@ class Reductions:
         self.started = self._moving = 0
 
     def _start_next(self) -> None:
-        number = self.started
-        bucket = self.buckets[number]
+        bucket = self.buckets[self.started]
         bucket.start_s = self._tracer.clock()
-        label = f"gradient bucket {number}"
-        bucket.handle = self._group.all_reduce(bucket.flat, self._op, out=bucket.flat, label=label)
+        label = f"gradient {bucket.name}"
+        bucket.handle = bucket.group.all_reduce(bucket.flat, self._op, out=bucket.flat, label=label)
         self.started += 1

@@ -14,7 +14,7 @@ from mpimesh.runtime.agreement import agree, exchange
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.digest import digest_text
 
-__all__ = ["agree_parameters", "agree_touched", "agree_values", "describe"]
+__all__ = ["agree_parameters", "agree_touched", "agree_values", "describe", "digest"]
 
 
 def describe(parameter: Parameter, name: str) -> str:
@@ -52,7 +52,7 @@ def agree_values(named: Sequence[tuple[str, Parameter]], group: ProcessGroup) ->
     Cost:
         One all-reduce of 16 bytes, and reading all parameters once.
     """
-    _agree([f"{name} with values {_digest(p)}" for name, p in named], group, "same values")
+    _agree([f"{name} with values {digest(p)}" for name, p in named], group, "same values")
 
 
 def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
@@ -113,6 +113,7 @@ def _first_difference(
     return error
 
 
-def _digest(parameter: Parameter) -> str:
+def digest(parameter: Parameter) -> str:
+    """Return a text by which two ranks compare the values of a parameter."""
     values = np.ascontiguousarray(to_numpy(parameter.value())).reshape(-1)
     return digest_text(values.view(np.uint8).data)

@@ -21,6 +21,9 @@ class PipelineStage(Sequential):
     :mod:`mpimesh.nn.protocol`. A stage must treat rows independently and return as many as it
     got.
 
+    One :class:`~mpimesh.nn.Parameter` may stand in layers of several stages: they are tied, see
+    :class:`~mpimesh.PipelineParallel`.
+
     Args:
         stage_id: Its place in the pipeline, from 0.
 
@@ -76,10 +79,10 @@ def _layer_at(layers: Sequential, place: int) -> object:
 
 
 def check_stages(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
-    """Return stages that are numbered 0, 1, 2, ... and share no parameter; refuse others.
+    """Return stages that are numbered 0, 1, 2, ...; refuse others.
 
     Raises:
-        ScheduleError: If there are none, or the numbers or parameters do not fit.
+        ScheduleError: If there are none, or the numbers do not fit.
     """
     if not isinstance(stages, Sequence):
         raise ScheduleError(f"a pipeline takes a list of PipelineStage objects, got {stages!r}")
@@ -96,13 +99,4 @@ def check_stages(stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
         raise ScheduleError(
             f"the stages must be numbered 0 to {len(stages) - 1} in order, each once, got {numbers}"
         )
-    holder: dict[int, int] = {}
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            other = holder.setdefault(id(parameter), stage.stage_id)
-            if other != stage.stage_id:
-                raise ScheduleError(
-                    f"parameter {name!r} of stage {stage.stage_id} is in stage {other}, too: a "
-                    "parameter belongs to one stage, because stages have separate memory"
-                )
     return tuple(stages)

@@ -99,7 +99,7 @@ def train_alone(steps: int, rows: int) -> Trained:
         model.backward(gradient, context)
         return value
 
-    return _train(
+    return train_by(
         steps,
         model.parameters(),
         train_step,
@@ -116,7 +116,7 @@ def train_on(mesh: mm.DeviceMesh, steps: int, rows: int, **options: Any) -> Trai
     def train_step(step: int) -> float:
         return pipe.train_step(*batch(step, rows), loss=nn.cross_entropy)
 
-    trained = _train(
+    trained = train_by(
         steps,
         pipe.parameters(),
         train_step,
@@ -128,7 +128,7 @@ def train_on(mesh: mm.DeviceMesh, steps: int, rows: int, **options: Any) -> Trai
     return trained
 
 
-def _train(
+def train_by(
     steps: int,
     parameters: list[nn.Parameter],
     train_step: Callable[[int], float],

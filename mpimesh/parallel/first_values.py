@@ -1,0 +1,83 @@
+"""Memory and first values for the stages of one rank, as one Sequential of all layers has them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from mpimesh.nn import Module, Sequential, SupportsLayer
+from mpimesh.nn.protocol import Settled, materialize, num_layers
+from mpimesh.parallel.stage import PipelineStage
+
+__all__ = ["give_values", "is_used_again"]
+
+
+def give_values(
+    stages: Sequence[PipelineStage],
+    local: Collection[int],
+    *,
+    seed: int,
+    dtype: Any,
+    xp: ModuleType,
+) -> None:
+    """Materialise the layers of the `local` stages, and no others. Local.
+
+    A layer whose parameters all have memory is left as it is, and so is a parameter
+    with memory that stands in several layers. The values of one without are those of its first
+    place in the whole model, wherever that lies.
+
+    Args:
+        stages: All stages.
+        local: The numbers of this rank's.
+        seed: The seed of the whole model.
+        dtype: Dtype of the parameters.
+        xp: `numpy` or `cupy`.
+
+    Cost:
+        Where the first place of a local parameter is a layer of another rank's stage, that
+        whole layer has memory for a moment.
+    """
+    layers = [(layer, number in local) for number, stage in enumerate(stages) for layer in stage]
+    mine = {id(layer) for layer, is_local in layers if is_local}
+    wanted = {id(p) for layer, is_local in layers if is_local for p in layer.parameters()}
+    uses: dict[int, int] = {}
+    for layer, _ in layers:
+        for parameter in layer.parameters():
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    settled = Settled(
+        parameter
+        for layer, _ in layers
+        for parameter in layer.parameters()
+        if uses[id(parameter)] > 1 and parameter.data is not None
+    )
+    index = 0
+    for layer, _ in layers:
+        parameters = layer.parameters()
+        whole = bool(parameters) and all(p.data is not None for p in parameters)
+        lends = any(id(p) in wanted and p not in settled for p in parameters)
+        if not whole and (id(layer) in mine or lends):
+            before = [(p, p.data) for p in parameters if id(p) not in wanted]
+            materialize(layer, seed=seed, dtype=dtype, xp=xp, index=index, settled=settled)
+            for parameter, data in before:
+                parameter.data = data
+        index += num_layers(layer)
+
+
+def is_used_again(stages: Sequence[PipelineStage]) -> bool:
+    """Tell whether the very first layer stands elsewhere in the model, too.
+
+    There somebody reads the gradient of its input.
+    """
+    first: Any = stages[0]
+    while isinstance(first, Sequential) and len(first):
+        first = first[0]
+    return sum(leaf is first for stage in stages for leaf in _leaves(stage)) > 1
+
+
+def _leaves(layer: SupportsLayer) -> Iterator[SupportsLayer]:
+    """Yield `layer` and all below it, each as often as it stands there."""
+    yield layer
+    if isinstance(layer, Module):
+        for _, child in layer.named_children():
+            yield from _leaves(child)
