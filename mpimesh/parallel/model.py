@@ -73,9 +73,9 @@ class ParallelModel:
 
         Cost:
             Each microbatch's activations and gradients once between neighbouring stages, one
-            all-reduce of the gradients over the replicas, and two all-reduces of at
-            most 96 bytes over all ranks. With ``MPIMESH_CHECKS`` on, each rank also reads x and
-            target as a whole.
+            all-reduce of the gradients over the replicas (for parameters that several ranks of a
+            pipeline hold, over all who do), and two all-reduces of at most 96 bytes over all
+            ranks. With ``MPIMESH_CHECKS`` on, each rank also reads x and target as a whole.
         """
         return self._train(x, target, loss, denominator)
 

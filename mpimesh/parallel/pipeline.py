@@ -44,6 +44,15 @@ class PipelineParallel(ParallelModel):
     activations of M microbatches with the first and of ``min(M, S - s)`` with the second. The
     others are idle for less or keep less, as the functions of :mod:`mpimesh.schedule` tell.
 
+    One :class:`~mpimesh.nn.Parameter` may stand in several layers, of whatever stages: an output
+    layer that has the weight of the embedding. It has one name, and the first values, of its first
+    place in the model. Each rank that needs it has a copy, and with each step all copies get the
+    same gradient, bit for bit: the sum over all its uses. It counts once in a norm and in a state,
+    and optimizers keep the copies equal. The price is one all-reduce of the gradient over the
+    ranks that hold it and their replicas, in place of that over the replicas; it begins when
+    the backward of all ranks has ended. For each set of such ranks the mesh gets a group, called
+    ``"tied ..."``. Freeze it on all ranks or on none.
+
     Args:
         stages: All stages in order, on every rank. A rank gives memory to its own only.
         num_microbatches: Most microbatches of a replica's rows.
@@ -59,7 +68,8 @@ class PipelineParallel(ParallelModel):
             microbatches.
         seed: Seed of first values and dropout; the values are those of one
             :class:`~mpimesh.nn.Sequential` of all layers. A layer whose parameters all have
-            memory already is left as it is.
+            memory already is left as it is, and so is a parameter with memory that stands in
+            several layers.
         dtype: Dtype of the parameters.
         xp: `numpy` or `cupy`.
         bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`.
@@ -69,11 +79,11 @@ class PipelineParallel(ParallelModel):
         tracer: Records every action, wait and message of this rank.
 
     Raises:
-        ScheduleError: If the stages are not numbered in order, share a parameter, or do not
-            fit the mesh and schedule; or `num_microbatches` is less than 1.
+        ScheduleError: If the stages are not numbered in order, or do not fit the mesh and
+            schedule; or `num_microbatches` is less than 1.
         UnknownNameError: If there is no such dim or schedule.
         MismatchError: On every rank, if the ranks make different pipelines, or replicas hold
-            different values.
+            different values, or the copies of one parameter do.
 
     Example:
         >>> stages = [PipelineStage(0).add_layer(nn.Linear(64, 32)).add_layer(nn.ReLU()),

@@ -14,6 +14,8 @@ from tests.pure.parallel_models import SEED, Trained, cut, train_by
 
 TOKENS = 11
 FEATURES = 6
+SHARED = ("0.weight", "1.weight")
+"""The parameters that several layers share."""
 
 
 def tied_layers() -> list[nn.Module]:
@@ -85,3 +87,27 @@ def train_tied_on(mesh: mm.DeviceMesh, steps: int, rows: int, **options: Any) ->
     )
     pipe.check_replicas()
     return trained
+
+
+def gradients_of(*rows: int) -> dict[str, np.ndarray]:
+    """The gradients of steps of that many rows together."""
+    model = tied_alone()
+    for step, count in enumerate(rows):
+        add_gradients(model, step, count, sum(rows))
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_gradients(pipe: PipelineParallel, expected: dict[str, np.ndarray]) -> None:
+    for name, parameter in pipe.named_parameters():
+        np.testing.assert_allclose(
+            parameter.grad, expected[name], rtol=1e-9, atol=1e-14, err_msg=name
+        )
+
+
+def assert_one_gradient(parts: list[dict[str, np.ndarray]]) -> None:
+    """All ranks that hold a parameter have the same bits; some is held by several."""
+    held = [[part[name] for part in parts if name in part] for name in SHARED]
+    assert max(map(len, held)) > 1
+    for first, *others in held:
+        for other in others:
+            np.testing.assert_array_equal(other, first, strict=True)

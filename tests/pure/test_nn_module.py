@@ -181,6 +181,44 @@ def test_composites_number_their_layers_in_order():
     np.testing.assert_array_equal(whole[2].weight.data, last.weight.data)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_shared_parameter_has_the_values_of_its_first_place(nested):
+    table, head = nn.Embedding(4, 3), nn.Linear(3, 4)
+    head.weight = table.weight
+    last = nn.Sequential(nn.ReLU(), head) if nested else head
+    model = materialized(nn.Sequential(nn.ReLU(), table, last), index=2)
+    np.testing.assert_array_equal(
+        head.weight.data, materialized(nn.Embedding(4, 3), index=3).weight.data
+    )
+    bias = materialized(nn.Linear(3, 4), index=4 + nested).bias
+    np.testing.assert_array_equal(head.bias.data, bias.data)
+    before = np.array(head.weight.data)
+    model.materialize(seed=5, dtype="float64")  # anew, not the values that are there
+    assert (before != head.weight.data).all()
+    np.testing.assert_array_equal(head.weight.data, table.weight.data)
+
+
+def test_a_parameter_of_a_layer_and_of_one_inside_has_the_values_of_the_outer():
+    outer = Residual(3)
+    outer.inner.bias = outer.gain
+    outer.gain.name = "bias"
+    bits = nn.Parameter("bias", outer.gain.shape, outer.gain.initializer)
+    bits.materialize(seed=0, dtype="float64", index=7)
+    materialized(outer, index=7)
+    np.testing.assert_array_equal(outer.gain.data, bits.data)
+
+
+def test_a_layer_that_stands_twice_is_materialised_once():
+    dropout, shared = nn.Dropout(0.5), nn.Linear(3, 3)
+    x = np.ones((8, 3))
+    materialized(nn.Sequential(dropout, shared, dropout, shared))
+    np.testing.assert_array_equal(
+        shared.weight.data, materialized(nn.Linear(3, 3), index=1).weight.data
+    )
+    alone = materialized(nn.Dropout(0.5), index=0)
+    np.testing.assert_array_equal(dropout(x, nn.Context()), alone(x, nn.Context()))
+
+
 def test_materialize_refuses_what_it_cannot_do():
     with pytest.raises(DTypeError, match="kept in one of"):
         nn.Sequential(nn.ReLU()).materialize(seed=0, dtype="int8")

@@ -75,6 +75,27 @@ def test_ranks_add_their_squares():
     np.testing.assert_allclose(end_to_end(first + second), end_to_end(together), rtol=1e-12)
 
 
+def test_a_copy_that_another_rank_counts_is_only_scaled():
+    """Two stages that share a parameter clip as one model."""
+    together = gradients([5, 7])
+    expected = clip_grad_norm(together, 0.5)
+    first = gradients([5, 7])
+    (copy, _) = gradients([5, 7])
+    second = [copy]
+    given_to_sum: list[float] = []
+
+    def all_sum(value):
+        given_to_sum.append(value)
+        return float(np.square(end_to_end(gradients([5, 7]))).sum())
+
+    for stage, copies in ((first, ()), (second, (copy,))):
+        norm = clip_grad_norm(stage, 0.5, all_sum=all_sum, copies=copies)
+        assert norm == pytest.approx(expected, rel=1e-12)
+    assert given_to_sum == [pytest.approx(expected**2, rel=1e-12), 0]
+    np.testing.assert_allclose(end_to_end(first), end_to_end(together), rtol=1e-12)
+    np.testing.assert_array_equal(copy.grad, first[0].grad)
+
+
 def test_a_rank_without_gradients_takes_part():
     calls = []
 

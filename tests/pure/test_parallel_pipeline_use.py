@@ -213,16 +213,6 @@ def test_pipelines_that_cannot_be(make, options, error, message):
     on_ranks("pp=2", body)
 
 
-def test_a_parameter_belongs_to_one_stage():
-    def body(mesh):
-        shared = nn.Linear(FEATURES, FEATURES)
-        stages = [PipelineStage(0).add_layer(shared), PipelineStage(1).add_layer(shared)]
-        with pytest.raises(ScheduleError, match=r"'0.weight' of stage 1 is in stage 0, too"):
-            PipelineParallel(stages, 2, mesh=mesh)
-
-    on_ranks("pp=2", body)
-
-
 @pytest.mark.parametrize("stage_id", [-1, 1.0, True, "0"])
 def test_a_stage_has_a_number(stage_id):
     with pytest.raises(ScheduleError, match="whole number"):
