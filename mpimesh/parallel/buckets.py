@@ -110,7 +110,11 @@ class GradientBuckets:
         if self._op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ModuleError(f"gradients are reduced by sum or mean, not by {self._op}")
         given = list(parameters)
-        over = [group] * len(given) if groups is None else [one or group for one in groups]
+        over = (
+            [group] * len(given)
+            if groups is None
+            else [group if one is None else one for one in groups]
+        )
         self._entries, self._frozen = make_entries(given, names, over)
         # By the id of their group, in the order of their first parameters.
         members: dict[int, list[Entry]] = {id(group): []}

@@ -182,7 +182,8 @@ class Ties:
         if len(name) > _LONGEST_NAME:
             name = f"tied {line[0]},...,{line[-1]} {fingerprint(str(line)):x}"
         # Another pipeline on this mesh may have made it: on all ranks alike.
-        return self._mesh.get_group(name) or self._mesh.add_group(name, line)
+        found = self._mesh.get_group(name)
+        return self._mesh.add_group(name, line) if found is None else found
 
 
 def _describe(tie: Tie, values: bool) -> str:
