@@ -4,8 +4,9 @@ The copies are kept equal by giving them equal first values and equal gradients.
 summed over the replicas of *all* stages that the parameter stands in, by one all-reduce, so
 that every copy gets the same bits; from there the optimizers of all ranks do the same.
 
-Names are those of one Sequential of all layers, so a parameter is called by its first place. On the
-rank of its first stage it is counted and saved; the others hold copies.
+Names are those of one Sequential of all layers, so a parameter is called by its first place. The
+first rank of a pipeline that holds it counts it in norms and gives it to states; the others, which
+hold copies, do not.
 """
 
 from __future__ import annotations

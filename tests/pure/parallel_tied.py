@@ -18,7 +18,7 @@ SHARED = ("0.weight", "1.weight")
 """The parameters that several layers share."""
 
 
-def tied_layers() -> list[nn.Module]:
+def tied_layers() -> list[Any]:
     """Eight layers: the output has the weight of the embedding, three in between have another.
 
     In four stages these lie on ranks 0 and 3, and on 0, 2 and 3.

@@ -183,15 +183,16 @@ def test_composites_number_their_layers_in_order():
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_shared_parameter_has_the_values_of_its_first_place(nested):
-    table, head = nn.Embedding(4, 3), nn.Linear(3, 4)
+    table = nn.Embedding(4, 3)
+    head: Any = nn.Linear(3, 4)
     head.weight = table.weight
     last = nn.Sequential(nn.ReLU(), head) if nested else head
     model = materialized(nn.Sequential(nn.ReLU(), table, last), index=2)
     np.testing.assert_array_equal(
         head.weight.data, materialized(nn.Embedding(4, 3), index=3).weight.data
     )
-    bias = materialized(nn.Linear(3, 4), index=4 + nested).bias
-    np.testing.assert_array_equal(head.bias.data, bias.data)
+    apart: Any = materialized(nn.Linear(3, 4), index=4 + nested)
+    np.testing.assert_array_equal(head.bias.data, apart.bias.data)
     before = np.array(head.weight.data)
     model.materialize(seed=5, dtype="float64")  # anew, not the values that are there
     assert (before != head.weight.data).all()
@@ -201,7 +202,7 @@ def test_a_shared_parameter_has_the_values_of_its_first_place(nested):
 def test_a_parameter_of_a_layer_and_of_one_inside_has_the_values_of_the_outer():
     outer = Residual(3)
     outer.inner.bias = outer.gain
-    outer.gain.name = "bias"
+    outer.gain.name, outer.gain.initializer = "bias", nn.Normal(1.0)
     bits = nn.Parameter("bias", outer.gain.shape, outer.gain.initializer)
     bits.materialize(seed=0, dtype="float64", index=7)
     materialized(outer, index=7)
