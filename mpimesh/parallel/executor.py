@@ -18,8 +18,10 @@ from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Context, Loss
 from mpimesh.parallel.inbox import Inbox
 from mpimesh.parallel.interface import Interface, check_gradient, check_output
+from mpimesh.parallel.known import Known
 from mpimesh.parallel.outbox import Outbox
 from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.tree import Tree
 from mpimesh.schedule import Action, ActionKind
 from mpimesh.trace import Category, Span, Tracer
 
@@ -31,19 +33,17 @@ class Task:
     """What a step is to work on, as one rank sees it.
 
     Attributes:
-        microbatches: The rows of each microbatch, counted in `x` and `target`.
-        first_row: Where those rows begin in the global batch.
-        x: The replica's rows; None on ranks without the first stage.
+        count: Number of microbatches.
+        x: Each microbatch's input; None on ranks without the first stage.
         target: Their targets; None on ranks without the last stage, and in inference.
         loss: The loss to train by; None in inference.
         denominator: What the loss is divided by.
         step: Number of the training step.
     """
 
-    microbatches: Sequence[slice]
-    first_row: int
-    x: Array | None
-    target: Array | None = None
+    count: int
+    x: Sequence[Tree] | None = None
+    target: Sequence[Tree] | None = None
     loss: Loss | None = None
     denominator: float = 1.0
     step: int = 0
@@ -63,7 +63,7 @@ class Executor:
         training: With backward, or forward only.
         inbox: What comes from other ranks.
         outbox: What goes to them.
-        interfaces: The interfaces of stages, completed here.
+        known: The interfaces of stages, completed here, and the rows of microbatches.
         look: Called before each action; raises if the step is to be left.
         tracer: Records each action.
         xp: The array library of the stages.
@@ -84,14 +84,14 @@ class Executor:
         training: bool,
         inbox: Inbox,
         outbox: Outbox,
-        interfaces: dict[int, Interface],
+        known: Known,
         look: Callable[[], None],
         tracer: Tracer,
         xp: ModuleType,
     ) -> None:
         self.current: Action | None = None
         self.loss = 0.0
-        self.outputs: dict[int, Array] = {}
+        self.outputs: dict[int, Tree] = {}
         self._stages = stages
         self._last = num_stages - 1
         self._first_trained = first_trained
@@ -99,14 +99,14 @@ class Executor:
         self._training = training
         self._inbox = inbox
         self._outbox = outbox
-        self._interfaces = interfaces
+        self._known = known
         self._look = look
         self._tracer = tracer
         self._xp = xp
         # Arrays on their way, by the stage that they go to (inputs, gradients) or come from.
-        self._inputs: dict[_Key, Array] = {}
-        self._gradients: dict[_Key, Array] = {}
-        self._outgoing: dict[tuple[ActionKind, _Key], Array] = {}
+        self._inputs: dict[_Key, Tree] = {}
+        self._gradients: dict[_Key, Tree] = {}
+        self._outgoing: dict[tuple[ActionKind, _Key], list[Array]] = {}
         self._contexts: dict[_Key, Context] = {}
         self._do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
@@ -135,36 +135,36 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         key = stage, microbatch = action.stage, action.microbatch
-        rows = self._task.microbatches[microbatch]
-        x = self._input(key, rows)
-        context = self._context(key, rows)
+        x = self._input(key)
+        context = self._context(key)
         with self._span(action, "forward"):
             self._offer(context, self._stages[stage].last_layer, stage, stage + 1)
             y = self._stages[stage].forward(x, context)
-            known = self._interfaces.get(stage) if stage < self._last else None
-            interface = check_output(y, stage=stage, rows=rows, interface=known)
+            known = self._known.interface(stage) if stage < self._last else None
+            rows = self._known.rows(microbatch)
+            leaves, interface = check_output(y, stage=stage, rows=rows, interface=known)
             if stage < self._last:
-                self._hand_on(key, y, interface, known)
+                self._hand_on(key, leaves, interface, known)
             elif not self._training:
                 self.outputs[microbatch] = y
             else:
-                self._end_forward(key, y, rows)
+                self._end_forward(key, y)
         if context is not None and stage < self._first_trained:
             del self._contexts[key]
 
-    def _input(self, key: _Key, rows: slice) -> Array:
+    def _input(self, key: _Key) -> Tree:
         if key[0] > 0:
             return self._inputs.pop(key)
         if self._task.x is None:
             raise ModuleStateError("the first stage got no input")
-        return self._task.x[rows]
+        return self._task.x[key[1]]
 
-    def _context(self, key: _Key, rows: slice) -> Context | None:
+    def _context(self, key: _Key) -> Context | None:
         if not self._training:
             return None
         context = Context(
             step=self._task.step,
-            first_row=self._task.first_row + rows.start,
+            first_row=self._known.span(key[1]).start,
             training=self._stages[key[0]].is_training(),
         )
         self._contexts[key] = context
@@ -176,23 +176,26 @@ class Executor:
         if context is not None and self._xp is np:
             context.offer(layer, self._outbox.room_for(other) if crosses else None)
 
-    def _hand_on(self, key: _Key, y: Array, interface: Interface, known: Interface | None) -> None:
+    def _hand_on(
+        self, key: _Key, leaves: list[Array], interface: Interface, known: Interface | None
+    ) -> None:
         stage, microbatch = key
         if known is None:
-            self._interfaces[stage] = interface
+            self._known.learn(stage, interface)
             self._inbox.expect(stage)
         if stage + 1 in self._stages:
-            self._inputs[stage + 1, microbatch] = y
+            # As it would arrive on another rank: dicts in the order of their keys.
+            self._inputs[stage + 1, microbatch] = interface.structure.unflatten(leaves)
         else:
-            self._outgoing[ActionKind.SEND_F, key] = y
+            self._outgoing[ActionKind.SEND_F, key] = leaves
 
-    def _end_forward(self, key: _Key, y: Array, rows: slice) -> None:
+    def _end_forward(self, key: _Key, y: Tree) -> None:
         """Compute the loss of a microbatch, and the gradient that its backward begins with."""
         task = self._task
         if task.loss is None or task.target is None:
             raise ModuleStateError("the last stage got no loss or no target")
         value, gradient = task.loss.value_and_grad(
-            y, task.target[rows], denominator=task.denominator
+            y, task.target[key[1]], denominator=task.denominator
         )
         self.loss += float(value)
         if key[0] >= self._first_trained:
@@ -224,16 +227,24 @@ class Executor:
             str(action), category, stage=action.stage, microbatch=action.microbatch
         )
 
-    def _hand_back(self, key: _Key, dx: Array | None) -> None:
+    def _hand_back(self, key: _Key, dx: Tree | None) -> None:
         stage, microbatch = key
         if stage <= self._first_trained:
             return
-        rows = self._task.microbatches[microbatch]
-        check_gradient(dx, stage=stage, rows=rows, interface=self._interfaces[stage - 1])
-        if stage - 1 in self._stages:
-            self._gradients[stage - 1, microbatch] = dx
+        source = stage - 1
+        interface = self._interface(source)
+        rows = self._known.rows(microbatch)
+        gradients = check_gradient(dx, stage=stage, source=source, rows=rows, interface=interface)
+        if source in self._stages:
+            self._gradients[source, microbatch] = interface.gradient_tree(gradients)
         else:
-            self._outgoing[ActionKind.SEND_B, key] = dx
+            self._outgoing[ActionKind.SEND_B, key] = gradients
+
+    def _interface(self, stage: int) -> Interface:
+        interface = self._known.interface(stage)
+        if interface is None:
+            raise ModuleStateError(f"nothing is known of the output of stage {stage}")
+        return interface
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -243,7 +254,12 @@ class Executor:
 
     def _receive(self, action: Action) -> None:
         self._outbox.reap()
-        host = self._inbox.receive(action)
-        array = host if self._xp is np else self._xp.asarray(host)
-        arrived = self._inputs if action.kind is ActionKind.RECV_F else self._gradients
-        arrived[action.stage, action.microbatch] = array
+        leaves = self._inbox.receive(action)
+        if self._xp is not np:
+            leaves = [self._xp.asarray(leaf) for leaf in leaves]
+        key = action.stage, action.microbatch
+        if action.kind is ActionKind.RECV_F:
+            structure = self._interface(action.stage - 1).structure
+            self._inputs[key] = structure.unflatten(leaves)
+        else:
+            self._gradients[key] = self._interface(action.stage).gradient_tree(leaves)

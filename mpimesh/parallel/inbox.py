@@ -17,7 +17,8 @@ import numpy as np
 
 from mpimesh.arrays import Array, DType
 from mpimesh.errors import ShapeError
-from mpimesh.parallel.interface import ANNOUNCEMENT_BYTES, Interface
+from mpimesh.parallel.interface import Interface, Leaf
+from mpimesh.parallel.known import FIRST_PIECE_BYTES, Known, length_of
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.tags import message_tag
 from mpimesh.parallel.wire import LENT, Ended, GivenBack, Wire
@@ -88,8 +89,9 @@ class _Channel:
         peer: The sending rank of the pipeline.
         tag: The messages' tag.
         source: The stage whose interface the messages have.
-        rows: Rows of the messages that are still to be posted.
-        posted: Receives under way, in order.
+        kind: RECV_F or RECV_B.
+        microbatches: Those whose receives are still to be posted.
+        posted: Receives under way, a list for each microbatch, in order.
         announcement: The receive of the interface, while it is not known.
         announced: Receives of an interface posted so far.
         count: Receives of data posted so far.
@@ -98,8 +100,9 @@ class _Channel:
     peer: int
     tag: int
     source: int
-    rows: deque[int] = field(default_factory=deque)
-    posted: deque[_Posted] = field(default_factory=deque)
+    kind: ActionKind
+    microbatches: deque[int] = field(default_factory=deque)
+    posted: deque[list[_Posted]] = field(default_factory=deque)
     announcement: _Posted | None = None
     announced: int = 0
     count: int = 0
@@ -107,11 +110,16 @@ class _Channel:
     def rows_of_messages(self, *, on_device: bool) -> list[_Row]:
         """Return what comes in one row each, as :attr:`Outbox.sent` counts it."""
         announcement = [] if self.announcement is None else [self.announcement]
+        posted = [one for message in self.posted for one in message]
         key = (self.peer, self.tag)
         if not on_device:
-            return [(key, [*announcement, *self.posted], self.announced + self.count)]
-        data = ((self.peer, -self.tag), list(self.posted), self.count)
+            return [(key, [*announcement, *posted], self.announced + self.count)]
+        data = ((self.peer, -self.tag), posted, self.count)
         return [(key, announcement, self.announced), data]
+
+    def leaves(self, interface: Interface) -> tuple[Leaf, ...]:
+        """Return the arrays that come for each microbatch."""
+        return interface.leaves if self.kind is ActionKind.RECV_F else interface.gradients
 
 
 _Row = tuple[tuple[int, int], list[_Posted], int]
@@ -123,57 +131,45 @@ class Inbox:
 
     Args:
         wire: The ranks of the pipeline.
-        interfaces: The interfaces that are known, by stage; completed here.
+        known: The rows of microbatches, and the interfaces of stages; completed here.
         pool: Memory for what comes.
     """
 
-    def __init__(self, wire: Wire, interfaces: dict[int, Interface], pool: SlotPool) -> None:
+    def __init__(self, wire: Wire, known: Known, pool: SlotPool) -> None:
         self._wire = wire
-        self._interfaces = interfaces
+        self._known = known
         self._pool = pool
         self._channels: dict[tuple[int, ActionKind], _Channel] = {}
 
-    def open(self, actions: Sequence[Action], microbatches: Sequence[slice]) -> None:
-        """Post the first receives.
-
-        Args:
-            actions: All that this rank will do, in order.
-            microbatches: The rows of each microbatch.
-        """
+    def open(self, actions: Sequence[Action]) -> None:
+        """Post the first receives for the `actions` that this rank will do, in their order."""
         for action in actions:
             if action.kind.is_recv:
-                rows = microbatches[action.microbatch]
-                self._channel(action).rows.append(rows.stop - rows.start)
+                self._channel(action).microbatches.append(action.microbatch)
         for (_, kind), channel in self._channels.items():
-            if kind is ActionKind.RECV_F and channel.source not in self._interfaces:
-                room = np.empty(ANNOUNCEMENT_BYTES, np.uint8)
-                channel.announcement = self._post(channel, room)
-                channel.announced += 1
+            if kind is ActionKind.RECV_F and self._known.interface(channel.source) is None:
+                channel.announcement = self._post_announcement(channel, FIRST_PIECE_BYTES)
             self._post_ahead(channel)
 
-    def receive(self, action: Action) -> Array:
-        """Wait for the message of a RECV.
+    def receive(self, action: Action) -> list[Array]:
+        """Wait for the messages of a RECV, one for each array.
 
         Raises:
-            ShapeError: If it has not the size that its stage announced.
+            ShapeError: If one has not the size that its stage announced.
         """
         channel = self._channels[action.stage, action.kind]
         if channel.announcement is not None:
             self._learn(channel, channel.announcement, action)
         self._post_ahead(channel)
-        posted = channel.posted[0]
-        self._wire.wait(posted.request, action)
+        message = channel.posted[0]
+        for posted in message:
+            self._wire.wait(posted.request, action)
         channel.posted.popleft()
         self._post_ahead(channel)
-        try:
-            array = posted.array(channel.peer)
-        except ShapeError as error:
-            raise ShapeError(
-                f"stage {action.partner.stage} sent stage {action.stage} {error}: "
-                f"{posted.shape[0]} {self._interfaces[channel.source]}"
-            ) from None
-        self._wire.record("recv", action, posted.start_s, posted.nbytes)
-        return array
+        arrays = self._arrays(channel, message, action)
+        nbytes = sum(posted.nbytes for posted in message)
+        self._wire.record("recv", action, message[0].start_s, nbytes)
+        return arrays
 
     def expect(self, stage: int) -> None:
         """Post receives of the gradients for `stage`, now that its interface is known."""
@@ -222,27 +218,61 @@ class Inbox:
                 peer=self._wire.placement[sender],
                 tag=message_tag(action),
                 source=min(sender, action.stage),
+                kind=action.kind,
             )
         return channel
 
     def _learn(self, channel: _Channel, announcement: _Posted, action: Action) -> None:
         self._wire.wait(announcement.request, action)
-        text = announcement.buffer[: announcement.request.received_bytes()]
-        self._interfaces[channel.source] = Interface.from_bytes(text)
+        left, text = length_of(announcement.buffer[: announcement.request.received_bytes()])
+        if left:
+            rest = channel.announcement = self._post_announcement(channel, left)
+            self._wire.wait(rest.request, action)
+            text = np.concatenate([text, rest.buffer])
         channel.announcement = None
+        self._known.hear(channel.source, text)
+
+    def _arrays(self, channel: _Channel, message: list[_Posted], action: Action) -> list[Array]:
+        """Return the arrays of a message that has come."""
+        arrays: list[Array] = []
+        for place, posted in enumerate(message):
+            try:
+                arrays.append(posted.array(channel.peer))
+            except ShapeError as error:
+                for other in message[place + 1 :]:
+                    other.unwanted(channel.peer).test()
+                raise ShapeError(
+                    f"stage {action.partner.stage} sent stage {action.stage} {error}: shape "
+                    f"{posted.shape} and dtype {posted.dtype}, array {place} of "
+                    f"{self._known.interface(channel.source)}"
+                ) from None
+        return arrays
+
+    def _post_announcement(self, channel: _Channel, nbytes: int) -> _Posted:
+        posted = self._post(channel, np.empty(nbytes, np.uint8))
+        channel.announced += 1
+        return posted
 
     def _post_ahead(self, channel: _Channel) -> None:
-        interface = self._interfaces.get(channel.source)
-        while interface is not None and channel.rows and len(channel.posted) < _RECEIVES_AHEAD:
-            shape = (channel.rows.popleft(), *interface.row_shape)
-            lender = self._wire.lender(channel.peer, interface.nbytes(shape[0]))
-            if lender is not None:
-                ticket = np.zeros(TICKET_BYTES, np.uint8)
-                posted = self._post(channel, ticket, shape, interface.dtype, lender)
-            else:
-                posted = self._post(channel, self._slot(shape, interface.dtype))
-            channel.posted.append(posted)
-            channel.count += 1
+        interface = self._known.interface(channel.source)
+        if interface is None:
+            return
+        leaves = channel.leaves(interface)
+        while channel.microbatches and len(channel.posted) < _RECEIVES_AHEAD:
+            rows = self._known.rows(channel.microbatches.popleft())
+            message: list[_Posted] = []
+            channel.posted.append(message)
+            for leaf in leaves:
+                message.append(self._post_leaf(channel, leaf, rows))
+                channel.count += 1
+
+    def _post_leaf(self, channel: _Channel, leaf: Leaf, rows: int) -> _Posted:
+        shape = leaf.shape(rows)
+        lender = self._wire.lender(channel.peer, leaf.nbytes(rows))
+        if lender is None:
+            return self._post(channel, self._slot(shape, leaf.dtype))
+        ticket = np.zeros(TICKET_BYTES, np.uint8)
+        return self._post(channel, ticket, shape, leaf.dtype, lender)
 
     def _slot(self, shape: Sequence[int], dtype: DType) -> Array:
         library = self._wire.library

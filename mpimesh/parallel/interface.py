@@ -1,33 +1,36 @@
 """What a stage gives to the next one, and how both come to know it.
 
 How large a message is both ends must know before it moves. A stage's *interface* is
-the shape of a row of its output, and the dtype; the gradient that comes back has
-the same. The first time a kind of batch passes, the sender announces the interface
-before its first activation. From then on both ends know it, and only the number of rows differs
-from message to message. An output that does not keep to it is refused where it was made.
+the structure of its output, and for each of its arrays the shape of a row, and the dtype; the
+gradient that comes back has the same. The first time a kind of batch passes, the sender
+announces the interface before its first activation. From then on both ends know it, and only
+the number of rows differs from message to message. An output that does not keep to it is refused
+where it was made.
+
+An array whose dtype is not floating has no gradient: both ends know that by its
+dtype, and nothing is sent back for it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
-from mpimesh.arrays import Array, DType, HostArray
+from mpimesh.arrays import Array, DType
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.arrays.reduction import is_half
 from mpimesh.errors import ModuleStateError, ShapeError
+from mpimesh.parallel.tree import Structure, Tree, flatten
 
-__all__ = ["ANNOUNCEMENT_BYTES", "Interface", "check_gradient", "check_output"]
-
-ANNOUNCEMENT_BYTES = 2048
-"""Room for an interface as a message."""
+__all__ = ["Interface", "Leaf", "check_gradient", "check_output"]
 
 
 @dataclass(frozen=True, slots=True)
-class Interface:
-    """The outputs of a stage.
+class Leaf:
+    """One array of a stage's output.
 
     Attributes:
         row_shape: The shape of a row.
@@ -37,66 +40,168 @@ class Interface:
     row_shape: tuple[int, ...]
     dtype: DType
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back for it: its dtype is floating."""
+        return self.dtype.kind in "fc" or is_half(self.dtype)
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """Return the shape of so many rows."""
+        return (rows, *self.row_shape)
+
     def nbytes(self, rows: int) -> int:
         """Return the bytes of so many rows."""
-        return rows * math.prod(self.row_shape) * self.dtype.itemsize
-
-    def to_bytes(self) -> HostArray:
-        """Return the interface as a message."""
-        text = json.dumps([self.row_shape, dtype_to_json(self.dtype)]).encode()
-        return np.frombuffer(text, np.uint8).copy()
-
-    @classmethod
-    def from_bytes(cls, message: HostArray) -> Interface:
-        """Read what :meth:`to_bytes` wrote."""
-        row_shape, dtype = json.loads(bytes(message))
-        return cls(tuple(row_shape), dtype_from_json(dtype))
+        return math.prod(self.shape(rows)) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"rows of shape {self.row_shape} and dtype {self.dtype}"
 
 
-def check_output(y: Array, *, stage: int, rows: slice, interface: Interface | None) -> Interface:
-    """Hold the output of a stage to its interface; return the interface.
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """The outputs of a stage.
+
+    Attributes:
+        structure: How their arrays are put together.
+        leaves: The arrays.
+    """
+
+    structure: Structure
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def gradients(self) -> tuple[Leaf, ...]:
+        """The arrays that have a gradient."""
+        return tuple(leaf for leaf in self.leaves if leaf.has_gradient)
+
+    def gradient_tree(self, gradients: list[Array]) -> Tree:
+        """Return the gradients of :attr:`gradients` in the places of the arrays, None in others."""
+        rest = iter(gradients)
+        return self.structure.unflatten(
+            [next(rest) if leaf.has_gradient else None for leaf in self.leaves]
+        )
+
+    def to_json(self) -> Any:
+        """Return a JSON value that :meth:`from_json` reads."""
+        leaves = [[leaf.row_shape, dtype_to_json(leaf.dtype)] for leaf in self.leaves]
+        return [self.structure.to_json(), leaves]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Read what :meth:`to_json` gave."""
+        structure, leaves = value
+        return cls(
+            Structure.from_json(structure),
+            tuple(Leaf(tuple(shape), dtype_from_json(dtype)) for shape, dtype in leaves),
+        )
+
+    def __str__(self) -> str:
+        pairs = zip(self.leaves, self.structure.paths(), strict=True)
+        return ", ".join(f"{leaf}{_at(path)}" for leaf, path in pairs)
+
+
+def check_output(
+    y: Tree, *, stage: int, rows: int, interface: Interface | None
+) -> tuple[list[Array], Interface]:
+    """Hold the output of a stage to its interface; return its arrays and the interface.
 
     Args:
         y: The output.
         stage: The stage that made it.
-        rows: The microbatch that it is of.
+        rows: Rows of the microbatch that it is of.
         interface: What the next stage expects; None if it does not know yet.
 
     Raises:
-        ShapeError: If `y` has other rows, or another shape or dtype than expected.
+        ModuleError: If `y` is no tree of arrays.
+        ShapeError: If an array has other rows, or another shape or dtype than expected.
     """
-    shape, count = tuple(y.shape), rows.stop - rows.start
-    if not shape or shape[0] != count:
-        raise ShapeError(
-            f"stage {stage} made an output of shape {shape} from an input of {count} rows: a stage "
-            "gives one row for each that it gets"
-        )
-    got = Interface(shape[1:], np.dtype(y.dtype))
+    leaves, structure = flatten(y, name=f"the output of stage {stage}")
+    for leaf, path in zip(leaves, structure.paths(), strict=True):
+        shape = tuple(leaf.shape)
+        if not shape or shape[0] != rows:
+            raise ShapeError(
+                f"stage {stage} made an output of shape {shape}{_at(path)} from an input of {rows} "
+                "rows: a stage gives one row for each that it gets"
+            )
+    got = Interface(
+        structure, tuple(Leaf(tuple(leaf.shape[1:]), np.dtype(leaf.dtype)) for leaf in leaves)
+    )
     if interface is not None and interface != got:
+        made, expected = _difference(got, interface)
         raise ShapeError(
-            f"stage {stage} made {got} for stage {stage + 1}, which expects {interface} as before"
+            f"stage {stage} made {made} for stage {stage + 1}, which expects {expected} as before"
         )
-    return got
+    return leaves, got
 
 
-def check_gradient(dx: Array | None, *, stage: int, rows: slice, interface: Interface) -> None:
-    """Hold the gradient that a stage gives back to the interface of the stage before it.
+def _difference(got: Interface, expected: Interface) -> tuple[str, str]:
+    """Return the texts of both; of the first leaf that differs, if they are built alike."""
+    if got.structure != expected.structure:
+        return f"{got.structure}, {got}", f"{expected.structure}, {expected}"
+    pairs = zip(got.leaves, expected.leaves, got.structure.paths(), strict=True)
+    return next((f"{a}{_at(path)}", f"{b}{_at(path)}") for a, b, path in pairs if a != b)
+
+
+def check_gradient(
+    dx: Tree | None, *, stage: int, source: int, rows: int, interface: Interface
+) -> list[Array]:
+    """Hold the gradient that a stage gives back to the interface of a stage before it.
+
+    Args:
+        dx: The gradient.
+        stage: The stage that made it.
+        source: The stage whose output it is the gradient of.
+        rows: Rows of that output.
+        interface: That of `source`.
+
+    Returns:
+        The gradients of the arrays that have one.
 
     Raises:
-        ModuleStateError: If there is none.
-        ShapeError: If it has another shape or dtype than that stage's output.
+        ModuleStateError: If one is missing.
+        ShapeError: If it is built otherwise, or one has another shape or dtype than the output.
     """
-    if dx is None:
+    if dx is None or not interface.gradients:
         raise ModuleStateError(
-            f"stage {stage} gives no gradient for its input, so stage {stage - 1} before it would "
+            f"stage {stage} gives no gradient for its input, so stage {source} before it would "
             "never be trained: put the layer that gives none into the first stage"
         )
-    expected = (rows.stop - rows.start, *interface.row_shape)
-    if tuple(dx.shape) != expected or dx.dtype != interface.dtype:
+    gradients = interface.structure.leaves_of(dx)
+    if gradients is None:
         raise ShapeError(
-            f"stage {stage} made a gradient of shape {tuple(dx.shape)} and dtype {dx.dtype} for "
-            f"stage {stage - 1}, whose output had shape {expected} and dtype {interface.dtype}"
+            f"stage {stage} made a gradient that is {_kind(dx)} for stage {source}, whose output "
+            f"was {interface.structure}: a gradient is built like what it is of"
         )
+    checked: list[Array] = []
+    for gradient, leaf, path in zip(
+        gradients, interface.leaves, interface.structure.paths(), strict=True
+    ):
+        if not leaf.has_gradient:
+            continue
+        if gradient is None:
+            raise ModuleStateError(
+                f"stage {stage} gives no gradient{_at(path)} of its input, {leaf}, so stage "
+                f"{source} could not be trained by it: give zeros where it does not matter"
+            )
+        expected = leaf.shape(rows)
+        if tuple(gradient.shape) != expected or gradient.dtype != leaf.dtype:
+            raise ShapeError(
+                f"stage {stage} made a gradient of shape {tuple(gradient.shape)} and dtype "
+                f"{gradient.dtype}{_at(path)} for stage {source}, whose output had shape "
+                f"{expected} and dtype {leaf.dtype}{_at(path)}"
+            )
+        checked.append(gradient)
+    return checked
+
+
+def _at(path: str) -> str:
+    return path and f" in {path}"
+
+
+def _kind(tree: Tree) -> str:
+    """Return how a gradient is built, whatever stands in it."""
+    if isinstance(tree, tuple):
+        return f"({', '.join(map(_kind, tree))})"
+    if isinstance(tree, dict):
+        return "{" + ", ".join(f"{key!r}: {_kind(tree[key])}" for key in tree) + "}"
+    return "array" if hasattr(tree, "shape") else type(tree).__name__

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ from mpimesh.arrays import (
 )
 from mpimesh.errors import TransportError
 from mpimesh.nn.context import Room
-from mpimesh.parallel.interface import Interface
+from mpimesh.parallel.known import Known
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.tags import message_tag
 from mpimesh.parallel.wire import LENT, Ended, Wire
@@ -40,9 +40,9 @@ __all__ = ["Outbox"]
 
 @dataclass(slots=True)
 class _Sending:
-    """A send under way."""
+    """The sends of an action that are under way."""
 
-    request: Request
+    requests: list[Request]
     action: Action
     start_s: float
     nbytes: int
@@ -53,48 +53,45 @@ class Outbox:
 
     Args:
         wire: The ranks of the pipeline.
-        interfaces: The interfaces of this rank's stages. Those known from the start need no
+        known: The interfaces of this rank's stages. Those known from the start need no
             announcement.
         pool: Memory for what must be copied.
         window: Most sends that may be unfinished while the rank goes on.
     """
 
-    def __init__(
-        self, wire: Wire, interfaces: Mapping[int, Interface], pool: SlotPool, window: int
-    ) -> None:
+    def __init__(self, wire: Wire, known: Known, pool: SlotPool, window: int) -> None:
         self._wire = wire
-        self._interfaces = interfaces
-        self._announced = set(interfaces)
+        self._known = known
+        self._announced = set(known.stages)
         self._pool = pool
         self._window = window
         self._sending: deque[_Sending] = deque()
         self._announcing: list[_Sending] = []
         self._sent: dict[tuple[int, int], list[int]] = {}
 
-    def send(self, action: Action, x: Array) -> None:
-        """Start the message of a SEND; waits while too many are unfinished.
+    def send(self, action: Action, leaves: Sequence[Array]) -> None:
+        """Start the messages of a SEND, one for each array; waits while too many are unfinished.
 
         Raises:
-            DTypeError: If `x` holds Python objects.
+            DTypeError: If an array holds Python objects.
         """
-        refuse_objects(np.dtype(x.dtype))
-        peer = self._wire.placement[action.partner.stage]
-        lender = self._wire.lender(peer, x.nbytes)
+        for leaf in leaves:
+            refuse_objects(np.dtype(leaf.dtype))
         if action.kind is ActionKind.SEND_F and action.stage not in self._announced:
             self._announced.add(action.stage)
-            note = self._interfaces[action.stage].to_bytes()
-            self._announcing.append(_Sending(self._isend(note, action), action, 0.0, note.nbytes))
+            notes = self._known.announcement(action.stage)
+            requests = [self._isend(note, action) for note in notes]
+            self._announcing.append(_Sending(requests, action, 0.0, 0))
         start_s = self._wire.tracer.clock()
-        if lender is None:
-            request = self._isend(self._outgoing(x).reshape(-1).view(np.uint8), action)
-        else:
-            request = self._isend(self._ticket(x, lender), action, lent=True)
-        self._sending.append(_Sending(request, action, start_s, x.nbytes))
-        self._wire.traffic.count("pipeline send", x.nbytes)
+        nbytes = sum(leaf.nbytes for leaf in leaves)
+        requests = [self._send_one(leaf, action) for leaf in leaves]
+        self._sending.append(_Sending(requests, action, start_s, nbytes))
+        self._wire.traffic.count("pipeline send", nbytes)
         self.reap()
         while len(self._sending) > self._window:
             oldest = self._sending[0]
-            self._wire.wait(oldest.request, oldest.action)
+            for request in oldest.requests:
+                self._wire.wait(request, oldest.action)
             self.reap()
 
     def room_for(self, stage: int) -> Room:
@@ -115,7 +112,8 @@ class Outbox:
         """Let go of the sends that are done. Asking them is what moves them along."""
         unfinished: deque[_Sending] = deque()
         for sending in self._sending:
-            if sending.request.test():
+            done = [request.test() for request in sending.requests]
+            if all(done):
                 self._wire.record("send", sending.action, sending.start_s, sending.nbytes)
             else:
                 unfinished.append(sending)
@@ -124,7 +122,8 @@ class Outbox:
     def finish(self) -> None:
         """Wait for the last sends, once every rank is known to have received all messages."""
         for sending in (*self._announcing, *self._sending):
-            self._wire.wait_plainly(sending.request, sending.action)
+            for request in sending.requests:
+                self._wire.wait_plainly(request, sending.action)
         self.reap()
 
     @property
@@ -138,7 +137,17 @@ class Outbox:
 
     def drain(self) -> list[Request]:
         """After a failure: return what must be waited for, when the receivers take all in."""
-        return [Ended(sending.request) for sending in (*self._announcing, *self._sending)]
+        return [
+            Ended(request)
+            for sending in (*self._announcing, *self._sending)
+            for request in sending.requests
+        ]
+
+    def _send_one(self, x: Array, action: Action) -> Request:
+        lender = self._wire.lender(self._wire.placement[action.partner.stage], x.nbytes)
+        if lender is None:
+            return self._isend(self._outgoing(x).reshape(-1).view(np.uint8), action)
+        return self._isend(self._ticket(x, lender), action, lent=True)
 
     def _isend(self, data: Array, action: Action, *, lent: bool = False) -> Request:
         peer, tag = self._wire.placement[action.partner.stage], message_tag(action)

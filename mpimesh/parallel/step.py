@@ -18,22 +18,24 @@ every rank is then known to have started.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 
-from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, MpimeshError, ShapeError, StageError
 from mpimesh.nn import Loss
 from mpimesh.parallel.alarm import Alarm, AlarmedError
+from mpimesh.parallel.batch import Value, as_value
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.executor import Executor, Task
 from mpimesh.parallel.failure import Failure
-from mpimesh.parallel.header import Given, StepHeader, checksum, fingerprint
+from mpimesh.parallel.header import Given, StepHeader, fingerprint
 from mpimesh.parallel.inbox import Inbox
-from mpimesh.parallel.interface import Interface
-from mpimesh.parallel.microbatch import microbatch_rows, num_rows, replica_rows
+from mpimesh.parallel.known import Known
+from mpimesh.parallel.microbatch import microbatch_rows, replica_rows
 from mpimesh.parallel.outbox import Outbox
+from mpimesh.parallel.tree import Tree, flatten
 from mpimesh.parallel.unwind import Note, unwind
 from mpimesh.parallel.wire import Guarded, Wire
 
@@ -63,16 +65,18 @@ class Step:
     def __init__(
         self,
         engine: Engine,
-        x: Array | None,
-        target: Array | None = None,
+        x: Tree | None,
+        target: Tree | None = None,
         loss: Loss | None = None,
         *,
         training: bool,
         denominator: float | None = None,
     ) -> None:
         self._engine = engine
-        self._x = x
-        self._target = target
+        self._given_x = x
+        self._given_target = target
+        self._x: Value | None = None
+        self._target: Value | None = None
         self._loss = loss
         self._training = training
         self._denominator = denominator
@@ -84,7 +88,7 @@ class Step:
         self._inbox: Inbox | None = None
         self._outbox: Outbox | None = None
         self.rows = 0
-        self.output: Array | None = None
+        self.output: Tree | None = None
 
     def run(self) -> float:
         """Do the step and return its loss, 0 in inference. Collective over the engine's scope.
@@ -133,8 +137,8 @@ class Step:
         engine = self._engine
         who, call = f"rank {engine.mesh.rank}", self._call()
         try:
-            self._x = x = _as_array(self._x)
-            self._target = target = _as_array(self._target)
+            self._x = x = as_value(self._given_x, "x")
+            self._target = target = as_value(self._given_target, "target")
             if x is None and engine.is_first:
                 raise ShapeError(f"{who} holds the first stage and needs x, got None")
             if self._training and engine.is_last:
@@ -142,21 +146,18 @@ class Step:
                     raise ShapeError(f"{who} holds the last stage and needs target, got None")
                 if self._loss is None:
                     raise ModuleError(f"{who} holds the last stage and needs loss=, got None")
-            given = {
-                name: num_rows(array, name=name)
-                for name, array in (("x", x), ("target", target))
-                if array is not None
-            }
+            given = {value.name: value.rows for value in (x, target) if value is not None}
             if len(set(given.values())) > 1:
                 raise ShapeError(
                     f"x and target must have the same rows; on {who} x has {given['x']} and target "
                     f"{given['target']}"
                 )
             goal = self._goal()
-            sums = {} if not engine.mesh.settings.checks else _checksums(x=x, target=target)
+            values = (x, target) if engine.mesh.settings.checks else ()
+            sums = {value.name: value.checksum() for value in values if value is not None}
         except Exception as error:
             return Given(call), error
-        kind = None if x is None else f"{tuple(x.shape[1:])} {x.dtype}"
+        kind = None if x is None else x.kind()
         return Given(call, next(iter(given.values()), None), kind, goal, **sums), None
 
     def _goal(self) -> str | None:
@@ -186,15 +187,17 @@ class Step:
         self.rows = rows
         if self._training and not rows:
             raise ShapeError("the mean loss over a batch of no rows does not exist")
-        task = self._task(rows)
+        microbatches = self._microbatches(rows)
+        task = self._task(rows, microbatches)
         plan = engine.plans.plan(
-            len(task.microbatches),
+            task.count,
             training=self._training,
             first_trained=self._first_trained if self._training else 0,
         )
         if self._training:
-            engine.buckets.begin(len(task.microbatches))
+            engine.buckets.begin(task.count)
         interfaces = engine.interfaces.setdefault((self._training, kind_number), {})
+        known = Known(interfaces, microbatches)
         wire = Wire(
             engine.pipe,
             engine.library,
@@ -204,49 +207,51 @@ class Step:
             engine.tracer,
             engine.pipe.communicator.lending if engine.library is np else None,
         )
-        self._outbox = Outbox(wire, interfaces, engine.pool, plan.send_window)
-        self._inbox = Inbox(wire, interfaces, engine.pool)
-        self._inbox.open(plan.actions, task.microbatches)
-        self._executor = self._new_executor(task, interfaces, self._inbox, self._outbox)
+        self._outbox = Outbox(wire, known, engine.pool, plan.send_window)
+        self._inbox = Inbox(wire, known, engine.pool)
+        self._inbox.open(plan.actions)
+        self._executor = self._new_executor(task, known, self._inbox, self._outbox)
         self._outside = False
         self._executor.run(plan.actions)
         if self._executor.outputs:
-            outputs = [self._executor.outputs[i] for i in range(len(task.microbatches))]
-            self.output = outputs[0] if len(outputs) == 1 else engine.xp.concatenate(outputs)
+            self.output = self._join([self._executor.outputs[i] for i in range(task.count)])
 
-    def _task(self, rows: int) -> Task:
-        """Cut this replica's rows out of the batch, and them into microbatches."""
+    def _microbatches(self, rows: int) -> list[slice]:
+        """Return the rows of this replica's microbatches, counted in the global batch."""
         engine = self._engine
         mine = replica_rows(rows, engine.data.size, engine.data.rank or 0)
         count = mine.stop - mine.start
         # A replica that gets none of some rows has nothing to do. Without any rows at all, all
         # replicas send a microbatch of none through the stages, to learn the output's shape.
-        microbatches = microbatch_rows(count, engine.num_microbatches) if count or not rows else ()
-        task = Task(
-            microbatches,
-            mine.start,
-            self._x[mine] if self._x is not None and engine.is_first else None,
-            step=engine.step,
-        )
+        parts = microbatch_rows(count, engine.num_microbatches) if count or not rows else ()
+        return [slice(mine.start + part.start, mine.start + part.stop) for part in parts]
+
+    def _task(self, rows: int, microbatches: list[slice]) -> Task:
+        """Cut this replica's microbatches out of the batch."""
+        engine = self._engine
+        x = self._x.cut(microbatches) if self._x is not None and engine.is_first else None
+        task = Task(len(microbatches), x, step=engine.step)
         if not self._training or self._loss is None or self._target is None or not engine.is_last:
             return task
         denominator = self._denominator
         if denominator is None:
-            counted = getattr(self._loss, "count", None)
-            denominator = float(rows) if counted is None else counted(self._target)
-        return Task(
-            microbatches,
-            mine.start,
-            task.x,
-            target=self._target[mine],
+            denominator = self._target.denominator(self._loss)
+        return replace(
+            task,
+            target=self._target.cut(microbatches),
             loss=self._loss,
             denominator=denominator,
-            step=engine.step,
         )
 
-    def _new_executor(
-        self, task: Task, interfaces: dict[int, Interface], inbox: Inbox, outbox: Outbox
-    ) -> Executor:
+    def _join(self, outputs: list[Tree]) -> Tree:
+        """Put the outputs of this replica's microbatches together."""
+        if len(outputs) == 1:
+            return outputs[0]
+        structure = flatten(outputs[0])[1]
+        leaves = zip(*(flatten(output)[0] for output in outputs), strict=True)
+        return structure.unflatten([self._engine.xp.concatenate(one) for one in leaves])
+
+    def _new_executor(self, task: Task, known: Known, inbox: Inbox, outbox: Outbox) -> Executor:
         engine = self._engine
         return Executor(
             engine.local,
@@ -256,7 +261,7 @@ class Step:
             training=self._training,
             inbox=inbox,
             outbox=outbox,
-            interfaces=interfaces,
+            known=known,
             look=self._look,
             tracer=engine.tracer,
             xp=engine.xp,
@@ -310,16 +315,3 @@ class Step:
         except Exception:
             # Only its context: a cause is shown, and its traceback stands in the text already.
             raise agreed from None
-
-
-def _as_array(x: Any) -> Array | None:
-    return x if x is None or hasattr(x, "shape") else np.asarray(x)
-
-
-def _checksums(**arrays: Array | None) -> dict[str, str]:
-    """Return the checksums of those on the host that hold no Python objects."""
-    return {
-        name: checksum(array)
-        for name, array in arrays.items()
-        if isinstance(array, np.ndarray) and not array.dtype.hasobject
-    }
