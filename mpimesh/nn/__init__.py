@@ -8,6 +8,7 @@ from mpimesh.nn.initializers import Constant, Initializer, Normal, Uniform
 from mpimesh.nn.layernorm import LayerNorm
 from mpimesh.nn.linear import Linear
 from mpimesh.nn.losses import CrossEntropy, Loss, MeanSquaredError, cross_entropy, mse
+from mpimesh.nn.merge import Add, Concat
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter
 from mpimesh.nn.protocol import SupportsLayer
@@ -15,6 +16,8 @@ from mpimesh.nn.sequential import Sequential
 
 __all__ = [
     "GELU",
+    "Add",
+    "Concat",
     "Constant",
     "Context",
     "CrossEntropy",

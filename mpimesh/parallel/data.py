@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import Array
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.nn.protocol import set_training
+from mpimesh.parallel.arguments import Arguments
 from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh
 from mpimesh.trace import Tracer
 
@@ -103,18 +104,18 @@ class DataParallel(ParallelModel):
 
     def train_step(
         self,
-        x: Array | None,
-        target: Array | None,
+        x: Tree | None,
+        target: Tree | None,
         *,
         loss: Loss | None = None,
         denominator: float | None = None,
     ) -> float:
-        """Compute loss and gradients of a batch; see :meth:`ParallelModel.train_step`.
+        """Compute loss and gradients of a batch; see :meth:`PipelineParallel.train_step`.
 
         Collective along the dim of the replicas.
 
         Args:
-            x: The global batch, on every rank.
+            x: The global batch, on every rank: an array, or a tuple or dict of arrays.
             target: Its targets, on every rank.
             loss: The loss; that given to the constructor if None.
             denominator: What to divide the loss by instead of what this batch counts.
@@ -123,9 +124,12 @@ class DataParallel(ParallelModel):
             ModuleError: On every rank, if there is no loss.
             StageError: On every rank, if any failed.
         """
-        return self._train(x, target, self._loss if loss is None else loss, denominator)
+        loss = self._loss if loss is None else loss
+        return self._train(
+            Arguments(training=True, x=x, target=target, loss=loss, denominator=denominator)
+        )
 
-    def forward(self, x: Array) -> Array:
+    def forward(self, x: Tree) -> Tree:
         """Compute the outputs of a batch, each rank those of its rows.
 
         Collective along the dim of the replicas. Nothing is kept for a backward.
@@ -139,7 +143,7 @@ class DataParallel(ParallelModel):
         """
         return self._forward(x, everywhere=True)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Tree) -> Tree:
         """Run :meth:`forward`."""
         return self.forward(x)
 

@@ -75,6 +75,7 @@ class Engine:
     Attributes:
         step: Number of training steps done; what dropout draws depends on it.
         interfaces: What stages give to each other, by kind of input.
+        input_names: The names of all inputs that enter at stages of their own.
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
             on the devices, else NumPy.
         ties: The parameters that several ranks of a pipeline hold.
@@ -110,6 +111,7 @@ class Engine:
         self.step = 0
         self.accumulating = False
         self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
+        self.input_names = sorted({name for stage in self.stages for name in stage.inputs})
         self.pool = SlotPool(self._slot_memory)
         self.local = {number: self.stages[number] for number in self.plans.stages}
         self._named = named_places(self.stages)
@@ -196,7 +198,8 @@ class Engine:
 
     def _rule(self, options: Options) -> str:
         layers = " | ".join(
-            ", ".join(type(layer).__name__ for layer in stage.layers) for stage in self.stages
+            ", ".join([*(type(layer).__name__ for layer in stage.layers), *map(repr, stage.inputs)])
+            for stage in self.stages
         )
         shapes = [
             (name, parameter.shape, parameter.requires_grad, numbers)

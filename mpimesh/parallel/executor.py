@@ -8,7 +8,7 @@ its own context, so the order of the actions is the schedule's affair alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import numpy as np
@@ -17,7 +17,7 @@ from mpimesh.arrays import Array
 from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Context, Loss
 from mpimesh.parallel.inbox import Inbox
-from mpimesh.parallel.interface import Interface, check_gradient, check_output
+from mpimesh.parallel.interface import Interface, check_gradient, check_output, first_gradient
 from mpimesh.parallel.known import Known
 from mpimesh.parallel.outbox import Outbox
 from mpimesh.parallel.stage import PipelineStage
@@ -35,6 +35,7 @@ class Task:
     Attributes:
         count: Number of microbatches.
         x: Each microbatch's input; None on ranks without the first stage.
+        inputs: Each microbatch's further inputs, by name, where a stage here takes them.
         target: Their targets; None on ranks without the last stage, and in inference.
         loss: The loss to train by; None in inference.
         denominator: What the loss is divided by.
@@ -43,6 +44,7 @@ class Task:
 
     count: int
     x: Sequence[Tree] | None = None
+    inputs: Mapping[str, Sequence[Tree]] = field(default_factory=dict)
     target: Sequence[Tree] | None = None
     loss: Loss | None = None
     denominator: float = 1.0
@@ -153,11 +155,15 @@ class Executor:
             del self._contexts[key]
 
     def _input(self, key: _Key) -> Tree:
-        if key[0] > 0:
-            return self._inputs.pop(key)
-        if self._task.x is None:
+        stage, microbatch = key
+        if stage > 0:
+            x = self._inputs.pop(key)
+        elif self._task.x is None:
             raise ModuleStateError("the first stage got no input")
-        return self._task.x[key[1]]
+        else:
+            x = self._task.x[microbatch]
+        named = self._stages[stage].inputs
+        return (x, *(self._task.inputs[name][microbatch] for name in named)) if named else x
 
     def _context(self, key: _Key) -> Context | None:
         if not self._training:
@@ -234,6 +240,7 @@ class Executor:
         source = stage - 1
         interface = self._interface(source)
         rows = self._known.rows(microbatch)
+        dx = first_gradient(dx, interface.structure, 1 + len(self._stages[stage].inputs))
         gradients = check_gradient(dx, stage=stage, source=source, rows=rows, interface=interface)
         if source in self._stages:
             self._gradients[source, microbatch] = interface.gradient_tree(gradients)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,26 +47,42 @@ class Given:
     Attributes:
         call: What it calls, in words.
         rows: Rows of its global batch; None if it was given none.
-        kind: Shape and dtype of a row of its input, in words; None if it was given none.
         goal: What it trains by, in words; None if it does not hold the last stage.
-        x: What tells the values of its input from others; None if it was given none, or if nothing
-            is to be checked.
-        target: The same of its targets.
+        kinds: Shape and dtype of a row, in words, by the name of each input that it was given.
+        sums: What tells the values from others, by the name of each input and the target; empty if
+            nothing is to be checked.
     """
 
     call: str
     rows: int | None = None
-    kind: str | None = None
     goal: str | None = None
-    x: str | None = None
-    target: str | None = None
+    kinds: dict[str, str] = field(default_factory=dict)
+    sums: dict[str, str] = field(default_factory=dict)
+
+    def kind(self, names: Sequence[str]) -> int | None:
+        """Return the kind of all inputs as a number; None if this rank lacks one."""
+        if any(name not in self.kinds for name in names):
+            return None
+        return _kind([fingerprint(self.kinds[name]) for name in names])
 
 
 class StepHeader:
-    """The header of one step. Making it is collective over `scope` and does not wait."""
+    """The header of one step. Making it is collective over `scope` and does not wait.
 
-    def __init__(self, scope: ProcessGroup, given: Given) -> None:
-        texts = (given.call, given.kind, given.goal, given.x, given.target)
+    Args:
+        scope: The ranks of the step.
+        given: What this rank was given.
+        names: The names of all inputs, the same on every rank.
+    """
+
+    def __init__(self, scope: ProcessGroup, given: Given, names: Sequence[str]) -> None:
+        self._num_inputs = len(names)
+        texts = [
+            given.call,
+            given.goal,
+            *map(given.kinds.get, names),
+            *map(given.sums.get, (*names, "target")),
+        ]
         values = [
             _UNKNOWN if given.rows is None else given.rows,
             *(_UNKNOWN if text is None else fingerprint(text) for text in texts),
@@ -81,7 +97,7 @@ class StepHeader:
         return self._handle.done()
 
     def read(self) -> tuple[int, int]:
-        """Wait for the header and return the global rows and the kind of the input as a number.
+        """Wait for the header and return the global rows and the kind of the inputs as a number.
 
         Raises:
             MismatchError: If the ranks call different things or were given different batches.
@@ -94,28 +110,41 @@ class StepHeader:
         for high, low in zip(largest, opposite, strict=True):
             if high != -low and high != _UNKNOWN:
                 raise MismatchError("the ranks were given different things for this step")
-        rows, _, kind, *_ = largest
+        rows, _, _, *rest = largest
         if rows == _UNKNOWN:
             raise ShapeError("no rank was given a batch: x is needed where the first stage lies")
-        return rows, kind
+        return rows, _kind(rest[: self._num_inputs])
+
+
+def _kind(numbers: list[int]) -> int:
+    return fingerprint(str(numbers))
 
 
 def disagreement(given: Sequence[Given], ranks: Sequence[int]) -> MismatchError | None:
     """Return the error for what `ranks` were given, None if it is not at odds."""
     batch = "must be given the same global batch in"
     values = "each takes its own rows out of it. The CRC-32 of its values is"
-    rules = (
-        ("call", "must take the same step with the same options"),
-        ("rows", f"{batch} x and target, or None; rows are"),
-        ("kind", f"{batch} x, or None; its rows are"),
-        ("x", f"{batch} x, or None; {values}"),
-        ("target", f"{batch} target, or None; {values}"),
-        ("goal", "of the last stage must train by the same loss and denominator"),
-    )
-    for name, rule in rules:
+    kinds = dict.fromkeys(name for one in given for name in one.kinds)
+    sums = dict.fromkeys(name for one in given for name in one.sums)
+    rules: list[tuple[str, Sequence[object]]] = [
+        ("must take the same step with the same options", [one.call for one in given]),
+        (f"{batch} x and target, or None; rows are", [one.rows for one in given]),
+        *(
+            (f"{batch} {name}, or None; its rows are", [one.kinds.get(name) for one in given])
+            for name in kinds
+        ),
+        *(
+            (f"{batch} {name}, or None; {values}", [one.sums.get(name) for one in given])
+            for name in sums
+        ),
+        (
+            "of the last stage must train by the same loss and denominator",
+            [one.goal for one in given],
+        ),
+    ]
+    for rule, told in rules:
         by_value: dict[object, list[int]] = {}
-        for rank, one in zip(ranks, given, strict=True):
-            value = getattr(one, name)
+        for rank, value in zip(ranks, told, strict=True):
             if value is not None:
                 by_value.setdefault(value, []).append(rank)
         if len(by_value) > 1:

@@ -25,7 +25,7 @@ from mpimesh.arrays.reduction import is_half
 from mpimesh.errors import ModuleStateError, ShapeError
 from mpimesh.parallel.tree import Structure, Tree, flatten
 
-__all__ = ["Interface", "Leaf", "check_gradient", "check_output"]
+__all__ = ["Interface", "Leaf", "check_gradient", "check_output", "first_gradient"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +192,20 @@ def check_gradient(
             )
         checked.append(gradient)
     return checked
+
+
+def first_gradient(dx: Tree | None, structure: Structure, entries: int) -> Tree | None:
+    """Return the gradient of the first of several things that a stage was given.
+
+    Args:
+        dx: What its backward returned: a tuple of gradients, or the first one only. If `dx` as a
+            whole is built like the first one, it is that.
+        structure: How the first one is built.
+        entries: How many things the stage was given.
+    """
+    if structure.leaves_of(dx) is None and isinstance(dx, tuple) and len(dx) == entries > 1:
+        return dx[0]
+    return dx
 
 
 def _at(path: str) -> str:

@@ -10,15 +10,17 @@ import numpy as np
 
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.errors import ModuleError
-from mpimesh.nn import Loss, Parameter
+from mpimesh.nn import Parameter
 from mpimesh.nn.protocol import set_training
 from mpimesh.nn.state import check_shape, load_values
+from mpimesh.parallel.arguments import Arguments
 from mpimesh.parallel.buckets import GradientBuckets
 from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.join import joined_output
 from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.step import Step
+from mpimesh.parallel.tree import Tree
 
 __all__ = ["ParallelModel"]
 
@@ -34,63 +36,13 @@ class ParallelModel:
 
     # -- collective ------------------------------------------------------------------------
 
-    def train_step(
-        self,
-        x: Array | None,
-        target: Array | None,
-        *,
-        loss: Loss,
-        denominator: float | None = None,
-    ) -> float:
-        """Compute loss and gradients of a batch. Collective.
+    def _train(self, arguments: Arguments) -> float:
+        return Step(self._engine, arguments).run()
 
-        Afterwards the gradients are those of this step, or, after steps under
-        :meth:`no_sync`, the sums with theirs. The optimizer's step is the caller's.
-
-        Shapes:
-            x: (rows, ...), the global batch. May be None on ranks without the first stage.
-            target: (rows, ...). May be None on ranks without the last stage.
-
-        Args:
-            x: The inputs. May have fewer rows than replicas times microbatches.
-            target: What the loss compares the outputs with.
-            loss: Such as ``nn.cross_entropy``.
-            denominator: What to divide the loss by instead of what this batch counts: give the
-                rows of k batches together to accumulate over k steps.
-
-        Returns:
-            The mean loss over the global batch, the same on every rank.
-
-        Raises:
-            StageError: On every rank, if a stage, the loss or a message failed on any: with its
-                rank, stage, microbatch and traceback. A :class:`StageShapeError` if an array had
-                a wrong shape. The parameters are as before, the gradients are 0, and the next
-                step works.
-            ShapeError: On every rank, if a batch is missing, has no rows, or x and target differ.
-            MismatchError: On every rank, if the ranks were given different options or batches:
-                their rows, shapes and dtypes are always compared, values of host arrays with
-                ``MPIMESH_CHECKS`` on.
-
-        Cost:
-            Each microbatch's activations and gradients once between neighbouring stages, one
-            all-reduce of the gradients over the replicas (for parameters that several ranks of a
-            pipeline hold, over all who do), and two all-reduces of at most 96 bytes over all
-            ranks. With ``MPIMESH_CHECKS`` on, each rank also reads x and target as a whole.
-        """
-        return self._train(x, target, loss, denominator)
-
-    def _train(
-        self,
-        x: Array | None,
-        target: Array | None,
-        loss: Loss | None,
-        denominator: float | None,
-    ) -> float:
-        step = Step(self._engine, x, target, loss, training=True, denominator=denominator)
-        return step.run()
-
-    def _forward(self, x: Array | None, *, everywhere: bool) -> Array:
-        step = Step(self._engine, x, training=False)
+    def _forward(
+        self, x: Tree | None, *, inputs: Mapping[str, Tree] | None = None, everywhere: bool
+    ) -> Tree:
+        step = Step(self._engine, Arguments(training=False, x=x, inputs=inputs))
         step.run()
         return joined_output(self._engine, step, everywhere=everywhere)
 

@@ -16,8 +16,8 @@ from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.layer_costs import REPEATS, measure_layers
-from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.partition import partition_layers
+from mpimesh.parallel.pipeline_steps import PipelineSteps
 from mpimesh.parallel.plans import ScheduleLike
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport, report_step
@@ -28,7 +28,7 @@ from mpimesh.trace import Tracer
 __all__ = ["PipelineParallel"]
 
 
-class PipelineParallel(ParallelModel):
+class PipelineParallel(PipelineSteps):
     """A pipeline of stages over the ranks along `dim`, and replicas of it along `data_dim`.
 
     Making it, :meth:`train_step`, :meth:`forward` and :meth:`clip_grad_norm` are collective over
@@ -203,35 +203,6 @@ class PipelineParallel(ParallelModel):
                 repeats=repeats,
             ),
         )
-
-    def forward(self, x: Array | None, *, everywhere: bool = False) -> Array:
-        """Compute the outputs of a batch, microbatches streaming through the stages.
-
-        Collective over the mesh. Nothing is kept for a backward, and dropout is the identity.
-
-        Shapes:
-            x: (rows, ...), the global batch. May be None on ranks without the first stage.
-            result: (rows, ...), in the order of the rows.
-
-        Args:
-            x: The inputs.
-            everywhere: Give the result to every rank, not only to those of the last stage.
-
-        Returns:
-            The outputs, on ranks of the last stage or everywhere; else None.
-
-        Raises:
-            StageError: On every rank, as in :meth:`train_step`.
-
-        Cost:
-            The activations once between neighbouring stages, one all-gather over the replicas,
-            and with `everywhere` one broadcast over the stages.
-        """
-        return self._forward(x, everywhere=everywhere)
-
-    def __call__(self, x: Array | None) -> Array:
-        """Run :meth:`forward`."""
-        return self.forward(x)
 
     @property
     def num_stages(self) -> int:

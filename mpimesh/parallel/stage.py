@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from mpimesh.errors import ScheduleError
@@ -26,20 +26,27 @@ class PipelineStage(Sequential):
 
     Args:
         stage_id: Its place in the pipeline, from 0.
+        inputs: Names of inputs that enter here, see ``train_step(..., inputs={name: array})``.
+            The first layer then gets a tuple: what comes from the stage before, and the named
+            inputs in this order. Its backward returns a tuple of gradients, of which only the
+            first is used, or that first one only.
 
     Raises:
-        ScheduleError: If `stage_id` is no whole number of at least 0.
+        ScheduleError: If `stage_id` is no whole number of at least 0, or `inputs` are no names.
 
     Example:
         >>> PipelineStage(0).add_layer(nn.Linear(64, 32)).add_layer(nn.ReLU())
         PipelineStage(0, Linear(64, 32), ReLU())
+        >>> PipelineStage(1, inputs=("mask",)).add_layer(nn.Concat())
+        PipelineStage(1, Concat(axis=-1), inputs=('mask',))
     """
 
-    def __init__(self, stage_id: int) -> None:
+    def __init__(self, stage_id: int, *, inputs: Iterable[str] = ()) -> None:
         super().__init__()
         if not isinstance(stage_id, int) or isinstance(stage_id, bool) or stage_id < 0:
             raise ScheduleError(f"stage_id must be a whole number of at least 0, got {stage_id!r}")
         self._stage_id = stage_id
+        self._inputs = _names(inputs)
 
     @property
     def stage_id(self) -> int:
@@ -56,6 +63,11 @@ class PipelineStage(Sequential):
         """The layer that makes the stage's output; None without layers."""
         return _layer_at(self, -1)
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the inputs that enter here."""
+        return self._inputs
+
     def add_layer(self, layer: SupportsLayer) -> Self:
         """Add `layer` at the end and return the stage, so that calls can be chained.
 
@@ -65,7 +77,20 @@ class PipelineStage(Sequential):
         return self.append(layer)
 
     def __repr__(self) -> str:
-        return f"PipelineStage({', '.join(map(repr, (self._stage_id, *self.layers)))})"
+        inside = [repr(self._stage_id), *map(repr, self.layers)]
+        if self._inputs:
+            inside.append(f"inputs={self._inputs!r}")
+        return f"PipelineStage({', '.join(inside)})"
+
+
+def _names(inputs: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(inputs)
+    bad = isinstance(inputs, str) or not all(isinstance(name, str) and name for name in names)
+    if bad or len(set(names)) < len(names):
+        raise ScheduleError(
+            f"inputs must be names, each once, as in inputs=('mask',), got {inputs!r}"
+        )
+    return names
 
 
 def _layer_at(layers: Sequential, place: int) -> object:

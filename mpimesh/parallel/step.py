@@ -18,19 +18,17 @@ every rank is then known to have started.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
 
-from mpimesh.errors import ModuleError, MpimeshError, ShapeError, StageError
-from mpimesh.nn import Loss
+from mpimesh.errors import MpimeshError, ShapeError, StageError
 from mpimesh.parallel.alarm import Alarm, AlarmedError
-from mpimesh.parallel.batch import Value, as_value
+from mpimesh.parallel.arguments import Arguments, input_title
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.executor import Executor, Task
 from mpimesh.parallel.failure import Failure
-from mpimesh.parallel.header import Given, StepHeader, fingerprint
+from mpimesh.parallel.header import Given, StepHeader
 from mpimesh.parallel.inbox import Inbox
 from mpimesh.parallel.known import Known
 from mpimesh.parallel.microbatch import microbatch_rows, replica_rows
@@ -47,39 +45,22 @@ GRADIENTS = "gradients"
 
 
 class Step:
-    """One step: of training if there is a loss, else forward only.
+    """One step: of training, or forward only.
 
     Args:
         engine: The model.
-        x: The global batch; None if this rank does not hold the first stage.
-        target: Its targets; None if this rank does not hold the last stage, or in inference.
-        loss: The loss to train by.
-        training: Which of both it is.
-        denominator: What to divide the loss by; what the global batch counts if None.
+        arguments: The batch, and what to do with it.
 
     Attributes:
         rows: Rows of the global batch, once `run` has found them out.
         output: In inference, on ranks of the last stage: the replica's rows; None if it has none.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        x: Tree | None,
-        target: Tree | None = None,
-        loss: Loss | None = None,
-        *,
-        training: bool,
-        denominator: float | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, arguments: Arguments) -> None:
         self._engine = engine
-        self._given_x = x
-        self._given_target = target
-        self._x: Value | None = None
-        self._target: Value | None = None
-        self._loss = loss
-        self._training = training
-        self._denominator = denominator
+        self._arguments = arguments
+        self._training = arguments.training
+        self._names = ["x", *map(input_title, engine.input_names)]
         self._first_trained = engine.first_trained
         self._alarm = Alarm(engine.scope)
         self._header_read = False
@@ -97,8 +78,8 @@ class Step:
             StageError: On every rank, if a stage, the loss or a message failed on any.
             MpimeshError: On every rank, if the arguments do not fit.
         """
-        self._given, problem = self._look_at_arguments()
-        self._header = StepHeader(self._engine.scope, self._given)
+        problem = self._look_at_arguments()
+        self._header = StepHeader(self._engine.scope, self._given, self._names)
         try:
             return self._end(self._try(problem))
         except BaseException as error:
@@ -132,63 +113,28 @@ class Step:
             f"{engine.plans.name}, stages from {self._first_trained} on trained{kept}"
         )
 
-    def _look_at_arguments(self) -> tuple[Given, Exception | None]:
-        """Return what this rank was given, and what is wrong with it. Never raises."""
-        engine = self._engine
-        who, call = f"rank {engine.mesh.rank}", self._call()
+    def _look_at_arguments(self) -> Exception | None:
+        """Take in what this rank was given; return what is wrong with it. Never raises."""
+        self._given = Given(self._call())
         try:
-            self._x = x = as_value(self._given_x, "x")
-            self._target = target = as_value(self._given_target, "target")
-            if x is None and engine.is_first:
-                raise ShapeError(f"{who} holds the first stage and needs x, got None")
-            if self._training and engine.is_last:
-                if target is None:
-                    raise ShapeError(f"{who} holds the last stage and needs target, got None")
-                if self._loss is None:
-                    raise ModuleError(f"{who} holds the last stage and needs loss=, got None")
-            given = {value.name: value.rows for value in (x, target) if value is not None}
-            if len(set(given.values())) > 1:
-                raise ShapeError(
-                    f"x and target must have the same rows; on {who} x has {given['x']} and target "
-                    f"{given['target']}"
-                )
-            goal = self._goal()
-            values = (x, target) if engine.mesh.settings.checks else ()
-            sums = {value.name: value.checksum() for value in values if value is not None}
+            self._batch, self._given = self._arguments.look(self._engine, self._given.call)
         except Exception as error:
-            return Given(call), error
-        kind = None if x is None else x.kind()
-        return Given(call, next(iter(given.values()), None), kind, goal, **sums), None
-
-    def _goal(self) -> str | None:
-        """Say what this rank trains by; None if it does not hold the last stage."""
-        if not self._training or not self._engine.is_last:
-            return None
-        count = "what the batch counts"
-        if self._denominator is not None:
-            try:
-                count = str(float(self._denominator))
-            except (TypeError, ValueError, OverflowError):
-                raise ModuleError(
-                    f"denominator must be a number above 0, got {self._denominator!r}"
-                ) from None
-        return f"{type(self._loss).__name__} divided by {count}"
+            return error
+        return None
 
     def _work(self) -> None:
         engine = self._engine
-        rows, kind = self._given.rows, self._given.kind
+        rows, kind = self._given.rows, self._given.kind(self._names)
         if rows is None or kind is None:
             waited = Guarded(self._header, self._alarm.look)
             engine.scope.wait_for(waited, what="the size of the batch")
-            rows, kind_number = self._header.read()
+            rows, kind = self._header.read()
             self._header_read = True
-        else:
-            kind_number = fingerprint(kind)
         self.rows = rows
         if self._training and not rows:
             raise ShapeError("the mean loss over a batch of no rows does not exist")
         microbatches = self._microbatches(rows)
-        task = self._task(rows, microbatches)
+        task = self._batch.task(engine, microbatches)
         plan = engine.plans.plan(
             task.count,
             training=self._training,
@@ -196,7 +142,7 @@ class Step:
         )
         if self._training:
             engine.buckets.begin(task.count)
-        interfaces = engine.interfaces.setdefault((self._training, kind_number), {})
+        interfaces = engine.interfaces.setdefault((self._training, kind), {})
         known = Known(interfaces, microbatches)
         wire = Wire(
             engine.pipe,
@@ -225,23 +171,6 @@ class Step:
         # replicas send a microbatch of none through the stages, to learn the output's shape.
         parts = microbatch_rows(count, engine.num_microbatches) if count or not rows else ()
         return [slice(mine.start + part.start, mine.start + part.stop) for part in parts]
-
-    def _task(self, rows: int, microbatches: list[slice]) -> Task:
-        """Cut this replica's microbatches out of the batch."""
-        engine = self._engine
-        x = self._x.cut(microbatches) if self._x is not None and engine.is_first else None
-        task = Task(len(microbatches), x, step=engine.step)
-        if not self._training or self._loss is None or self._target is None or not engine.is_last:
-            return task
-        denominator = self._denominator
-        if denominator is None:
-            denominator = self._target.denominator(self._loss)
-        return replace(
-            task,
-            target=self._target.cut(microbatches),
-            loss=self._loss,
-            denominator=denominator,
-        )
 
     def _join(self, outputs: list[Tree]) -> Tree:
         """Put the outputs of this replica's microbatches together."""

@@ -131,7 +131,8 @@ class TreeLoss:
         leaves, structure = flatten(y)
         goals, as_given = flatten(target)
         assert structure == as_given
-        value, gradients = 0.0, []
+        value = 0.0
+        gradients: list[Any] = []
         for one, goal in zip(leaves, goals, strict=True):
             if one.dtype.kind != "f":
                 gradients.append(None)

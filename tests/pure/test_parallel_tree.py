@@ -41,8 +41,9 @@ def test_what_is_taken_apart_is_put_together_again(tree):
     assert all(a is b for a, b in zip(flatten(again)[0], leaves, strict=True))
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         assert eval(f"tree{path}") is leaf
-    assert structure.leaves_of(tree) is not None
-    assert all(a is b for a, b in zip(structure.leaves_of(tree), leaves, strict=True))
+    found = structure.leaves_of(tree)
+    assert found is not None
+    assert all(a is b for a, b in zip(found, leaves, strict=True))
     assert tree_map(lambda leaf, path: path, tree, name="x") == structure.unflatten(
         ["x" + path for path in structure.paths()]
     )

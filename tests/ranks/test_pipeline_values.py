@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
+from mpimesh import nn
 from mpimesh.errors import StageShapeError
+from mpimesh.parallel import PipelineStage
 from tests.pure.parallel_traps import Reshaped, assert_nothing_left, error_of
 from tests.pure.parallel_values import (
+    SEED,
     Rows,
     TreeLoss,
     alone,
@@ -78,3 +81,47 @@ def test_a_tree_that_does_not_keep_to_its_interface(comm):
         assert_nothing_left(mesh)
         odd.change = lambda y: y
         pipe.train_step(x, target, loss=TreeLoss())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
+def test_inputs_enter_at_later_stages(comm, schedule):
+    """The last stage adds a bias to what comes, the one before puts a mask beside it."""
+
+    def made():
+        stages = [PipelineStage(number) for number in range(comm.size - 1)]
+        stages.append(PipelineStage(comm.size - 1, inputs=("bias", "mask")))
+        for stage in stages[:-1]:
+            stage.add_layer(nn.Linear(5, 5))
+        stages[-1].add_layer(nn.Concat()).add_layer(nn.Linear(9, 3))
+        return stages
+
+    rows = 9
+    x, target = random_tree(Rows(5), rows), random_tree(Rows(3), rows)
+    inputs = {"bias": random_tree(Rows(1), rows), "mask": random_tree(Rows(3, floating=False), 9)}
+    layers = [layer for stage in made()[:-1] for layer in stage.layers]
+    front, back = nn.Sequential(layers), made()[-1]
+    front.materialize(seed=SEED, dtype=np.float64)
+    back.materialize(seed=SEED, dtype=np.float64, index=len(layers))
+    context = nn.Context()
+    y = back.forward((front.forward(x, context), inputs["bias"], inputs["mask"]), context)
+    loss, dy = nn.mse.value_and_grad(y, target, denominator=rows)
+    front.backward(back.backward(dy, context)[0], context)
+    gradients = [p.grad for p in (*front.parameters(), *back.parameters())]
+    with mm.DeviceMesh(f"pp={comm.size}", comm) as mesh:
+        pipe = make(mesh, made(), 3, schedule=schedule)
+        last = mesh.rank == comm.size - 1
+        names = [name for name, _ in pipe._engine.named_parameters(everywhere=True)]
+        for given in (inputs, inputs if last else None):
+            pipe.zero_grad()
+            got = pipe.train_step(x, target, loss=nn.mse, inputs=given)
+            assert got == pytest.approx(loss, rel=1e-12)
+            for name, parameter in pipe.named_parameters():
+                expected = gradients[names.index(name)]
+                np.testing.assert_allclose(parameter.grad, expected, rtol=1e-9, atol=1e-14)
+            got = pipe.forward(x, inputs=given, everywhere=True)
+            np.testing.assert_allclose(got, y, rtol=1e-9, atol=1e-14)
+        error = error_of(
+            partial(pipe.train_step, x, target, loss=nn.mse, inputs={} if last else inputs)
+        )
+        assert f"holds stage {comm.size - 1} and needs inputs={{'bias': ...}}" in str(error)
+        assert_nothing_left(mesh)
