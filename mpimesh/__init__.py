@@ -24,6 +24,7 @@ from mpimesh.mesh import (
 from mpimesh.parallel import (
     DataParallel,
     GradientBuckets,
+    Microbatches,
     PipelineParallel,
     PipelineStage,
     clip_grad_norm,
@@ -56,6 +57,7 @@ __all__ = [
     "MeshDimension",
     "MeshStats",
     "MeshTopology",
+    "Microbatches",
     "MpimeshError",
     "PipelineParallel",
     "PipelineStage",

@@ -5,7 +5,12 @@ from mpimesh.parallel.buckets import BUCKET_BYTES, GradientBuckets
 from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.data import DataParallel
 from mpimesh.parallel.layer_costs import measure_layers
-from mpimesh.parallel.microbatch import microbatch_rows, replica_rows, split_microbatches
+from mpimesh.parallel.microbatch import (
+    Microbatches,
+    microbatch_rows,
+    replica_rows,
+    split_microbatches,
+)
 from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
@@ -15,6 +20,7 @@ __all__ = [
     "Bucket",
     "DataParallel",
     "GradientBuckets",
+    "Microbatches",
     "PipelineParallel",
     "PipelineStage",
     "StepReport",

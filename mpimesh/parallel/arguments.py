@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpimesh.errors import ModuleError, ShapeError, UnknownNameError
+from mpimesh.errors import ModuleError, ScheduleError, ShapeError, UnknownNameError
 from mpimesh.nn import Loss
 from mpimesh.parallel.batch import Value, as_value
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.executor import Task
-from mpimesh.parallel.header import Given
+from mpimesh.parallel.header import Given, Size
+from mpimesh.parallel.microbatch import microbatch_rows, replica_rows
 from mpimesh.parallel.tree import Tree
 
-__all__ = ["Arguments", "Batch", "input_title"]
+__all__ = ["Arguments", "Batch", "Share", "input_title"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,14 @@ class Arguments:
             raise ModuleError(f"{who} holds the last stage and needs loss=, got None")
         first = next(iter(values.values()), None)
         for value in values.values():
-            if first is not None and value.rows != first.rows:
-                raise ShapeError(
-                    f"{first.name} and {value.name} must have the same rows; on {who} {first.name} "
-                    f"has {first.rows} and {value.name} {value.rows}"
-                )
+            if first is not None:
+                _check_rows(first, value, who)
         sums = {name: value.checksum() for name, value in values.items()}
         given = Given(
             call,
             None if first is None else first.rows,
+            None if first is None else len(first.sizes) if first.is_cut else 0,
+            sizes=", ".join(map(str, first.sizes)) if first is not None and first.is_cut else None,
             goal=self._goal(engine),
             kinds={name: value.kind() for name, value in values.items() if name != "target"},
             sums={name: text for name, text in sums.items() if text}
@@ -114,6 +114,20 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What a replica has of a batch.
+
+    Attributes:
+        spans: The rows of each of its microbatches, counted in the global batch; None where this
+            rank does not know them.
+        part: Which microbatches of a batch that is given cut; None if it is given whole.
+    """
+
+    spans: Sequence[slice | None]
+    part: slice | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The global batch, as far as this rank was given it.
 
@@ -125,19 +139,14 @@ class Batch:
     arguments: Arguments
     values: Mapping[str, Value]
 
-    def task(self, engine: Engine, microbatches: Sequence[slice]) -> Task:
-        """Return what this rank's stages are to work on.
-
-        Args:
-            engine: The model.
-            microbatches: The rows of this replica's microbatches.
-        """
+    def task(self, engine: Engine, share: Share) -> Task:
+        """Return what this rank's stages are to work on, of this replica's share."""
         values, arguments = self.values, self.arguments
         names = [name for stage in engine.local.values() for name in stage.inputs]
         task = Task(
-            len(microbatches),
-            values["x"].cut(microbatches) if engine.is_first else None,
-            inputs={name: values[input_title(name)].cut(microbatches) for name in names},
+            len(share.spans),
+            self._cut("x", share) if engine.is_first else None,
+            inputs={name: self._cut(input_title(name), share) for name in names},
             step=engine.step,
         )
         if not arguments.training or not engine.is_last or arguments.loss is None:
@@ -146,8 +155,67 @@ class Batch:
         if denominator is None:
             denominator = target.denominator(arguments.loss)
         return replace(
-            task, target=target.cut(microbatches), loss=arguments.loss, denominator=denominator
+            task, target=self._cut("target", share), loss=arguments.loss, denominator=denominator
         )
+
+    def share(self, engine: Engine, size: Size) -> Share:
+        """Return which microbatches this replica has of a batch.
+
+        Raises:
+            ScheduleError: If it is given as more microbatches than the replicas may have.
+        """
+        replicas, mine = engine.data.size, engine.data.rank or 0
+        if not size.count:
+            return Share(_row_spans(size.rows, replicas, mine, engine.num_microbatches))
+        most = replicas * engine.num_microbatches
+        if size.count > most:
+            raise ScheduleError(
+                f"a batch of {size.count} microbatches was given to {replicas} replicas of at most "
+                f"{engine.num_microbatches} each: give at most {most}, or make the pipeline with "
+                f"num_microbatches={-(-size.count // replicas)}"
+            )
+        part = replica_rows(size.count, replicas, mine)
+        first = next(iter(self.values.values()), None)
+        spans: list[slice | None] = [None] * (part.stop - part.start)
+        return Share(spans if first is None else [*first.spans()[part]], part)
+
+    def _cut(self, title: str, share: Share) -> list[Tree]:
+        value = self.values[title]
+        if share.part is not None:
+            return list(value.parts[share.part])
+        return value.cut([span for span in share.spans if span is not None])
+
+
+def _row_spans(rows: int, replicas: int, mine: int, most: int) -> list[slice | None]:
+    """Return the rows of a replica's microbatches, counted in the global batch."""
+    part = replica_rows(rows, replicas, mine)
+    count = part.stop - part.start
+    # A replica that gets none of some rows has nothing to do. Without any rows at all, all
+    # replicas send a microbatch of none through the stages, to learn the output's shape.
+    spans = microbatch_rows(count, most) if count or not rows else ()
+    return [slice(part.start + span.start, part.start + span.stop) for span in spans]
+
+
+def _check_rows(first: Value, value: Value, who: str) -> None:
+    """Refuse two values of a batch whose rows do not belong together."""
+    if first.is_cut != value.is_cut:
+        cut, whole = (first, value) if first.is_cut else (value, first)
+        raise ShapeError(
+            f"on {who} {cut.name} is given as Microbatches and {whole.name} is not: give all so, "
+            "or none"
+        )
+    if len(first.sizes) != len(value.sizes):
+        raise ShapeError(
+            f"{first.name} and {value.name} must have the same number of microbatches; on {who} "
+            f"{first.name} has {len(first.sizes)} and {value.name} {len(value.sizes)}"
+        )
+    for place, (one, other) in enumerate(zip(first.sizes, value.sizes, strict=True)):
+        if one != other:
+            where = f" in microbatch {place}" if value.is_cut else ""
+            raise ShapeError(
+                f"{first.name} and {value.name} must have the same rows; on {who} {first.name} "
+                f"has {one} and {value.name} {other}{where}"
+            )
 
 
 def input_title(name: str) -> str:

@@ -1,18 +1,19 @@
-"""A global batch as one rank was given it: the input and the target, whole."""
+"""A global batch as one rank was given it: the input and the target, whole or cut."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpimesh.arrays import Array
-from mpimesh.errors import ShapeError
+from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn import Loss
 from mpimesh.parallel.header import checksum
-from mpimesh.parallel.microbatch import num_rows
+from mpimesh.parallel.microbatch import Microbatches, num_rows
 from mpimesh.parallel.tree import Tree, flatten, tree_map
 
 __all__ = ["Value", "as_value"]
@@ -24,28 +25,42 @@ class Value:
 
     Attributes:
         name: Its name in messages.
-        tree: The value, all its arrays with the same rows.
-        rows: How many.
+        parts: The value, or its microbatches; all arrays of one with the same rows.
+        sizes: The rows of each.
+        is_cut: Whether they are microbatches.
     """
 
     name: str
-    tree: Tree
-    rows: int
+    parts: tuple[Tree, ...]
+    sizes: tuple[int, ...]
+    is_cut: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole batch."""
+        return sum(self.sizes)
+
+    def spans(self) -> list[slice]:
+        """Return the rows of each part, counted in the batch."""
+        ends = list(accumulate(self.sizes))
+        return [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
 
     def cut(self, parts: Sequence[slice]) -> list[Tree]:
-        """Return the rows of each of some parts, as views."""
-        leaves, structure = flatten(self.tree)
+        """Return the rows of each of some parts of a batch that is whole, as views."""
+        (whole,) = self.parts
+        leaves, structure = flatten(whole)
         return [structure.unflatten([leaf[part] for leaf in leaves]) for part in parts]
 
     def kind(self) -> str:
         """Return the shapes and dtypes of a row, in words."""
-        return _kind(self.tree)
+        return "; ".join(map(_kind, self.parts))
 
     def checksum(self) -> str | None:
         """Return what tells its values from others: those on the host without Python objects."""
         leaves = [
             leaf
-            for leaf in flatten(self.tree)[0]
+            for part in self.parts
+            for leaf in flatten(part)[0]
             if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
         ]
         return checksum(leaves) if leaves else None
@@ -53,14 +68,17 @@ class Value:
     def denominator(self, loss: Loss) -> float:
         """Return what it counts as a target of `loss`."""
         counted = getattr(loss, "count", None)
-        return float(self.rows) if counted is None else float(counted(self.tree))
+        if counted is None:
+            return float(self.rows)
+        return float(sum(float(counted(part)) for part in self.parts))
 
 
 def as_value(given: Any, name: str) -> Value | None:
     """Return a value that a user gave; None for None.
 
     Args:
-        given: An array, or anything that ``np.asarray`` takes; or a tuple or a dict of them.
+        given: An array, or anything that ``np.asarray`` takes; or a tuple or a dict of them; or
+            microbatches of those.
         name: Its name.
 
     Raises:
@@ -69,8 +87,14 @@ def as_value(given: Any, name: str) -> Value | None:
     """
     if given is None:
         return None
-    tree = tree_map(_as_array, given, name=name)
-    return Value(name, tree, _rows(tree, name))
+    is_cut = isinstance(given, Microbatches)
+    names = [f"{name}[{place}]" for place in range(len(given))] if is_cut else [name]
+    parts = [
+        tree_map(_as_array, part, name=title)
+        for part, title in zip(given if is_cut else [given], names, strict=True)
+    ]
+    sizes = tuple(_rows(part, title) for part, title in zip(parts, names, strict=True))
+    return Value(name, tuple(parts), sizes, is_cut)
 
 
 def _rows(tree: Tree, name: str) -> int:
@@ -97,4 +121,6 @@ def _kind(tree: Tree) -> str:
 def _as_array(x: Any, path: str) -> Array:
     if x is None:
         raise ShapeError(f"{path} is None, where it must be an array")
+    if isinstance(x, Microbatches):
+        raise ModuleError(f"{path} is Microbatches: they go around a tuple or dict, not into it")
     return x if hasattr(x, "shape") else np.asarray(x)

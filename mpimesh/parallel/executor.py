@@ -142,7 +142,7 @@ class Executor:
         with self._span(action, "forward"):
             self._offer(context, self._stages[stage].last_layer, stage, stage + 1)
             y = self._stages[stage].forward(x, context)
-            known = self._known.interface(stage) if stage < self._last else None
+            known = self._known.interface(stage, microbatch) if stage < self._last else None
             rows = self._known.rows(microbatch)
             leaves, interface = check_output(y, stage=stage, rows=rows, interface=known)
             if stage < self._last:
@@ -187,7 +187,7 @@ class Executor:
     ) -> None:
         stage, microbatch = key
         if known is None:
-            self._known.learn(stage, interface)
+            self._known.learn(stage, microbatch, interface)
             self._inbox.expect(stage)
         if stage + 1 in self._stages:
             # As it would arrive on another rank: dicts in the order of their keys.
@@ -238,7 +238,7 @@ class Executor:
         if stage <= self._first_trained:
             return
         source = stage - 1
-        interface = self._interface(source)
+        interface = self._interface(source, microbatch)
         rows = self._known.rows(microbatch)
         dx = first_gradient(dx, interface.structure, 1 + len(self._stages[stage].inputs))
         gradients = check_gradient(dx, stage=stage, source=source, rows=rows, interface=interface)
@@ -247,8 +247,8 @@ class Executor:
         else:
             self._outgoing[ActionKind.SEND_B, key] = gradients
 
-    def _interface(self, stage: int) -> Interface:
-        interface = self._known.interface(stage)
+    def _interface(self, stage: int, microbatch: int) -> Interface:
+        interface = self._known.interface(stage, microbatch)
         if interface is None:
             raise ModuleStateError(f"nothing is known of the output of stage {stage}")
         return interface
@@ -266,7 +266,7 @@ class Executor:
             leaves = [self._xp.asarray(leaf) for leaf in leaves]
         key = action.stage, action.microbatch
         if action.kind is ActionKind.RECV_F:
-            structure = self._interface(action.stage - 1).structure
+            structure = self._interface(action.stage - 1, action.microbatch).structure
             self._inputs[key] = structure.unflatten(leaves)
         else:
-            self._gradients[key] = self._interface(action.stage).gradient_tree(leaves)
+            self._gradients[key] = self._interface(*key).gradient_tree(leaves)

@@ -47,6 +47,8 @@ class Given:
     Attributes:
         call: What it calls, in words.
         rows: Rows of its global batch; None if it was given none.
+        count: Its number of microbatches, 0 if it was given whole; None if this rank got none.
+        sizes: The rows of its microbatches, in words; None if it was given none.
         goal: What it trains by, in words; None if it does not hold the last stage.
         kinds: Shape and dtype of a row, in words, by the name of each input that it was given.
         sums: What tells the values from others, by the name of each input and the target; empty if
@@ -55,15 +57,39 @@ class Given:
 
     call: str
     rows: int | None = None
+    count: int | None = None
+    sizes: str | None = None
     goal: str | None = None
     kinds: dict[str, str] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)
 
-    def kind(self, names: Sequence[str]) -> int | None:
-        """Return the kind of all inputs as a number; None if this rank lacks one."""
+    def size(self, names: Sequence[str]) -> Size | None:
+        """Return the size of the batch, whose inputs have these names.
+
+        None if this rank cannot tell. The kind of microbatches does not matter.
+        """
+        if self.rows is None or self.count is None:
+            return None
+        if self.count:
+            return Size(self.rows, self.count, 0)
         if any(name not in self.kinds for name in names):
             return None
-        return _kind([fingerprint(self.kinds[name]) for name in names])
+        return Size(self.rows, 0, _kind([fingerprint(self.kinds[name]) for name in names]))
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a batch is.
+
+    Attributes:
+        rows: Rows of the global batch.
+        count: In how many microbatches it was given; 0 if it was given whole.
+        kind: Stands for shape and dtype of the inputs' rows.
+    """
+
+    rows: int
+    count: int
+    kind: int
 
 
 class StepHeader:
@@ -80,11 +106,12 @@ class StepHeader:
         texts = [
             given.call,
             given.goal,
+            given.sizes,
             *map(given.kinds.get, names),
             *map(given.sums.get, (*names, "target")),
         ]
         values = [
-            _UNKNOWN if given.rows is None else given.rows,
+            *(_UNKNOWN if number is None else number for number in (given.rows, given.count)),
             *(_UNKNOWN if text is None else fingerprint(text) for text in texts),
         ]
         # After a maximum: the largest of each and minus the smallest, unknown ones left out.
@@ -96,8 +123,8 @@ class StepHeader:
         """Tell whether :meth:`read` would not wait. Never waits."""
         return self._handle.done()
 
-    def read(self) -> tuple[int, int]:
-        """Wait for the header and return the global rows and the kind of the inputs as a number.
+    def read(self) -> Size:
+        """Wait for the header and return the size of the global batch.
 
         Raises:
             MismatchError: If the ranks call different things or were given different batches.
@@ -110,14 +137,21 @@ class StepHeader:
         for high, low in zip(largest, opposite, strict=True):
             if high != -low and high != _UNKNOWN:
                 raise MismatchError("the ranks were given different things for this step")
-        rows, _, _, *rest = largest
+        rows, count, _, _, _, *rest = largest
         if rows == _UNKNOWN:
             raise ShapeError("no rank was given a batch: x is needed where the first stage lies")
-        return rows, _kind(rest[: self._num_inputs])
+        return Size(rows, count, _kind(rest[: self._num_inputs]))
 
 
 def _kind(numbers: list[int]) -> int:
     return fingerprint(str(numbers))
+
+
+def _parts(given: Given) -> str | None:
+    """Return in words how a batch was cut."""
+    if given.count is None:
+        return None
+    return f"{given.count}, of {given.sizes} rows" if given.count else "none, it is whole"
 
 
 def disagreement(given: Sequence[Given], ranks: Sequence[int]) -> MismatchError | None:
@@ -129,6 +163,10 @@ def disagreement(given: Sequence[Given], ranks: Sequence[int]) -> MismatchError 
     rules: list[tuple[str, Sequence[object]]] = [
         ("must take the same step with the same options", [one.call for one in given]),
         (f"{batch} x and target, or None; rows are", [one.rows for one in given]),
+        (
+            "must be given the batch whole, or cut into the same microbatches; theirs are",
+            [_parts(one) for one in given],
+        ),
         *(
             (f"{batch} {name}, or None; its rows are", [one.kinds.get(name) for one in given])
             for name in kinds

@@ -92,7 +92,8 @@ class _Channel:
         kind: RECV_F or RECV_B.
         microbatches: Those whose receives are still to be posted.
         posted: Receives under way, a list for each microbatch, in order.
-        announcement: The receive of the interface, while it is not known.
+        announcement: The receive of the next interface that is not known: of the first
+            microbatch, or of each, between their data.
         announced: Receives of an interface posted so far.
         count: Receives of data posted so far.
     """
@@ -113,7 +114,7 @@ class _Channel:
         posted = [one for message in self.posted for one in message]
         key = (self.peer, self.tag)
         if not on_device:
-            return [(key, [*announcement, *posted], self.announced + self.count)]
+            return [(key, [*posted, *announcement], self.announced + self.count)]
         data = ((self.peer, -self.tag), posted, self.count)
         return [(key, announcement, self.announced), data]
 
@@ -146,9 +147,7 @@ class Inbox:
         for action in actions:
             if action.kind.is_recv:
                 self._channel(action).microbatches.append(action.microbatch)
-        for (_, kind), channel in self._channels.items():
-            if kind is ActionKind.RECV_F and self._known.interface(channel.source) is None:
-                channel.announcement = self._post_announcement(channel, FIRST_PIECE_BYTES)
+        for channel in self._channels.values():
             self._post_ahead(channel)
 
     def receive(self, action: Action) -> list[Array]:
@@ -158,9 +157,10 @@ class Inbox:
             ShapeError: If one has not the size that its stage announced.
         """
         channel = self._channels[action.stage, action.kind]
-        if channel.announcement is not None:
-            self._learn(channel, channel.announcement, action)
         self._post_ahead(channel)
+        if not channel.posted and channel.announcement is not None:
+            self._learn(channel, channel.announcement, action)
+            self._post_ahead(channel)
         message = channel.posted[0]
         for posted in message:
             self._wire.wait(posted.request, action)
@@ -230,7 +230,7 @@ class Inbox:
             self._wire.wait(rest.request, action)
             text = np.concatenate([text, rest.buffer])
         channel.announcement = None
-        self._known.hear(channel.source, text)
+        self._known.hear(channel.source, action.microbatch, text)
 
     def _arrays(self, channel: _Channel, message: list[_Posted], action: Action) -> list[Array]:
         """Return the arrays of a message that has come."""
@@ -244,7 +244,7 @@ class Inbox:
                 raise ShapeError(
                     f"stage {action.partner.stage} sent stage {action.stage} {error}: shape "
                     f"{posted.shape} and dtype {posted.dtype}, array {place} of "
-                    f"{self._known.interface(channel.source)}"
+                    f"{self._known.interface(channel.source, action.microbatch)}"
                 ) from None
         return arrays
 
@@ -254,15 +254,16 @@ class Inbox:
         return posted
 
     def _post_ahead(self, channel: _Channel) -> None:
-        interface = self._known.interface(channel.source)
-        if interface is None:
-            return
-        leaves = channel.leaves(interface)
         while channel.microbatches and len(channel.posted) < _RECEIVES_AHEAD:
+            interface = self._known.interface(channel.source, channel.microbatches[0])
+            if interface is None:
+                if channel.kind is ActionKind.RECV_F and channel.announcement is None:
+                    channel.announcement = self._post_announcement(channel, FIRST_PIECE_BYTES)
+                return
             rows = self._known.rows(channel.microbatches.popleft())
             message: list[_Posted] = []
             channel.posted.append(message)
-            for leaf in leaves:
+            for leaf in channel.leaves(interface):
                 message.append(self._post_leaf(channel, leaf, rows))
                 channel.count += 1
 

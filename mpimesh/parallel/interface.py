@@ -7,6 +7,9 @@ announces the interface before its first activation. From then on both ends know
 the number of rows differs from message to message. An output that does not keep to it is refused
 where it was made.
 
+Where a batch is given as microbatches of any shapes, each has interfaces of its own, see
+:mod:`mpimesh.parallel.known`.
+
 An array whose dtype is not floating has no gradient: both ends know that by its
 dtype, and nothing is sent back for it.
 """

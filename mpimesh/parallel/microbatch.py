@@ -9,14 +9,20 @@ the parts of every other without a message.
   ``ceil(rows / count)`` rows, the last one with what is left. So there may be
   fewer than asked for: 10 in 4 are 3, 3, 3, 1; 9 in 4 are 3, 3, 3; 5 in 4 are
   2, 2, 1. A batch of no rows is one microbatch of no rows.
+
+Who cuts a batch himself gives :class:`Microbatches`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
+
 from mpimesh.arrays import Array
-from mpimesh.errors import RankError, ScheduleError, ShapeError
+from mpimesh.errors import ModuleError, RankError, ScheduleError, ShapeError
 
 __all__ = [
+    "Microbatches",
     "check_microbatches",
     "microbatch_rows",
     "num_rows",
@@ -24,6 +30,48 @@ __all__ = [
     "replica_sizes",
     "split_microbatches",
 ]
+
+
+class Microbatches(Sequence[Any]):
+    """A batch that is cut already: microbatches of any shapes, such as sequences of other lengths.
+
+    Of x, the target and the inputs of a step all are given so or none. They have the same
+    number of microbatches, and each microbatch has the same rows in all of them; there may be other
+    rows in the next one, and rows of another shape. They are dealt to the replicas in order: the
+    first ``len(x) % replicas`` replicas get one more.
+
+    Args:
+        parts: For each microbatch an array, or a tuple or a dict of arrays.
+
+    Raises:
+        ModuleError: If there is none.
+
+    Example:
+        >>> x = mm.Microbatches([np.zeros((4, 10)), np.zeros((3, 17))])
+        >>> x
+        Microbatches([(4, 10), (3, 17)])
+    """
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self._parts = tuple(parts)
+        if not self._parts:
+            raise ModuleError("Microbatches must hold at least one microbatch, got none")
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, place: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Any]: ...
+
+    def __getitem__(self, place: int | slice) -> Any:
+        return self._parts[place]
+
+    def __repr__(self) -> str:
+        shapes = [getattr(part, "shape", type(part).__name__) for part in self._parts]
+        return f"Microbatches([{', '.join(map(str, shapes))}])"
 
 
 def check_microbatches(num_microbatches: int) -> int:

@@ -78,8 +78,9 @@ class Outbox:
         for leaf in leaves:
             refuse_objects(np.dtype(leaf.dtype))
         if action.kind is ActionKind.SEND_F and action.stage not in self._announced:
-            self._announced.add(action.stage)
-            notes = self._known.announcement(action.stage)
+            if not self._known.free:
+                self._announced.add(action.stage)
+            notes = self._known.announcement(action.stage, action.microbatch)
             requests = [self._isend(note, action) for note in notes]
             self._announcing.append(_Sending(requests, action, 0.0, 0))
         start_s = self._wire.tracer.clock()

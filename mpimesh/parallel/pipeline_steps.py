@@ -66,9 +66,9 @@ class PipelineSteps(ParallelModel):
         Cost:
             Each microbatch's activations and gradients once between neighbouring stages, but no
             gradients of arrays that are not floating; one all-reduce of the gradients over the
-            replicas, for
-            parameters that several ranks of a pipeline hold over all who do; and two all-reduces over all ranks, of 96 bytes and 32 for each named input
-            at most. With ``MPIMESH_CHECKS`` on, each rank also reads its batch as a whole.
+            replicas, for parameters that several ranks of a pipeline hold over all who do; and
+            two all-reduces over all ranks, of 112 bytes and 32 for each named input at most. With
+            ``MPIMESH_CHECKS`` on, each rank also reads its batch as a whole.
         """
         return self._train(
             Arguments(

@@ -28,10 +28,9 @@ from mpimesh.parallel.arguments import Arguments, input_title
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.executor import Executor, Task
 from mpimesh.parallel.failure import Failure
-from mpimesh.parallel.header import Given, StepHeader
+from mpimesh.parallel.header import Given, Size, StepHeader
 from mpimesh.parallel.inbox import Inbox
 from mpimesh.parallel.known import Known
-from mpimesh.parallel.microbatch import microbatch_rows, replica_rows
 from mpimesh.parallel.outbox import Outbox
 from mpimesh.parallel.tree import Tree, flatten
 from mpimesh.parallel.unwind import Note, unwind
@@ -52,8 +51,9 @@ class Step:
         arguments: The batch, and what to do with it.
 
     Attributes:
-        rows: Rows of the global batch, once `run` has found them out.
-        output: In inference, on ranks of the last stage: the replica's rows; None if it has none.
+        size: How large the global batch is, once `run` has found it out.
+        outputs: In inference, on ranks of the last stage: the replica's rows, or those of each
+            of its microbatches where they were given so; empty if it has none.
     """
 
     def __init__(self, engine: Engine, arguments: Arguments) -> None:
@@ -68,8 +68,8 @@ class Step:
         self._executor: Executor | None = None
         self._inbox: Inbox | None = None
         self._outbox: Outbox | None = None
-        self.rows = 0
-        self.output: Tree | None = None
+        self.size = Size(0, 0, 0)
+        self.outputs: list[Tree] = []
 
     def run(self) -> float:
         """Do the step and return its loss, 0 in inference. Collective over the engine's scope.
@@ -124,17 +124,17 @@ class Step:
 
     def _work(self) -> None:
         engine = self._engine
-        rows, kind = self._given.rows, self._given.kind(self._names)
-        if rows is None or kind is None:
+        size = self._given.size(self._names)
+        if size is None:
             waited = Guarded(self._header, self._alarm.look)
             engine.scope.wait_for(waited, what="the size of the batch")
-            rows, kind = self._header.read()
+            size = self._header.read()
             self._header_read = True
-        self.rows = rows
-        if self._training and not rows:
+        self.size = size
+        if self._training and not size.rows:
             raise ShapeError("the mean loss over a batch of no rows does not exist")
-        microbatches = self._microbatches(rows)
-        task = self._batch.task(engine, microbatches)
+        share = self._batch.share(engine, size)
+        task = self._batch.task(engine, share)
         plan = engine.plans.plan(
             task.count,
             training=self._training,
@@ -142,8 +142,11 @@ class Step:
         )
         if self._training:
             engine.buckets.begin(task.count)
-        interfaces = engine.interfaces.setdefault((self._training, kind), {})
-        known = Known(interfaces, microbatches)
+        free = share.part is not None
+        interfaces = (
+            engine.interfaces.setdefault((self._training, size.kind), {}) if not free else {}
+        )
+        known = Known(interfaces, share.spans, free=free)
         wire = Wire(
             engine.pipe,
             engine.library,
@@ -160,17 +163,8 @@ class Step:
         self._outside = False
         self._executor.run(plan.actions)
         if self._executor.outputs:
-            self.output = self._join([self._executor.outputs[i] for i in range(task.count)])
-
-    def _microbatches(self, rows: int) -> list[slice]:
-        """Return the rows of this replica's microbatches, counted in the global batch."""
-        engine = self._engine
-        mine = replica_rows(rows, engine.data.size, engine.data.rank or 0)
-        count = mine.stop - mine.start
-        # A replica that gets none of some rows has nothing to do. Without any rows at all, all
-        # replicas send a microbatch of none through the stages, to learn the output's shape.
-        parts = microbatch_rows(count, engine.num_microbatches) if count or not rows else ()
-        return [slice(mine.start + part.start, mine.start + part.stop) for part in parts]
+            outputs = [self._executor.outputs[i] for i in range(task.count)]
+            self.outputs = outputs if free else [self._join(outputs)]
 
     def _join(self, outputs: list[Tree]) -> Tree:
         """Put the outputs of this replica's microbatches together."""

@@ -28,8 +28,11 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
     [
         mm.DeviceMesh.shared_empty,
         mm.ProcessGroup.empty_once,
+        mm.Microbatches,
         mm.PipelineStage,
         schedule.Costs.joined,
+        nn.Add,
+        nn.Concat,
         schedule.Schedule,
         schedule.partition,
     ],

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.errors import RankError, ScheduleError, ShapeError
+import mpimesh as mm
+from mpimesh.errors import ModuleError, RankError, ScheduleError, ShapeError
 from mpimesh.parallel.microbatch import (
     microbatch_rows,
     replica_rows,
@@ -77,3 +78,14 @@ def test_bad_numbers_are_refused():
         replica_rows(-1, 2, 0)
     with pytest.raises(RankError, match="0 to 2, got 3"):
         replica_rows(5, 3, 3)
+
+
+def test_microbatches_that_are_given():
+    parts = [np.zeros((4, 10)), np.zeros((3, 17)), {"a": np.zeros(2)}]
+    given = mm.Microbatches(parts)
+    assert len(given) == 3
+    assert given[1] is parts[1]
+    assert list(given) == parts
+    assert repr(given) == "Microbatches([(4, 10), (3, 17), dict])"
+    with pytest.raises(ModuleError, match="at least one"):
+        mm.Microbatches([])

@@ -94,12 +94,30 @@ def test_too_few_leaves_are_refused():
 @given(TREES)
 def test_an_interface_is_announced(tree):
     _, interface = check_output(tree, stage=0, rows=3, interface=None)
-    known, other = Known({4: interface}, []), Known({}, [])
-    first, *rest = known.announcement(4)
+    known, other = Known({4: interface}, [slice(0, 3)]), Known({}, [slice(0, 3)])
+    first, *rest = known.announcement(4, 0)
     left, text = length_of(first)
     assert left == sum(piece.size for piece in rest)
-    other.hear(4, np.concatenate([text, *rest]))
-    assert other.interface(4) == interface
+    other.hear(4, 0, np.concatenate([text, *rest]))
+    assert other.interface(4, 0) == other.interface(4, 5) == interface
+    assert other.stages == (4,)
+
+
+def test_a_free_interface_is_of_one_microbatch_and_tells_its_rows():
+    _, interface = check_output(PAIR, stage=0, rows=3, interface=None)
+    known, other = Known({}, [None, slice(7, 10)], free=True), Known({}, [None, None], free=True)
+    known.learn(4, 1, interface)
+    assert known.interface(4, 0) is None
+    with pytest.raises(ModuleStateError, match="rows of microbatch 0"):
+        known.rows(0)
+    with pytest.raises(ModuleStateError, match="output of stage 4"):
+        known.announcement(4, 0)
+    (first,) = known.announcement(4, 1)
+    other.hear(4, 1, length_of(first)[1])
+    assert other.interface(4, 1) == interface
+    assert other.span(1) == slice(7, 10)
+    assert other.rows(1) == 3
+    assert other.stages == known.stages == ()
 
 
 @given(st.integers(0, 3 * FIRST_PIECE_BYTES))
