@@ -42,6 +42,9 @@ class ActionKind(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
+    # That of Enum is a function in Python; kinds are looked up a million times in a schedule.
+    __hash__ = str.__hash__
+
     @property
     def is_send(self) -> bool:
         """Whether this kind gives a message to another stage."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from mpimesh.schedule.action import Action, ActionKind
 from mpimesh.schedule.schedule import Schedule
@@ -15,6 +16,22 @@ _TWINS = {
     ActionKind.I: (ActionKind.B,),
     ActionKind.W: (ActionKind.B,),
 }
+_BIT = {kind: 1 << number for number, kind in enumerate(ActionKind)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """The rules for one kind on one stage, the same for each microbatch.
+
+    Attributes:
+        bit: What is noted when it is done.
+        excluded: Bits of which none may be noted.
+        needs: Stages, each with bits of which one must be noted.
+    """
+
+    bit: int
+    excluded: int
+    needs: tuple[tuple[int, int], ...]
 
 
 class Rules:
@@ -22,23 +39,70 @@ class Rules:
 
     Only the rank's own list counts here. What comes from another rank is stood for by its
     receive in a lowered schedule, and is not looked at in one that is not lowered.
+
+    A schedule has a million actions, and nearly all are right. So the rules of a kind on a stage
+    are put into bits when it first comes, and words are only looked for when bits say no.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
+        self._placement = schedule.placement
+        self._num_microbatches = schedule.num_microbatches
         self._lowered = schedule.is_lowered
-        self._done: set[Action] = set()
+        # For each stage: by microbatch the bits of what is done, and by kind the rules.
+        self._done: list[dict[int, int]] = [{} for _ in schedule.placement]
+        self._checks: list[dict[ActionKind, _Check]] = [{} for _ in schedule.placement]
 
     def why_wrong(self, rank: int, action: Action) -> str | None:
         """Return why `rank` may not do `action` now; None, and note it as done, if it may."""
-        reason = (
-            self._why_no_action(rank, action)
-            or self._why_again(action)
-            or self._why_too_early(action)
+        stage, microbatch = action.stage, action.microbatch
+        if stage >= len(self._placement) or self._placement[stage] != rank:
+            return self._why_no_action(rank, action)
+        check = self._checks[stage].get(action.kind)
+        if check is None or microbatch >= self._num_microbatches:
+            reason = self._why_no_action(rank, action)
+            if reason is not None:
+                return reason
+            check = self._checks[stage][action.kind] = self._check(action)
+        done = self._done[stage]
+        bits = done.get(microbatch, 0)
+        if bits & check.excluded:
+            return self._why_again(action)
+        for needed, any_of in check.needs:
+            if not self._done[needed].get(microbatch, 0) & any_of:
+                return self._why_too_early(action)
+        done[microbatch] = bits | check.bit
+        return None
+
+    def missing(self) -> Action | None:
+        """Return the first computation that no rank has done, by stage and microbatch."""
+        trains = self._schedule.trains
+        both = _BIT[ActionKind.I] | _BIT[ActionKind.W]
+        for stage, done in enumerate(self._done):
+            for microbatch in range(self._num_microbatches):
+                bits = done.get(microbatch, 0)
+                if not bits & _BIT[ActionKind.F]:
+                    return Action(stage, ActionKind.F, microbatch)
+                if trains and not bits & _BIT[ActionKind.B] and bits & both != both:
+                    kind = ActionKind.W if bits & _BIT[ActionKind.I] else ActionKind.B
+                    return Action(stage, kind, microbatch)
+        return None
+
+    def _check(self, action: Action) -> _Check:
+        kind = action.kind
+        return _Check(
+            bit=_BIT[kind],
+            excluded=_BIT[kind] | sum(_BIT[twin] for twin in _TWINS.get(kind, ())),
+            needs=tuple(
+                (any_of[0].stage, sum(_BIT[one.kind] for one in any_of))
+                for any_of in self._needs(action)
+            ),
         )
-        if reason is None:
-            self._done.add(action)
-        return reason
+
+    def _is_done(self, action: Action) -> bool:
+        return bool(self._done[action.stage].get(action.microbatch, 0) & _BIT[action.kind])
+
+    # -- in words -----------------------------------------------------------------------------
 
     def _why_no_action(self, rank: int, action: Action) -> str | None:
         schedule = self._schedule
@@ -61,18 +125,16 @@ class Rules:
             return f"{action} is no message: stage {other} lies on the same rank"
         return None
 
-    def _why_again(self, action: Action) -> str | None:
-        if action in self._done:
-            return f"{action} is done a second time"
+    def _why_again(self, action: Action) -> str:
         for kind in _TWINS.get(action.kind, ()):
             twin = Action(action.stage, kind, action.microbatch)
-            if twin in self._done:
+            if self._is_done(twin) and not self._is_done(action):
                 return f"{action} does again what {twin} did"
-        return None
+        return f"{action} is done a second time"
 
     def _why_too_early(self, action: Action) -> str | None:
         for needed in self._needs(action):
-            if not any(one in self._done for one in needed):
+            if not any(map(self._is_done, needed)):
                 return f"{action} comes before {' or '.join(map(str, needed))}, which it needs"
         return None
 

@@ -21,6 +21,7 @@ from mpimesh.schedule import (
     schedule_table,
     validate,
 )
+from tests.pure.random_schedules import random_schedules
 
 K = ActionKind
 
@@ -165,6 +166,33 @@ def slow_blocking_sends_are_safe(lowered: Schedule) -> bool:
     )
 
 
+def slow_smallest_send_window(lowered: Schedule) -> int:
+    """Step every rank in turn, with sets of messages, for each window from 0 on."""
+
+    def ends(window: int) -> bool:
+        at = [0] * lowered.num_ranks
+        begun: set[Action] = set()
+        moved = True
+        while moved:
+            moved = False
+            for rank, actions in enumerate(lowered.ranks):
+                if at[rank] == len(actions):
+                    continue
+                action = actions[at[rank]]
+                begun.add(action)
+                unfinished = sum(
+                    one.kind.is_send and one in begun and one.partner not in begun
+                    for one in actions
+                )
+                waits = action.kind.is_recv and action.partner not in begun
+                if not waits and not (action.kind.is_send and unfinished > window):
+                    at[rank] += 1
+                    moved = True
+        return all(step == len(actions) for step, actions in zip(at, lowered.ranks, strict=True))
+
+    return next(window for window in range(10**6) if ends(window))
+
+
 @st.composite
 def correct_schedules(draw):
     num_stages, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 5))
@@ -297,6 +325,17 @@ def test_a_ring_leaves_out_ranks_that_only_wait_for_it():
     with pytest.raises(ScheduleError, match="deadlock") as info:
         validate(Schedule.from_string("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n2F0,2F1,2B0,2B1"))
     assert "rank 2 waits" not in str(info.value)
+
+
+@settings(max_examples=200)
+@given(random_schedules())
+def test_the_smallest_send_window_is_that_of_a_slow_model(schedule):
+    try:
+        proof = validate(schedule)
+    except ScheduleError:
+        assume(False)
+    assert proof.send_window == slow_smallest_send_window(lower(schedule))
+    assert proof.num_messages == sum(action.kind.is_send for action in lower(schedule).actions())
 
 
 @pytest.mark.parametrize("num_microbatches", range(1, 10))
