@@ -14,6 +14,7 @@ from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.step import SupportsStep
 from mpimesh.runtime import DeviceMesh
 from mpimesh.trace import Tracer
 
@@ -108,6 +109,7 @@ class DataParallel(ParallelModel):
         *,
         loss: Loss | None = None,
         denominator: float | None = None,
+        optimizer: SupportsStep | None = None,
     ) -> float:
         """Compute loss and gradients of a batch; see :meth:`ParallelModel.train_step`.
 
@@ -118,12 +120,14 @@ class DataParallel(ParallelModel):
             target: Its targets, on every rank.
             loss: The loss; that given to the constructor if None.
             denominator: What to divide the loss by instead of what this batch counts.
+            optimizer: Changes the parameters, if the step went well on every rank.
 
         Raises:
-            ModuleError: On every rank, if there is no loss.
+            ModuleError: On every rank, if there is no loss, or an optimizer under :meth:`no_sync`.
             StageError: On every rank, if any failed.
         """
-        return self._train(x, target, self._loss if loss is None else loss, denominator)
+        chosen = self._loss if loss is None else loss
+        return self._train(x, target, chosen, denominator, optimizer)
 
     def forward(self, x: Array) -> Array:
         """Compute the outputs of a batch, each rank those of its rows.

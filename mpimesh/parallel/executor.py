@@ -64,6 +64,7 @@ class Executor:
         inbox: What comes from other ranks.
         outbox: What goes to them.
         interfaces: The interfaces of stages, completed here.
+        reduce_grad: Called with a stage to whose gradients nothing more will come.
         look: Called before each action; raises if the step is to be left.
         tracer: Records each action.
         xp: The array library of the stages.
@@ -85,6 +86,7 @@ class Executor:
         inbox: Inbox,
         outbox: Outbox,
         interfaces: dict[int, Interface],
+        reduce_grad: Callable[[int], None],
         look: Callable[[], None],
         tracer: Tracer,
         xp: ModuleType,
@@ -117,6 +119,7 @@ class Executor:
             ActionKind.SEND_B: self._send,
             ActionKind.RECV_F: self._receive,
             ActionKind.RECV_B: self._receive,
+            ActionKind.REDUCE_GRAD: lambda action: reduce_grad(action.stage),
         }
 
     def run(self, actions: Sequence[Action]) -> None:

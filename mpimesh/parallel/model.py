@@ -18,7 +18,7 @@ from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.join import joined_output
 from mpimesh.parallel.replicas import agree_values
-from mpimesh.parallel.step import Step
+from mpimesh.parallel.step import Step, SupportsStep
 
 __all__ = ["ParallelModel"]
 
@@ -41,11 +41,13 @@ class ParallelModel:
         *,
         loss: Loss,
         denominator: float | None = None,
+        optimizer: SupportsStep | None = None,
     ) -> float:
         """Compute loss and gradients of a batch. Collective.
 
         Afterwards the gradients are those of this step, or, after steps under
-        :meth:`no_sync`, the sums with theirs. The optimizer's step is the caller's.
+        :meth:`no_sync`, the sums with theirs. The optimizer's step is the caller's, unless
+        `optimizer` is given: then it is done, too, which is the same bit for bit.
 
         Shapes:
             x: (rows, ...), the global batch. May be None on ranks without the first stage.
@@ -57,6 +59,9 @@ class ParallelModel:
             loss: Such as ``nn.cross_entropy``.
             denominator: What to divide the loss by instead of what this batch counts: give the
                 rows of k batches together to accumulate over k steps.
+            optimizer: That of this rank's parameters; on every rank or on none. Its ``step()``
+                is called once it is known that the step went well on every rank, and the
+                gradients are summed: if anything failed anywhere, no parameter has changed.
 
         Returns:
             The mean loss over the global batch, the same on every rank.
@@ -70,6 +75,8 @@ class ParallelModel:
             MismatchError: On every rank, if the ranks were given different options or batches:
                 their rows, shapes and dtypes are always compared, values of host arrays with
                 ``MPIMESH_CHECKS`` on.
+            ModuleError: On every rank, if an optimizer is given under :meth:`no_sync`. What the
+                optimizer's own ``step()`` raises is raised on that rank alone.
 
         Cost:
             Each microbatch's activations and gradients once between neighbouring stages, one
@@ -77,7 +84,7 @@ class ParallelModel:
             pipeline hold, over all who do), and two all-reduces of at most 96 bytes over all
             ranks. With ``MPIMESH_CHECKS`` on, each rank also reads x and target as a whole.
         """
-        return self._train(x, target, loss, denominator)
+        return self._train(x, target, loss, denominator, optimizer)
 
     def _train(
         self,
@@ -85,9 +92,17 @@ class ParallelModel:
         target: Array | None,
         loss: Loss | None,
         denominator: float | None,
+        optimizer: SupportsStep | None,
     ) -> float:
-        step = Step(self._engine, x, target, loss, training=True, denominator=denominator)
-        return step.run()
+        return Step(
+            self._engine,
+            x,
+            target,
+            loss,
+            training=True,
+            denominator=denominator,
+            optimizer=optimizer,
+        ).run()
 
     def _forward(self, x: Array | None, *, everywhere: bool) -> Array:
         step = Step(self._engine, x, training=False)

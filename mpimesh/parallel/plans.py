@@ -24,7 +24,14 @@ ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 _FEWEST_UNFINISHED_SENDS = 4
 """Sends that a rank may leave behind, even where a schedule needs none: they overlap."""
 
-_BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
+# What stages with nothing to train at or before them do not do.
+_AFTER_THE_LOSS = (
+    ActionKind.B,
+    ActionKind.I,
+    ActionKind.W,
+    ActionKind.RECV_B,
+    ActionKind.REDUCE_GRAD,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,9 @@ class Plan:
     """One rank's part of a step.
 
     Attributes:
-        actions: What it does, with its messages.
+        actions: What it does, with its messages, and when training with a REDUCE_GRAD of each
+            stage that trains. STEP is left out: parameters are changed when all ranks have
+            agreed that the whole step went well, which is after the last action of any.
         send_window: Most of its sends that may be unfinished while it goes on.
     """
 
@@ -122,7 +131,8 @@ class Plans:
         if not num_microbatches:
             return Plan((), 0)
         schedule, proof = self._proof(training, num_microbatches)
-        actions = tuple(_pruned(lower(schedule).ranks[self._rank], first_trained))
+        lowered = lower(schedule, reduce_grad=training)
+        actions = tuple(_pruned(lowered.ranks[self._rank], first_trained))
         return Plan(actions, max(proof.send_window, _FEWEST_UNFINISHED_SENDS))
 
     def _proof(self, training: bool, num_microbatches: int) -> tuple[Schedule, Proof]:
@@ -170,12 +180,14 @@ class Plans:
 
 
 def _pruned(actions: Sequence[Action], first_trained: int) -> Iterator[Action]:
-    """Leave out the backward of stages that have nothing to train at or before them.
+    """Leave out the backward of stages that have nothing to train at or before them, and STEP.
 
     Sends and receives go in pairs, so what is left is still free of deadlock.
     """
     for action in actions:
-        if action.kind in _BACKWARD or action.kind is ActionKind.RECV_B:
+        if action.kind is ActionKind.STEP:
+            continue
+        if action.kind in _AFTER_THE_LOSS:
             if action.stage >= first_trained:
                 yield action
         elif action.kind is not ActionKind.SEND_B or action.stage > first_trained:

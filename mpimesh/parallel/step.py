@@ -1,13 +1,14 @@
 """One step over all ranks, which all of them end together and in the same way.
 
-The protocol. Every rank starts the header; works through its actions; starts what buckets are
-left; and then meets all others in one small all-reduce of status and loss. A rank
-that fails sounds the alarm first, which ends the waits of the others, so that every rank
+The protocol. Every rank starts the header; works through its actions, among which is for each
+stage the place where the sums of its gradients start; starts what buckets are left, such as those
+of a replica without rows; and then meets all others in one small all-reduce of status and loss. A
+rank that fails sounds the alarm first, which ends the waits of the others, so that every rank
 comes to the status, whatever happened and wherever it stood. If all is well they finish
-their sends and buckets. If not, they exchange what failed and what was sent, take in every message
-that is on its way and take back every receive that has none, complete the reductions that
-any of them had started, meet once more, and raise the same error. Nothing is left behind, and
-the next step works.
+their sends and buckets, and only then an optimizer changes parameters. If not, they exchange what
+failed and what was sent, take in every message that is on its way and take back every receive that
+has none, complete the reductions that any of them had started, meet once more, and raise the same
+error. Nothing is left behind, and the next step works.
 
 Why nobody waits for ever. Before the status a rank waits in three places: for a
 message, for room to send, and for the header if it was given no batch. The first two
@@ -18,7 +19,7 @@ every rank is then known to have started.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -37,11 +38,18 @@ from mpimesh.parallel.outbox import Outbox
 from mpimesh.parallel.unwind import Note, unwind
 from mpimesh.parallel.wire import Guarded, Wire
 
-__all__ = ["END_OF_STEP", "GRADIENTS", "Step"]
+__all__ = ["END_OF_STEP", "GRADIENTS", "Step", "SupportsStep"]
 
 # How traces call the waits in which all ranks meet: after every step, and after one of training.
 END_OF_STEP = "end of step"
 GRADIENTS = "gradients"
+
+
+class SupportsStep(Protocol):
+    """What changes parameters by their gradients, such as an :class:`~mpimesh.optim.Optimizer`."""
+
+    def step(self) -> object:
+        """Change the parameters."""
 
 
 class Step:
@@ -54,6 +62,7 @@ class Step:
         loss: The loss to train by.
         training: Which of both it is.
         denominator: What to divide the loss by; what the global batch counts if None.
+        optimizer: Changes the parameters at the end; None leaves that to the caller.
 
     Attributes:
         rows: Rows of the global batch, once `run` has found them out.
@@ -69,6 +78,7 @@ class Step:
         *,
         training: bool,
         denominator: float | None = None,
+        optimizer: SupportsStep | None = None,
     ) -> None:
         self._engine = engine
         self._x = x
@@ -76,6 +86,7 @@ class Step:
         self._loss = loss
         self._training = training
         self._denominator = denominator
+        self._optimizer = optimizer
         self._first_trained = engine.first_trained
         self._alarm = Alarm(engine.scope)
         self._header_read = False
@@ -96,12 +107,16 @@ class Step:
         self._given, problem = self._look_at_arguments()
         self._header = StepHeader(self._engine.scope, self._given)
         try:
-            return self._end(self._try(problem))
+            loss = self._end(self._try(problem))
         except BaseException as error:
             # Without an agreement with the other ranks, such as after Ctrl-C.
             if self._inbox is not None and not getattr(error, "agreed", False):
                 self._inbox.abandon()
             raise
+        if self._optimizer is not None:
+            with self._engine.tracer.span("optimizer step", "optimizer"):
+                self._optimizer.step()
+        return loss
 
     def _try(self, problem: Exception | None) -> Exception | None:
         """Do this rank's work; return what went wrong here."""
@@ -126,6 +141,7 @@ class Step:
         return (
             f"train_step {engine.step} of {engine.num_microbatches} microbatches by "
             f"{engine.plans.name}, stages from {self._first_trained} on trained{kept}"
+            f"{'' if self._optimizer is None else f', then {type(self._optimizer).__name__}.step'}"
         )
 
     def _look_at_arguments(self) -> tuple[Given, Exception | None]:
@@ -133,6 +149,7 @@ class Step:
         engine = self._engine
         who, call = f"rank {engine.mesh.rank}", self._call()
         try:
+            self._check_optimizer(who)
             self._x = x = _as_array(self._x)
             self._target = target = _as_array(self._target)
             if x is None and engine.is_first:
@@ -158,6 +175,19 @@ class Step:
             return Given(call), error
         kind = None if x is None else f"{tuple(x.shape[1:])} {x.dtype}"
         return Given(call, next(iter(given.values()), None), kind, goal, **sums), None
+
+    def _check_optimizer(self, who: str) -> None:
+        if self._optimizer is None:
+            return
+        if not callable(getattr(self._optimizer, "step", None)):
+            raise ModuleError(
+                f"{who}: optimizer= needs a method step(), got {type(self._optimizer).__name__}"
+            )
+        if self._engine.accumulating:
+            raise ModuleError(
+                f"{who}: a step under no_sync leaves gradients that are not summed over the "
+                "replicas; give optimizer= to the last of the steps only"
+            )
 
     def _goal(self) -> str | None:
         """Say what this rank trains by; None if it does not hold the last stage."""
@@ -193,7 +223,7 @@ class Step:
             first_trained=self._first_trained if self._training else 0,
         )
         if self._training:
-            engine.buckets.begin(len(task.microbatches))
+            engine.begin_gradients(len(task.microbatches))
         interfaces = engine.interfaces.setdefault((self._training, kind_number), {})
         wire = Wire(
             engine.pipe,
@@ -257,6 +287,7 @@ class Step:
             inbox=inbox,
             outbox=outbox,
             interfaces=interfaces,
+            reduce_grad=engine.reduce_gradients,
             look=self._look,
             tracer=engine.tracer,
             xp=engine.xp,

@@ -1,7 +1,8 @@
 """One thing a pipeline rank does: compute a part of a stage, or move a message.
 
-The text form is PyTorch's: ``2F0`` is the forward of stage 2 on microbatch 0, and
-``2SEND_F0`` sends what that forward made.
+The text form is PyTorch's: ``2F0`` is the forward of stage 2 on microbatch 0,
+``2SEND_F0`` sends what that forward made, and ``2REDUCE_GRAD``, which is for no microbatch, sums
+the gradients of stage 2 over its replicas.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class ActionKind(StrEnum):
         RECV_F: Take the input from the stage before.
         SEND_B: Give the gradient of the input to the stage before.
         RECV_B: Take the gradient of the output from the next stage.
+        REDUCE_GRAD: Start to sum the gradients of the stage's parameters over the replicas.
+        STEP: Change the stage's parameters by their gradients, when those are summed.
     """
 
     F = "F"
@@ -41,6 +44,8 @@ class ActionKind(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    STEP = "STEP"
 
     # That of Enum is a function in Python; kinds are looked up a million times in a schedule.
     __hash__ = str.__hash__
@@ -57,8 +62,18 @@ class ActionKind(StrEnum):
 
     @property
     def is_message(self) -> bool:
-        """Whether this kind moves a message; if not, it computes."""
+        """Whether this kind moves a message."""
         return self in _PARTNER
+
+    @property
+    def computes(self) -> bool:
+        """Whether this kind is a part of a stage's forward or backward."""
+        return self in _COMPUTING
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this kind is done once for a stage, and not for each microbatch."""
+        return self in _WHOLE
 
 
 # The kind at the other end of a message, and the distance to the stage there.
@@ -69,8 +84,14 @@ _PARTNER = {
     ActionKind.RECV_B: (ActionKind.SEND_B, 1),
 }
 
+_COMPUTING = frozenset((ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W))
+_WHOLE = frozenset((ActionKind.REDUCE_GRAD, ActionKind.STEP))
+
 _NUMBER = "(0|[1-9][0-9]*)"
-_TEXT = re.compile(f"{_NUMBER}({'|'.join(ActionKind)}){_NUMBER}")
+_TEXT = re.compile(
+    f"{_NUMBER}(?:({'|'.join(kind for kind in ActionKind if not kind.is_whole)}){_NUMBER}"
+    f"|({'|'.join(sorted(_WHOLE))}))"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +101,11 @@ class Action:
     Attributes:
         stage: Number of the stage that acts, from 0.
         kind: What it does.
-        microbatch: Number of the microbatch, from 0.
+        microbatch: Number of the microbatch, from 0. It is 0 for REDUCE_GRAD and STEP, which are
+            for all of them; their text has none.
 
     Raises:
-        ScheduleError: If a number is negative.
+        ScheduleError: If a number is negative, or one of a kind without microbatches is not 0.
 
     Example:
         >>> Action.from_string("2SEND_F0").partner
@@ -100,6 +122,11 @@ class Action:
                 "an action needs a stage and a microbatch of at least 0, "
                 f"got stage {self.stage} and microbatch {self.microbatch}"
             )
+        if self.microbatch and self.kind.is_whole:
+            raise ScheduleError(
+                f"{self.kind} is for all microbatches of a stage, so its microbatch is 0, "
+                f"got {self.microbatch}"
+            )
 
     @property
     def partner(self) -> Action:
@@ -109,7 +136,8 @@ class Action:
             ScheduleError: If this action computes, or would send before stage 0.
         """
         if self.kind not in _PARTNER:
-            raise ScheduleError(f"{self} computes: only a send or a receive has a partner")
+            does = "computes" if self.kind.computes else "moves no message"
+            raise ScheduleError(f"{self} {does}: only a send or a receive has a partner")
         kind, distance = _PARTNER[self.kind]
         if self.stage + distance < 0:
             raise ScheduleError(f"{self} has no partner: there is no stage before stage 0")
@@ -128,11 +156,12 @@ class Action:
                 f"{text!r} is not an action: write stage, kind and microbatch, such as 2F0; "
                 f"kinds: {', '.join(ActionKind)}"
             )
-        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
+        stage, kind, microbatch, whole = match.groups()
+        return cls(int(stage), ActionKind(whole or kind), int(microbatch or 0))
 
     def to_string(self) -> str:
-        """Return the text form, such as ``2F0``."""
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        """Return the text form, such as ``2F0`` or ``2STEP``."""
+        return f"{self.stage}{self.kind}{'' if self.kind.is_whole else self.microbatch}"
 
     def __str__(self) -> str:
         return self.to_string()

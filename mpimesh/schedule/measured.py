@@ -30,7 +30,8 @@ def measured_step(schedule: Schedule, events: Iterable[Event]) -> Timetable:
     """Return when the actions of a step took place.
 
     The step begins with the first computation of any rank, and ends with the last. The end of a
-    send is known where its receiver waited for it; elsewhere it is its start.
+    send is known where its receiver waited for it; elsewhere it is its start. So it is for a
+    REDUCE_GRAD and a STEP: the tracer sees buckets, which may hold gradients of several stages.
 
     Args:
         schedule: What the ranks did. Backwards of the first stages may be missing in the events,
@@ -69,6 +70,8 @@ def measured_step(schedule: Schedule, events: Iterable[Event]) -> Timetable:
                 event = messages.get((str(action), "wait"))
                 start_s = now_s if event is None else event.start_s
                 end_s = now_s = start_s if event is None else event.end_s
+            elif action.kind.is_whole:
+                start_s = end_s = now_s
             else:
                 event = computed.get((action.kind, action.stage, action.microbatch))
                 if event is None:
@@ -96,7 +99,7 @@ def _as_trained(
     def happens(action: Action) -> bool:
         if action.kind is ActionKind.SEND_B:
             return action.stage > first
-        if action.kind in _BACKWARD or action.kind is ActionKind.RECV_B:
+        if action.kind in _BACKWARD or action.kind is ActionKind.RECV_B or action.kind.is_whole:
             return action.stage >= first
         return True
 

@@ -61,8 +61,8 @@ class Rules:
         check = self._checks[stage].get(action.kind)
         if check is None or microbatch >= self._num_microbatches:
             reason = self._why_no_action(rank, action)
-            if reason is not None:
-                return reason
+            if reason is not None or action.kind.is_whole:
+                return reason or self._why_not_whole(action)
             check = self._checks[stage][action.kind] = self._check(action)
         done = self._done[stage]
         bits = done.get(microbatch, 0)
@@ -98,6 +98,16 @@ class Rules:
                 for any_of in self._needs(action)
             ),
         )
+
+    def _why_not_whole(self, action: Action) -> str | None:
+        """Return why what is done once for a stage may not be done now; else note it as done."""
+        if self._is_done(action):
+            return self._why_again(action)
+        reason = self._why_too_early(action)
+        if reason is None:
+            done = self._done[action.stage]
+            done[0] = done.get(0, 0) | _BIT[action.kind]
+        return reason
 
     def _is_done(self, action: Action) -> bool:
         return bool(self._done[action.stage].get(action.microbatch, 0) & _BIT[action.kind])
@@ -163,6 +173,11 @@ class Rules:
             yield one_of(stage, ActionKind.F)
         elif action.kind is ActionKind.SEND_B:
             yield one_of(stage, ActionKind.B, ActionKind.I)
+        elif action.kind is ActionKind.REDUCE_GRAD:
+            for number in range(self._num_microbatches):
+                yield Action(stage, ActionKind.B, number), Action(stage, ActionKind.W, number)
+        elif action.kind is ActionKind.STEP:
+            yield one_of(stage, ActionKind.REDUCE_GRAD)
 
     def _is_local(self, stage: int, other: int) -> bool:
         return self._schedule.placement[stage] == self._schedule.placement[other]

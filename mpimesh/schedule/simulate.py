@@ -31,6 +31,7 @@ def simulate(
     backward_weight_s: Seconds | Sequence[Seconds] | None = None,
     message_s: Seconds | Sequence[Seconds] = 0,
     transfer_s: Seconds | Sequence[Seconds] = 0,
+    reduce_s: Seconds | Sequence[Seconds] = 0,
 ) -> Timetable:
     """Time one step of `schedule`.
 
@@ -42,6 +43,9 @@ def simulate(
     A message of n bytes over a network of some latency and bandwidth has a `message_s`
     of the latency and a `transfer_s` of n over the bandwidth.
 
+    A REDUCE_GRAD takes none of the rank's time either. Its sums are there `reduce_s` later, and
+    those of a rank are made one after the other. A STEP waits for them and takes no time.
+
     Args:
         schedule: What to time; lowered here if it is not.
         forward_s: Seconds of F: one number, or one for each stage.
@@ -51,6 +55,8 @@ def simulate(
         message_s: Seconds from a send to its arrival, however many are under way: one number, or
             one for each pair of neighbour stages, ``num_stages - 1`` of them, for both directions.
         transfer_s: Seconds that a message keeps the edge from the next one, likewise.
+        reduce_s: Seconds to sum the gradients of a stage over its replicas: one number, or one
+            for each stage. It counts where :func:`lower` was asked for these sums.
 
     Raises:
         ScheduleError: If `schedule` is wrong (see :func:`validate`), or the time of an action in
@@ -75,7 +81,8 @@ def simulate(
     _check_given(lowered, durations)
     messages = _durations("message_s", message_s, num_stages - 1) or []
     transfers = _durations("transfer_s", transfer_s, num_stages - 1) or []
-    starts_s, ends_s = _run(lowered, durations, messages, transfers)
+    sums = _durations("reduce_s", reduce_s, num_stages) or []
+    starts_s, ends_s = _run(lowered, durations, messages, transfers, sums)
     if any(len(done) < len(all_) for done, all_ in zip(ends_s, lowered.ranks, strict=True)):
         validate(lowered)  # Raises: only a wrong schedule stops half-way.
     step_s = max((max(ends) for ends in ends_s if ends), default=0)
@@ -130,6 +137,7 @@ def _run(
     durations: dict[ActionKind, list[Seconds]],
     messages: list[Seconds],
     transfers: list[Seconds],
+    sums: list[Seconds],
 ) -> tuple[_Times, _Times]:
     """Let each rank go on until it needs a message not yet sent; a send wakes its receiver.
 
@@ -138,6 +146,7 @@ def _run(
     """
     send_f, send_b = ActionKind.SEND_F, ActionKind.SEND_B
     recv_f, recv_b = ActionKind.RECV_F, ActionKind.RECV_B
+    reduce_grad, step_ = ActionKind.REDUCE_GRAD, ActionKind.STEP
     placement, num_stages = schedule.placement, schedule.num_stages
     starts_s: _Times = [[] for _ in schedule.ranks]
     ends_s: _Times = [[] for _ in schedule.ranks]
@@ -148,6 +157,8 @@ def _run(
     # By receiving stage: when the last message has left the edge.
     outputs_passed: list[Seconds] = [0] * num_stages
     gradients_passed: list[Seconds] = [0] * num_stages
+    summed: list[Seconds] = [0] * num_stages
+    summing: list[Seconds] = [0] * schedule.num_ranks
     queue = deque(range(schedule.num_ranks))
     queued = [True] * schedule.num_ranks
     while queue:
@@ -184,6 +195,14 @@ def _run(
                 if not queued[peer]:
                     queued[peer] = True
                     queue.append(peer)
+            elif kind is reduce_grad:
+                summed[stage] = summing[rank] = max(now_s, summing[rank]) + sums[stage]
+                starts.append(now_s)
+                ends.append(summed[stage])
+            elif kind is step_:
+                starts.append(now_s)
+                now_s = max(now_s, summed[stage])
+                ends.append(now_s)
             else:
                 starts.append(now_s)
                 now_s += durations[kind][stage]

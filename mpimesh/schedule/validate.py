@@ -42,7 +42,8 @@ def validate(schedule: Schedule) -> Proof:
 
     1. every stage does F once for each microbatch, and then, unless no backward is in the
        whole schedule (forward only), either B once or I and W once each, on its own rank;
-    2. every action comes after those whose results it uses;
+    2. every action comes after those whose results it uses; REDUCE_GRAD, which a stage may
+       have once, after all backwards of the stage, and STEP after that;
     3. sends and receives match: the messages from one stage to another are
        received in the order in which they are sent;
     4. no rank waits for ever with zero buffering, where a rank waits in receives only.

@@ -31,6 +31,7 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         mm.PipelineStage,
         schedule.Costs.joined,
         schedule.Schedule,
+        schedule.lower,
         schedule.partition,
     ],
     ids=lambda thing: thing.__qualname__,

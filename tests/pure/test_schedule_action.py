@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import Action, ActionKind
 
-ACTIONS = st.builds(
-    Action, st.integers(0, 10**6), st.sampled_from(list(ActionKind)), st.integers(0, 10**6)
+NUMBERS = st.integers(0, 10**6)
+ACTIONS = st.sampled_from(list(ActionKind)).flatmap(
+    lambda kind: st.builds(Action, NUMBERS, st.just(kind), st.just(0) if kind.is_whole else NUMBERS)
 )
 
 
@@ -28,6 +29,8 @@ def test_text_reads_back(action):
         ("3W3", Action(3, ActionKind.W, 3)),
         ("2SEND_F0", Action(2, ActionKind.SEND_F, 0)),
         ("1RECV_B5", Action(1, ActionKind.RECV_B, 5)),
+        ("2REDUCE_GRAD", Action(2, ActionKind.REDUCE_GRAD, 0)),
+        ("0STEP", Action(0, ActionKind.STEP, 0)),
     ],
 )
 def test_text_is_that_of_the_literature(text, action):
@@ -40,6 +43,7 @@ def test_text_is_that_of_the_literature(text, action):
     [
         *("", "F", "2F", "F0", "2f0", " 2F0", "2F0 ", "2F0\n", "02F0", "2F00", "-1F0", "2F-1"),
         *("2X0", "2SENDF0", "2F0,", "2.0F0", "\u0662F0", "2F0F0"),
+        *("2REDUCE_GRAD0", "STEP", "2STEP0", "2REDUCE_GRADF0"),
     ],
 )
 def test_any_other_text_is_refused(text):
@@ -53,6 +57,12 @@ def test_negative_numbers_are_refused(stage, microbatch):
         Action(stage, ActionKind.F, microbatch)
 
 
+@pytest.mark.parametrize("kind", [ActionKind.REDUCE_GRAD, ActionKind.STEP])
+def test_what_is_for_a_whole_stage_has_no_microbatch(kind):
+    with pytest.raises(ScheduleError, match=r"for all microbatches of a stage.*got 1"):
+        Action(0, kind, 1)
+
+
 @pytest.mark.parametrize(
     ("one", "other"), [("2SEND_F4", "3RECV_F4"), ("2SEND_B4", "1RECV_B4"), ("0RECV_B1", "1SEND_B1")]
 )
@@ -61,7 +71,7 @@ def test_partner_is_the_other_end_of_a_message(one, other):
     assert str(Action.from_string(other).partner) == one
 
 
-@pytest.mark.parametrize("text", ["2F4", "2B4", "2I4", "2W4", "0SEND_B1", "0RECV_F1"])
+@pytest.mark.parametrize("text", ["2F4", "2B4", "2W4", "2STEP", "0SEND_B1", "0RECV_F1"])
 def test_no_partner_is_an_error(text):
     with pytest.raises(ScheduleError, match=text):
         _ = Action.from_string(text).partner
@@ -69,7 +79,9 @@ def test_no_partner_is_an_error(text):
 
 def test_kinds_are_sorted_into_computing_sending_and_receiving():
     messages = {kind for kind in ActionKind if kind.is_message}
-    assert messages == {kind for kind in ActionKind if "_" in kind}
+    assert messages == {kind for kind in ActionKind if kind.startswith(("SEND_", "RECV_"))}
+    assert {kind for kind in ActionKind if kind.computes} == {*"FBIW"}
+    assert {kind for kind in ActionKind if kind.is_whole} == {"REDUCE_GRAD", "STEP"}
     assert {kind for kind in messages if kind.is_send} == {ActionKind.SEND_F, ActionKind.SEND_B}
     assert {kind for kind in messages if kind.is_recv} == messages - {
         ActionKind.SEND_F,
