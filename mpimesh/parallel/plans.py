@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import (
     Action,
     ActionKind,
+    Edges,
     Proof,
     Schedule,
     lower,
@@ -77,6 +78,11 @@ class Plans:
         num_microbatches: Most microbatches of a batch.
         num_ranks: Ranks of the pipeline.
         rank: This rank's place among them.
+        skips: For each skip the stage whose output it takes and a stage beyond the next, see
+            :func:`~mpimesh.schedule.lower`.
+
+    Attributes:
+        edges: The edges between the stages; their numbers are in the tags of messages.
 
     Raises:
         UnknownNameError: If there is no schedule of that name.
@@ -92,7 +98,9 @@ class Plans:
         *,
         num_ranks: int,
         rank: int,
+        skips: Iterable[tuple[int, int]] = (),
     ) -> None:
+        self.edges = Edges(num_stages, tuple(skips))
         self._schedule = schedule
         self._num_stages = num_stages
         self._num_ranks = num_ranks
@@ -131,7 +139,7 @@ class Plans:
         if not num_microbatches:
             return Plan((), 0)
         schedule, proof = self._proof(training, num_microbatches)
-        lowered = lower(schedule, reduce_grad=training)
+        lowered = lower(schedule, skips=self.edges.skips, reduce_grad=training)
         actions = tuple(_pruned(lowered.ranks[self._rank], first_trained))
         return Plan(actions, max(proof.send_window, _FEWEST_UNFINISHED_SENDS))
 
@@ -143,7 +151,7 @@ class Plans:
                 schedule = self._training(num_microbatches)
             else:
                 schedule = forward_schedule(self.placement, num_microbatches)
-            self._proved[key] = schedule, validate(schedule)
+            self._proved[key] = schedule, validate(schedule, skips=self.edges.skips)
         return self._proved[key]
 
     def _training(self, num_microbatches: int) -> Schedule:
@@ -190,5 +198,5 @@ def _pruned(actions: Sequence[Action], first_trained: int) -> Iterator[Action]:
         if action.kind in _AFTER_THE_LOSS:
             if action.stage >= first_trained:
                 yield action
-        elif action.kind is not ActionKind.SEND_B or action.stage > first_trained:
+        elif action.kind is not ActionKind.SEND_B or action.far_stage >= first_trained:
             yield action

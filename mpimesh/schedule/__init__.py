@@ -6,6 +6,7 @@ from mpimesh.schedule.action import Action, ActionKind
 from mpimesh.schedule.auto import auto
 from mpimesh.schedule.costs import Costs
 from mpimesh.schedule.dualpipev import dualpipev
+from mpimesh.schedule.edges import Edges
 from mpimesh.schedule.forward_only import forward_only
 from mpimesh.schedule.gpipe import gpipe
 from mpimesh.schedule.interleaved import interleaved
@@ -31,6 +32,7 @@ __all__ = [
     "Action",
     "ActionKind",
     "Costs",
+    "Edges",
     "Idle",
     "Partition",
     "Proof",

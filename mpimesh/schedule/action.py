@@ -2,7 +2,9 @@
 
 The text form is PyTorch's: ``2F0`` is the forward of stage 2 on microbatch 0,
 ``2SEND_F0`` sends what that forward made, and ``2REDUCE_GRAD``, which is for no microbatch, sums
-the gradients of stage 2 over its replicas.
+the gradients of stage 2 over its replicas. Where a skip takes an output further than to the next
+stage, its messages name the stage at the other end: ``1SEND_F0>3`` and ``3RECV_F0<1``, and for the
+gradient that comes back ``3SEND_B0>1`` and ``1RECV_B0<3``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class ActionKind(StrEnum):
 
     A stage sends and receives under its own number: ``2SEND_F0`` goes from stage 2
     to stage 3, where it is ``3RECV_F0``; ``2SEND_B0`` goes from stage 2 to stage 1,
-    where it is ``1RECV_B0``.
+    where it is ``1RECV_B0``. The messages of a skip are of these kinds, too.
 
     Attributes:
         F: Forward.
@@ -90,7 +92,7 @@ _WHOLE = frozenset((ActionKind.REDUCE_GRAD, ActionKind.STEP))
 _NUMBER = "(0|[1-9][0-9]*)"
 _TEXT = re.compile(
     f"{_NUMBER}(?:({'|'.join(kind for kind in ActionKind if not kind.is_whole)}){_NUMBER}"
-    f"|({'|'.join(sorted(_WHOLE))}))"
+    f"(?:([<>]){_NUMBER})?|({'|'.join(sorted(_WHOLE))}))"
 )
 
 
@@ -103,9 +105,11 @@ class Action:
         kind: What it does.
         microbatch: Number of the microbatch, from 0. It is 0 for REDUCE_GRAD and STEP, which are
             for all of them; their text has none.
+        other: In a message of a skip the stage at the other end; None in all other actions.
 
     Raises:
-        ScheduleError: If a number is negative, or one of a kind without microbatches is not 0.
+        ScheduleError: If a number is negative, one of a kind without microbatches is not 0, or
+            `other` is no stage to which or from which this kind of message can skip.
 
     Example:
         >>> Action.from_string("2SEND_F0").partner
@@ -115,6 +119,7 @@ class Action:
     stage: int
     kind: ActionKind
     microbatch: int
+    other: int | None = None
 
     def __post_init__(self) -> None:
         if self.stage < 0 or self.microbatch < 0:
@@ -127,6 +132,8 @@ class Action:
                 f"{self.kind} is for all microbatches of a stage, so its microbatch is 0, "
                 f"got {self.microbatch}"
             )
+        if self.other is not None:
+            self._check_other(self.other)
 
     @property
     def partner(self) -> Action:
@@ -135,13 +142,25 @@ class Action:
         Raises:
             ScheduleError: If this action computes, or would send before stage 0.
         """
+        stage = self.far_stage
+        if stage < 0:
+            raise ScheduleError(f"{self} has no partner: there is no stage before stage 0")
+        back = None if self.other is None else self.stage
+        return Action(stage, _PARTNER[self.kind][0], self.microbatch, back)
+
+    @property
+    def far_stage(self) -> int:
+        """The stage at the other end of this message; -1 where it would lie before stage 0.
+
+        Raises:
+            ScheduleError: If this action moves no message.
+        """
+        if self.other is not None:
+            return self.other
         if self.kind not in _PARTNER:
             does = "computes" if self.kind.computes else "moves no message"
             raise ScheduleError(f"{self} {does}: only a send or a receive has a partner")
-        kind, distance = _PARTNER[self.kind]
-        if self.stage + distance < 0:
-            raise ScheduleError(f"{self} has no partner: there is no stage before stage 0")
-        return Action(self.stage + distance, kind, self.microbatch)
+        return self.stage + _PARTNER[self.kind][1]
 
     @classmethod
     def from_string(cls, text: str) -> Action:
@@ -156,12 +175,38 @@ class Action:
                 f"{text!r} is not an action: write stage, kind and microbatch, such as 2F0; "
                 f"kinds: {', '.join(ActionKind)}"
             )
-        stage, kind, microbatch, whole = match.groups()
-        return cls(int(stage), ActionKind(whole or kind), int(microbatch or 0))
+        stage, kind, microbatch, sign, other, whole = match.groups()
+        action = cls(
+            int(stage),
+            ActionKind(whole or kind),
+            int(microbatch or 0),
+            None if other is None else int(other),
+        )
+        if sign is not None and sign != (">" if action.kind.is_send else "<"):
+            raise ScheduleError(
+                f"{text!r} is not an action: the other end of a skip stands after > where it is "
+                f"sent and after < where it is received; write {action}"
+            )
+        return action
 
     def to_string(self) -> str:
         """Return the text form, such as ``2F0`` or ``2STEP``."""
-        return f"{self.stage}{self.kind}{'' if self.kind.is_whole else self.microbatch}"
+        text = f"{self.stage}{self.kind}{'' if self.kind.is_whole else self.microbatch}"
+        if self.other is None:
+            return text
+        return f"{text}{'>' if self.kind.is_send else '<'}{self.other}"
 
     def __str__(self) -> str:
         return self.to_string()
+
+    def _check_other(self, other: int) -> None:
+        what = f"{self.stage}{self.kind}{self.microbatch} with the other end {other}"
+        if self.kind not in _PARTNER:
+            raise ScheduleError(f"{what}: only a send or a receive has another end")
+        distance = _PARTNER[self.kind][1]
+        if other < 0 or (other - self.stage) * distance < 2:
+            where = "after the next" if distance > 0 else "before the one before"
+            raise ScheduleError(
+                f"{what}: a skip of this kind has its other end at a stage {where}; a message "
+                "between neighbours names none"
+            )

@@ -32,15 +32,15 @@ class Messages:
         self.recvs: list[list[int]] = []
         numbers: dict[tuple[int, int], int] = {}
         # What a kind on a stage is; None for a computation.
-        known: dict[tuple[ActionKind, int], int | None] = {}
+        known: dict[tuple[ActionKind, int, int | None], int | None] = {}
         for actions in schedule.ranks:
             messages = []
             for action in actions:
-                key = action.kind, action.stage
+                key = action.kind, action.stage, action.other
                 if key in known:
                     message = known[key]
                 elif action.kind.is_message:
-                    stages = action.stage, action.partner.stage
+                    stages = action.stage, action.far_stage
                     edge = stages if action.kind.is_send else stages[::-1]
                     number = numbers.setdefault(edge, len(numbers))
                     if number == len(self.sends):

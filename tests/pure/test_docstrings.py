@@ -32,6 +32,7 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         schedule.Costs.joined,
         schedule.Schedule,
         schedule.lower,
+        schedule.Edges,
         schedule.partition,
     ],
     ids=lambda thing: thing.__qualname__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -82,7 +83,7 @@ def test_sums_that_stand_in_a_schedule_stay_where_they_are():
 
 @given(random_schedules(), st.integers(1, 9))
 def test_sums_cost_nothing_unless_told_and_then_only_what_is_left_at_the_end(schedule, reduce_s):
-    def timed(one: Schedule, **times: int) -> Timetable:
+    def timed(one: Schedule, **times: Any) -> Timetable:
         return simulate(one, forward_s=2, backward_input_s=1, backward_weight_s=3, **times)
 
     plain, lowered = timed(schedule), lower(schedule, step=True)
@@ -103,7 +104,7 @@ def test_sums_cost_nothing_unless_told_and_then_only_what_is_left_at_the_end(sch
 
 def test_pictures_events_and_measurements_take_sums_as_they_are():
     lowered = lower(make_schedule("interleaved", 4, 3, num_ranks=2), step=True)
-    times = {"forward_s": Fraction(1), "backward_s": Fraction(2)}
+    times: dict[str, Any] = {"forward_s": Fraction(1), "backward_s": Fraction(2)}
     outcome = simulate(lowered, **times, reduce_s=[5, 1, 1, 1])
     assert schedule_svg(outcome).count("<rect") > 24
     events = [(event.name, event.category, event.microbatch) for event in outcome.events()]
