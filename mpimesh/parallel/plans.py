@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import (
@@ -14,6 +14,7 @@ from mpimesh.schedule import (
     Schedule,
     lower,
     make_schedule,
+    most_waiting,
     validate,
 )
 
@@ -44,10 +45,14 @@ class Plan:
             stage that trains. STEP is left out: parameters are changed when all ranks have
             agreed that the whole step went well, which is after the last action of any.
         send_window: Most of its sends that may be unfinished while it goes on.
+        most_waiting: For each channel on which it receives, by the number of the edge and
+            RECV_F or RECV_B, the most messages that can have been sent and not yet received:
+            more receives than these posted at a time never find a message sooner.
     """
 
     actions: tuple[Action, ...]
     send_window: int
+    most_waiting: Mapping[tuple[int, ActionKind], int] = field(default_factory=dict)
 
 
 def forward_schedule(placement: Sequence[int], num_microbatches: int) -> Schedule:
@@ -140,8 +145,23 @@ class Plans:
             return Plan((), 0)
         schedule, proof = self._proof(training, num_microbatches)
         lowered = lower(schedule, skips=self.edges.skips, reduce_grad=training)
-        actions = tuple(_pruned(lowered.ranks[self._rank], first_trained))
-        return Plan(actions, max(proof.send_window, _FEWEST_UNFINISHED_SENDS))
+        ranks = tuple(tuple(_pruned(actions, first_trained)) for actions in lowered.ranks)
+        return Plan(
+            ranks[self._rank],
+            max(proof.send_window, _FEWEST_UNFINISHED_SENDS),
+            self._most_waiting(replace(lowered, ranks=ranks)),
+        )
+
+    def _most_waiting(self, lowered: Schedule) -> dict[tuple[int, ActionKind], int]:
+        # Without the gradients of stages that do not train, more outputs may be on their way.
+        most = most_waiting(lowered, self._rank) if lowered.is_lowered else {}
+        return {
+            (
+                self.edges.between(source, destination),
+                ActionKind.RECV_F if source < destination else ActionKind.RECV_B,
+            ): count
+            for (source, destination), count in most.items()
+        }
 
     def _proof(self, training: bool, num_microbatches: int) -> tuple[Schedule, Proof]:
         """Return a schedule that is proved correct, and the proof."""

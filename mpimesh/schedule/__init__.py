@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.arrivals import most_waiting
 from mpimesh.schedule.auto import auto
 from mpimesh.schedule.costs import Costs
 from mpimesh.schedule.dualpipev import dualpipev
@@ -49,6 +50,7 @@ __all__ = [
     "lower",
     "make_schedule",
     "measured_step",
+    "most_waiting",
     "one_f_one_b",
     "partition",
     "predicted_step",

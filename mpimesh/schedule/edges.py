@@ -72,16 +72,26 @@ class Edges:
         Raises:
             ScheduleError: If the action moves no message, or along none of these edges.
         """
-        stage, other = message.stage, message.far_stage
-        ends = min(stage, other), max(stage, other)
-        if message.other is None and 0 <= ends[0] < self.num_stages - 1:
-            return ends[0]
-        place = bisect_left(self.skips, ends)
-        if self.skips[place : place + 1] != (ends,):
+        try:
+            return self.between(message.stage, message.far_stage)
+        except LookupError:
             raise ScheduleError(
                 f"{message} goes along no edge of this pipeline of {self.num_stages} stages and "
                 f"the skips {list(self.skips)}"
-            )
+            ) from None
+
+    def between(self, one: int, other: int) -> int:
+        """Return the number of the edge between two stages.
+
+        Raises:
+            LookupError: If there is none.
+        """
+        ends = min(one, other), max(one, other)
+        if ends[1] - ends[0] == 1 and 0 <= ends[0] < self.num_stages - 1:
+            return ends[0]
+        place = bisect_left(self.skips, ends)
+        if self.skips[place : place + 1] != (ends,):
+            raise LookupError(f"there is no edge between stages {one} and {other}")
         return self.num_stages - 1 + place
 
     def sources(self, stage: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ class Messages:
         schedule: Where the messages stand.
         ranks: For each rank its messages in order: the number of the edge for a send, and
             ``~number`` for a receive.
+        edges: For each edge the stage that sends and the one that receives.
         senders: For each edge the rank at its beginning.
         receivers: For each edge the rank at its end.
         sends: For each edge the microbatches in the order in which they are sent.
@@ -26,6 +27,7 @@ class Messages:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.ranks: list[list[int]] = []
+        self.edges: list[tuple[int, int]] = []
         self.senders: list[int] = []
         self.receivers: list[int] = []
         self.sends: list[list[int]] = []
@@ -43,7 +45,7 @@ class Messages:
                     stages = action.stage, action.far_stage
                     edge = stages if action.kind.is_send else stages[::-1]
                     number = numbers.setdefault(edge, len(numbers))
-                    if number == len(self.sends):
+                    if number == len(self.edges):
                         self._add(edge)
                     message = known[key] = number if action.kind.is_send else ~number
                 else:
@@ -72,6 +74,7 @@ class Messages:
 
     def _add(self, edge: tuple[int, int]) -> None:
         placement = self.schedule.placement
+        self.edges.append(edge)
         self.senders.append(placement[edge[0]])
         self.receivers.append(placement[edge[1]])
         self.sends.append([])

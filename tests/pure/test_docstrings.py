@@ -33,6 +33,7 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         schedule.Schedule,
         schedule.lower,
         schedule.Edges,
+        schedule.most_waiting,
         schedule.partition,
     ],
     ids=lambda thing: thing.__qualname__,
