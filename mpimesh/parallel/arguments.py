@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from mpimesh.errors import ModuleError, ScheduleError, ShapeError, UnknownNameError
 from mpimesh.nn import Loss
@@ -15,7 +15,14 @@ from mpimesh.parallel.header import Given, Size
 from mpimesh.parallel.microbatch import microbatch_rows, replica_rows
 from mpimesh.parallel.tree import Tree
 
-__all__ = ["Arguments", "Batch", "Share", "input_title"]
+__all__ = ["Arguments", "Batch", "Share", "SupportsStep", "input_title"]
+
+
+class SupportsStep(Protocol):
+    """What changes parameters by their gradients, such as an :class:`~mpimesh.optim.Optimizer`."""
+
+    def step(self) -> object:
+        """Change the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,7 @@ class Arguments:
         inputs: Further inputs by name; those of this rank's stages, at least.
         loss: The loss to train by.
         denominator: What to divide the loss by; what the global batch counts if None.
+        optimizer: Changes the parameters at the end; None leaves that to the caller.
     """
 
     training: bool
@@ -37,6 +45,7 @@ class Arguments:
     inputs: Mapping[str, Tree] | None = None
     loss: Loss | None = None
     denominator: float | None = None
+    optimizer: SupportsStep | None = None
 
     def look(self, engine: Engine, call: str) -> tuple[Batch, Given]:
         """Return the batch, and what the other ranks are told of it.
@@ -45,6 +54,7 @@ class Arguments:
             MpimeshError: If something is missing on this rank, or does not fit.
         """
         who = f"rank {engine.mesh.rank}"
+        self._check_optimizer(engine, who)
         values = self._values(engine)
         missing = self._missing(engine, values)
         if missing:
@@ -97,6 +107,19 @@ class Arguments:
                 if input_title(name) not in values:
                     return f"stage {number} and needs inputs={{{name!r}: ...}}"
         return ""
+
+    def _check_optimizer(self, engine: Engine, who: str) -> None:
+        if self.optimizer is None:
+            return
+        if not callable(getattr(self.optimizer, "step", None)):
+            raise ModuleError(
+                f"{who}: optimizer= needs a method step(), got {type(self.optimizer).__name__}"
+            )
+        if engine.accumulating:
+            raise ModuleError(
+                f"{who}: a step under no_sync leaves gradients that are not summed over the "
+                "replicas; give optimizer= to the last of the steps only"
+            )
 
     def _goal(self, engine: Engine) -> str | None:
         """Say what this rank trains by; None if it does not hold the last stage."""

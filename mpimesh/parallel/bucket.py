@@ -56,9 +56,10 @@ class Entry:
         bucket: Where the gradient lives; None in a group of one rank.
         count: How often the gradient was added to in this cycle.
         uses: How often in each backward of earlier cycles; None while that is not known.
+        complete: Whether nothing more is added in this cycle, as far as its bucket knows.
     """
 
-    __slots__ = ("bucket", "count", "group", "name", "parameter", "uses")
+    __slots__ = ("bucket", "complete", "count", "group", "name", "parameter", "uses")
 
     def __init__(self, parameter: Parameter, name: str, group: ProcessGroup) -> None:
         self.parameter = parameter
@@ -67,6 +68,7 @@ class Entry:
         self.bucket: Bucket | None = None
         self.count = 0
         self.uses: int | None = None
+        self.complete = False
 
 
 def make_entries(

@@ -9,7 +9,8 @@ When is a gradient complete? A layer that a model uses twice adds to it
 twice in each backward. So the buckets count: the first cycle reduces everything
 at its end, and from then on a gradient is complete when it was added to as often
 for each backward as before. A parameter that is not used in every backward keeps its
-bucket waiting until the end, which costs overlap and nothing else.
+bucket waiting until the end, which costs overlap and nothing else. Whoever knows that nothing
+more will come, as a pipeline does after a stage's last backward, says so by `complete`.
 
 Gradients of parameters that stand in stages of several ranks are reduced over more
 ranks than the others. They have buckets of their own, which wait for the end of the cycle: only
@@ -171,6 +172,8 @@ class GradientBuckets:
         self._backwards += backwards
         for bucket in self.buckets:
             bucket.incomplete = len(bucket.parameters)
+        for entry in self._entries.values():
+            entry.complete = False
 
     def zero_grad(self) -> None:
         """Forget the gradients and begin a cycle with one backward. Local.
@@ -229,11 +232,20 @@ class GradientBuckets:
                 f"{entry.uses} for each backward. Make the buckets with overlap=False for a model "
                 "whose layers run in some steps and not in others"
             )
-        if entry.uses and entry.count == entry.uses * self._backwards and self._may_start:
-            bucket.incomplete -= 1
-            if not bucket.incomplete:
-                self._line.start_complete()
+        if entry.uses and entry.count == entry.uses * self._backwards:
+            self._complete(entry)
         self._line.move_along()
+
+    def complete(self, parameters: Iterable[Parameter]) -> None:
+        """Announce that nothing more is added to the gradients of `parameters` in this cycle.
+
+        Local. Starts the reduction of each bucket that is complete now, in the order of the
+        buckets. Parameters that are not registered, such as frozen ones, do not matter.
+        """
+        for parameter in parameters:
+            entry = self._entries.get(id(parameter))
+            if entry is not None:
+                self._complete(entry)
 
     def start(self) -> None:
         """Start the reductions over the replicas that are left, without waiting.
@@ -303,6 +315,14 @@ class GradientBuckets:
     @property
     def _may_start(self) -> bool:
         return self._overlap and not self._accumulating
+
+    def _complete(self, entry: Entry) -> None:
+        bucket = entry.bucket
+        if bucket is not None and not entry.complete and self._may_start:
+            entry.complete = True
+            bucket.incomplete -= 1
+            if not bucket.incomplete:
+                self._line.start_complete()
 
     def _bucket(self, entries: list[Entry], place: int, mesh: DeviceMesh) -> Bucket:
         parameters = [entry.parameter for entry in entries]

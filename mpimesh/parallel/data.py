@@ -9,7 +9,7 @@ import numpy as np
 
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.nn.protocol import set_training
-from mpimesh.parallel.arguments import Arguments
+from mpimesh.parallel.arguments import Arguments, SupportsStep
 from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.model import ParallelModel
@@ -109,6 +109,7 @@ class DataParallel(ParallelModel):
         *,
         loss: Loss | None = None,
         denominator: float | None = None,
+        optimizer: SupportsStep | None = None,
     ) -> float:
         """Compute loss and gradients of a batch; see :meth:`PipelineParallel.train_step`.
 
@@ -119,14 +120,22 @@ class DataParallel(ParallelModel):
             target: Its targets, on every rank.
             loss: The loss; that given to the constructor if None.
             denominator: What to divide the loss by instead of what this batch counts.
+            optimizer: Changes the parameters, if the step went well on every rank.
 
         Raises:
-            ModuleError: On every rank, if there is no loss.
+            ModuleError: On every rank, if there is no loss, or an optimizer under :meth:`no_sync`.
             StageError: On every rank, if any failed.
         """
         loss = self._loss if loss is None else loss
         return self._train(
-            Arguments(training=True, x=x, target=target, loss=loss, denominator=denominator)
+            Arguments(
+                training=True,
+                x=x,
+                target=target,
+                loss=loss,
+                denominator=denominator,
+                optimizer=optimizer,
+            )
         )
 
     def forward(self, x: Tree) -> Tree:

@@ -114,6 +114,7 @@ class Engine:
         self.input_names = sorted({name for stage in self.stages for name in stage.inputs})
         self.pool = SlotPool(self._slot_memory)
         self.local = {number: self.stages[number] for number in self.plans.stages}
+        self._in_backward: set[int] = set()  # local stages to whose gradients more may come
         self._named = named_places(self.stages)
         ties = find_ties(self.stages, self.plans.placement)
         call = Call("pipeline", scope.name, rule=self._rule(options))
@@ -166,6 +167,31 @@ class Engine:
             for name, parameter, numbers in self._named
             if everywhere or not self.local.keys().isdisjoint(numbers)
         ]
+
+    # -- in a step --------------------------------------------------------------------------
+
+    def begin_gradients(self, num_microbatches: int) -> None:
+        """Announce the backwards of a step. Local."""
+        self.buckets.begin(num_microbatches)
+        self._in_backward = set(self.local)
+
+    def reduce_gradients(self, stage: int) -> None:
+        """Start to sum the gradients of a local stage, to which nothing more comes from it. Local.
+
+        A parameter that stands in other local stages, too, waits for the last of them. On every
+        replica the buckets start in their own order, whatever the order of the stages.
+        """
+        self._in_backward.discard(stage)
+        waiting = {
+            id(parameter)
+            for number in self._in_backward
+            for parameter in self.local[number].parameters()
+        }
+        self.buckets.complete(
+            parameter
+            for parameter in self.local[stage].parameters()
+            if id(parameter) not in waiting
+        )
 
     # -- between steps ----------------------------------------------------------------------
 

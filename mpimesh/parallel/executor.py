@@ -66,6 +66,7 @@ class Executor:
         inbox: What comes from other ranks.
         outbox: What goes to them.
         known: The interfaces of stages, completed here, and the rows of microbatches.
+        reduce_grad: Called with a stage to whose gradients nothing more will come.
         look: Called before each action; raises if the step is to be left.
         tracer: Records each action.
         xp: The array library of the stages.
@@ -87,6 +88,7 @@ class Executor:
         inbox: Inbox,
         outbox: Outbox,
         known: Known,
+        reduce_grad: Callable[[int], None],
         look: Callable[[], None],
         tracer: Tracer,
         xp: ModuleType,
@@ -119,6 +121,7 @@ class Executor:
             ActionKind.SEND_B: self._send,
             ActionKind.RECV_F: self._receive,
             ActionKind.RECV_B: self._receive,
+            ActionKind.REDUCE_GRAD: lambda action: reduce_grad(action.stage),
         }
 
     def run(self, actions: Sequence[Action]) -> None:

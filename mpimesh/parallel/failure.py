@@ -55,9 +55,10 @@ class Failure:
         if not self.action:
             return f"rank {self.rank}: {self.kind}: {self.message}"
         action = Action.from_string(self.action)
+        part = "" if action.kind.is_whole else f" (microbatch {action.microbatch})"
         return (
-            f"stage {action.stage} failed on rank {self.rank} in {self.action} "
-            f"(microbatch {action.microbatch}): {self.kind}: {self.message}"
+            f"stage {action.stage} failed on rank {self.rank} in {self.action}{part}: "
+            f"{self.kind}: {self.message}"
         )
 
 

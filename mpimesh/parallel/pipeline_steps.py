@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mpimesh.nn import Loss
-from mpimesh.parallel.arguments import Arguments
+from mpimesh.parallel.arguments import Arguments, SupportsStep
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.tree import Tree
 
@@ -23,11 +23,13 @@ class PipelineSteps(ParallelModel):
         loss: Loss,
         inputs: Mapping[str, Tree] | None = None,
         denominator: float | None = None,
+        optimizer: SupportsStep | None = None,
     ) -> float:
         """Compute loss and gradients of a batch. Collective.
 
         Afterwards the gradients are those of this step, or, after steps under
-        :meth:`no_sync`, the sums with theirs. The optimizer's step is the caller's.
+        :meth:`no_sync`, the sums with theirs. The optimizer's step is the caller's, unless
+        `optimizer` is given: then it is done, too, which is the same bit for bit.
 
         Instead of an array, x, the target, an input, and what a stage makes, may be a tuple,
         or a dict with text keys, of arrays, nested: all with the same rows. Or the batch is given
@@ -46,6 +48,9 @@ class PipelineSteps(ParallelModel):
             inputs: Inputs that enter at stages with those names, ``PipelineStage(i, inputs=...)``.
             denominator: What to divide the loss by instead of what this batch counts: give the
                 rows of k batches together to accumulate over k steps.
+            optimizer: That of this rank's parameters; on every rank or on none. Its ``step()``
+                is called once it is known that the step went well on every rank, and the
+                gradients are summed: if anything failed anywhere, no parameter has changed.
 
         Returns:
             The mean loss over the global batch, the same on every rank.
@@ -62,6 +67,8 @@ class PipelineSteps(ParallelModel):
             MismatchError: On every rank, if the ranks were given different options or batches:
                 their rows, shapes and dtypes are always compared, values of host arrays with
                 ``MPIMESH_CHECKS`` on.
+            ModuleError: On every rank, if an optimizer is given under :meth:`no_sync`. What the
+                optimizer's own ``step()`` raises is raised on that rank alone.
 
         Cost:
             Each microbatch's activations and gradients once between neighbouring stages, but no
@@ -78,6 +85,7 @@ class PipelineSteps(ParallelModel):
                 inputs=inputs,
                 loss=loss,
                 denominator=denominator,
+                optimizer=optimizer,
             )
         )
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import (
     Action,
     ActionKind,
+    Edges,
     Proof,
     Schedule,
     lower,
     make_schedule,
+    most_waiting,
     validate,
 )
 
@@ -24,7 +26,14 @@ ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 _FEWEST_UNFINISHED_SENDS = 4
 """Sends that a rank may leave behind, even where a schedule needs none: they overlap."""
 
-_BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
+# What stages with nothing to train at or before them do not do.
+_AFTER_THE_LOSS = (
+    ActionKind.B,
+    ActionKind.I,
+    ActionKind.W,
+    ActionKind.RECV_B,
+    ActionKind.REDUCE_GRAD,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +41,18 @@ class Plan:
     """One rank's part of a step.
 
     Attributes:
-        actions: What it does, with its messages.
+        actions: What it does, with its messages, and when training with a REDUCE_GRAD of each
+            stage that trains. STEP is left out: parameters are changed when all ranks have
+            agreed that the whole step went well, which is after the last action of any.
         send_window: Most of its sends that may be unfinished while it goes on.
+        most_waiting: For each channel on which it receives, by the number of the edge and
+            RECV_F or RECV_B, the most messages that can have been sent and not yet received:
+            more receives than these posted at a time never find a message sooner.
     """
 
     actions: tuple[Action, ...]
     send_window: int
+    most_waiting: Mapping[tuple[int, ActionKind], int] = field(default_factory=dict)
 
 
 def forward_schedule(placement: Sequence[int], num_microbatches: int) -> Schedule:
@@ -68,6 +83,11 @@ class Plans:
         num_microbatches: Most microbatches of a batch.
         num_ranks: Ranks of the pipeline.
         rank: This rank's place among them.
+        skips: For each skip the stage whose output it takes and a stage beyond the next, see
+            :func:`~mpimesh.schedule.lower`.
+
+    Attributes:
+        edges: The edges between the stages; their numbers are in the tags of messages.
 
     Raises:
         UnknownNameError: If there is no schedule of that name.
@@ -83,7 +103,9 @@ class Plans:
         *,
         num_ranks: int,
         rank: int,
+        skips: Iterable[tuple[int, int]] = (),
     ) -> None:
+        self.edges = Edges(num_stages, tuple(skips))
         self._schedule = schedule
         self._num_stages = num_stages
         self._num_ranks = num_ranks
@@ -122,8 +144,24 @@ class Plans:
         if not num_microbatches:
             return Plan((), 0)
         schedule, proof = self._proof(training, num_microbatches)
-        actions = tuple(_pruned(lower(schedule).ranks[self._rank], first_trained))
-        return Plan(actions, max(proof.send_window, _FEWEST_UNFINISHED_SENDS))
+        lowered = lower(schedule, skips=self.edges.skips, reduce_grad=training)
+        ranks = tuple(tuple(_pruned(actions, first_trained)) for actions in lowered.ranks)
+        return Plan(
+            ranks[self._rank],
+            max(proof.send_window, _FEWEST_UNFINISHED_SENDS),
+            self._most_waiting(replace(lowered, ranks=ranks)),
+        )
+
+    def _most_waiting(self, lowered: Schedule) -> dict[tuple[int, ActionKind], int]:
+        # Without the gradients of stages that do not train, more outputs may be on their way.
+        most = most_waiting(lowered, self._rank) if lowered.is_lowered else {}
+        return {
+            (
+                self.edges.between(source, destination),
+                ActionKind.RECV_F if source < destination else ActionKind.RECV_B,
+            ): count
+            for (source, destination), count in most.items()
+        }
 
     def _proof(self, training: bool, num_microbatches: int) -> tuple[Schedule, Proof]:
         """Return a schedule that is proved correct, and the proof."""
@@ -133,7 +171,7 @@ class Plans:
                 schedule = self._training(num_microbatches)
             else:
                 schedule = forward_schedule(self.placement, num_microbatches)
-            self._proved[key] = schedule, validate(schedule)
+            self._proved[key] = schedule, validate(schedule, skips=self.edges.skips)
         return self._proved[key]
 
     def _training(self, num_microbatches: int) -> Schedule:
@@ -170,13 +208,15 @@ class Plans:
 
 
 def _pruned(actions: Sequence[Action], first_trained: int) -> Iterator[Action]:
-    """Leave out the backward of stages that have nothing to train at or before them.
+    """Leave out the backward of stages that have nothing to train at or before them, and STEP.
 
     Sends and receives go in pairs, so what is left is still free of deadlock.
     """
     for action in actions:
-        if action.kind in _BACKWARD or action.kind is ActionKind.RECV_B:
+        if action.kind is ActionKind.STEP:
+            continue
+        if action.kind in _AFTER_THE_LOSS:
             if action.stage >= first_trained:
                 yield action
-        elif action.kind is not ActionKind.SEND_B or action.stage > first_trained:
+        elif action.kind is not ActionKind.SEND_B or action.far_stage >= first_trained:
             yield action

@@ -1,13 +1,14 @@
 """One step over all ranks, which all of them end together and in the same way.
 
-The protocol. Every rank starts the header; works through its actions; starts what buckets are
-left; and then meets all others in one small all-reduce of status and loss. A rank
-that fails sounds the alarm first, which ends the waits of the others, so that every rank
+The protocol. Every rank starts the header; works through its actions, among which is for each
+stage the place where the sums of its gradients start; starts what buckets are left, such as those
+of a replica without rows; and then meets all others in one small all-reduce of status and loss. A
+rank that fails sounds the alarm first, which ends the waits of the others, so that every rank
 comes to the status, whatever happened and wherever it stood. If all is well they finish
-their sends and buckets. If not, they exchange what failed and what was sent, take in every message
-that is on its way and take back every receive that has none, complete the reductions that
-any of them had started, meet once more, and raise the same error. Nothing is left behind, and
-the next step works.
+their sends and buckets, and only then an optimizer changes parameters. If not, they exchange what
+failed and what was sent, take in every message that is on its way and take back every receive that
+has none, complete the reductions that any of them had started, meet once more, and raise the same
+error. Nothing is left behind, and the next step works.
 
 Why nobody waits for ever. Before the status a rank waits in three places: for a
 message, for room to send, and for the header if it was given no batch. The first two
@@ -60,6 +61,7 @@ class Step:
         self._engine = engine
         self._arguments = arguments
         self._training = arguments.training
+        self._optimizer = arguments.optimizer
         self._names = ["x", *map(input_title, engine.input_names)]
         self._first_trained = engine.first_trained
         self._alarm = Alarm(engine.scope)
@@ -81,12 +83,16 @@ class Step:
         problem = self._look_at_arguments()
         self._header = StepHeader(self._engine.scope, self._given, self._names)
         try:
-            return self._end(self._try(problem))
+            loss = self._end(self._try(problem))
         except BaseException as error:
             # Without an agreement with the other ranks, such as after Ctrl-C.
             if self._inbox is not None and not getattr(error, "agreed", False):
                 self._inbox.abandon()
             raise
+        if self._optimizer is not None:
+            with self._engine.tracer.span("optimizer step", "optimizer"):
+                self._optimizer.step()
+        return loss
 
     def _try(self, problem: Exception | None) -> Exception | None:
         """Do this rank's work; return what went wrong here."""
@@ -111,6 +117,7 @@ class Step:
         return (
             f"train_step {engine.step} of {engine.num_microbatches} microbatches by "
             f"{engine.plans.name}, stages from {self._first_trained} on trained{kept}"
+            f"{'' if self._optimizer is None else f', then {type(self._optimizer).__name__}.step'}"
         )
 
     def _look_at_arguments(self) -> Exception | None:
@@ -141,7 +148,7 @@ class Step:
             first_trained=self._first_trained if self._training else 0,
         )
         if self._training:
-            engine.buckets.begin(task.count)
+            engine.begin_gradients(task.count)
         free = share.part is not None
         interfaces = (
             engine.interfaces.setdefault((self._training, size.kind), {}) if not free else {}
@@ -185,6 +192,7 @@ class Step:
             inbox=inbox,
             outbox=outbox,
             known=known,
+            reduce_grad=engine.reduce_gradients,
             look=self._look,
             tracer=engine.tracer,
             xp=engine.xp,

@@ -97,7 +97,9 @@ def _report(engine: Engine, events: Sequence[Event], ranks: Sequence[int]) -> St
     count = len({event.microbatch for event in mine if event.category == "forward"})
     if not count:
         raise TraceError("no forward was recorded")
-    measured = measured_step(engine.plans.schedule(count, training=True), mine)
+    measured = measured_step(
+        engine.plans.schedule(count, training=True), mine, skips=engine.plans.edges.skips
+    )
     return StepReport(engine.step, measured, predicted_step(measured))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.arrivals import most_waiting
 from mpimesh.schedule.auto import auto
 from mpimesh.schedule.costs import Costs
 from mpimesh.schedule.dualpipev import dualpipev
+from mpimesh.schedule.edges import Edges
 from mpimesh.schedule.forward_only import forward_only
 from mpimesh.schedule.gpipe import gpipe
 from mpimesh.schedule.interleaved import interleaved
@@ -31,6 +33,7 @@ __all__ = [
     "Action",
     "ActionKind",
     "Costs",
+    "Edges",
     "Idle",
     "Partition",
     "Proof",
@@ -47,6 +50,7 @@ __all__ = [
     "lower",
     "make_schedule",
     "measured_step",
+    "most_waiting",
     "one_f_one_b",
     "partition",
     "predicted_step",

@@ -1,7 +1,10 @@
 """One thing a pipeline rank does: compute a part of a stage, or move a message.
 
-The text form is PyTorch's: ``2F0`` is the forward of stage 2 on microbatch 0, and
-``2SEND_F0`` sends what that forward made.
+The text form is PyTorch's: ``2F0`` is the forward of stage 2 on microbatch 0,
+``2SEND_F0`` sends what that forward made, and ``2REDUCE_GRAD``, which is for no microbatch, sums
+the gradients of stage 2 over its replicas. Where a skip takes an output further than to the next
+stage, its messages name the stage at the other end: ``1SEND_F0>3`` and ``3RECV_F0<1``, and for the
+gradient that comes back ``3SEND_B0>1`` and ``1RECV_B0<3``.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ class ActionKind(StrEnum):
 
     A stage sends and receives under its own number: ``2SEND_F0`` goes from stage 2
     to stage 3, where it is ``3RECV_F0``; ``2SEND_B0`` goes from stage 2 to stage 1,
-    where it is ``1RECV_B0``.
+    where it is ``1RECV_B0``. The messages of a skip are of these kinds, too.
 
     Attributes:
         F: Forward.
@@ -31,6 +34,8 @@ class ActionKind(StrEnum):
         RECV_F: Take the input from the stage before.
         SEND_B: Give the gradient of the input to the stage before.
         RECV_B: Take the gradient of the output from the next stage.
+        REDUCE_GRAD: Start to sum the gradients of the stage's parameters over the replicas.
+        STEP: Change the stage's parameters by their gradients, when those are summed.
     """
 
     F = "F"
@@ -41,6 +46,11 @@ class ActionKind(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    STEP = "STEP"
+
+    # That of Enum is a function in Python; kinds are looked up a million times in a schedule.
+    __hash__ = str.__hash__
 
     @property
     def is_send(self) -> bool:
@@ -54,8 +64,18 @@ class ActionKind(StrEnum):
 
     @property
     def is_message(self) -> bool:
-        """Whether this kind moves a message; if not, it computes."""
+        """Whether this kind moves a message."""
         return self in _PARTNER
+
+    @property
+    def computes(self) -> bool:
+        """Whether this kind is a part of a stage's forward or backward."""
+        return self in _COMPUTING
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this kind is done once for a stage, and not for each microbatch."""
+        return self in _WHOLE
 
 
 # The kind at the other end of a message, and the distance to the stage there.
@@ -66,8 +86,14 @@ _PARTNER = {
     ActionKind.RECV_B: (ActionKind.SEND_B, 1),
 }
 
+_COMPUTING = frozenset((ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W))
+_WHOLE = frozenset((ActionKind.REDUCE_GRAD, ActionKind.STEP))
+
 _NUMBER = "(0|[1-9][0-9]*)"
-_TEXT = re.compile(f"{_NUMBER}({'|'.join(ActionKind)}){_NUMBER}")
+_TEXT = re.compile(
+    f"{_NUMBER}(?:({'|'.join(kind for kind in ActionKind if not kind.is_whole)}){_NUMBER}"
+    f"(?:([<>]){_NUMBER})?|({'|'.join(sorted(_WHOLE))}))"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +103,13 @@ class Action:
     Attributes:
         stage: Number of the stage that acts, from 0.
         kind: What it does.
-        microbatch: Number of the microbatch, from 0.
+        microbatch: Number of the microbatch, from 0. It is 0 for REDUCE_GRAD and STEP, which are
+            for all of them; their text has none.
+        other: In a message of a skip the stage at the other end; None in all other actions.
 
     Raises:
-        ScheduleError: If a number is negative.
+        ScheduleError: If a number is negative, one of a kind without microbatches is not 0, or
+            `other` is no stage to which or from which this kind of message can skip.
 
     Example:
         >>> Action.from_string("2SEND_F0").partner
@@ -90,6 +119,7 @@ class Action:
     stage: int
     kind: ActionKind
     microbatch: int
+    other: int | None = None
 
     def __post_init__(self) -> None:
         if self.stage < 0 or self.microbatch < 0:
@@ -97,6 +127,13 @@ class Action:
                 "an action needs a stage and a microbatch of at least 0, "
                 f"got stage {self.stage} and microbatch {self.microbatch}"
             )
+        if self.microbatch and self.kind.is_whole:
+            raise ScheduleError(
+                f"{self.kind} is for all microbatches of a stage, so its microbatch is 0, "
+                f"got {self.microbatch}"
+            )
+        if self.other is not None:
+            self._check_other(self.other)
 
     @property
     def partner(self) -> Action:
@@ -105,12 +142,25 @@ class Action:
         Raises:
             ScheduleError: If this action computes, or would send before stage 0.
         """
-        if self.kind not in _PARTNER:
-            raise ScheduleError(f"{self} computes: only a send or a receive has a partner")
-        kind, distance = _PARTNER[self.kind]
-        if self.stage + distance < 0:
+        stage = self.far_stage
+        if stage < 0:
             raise ScheduleError(f"{self} has no partner: there is no stage before stage 0")
-        return Action(self.stage + distance, kind, self.microbatch)
+        back = None if self.other is None else self.stage
+        return Action(stage, _PARTNER[self.kind][0], self.microbatch, back)
+
+    @property
+    def far_stage(self) -> int:
+        """The stage at the other end of this message; -1 where it would lie before stage 0.
+
+        Raises:
+            ScheduleError: If this action moves no message.
+        """
+        if self.other is not None:
+            return self.other
+        if self.kind not in _PARTNER:
+            does = "computes" if self.kind.computes else "moves no message"
+            raise ScheduleError(f"{self} {does}: only a send or a receive has a partner")
+        return self.stage + _PARTNER[self.kind][1]
 
     @classmethod
     def from_string(cls, text: str) -> Action:
@@ -125,11 +175,38 @@ class Action:
                 f"{text!r} is not an action: write stage, kind and microbatch, such as 2F0; "
                 f"kinds: {', '.join(ActionKind)}"
             )
-        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
+        stage, kind, microbatch, sign, other, whole = match.groups()
+        action = cls(
+            int(stage),
+            ActionKind(whole or kind),
+            int(microbatch or 0),
+            None if other is None else int(other),
+        )
+        if sign is not None and sign != (">" if action.kind.is_send else "<"):
+            raise ScheduleError(
+                f"{text!r} is not an action: the other end of a skip stands after > where it is "
+                f"sent and after < where it is received; write {action}"
+            )
+        return action
 
     def to_string(self) -> str:
-        """Return the text form, such as ``2F0``."""
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        """Return the text form, such as ``2F0`` or ``2STEP``."""
+        text = f"{self.stage}{self.kind}{'' if self.kind.is_whole else self.microbatch}"
+        if self.other is None:
+            return text
+        return f"{text}{'>' if self.kind.is_send else '<'}{self.other}"
 
     def __str__(self) -> str:
         return self.to_string()
+
+    def _check_other(self, other: int) -> None:
+        what = f"{self.stage}{self.kind}{self.microbatch} with the other end {other}"
+        if self.kind not in _PARTNER:
+            raise ScheduleError(f"{what}: only a send or a receive has another end")
+        distance = _PARTNER[self.kind][1]
+        if other < 0 or (other - self.stage) * distance < 2:
+            where = "after the next" if distance > 0 else "before the one before"
+            raise ScheduleError(
+                f"{what}: a skip of this kind has its other end at a stage {where}; a message "
+                "between neighbours names none"
+            )

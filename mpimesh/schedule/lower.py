@@ -1,55 +1,132 @@
-"""Add to a schedule the messages between stages that lie on different ranks."""
+"""Add to a schedule what an executor needs beside the computations: messages and reductions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.edges import Edges
 from mpimesh.schedule.schedule import Schedule
 
 __all__ = ["lower"]
 
 
-def lower(schedule: Schedule) -> Schedule:
+def lower(
+    schedule: Schedule,
+    *,
+    skips: Iterable[tuple[int, int]] = (),
+    reduce_grad: bool = False,
+    step: bool = False,
+) -> Schedule:
     """Return `schedule` with a SEND after each action whose result another rank needs.
 
     The RECV stands directly before the action that uses the message: as late as can be, for
     a rank waits there. Posting it early is the executor's business, which may post any
-    number of receives ahead of this place. A schedule that has messages already is
-    returned as it is.
+    number of receives ahead of this place. A schedule that has messages already keeps them as
+    they are.
 
     Stages on one rank hand over without a message.
+
+    A skip takes the output of a stage to one beyond the next, too, and brings back a gradient. The
+    message of the neighbour goes first, then those of skips: of an F in rising order of their
+    destinations, and of a backward in rising order of their sources. In these orders they are
+    received before an F (sources rising) and a backward (destinations rising), and in the same
+    order an executor adds up the gradients of one output: first that from the next stage.
+
+    Args:
+        schedule: What to lower.
+        skips: For each skip the stage whose output it takes, and a stage beyond the next.
+        reduce_grad: Also add a REDUCE_GRAD to each stage, after its last backward and the message
+            of that: from there on nothing comes to the stage's gradients. A stage that has one,
+            and a schedule without any backward, is left as it is.
+        step: Also add these and a STEP of each stage, at the end of each rank's list in the
+            order of their REDUCE_GRAD, so that the sums have time while the rank computes.
+
+    Example:
+        >>> print(lower(make_schedule("1f1b", 2, 1), step=True))
+        # 1f1b stages=2 microbatches=1 placement=0,1
+        0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0STEP
+        1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1STEP
+        >>> print(lower(make_schedule("forward", 3, 1), skips=[(0, 2)]))
+        # forward stages=3 microbatches=1 placement=0,1,2
+        0F0,0SEND_F0,0SEND_F0>2
+        1RECV_F0,1F0,1SEND_F0
+        2RECV_F0,2RECV_F0<0,2F0
+
+    Raises:
+        ScheduleError: If a skip stands twice, or does not go from a stage to one beyond the next.
     """
-    if schedule.is_lowered:
-        return schedule
-    # For each stage whether the one before it, and the one after it, lies on another rank.
-    crosses = [one != other for one, other in pairwise(schedule.placement)]
-    before, after = [False, *crosses], [*crosses, False]
-    ranks = tuple(tuple(_with_messages(actions, before, after)) for actions in schedule.ranks)
-    return replace(schedule, ranks=ranks)
+    edges = Edges(schedule.num_stages, tuple(skips))
+    ranks = schedule.ranks
+    if not schedule.is_lowered:
+        before, after = _far_ends(schedule.placement, edges)
+        ranks = tuple(tuple(_with_messages(actions, before, after)) for actions in ranks)
+    if (reduce_grad or step) and schedule.trains:
+        ranks = tuple(tuple(_with_reductions(actions)) for actions in ranks)
+    if step:
+        ranks = tuple((*actions, *_steps(actions)) for actions in ranks)
+    return schedule if ranks is schedule.ranks else replace(schedule, ranks=ranks)
 
 
-def _with_messages(
-    actions: Sequence[Action], before: Sequence[bool], after: Sequence[bool]
-) -> list[Action]:
-    """Put around each action the receive that it waits for and the send of its result."""
+_Ends = list[list[int | None]]
+"""For each stage the stages on other ranks with which it has messages; None is the neighbour."""
+
+
+def _far_ends(placement: Sequence[int], edges: Edges) -> tuple[_Ends, _Ends]:
+    """Return the ends before each stage and those after it, in the order of their messages."""
+    before: _Ends = [[] for _ in placement]
+    after: _Ends = [[] for _ in placement]
+    for stage, (rank, other) in enumerate(pairwise(placement)):
+        if rank != other:
+            after[stage].append(None)
+            before[stage + 1].append(None)
+    for source, destination in edges.skips:  # in rising order
+        if placement[source] != placement[destination]:
+            after[source].append(destination)
+            before[destination].append(source)
+    return before, after
+
+
+def _with_messages(actions: Sequence[Action], before: _Ends, after: _Ends) -> list[Action]:
+    """Put around each action the receives that it waits for and the sends of its result."""
+    send_f, recv_f = ActionKind.SEND_F, ActionKind.RECV_F
+    send_b, recv_b = ActionKind.SEND_B, ActionKind.RECV_B
     lowered: list[Action] = []
     for action in actions:
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
-        if stage >= len(before) or kind is ActionKind.W:
+        if stage >= len(before):
             lowered.append(action)
         elif kind is ActionKind.F:
-            if before[stage]:
-                lowered.append(Action(stage, ActionKind.RECV_F, microbatch))
+            lowered += [Action(stage, recv_f, microbatch, end) for end in before[stage]]
             lowered.append(action)
-            if after[stage]:
-                lowered.append(Action(stage, ActionKind.SEND_F, microbatch))
+            lowered += [Action(stage, send_f, microbatch, end) for end in after[stage]]
+        elif kind is ActionKind.B or kind is ActionKind.I:
+            lowered += [Action(stage, recv_b, microbatch, end) for end in after[stage]]
+            lowered.append(action)
+            lowered += [Action(stage, send_b, microbatch, end) for end in before[stage]]
         else:
-            if after[stage]:
-                lowered.append(Action(stage, ActionKind.RECV_B, microbatch))
             lowered.append(action)
-            if before[stage]:
-                lowered.append(Action(stage, ActionKind.SEND_B, microbatch))
     return lowered
+
+
+_BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.SEND_B)
+
+
+def _with_reductions(actions: Sequence[Action]) -> Iterator[Action]:
+    """Put a REDUCE_GRAD after the last backward of each stage that has none."""
+    last = {action.stage: step for step, action in enumerate(actions) if action.kind in _BACKWARD}
+    have = {action.stage for action in actions if action.kind is ActionKind.REDUCE_GRAD}
+    for step, action in enumerate(actions):
+        yield action
+        if last.get(action.stage) == step and action.stage not in have:
+            yield Action(action.stage, ActionKind.REDUCE_GRAD, 0)
+
+
+def _steps(actions: Sequence[Action]) -> Iterator[Action]:
+    """Give a STEP for each REDUCE_GRAD whose stage has none."""
+    have = {action.stage for action in actions if action.kind is ActionKind.STEP}
+    for action in actions:
+        if action.kind is ActionKind.REDUCE_GRAD and action.stage not in have:
+            yield Action(action.stage, ActionKind.STEP, 0)

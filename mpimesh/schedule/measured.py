@@ -9,6 +9,7 @@ from statistics import fmean
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.edges import Edges
 from mpimesh.schedule.lower import lower
 from mpimesh.schedule.schedule import Schedule
 from mpimesh.schedule.simulate import simulate
@@ -26,16 +27,20 @@ _KINDS: dict[Category, ActionKind] = {
 _BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
 
 
-def measured_step(schedule: Schedule, events: Iterable[Event]) -> Timetable:
+def measured_step(
+    schedule: Schedule, events: Iterable[Event], *, skips: Iterable[tuple[int, int]] = ()
+) -> Timetable:
     """Return when the actions of a step took place.
 
     The step begins with the first computation of any rank, and ends with the last. The end of a
-    send is known where its receiver waited for it; elsewhere it is its start.
+    send is known where its receiver waited for it; elsewhere it is its start. So it is for a
+    REDUCE_GRAD and a STEP: the tracer sees buckets, which may hold gradients of several stages.
 
     Args:
         schedule: What the ranks did. Backwards of the first stages may be missing in the events,
             as those of stages that are not trained are.
         events: What tracers saw in one step: ranks are those of the schedule, times of one clock.
+        skips: The skips, if the schedule has no messages yet; see :func:`lower`.
 
     Raises:
         ScheduleError: If a computation of the schedule is not among the events.
@@ -51,7 +56,7 @@ def measured_step(schedule: Schedule, events: Iterable[Event]) -> Timetable:
         for event in events
         if event.category in ("send", "wait") and event.stage is not None
     }
-    schedule = _as_trained(lower(schedule), computed)
+    schedule = _as_trained(lower(schedule, skips=skips), computed)
     origin_s = min((event.start_s for event in computed.values()), default=0.0)
     starts_s: list[tuple[float, ...]] = []
     ends_s: list[tuple[float, ...]] = []
@@ -69,6 +74,8 @@ def measured_step(schedule: Schedule, events: Iterable[Event]) -> Timetable:
                 event = messages.get((str(action), "wait"))
                 start_s = now_s if event is None else event.start_s
                 end_s = now_s = start_s if event is None else event.end_s
+            elif action.kind.is_whole:
+                start_s = end_s = now_s
             else:
                 event = computed.get((action.kind, action.stage, action.microbatch))
                 if event is None:
@@ -95,8 +102,8 @@ def _as_trained(
 
     def happens(action: Action) -> bool:
         if action.kind is ActionKind.SEND_B:
-            return action.stage > first
-        if action.kind in _BACKWARD or action.kind is ActionKind.RECV_B:
+            return action.far_stage >= first
+        if action.kind in _BACKWARD or action.kind is ActionKind.RECV_B or action.kind.is_whole:
             return action.stage >= first
         return True
 
@@ -150,17 +157,16 @@ def action_overhead_s(measured: Timetable) -> float:
 
 def _message_times(measured: Timetable) -> list[float]:
     """Return the mean time of a message on each edge, by :func:`predicted_step`'s rule."""
-    num_edges = measured.schedule.num_stages - 1
-    delays_s: list[list[float]] = [[] for _ in range(num_edges)]
-    slacks_s: list[list[float]] = [[] for _ in range(num_edges)]
+    edges = Edges.of(measured.schedule)
+    delays_s: list[list[float]] = [[] for _ in range(len(edges))]
+    slacks_s: list[list[float]] = [[] for _ in range(len(edges))]
     timed = [one for actions in measured.ranks for one in actions if one.action.kind.is_message]
     sent_s = {one.action: float(one.start_s) for one in timed if one.action.kind.is_send}
     for one in timed:
         if one.action.kind.is_recv:
-            partner = one.action.partner
-            edge = min(one.action.stage, partner.stage)
+            edge = edges.number(one.action)
             waited = one.end_s > one.start_s
-            took_s = float(one.end_s) - sent_s[partner]
+            took_s = float(one.end_s) - sent_s[one.action.partner]
             # The clocks of two ranks may differ by a little: no message takes less than no time.
             (delays_s if waited else slacks_s)[edge].append(max(0.0, took_s))
     every = [delay_s for one in delays_s for delay_s in one]

@@ -21,8 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 
-from mpimesh.schedule.action import Action
-from mpimesh.schedule.schedule import Schedule
+from mpimesh.schedule.messages import Messages
 
 __all__ = ["Progress"]
 
@@ -30,29 +29,13 @@ __all__ = ["Progress"]
 class Progress:
     """How far the ranks of a lowered schedule get, whose sends and receives match.
 
-    Computing never waits, so only the messages of each rank are kept: as numbers, because
-    they are gone through once for every `send_window` that is tried.
+    Computing never waits, so only the messages of each rank count. Those of an edge are received
+    in the order in which they are sent, so that of each edge it is enough to know how many were
+    begun at both ends.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._steps: list[list[int]] = []  # for each rank: where its messages stand in its list
-        self._messages: list[list[tuple[int, bool]]] = []  # and their numbers, and if it sends
-        numbers: dict[Action, int] = {}
-        ends: dict[tuple[int, bool], int] = {}  # the rank at the sending and receiving end
-        for rank, actions in enumerate(schedule.ranks):
-            steps, messages = [], []
-            for step, action in enumerate(actions):
-                if action.kind.is_message:
-                    sends = action.kind.is_send
-                    sending = action if sends else action.partner
-                    number = numbers.setdefault(sending, len(numbers))
-                    steps.append(step)
-                    messages.append((number, sends))
-                    ends[number, sends] = rank
-            self._steps.append(steps)
-            self._messages.append(messages)
-        self._senders = [ends[number, True] for number in range(len(numbers))]
-        self._receivers = [ends[number, False] for number in range(len(numbers))]
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
 
     def blocked(self, *, send_window: int | None = None) -> dict[int, int]:
         """Return the ranks that wait for ever, each with the step it waits in; empty if none.
@@ -61,38 +44,49 @@ class Progress:
             send_window: Most sends of a rank that may be unfinished while it goes on; None is
                 no limit.
         """
-        limit = len(self._senders) if send_window is None else send_window
-        position = [0] * len(self._messages)
-        unfinished = [0] * len(self._messages)
-        sent, received = [False] * len(self._senders), [False] * len(self._senders)
-        queue = deque(range(len(self._messages)))
+        messages = self._messages
+        senders, receivers = messages.senders, messages.receivers
+        limit = len(messages) if send_window is None else send_window
+        num_ranks = len(messages.ranks)
+        position = [0] * num_ranks
+        unfinished = [0] * num_ranks
+        waiting = [False] * num_ranks
+        sent, received = [0] * len(senders), [0] * len(senders)
+        queue = deque(range(num_ranks))
         while queue:
             rank = queue.popleft()
-            messages = self._messages[rank]
-            while position[rank] < len(messages):
-                number, sends = messages[position[rank]]
-                if sends:
-                    if not sent[number]:
-                        sent[number] = True
-                        if received[number]:
-                            queue.append(self._receivers[number])
-                        else:
-                            unfinished[rank] += 1
-                    if unfinished[rank] > limit:
-                        break
+            mine, at = messages.ranks[rank], position[rank]
+            if waiting[rank]:
+                # Whoever put it back into the queue has done what it waited for.
+                waiting[rank] = False
+                at += 1
+            while at < len(mine):
+                number = mine[at]
+                if number >= 0:
+                    sent[number] += 1
+                    if sent[number] > received[number]:
+                        unfinished[rank] += 1
+                        if unfinished[rank] > limit:
+                            waiting[rank] = True
+                            break
+                    else:
+                        queue.append(receivers[number])
                 else:
-                    if not received[number]:
-                        received[number] = True
-                        if sent[number]:
-                            unfinished[self._senders[number]] -= 1
-                            queue.append(self._senders[number])
-                    if not sent[number]:
+                    number = ~number
+                    received[number] += 1
+                    if received[number] > sent[number]:
+                        waiting[rank] = True
                         break
-                position[rank] += 1
+                    sender = senders[number]
+                    unfinished[sender] -= 1
+                    if waiting[sender] and unfinished[sender] == limit:
+                        queue.append(sender)
+                at += 1
+            position[rank] = at
         return {
-            rank: steps[position[rank]]
-            for rank, steps in enumerate(self._steps)
-            if position[rank] < len(steps)
+            rank: messages.step(rank, at)
+            for rank, at in enumerate(position)
+            if at < len(messages.ranks[rank])
         }
 
     def smallest_send_window(self) -> int:

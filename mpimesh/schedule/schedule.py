@@ -84,7 +84,8 @@ class Schedule:
     @property
     def is_lowered(self) -> bool:
         """Whether the lists hold messages, as :func:`~mpimesh.schedule.lower` adds them."""
-        return any(action.kind.is_message for action in self.actions())
+        kinds = ({action.kind for action in actions} for actions in self.ranks)
+        return any(kind.is_message for some in kinds for kind in some)
 
     @property
     def trains(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import ActionKind
+from mpimesh.schedule.edges import Edges
 from mpimesh.schedule.lower import lower
 from mpimesh.schedule.schedule import Schedule
 from mpimesh.schedule.timetable import Seconds, Timetable
@@ -31,6 +32,8 @@ def simulate(
     backward_weight_s: Seconds | Sequence[Seconds] | None = None,
     message_s: Seconds | Sequence[Seconds] = 0,
     transfer_s: Seconds | Sequence[Seconds] = 0,
+    reduce_s: Seconds | Sequence[Seconds] = 0,
+    skips: Iterable[tuple[int, int]] = (),
 ) -> Timetable:
     """Time one step of `schedule`.
 
@@ -42,6 +45,9 @@ def simulate(
     A message of n bytes over a network of some latency and bandwidth has a `message_s`
     of the latency and a `transfer_s` of n over the bandwidth.
 
+    A REDUCE_GRAD takes none of the rank's time either. Its sums are there `reduce_s` later, and
+    those of a rank are made one after the other. A STEP waits for them and takes no time.
+
     Args:
         schedule: What to time; lowered here if it is not.
         forward_s: Seconds of F: one number, or one for each stage.
@@ -49,8 +55,12 @@ def simulate(
         backward_input_s: Seconds of I, likewise.
         backward_weight_s: Seconds of W, likewise.
         message_s: Seconds from a send to its arrival, however many are under way: one number, or
-            one for each pair of neighbour stages, ``num_stages - 1`` of them, for both directions.
+            one for each of the :class:`~mpimesh.schedule.Edges`, for both directions: those of
+            neighbour stages, ``num_stages - 1`` of them, and then those of the skips.
         transfer_s: Seconds that a message keeps the edge from the next one, likewise.
+        reduce_s: Seconds to sum the gradients of a stage over its replicas: one number, or one
+            for each stage. It counts where :func:`lower` was asked for these sums.
+        skips: The skips, beside those that have messages in `schedule`; see :func:`lower`.
 
     Raises:
         ScheduleError: If `schedule` is wrong (see :func:`validate`), or the time of an action in
@@ -59,7 +69,8 @@ def simulate(
     Cost:
         About a second for 64 stages and 1,024 microbatches, a microsecond for each action.
     """
-    lowered = lower(schedule)
+    edges = Edges.of(schedule, skips)
+    lowered = lower(schedule, skips=edges.skips)
     num_stages = lowered.num_stages
     given = {
         ActionKind.F: _durations("forward_s", forward_s, num_stages),
@@ -73,9 +84,10 @@ def simulate(
         durations[ActionKind.B] = [first + second for first, second in halves]
     _check_stages(lowered)
     _check_given(lowered, durations)
-    messages = _durations("message_s", message_s, num_stages - 1) or []
-    transfers = _durations("transfer_s", transfer_s, num_stages - 1) or []
-    starts_s, ends_s = _run(lowered, durations, messages, transfers)
+    messages = _durations("message_s", message_s, len(edges)) or []
+    transfers = _durations("transfer_s", transfer_s, len(edges)) or []
+    sums = _durations("reduce_s", reduce_s, num_stages) or []
+    starts_s, ends_s = _run(lowered, edges, durations, messages, transfers, sums)
     if any(len(done) < len(all_) for done, all_ in zip(ends_s, lowered.ranks, strict=True)):
         validate(lowered)  # Raises: only a wrong schedule stops half-way.
     step_s = max((max(ends) for ends in ends_s if ends), default=0)
@@ -106,6 +118,7 @@ def _check_stages(schedule: Schedule) -> None:
             stage > last
             or (stage == last and kind is sends_after_last)
             or (stage == 0 and kind is sends_before_first)
+            or (action.other is not None and action.other > last)
         ):
             validate(schedule)  # Raises, and shows where.
 
@@ -127,9 +140,11 @@ _Times = list[list[Seconds]]
 
 def _run(
     schedule: Schedule,
+    edges: Edges,
     durations: dict[ActionKind, list[Seconds]],
     messages: list[Seconds],
     transfers: list[Seconds],
+    sums: list[Seconds],
 ) -> tuple[_Times, _Times]:
     """Let each rank go on until it needs a message not yet sent; a send wakes its receiver.
 
@@ -138,16 +153,20 @@ def _run(
     """
     send_f, send_b = ActionKind.SEND_F, ActionKind.SEND_B
     recv_f, recv_b = ActionKind.RECV_F, ActionKind.RECV_B
-    placement, num_stages = schedule.placement, schedule.num_stages
+    reduce_grad, step_ = ActionKind.REDUCE_GRAD, ActionKind.STEP
+    placement = schedule.placement
     starts_s: _Times = [[] for _ in schedule.ranks]
     ends_s: _Times = [[] for _ in schedule.ranks]
     clocks_s: list[Seconds] = [0] * schedule.num_ranks
-    # By receiving stage and microbatch, outputs and gradients: when the message is there.
+    # By edge and microbatch, outputs and gradients: when the message is there.
     outputs: dict[tuple[int, int], Seconds] = {}
     gradients: dict[tuple[int, int], Seconds] = {}
-    # By receiving stage: when the last message has left the edge.
-    outputs_passed: list[Seconds] = [0] * num_stages
-    gradients_passed: list[Seconds] = [0] * num_stages
+    # By edge: when the last message has left it.
+    outputs_passed: list[Seconds] = [0] * len(edges)
+    gradients_passed: list[Seconds] = [0] * len(edges)
+    # By stage and by rank: when the sums of gradients are there.
+    summed: list[Seconds] = [0] * schedule.num_stages
+    summing: list[Seconds] = [0] * schedule.num_ranks
     queue = deque(range(schedule.num_ranks))
     queued = [True] * schedule.num_ranks
     while queue:
@@ -159,8 +178,11 @@ def _run(
             action = actions[step]
             kind, stage = action.kind, action.stage
             if kind is recv_f or kind is recv_b:
+                edge = stage - 1 if kind is recv_f else stage
+                if action.other is not None:
+                    edge = edges.number(action)
                 arrived = outputs if kind is recv_f else gradients
-                end_s = arrived.get((stage, action.microbatch))
+                end_s = arrived.get((edge, action.microbatch))
                 if end_s is None:
                     break
                 starts.append(now_s)
@@ -170,20 +192,26 @@ def _run(
                 if kind is send_f:
                     receiver, edge, arrived, passed = stage + 1, stage, outputs, outputs_passed
                 else:
-                    receiver, edge, arrived, passed = (
-                        stage - 1,
-                        stage - 1,
-                        gradients,
-                        gradients_passed,
-                    )
-                passed[receiver] = max(now_s, passed[receiver]) + transfers[edge]
-                end_s = arrived[receiver, action.microbatch] = passed[receiver] + messages[edge]
+                    receiver = edge = stage - 1
+                    arrived, passed = gradients, gradients_passed
+                if action.other is not None:
+                    receiver, edge = action.other, edges.number(action)
+                passed[edge] = max(now_s, passed[edge]) + transfers[edge]
+                end_s = arrived[edge, action.microbatch] = passed[edge] + messages[edge]
                 starts.append(now_s)
                 ends.append(end_s)
                 peer = placement[receiver]
                 if not queued[peer]:
                     queued[peer] = True
                     queue.append(peer)
+            elif kind is reduce_grad:
+                summed[stage] = summing[rank] = max(now_s, summing[rank]) + sums[stage]
+                starts.append(now_s)
+                ends.append(summed[stage])
+            elif kind is step_:
+                starts.append(now_s)
+                now_s = max(now_s, summed[stage])
+                ends.append(now_s)
             else:
                 starts.append(now_s)
                 now_s += durations[kind][stage]

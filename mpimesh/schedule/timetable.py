@@ -15,7 +15,6 @@ __all__ = ["Idle", "Seconds", "TimedAction", "Timetable"]
 # Sums and comparisons only, so integers and fractions stay exact.
 Seconds = float | Fraction
 
-_COMPUTING = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 _CATEGORIES: dict[ActionKind, Category] = {
     ActionKind.F: "forward",
     ActionKind.B: "backward",
@@ -25,6 +24,8 @@ _CATEGORIES: dict[ActionKind, Category] = {
     ActionKind.SEND_B: "send",
     ActionKind.RECV_F: "wait",
     ActionKind.RECV_B: "wait",
+    ActionKind.REDUCE_GRAD: "collective",
+    ActionKind.STEP: "optimizer",
 }
 
 
@@ -36,7 +37,8 @@ class TimedAction:
         action: What is done.
         start_s: When the rank reaches it, in seconds from the start of the step.
         end_s: When it is over. For a receive, when the message is there. For a send, when
-            the message has arrived; the rank itself goes on at `start_s`.
+            the message has arrived, and for a REDUCE_GRAD when the sums are there; the rank
+            itself goes on at `start_s`.
     """
 
     action: Action
@@ -96,7 +98,7 @@ class Timetable:
         schedule: The schedule with its messages.
         starts_s: For each rank when it reaches its actions, in the order of its list, in seconds
             from the start of the step.
-        ends_s: When they are over, likewise; see :class:`TimedAction` for messages.
+        ends_s: When they are over, likewise; see :class:`TimedAction` for messages and sums.
         step_s: When the last rank is done.
     """
 
@@ -124,7 +126,7 @@ class Timetable:
 
     def computing(self, rank: int) -> list[tuple[Action, Seconds, Seconds]]:
         """Return what `rank` computes: each action with its start and its end."""
-        return [one for one in self._timed(rank) if one[0].kind in _COMPUTING]
+        return [one for one in self._timed(rank) if one[0].kind.computes]
 
     def busy_s(self, rank: int) -> Seconds:
         """Return how long `rank` computes."""
@@ -183,7 +185,7 @@ class Timetable:
                 if end_s > start_s:
                     which = "inputs_s" if kind is ActionKind.RECV_F else "gradients_s"
                     waits.append((which, end_s - start_s))
-            elif kind in _COMPUTING:
+            elif kind.computes:
                 if computed_to_s is None:
                     parts["fill_s"] = start_s
                 elif start_s > computed_to_s:
@@ -209,9 +211,9 @@ class Timetable:
         )
 
     def events(self) -> list[Event]:
-        """Return what a tracer would have seen: computing, waiting, and messages under way.
+        """Return what a tracer would have seen: computing, waiting, messages and sums under way.
 
-        Waits and messages that take no time are left out.
+        All but computations are left out where they take no time.
         """
         return [
             Event(
@@ -221,11 +223,11 @@ class Timetable:
                 start_s=float(start_s),
                 duration_s=float(end_s - start_s),
                 stage=action.stage,
-                microbatch=action.microbatch,
+                microbatch=None if action.kind.is_whole else action.microbatch,
             )
             for rank in range(self.schedule.num_ranks)
             for action, start_s, end_s in self._timed(rank)
-            if end_s > start_s or not action.kind.is_message
+            if end_s > start_s or action.kind.computes
         ]
 
     def _timed(self, rank: int) -> Iterator[tuple[Action, Seconds, Seconds]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NoReturn
 
 from mpimesh.errors import ScheduleError
-from mpimesh.schedule.action import Action, ActionKind
 from mpimesh.schedule.lower import lower
+from mpimesh.schedule.messages import Messages
 from mpimesh.schedule.progress import Progress
 from mpimesh.schedule.rules import Rules
 from mpimesh.schedule.schedule import Schedule
@@ -34,14 +35,15 @@ class Proof:
     peak_in_flight: tuple[int, ...]
 
 
-def validate(schedule: Schedule) -> Proof:
+def validate(schedule: Schedule, *, skips: Iterable[tuple[int, int]] | None = None) -> Proof:
     """Prove that `schedule` is a correct step, or say where it is not.
 
     It proves that
 
     1. every stage does F once for each microbatch, and then, unless no backward is in the
        whole schedule (forward only), either B once or I and W once each, on its own rank;
-    2. every action comes after those whose results it uses;
+    2. every action comes after those whose results it uses; REDUCE_GRAD, which a stage may
+       have once, after all backwards of the stage, and STEP after that;
     3. sends and receives match: the messages from one stage to another are
        received in the order in which they are sent;
     4. no rank waits for ever with zero buffering, where a rank waits in receives only.
@@ -49,22 +51,32 @@ def validate(schedule: Schedule) -> Proof:
 
     `schedule` may be lowered or not. If not, the messages are those :func:`lower` adds.
 
+    Args:
+        schedule: What to prove.
+        skips: Its skips, see :func:`lower`. If None, those that have messages in it.
+
     Raises:
-        ScheduleError: If a rule is broken. The message names the first wrong action, the rule,
-            and shows the action in a table of ranks by steps. First is the smallest step,
+        ScheduleError: If a skip goes where none can, or a rule is broken. Then the message names
+            the first wrong action, the rule, and shows the action in a table of ranks by steps.
+            First is the smallest step,
             then the smallest rank, within the first of the rules above that is broken (1 and 2
             go together; what is missing comes after them).
+
+    Cost:
+        Less than a second for 64 stages and 1,024 microbatches, 2 microseconds for each action.
     """
-    _check_actions(schedule)
-    _check_complete(schedule)
-    lowered = lower(schedule)
-    num_messages = _check_messages(lowered)
-    progress = Progress(lowered)
+    skips = None if skips is None else tuple(skips)
+    _check_actions(schedule, skips)
+    lowered = lower(schedule, skips=skips or ())
+    messages = Messages(lowered)
+    if not messages.match:
+        _refuse_messages(lowered)
+    progress = Progress(messages)
     blocked = progress.blocked()
     if blocked:
         _refuse_deadlock(lowered, blocked)
     return Proof(
-        num_messages=num_messages,
+        num_messages=len(messages),
         send_window=progress.smallest_send_window(),
         peak_in_flight=tuple(map(schedule.peak_in_flight, range(schedule.num_ranks))),
     )
@@ -77,60 +89,42 @@ def _refuse(schedule: Schedule, rank: int, step: int, reason: str) -> NoReturn:
     )
 
 
-def _check_actions(schedule: Schedule) -> None:
-    rules = Rules(schedule)
+def _check_actions(schedule: Schedule, skips: tuple[tuple[int, int], ...] | None) -> None:
+    rules = Rules(schedule, skips)
     for step in range(max(map(len, schedule.ranks))):
         for rank, actions in enumerate(schedule.ranks):
             if step < len(actions):
                 reason = rules.why_wrong(rank, actions[step])
                 if reason is not None:
                     _refuse(schedule, rank, step, reason)
+    missing = rules.missing()
+    if missing is not None:
+        rank = schedule.placement[missing.stage]
+        _refuse(schedule, rank, len(schedule.ranks[rank]), f"{missing} is missing")
 
 
-def _check_complete(schedule: Schedule) -> None:
-    done = set(schedule.actions())
-    trains = schedule.trains
-    for stage, rank in enumerate(schedule.placement):
-        for microbatch in range(schedule.num_microbatches):
-            missing = _missing(done, stage, microbatch, trains)
-            if missing is not None:
-                _refuse(schedule, rank, len(schedule.ranks[rank]), f"{missing} is missing")
+_Edge = tuple[int, int]
+"""The sending stage and the receiving one."""
 
 
-def _missing(done: set[Action], stage: int, microbatch: int, trains: bool) -> Action | None:
-    forward, backward, first, second = (
-        Action(stage, kind, microbatch)
-        for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
-    )
-    if forward not in done:
-        return forward
-    if not trains or backward in done or {first, second} <= done:
-        return None
-    return second if first in done else backward
-
-
-def _check_messages(schedule: Schedule) -> int:
-    """Refuse sends and receives that do not match; return how many messages there are."""
-    sends: dict[tuple[int, ActionKind], list[tuple[int, int]]] = {}
-    recvs: dict[tuple[int, ActionKind], list[tuple[int, int]]] = {}
+def _refuse_messages(schedule: Schedule) -> NoReturn:
+    """Name the first message whose ends do not match."""
+    sends: dict[_Edge, list[tuple[int, int]]] = {}
+    recvs: dict[_Edge, list[tuple[int, int]]] = {}
     for rank, actions in enumerate(schedule.ranks):
         for step, action in enumerate(actions):
-            # An edge is named by its sending stage and its direction.
             if action.kind.is_send:
-                sends.setdefault((action.stage, action.kind), []).append((rank, step))
+                sends.setdefault((action.stage, action.far_stage), []).append((rank, step))
             elif action.kind.is_recv:
-                partner = action.partner
-                recvs.setdefault((partner.stage, partner.kind), []).append((rank, step))
+                recvs.setdefault((action.far_stage, action.stage), []).append((rank, step))
     wrong = [
         problem
         for edge in sends.keys() | recvs.keys()
         for problem in [_edge_problem(schedule, sends.get(edge, []), recvs.get(edge, []))]
         if problem is not None
     ]
-    if wrong:
-        step, rank, reason = min(wrong)
-        _refuse(schedule, rank, step, reason)
-    return sum(map(len, sends.values()))
+    step, rank, reason = min(wrong)
+    _refuse(schedule, rank, step, reason)
 
 
 def _edge_problem(

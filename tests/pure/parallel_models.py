@@ -155,3 +155,39 @@ def assert_same(got: Trained, expected: Trained, *, rtol: float = 1e-12) -> None
         # Adam divides small gradients by their own size, which enlarges rounding.
         np.testing.assert_allclose(values, expected.state[name], rtol=1e-8, atol=1e-11)
     np.testing.assert_allclose(got.outputs, expected.outputs, rtol=1e-8, atol=1e-11)
+
+
+def state_of(pipe: Any) -> dict[str, np.ndarray]:
+    return {name: parameter.data.copy() for name, parameter in pipe.named_parameters()}
+
+
+def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, other[name], err_msg=name, strict=True)
+
+
+def train_both_ways(mesh: mm.DeviceMesh, rows: int, **options: Any) -> None:
+    """Three steps with the optimizer inside, and three with it after, from the same values."""
+    trained = []
+    num_stages = options.pop("num_stages", None)
+    for inside in (True, False):
+        stages = None if num_stages is None else cut(num_stages)
+        pipe = make_pipeline(mesh, stages=stages, **options)
+        optimizer = optim.Adam(pipe.parameters(), lr=0.01)
+        losses = []
+        for step in range(3):
+            before = state_of(pipe)
+            given = optimizer if inside else None
+            losses.append(
+                pipe.train_step(*batch(step, rows), loss=nn.cross_entropy, optimizer=given)
+            )
+            if not inside:
+                assert_equal(state_of(pipe), before)
+                optimizer.step()
+        gradients = {name: p.grad.copy() for name, p in pipe.named_parameters()}
+        trained.append((losses, state_of(pipe), gradients))
+        pipe.check_replicas()
+    assert trained[0][0] == trained[1][0]
+    assert_equal(trained[0][1], trained[1][1])
+    assert_equal(trained[0][2], trained[1][2])

@@ -94,6 +94,6 @@ def assert_nothing_left(mesh: mm.DeviceMesh) -> None:
         tags = [ALARM_TAG]
         for stage in range(4):
             tags.append(message_tag(Action(stage, ActionKind.SEND_F, 0)))
-            tags.append(message_tag(Action(stage, ActionKind.SEND_B, 0)))
+            tags.append(message_tag(Action(stage + 1, ActionKind.SEND_B, 0)))
         assert [tag for tag in tags if communicator.probe(tag)] == []
     mesh.barrier()

@@ -33,6 +33,14 @@ def random_schedules(draw) -> Schedule:
     return Schedule.from_string("\n".join(lines))
 
 
+def skips_of(num_stages: int) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:
+    """Any skips between stages, in any order."""
+    every = [(a, b) for a in range(num_stages) for b in range(a + 2, num_stages)]
+    if not every:
+        return st.just(())
+    return st.lists(st.sampled_from(every), unique=True, max_size=6).map(tuple)
+
+
 def needs(action: Action) -> list[str]:
     """What must be done before `action`; of the names of a backward one or the other exists."""
     s, m = action.stage, action.microbatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -128,6 +129,53 @@ def test_reductions_keep_their_order_whatever_comes_first():
                 counts.append(calls.get("all_reduce", 0) - started)
             assert counts == ([0, 0, 3] if cycle else [0, 0, 0])
             buckets.synchronize()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_is_said_to_be_complete_need_not_be_counted(overlap):
+    """In the first cycle, and where a gradient comes in some backwards only."""
+
+    def body(mesh):
+        parameters = make_parameters([(2,)] * 4)
+        outside = make_parameters([(2,)])
+        group = mesh.group("dp")
+        buckets = GradientBuckets(parameters, group, mesh=mesh, bucket_bytes=16, overlap=overlap)
+        calls = mesh.traffic().calls
+        for cycle in range(3):
+            started = calls.get("all_reduce", 0)
+            buckets.begin(2)
+            counts = []
+            # The last bucket's gradient comes in the middle cycle only.
+            for parameter in [*parameters[2:], *(parameters[:1] if cycle == 1 else [])]:
+                parameter.accumulate(np.ones(2))
+            for some in (parameters[2:], parameters[:1], parameters[:1], outside, parameters[1:2]):
+                buckets.complete(some)
+                counts.append(calls.get("all_reduce", 0) - started)
+            # Bucket 3 holds parameter 0 and waits for bucket 2, whose turn is first.
+            assert counts == ([2, 2, 2, 2, 4] if overlap else [0] * 5)
+            buckets.synchronize()
+            assert calls.get("all_reduce", 0) - started == 4
+            for number, parameter in enumerate(parameters):
+                added = number > 1 or (number == 0 and cycle == 1)
+                assert np.all(parameter.grad == 2.0 * added)
+
+    on_ranks(2, body)
+
+
+def test_what_is_complete_is_not_reduced_under_no_sync():
+    def body(mesh):
+        parameters = make_parameters([(2,)] * 2)
+        buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh, bucket_bytes=16)
+        for last in (False, True):
+            with nullcontext() if last else buckets.no_sync():
+                buckets.begin()
+                parameters[1].accumulate(np.ones(2))
+                buckets.complete(parameters)
+                assert buckets.started == last
+        buckets.synchronize()
+        assert np.all(parameters[1].grad == 4.0)
 
     on_ranks(2, body)
 

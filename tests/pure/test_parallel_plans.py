@@ -8,9 +8,20 @@ from hypothesis import strategies as st
 
 from mpimesh.errors import ScheduleError
 from mpimesh.parallel.plans import Plans, forward_schedule
-from mpimesh.parallel.tags import ALARM_TAG, MAX_STAGES, message_tag
-from mpimesh.schedule import Action, ActionKind, forward_only, validate
+from mpimesh.parallel.tags import ALARM_TAG, MAX_EDGES, message_tag
+from mpimesh.schedule import (
+    Action,
+    ActionKind,
+    Edges,
+    forward_only,
+    lower,
+    make_schedule,
+    validate,
+)
 from mpimesh.transport import MAX_USER_TAG
+from tests.pure.random_schedules import skips_of
+
+K = ActionKind
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.randoms())
@@ -54,20 +65,62 @@ def test_no_microbatches_are_no_work():
 
 
 def test_tags_are_apart_and_within_what_every_mpi_has():
-    sends = [
-        Action(stage, kind, 0)
-        for stage in range(MAX_STAGES)
-        for kind in (ActionKind.SEND_F, ActionKind.SEND_B)
-    ]
-    tags = {message_tag(action) for action in sends}
-    assert len(tags) == len(sends)
+    edges = Edges(MAX_EDGES - 1, ((0, 2), (5, 4000)))
+    assert len(edges) == MAX_EDGES
+    sends = [Action(0, K.SEND_F, 0, 2), Action(2, K.SEND_B, 0, 0)]
+    sends += [Action(5, K.SEND_F, 0, 4000), Action(4000, K.SEND_B, 0, 5)]
+    for stage in range(edges.num_stages - 1):
+        sends += [Action(stage, K.SEND_F, 0), Action(stage + 1, K.SEND_B, 0)]
+    tags = {message_tag(action, edges) for action in sends}
+    assert len(tags) == len(sends) == 2 * MAX_EDGES
     assert min(tags) > MAX_USER_TAG + 16
-    assert max(tags) < ALARM_TAG <= 32767
-    for action in sends[2:100]:
-        assert message_tag(action.partner) == message_tag(action)
+    assert max(tags) < ALARM_TAG == 28672
+    for action in sends[:100]:
+        assert message_tag(action.partner, edges) == message_tag(action, edges)
+        if action.other is None:
+            assert message_tag(action) == message_tag(action, edges)
     # The microbatch is not in the tag, so no number of microbatches is too large.
-    assert message_tag(Action(1, ActionKind.SEND_F, 10**9)) in tags
-    with pytest.raises(ScheduleError, match="at most 4096 stages"):
-        message_tag(Action(MAX_STAGES, ActionKind.SEND_F, 0))
-    with pytest.raises(ScheduleError):
-        message_tag(Action(0, ActionKind.F, 0))
+    assert message_tag(Action(1, K.SEND_F, 10**9)) in tags
+
+
+@pytest.mark.parametrize(
+    ("action", "edges", "message"),
+    [
+        (Action(MAX_EDGES, K.SEND_F, 0), None, "at most 4096 edges.*make fewer stages or skips"),
+        (Action(0, K.F, 0), None, "0F0 computes"),
+        (Action(0, K.SEND_B, 0), None, "0SEND_B0 goes along no edge"),
+        (Action(0, K.SEND_F, 0, 2), None, "0SEND_F0>2 goes along no edge"),
+        (Action(0, K.SEND_F, 0, 2), Edges(4, ((1, 3),)), "no edge of this pipeline of 4 stages"),
+        (Action(3, K.SEND_F, 0), Edges(4), "3SEND_F0 goes along no edge"),
+    ],
+)
+def test_what_has_no_tag_is_told(action, edges, message):
+    with pytest.raises(ScheduleError, match=message):
+        message_tag(action, edges)
+
+
+@given(st.integers(3, 6), st.integers(1, 4), st.integers(0, 6), st.data())
+def test_plans_carry_skips_and_prune_them_in_pairs(stages, microbatches, first_trained, data):
+    skips = data.draw(skips_of(stages))
+    every: set[Action] = set()
+    for rank in range(stages):
+        plans = Plans("1f1b", stages, microbatches, num_ranks=stages, rank=rank, skips=skips)
+        assert plans.edges == Edges(stages, skips)
+        every |= {*plans.plan(microbatches, training=True, first_trained=first_trained).actions}
+        forward = plans.plan(microbatches, training=False).actions
+        ends = {one.other for one in forward if one.other is not None}
+        assert ends == {*plans.edges.sources(rank), *plans.edges.destinations(rank)}
+    for action in every:
+        if action.kind.is_message:
+            assert action.partner in every
+    gradients = {(one.far_stage, one.stage) for one in every if one.kind is K.SEND_B and one.other}
+    assert gradients == {skip for skip in skips if skip[0] >= max(first_trained, 1)}
+
+
+def test_plans_refuse_a_schedule_whose_messages_lack_the_skips():
+    lowered = lower(make_schedule("gpipe", 3, 2))
+    with pytest.raises(ScheduleError, match="2F0 comes before 2RECV_F0<0, which it needs"):
+        Plans(lowered, 3, 2, num_ranks=3, rank=0, skips=[(0, 2)])
+    lowered = lower(make_schedule("gpipe", 3, 2), skips=[(0, 2)])
+    with pytest.raises(ScheduleError, match=r"2RECV_F0<0 is of no skip; there are \[\]"):
+        Plans(lowered, 3, 2, num_ranks=3, rank=0)

@@ -21,6 +21,7 @@ from mpimesh.schedule import (
     schedule_table,
     validate,
 )
+from tests.pure.random_schedules import random_schedules, skips_of
 
 K = ActionKind
 
@@ -87,12 +88,14 @@ def slow_says_correct(schedule: Schedule) -> bool:
     for action, (rank, _) in place.items():
         if action.stage >= schedule.num_stages or schedule.placement[action.stage] != rank:
             return False
-        if not action.kind.is_message:
+        if action.kind.computes:
             key = (action.stage, action.microbatch)
             kinds[key] = "".join(sorted(kinds.get(key, "") + action.kind))
     wanted = {(s, m) for s in range(schedule.num_stages) for m in range(schedule.num_microbatches)}
     trains = any(kind != "F" for kind in kinds.values())
     if set(kinds) != wanted or not set(kinds.values()) <= ({"BF", "FIW"} if trains else {"F"}):
+        return False
+    if not all(slow_whole_is_right(schedule, place, action) for action in place):
         return False
     needs, messages = slow_needs(schedule, kinds, trains)
     if any(action.kind.is_message for action in place):
@@ -121,6 +124,16 @@ def slow_says_correct(schedule: Schedule) -> bool:
                 return False
     lists = {edge for actions in schedule.ranks for edge in pairwise(actions)}
     return graph_is_acyclic(lists | needs)
+
+
+def slow_whole_is_right(schedule, place, action):
+    """Whether what is done once for a stage comes when it may, in a step that is complete."""
+    rank, step = place[action]
+    before = schedule.ranks[rank][:step]
+    if action.kind is K.REDUCE_GRAD:
+        ends = [one for one in before if one.stage == action.stage and one.kind in (K.B, K.W)]
+        return len(ends) == schedule.num_microbatches
+    return action.kind is not K.STEP or Action(action.stage, K.REDUCE_GRAD, 0) in before
 
 
 def slow_needs(schedule, kinds, trains):
@@ -165,6 +178,33 @@ def slow_blocking_sends_are_safe(lowered: Schedule) -> bool:
     )
 
 
+def slow_smallest_send_window(lowered: Schedule) -> int:
+    """Step every rank in turn, with sets of messages, for each window from 0 on."""
+
+    def ends(window: int) -> bool:
+        at = [0] * lowered.num_ranks
+        begun: set[Action] = set()
+        moved = True
+        while moved:
+            moved = False
+            for rank, actions in enumerate(lowered.ranks):
+                if at[rank] == len(actions):
+                    continue
+                action = actions[at[rank]]
+                begun.add(action)
+                unfinished = sum(
+                    one.kind.is_send and one in begun and one.partner not in begun
+                    for one in actions
+                )
+                waits = action.kind.is_recv and action.partner not in begun
+                if not waits and not (action.kind.is_send and unfinished > window):
+                    at[rank] += 1
+                    moved = True
+        return all(step == len(actions) for step, actions in zip(at, lowered.ranks, strict=True))
+
+    return next(window for window in range(10**6) if ends(window))
+
+
 @st.composite
 def correct_schedules(draw):
     num_stages, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 5))
@@ -175,7 +215,9 @@ def correct_schedules(draw):
         schedule = fold(make_schedule("gpipe", 2 * num_stages, num_microbatches))
     else:
         schedule = make_schedule(form, num_stages, num_microbatches)
-    return lower(schedule) if draw(st.booleans()) else schedule
+    if draw(st.booleans()):
+        return schedule
+    return lower(schedule, reduce_grad=draw(st.booleans()), step=draw(st.booleans()))
 
 
 def mutate(draw, schedule: Schedule) -> Schedule:
@@ -195,8 +237,9 @@ def mutate(draw, schedule: Schedule) -> Schedule:
     elif what == "move":
         actions.insert(draw(st.integers(0, len(actions) - 1)), actions.pop(step))
     elif what == "kind":
-        actions[step] = replace(action, kind=draw(st.sampled_from(list(K))))
-    elif what == "microbatch":
+        kinds = [kind for kind in K if not (kind.is_whole and action.microbatch)]
+        actions[step] = replace(action, kind=draw(st.sampled_from(kinds)))
+    elif what == "microbatch" and not action.kind.is_whole:
         actions[step] = replace(action, microbatch=draw(st.integers(0, schedule.num_microbatches)))
     else:
         ranks[draw(st.integers(0, len(ranks) - 1))].append(actions.pop(step))
@@ -247,6 +290,12 @@ def test_mutated_schedules_are_refused_or_still_correct(data, schedule, times):
         ("0F0,0SEND_F0,1F0", "0SEND_F0 is no message: stage 1 lies on the same rank"),
         ("0F0,1F0,0B0,1B0", "step 2: 0B0 comes before 1B0 or 1I0, which it needs"),
         ("1F0,0F0", "step 0: 1F0 comes before 0F0"),
+        ("0F0,0B0,0STEP", "step 2: 0STEP comes before 0REDUCE_GRAD, which it needs"),
+        ("0F0,0F1,0B0,0REDUCE_GRAD,0B1", "0REDUCE_GRAD comes before 0B1 or 0W1, which it needs"),
+        ("0F0,0REDUCE_GRAD", "0REDUCE_GRAD comes before 0B0 or 0W0, which it needs"),
+        ("0F0,0I0,0REDUCE_GRAD,0W0", "0REDUCE_GRAD comes before 0B0 or 0W0, which it needs"),
+        ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD", "step 3: 0REDUCE_GRAD is done a second time"),
+        ("0F0,0B0,0REDUCE_GRAD,0STEP,0STEP", "step 4: 0STEP is done a second time"),
     ],
 )
 def test_the_first_wrong_action_is_named(text, message):
@@ -297,6 +346,18 @@ def test_a_ring_leaves_out_ranks_that_only_wait_for_it():
     with pytest.raises(ScheduleError, match="deadlock") as info:
         validate(Schedule.from_string("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n2F0,2F1,2B0,2B1"))
     assert "rank 2 waits" not in str(info.value)
+
+
+@settings(max_examples=200)
+@given(random_schedules(), st.data())
+def test_the_smallest_send_window_is_that_of_a_slow_model(schedule, data):
+    lowered = lower(schedule, skips=data.draw(skips_of(schedule.num_stages)))
+    try:
+        proof = validate(lowered)
+    except ScheduleError:
+        assume(False)
+    assert proof.send_window == slow_smallest_send_window(lowered)
+    assert proof.num_messages == sum(action.kind.is_send for action in lowered.actions())
 
 
 @pytest.mark.parametrize("num_microbatches", range(1, 10))

@@ -10,18 +10,21 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh import nn
+from mpimesh import nn, optim
 from mpimesh.errors import MismatchError, StageError, StageShapeError
 from mpimesh.parallel import wire
 from tests.pure.parallel_models import (
     CLASSES,
     SEED,
+    assert_equal,
     assert_same,
     batch,
     cut,
     layers,
     make_pipeline,
+    state_of,
     train_alone,
+    train_both_ways,
     train_on,
 )
 from tests.pure.parallel_traps import Reshaped, Trap, assert_nothing_left, error_of, trapped_stages
@@ -85,6 +88,33 @@ def test_forward_everywhere(comm, rows):
             y = make_pipeline(mesh).forward(x, everywhere=True)
             assert y.shape == (rows, CLASSES)
             np.testing.assert_allclose(y, alone.forward(x), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("rows", [13, 1])
+def test_the_optimizer_inside_a_step_gives_the_same_bits(comm, rows):
+    for dims in meshes(comm):
+        with mm.DeviceMesh(dims, comm) as mesh:
+            train_both_ways(mesh, rows)
+
+
+@pytest.mark.nprocs(2, 4)
+def test_a_failure_leaves_the_parameters_to_the_optimizer_inside(comm):
+    with mm.DeviceMesh(cut_mesh(comm), comm) as mesh:
+        stages, traps = trapped_stages(mesh.dim_size("pp"))
+        pipe = make_pipeline(mesh, stages=stages)
+        optimizer = optim.SGD(pipe.parameters(), lr=0.1)
+        train = partial(pipe.train_step, *batch(0, 16), loss=nn.cross_entropy, optimizer=optimizer)
+        train()
+        before = state_of(pipe)
+        if comm.rank == comm.size - 1:
+            traps[mesh.coord("pp")].arm("B", 3)
+        assert "boom" in str(error_of(train))
+        assert_equal(state_of(pipe), before)
+        assert_nothing_left(mesh)
+        for trap in traps:
+            trap.disarm()
+        train()
+        pipe.check_replicas()
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)
