@@ -100,6 +100,7 @@ class Engine:
             self.num_microbatches,
             num_ranks=pipe.size,
             rank=_place(pipe),
+            skips=[(source, stage.stage_id) for stage in self.stages for source in stage.skips],
         )
         self.mesh = mesh
         self.scope = scope
@@ -234,7 +235,8 @@ class Engine:
         return (
             f"stages {layers}; {len(shapes)} parameters, digest {fingerprint(str(shapes)):x}; "
             f"schedule {self.plans.name} of {self.num_microbatches} microbatches on ranks "
-            f"{self.plans.placement}; seed {options.seed}, {np.dtype(options.dtype)}"
+            f"{self.plans.placement}, skips {list(self.plans.edges.skips)}; "
+            f"seed {options.seed}, {np.dtype(options.dtype)}"
         )
 
     def _broadcast(self) -> None:

@@ -1,8 +1,8 @@
 """Run one rank's list of actions. Any schedule, by one small interpreter.
 
-Between two stages on one rank results are handed over in memory, between ranks by the
-inbox and the outbox. What a microbatch leaves behind for its backward is in
-its own context, so the order of the actions is the schedule's affair alone.
+How results get from stage to stage is the affair of :mod:`mpimesh.parallel.flow`. What a microbatch
+leaves behind for its backward is in its own context, so the order of the actions is the schedule's
+affair alone.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from types import ModuleType
 
 import numpy as np
 
-from mpimesh.arrays import Array
 from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Context, Loss
+from mpimesh.parallel.flow import Flow
 from mpimesh.parallel.inbox import Inbox
-from mpimesh.parallel.interface import Interface, check_gradient, check_output, first_gradient
+from mpimesh.parallel.interface import check_output
 from mpimesh.parallel.known import Known
 from mpimesh.parallel.outbox import Outbox
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tree import Tree
-from mpimesh.schedule import Action, ActionKind
+from mpimesh.schedule import Action, ActionKind, Edges
 from mpimesh.trace import Category, Span, Tracer
 
 __all__ = ["Executor", "Task"]
@@ -59,7 +59,7 @@ class Executor:
 
     Args:
         stages: The stages of this rank, by number.
-        num_stages: Stages of the pipeline.
+        edges: The edges between all stages of the pipeline.
         first_trained: The first stage with anything to train; none before has a backward.
         task: What to work on.
         training: With backward, or forward only.
@@ -80,7 +80,7 @@ class Executor:
     def __init__(
         self,
         stages: Mapping[int, PipelineStage],
-        num_stages: int,
+        edges: Edges,
         first_trained: int,
         task: Task,
         *,
@@ -97,30 +97,35 @@ class Executor:
         self.loss = 0.0
         self.outputs: dict[int, Tree] = {}
         self._stages = stages
-        self._last = num_stages - 1
+        self._last = edges.num_stages - 1
         self._first_trained = first_trained
         self._task = task
         self._training = training
-        self._inbox = inbox
         self._outbox = outbox
         self._known = known
         self._look = look
         self._tracer = tracer
         self._xp = xp
-        # Arrays on their way, by the stage that they go to (inputs, gradients) or come from.
-        self._inputs: dict[_Key, Tree] = {}
-        self._gradients: dict[_Key, Tree] = {}
-        self._outgoing: dict[tuple[ActionKind, _Key], list[Array]] = {}
+        self._flow = Flow(
+            stages,
+            edges,
+            first_trained,
+            known=known,
+            inbox=inbox,
+            outbox=outbox,
+            xp=xp,
+        )
+        self._loss_gradients: dict[int, Tree] = {}
         self._contexts: dict[_Key, Context] = {}
         self._do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.B: self._backward,
             ActionKind.I: self._backward_input,
             ActionKind.W: self._backward_weight,
-            ActionKind.SEND_F: self._send,
-            ActionKind.SEND_B: self._send,
-            ActionKind.RECV_F: self._receive,
-            ActionKind.RECV_B: self._receive,
+            ActionKind.SEND_F: self._flow.send,
+            ActionKind.SEND_B: self._flow.send,
+            ActionKind.RECV_F: self._flow.receive,
+            ActionKind.RECV_B: self._flow.receive,
             ActionKind.REDUCE_GRAD: lambda action: reduce_grad(action.stage),
         }
 
@@ -145,13 +150,8 @@ class Executor:
         with self._span(action, "forward"):
             self._offer(context, self._stages[stage].last_layer, stage, stage + 1)
             y = self._stages[stage].forward(x, context)
-            known = self._known.interface(stage, microbatch) if stage < self._last else None
-            rows = self._known.rows(microbatch)
-            leaves, interface = check_output(y, stage=stage, rows=rows, interface=known)
             if stage < self._last:
-                self._hand_on(key, leaves, interface, known)
-            elif not self._training:
-                self.outputs[microbatch] = y
+                self._flow.hand_on(stage, microbatch, y)
             else:
                 self._end_forward(key, y)
         if context is not None and stage < self._first_trained:
@@ -160,13 +160,14 @@ class Executor:
     def _input(self, key: _Key) -> Tree:
         stage, microbatch = key
         if stage > 0:
-            x = self._inputs.pop(key)
+            entries = self._flow.arrived(stage, microbatch)
         elif self._task.x is None:
             raise ModuleStateError("the first stage got no input")
         else:
-            x = self._task.x[microbatch]
+            entries = [self._task.x[microbatch]]
         named = self._stages[stage].inputs
-        return (x, *(self._task.inputs[name][microbatch] for name in named)) if named else x
+        entries += [self._task.inputs[name][microbatch] for name in named]
+        return entries[0] if len(entries) == 1 else tuple(entries)
 
     def _context(self, key: _Key) -> Context | None:
         if not self._training:
@@ -185,21 +186,13 @@ class Executor:
         if context is not None and self._xp is np:
             context.offer(layer, self._outbox.room_for(other) if crosses else None)
 
-    def _hand_on(
-        self, key: _Key, leaves: list[Array], interface: Interface, known: Interface | None
-    ) -> None:
-        stage, microbatch = key
-        if known is None:
-            self._known.learn(stage, microbatch, interface)
-            self._inbox.expect(stage)
-        if stage + 1 in self._stages:
-            # As it would arrive on another rank: dicts in the order of their keys.
-            self._inputs[stage + 1, microbatch] = interface.structure.unflatten(leaves)
-        else:
-            self._outgoing[ActionKind.SEND_F, key] = leaves
-
     def _end_forward(self, key: _Key, y: Tree) -> None:
-        """Compute the loss of a microbatch, and the gradient that its backward begins with."""
+        """Keep an output; in training, compute the loss, and the gradient to begin backward with."""
+        rows = self._known.rows(key[1])
+        leaves, interface = check_output(y, stage=key[0], rows=rows, interface=None)
+        if not self._training:
+            self.outputs[key[1]] = interface.structure.unflatten(leaves)
+            return
         task = self._task
         if task.loss is None or task.target is None:
             raise ModuleStateError("the last stage got no loss or no target")
@@ -208,14 +201,21 @@ class Executor:
         )
         self.loss += float(value)
         if key[0] >= self._first_trained:
-            self._gradients[key] = gradient
+            self._loss_gradients[key[1]] = gradient
+
+    def _gradient(self, key: _Key) -> Tree:
+        """Give up the gradient of a stage's output."""
+        stage, microbatch = key
+        if stage == self._last:
+            return self._loss_gradients.pop(microbatch)
+        return self._flow.gradient(stage, microbatch)
 
     def _backward(self, action: Action) -> None:
         key = action.stage, action.microbatch
         with self._span(action, "backward"):
             context = self._contexts.pop(key)
             self._offer(context, self._stages[key[0]].first_layer, key[0], key[0] - 1)
-            dx = self._stages[action.stage].backward(self._gradients.pop(key), context)
+            dx = self._stages[action.stage].backward(self._gradient(key), context)
         self._hand_back(key, dx)
 
     def _backward_input(self, action: Action) -> None:
@@ -223,7 +223,7 @@ class Executor:
         with self._span(action, "backward_input"):
             context = self._contexts[key]
             self._offer(context, self._stages[key[0]].first_layer, key[0], key[0] - 1)
-            dx = self._stages[action.stage].backward_input(self._gradients.pop(key), context)
+            dx = self._stages[action.stage].backward_input(self._gradient(key), context)
         self._hand_back(key, dx)
 
     def _backward_weight(self, action: Action) -> None:
@@ -237,39 +237,4 @@ class Executor:
         )
 
     def _hand_back(self, key: _Key, dx: Tree | None) -> None:
-        stage, microbatch = key
-        if stage <= self._first_trained:
-            return
-        source = stage - 1
-        interface = self._interface(source, microbatch)
-        rows = self._known.rows(microbatch)
-        dx = first_gradient(dx, interface.structure, 1 + len(self._stages[stage].inputs))
-        gradients = check_gradient(dx, stage=stage, source=source, rows=rows, interface=interface)
-        if source in self._stages:
-            self._gradients[source, microbatch] = interface.gradient_tree(gradients)
-        else:
-            self._outgoing[ActionKind.SEND_B, key] = gradients
-
-    def _interface(self, stage: int, microbatch: int) -> Interface:
-        interface = self._known.interface(stage, microbatch)
-        if interface is None:
-            raise ModuleStateError(f"nothing is known of the output of stage {stage}")
-        return interface
-
-    # -- messages -----------------------------------------------------------------------------
-
-    def _send(self, action: Action) -> None:
-        key = action.stage, action.microbatch
-        self._outbox.send(action, self._outgoing.pop((action.kind, key)))
-
-    def _receive(self, action: Action) -> None:
-        self._outbox.reap()
-        leaves = self._inbox.receive(action)
-        if self._xp is not np:
-            leaves = [self._xp.asarray(leaf) for leaf in leaves]
-        key = action.stage, action.microbatch
-        if action.kind is ActionKind.RECV_F:
-            structure = self._interface(action.stage - 1, action.microbatch).structure
-            self._inputs[key] = structure.unflatten(leaves)
-        else:
-            self._gradients[key] = self._interface(*key).gradient_tree(leaves)
+        self._flow.hand_back(*key, dx, len(self._stages[key[0]].inputs))

@@ -91,6 +91,7 @@ class _Channel:
         source: The stage whose interface the messages have.
         kind: RECV_F or RECV_B.
         microbatches: Those whose receives are still to be posted.
+        is_news: Whether the next data come behind an announcement.
         posted: Receives under way, a list for each microbatch, in order.
         announcement: The receive of the next interface that is not known: of the first
             microbatch, or of each, between their data.
@@ -102,6 +103,7 @@ class _Channel:
     tag: int
     source: int
     kind: ActionKind
+    is_news: bool
     microbatches: deque[int] = field(default_factory=deque)
     posted: deque[list[_Posted]] = field(default_factory=deque)
     announcement: _Posted | None = None
@@ -140,7 +142,8 @@ class Inbox:
         self._wire = wire
         self._known = known
         self._pool = pool
-        self._channels: dict[tuple[int, ActionKind], _Channel] = {}
+        self._channels: dict[tuple[int, ActionKind, int], _Channel] = {}
+        self._known_before = frozenset(known.stages)
 
     def open(self, actions: Sequence[Action]) -> None:
         """Post the first receives for the `actions` that this rank will do, in their order."""
@@ -156,7 +159,7 @@ class Inbox:
         Raises:
             ShapeError: If one has not the size that its stage announced.
         """
-        channel = self._channels[action.stage, action.kind]
+        channel = self._channels[action.stage, action.kind, action.far_stage]
         self._post_ahead(channel)
         if not channel.posted and channel.announcement is not None:
             self._learn(channel, channel.announcement, action)
@@ -173,9 +176,9 @@ class Inbox:
 
     def expect(self, stage: int) -> None:
         """Post receives of the gradients for `stage`, now that its interface is known."""
-        channel = self._channels.get((stage, ActionKind.RECV_B))
-        if channel is not None:
-            self._post_ahead(channel)
+        for (receiver, kind, _), channel in self._channels.items():
+            if receiver == stage and kind is ActionKind.RECV_B:
+                self._post_ahead(channel)
 
     # -- after a failure ---------------------------------------------------------------------
 
@@ -211,14 +214,17 @@ class Inbox:
         ]
 
     def _channel(self, action: Action) -> _Channel:
-        channel = self._channels.get((action.stage, action.kind))
+        key = (action.stage, action.kind, action.far_stage)
+        channel = self._channels.get(key)
         if channel is None:
-            sender = action.partner.stage
-            channel = self._channels[action.stage, action.kind] = _Channel(
-                peer=self._wire.placement[sender],
-                tag=message_tag(action),
-                source=min(sender, action.stage),
+            source = min(action.stage, action.far_stage)
+            forward = action.kind is ActionKind.RECV_F
+            channel = self._channels[key] = _Channel(
+                peer=self._wire.placement[action.far_stage],
+                tag=message_tag(action, self._wire.edges),
+                source=source,
                 kind=action.kind,
+                is_news=forward and source not in self._known_before,
             )
         return channel
 
@@ -230,6 +236,7 @@ class Inbox:
             self._wire.wait(rest.request, action)
             text = np.concatenate([text, rest.buffer])
         channel.announcement = None
+        channel.is_news = False
         self._known.hear(channel.source, action.microbatch, text)
 
     def _arrays(self, channel: _Channel, message: list[_Posted], action: Action) -> list[Array]:
@@ -242,7 +249,7 @@ class Inbox:
                 for other in message[place + 1 :]:
                     other.unwanted(channel.peer).test()
                 raise ShapeError(
-                    f"stage {action.partner.stage} sent stage {action.stage} {error}: shape "
+                    f"stage {action.far_stage} sent stage {action.stage} {error}: shape "
                     f"{posted.shape} and dtype {posted.dtype}, array {place} of "
                     f"{self._known.interface(channel.source, action.microbatch)}"
                 ) from None
@@ -255,10 +262,12 @@ class Inbox:
 
     def _post_ahead(self, channel: _Channel) -> None:
         while channel.microbatches and len(channel.posted) < _RECEIVES_AHEAD:
+            if channel.is_news:
+                if channel.announcement is None:
+                    channel.announcement = self._post_announcement(channel, FIRST_PIECE_BYTES)
+                return
             interface = self._known.interface(channel.source, channel.microbatches[0])
             if interface is None:
-                if channel.kind is ActionKind.RECV_F and channel.announcement is None:
-                    channel.announcement = self._post_announcement(channel, FIRST_PIECE_BYTES)
                 return
             rows = self._known.rows(channel.microbatches.popleft())
             message: list[_Posted] = []
@@ -266,6 +275,7 @@ class Inbox:
             for leaf in channel.leaves(interface):
                 message.append(self._post_leaf(channel, leaf, rows))
                 channel.count += 1
+            channel.is_news = self._known.free and channel.kind is ActionKind.RECV_F
 
     def _post_leaf(self, channel: _Channel, leaf: Leaf, rows: int) -> _Posted:
         shape = leaf.shape(rows)

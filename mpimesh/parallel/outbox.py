@@ -62,7 +62,8 @@ class Outbox:
     def __init__(self, wire: Wire, known: Known, pool: SlotPool, window: int) -> None:
         self._wire = wire
         self._known = known
-        self._announced = set(known.stages)
+        self._announced: set[tuple[int, int]] = set()  # source and receiving stage
+        self._known_before = frozenset(known.stages)
         self._pool = pool
         self._window = window
         self._sending: deque[_Sending] = deque()
@@ -77,9 +78,7 @@ class Outbox:
         """
         for leaf in leaves:
             refuse_objects(np.dtype(leaf.dtype))
-        if action.kind is ActionKind.SEND_F and action.stage not in self._announced:
-            if not self._known.free:
-                self._announced.add(action.stage)
+        if action.kind is ActionKind.SEND_F and self._is_news(action):
             notes = self._known.announcement(action.stage, action.microbatch)
             requests = [self._isend(note, action) for note in notes]
             self._announcing.append(_Sending(requests, action, 0.0, 0))
@@ -144,14 +143,23 @@ class Outbox:
             for request in sending.requests
         ]
 
+    def _is_news(self, action: Action) -> bool:
+        """Tell whether the receiver of a SEND_F has to be told what will come; note that it is."""
+        edge = (action.stage, action.far_stage)
+        if action.stage in self._known_before or edge in self._announced:
+            return False
+        if not self._known.free:
+            self._announced.add(edge)
+        return True
+
     def _send_one(self, x: Array, action: Action) -> Request:
-        lender = self._wire.lender(self._wire.placement[action.partner.stage], x.nbytes)
+        lender = self._wire.lender(self._wire.placement[action.far_stage], x.nbytes)
         if lender is None:
             return self._isend(self._outgoing(x).reshape(-1).view(np.uint8), action)
         return self._isend(self._ticket(x, lender), action, lent=True)
 
     def _isend(self, data: Array, action: Action, *, lent: bool = False) -> Request:
-        peer, tag = self._wire.placement[action.partner.stage], message_tag(action)
+        peer, tag = self._wire.placement[action.far_stage], message_tag(action, self._wire.edges)
         request = self._wire.isend(data, peer, tag)
         row = (peer, -tag if is_cupy(data) else tag)
         self._sent.setdefault(row, []).append(LENT if lent else data.nbytes)

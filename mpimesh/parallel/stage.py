@@ -30,9 +30,13 @@ class PipelineStage(Sequential):
             The first layer then gets a tuple: what comes from the stage before, and the named
             inputs in this order. Its backward returns a tuple of gradients, of which only the
             first is used, or that first one only.
+        skips: Stages before the last one, whose outputs come here, too. The first layer then gets
+            ``(x, their outputs in rising order, named inputs ...)``, and returns the gradients of
+            all but the named inputs; what comes back to a stage is added up.
 
     Raises:
-        ScheduleError: If `stage_id` is no whole number of at least 0, or `inputs` are no names.
+        ScheduleError: If `stage_id` is no whole number of at least 0, `inputs` are no names, or
+            `skips` no such stages.
 
     Example:
         >>> PipelineStage(0).add_layer(nn.Linear(64, 32)).add_layer(nn.ReLU())
@@ -41,12 +45,15 @@ class PipelineStage(Sequential):
         PipelineStage(1, Concat(axis=-1), inputs=('mask',))
     """
 
-    def __init__(self, stage_id: int, *, inputs: Iterable[str] = ()) -> None:
+    def __init__(
+        self, stage_id: int, *, inputs: Iterable[str] = (), skips: Iterable[int] = ()
+    ) -> None:
         super().__init__()
         if not isinstance(stage_id, int) or isinstance(stage_id, bool) or stage_id < 0:
             raise ScheduleError(f"stage_id must be a whole number of at least 0, got {stage_id!r}")
         self._stage_id = stage_id
         self._inputs = _names(inputs)
+        self._skips = _sources(stage_id, skips)
 
     @property
     def stage_id(self) -> int:
@@ -68,6 +75,11 @@ class PipelineStage(Sequential):
         """The names of the inputs that enter here."""
         return self._inputs
 
+    @property
+    def skips(self) -> tuple[int, ...]:
+        """The stages whose outputs come here along skips, in rising order."""
+        return self._skips
+
     def add_layer(self, layer: SupportsLayer) -> Self:
         """Add `layer` at the end and return the stage, so that calls can be chained.
 
@@ -80,6 +92,8 @@ class PipelineStage(Sequential):
         inside = [repr(self._stage_id), *map(repr, self.layers)]
         if self._inputs:
             inside.append(f"inputs={self._inputs!r}")
+        if self._skips:
+            inside.append(f"skips={self._skips!r}")
         return f"PipelineStage({', '.join(inside)})"
 
 
@@ -91,6 +105,18 @@ def _names(inputs: Iterable[str]) -> tuple[str, ...]:
             f"inputs must be names, each once, as in inputs=('mask',), got {inputs!r}"
         )
     return names
+
+
+def _sources(stage_id: int, skips: Iterable[int]) -> tuple[int, ...]:
+    sources = tuple(skips)
+    if any(type(source) is not int or not 0 <= source < stage_id - 1 for source in sources) or (
+        len(set(sources)) < len(sources)
+    ):
+        raise ScheduleError(
+            f"skips of stage {stage_id} must be stages before stage {stage_id - 1}, whose output "
+            f"it gets anyway, each once, as in skips=(0,); got {skips!r}"
+        )
+    return tuple(sorted(sources))
 
 
 def _layer_at(layers: Sequential, place: int) -> object:

@@ -158,6 +158,7 @@ class Step:
             engine.pipe,
             engine.library,
             engine.plans.placement,
+            engine.plans.edges,
             self._look,
             engine.mesh.traffic(),
             engine.tracer,
@@ -185,7 +186,7 @@ class Step:
         engine = self._engine
         return Executor(
             engine.local,
-            len(engine.stages),
+            engine.plans.edges,
             self._first_trained,
             task,
             training=self._training,

@@ -15,7 +15,7 @@ from typing import Literal
 from mpimesh.arrays import Array, HostArray, namespace
 from mpimesh.errors import TransportError
 from mpimesh.runtime import ProcessGroup, Traffic
-from mpimesh.schedule import Action
+from mpimesh.schedule import Action, Edges
 from mpimesh.trace import Tracer
 from mpimesh.transport import RecvRequest, Request
 from mpimesh.transport.lending import Lending
@@ -92,6 +92,7 @@ class Wire:
         library: NumPy, or CuPy where activations and gradients stay on devices. The same on all
             ranks.
         placement: For each stage the rank that holds it.
+        edges: The edges between the stages.
         look: Raises if the step is to be left.
         traffic: Counts the messages.
         tracer: Records them.
@@ -102,6 +103,7 @@ class Wire:
     group: ProcessGroup
     library: ModuleType
     placement: Sequence[int]
+    edges: Edges
     look: Callable[[], None]
     traffic: Traffic
     tracer: Tracer
@@ -135,7 +137,7 @@ class Wire:
 
     def wait_plainly(self, request: Request, action: Action) -> None:
         """Wait for a message of `action`, whose other end is on its way for sure."""
-        peer = self.placement[action.partner.stage]
+        peer = self.placement[action.far_stage]
         self.group.wait_for(request, what=f"pipeline action {action}", peers=(peer,))
 
     def record(
