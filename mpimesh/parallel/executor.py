@@ -187,7 +187,7 @@ class Executor:
             context.offer(layer, self._outbox.room_for(other) if crosses else None)
 
     def _end_forward(self, key: _Key, y: Tree) -> None:
-        """Keep an output; in training, compute the loss, and the gradient to begin backward with."""
+        """Keep an output; in training, compute the loss, and the gradient for its backward."""
         rows = self._known.rows(key[1])
         leaves, interface = check_output(y, stage=key[0], rows=rows, interface=None)
         if not self._training:
