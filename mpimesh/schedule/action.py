@@ -127,7 +127,7 @@ class Action:
                 "an action needs a stage and a microbatch of at least 0, "
                 f"got stage {self.stage} and microbatch {self.microbatch}"
             )
-        if self.microbatch and self.kind.is_whole:
+        if self.microbatch and self.kind in _WHOLE:
             raise ScheduleError(
                 f"{self.kind} is for all microbatches of a stage, so its microbatch is 0, "
                 f"got {self.microbatch}"

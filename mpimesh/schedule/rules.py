@@ -71,24 +71,34 @@ class Rules:
     def why_wrong(self, rank: int, action: Action) -> str | None:
         """Return why `rank` may not do `action` now; None, and note it as done, if it may."""
         stage, microbatch = action.stage, action.microbatch
-        if stage >= len(self._placement) or self._placement[stage] != rank:
-            return self._why_no_action(rank, action)
         key: _Key = action.kind if action.other is None else (action.kind, action.other)
-        check = self._checks[stage].get(key)
+        check = None
+        if stage < len(self._placement) and self._placement[stage] == rank:
+            check = self._checks[stage].get(key)
         if check is None or microbatch >= self._num_microbatches:
-            reason = self._why_no_action(rank, action)
-            if reason is not None or action.kind.is_whole:
-                return reason or self._why_not_whole(action)
-            check = self._checks[stage][key] = self._check(action)
+            reason = self.in_words(rank, action)
+            if reason is not None:
+                return reason
+            check = self._check(action)
+            if not action.kind.is_whole:  # what a whole stage needs is not of one microbatch
+                self._checks[stage][key] = check
         done = self._done[stage]
         bits = done.get(microbatch, 0)
         if bits & check.excluded:
-            return self._why_again(action)
+            return self.in_words(rank, action)
         for needed, any_of in check.needs:
             if not self._done[needed].get(microbatch, 0) & any_of:
-                return self._why_too_early(action)
+                return self.in_words(rank, action)
         done[microbatch] = bits | check.bit
         return None
+
+    def in_words(self, rank: int, action: Action) -> str | None:
+        """Return what :meth:`why_wrong` would, without the bits, and note nothing."""
+        return (
+            self._why_no_action(rank, action)
+            or self._why_again(action)
+            or self._why_too_early(action)
+        )
 
     def missing(self) -> Action | None:
         """Return the first computation that no rank has done, by stage and microbatch."""
@@ -106,23 +116,12 @@ class Rules:
 
     def _check(self, action: Action) -> _Check:
         bit = self._bit(action)
+        needs = () if action.kind.is_whole else self._needs(action)
         return _Check(
             bit=bit,
             excluded=bit | sum(_BIT[twin] for twin in _TWINS.get(action.kind, ())),
-            needs=tuple(
-                (any_of[0].stage, sum(map(self._bit, any_of))) for any_of in self._needs(action)
-            ),
+            needs=tuple((any_of[0].stage, sum(map(self._bit, any_of))) for any_of in needs),
         )
-
-    def _why_not_whole(self, action: Action) -> str | None:
-        """Return why what is done once for a stage may not be done now; else note it as done."""
-        if self._is_done(action):
-            return self._why_again(action)
-        reason = self._why_too_early(action)
-        if reason is None:
-            done = self._done[action.stage]
-            done[0] = done.get(0, 0) | _BIT[action.kind]
-        return reason
 
     def _is_done(self, action: Action) -> bool:
         return bool(self._done[action.stage].get(action.microbatch, 0) & self._bit(action))
@@ -156,12 +155,14 @@ class Rules:
             return f"{action} is of no skip; there are {list(self._edges.skips)}"
         return None
 
-    def _why_again(self, action: Action) -> str:
+    def _why_again(self, action: Action) -> str | None:
+        if self._is_done(action):
+            return f"{action} is done a second time"
         for kind in _TWINS.get(action.kind, ()):
             twin = Action(action.stage, kind, action.microbatch)
-            if self._is_done(twin) and not self._is_done(action):
+            if self._is_done(twin):
                 return f"{action} does again what {twin} did"
-        return f"{action} is done a second time"
+        return None
 
     def _why_too_early(self, action: Action) -> str | None:
         for needed in self._needs(action):

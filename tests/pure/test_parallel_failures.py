@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import traceback
+from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -201,3 +203,21 @@ def test_any_exception_can_be_told(error, text):
         assert text in str(raised)
 
     on_ranks("pp=2", body)
+
+
+def test_a_failure_of_a_whole_stage_names_no_microbatch():
+    """Such as a transport that cannot start the sums of its gradients."""
+
+    def body(mesh):
+        stages, _ = trapped_stages(2)
+        pipe = make_pipeline(mesh, stages=stages)
+
+        refusing = patch.object(pipe.buckets, "complete", side_effect=ValueError("no way"))
+        with refusing if mesh.rank == 1 else nullcontext():
+            error = error_of(partial(pipe.train_step, *batch(0, 16), loss=nn.cross_entropy))
+        assert type(error) is StageError
+        headline = "stage 1 failed on rank 1 in 1REDUCE_GRAD: ValueError: no way"
+        assert str(error).splitlines()[0] == headline
+        assert_nothing_left(mesh)
+
+    on_ranks("dp=2,pp=2", body)

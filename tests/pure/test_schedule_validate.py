@@ -21,6 +21,7 @@ from mpimesh.schedule import (
     schedule_table,
     validate,
 )
+from mpimesh.schedule.rules import Rules
 from tests.pure.random_schedules import random_schedules, skips_of
 
 K = ActionKind
@@ -238,7 +239,7 @@ def mutate(draw, schedule: Schedule) -> Schedule:
         actions.insert(draw(st.integers(0, len(actions) - 1)), actions.pop(step))
     elif what == "kind":
         kinds = [kind for kind in K if not (kind.is_whole and action.microbatch)]
-        actions[step] = replace(action, kind=draw(st.sampled_from(kinds)))
+        actions[step] = replace(action, kind=draw(st.sampled_from(kinds)), other=None)
     elif what == "microbatch" and not action.kind.is_whole:
         actions[step] = replace(action, microbatch=draw(st.integers(0, schedule.num_microbatches)))
     else:
@@ -265,6 +266,23 @@ def test_mutated_schedules_are_refused_or_still_correct(data, schedule, times):
     else:
         with pytest.raises(ScheduleError, match="<-- here"):
             validate(schedule)
+
+
+@settings(max_examples=400)
+@given(st.data(), correct_schedules(), st.integers(0, 3))
+def test_the_bits_of_the_rules_say_what_their_words_say(data, schedule, times):
+    """Whatever was done before, right or wrong: most schedules are refused at their first fault."""
+    skips = data.draw(st.none() | skips_of(schedule.num_stages))
+    if skips:
+        schedule = lower(schedule, skips=skips)
+    for _ in range(times):
+        assume(any(schedule.ranks))
+        schedule = mutate(data.draw, schedule)
+    rules = Rules(schedule, skips)
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            expected = rules.in_words(rank, action)
+            assert rules.why_wrong(rank, action) == expected
 
 
 # ---- what the messages say ----
