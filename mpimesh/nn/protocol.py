@@ -15,6 +15,10 @@ Only :class:`~mpimesh.nn.parameter.Parameter` objects belong into `parameters()`
 a layer without any returns an empty list. What a forward leaves for its
 backward belongs into the context (``ctx.save``, ``ctx.take``), not into the
 layer, or the layer can serve one microbatch at a time only.
+
+A layer may take or give a tuple, or a dict with text keys, of arrays, nested, instead of one array.
+The
+gradient is built alike, with None in the place of an array whose dtype is not floating.
 """
 
 from __future__ import annotations

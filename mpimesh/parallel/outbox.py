@@ -48,6 +48,17 @@ class _Sending:
     nbytes: int
 
 
+class _InWindow:
+    """Done when no more sends are unfinished than may be."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+
+    def test(self) -> bool:
+        self._outbox.reap()
+        return self._outbox.is_in_window
+
+
 class Outbox:
     """The sends of one step on one rank.
 
@@ -88,11 +99,14 @@ class Outbox:
         self._sending.append(_Sending(requests, action, start_s, nbytes))
         self._wire.traffic.count("pipeline send", nbytes)
         self.reap()
-        while len(self._sending) > self._window:
-            oldest = self._sending[0]
-            for request in oldest.requests:
-                self._wire.wait(request, oldest.action)
-            self.reap()
+        if not self.is_in_window:
+            # Any of them may be the next to end: the oldest may need what this rank does later.
+            self._wire.wait(_InWindow(self), self._sending[0].action)
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether no more sends are unfinished than may be."""
+        return len(self._sending) <= self._window
 
     def room_for(self, stage: int) -> Room:
         """Return what gives a layer memory for an array that is to go to `stage`.

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import mpimesh as mm
@@ -65,6 +65,7 @@ def nothing_left(mesh, pipe):
     st.integers(1, 9),
     st.booleans(),
 )
+@example([(0, 2), (0, 3), (1, 3), (0, 4)], set(), (3, "interleaved"), 3, True)
 @settings(max_examples=50)
 def test_any_skips_give_the_bits_of_one_process(skips, takers, place, rows, cut):
     takers = sorted(takers)
