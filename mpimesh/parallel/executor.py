@@ -189,9 +189,11 @@ class Executor:
     def _end_forward(self, key: _Key, y: Tree) -> None:
         """Keep an output; in training, compute the loss, and the gradient for its backward."""
         rows = self._known.rows(key[1])
-        leaves, interface = check_output(y, stage=key[0], rows=rows, interface=None)
+        if getattr(y, "shape", ())[:1] != (rows,):
+            leaves, interface = check_output(y, stage=key[0], rows=rows, interface=None)
+            y = interface.structure.unflatten(leaves)
         if not self._training:
-            self.outputs[key[1]] = interface.structure.unflatten(leaves)
+            self.outputs[key[1]] = y
             return
         task = self._task
         if task.loss is None or task.target is None:

@@ -52,7 +52,11 @@ class Flow:
         xp: ModuleType,
     ) -> None:
         self._stages = stages
-        self._edges = edges
+        # What each stage's input comes from, and where its output goes, neighbours first.
+        self._sources = [[stage - 1, *edges.sources(stage)] for stage in range(edges.num_stages)]
+        self._consumers = [
+            [stage + 1, *edges.destinations(stage)] for stage in range(edges.num_stages)
+        ]
         self._first_trained = first_trained
         self._known = known
         self._inbox = inbox
@@ -79,7 +83,7 @@ class Flow:
             self._inbox.expect(stage)
         # As it would arrive on another rank: dicts in the order of their keys.
         tree = interface.structure.unflatten(leaves)
-        for to in self._consumers(stage):
+        for to in self._consumers[stage]:
             way = (stage, to, microbatch)
             if to in self._stages:
                 self._outputs[way] = tree
@@ -88,7 +92,7 @@ class Flow:
 
     def arrived(self, stage: int, microbatch: int) -> list[Tree]:
         """Give up what came for a stage: from the one before it, and along skips."""
-        return [self._outputs.pop((source, stage, microbatch)) for source in self._sources(stage)]
+        return [self._outputs.pop((source, stage, microbatch)) for source in self._sources[stage]]
 
     # -- backward ------------------------------------------------------------------------------
 
@@ -108,7 +112,7 @@ class Flow:
         """
         if stage <= self._first_trained:
             return
-        sources = self._sources(stage)
+        sources = self._sources[stage]
         gradients = self._by_source(stage, microbatch, dx, num_inputs)
         rows = self._known.rows(microbatch)
         for source, gradient in zip(sources, gradients, strict=True):
@@ -126,7 +130,7 @@ class Flow:
     def gradient(self, stage: int, microbatch: int) -> Tree:
         """Give up the gradient of a stage's output, added up over all that got it."""
         total, *others = [
-            self._gradients.pop((stage, to, microbatch)) for to in self._consumers(stage)
+            self._gradients.pop((stage, to, microbatch)) for to in self._consumers[stage]
         ]
         for other in others:
             total = [one + more for one, more in zip(total, other, strict=True)]
@@ -154,24 +158,18 @@ class Flow:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _sources(self, stage: int) -> list[int]:
-        return [stage - 1, *self._edges.sources(stage)]
-
-    def _consumers(self, stage: int) -> list[int]:
-        return [stage + 1, *self._edges.destinations(stage)]
-
     def _by_source(
         self, stage: int, microbatch: int, dx: Tree | None, num_inputs: int
     ) -> list[Tree | None]:
         """Return the gradient of what came from each source."""
-        count = len(self._sources(stage))
+        count = len(self._sources[stage])
         if count == 1 or dx is None:
             structure = self._interface(stage - 1, microbatch).structure
             return [first_gradient(dx, structure, 1 + num_inputs)] + [None] * (count - 1)
         if not isinstance(dx, tuple) or len(dx) not in (count, count + num_inputs):
             got = f"a tuple of {len(dx)}" if isinstance(dx, tuple) else type(dx).__name__
             raise ShapeError(
-                f"stage {stage} was given the outputs of the stages {self._sources(stage)}, so its "
+                f"stage {stage} was given the outputs of the stages {self._sources[stage]}, so its "
                 f"backward must return a tuple of {count} gradients in this order, got {got}"
             )
         return list(dx[:count])

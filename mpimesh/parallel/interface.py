@@ -17,7 +17,7 @@ dtype, and nothing is sent back for it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -52,6 +52,11 @@ class Leaf:
         """Return the shape of so many rows."""
         return (rows, *self.row_shape)
 
+    def fits(self, x: Any, rows: int) -> bool:
+        """Tell whether `x` is an array of so many of these rows."""
+        shape: object = getattr(x, "shape", None)
+        return shape == (rows, *self.row_shape) and bool(x.dtype == self.dtype)
+
     def nbytes(self, rows: int) -> int:
         """Return the bytes of so many rows."""
         return math.prod(self.shape(rows)) * self.dtype.itemsize
@@ -67,18 +72,26 @@ class Interface:
     Attributes:
         structure: How their arrays are put together.
         leaves: The arrays.
+        gradients: Those that have a gradient.
     """
 
     structure: Structure
     leaves: tuple[Leaf, ...]
+    gradients: tuple[Leaf, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        gradients = tuple(leaf for leaf in self.leaves if leaf.has_gradient)
+        object.__setattr__(self, "gradients", gradients)
 
     @property
-    def gradients(self) -> tuple[Leaf, ...]:
-        """The arrays that have a gradient."""
-        return tuple(leaf for leaf in self.leaves if leaf.has_gradient)
+    def one(self) -> Leaf | None:
+        """The array where an output is just that, as it mostly is; else None."""
+        return self.leaves[0] if self.structure.parts is None else None
 
     def gradient_tree(self, gradients: list[Array]) -> Tree:
         """Return the gradients of :attr:`gradients` in the places of the arrays, None in others."""
+        if self.one is not None:
+            return gradients[0]
         rest = iter(gradients)
         return self.structure.unflatten(
             [next(rest) if leaf.has_gradient else None for leaf in self.leaves]
@@ -118,6 +131,8 @@ def check_output(
         ModuleError: If `y` is no tree of arrays.
         ShapeError: If an array has other rows, or another shape or dtype than expected.
     """
+    if interface is not None and interface.one is not None and interface.one.fits(y, rows):
+        return [y], interface
     leaves, structure = flatten(y, name=f"the output of stage {stage}")
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         shape = tuple(leaf.shape)
@@ -164,6 +179,8 @@ def check_gradient(
         ModuleStateError: If one is missing.
         ShapeError: If it is built otherwise, or one has another shape or dtype than the output.
     """
+    if interface.one is not None and interface.gradients and interface.one.fits(dx, rows):
+        return [dx]
     if dx is None or not interface.gradients:
         raise ModuleStateError(
             f"stage {stage} gives no gradient for its input, so stage {source} before it would "
@@ -206,7 +223,9 @@ def first_gradient(dx: Tree | None, structure: Structure, entries: int) -> Tree 
         structure: How the first one is built.
         entries: How many things the stage was given.
     """
-    if structure.leaves_of(dx) is None and isinstance(dx, tuple) and len(dx) == entries > 1:
+    if entries == 1 or not isinstance(dx, tuple) or len(dx) != entries:
+        return dx
+    if structure.leaves_of(dx) is None:
         return dx[0]
     return dx
 

@@ -51,6 +51,8 @@ class Structure:
         Raises:
             ModuleError: If there are more or fewer.
         """
+        if self.parts is None and len(leaves) == 1:
+            return leaves[0]
         if len(leaves) != self.num_leaves:
             raise ModuleError(f"{self} has {self.num_leaves} arrays, got {len(leaves)}")
         return self._put_together(iter(leaves))

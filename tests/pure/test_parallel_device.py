@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import mpimesh as mm
 from mpimesh import nn
+from mpimesh.parallel import PipelineStage
 from tests.devices.fake_cuda import installed
 from tests.pure.fake_cupy import FakeArray, FakeCupy
 from tests.pure.parallel_models import batch, make_pipeline, on_ranks
@@ -140,3 +142,54 @@ def test_stages_on_both_kinds_of_memory_meet_on_the_host(device):
         assert loss == pytest.approx(expected, rel=1e-12)
 
     on_ranks("pp=2", body)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_tuples_inputs_and_skips_stay_on_the_device(device, cut):
+    """Integers that enter in the middle, pass on as a tuple, and a skip beside them."""
+
+    def made():
+        return [
+            PipelineStage(0).add_layer(nn.Linear(6, 4)),
+            PipelineStage(1, inputs=("ids",)),
+            PipelineStage(2, skips=(0,)).add_layer(Flat()).add_layer(nn.Linear(9, 5)),
+        ]
+
+    def given(to):
+        x, target = batch(0, 9)
+        values = [to(x), to(target), to(np.arange(9).reshape(9, 1))]
+        if cut:
+            values = [mm.Microbatches([one[:5], one[5:6], one[6:]]) for one in values]
+        return values
+
+    def body(mesh):
+        on_host, on_device = (make_pipeline(mesh, stages=made(), xp=xp) for xp in (np, device))
+        for _ in range(2):
+            losses = []
+            for pipe, to in ((on_host, np.asarray), (on_device, device.asarray)):
+                x, target, ids = given(to)
+                inputs = {"ids": ids}
+                losses.append(pipe.train_step(x, target, loss=nn.cross_entropy, inputs=inputs))
+            assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+            for one, other in zip(on_device.parameters(), on_host.parameters(), strict=True):
+                np.testing.assert_allclose(one.grad.get(), other.grad, rtol=1e-9, atol=1e-15)
+        assert_nothing_left(mesh)
+
+    on_ranks("pp=3", body)
+
+
+class Flat(nn.Module):
+    """``((x, ids), skip)`` as one array; its gradient built like that."""
+
+    num_layers = 0
+
+    def __init__(self):
+        self.concat = nn.Concat()
+
+    def forward(self, x, ctx=None):
+        (first, ids), skip = x
+        return self.concat.forward((first, ids, skip), ctx)
+
+    def backward_input(self, dy, ctx):
+        first, ids, skip = self.concat.backward_input(dy, ctx)
+        return (first, ids), skip
