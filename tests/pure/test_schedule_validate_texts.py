@@ -1,4 +1,4 @@
-"""What the proof says of a schedule that is wrong: the first wrong action, its rule, and a table."""
+"""What the proof says of a wrong schedule: the first wrong action, its rule, and a table."""
 
 from __future__ import annotations
 
