@@ -146,6 +146,11 @@ class Engine:
         return len(self.stages) - 1 in self.local
 
     @property
+    def replicas_are_all(self) -> bool:
+        """Whether sums over the replicas go among the ranks that agree on steps."""
+        return 1 < self.data.size == self.scope.size
+
+    @property
     def first_trained(self) -> int:
         """The first stage with a parameter that is not frozen; their number if there is none."""
         return next(

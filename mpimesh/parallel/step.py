@@ -4,7 +4,9 @@ The protocol. Every rank starts the header; works through its actions, among whi
 stage the place where the sums of its gradients start; starts what buckets are left, such as those
 of a replica without rows; and then meets all others in one small all-reduce of status and loss. A
 rank that fails sounds the alarm first, which ends the waits of the others, so that every rank
-comes to the status, whatever happened and wherever it stood. If all is well they finish
+comes to the status, whatever happened and wherever it stood. No sum of gradients starts before
+the header has told that all ranks take the same step: another rank may be in another, and where
+the replicas are all ranks, the sum would meet its status. If all is well they finish
 their sends and buckets, and only then an optimizer changes parameters. If not, they exchange what
 failed and what was sent, take in every message that is on its way and take back every receive that
 has none, complete the reductions that any of them had started, meet once more, and raise the same
@@ -132,7 +134,7 @@ class Step:
     def _work(self) -> None:
         engine = self._engine
         size = self._given.size(self._names)
-        if size is None:
+        if size is None or (self._training and engine.replicas_are_all):
             waited = Guarded(self._header, self._alarm.look)
             engine.scope.wait_for(waited, what="the size of the batch")
             size = self._header.read()
@@ -212,17 +214,13 @@ class Step:
 
     def _end(self, error: Exception | None) -> float:
         engine = self._engine
-        if self._training:
+        at_odds = not self._agreed()
+        if self._training and not at_odds:
             engine.buckets.start()
         loss = 0.0 if self._executor is None or not engine.counts_loss else self._executor.loss
         status = np.array([float(error is not None), loss])
         with engine.tracer.span(END_OF_STEP, "wait"):
             status = engine.scope.all_reduce(status, label="step status").resolve()
-        at_odds = False
-        try:
-            self._header.read()
-        except MpimeshError:  # on all ranks alike
-            at_odds = True
         if status[0] or at_odds:
             self._fail(error)
         if self._outbox is not None:
@@ -232,6 +230,14 @@ class Step:
                 engine.buckets.synchronize()
             engine.step += 1
         return float(status[1])
+
+    def _agreed(self) -> bool:
+        """Wait until every rank has begun the step; tell whether all were given what fits."""
+        try:
+            self._header.read()
+        except MpimeshError:  # on all ranks alike
+            return False
+        return True
 
     def _fail(self, error: Exception | None) -> NoReturn:
         """Clear up with all other ranks, and raise what they all raise."""

@@ -9,7 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import MismatchError, StageError
+from mpimesh.errors import MismatchError, ShapeError, StageError
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel import DataParallel, GradientBuckets
 from tests.pure.parallel_models import SEED, batch, layers, train_alone
@@ -93,3 +93,34 @@ def test_a_replica_that_fails_ends_the_step_on_all(comm, kind):
             assert type(error) is StageError
             assert "failed on rank 1" in str(error)
             trap.disarm()
+
+
+@pytest.mark.nprocs(2, 3, 4)
+@pytest.mark.parametrize("checks", ["0", "1"])
+@pytest.mark.parametrize("odd", ["forward", "no_sync", "no batch"])
+def test_a_replica_in_another_step_is_told_on_all(comm, odd, checks, monkeypatch):
+    """Its status must not meet the others' sums of gradients, which go among the same ranks."""
+    monkeypatch.setenv("MPIMESH_CHECKS", checks)
+    with mm.DeviceMesh(f"dp={comm.size}", comm) as mesh:
+        model = DataParallel(
+            nn.Sequential(layers()), mesh, loss=nn.cross_entropy, dtype="float64", bucket_bytes=300
+        )
+        x, target = batch(0, 16)
+        # The first step learns when a gradient is complete: sums start during later backwards.
+        losses = [model.train_step(x, target) for _ in range(2)]
+        step = partial(model.train_step, x, target)
+        if mesh.rank == comm.size - 1:
+            step = {
+                "forward": partial(model.forward, x),
+                "no_sync": partial(without_sync, model, step),
+                "no batch": partial(model.train_step, None, target),
+            }[odd]
+        error = error_of(step)
+        assert type(error) is (ShapeError if odd == "no batch" else MismatchError)
+        model.step = 1
+        assert model.train_step(x, target) == losses[1]
+
+
+def without_sync(model, step):
+    with model.no_sync():
+        step()
