@@ -1,8 +1,9 @@
 """What a rank receives from the stages of other ranks in one step.
 
-Receives are posted ahead of need, two for each pair of stages and direction,
-into slots of their own, so that a message meets its buffer when it comes. What a rank of
-the node lends comes as a ticket, and is read where it lies.
+Receives are posted ahead of need, into slots of their own, so that a message meets its buffer when
+it comes: for each edge and direction two, or fewer where the schedule never lets two wait. What a
+rank of the node lends comes as a ticket, and is read where it lies; receives of tickets take no
+slots, so there are as many as the schedule ever lets wait.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mpimesh.transport.lending import TICKET_BYTES, Lending
 
 __all__ = ["Inbox", "take_in"]
 
-_RECEIVES_AHEAD = 2
+_SLOTS_AHEAD = 2
 
 
 @dataclass(slots=True)
@@ -104,6 +105,7 @@ class _Channel:
     source: int
     kind: ActionKind
     is_news: bool
+    most_waiting: int
     microbatches: deque[int] = field(default_factory=deque)
     posted: deque[list[_Posted]] = field(default_factory=deque)
     announcement: _Posted | None = None
@@ -119,6 +121,13 @@ class _Channel:
             return [(key, [*posted, *announcement], self.announced + self.count)]
         data = ((self.peer, -self.tag), posted, self.count)
         return [(key, announcement, self.announced), data]
+
+    def has_room(self) -> bool:
+        """Tell whether a further receive may be posted, and would find a message sooner."""
+        ahead = len(self.posted)
+        if ahead < min(self.most_waiting, _SLOTS_AHEAD):
+            return True
+        return ahead < self.most_waiting and all(one.lender for one in self.posted[-1])
 
     def leaves(self, interface: Interface) -> tuple[Leaf, ...]:
         """Return the arrays that come for each microbatch."""
@@ -136,12 +145,20 @@ class Inbox:
         wire: The ranks of the pipeline.
         known: The rows of microbatches, and the interfaces of stages; completed here.
         pool: Memory for what comes.
+        most_waiting: As :attr:`Plan.most_waiting` has it.
     """
 
-    def __init__(self, wire: Wire, known: Known, pool: SlotPool) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        known: Known,
+        pool: SlotPool,
+        most_waiting: Mapping[tuple[int, ActionKind], int],
+    ) -> None:
         self._wire = wire
         self._known = known
         self._pool = pool
+        self._most_waiting = most_waiting
         self._channels: dict[tuple[int, ActionKind, int], _Channel] = {}
         self._known_before = frozenset(known.stages)
 
@@ -225,6 +242,7 @@ class Inbox:
                 source=source,
                 kind=action.kind,
                 is_news=forward and source not in self._known_before,
+                most_waiting=self._most_waiting[self._wire.edges.number(action), action.kind],
             )
         return channel
 
@@ -261,7 +279,7 @@ class Inbox:
         return posted
 
     def _post_ahead(self, channel: _Channel) -> None:
-        while channel.microbatches and len(channel.posted) < _RECEIVES_AHEAD:
+        while channel.microbatches and channel.has_room():
             if channel.is_news:
                 if channel.announcement is None:
                     channel.announcement = self._post_announcement(channel, FIRST_PIECE_BYTES)

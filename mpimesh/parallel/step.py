@@ -167,7 +167,7 @@ class Step:
             engine.pipe.communicator.lending if engine.library is np else None,
         )
         self._outbox = Outbox(wire, known, engine.pool, plan.send_window)
-        self._inbox = Inbox(wire, known, engine.pool)
+        self._inbox = Inbox(wire, known, engine.pool, plan.most_waiting)
         self._inbox.open(plan.actions)
         self._executor = self._new_executor(task, known, self._inbox, self._outbox)
         self._outside = False

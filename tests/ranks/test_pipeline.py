@@ -298,3 +298,42 @@ def test_both_kinds_of_edges_give_the_same_bits(comm, monkeypatch, schedule):
     assert losses == others
     for one, other in zip(gradients, other_gradients, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.nprocs(2)
+@pytest.mark.parametrize(("schedule", "lent_ahead"), [("gpipe", 8), ("1f1b", 2)])
+def test_receives_are_posted_as_far_ahead_as_they_can_serve(
+    comm, edges, monkeypatch, schedule, lent_ahead
+):
+    """A receive of an array takes a slot, so there are two; one of a ticket takes none."""
+    posted = []
+
+    def counted(self, *arguments):
+        posted.append(arguments)
+        return irecv(self, *arguments)
+
+    with mm.DeviceMesh("pp=2", comm) as mesh:
+        pipe = make_pipeline(mesh, 8, schedule=schedule)
+        x, target = batch(0, 16)
+        pipe.train_step(x, target, loss=nn.cross_entropy)  # which announces the interface
+        irecv = wire.Wire.irecv
+        monkeypatch.setattr(wire.Wire, "irecv", counted)
+        trap = RuntimeError("stop here")
+        stage = pipe.local_stages[0]
+        if mesh.rank == 1:
+            monkeypatch.setattr(stage, "forward", Raises(trap))
+        error_of(partial(pipe.train_step, x, target, loss=nn.cross_entropy))
+        if mesh.rank == 1:
+            # The first was received, and another posted in its place if there was one left.
+            ahead = lent_ahead if edges == "lent" else 2
+            assert len(posted) == min(ahead + 1, 8)
+
+
+class Raises:
+    """A call that raises."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, *_):
+        raise self.error
