@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpimesh.schedule.action import Action
-from mpimesh.schedule.placement import check_sizes, vee_placement, vee_ranks
+from mpimesh.schedule.placement import vee_placement, vee_ranks
 from mpimesh.schedule.rank_list import RankList
 from mpimesh.schedule.schedule import Schedule
 
@@ -30,8 +30,7 @@ def dualpipev(num_stages: int, num_microbatches: int, *, num_ranks: int | None =
     Raises:
         ScheduleError: If a number is less than 1, or there are not two stages for each rank.
     """
-    check_sizes("dualpipev", num_stages, num_microbatches)
-    num_ranks = vee_ranks("dualpipev", num_stages, num_ranks)
+    num_ranks = vee_ranks("dualpipev", num_stages, num_microbatches, num_ranks)
     ranks = tuple(_rank_actions(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
     return Schedule("dualpipev", num_stages, num_microbatches, ranks, vee_placement(num_ranks))
 

@@ -55,12 +55,13 @@ def looped_ranks(name: str, num_stages: int, num_ranks: int | None) -> int:
     return num_ranks
 
 
-def vee_ranks(name: str, num_stages: int, num_ranks: int | None) -> int:
+def vee_ranks(name: str, num_stages: int, num_microbatches: int, num_ranks: int | None) -> int:
     """Return the ranks of a V, each of which holds two stages.
 
     Raises:
-        ScheduleError: If there are not two stages for each.
+        ScheduleError: If a number is less than 1, or there are not two stages for each.
     """
+    check_sizes(name, num_stages, num_microbatches)
     if num_stages % 2 or (num_ranks is not None and num_stages != 2 * num_ranks):
         ranks = "" if num_ranks is None else f" and {num_ranks} ranks"
         raise ScheduleError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpimesh.schedule.building_block import BuildingBlock, repeat
 from mpimesh.schedule.costs import Costs
-from mpimesh.schedule.placement import check_sizes, vee_ranks
+from mpimesh.schedule.placement import vee_ranks
 from mpimesh.schedule.schedule import Schedule
 
 __all__ = ["vhalf"]
@@ -27,8 +27,7 @@ def vhalf(num_stages: int, num_microbatches: int, *, num_ranks: int | None = Non
     Raises:
         ScheduleError: If a number is less than 1, or there are not two stages for each rank.
     """
-    check_sizes("vhalf", num_stages, num_microbatches)
-    num_ranks = vee_ranks("vhalf", num_stages, num_ranks)
+    num_ranks = vee_ranks("vhalf", num_stages, num_microbatches, num_ranks)
     # Down at half speed, up at full speed, so that I finds the places that F leaves.
     block = BuildingBlock((2, 1, 2, 1), (1, 0 if num_ranks % 2 else 3, 0))
     # With an F a little longer than the rest no W is put where a longer F would have to wait for it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpimesh.schedule.building_block import BuildingBlock, repeat
-from mpimesh.schedule.placement import check_sizes, vee_ranks
+from mpimesh.schedule.placement import vee_ranks
 from mpimesh.schedule.schedule import Schedule
 
 __all__ = ["vmin"]
@@ -25,8 +25,7 @@ def vmin(num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
     Raises:
         ScheduleError: If a number is less than 1, or there are not two stages for each rank.
     """
-    check_sizes("vmin", num_stages, num_microbatches)
-    num_ranks = vee_ranks("vmin", num_stages, num_ranks)
+    num_ranks = vee_ranks("vmin", num_stages, num_microbatches, num_ranks)
     # As fast as can be, on every way. For multiples of 3 the ways meet without the gaps.
     block = BuildingBlock((1, 1, 1, 1), (0, 0, 0) if num_ranks % 3 else (2, 0, 2))
     return repeat("vmin", block, num_ranks, num_microbatches, cap=2 * ((num_ranks + 4) // 3))
