@@ -112,7 +112,8 @@ class Plans:
         self._rank = rank
         self._plans: dict[tuple[bool, int, int], Plan] = {}
         self._proved: dict[tuple[bool, int], tuple[Schedule, Proof]] = {}
-        full = self.schedule(num_microbatches, training=True)
+        self._full: Schedule | None = None
+        self._full = full = self.schedule(num_microbatches, training=True)
         self.name = full.name
         self.placement = full.placement
         self.stages = full.stages_of(rank)
@@ -204,7 +205,22 @@ class Plans:
             raise ScheduleError(
                 f"schedule {made.name} has no backward; forward() needs no schedule to be named"
             )
+        if self._full is not None and made.placement != self._full.placement:
+            # The stages lie where they lie.
+            return _first_microbatches(self._full, num_microbatches)
         return made
+
+
+def _first_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """Return what `schedule` does with its first `count` microbatches.
+
+    No action needs one of another microbatch, so it is as correct as the whole.
+    """
+    ranks = tuple(
+        tuple(action for action in actions if action.microbatch < count)
+        for actions in schedule.ranks
+    )
+    return replace(schedule, num_microbatches=count, ranks=ranks)
 
 
 def _pruned(actions: Sequence[Action], first_trained: int) -> Iterator[Action]:

@@ -225,3 +225,14 @@ def test_integers_pass_between_stages():
         return mesh.traffic().calls.get("pipeline send", 0) - before
 
     assert on_ranks("pp=2", body) == [3, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 16])
+def test_auto_trains_batches_of_any_size(rows):
+    """Also those that give replicas other numbers of microbatches."""
+
+    def body(mesh):
+        return train_on(mesh, 2, rows, stages=cut(4), schedule="auto")
+
+    for trained in on_ranks("dp=2,pp=2", body):
+        assert_same(trained, train_alone(2, rows))

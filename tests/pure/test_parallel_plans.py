@@ -13,6 +13,7 @@ from mpimesh.schedule import (
     Action,
     ActionKind,
     Edges,
+    auto,
     forward_only,
     lower,
     make_schedule,
@@ -124,3 +125,15 @@ def test_plans_refuse_a_schedule_whose_messages_lack_the_skips():
     lowered = lower(make_schedule("gpipe", 3, 2), skips=[(0, 2)])
     with pytest.raises(ScheduleError, match=r"2RECV_F0<0 is of no skip; there are \[\]"):
         Plans(lowered, 3, 2, num_ranks=3, rank=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_stages_stay_where_they_are_for_any_number_of_microbatches(ranks):
+    """``auto`` deals the stages of few microbatches, and folds those of many into a V."""
+    plans = Plans("auto", 2 * ranks, 8, num_ranks=ranks, rank=0)
+    assert ranks < 2 or auto(2 * ranks, 1, num_ranks=ranks).placement != plans.placement
+    for count in range(1, 9):
+        schedule = plans.schedule(count, training=True)
+        assert schedule.placement == plans.placement
+        assert schedule.num_microbatches == count
+        assert plans.plan(count, training=True).actions
