@@ -6,6 +6,7 @@ import math
 
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
+from mpimesh.errors import ShapeError
 from mpimesh.nn.checks import check_extent, check_features, check_floats, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Uniform
@@ -52,11 +53,17 @@ class Linear(Module):
         """Return ``x @ weight.T + bias``.
 
         Raises:
-            ShapeError: If the last axis of `x` is not `in_features` long.
+            ShapeError: If the last axis of `x` is not `in_features` long, or the weight is that of
+                another layer and does not fit.
             DTypeError: If `x` has another dtype than the weight.
             ModuleStateError: If the layer is not materialised.
         """
         weight = self.weight.value()
+        if weight.shape != (self.out_features, self.in_features):
+            raise ShapeError(
+                f"{self!r}: weight must have shape {(self.out_features, self.in_features)}, got "
+                f"{weight.shape}; a weight that is shared with another layer must fit both"
+            )
         check_floats(self, x, weight.dtype)
         check_features(self, x, self.in_features)
         # One large product instead of one for each leading index.

@@ -23,7 +23,20 @@ __all__ = ["CrossEntropy", "Loss", "MeanSquaredError", "cross_entropy", "mse"]
 
 
 class Loss(Protocol):
-    """What training asks of a loss."""
+    """What training asks of a loss: an object with these methods, not a plain function.
+
+    A loss may also have ``count(target)``: what its sum over `target` is to be divided by, such as
+    the rows that are not ignored. Without it, rows count.
+
+    Example:
+        >>> class Absolute:
+        ...     def __call__(self, y, target):
+        ...         return float(np.abs(y - target).sum() / len(y))
+        ...
+        ...     def value_and_grad(self, y, target, *, denominator):
+        ...         error = y - target
+        ...         return float(np.abs(error).sum() / denominator), np.sign(error) / denominator
+    """
 
     def __call__(self, y: Array, target: Array) -> float:
         """Return the mean over the rows."""

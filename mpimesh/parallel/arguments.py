@@ -61,6 +61,11 @@ class Arguments:
             raise ShapeError(f"{who} holds {missing}, got None")
         if self.training and engine.is_last and self.loss is None:
             raise ModuleError(f"{who} holds the last stage and needs loss=, got None")
+        if self.loss is not None and not callable(getattr(self.loss, "value_and_grad", None)):
+            raise ModuleError(
+                f"{who}: loss= needs a method value_and_grad(y, target, denominator=), as "
+                f"mm.nn.cross_entropy has and help(mm.nn.Loss) tells, got {self.loss!r}"
+            )
         first = next(iter(values.values()), None)
         for value in values.values():
             if first is not None:
@@ -111,9 +116,9 @@ class Arguments:
     def _check_optimizer(self, engine: Engine, who: str) -> None:
         if self.optimizer is None:
             return
-        if not callable(getattr(self.optimizer, "step", None)):
+        if isinstance(self.optimizer, type) or not callable(getattr(self.optimizer, "step", None)):
             raise ModuleError(
-                f"{who}: optimizer= needs a method step(), got {type(self.optimizer).__name__}"
+                f"{who}: optimizer= needs an object with a method step(), got {self.optimizer!r}"
             )
         if engine.accumulating:
             raise ModuleError(

@@ -87,7 +87,8 @@ def make_entries(
             raise ModuleError(f"parameter {name!r} is registered twice, the second time as {place}")
         if parameter.on_ready is not None:
             raise ModuleError(
-                f"parameter {name!r} is registered with other buckets; close() those first"
+                f"parameter {name!r} is registered with other buckets: call buckets.close() of the "
+                "model that trains it, or make new layers"
             )
         if parameter.requires_grad:
             parameter.value()

@@ -183,8 +183,9 @@ def check_gradient(
         return [dx]
     if dx is None or not interface.gradients:
         raise ModuleStateError(
-            f"stage {stage} gives no gradient for its input, so stage {source} before it would "
-            "never be trained: put the layer that gives none into the first stage"
+            f"stage {stage} gives no gradient for what it gets from stage {source}, which is to be "
+            "trained: return zeros where the gradient is 0, or put a layer that can give none into "
+            "the first stage"
         )
     gradients = interface.structure.leaves_of(dx)
     if gradients is None:

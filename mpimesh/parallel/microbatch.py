@@ -40,6 +40,9 @@ class Microbatches(Sequence[Any]):
     rows in the next one, and rows of another shape. They are dealt to the replicas in order: the
     first ``len(x) % replicas`` replicas get one more.
 
+    A loss counts rows, as ever: where a row is a sequence, tokens of short ones weigh more. To
+    count tokens, give the last layer's output and the targets a row for each token.
+
     Args:
         parts: For each microbatch an array, or a tuple or a dict of arrays.
 

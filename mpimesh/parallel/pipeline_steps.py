@@ -50,7 +50,8 @@ class PipelineSteps(ParallelModel):
                 rows of k batches together to accumulate over k steps.
             optimizer: That of this rank's parameters; on every rank or on none. Its ``step()``
                 is called once it is known that the step went well on every rank, and the
-                gradients are summed: if anything failed anywhere, no parameter has changed.
+                gradients are summed: if a stage, the loss or a message failed anywhere, no
+                parameter has changed. An error of ``step()`` itself is raised on its rank alone.
 
         Returns:
             The mean loss over the global batch, the same on every rank.

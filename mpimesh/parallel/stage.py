@@ -112,10 +112,12 @@ def _sources(stage_id: int, skips: Iterable[int]) -> tuple[int, ...]:
     if any(type(source) is not int or not 0 <= source < stage_id - 1 for source in sources) or (
         len(set(sources)) < len(sources)
     ):
-        raise ScheduleError(
-            f"skips of stage {stage_id} must be stages before stage {stage_id - 1}, whose output "
-            f"it gets anyway, each once, as in skips=(0,); got {skips!r}"
+        rule = (
+            f"must be stages before stage {stage_id - 1}, whose output it gets anyway, each once"
+            if stage_id > 1
+            else "cannot be: no stage is before the one that it gets its input from"
         )
+        raise ScheduleError(f"skips of stage {stage_id} {rule}; got {sources!r}")
     return tuple(sorted(sources))
 
 

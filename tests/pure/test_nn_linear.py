@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpimesh import nn
-from mpimesh.errors import ModuleError
+from mpimesh.errors import ModuleError, ShapeError
 
 
 @settings(max_examples=40, deadline=None)
@@ -61,3 +61,13 @@ def test_extents_that_are_no_positive_whole_numbers_are_refused(extents):
 def test_text():
     assert repr(nn.Linear(4, 3)) == "Linear(4, 3)"
     assert repr(nn.Linear(4, 3, bias=False)) == "Linear(4, 3, bias=False)"
+
+
+def test_a_weight_of_another_layer_must_fit():
+    layer, other = nn.Linear(6, 10), nn.Embedding(11, 6)
+    layer.weight = other.weight
+    nn.Sequential(other, layer).materialize(seed=0)
+    with pytest.raises(
+        ShapeError, match=r"must have shape \(10, 6\), got \(11, 6\); a weight that"
+    ):
+        layer.forward(np.zeros((2, 6), np.float32))

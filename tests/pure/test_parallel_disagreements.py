@@ -88,7 +88,7 @@ def test_an_output_that_does_not_keep_to_the_interface(layer, message):
             "stage 1 made a gradient of shape (4, 2) and dtype",
         ),
         (lambda dy: dy.astype("float32"), StageShapeError, "dtype float32 for stage 0, whose"),
-        (lambda dy: None, StageError, "stage 1 gives no gradient for its input, so stage 0"),
+        (lambda dy: None, StageError, "stage 1 gives no gradient for what it gets from stage 0"),
     ],
 )
 def test_a_gradient_that_does_not_fit(change, error, message):

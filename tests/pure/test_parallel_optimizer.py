@@ -78,8 +78,11 @@ def test_an_optimizer_under_no_sync_is_refused_on_every_rank():
         train: Any = partial(pipe.train_step, *batch(0, 16), loss=nn.cross_entropy)
         with pipe.no_sync(), pytest.raises(ModuleError, match="no_sync leaves gradients"):
             train(optimizer=optimizer)
-        with pytest.raises(ModuleError, match=r"needs a method step\(\), got int"):
-            train(optimizer=3)
+        for wrong in (3, optim.SGD):
+            with pytest.raises(ModuleError, match=r"needs an object with a method step\(\), got"):
+                train(optimizer=wrong)
+        with pytest.raises(ModuleError, match="needs a method value_and_grad"):
+            pipe.train_step(*batch(0, 16), loss=lambda y, target: 0.0)
         assert_equal(state_of(pipe), before)
         with pipe.no_sync():
             train(denominator=32)

@@ -209,9 +209,9 @@ def test_a_stage_that_raises(kind, stage, cut):
         (
             lambda dx: (dx[0], None),
             StageError,
-            "stage 2 gives no gradient for its input, so stage 0",
+            "stage 2 gives no gradient for what it gets from stage 0",
         ),
-        (lambda dx: None, StageError, "stage 2 gives no gradient for its input, so stage 1"),
+        (lambda dx: None, StageError, "stage 2 gives no gradient for what it gets from stage 1"),
         (
             lambda dx: (dx[0], dx[1][:, :1]),
             StageShapeError,

@@ -181,7 +181,7 @@ def test_an_output_that_drifts_names_its_leaf(y, message):
 @pytest.mark.parametrize(
     ("dx", "error", "message"),
     [
-        (None, ModuleStateError, "stage 3 gives no gradient for its input, so stage 2"),
+        (None, ModuleStateError, "stage 3 gives no gradient for what it gets from stage 2"),
         ({"h": None, "mask": None}, ModuleStateError, r"no gradient in \['h'\] of its input"),
         (PAIR["h"], ShapeError, r"gradient that is array for stage 2, .*\{'h': array"),
         ((PAIR["h"], None), ShapeError, r"gradient that is \(array, NoneType\) for stage 2"),
