@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import Array
 from mpimesh.errors import ScheduleError, StageError
 from mpimesh.nn import Sequential, SupportsLayer
 from mpimesh.nn.protocol import named_parameters
+from mpimesh.parallel.batch import Value, as_value
 from mpimesh.parallel.failure import Failure, agreed_error
 from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.layer_times import LayerTime, time_layers
 from mpimesh.parallel.link import Link, measure_link
+from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agreed, exchange
 from mpimesh.schedule import Costs
@@ -32,7 +33,7 @@ REPEATS = 5
 
 def measure_layers(
     layers: Sequential | Sequence[SupportsLayer],
-    x: Array,
+    x: Tree,
     *,
     mesh: DeviceMesh,
     dim: str = "pp",
@@ -59,7 +60,8 @@ def measure_layers(
 
     Args:
         layers: All layers of the model in order, on every rank.
-        x: A microbatch, of as many rows as in training; of equal shape on every rank.
+        x: A microbatch, of as many rows as in training; of equal shape on every rank. Where it
+            is a tuple or a dict, the first layer gets it as it is.
         mesh: The mesh.
         dim: The dim of the stages.
         dtype: Dtype of parameters that have no memory yet.
@@ -93,19 +95,23 @@ def measure_layers(
     """
     scope, pipe = mesh.group(), group_along(mesh, dim, "pp")
 
-    def given() -> tuple[Sequence[SupportsLayer], Array]:
+    def given() -> tuple[Sequence[SupportsLayer], Value]:
         _check_options(repeats, bytes_per_s, latency_s)
-        if x is None:
-            raise ScheduleError("a microbatch x is needed on every rank to measure, got None")
-        return flat_layers(layers), x if hasattr(x, "shape") else np.asarray(x)
+        value = as_value(x, "x")
+        if value is None or value.is_cut:
+            raise ScheduleError(
+                "to measure, x must be one microbatch on every rank: an array, or a tuple or dict "
+                f"of arrays, got {x!r}"
+            )
+        return flat_layers(layers), value
 
-    def rule(value: tuple[Sequence[SupportsLayer], Array]) -> str:
+    def rule(value: tuple[Sequence[SupportsLayer], Value]) -> str:
         flat, x = value
         options = f"{dtype}, {bytes_per_s} bytes/s, latency {latency_s} s, {repeats} repeats"
-        return f"{describe_layers(flat)}; x {x.dtype}{tuple(x.shape)}; {options}"
+        return f"{describe_layers(flat)}; x {x.rows} rows of {x.kind()}; {options}"
 
-    flat, x = agreed(scope.progress, scope.communicator, "measure_layers", given, rule)
-    times = _measured_everywhere(flat, x, scope, dtype=dtype, xp=xp, repeats=repeats)
+    flat, value = agreed(scope.progress, scope.communicator, "measure_layers", given, rule)
+    times = _measured_everywhere(flat, value.parts[0], scope, dtype=dtype, xp=xp, repeats=repeats)
     sizes = [one.output_bytes for one in times[:-1]]
     measured = Link(0.0, math.inf)
     if pipe.size > 1 and (latency_s is None or bytes_per_s is None):
@@ -157,7 +163,7 @@ def _check_options(repeats: int, bytes_per_s: float | None, latency_s: float | N
 
 def _measured_everywhere(
     layers: Sequence[SupportsLayer],
-    x: Array,
+    x: Tree,
     scope: ProcessGroup,
     *,
     dtype: Any,

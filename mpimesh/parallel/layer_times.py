@@ -10,9 +10,13 @@ from statistics import median
 from types import ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from mpimesh.arrays import Array, StreamScope, moved, namespace
 from mpimesh.nn import Context, Module, SupportsLayer
 from mpimesh.nn.protocol import backward_input, backward_weight, materialize, num_layers
+from mpimesh.parallel.interface import Leaf
+from mpimesh.parallel.tree import Tree, flatten, tree_map
 
 __all__ = ["LayerTime", "time_layers"]
 
@@ -37,7 +41,7 @@ class LayerTime:
 
 
 def time_layers(
-    layers: Sequence[SupportsLayer], x: Array, *, dtype: Any, xp: ModuleType, repeats: int
+    layers: Sequence[SupportsLayer], x: Tree, *, dtype: Any, xp: ModuleType, repeats: int
 ) -> Iterator[LayerTime]:
     """Yield the time of each layer, of a training step as a pipeline does it. Local.
 
@@ -56,7 +60,7 @@ def time_layers(
     """
     index = 0
     trained = False
-    y = moved(x, xp)
+    y = tree_map(lambda leaf, _: moved(leaf, xp), x)
     for place, layer in enumerate(layers):
         trained = trained or any(parameter.requires_grad for parameter in layer.parameters())
         twin = _twin(layer, dtype, xp, index)
@@ -82,8 +86,8 @@ def _twin(layer: SupportsLayer, dtype: Any, xp: ModuleType, index: int) -> Suppo
 
 
 def _time_layer(
-    layer: SupportsLayer, x: Array, *, trained: bool, repeats: int
-) -> tuple[Array, LayerTime]:
+    layer: SupportsLayer, x: Tree, *, trained: bool, repeats: int
+) -> tuple[Tree, LayerTime]:
     clock = _Clock(x)
     runs = []
     for _ in range(1 + repeats):
@@ -91,26 +95,34 @@ def _time_layer(
         y, forward_s = clock.time(lambda: layer.forward(x, context))  # noqa: B023 - called at once
         runs.append((forward_s, *_time_backward(layer, y, context, clock, trained=trained)))
     forward_s, input_s, weight_s = map(median, zip(*runs[1:], strict=True))
-    return y, LayerTime(forward_s, input_s, weight_s, int(y.nbytes))
+    output_bytes = sum(int(leaf.nbytes) for leaf in flatten(y, name="the output")[0])
+    return y, LayerTime(forward_s, input_s, weight_s, output_bytes)
 
 
 def _time_backward(
-    layer: SupportsLayer, y: Array, context: Context, clock: _Clock, *, trained: bool
+    layer: SupportsLayer, y: Tree, context: Context, clock: _Clock, *, trained: bool
 ) -> tuple[float, float]:
     """Return the times of both halves of a backward; none where a pipeline runs none."""
     if not trained:
         return 0.0, 0.0
-    dy = namespace(y).ones(y.shape, y.dtype)
+    dy = tree_map(_gradient, y)
     _, input_s = clock.time(lambda: backward_input(layer, dy, context))
     _, weight_s = clock.time(lambda: backward_weight(layer, context))
     return input_s, weight_s
 
 
+def _gradient(leaf: Array, _path: str) -> Array | None:
+    """Return a gradient for an array of an output; those of integers have none."""
+    if not Leaf(tuple(leaf.shape[1:]), np.dtype(leaf.dtype)).has_gradient:
+        return None
+    return namespace(leaf).ones(leaf.shape, leaf.dtype)
+
+
 class _Clock:
     """Takes times, on a device up to the end of what was called for."""
 
-    def __init__(self, x: Array) -> None:
-        self._scope = StreamScope.of(x)
+    def __init__(self, x: Tree) -> None:
+        self._scope = StreamScope.of(flatten(x)[0][0])
 
     def time(self, call: Callable[[], R]) -> tuple[R, float]:
         """Return what `call` gives, and its seconds."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpimesh.arrays import Array
 from mpimesh.errors import ScheduleError
 from mpimesh.nn import Sequential, SupportsLayer
 from mpimesh.parallel.layer_costs import describe_layers, flat_layers
 from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agreed
 from mpimesh.schedule import Costs, Partition, partition
@@ -23,7 +23,7 @@ def partition_layers(
     num_stages: int,
     *,
     times: Costs | Sequence[float] | None,
-    x: Array | None,
+    x: Tree | None,
     scope: ProcessGroup,
     measure: Callable[[], Costs],
 ) -> list[PipelineStage]:

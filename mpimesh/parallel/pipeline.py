@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import Array
 from mpimesh.nn import Sequential, SupportsLayer
 from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.engine import Engine, Options
@@ -21,6 +20,7 @@ from mpimesh.parallel.pipeline_steps import PipelineSteps
 from mpimesh.parallel.plans import ScheduleLike
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport, report_step
+from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh
 from mpimesh.schedule import Costs, Schedule
 from mpimesh.trace import Tracer
@@ -140,7 +140,7 @@ class PipelineParallel(PipelineSteps):
         mesh: DeviceMesh,
         dim: str = "pp",
         times: Costs | Sequence[float] | None = None,
-        x: Array | None = None,
+        x: Tree | None = None,
         dtype: Any = np.float32,
         xp: ModuleType = np,
         bytes_per_s: float | None = None,
@@ -163,7 +163,9 @@ class PipelineParallel(PipelineSteps):
             dim: The dim of the stages, over whose ranks messages are timed.
             times: Seconds of each layer for a microbatch, forward and backward, and messages cost
                 nothing; or what :func:`~mpimesh.parallel.measure_layers` has measured.
-            x: A microbatch to measure with, instead of `times`; on every rank.
+            x: A microbatch to measure with, instead of `times`; on every rank. An array, or a
+                tuple or a dict of arrays, which the first layer gets; stages with ``inputs`` or
+                ``skips`` are cut by hand.
             dtype: As in :func:`~mpimesh.parallel.measure_layers`, and so are all that follow.
             xp: `numpy` or `cupy`.
             bytes_per_s: How fast messages pass; None to measure it.

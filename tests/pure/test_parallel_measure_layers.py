@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+import mpimesh as mm
 from mpimesh import nn
 from mpimesh.errors import (
     DTypeError,
@@ -272,3 +273,51 @@ def test_ranks_that_measure_with_different_microbatches(other):
             measure_layers(wide_mlp(), other if mesh.rank else X, mesh=mesh)
 
     on_ranks("pp=2", body)
+
+
+class Split:
+    """Gives two arrays of which one is of integers, and takes the gradient of the other."""
+
+    def forward(self, x, ctx=None):
+        return {
+            "wide": np.concatenate([x["a"], x["b"]], axis=1),
+            "count": np.ones(len(x["a"]), int),
+        }
+
+    def backward(self, dy, ctx):
+        assert dy["count"] is None
+        assert dy["wide"].shape[1] == 5
+
+    def parameters(self):
+        return []
+
+
+def test_trees_are_measured_as_they_are():
+    """The boundary behind the first layer has the bytes of both its arrays."""
+
+    def body(mesh):
+        made = [Split(), Merge(), nn.Linear(5, 2)]
+        x = {"a": np.ones((4, 2), np.float32), "b": np.ones((4, 3), np.float32)}
+        return measure_layers(made, x, mesh=mesh, latency_s=0, bytes_per_s=1)
+
+    for found in on_ranks("pp=2", body):
+        assert found.message_s == (4 * 5 * 4 + 4 * 8, 4 * 5 * 4)
+
+
+class Merge(Alone):
+    """Takes one of two arrays."""
+
+    def forward(self, x, ctx=None):
+        return x["wide"]
+
+    def backward(self, dy, ctx):
+        return {"wide": dy, "count": None}
+
+
+def test_microbatches_of_several_shapes_are_no_sample():
+    def body(mesh):
+        x = mm.Microbatches([X, X])
+        return str(error_of(lambda: measure_layers([nn.Linear(2, 2)], x, mesh=mesh)))
+
+    for text in on_ranks("pp=2", body):
+        assert "x must be one microbatch on every rank" in text
