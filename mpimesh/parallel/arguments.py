@@ -37,6 +37,7 @@ class Arguments:
         loss: The loss to train by.
         denominator: What to divide the loss by; what the global batch counts if None.
         optimizer: Changes the parameters at the end; None leaves that to the caller.
+        everywhere: Whether all ranks are to get what a forward gives.
     """
 
     training: bool
@@ -46,6 +47,7 @@ class Arguments:
     loss: Loss | None = None
     denominator: float | None = None
     optimizer: SupportsStep | None = None
+    everywhere: bool = False
 
     def look(self, engine: Engine, call: str) -> tuple[Batch, Given]:
         """Return the batch, and what the other ranks are told of it.

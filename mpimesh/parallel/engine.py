@@ -74,6 +74,7 @@ class Engine:
 
     Attributes:
         step: Number of training steps done; what dropout draws depends on it.
+        why_no_step: Why this rank may start no step; empty if it may.
         interfaces: What stages give to each other, by kind of input.
         input_names: The names of all inputs that enter at stages of their own.
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
@@ -111,6 +112,7 @@ class Engine:
         self.tracer = NULL_TRACER if options.tracer is None else options.tracer
         self.step = 0
         self.accumulating = False
+        self.why_no_step = ""
         self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
         self.input_names = sorted({name for stage in self.stages for name in stage.inputs})
         self.pool = SlotPool(self._slot_memory)

@@ -117,7 +117,17 @@ class Executor:
         )
         self._loss_gradients: dict[int, Tree] = {}
         self._contexts: dict[_Key, Context] = {}
-        self._do: dict[ActionKind, Callable[[Action], None]] = {
+        self._reduce_grad = reduce_grad
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Do all `actions` in order.
+
+        Raises:
+            Exception: What a stage, the loss or a message raised, with `current` as it was.
+        """
+        # Not kept: with its own methods the executor, and the batch with it, would go round in a
+        # circle that only the collector finds.
+        do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.B: self._backward,
             ActionKind.I: self._backward_input,
@@ -126,19 +136,12 @@ class Executor:
             ActionKind.SEND_B: self._flow.send,
             ActionKind.RECV_F: self._flow.receive,
             ActionKind.RECV_B: self._flow.receive,
-            ActionKind.REDUCE_GRAD: lambda action: reduce_grad(action.stage),
+            ActionKind.REDUCE_GRAD: lambda action: self._reduce_grad(action.stage),
         }
-
-    def run(self, actions: Sequence[Action]) -> None:
-        """Do all `actions` in order.
-
-        Raises:
-            Exception: What a stage, the loss or a message raised, with `current` as it was.
-        """
         for action in actions:
             self._look()
             self.current = action
-            self._do[action.kind](action)
+            do[action.kind](action)
         self.current = None
 
     # -- computing ----------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class _Posted:
             if got == expected:
                 return lent.view(self.dtype).reshape(self.shape)
         elif got == expected:
-            return self.buffer
+            return _read_only(self.buffer)
         raise ShapeError(f"{got} bytes, but {expected} are expected")
 
     def unwanted(self, peer: int) -> Request:
@@ -325,6 +325,14 @@ class Inbox:
             buffer.dtype if dtype is None else dtype,
             lender,
         )
+
+
+def _read_only(array: Array) -> Array:
+    """Return an array that cannot be written to, so that it is as one that is lent."""
+    if isinstance(array, np.ndarray):
+        array = array.view()
+        array.flags.writeable = False
+    return array
 
 
 def _settle(still_open: list[_Posted], peer: int, count: int, sent: int) -> list[Request]:

@@ -42,7 +42,8 @@ class ParallelModel:
     def _forward(
         self, x: Tree | None, *, inputs: Mapping[str, Tree] | None = None, everywhere: bool
     ) -> Tree:
-        step = Step(self._engine, Arguments(training=False, x=x, inputs=inputs))
+        arguments = Arguments(training=False, x=x, inputs=inputs, everywhere=everywhere)
+        step = Step(self._engine, arguments)
         step.run()
         return joined_output(self._engine, step, everywhere=everywhere)
 

@@ -15,18 +15,22 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray
 
-__all__ = ["SlotPool"]
+__all__ = ["KEPT_STEPS", "SlotPool"]
+
+KEPT_STEPS = 16
+"""How many steps a slot waits to be used again."""
 
 
 class _Slot:
     """A block of memory and the array that owns it, to which all views of it refer."""
 
-    __slots__ = ("block", "owner", "when_free")
+    __slots__ = ("block", "owner", "used_in", "when_free")
 
     def __init__(self, block: HostArray) -> None:
         self.block = block
         self.owner = _owner(block)
         self.when_free = 0
+        self.used_in = 0
 
     def calibrate(self) -> None:
         """Count the references while there are no others than the slot's own.
@@ -43,8 +47,8 @@ class _Slot:
 class SlotPool:
     """Arrays for the messages of one rank.
 
-    There are as many slots of a size as were ever in use at one time, which the
-    schedule bounds; they stay until :meth:`clear`.
+    There are as many slots of a size as were in use at one time in the last few steps, which the
+    schedule bounds.
 
     Args:
         allocate: Gives memory for a number of bytes, as an array of bytes.
@@ -54,6 +58,7 @@ class SlotPool:
         self._allocate = allocate
         self._slots: dict[int, list[_Slot]] = {}
         self._starts: set[int] = set()
+        self._step = 0
 
     @property
     def nbytes(self) -> int:
@@ -70,17 +75,35 @@ class SlotPool:
             slot = _Slot(self._allocate(size))
             slot.calibrate()  # here, where nobody holds the new block any more
             slots.append(slot)
-            self._starts.add(slot.block.__array_interface__["data"][0])
+            self._starts.add(_start(slot.block))
+        slot.used_in = self._step
         return slot.block[:nbytes].view(dtype).reshape(shape)
 
     def holds(self, array: HostArray) -> bool:
         """Tell whether `array` begins a slot."""
-        return array.__array_interface__["data"][0] in self._starts
+        return _start(array) in self._starts
 
-    def clear(self) -> None:
-        """Forget all slots; arrays in use stay valid."""
-        self._slots.clear()
-        self._starts.clear()
+    def end_step(self) -> None:
+        """Forget the slots that were not taken in the last `KEPT_STEPS` steps.
+
+        An array in use stays valid.
+        """
+        self._step += 1
+        oldest = self._step - KEPT_STEPS
+        if all(slot.used_in >= oldest for slots in self._slots.values() for slot in slots):
+            return
+        kept = {
+            size: [slot for slot in slots if slot.used_in >= oldest]
+            for size, slots in self._slots.items()
+        }
+        self._slots = {size: slots for size, slots in kept.items() if slots}
+        self._starts = {_start(slot.block) for slots in kept.values() for slot in slots}
+
+
+def _start(array: HostArray) -> int:
+    """Return the address of an array."""
+    start: int = array.__array_interface__["data"][0]
+    return start
 
 
 def _owner(array: HostArray) -> HostArray:

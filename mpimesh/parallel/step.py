@@ -25,7 +25,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from mpimesh.errors import MpimeshError, ShapeError, StageError
+from mpimesh.arrays import Array
+from mpimesh.errors import ModuleStateError, MpimeshError, ShapeError, StageError
 from mpimesh.parallel.alarm import Alarm, AlarmedError
 from mpimesh.parallel.arguments import Arguments, input_title
 from mpimesh.parallel.engine import Engine
@@ -35,7 +36,7 @@ from mpimesh.parallel.header import Given, Size, StepHeader
 from mpimesh.parallel.inbox import Inbox
 from mpimesh.parallel.known import Known
 from mpimesh.parallel.outbox import Outbox
-from mpimesh.parallel.tree import Tree, flatten
+from mpimesh.parallel.tree import Tree, flatten, tree_map
 from mpimesh.parallel.unwind import Note, unwind
 from mpimesh.parallel.wire import Guarded, Wire
 
@@ -44,6 +45,16 @@ __all__ = ["END_OF_STEP", "GRADIENTS", "Step"]
 # How traces call the waits in which all ranks meet: after every step, and after one of training.
 END_OF_STEP = "end of step"
 GRADIENTS = "gradients"
+
+
+_UNDER_WAY = (
+    "a step of this model is under way; a layer, a loss or a signal handler must not start another "
+    "one in it"
+)
+_LEFT = (
+    "the last step was left by {} on this rank alone, so other ranks may still be in it: end the "
+    "job, or close the mesh on all ranks and make mesh and model anew"
+)
 
 
 class Step:
@@ -82,17 +93,31 @@ class Step:
             StageError: On every rank, if a stage, the loss or a message failed on any.
             MpimeshError: On every rank, if the arguments do not fit.
         """
+        engine = self._engine
+        if engine.why_no_step:
+            raise ModuleStateError(f"rank {engine.mesh.rank}: {engine.why_no_step}")
         problem = self._look_at_arguments()
         self._header = StepHeader(self._engine.scope, self._given, self._names)
+        engine.why_no_step = _UNDER_WAY
         try:
             loss = self._end(self._try(problem))
         except BaseException as error:
+            if getattr(error, "agreed", False):
+                engine.why_no_step = ""
+                raise
             # Without an agreement with the other ranks, such as after Ctrl-C.
-            if self._inbox is not None and not getattr(error, "agreed", False):
+            engine.why_no_step = _LEFT.format(type(error).__name__)
+            if self._inbox is not None:
                 self._inbox.abandon()
             raise
+        finally:
+            engine.pool.end_step()
+            # Each of them knows this step, and holds arrays.
+            self._executor = self._inbox = self._outbox = None
+            del problem  # whose traceback may hold this frame, as in the methods below
+        engine.why_no_step = ""
         if self._optimizer is not None:
-            with self._engine.tracer.span("optimizer step", "optimizer"):
+            with engine.tracer.span("optimizer step", "optimizer"):
                 self._optimizer.step()
         return loss
 
@@ -107,6 +132,8 @@ class Step:
         except Exception as error:
             self._alarm.sound()
             return error
+        finally:
+            del problem
         return None
 
     # -- the work of this rank ----------------------------------------------------------------
@@ -114,7 +141,8 @@ class Step:
     def _call(self) -> str:
         engine = self._engine
         if not self._training:
-            return f"forward of {engine.num_microbatches} microbatches"
+            where = " everywhere" if self._arguments.everywhere else ""
+            return f"forward{where} of {engine.num_microbatches} microbatches"
         kept = " without reducing gradients" if engine.accumulating else ""
         return (
             f"train_step {engine.step} of {engine.num_microbatches} microbatches by "
@@ -173,7 +201,7 @@ class Step:
         self._outside = False
         self._executor.run(plan.actions)
         if self._executor.outputs:
-            outputs = [self._executor.outputs[i] for i in range(task.count)]
+            outputs = [tree_map(_own, self._executor.outputs[i]) for i in range(task.count)]
             self.outputs = outputs if free else [self._join(outputs)]
 
     def _join(self, outputs: list[Tree]) -> Tree:
@@ -222,7 +250,10 @@ class Step:
         with engine.tracer.span(END_OF_STEP, "wait"):
             status = engine.scope.all_reduce(status, label="step status").resolve()
         if status[0] or at_odds:
-            self._fail(error)
+            try:
+                self._fail(error)
+            finally:
+                del error
         if self._outbox is not None:
             self._outbox.finish()
         if self._training:
@@ -246,10 +277,21 @@ class Step:
         failure = None if error is None else Failure.of(error, rank, running)
         note = Note(self._given, self._training, failure)
         agreed = unwind(self._engine, note, self._alarm, self._inbox, self._outbox)
-        if error is None or not isinstance(agreed, StageError):
-            raise agreed from error
         try:
-            raise error
-        except Exception:
-            # Only its context: a cause is shown, and its traceback stands in the text already.
-            raise agreed from None
+            if error is None or not isinstance(agreed, StageError):
+                raise agreed from error
+            try:
+                raise error
+            except Exception:
+                # Only its context: a cause is shown, and its traceback stands in the text already.
+                raise agreed from None
+        finally:
+            # Their tracebacks hold this frame, and with it all arrays of the step.
+            del agreed, error
+
+
+def _own(array: Array, _path: str) -> Array:
+    """Return an output that its user may keep and write to: what came from another rank is not."""
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        return array.copy()
+    return array

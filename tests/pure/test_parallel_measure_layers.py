@@ -296,7 +296,7 @@ def test_trees_are_measured_as_they_are():
     """The boundary behind the first layer has the bytes of both its arrays."""
 
     def body(mesh):
-        made = [Split(), Merge(), nn.Linear(5, 2)]
+        made: Any = [Split(), Merge(), nn.Linear(5, 2)]
         x = {"a": np.ones((4, 2), np.float32), "b": np.ones((4, 3), np.float32)}
         return measure_layers(made, x, mesh=mesh, latency_s=0, bytes_per_s=1)
 

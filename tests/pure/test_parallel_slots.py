@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.parallel.slots import SlotPool
+from mpimesh.parallel.slots import KEPT_STEPS, SlotPool
 from mpimesh.runtime.allocator import aligned_empty
 
 FLOAT = np.dtype(np.float64)
@@ -82,11 +82,25 @@ def test_arrays_in_use_never_share_memory(steps):
     assert pool.nbytes <= 2 * sum(16 * rows + 128 for rows, _ in steps)
 
 
-def test_clear_forgets_and_harms_nothing():
+def test_what_no_step_has_used_for_a_while_is_forgotten():
     pool = SlotPool(aligned)
     array = pool.take((4,), FLOAT)
     array[...] = 7
-    pool.clear()
-    assert pool.nbytes == 0
-    pool.take((4,), FLOAT)[...] = 1
-    assert np.all(array == 7)
+    del array
+    often, kept = pool.take((4000,), FLOAT), pool.take((500,), FLOAT)
+    kept[...] = 8
+    del often
+    for _ in range(KEPT_STEPS):
+        pool.end_step()
+        often = pool.take((4000,), FLOAT)
+        assert pool.holds(often)
+        assert pool.nbytes > 4000 * 8 + 500 * 8
+        del often
+    pool.end_step()
+    assert 4000 * 8 <= pool.nbytes < 4000 * 8 + 500 * 8
+    # An array in use stays valid, though the pool has given it up.
+    assert not pool.holds(kept)
+    others = [pool.take((500,), FLOAT) for _ in range(3)]
+    for other in others:
+        other[...] = 1
+    assert np.all(kept == 8)
