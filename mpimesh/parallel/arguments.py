@@ -72,7 +72,6 @@ class Arguments:
         for value in values.values():
             if first is not None:
                 _check_rows(first, value, who)
-        sums = {name: value.checksum() for name, value in values.items()}
         given = Given(
             call,
             None if first is None else first.rows,
@@ -80,9 +79,7 @@ class Arguments:
             sizes=", ".join(map(str, first.sizes)) if first is not None and first.is_cut else None,
             goal=self._goal(engine),
             kinds={name: value.kind() for name, value in values.items() if name != "target"},
-            sums={name: text for name, text in sums.items() if text}
-            if engine.mesh.settings.checks
-            else {},
+            sums=_checksums(values) if engine.mesh.settings.checks else {},
         )
         return Batch(self, values), given
 
@@ -246,6 +243,12 @@ def _check_rows(first: Value, value: Value, who: str) -> None:
                 f"{first.name} and {value.name} must have the same rows; on {who} {first.name} "
                 f"has {one} and {value.name} {other}{where}"
             )
+
+
+def _checksums(values: Mapping[str, Value]) -> dict[str, str]:
+    """Return the checksums of the values that have one; reads all of their memory."""
+    sums = {name: value.checksum() for name, value in values.items()}
+    return {name: text for name, text in sums.items() if text}
 
 
 def input_title(name: str) -> str:

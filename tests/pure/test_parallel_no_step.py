@@ -10,6 +10,7 @@ import pytest
 
 from mpimesh import nn
 from mpimesh.errors import MismatchError, ModuleStateError, StageError
+from mpimesh.parallel.batch import Value
 from tests.pure.parallel_models import batch, cut, make_pipeline, on_ranks, train_alone
 from tests.pure.parallel_traps import Reshaped, Trap, error_of
 
@@ -113,3 +114,16 @@ def test_what_comes_from_another_rank_cannot_be_written():
         assert "read-only" in str(error)
 
     on_ranks("pp=2", body)
+
+
+@pytest.mark.parametrize("checks", ["0", "1"])
+def test_the_batch_is_read_for_comparison_only_with_checks(monkeypatch, checks):
+    """To read all of it takes longer than to hand it over."""
+    read = []
+    monkeypatch.setenv("MPIMESH_CHECKS", checks)
+    monkeypatch.setattr(Value, "checksum", lambda value: read.append(value.name))
+    on_ranks(
+        "pp=2",
+        lambda mesh: make_pipeline(mesh).train_step(*batch(0, 8), loss=nn.cross_entropy),
+    )
+    assert sorted(read) == (["target", "target", "x", "x"] if checks == "1" else [])
