@@ -13,6 +13,7 @@ import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.errors import MismatchError, StageError, StageShapeError
 from mpimesh.parallel import wire
+from mpimesh.schedule import schedule_names, stages_per_rank
 from tests.pure.parallel_models import (
     CLASSES,
     SEED,
@@ -283,14 +284,14 @@ def test_a_layer_may_keep_what_it_got(comm, edges):
         np.testing.assert_array_equal(got, was)
 
 
-@pytest.mark.nprocs(2, 3, 4, 8)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "interleaved", "zbv"])
+@pytest.mark.nprocs(2, 4)
+@pytest.mark.parametrize("schedule", [name for name in schedule_names() if name != "forward"])
 def test_both_kinds_of_edges_give_the_same_bits(comm, monkeypatch, schedule):
     def trained(lent_from):
         monkeypatch.setattr(wire, "LENT_FROM_BYTES", lent_from)
         with mm.DeviceMesh(f"pp={comm.size}", comm) as mesh:
-            per_rank = 2 if schedule in ("interleaved", "zbv") else 1
-            pipe = make_pipeline(mesh, stages=cut(per_rank * comm.size), schedule=schedule)
+            stages = cut(stages_per_rank(schedule) * comm.size)
+            pipe = make_pipeline(mesh, stages=stages, schedule=schedule)
             losses = [pipe.train_step(*batch(s, 13), loss=nn.cross_entropy) for s in range(2)]
             return losses, [np.array(parameter.grad) for parameter in pipe.parameters()]
 
