@@ -15,6 +15,7 @@ import numpy as np
 
 from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Context, Loss
+from mpimesh.nn.context import Room
 from mpimesh.parallel.flow import Flow
 from mpimesh.parallel.inbox import Inbox
 from mpimesh.parallel.interface import check_output
@@ -115,6 +116,15 @@ class Executor:
             outbox=outbox,
             xp=xp,
         )
+        # For each stage the layer that makes what crosses to its neighbour, and room for that.
+        self._room_for_output = {
+            number: (stage.last_layer, self._room_at(number + 1))
+            for number, stage in stages.items()
+        }
+        self._room_for_gradient = {
+            number: (stage.first_layer, self._room_at(number - 1))
+            for number, stage in stages.items()
+        }
         self._loss_gradients: dict[int, Tree] = {}
         self._contexts: dict[_Key, Context] = {}
         self._reduce_grad = reduce_grad
@@ -151,7 +161,8 @@ class Executor:
         x = self._input(key)
         context = self._context(key)
         with self._span(action, "forward"):
-            self._offer(context, self._stages[stage].last_layer, stage, stage + 1)
+            if context is not None:
+                context.offer(*self._room_for_output[stage])
             y = self._stages[stage].forward(x, context)
             if stage < self._last:
                 self._flow.hand_on(stage, microbatch, y)
@@ -183,11 +194,10 @@ class Executor:
         self._contexts[key] = context
         return context
 
-    def _offer(self, context: Context | None, layer: object, stage: int, other: int) -> None:
-        """Let `layer`, which makes what `stage` gives to `other`, write it where that reads it."""
+    def _room_at(self, other: int) -> Room | None:
+        """Return what gives memory for what goes to stage `other`, if that lies elsewhere."""
         crosses = 0 <= other <= self._last and other not in self._stages
-        if context is not None and self._xp is np:
-            context.offer(layer, self._outbox.room_for(other) if crosses else None)
+        return self._outbox.room_for(other) if crosses and self._xp is np else None
 
     def _end_forward(self, key: _Key, y: Tree) -> None:
         """Keep an output; in training, compute the loss, and the gradient for its backward."""
@@ -219,7 +229,7 @@ class Executor:
         key = action.stage, action.microbatch
         with self._span(action, "backward"):
             context = self._contexts.pop(key)
-            self._offer(context, self._stages[key[0]].first_layer, key[0], key[0] - 1)
+            context.offer(*self._room_for_gradient[action.stage])
             dx = self._stages[action.stage].backward(self._gradient(key), context)
         self._hand_back(key, dx)
 
@@ -227,7 +237,7 @@ class Executor:
         key = action.stage, action.microbatch
         with self._span(action, "backward_input"):
             context = self._contexts[key]
-            self._offer(context, self._stages[key[0]].first_layer, key[0], key[0] - 1)
+            context.offer(*self._room_for_gradient[action.stage])
             dx = self._stages[action.stage].backward_input(self._gradient(key), context)
         self._hand_back(key, dx)
 

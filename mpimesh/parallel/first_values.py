@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from mpimesh.nn import Module, Sequential, SupportsLayer
+from mpimesh.nn import Module, SupportsLayer
 from mpimesh.nn.protocol import Settled, materialize, num_layers
 from mpimesh.parallel.stage import PipelineStage
 
@@ -69,9 +69,7 @@ def is_used_again(stages: Sequence[PipelineStage]) -> bool:
 
     There somebody reads the gradient of its input.
     """
-    first: Any = stages[0]
-    while isinstance(first, Sequential) and len(first):
-        first = first[0]
+    first = stages[0].first_layer
     return sum(leaf is first for stage in stages for leaf in _leaves(stage)) > 1
 
 

@@ -14,9 +14,9 @@ from types import ModuleType
 import numpy as np
 
 from mpimesh.arrays import Array
-from mpimesh.errors import ModuleStateError, ShapeError
+from mpimesh.errors import ShapeError
 from mpimesh.parallel.inbox import Inbox
-from mpimesh.parallel.interface import Interface, check_gradient, check_output, first_gradient
+from mpimesh.parallel.interface import check_gradient, check_output, first_gradient
 from mpimesh.parallel.known import Known
 from mpimesh.parallel.outbox import Outbox
 from mpimesh.parallel.tree import Tree
@@ -118,7 +118,7 @@ class Flow:
         for source, gradient in zip(sources, gradients, strict=True):
             if source < self._first_trained:
                 continue
-            interface = self._interface(source, microbatch)
+            interface = self._known.told(source, microbatch)
             checked = check_gradient(
                 gradient, stage=stage, source=source, rows=rows, interface=interface
             )
@@ -134,7 +134,7 @@ class Flow:
         ]
         for other in others:
             total = [one + more for one, more in zip(total, other, strict=True)]
-        return self._interface(stage, microbatch).gradient_tree(total)
+        return self._known.told(stage, microbatch).gradient_tree(total)
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class Flow:
             leaves = [self._xp.asarray(leaf) for leaf in leaves]
         stage, far, microbatch = action.stage, action.far_stage, action.microbatch
         if action.kind is ActionKind.RECV_F:
-            structure = self._interface(far, microbatch).structure
+            structure = self._known.told(far, microbatch).structure
             self._outputs[far, stage, microbatch] = structure.unflatten(leaves)
         else:
             self._gradients[stage, far, microbatch] = leaves
@@ -164,7 +164,7 @@ class Flow:
         """Return the gradient of what came from each source."""
         count = len(self._sources[stage])
         if count == 1 or dx is None:
-            structure = self._interface(stage - 1, microbatch).structure
+            structure = self._known.told(stage - 1, microbatch).structure
             return [first_gradient(dx, structure, 1 + num_inputs)] + [None] * (count - 1)
         if not isinstance(dx, tuple) or len(dx) not in (count, count + num_inputs):
             got = f"a tuple of {len(dx)}" if isinstance(dx, tuple) else type(dx).__name__
@@ -173,9 +173,3 @@ class Flow:
                 f"backward must return a tuple of {count} gradients in this order, got {got}"
             )
         return list(dx[:count])
-
-    def _interface(self, stage: int, microbatch: int) -> Interface:
-        interface = self._known.interface(stage, microbatch)
-        if interface is None:
-            raise ModuleStateError(f"nothing is known of the output of stage {stage}")
-        return interface

@@ -77,6 +77,17 @@ class Known:
             return self._of_microbatches.get((stage, microbatch))
         return self._interfaces.get(stage)
 
+    def told(self, stage: int, microbatch: int) -> Interface:
+        """Return the interface of a stage for a microbatch that has passed it.
+
+        Raises:
+            ModuleStateError: If it is not known.
+        """
+        interface = self.interface(stage, microbatch)
+        if interface is None:
+            raise ModuleStateError(f"nothing is known of the output of stage {stage}")
+        return interface
+
     def learn(self, stage: int, microbatch: int, interface: Interface) -> None:
         """Note the interface of a stage, of all microbatches or of one."""
         if self.free:
@@ -86,9 +97,7 @@ class Known:
 
     def announcement(self, stage: int, microbatch: int) -> list[HostArray]:
         """Return the messages by which another rank learns an interface."""
-        interface = self.interface(stage, microbatch)
-        if interface is None:
-            raise ModuleStateError(f"nothing is known of the output of stage {stage}")
+        interface = self.told(stage, microbatch)
         span = self.span(microbatch)
         rows = [span.start, span.stop] if self.free else None
         return pieces(json.dumps([interface.to_json(), rows]).encode())

@@ -3,7 +3,7 @@
 Messages take the arrays as the layers made them, and keep them until they are gone.
 At most a window of them is unfinished, so that a fast stage does not fill the memory of
 all. What a rank of the node is to read in place lies in slots of the pool: there a layer has
-written it (:meth:`Outbox.room`), or it is copied there. A slot is free again when the reader
+written it (:meth:`Outbox.room_for`), or it is copied there. A slot is free again when the reader
 has let go of the array.
 """
 

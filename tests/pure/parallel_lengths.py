@@ -94,3 +94,24 @@ def make_lengths(mesh, num_microbatches=4, *, stages=None, **options) -> Pipelin
         mesh=mesh,
         **{"seed": SEED, "dtype": np.float64, **options},
     )
+
+
+def assert_bits_of_one_process(pipe: PipelineParallel, given: Any, expected: Any) -> None:
+    """Do a step and a forward; compare with what :func:`lengths_alone` returned.
+
+    Args:
+        pipe: The model.
+        given: What this rank is given of x, target and inputs.
+        expected: Loss, gradients and outputs.
+    """
+    x, target, inputs = given
+    loss, gradients, outputs = expected
+    pipe.step = 0
+    pipe.zero_grad()
+    assert pipe.train_step(x, target, loss=LOSS, inputs=inputs) == loss
+    for name, parameter in pipe.named_parameters():
+        np.testing.assert_array_equal(parameter.grad, gradients[name], strict=True)
+    y = pipe.forward(x, inputs=inputs, everywhere=True)
+    assert isinstance(y, mm.Microbatches)
+    for one, other in zip(y, outputs, strict=True):
+        np.testing.assert_array_equal(one, other, strict=True)

@@ -314,27 +314,15 @@ def test_receives_are_posted_as_far_ahead_as_they_can_serve(
         return irecv(self, *arguments)
 
     with mm.DeviceMesh("pp=2", comm) as mesh:
-        pipe = make_pipeline(mesh, 8, schedule=schedule)
+        stages, traps = trapped_stages(2)
+        pipe = make_pipeline(mesh, 8, stages=stages, schedule=schedule)
         x, target = batch(0, 16)
         pipe.train_step(x, target, loss=nn.cross_entropy)  # which announces the interface
         irecv = wire.Wire.irecv
         monkeypatch.setattr(wire.Wire, "irecv", counted)
-        trap = RuntimeError("stop here")
-        stage = pipe.local_stages[0]
-        if mesh.rank == 1:
-            monkeypatch.setattr(stage, "forward", Raises(trap))
+        traps[1].arm("F", 0)
         error_of(partial(pipe.train_step, x, target, loss=nn.cross_entropy))
         if mesh.rank == 1:
             # The first was received, and another posted in its place if there was one left.
             ahead = lent_ahead if edges == "lent" else 2
             assert len(posted) == min(ahead + 1, 8)
-
-
-class Raises:
-    """A call that raises."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __call__(self, *_):
-        raise self.error

@@ -11,6 +11,7 @@ import mpimesh as mm
 from mpimesh.errors import ScheduleError, StageError
 from tests.pure.parallel_lengths import (
     LOSS,
+    assert_bits_of_one_process,
     length_batch,
     length_stages,
     lengths_alone,
@@ -36,19 +37,11 @@ def needed(pipe, x, target, extra):
 def test_any_shapes_give_the_bits_of_one_process(comm, order):
     schedule = {1: "looped_bfs", 2: "interleaved", 4: "zb1p"}[comm.size]
     batch = length_batch(SIZES[::order])
-    loss, gradients, outputs = lengths_alone(*batch)
+    expected = lengths_alone(*batch)
     with mm.DeviceMesh(f"pp={comm.size}", comm) as mesh:
         pipe = make_lengths(mesh, schedule=schedule)
-        x, target, inputs = needed(pipe, *batch)
         for _ in range(2):
-            pipe.step = 0
-            pipe.zero_grad()
-            assert pipe.train_step(x, target, loss=LOSS, inputs=inputs) == loss
-            for name, parameter in pipe.named_parameters():
-                np.testing.assert_array_equal(parameter.grad, gradients[name], strict=True)
-            y = pipe.forward(x, inputs=inputs, everywhere=True)
-            for one, other in zip(y, outputs, strict=True):
-                np.testing.assert_array_equal(one, other, strict=True)
+            assert_bits_of_one_process(pipe, needed(pipe, *batch), expected)
         assert_nothing_left(mesh)
 
 
