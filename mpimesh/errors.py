@@ -17,6 +17,7 @@ __all__ = [
     "DeadlockError",
     "GroupError",
     "LaunchError",
+    "LayoutError",
     "MeshError",
     "MismatchError",
     "ModuleError",
@@ -88,6 +89,10 @@ class LaunchError(MpimeshError, RuntimeError):
 
 class GroupError(MpimeshError, ValueError):
     """A process group cannot be made or used as asked."""
+
+
+class LayoutError(MpimeshError, ValueError):
+    """Placements that break a rule, or that do not fit an array or a mesh."""
 
 
 class RankError(MpimeshError, ValueError):

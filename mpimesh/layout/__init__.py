@@ -1,0 +1,27 @@
+"""How arrays lie on meshes, and how they get from one layout to another: values and arithmetic."""
+
+from __future__ import annotations
+
+from mpimesh.layout.layout import Layout
+from mpimesh.layout.phase import Phase, Take
+from mpimesh.layout.placement import Placement, PlacementLike
+from mpimesh.layout.plan import RedistributionPlan, plan_redistribution
+from mpimesh.layout.spec import PARTIAL_OPS, Partial, PlacementSpec, Replicate, Shard
+from mpimesh.layout.tiling import Box, Tiling
+
+__all__ = [
+    "PARTIAL_OPS",
+    "Box",
+    "Layout",
+    "Partial",
+    "Phase",
+    "Placement",
+    "PlacementLike",
+    "PlacementSpec",
+    "RedistributionPlan",
+    "Replicate",
+    "Shard",
+    "Take",
+    "Tiling",
+    "plan_redistribution",
+]

@@ -1,0 +1,145 @@
+"""`Layout`: how an array lies on a mesh, as an immutable value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpimesh.errors import LayoutError
+from mpimesh.layout.placement import Placement, PlacementLike
+from mpimesh.layout.spec import Partial, Replicate, Shard
+from mpimesh.layout.tiling import Box, Tiling
+from mpimesh.mesh import DeviceQueries, Mesh
+
+__all__ = ["Layout"]
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Layout:
+    """A mesh, and what an array is along each of its dims.
+
+    Several dims may split one axis: the first of them in the mesh cuts it into its blocks, the
+    next one cuts each of those, and so on.
+
+    Args:
+        mesh: A :class:`~mpimesh.Mesh` or a live :class:`~mpimesh.DeviceMesh`.
+        placements: One :class:`PlacementSpec` for each dim; ``"S[0], R"``; or by names,
+            ``"dp=S0, tp=R"`` and mappings, which may leave out dims that replicate.
+
+    Raises:
+        LayoutError: If the placements do not fit the mesh, or wait for different reductions.
+        UnknownNameError: If they name a dim that the mesh does not have.
+
+    Example:
+        >>> layout = Layout(Mesh("dp=2,tp=2"), "dp=S0, tp=S1")
+        >>> layout.local_shape((5, 4), rank=3), layout.global_offset((5, 4), rank=3)
+        ((2, 2), (3, 2))
+
+    Attributes:
+        mesh: The mesh, as a value.
+        placement: One spec for each of its dims.
+    """
+
+    mesh: Mesh
+    placement: Placement
+
+    def __init__(self, mesh: DeviceQueries, placements: PlacementLike) -> None:
+        value = _as_value(mesh)
+        placement = Placement.of(placements, value.dim_names)
+        _check(value, placement)
+        object.__setattr__(self, "mesh", value)
+        object.__setattr__(self, "placement", placement)
+
+    @classmethod
+    def replicated(cls, mesh: DeviceQueries) -> Layout:
+        """Return the layout with the whole array on every rank."""
+        return cls(mesh, [Replicate()] * mesh.ndim)
+
+    # -- blocks ----------------------------------------------------------------------
+
+    def tiling(self, shape: Sequence[int]) -> Tiling:
+        """Return the blocks of an array of `shape`.
+
+        Raises:
+            LayoutError: If the array has no such axis, or sizes do not add up to its length.
+        """
+        return Tiling.of(self.mesh, self.placement, tuple(shape))
+
+    def box(self, shape: Sequence[int], rank: int) -> Box:
+        """Return (start, stop) along each axis of the block of `rank`.
+
+        Args:
+            shape: The array's global shape.
+            rank: A rank of the mesh.
+
+        Raises:
+            LayoutError: If the layout does not fit `shape`.
+            RankError: If `rank` is not in the mesh.
+        """
+        return self.tiling(shape).box(rank)
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Return the shape of the block of `rank`. Errors as of :meth:`box`."""
+        return tuple(stop - start for start, stop in self.box(shape, rank))
+
+    def global_offset(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Return where the block of `rank` begins in the array. Errors as of :meth:`box`."""
+        return tuple(start for start, _ in self.box(shape, rank))
+
+    def sharding_dims(self, axis: int) -> tuple[str, ...]:
+        """Return the names of the dims that split `axis`, outermost first."""
+        return tuple(
+            name
+            for name, spec in zip(self.mesh.dim_names, self.placement, strict=True)
+            if isinstance(spec, Shard) and spec.axis == axis
+        )
+
+    @property
+    def partial_op(self) -> str:
+        """The reduction that the array waits for; empty if it waits for none."""
+        return next((spec.op for spec in self.placement if isinstance(spec, Partial)), "")
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole array."""
+        return all(isinstance(spec, Replicate) for spec in self.placement)
+
+    # -- text ------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        """The placements with the names of the dims: ``dp=S0, tp=R``."""
+        return self.placement.named(self.mesh.dim_names)
+
+    def __str__(self) -> str:
+        return f"{self.text or 'R'} on {self.mesh.dims_text or '()'}"
+
+    def __repr__(self) -> str:
+        return f"Layout({self.mesh!r}, {self.text!r})"
+
+
+def _as_value(mesh: Any) -> Mesh:
+    """Return the mesh as a value that is the same on all ranks."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    value = getattr(mesh, "mesh", None)
+    if isinstance(mesh, DeviceQueries) and isinstance(value, Mesh):
+        return value.with_local(())
+    raise LayoutError(f"a layout needs a Mesh or a DeviceMesh, got {mesh!r}")
+
+
+def _check(mesh: Mesh, placement: Placement) -> None:
+    """Check what does not depend on an array's shape."""
+    ops = sorted({spec.op for spec in placement if isinstance(spec, Partial)})
+    if len(ops) > 1:
+        raise LayoutError(
+            f"all Partial dims of a layout wait for one reduction, but {placement} has "
+            f"{' and '.join(ops)}: their order would change the value"
+        )
+    for dim, spec in zip(mesh.dims, placement, strict=True):
+        if isinstance(spec, Shard) and spec.sizes is not None and len(spec.sizes) != dim.size:
+            raise LayoutError(
+                f"{spec!r} has {len(spec.sizes)} sizes, but mesh dim {dim} has {dim.size} ranks; "
+                "give one size for each"
+            )

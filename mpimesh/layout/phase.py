@@ -1,0 +1,259 @@
+"""One exchange of a redistribution: every rank gets its tile of one tiling out of another.
+
+Each rank holds one tile of the source, so between any two ranks there is one box at most. Who
+takes what from whom follows from arithmetic that all ranks do alike, each for itself only.
+
+Of several copies of a tile, a rank takes the one at its own coordinates along the dims
+that the copies differ in: that is itself, if it has one, and it spreads the load. Ranks from
+outside the source's mesh take turns. Where nodes are known, a copy on the same node comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpimesh.layout.places import places_of
+from mpimesh.layout.tiling import Box, Tiling
+
+if TYPE_CHECKING:
+    from mpimesh.layout.tiling import Integers
+
+__all__ = ["Phase", "Take"]
+
+_TABLE_ENTRIES = 1 << 20
+"""Most entries of a table of ranks and copies that is looked through at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What a rank gets.
+
+    Attributes:
+        box: Which part of the array, as (start, stop) along each axis.
+        ranks: Who holds it; several hold summands of it, to be reduced in this order.
+    """
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Phase:
+    """An exchange.
+
+    Attributes:
+        source: What the ranks hold.
+        target: What they are to hold.
+        op: The reduction over `partial`; empty for none.
+        partial: The dims of the source's mesh along which ranks hold summands.
+        tied: Dims along which a rank takes only from ranks at its own coordinate.
+        nodes: The node of each rank; empty if all count as near.
+    """
+
+    source: Tiling
+    target: Tiling
+    op: str = ""
+    partial: tuple[int, ...] = ()
+    tied: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = field(default=(), repr=False)
+
+    # -- one rank --------------------------------------------------------------------
+
+    def takes(self, rank: int) -> list[Take]:
+        """Return what `rank` gets, also from itself; in row-major order of the source's tiles."""
+        if not self.target.holds(rank):
+            return []
+        box = self.target.box(rank)
+        grid = self.source.meeting(box)
+        leaves = [axis.reshape(-1) for axis in np.meshgrid(*grid, indexing="ij")] if grid else []
+        count = prod(len(axis) for axis in grid)
+        if not count:
+            return []
+        coords = self._chosen(leaves, np.full(count, rank, np.int64))
+        ranks = self._with_partial(coords).tolist()
+        starts, stops = [], []
+        for bounds, leaf, (start, stop) in zip(self.source.bounds, leaves, box, strict=True):
+            starts.append(np.maximum(bounds[leaf], start).tolist())
+            stops.append(np.minimum(bounds[leaf + 1], stop).tolist())
+        boxes: list[Box] = (
+            [tuple(zip(*row, strict=True)) for row in zip(zip(*starts), zip(*stops))]  # noqa: B905
+            if leaves
+            else [()]
+        )
+        return [Take(part, tuple(who)) for part, who in zip(boxes, ranks, strict=True)]
+
+    def gives(self, rank: int) -> list[tuple[int, Box]]:
+        """Return which other ranks take what of the tile of `rank`, in the order of the target."""
+        if not self.source.holds(rank):
+            return []
+        box = self.source.box(rank)
+        if any(start >= stop for start, stop in box):
+            return []
+        mine = self.source.mesh.coords_of(rank)
+        coords = self._receivers(box, mine)
+        receivers = places_of(self.target.mesh).ranks[_ravel(coords, self.target.mesh.shape())]
+        own = self.source.leaves_of(np.array([mine], np.int64).reshape(1, -1))
+        leaves = [np.broadcast_to(leaf, len(receivers)) for leaf in own]
+        chosen = self._chosen(leaves, receivers)
+        asked = receivers != rank
+        for dim in self._copies():
+            asked &= chosen[:, dim] == mine[dim]
+        target_leaves = self.target.leaves_of(coords[asked])
+        edges = [
+            (
+                np.maximum(bounds[leaf], start).tolist(),
+                np.minimum(bounds[leaf + 1], stop).tolist(),
+            )
+            for bounds, leaf, (start, stop) in zip(
+                self.target.bounds, target_leaves, box, strict=True
+            )
+        ]
+        return [
+            (who, tuple((starts[row], stops[row]) for starts, stops in edges))
+            for row, who in enumerate(receivers[asked].tolist())
+        ]
+
+    # -- all ranks -------------------------------------------------------------------
+
+    def received(self) -> tuple[Integers, Integers]:
+        """Return how many elements, in how many messages, each rank of the target gets from others.
+
+        In the row-major order of the target's mesh. A message is a box from one rank to another.
+        """
+        places = places_of(self.target.mesh)
+        parts = prod(self.source.mesh.dims[dim].size for dim in self.partial)
+        elements = np.full(self.target.mesh.size, parts, np.int64)
+        messages = elements.copy()
+        mine = places_of(self.source.mesh).offsets_of(places.ranks)
+        own = self.source.leaves_of(places_of(self.source.mesh).coords[mine])
+        kept = (mine >= 0).astype(np.int64)
+        for axis, leaf in enumerate(self.target.leaves_of(places.coords)):
+            bounds, source = self.target.bounds[axis], self.source.bounds[axis]
+            start, stop = bounds[leaf], bounds[leaf + 1]
+            elements *= stop - start
+            full = np.concatenate([[0], np.cumsum(source[:-1] < source[1:])])
+            first = np.searchsorted(source, start, "right") - 1
+            last = np.searchsorted(source, stop, "left")
+            messages *= np.where(start < stop, full[np.maximum(first, last)] - full[first], 0)
+            held = np.minimum(source[own[axis] + 1], stop) - np.maximum(source[own[axis]], start)
+            kept *= np.maximum(held, 0)
+        elements -= kept
+        messages -= kept > 0
+        for dim in self.target.first_only:
+            elements[places.coords[:, dim] > 0] = 0
+            messages[places.coords[:, dim] > 0] = 0
+        return elements, messages
+
+    # -- who takes from whom -----------------------------------------------------------
+
+    def _copies(self) -> list[int]:
+        """The source's dims of which one coordinate has to be chosen."""
+        return [dim for dim in self.source.free_dims if dim not in self.partial]
+
+    def _chosen(self, leaves: Sequence[Integers], receivers: Integers) -> Integers:
+        """Return the coordinates of whom each receiver takes a tile from; 0 along partial dims.
+
+        Shapes:
+            leaves: For each axis (pairs,): the intervals of the source's tiles.
+            receivers: (pairs,), ranks.
+            result: (pairs, mesh dims).
+        """
+        mesh, copies = self.source.mesh, self._copies()
+        coords = np.zeros((len(receivers), mesh.ndim), np.int64)
+        for dim, column in self.source.coords_of_leaves(leaves).items():
+            coords[:, dim] = column
+        if not copies:
+            return coords
+        places = places_of(mesh)
+        offsets = places.offsets_of(receivers)
+        inside = offsets >= 0
+        own = places.coords[offsets][:, copies]
+        sizes = [mesh.dims[dim].size for dim in copies]
+        turns = np.zeros(len(receivers), np.int64)
+        if self.nodes or not inside.all():
+            turns = self._turns(leaves, receivers)
+        by_turn = np.stack(np.unravel_index(turns % prod(sizes), sizes), axis=1)
+        coords[:, copies] = np.where(inside[:, None], own, by_turn)
+        if self.nodes and not self.partial:
+            self._prefer_near(coords, receivers, turns)
+        return coords
+
+    def _turns(self, leaves: Sequence[Integers], receivers: Integers) -> Integers:
+        """Return the place of each receiver among those that need the same tile."""
+        target = self.target
+        coords = places_of(target.mesh).coords[places_of(target.mesh).offsets_of(receivers)]
+        turn = np.zeros(len(receivers), np.int64)
+        rows = zip(target.leaves_of(coords), leaves, strict=True)
+        for axis, (own, leaf) in enumerate(rows):
+            bounds, source = target.bounds[axis], self.source.bounds[axis]
+            first = np.searchsorted(bounds, source[leaf], "right") - 1
+            last = np.searchsorted(bounds, source[leaf + 1], "left")
+            turn = turn * np.maximum(last - first, 1) + own - first
+        for dim in target.free_dims:
+            turn = turn * target.mesh.dims[dim].size + coords[:, dim]
+        return turn
+
+    def _prefer_near(self, coords: Integers, receivers: Integers, turns: Integers) -> None:
+        """Take a copy on the receiver's node where there is one, in place."""
+        mesh = self.source.mesh
+        places, node_of = places_of(mesh), np.array(self.nodes, np.int64)
+        copies = [dim for dim in self._copies() if dim not in self.tied]
+        sizes = [mesh.dims[dim].size for dim in copies]
+        choices = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes or [1]), axis=1)
+        chosen = places.ranks[_ravel(coords, mesh.shape())]
+        far = np.flatnonzero(node_of[chosen] != node_of[receivers])
+        step = max(1, _TABLE_ENTRIES // len(choices))
+        for rows in (far[at : at + step] for at in range(0, len(far), step)):
+            base = coords[rows].copy()
+            base[:, copies] = 0
+            weights = np.array([mesh.strides[dim] for dim in copies], np.int64)
+            offsets = _ravel(base, mesh.shape())[:, None] + choices[:, : len(copies)] @ weights
+            near = node_of[places.ranks[offsets]] == node_of[receivers[rows]][:, None]
+            count = near.sum(axis=1)
+            some = np.flatnonzero(count)
+            # The turn-th of those that are near.
+            nth = turns[rows[some]] % count[some]
+            order = np.argsort(~near[some], axis=1, kind="stable")
+            picked = order[np.arange(len(some)), nth]
+            coords[rows[some][:, None], copies] = choices[picked][:, : len(copies)]
+
+    def _with_partial(self, coords: Integers) -> Integers:
+        """Return the ranks at `coords`, and at all coordinates along partial dims: (pairs, parts)."""
+        mesh = self.source.mesh
+        offsets = _ravel(coords, mesh.shape())
+        sizes = [mesh.dims[dim].size for dim in self.partial]
+        weights = np.array([mesh.strides[dim] for dim in self.partial], np.int64)
+        parts = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes or [1]), axis=1)
+        steps = parts[:, : len(sizes)] @ weights
+        return places_of(mesh).ranks[offsets[:, None] + steps]
+
+    def _receivers(self, box: Box, giver: tuple[int, ...]) -> Integers:
+        """Return the coordinates of the target's ranks whose tiles have an element of `box`."""
+        target = self.target
+        grid = target.meeting(box)
+        free = [
+            np.array([giver[dim]]) if dim in self.tied else np.arange(target.mesh.dims[dim].size)
+            for dim in target.free_dims
+        ]
+        rows = [*grid, *free]
+        if not rows:
+            return np.zeros((1, target.mesh.ndim), np.int64)
+        flat = [row.reshape(-1) for row in np.meshgrid(*rows, indexing="ij")]
+        coords = np.zeros((len(flat[0]), target.mesh.ndim), np.int64)
+        for dim, column in target.coords_of_leaves(flat[: len(grid)]).items():
+            coords[:, dim] = column
+        for dim, column in zip(target.free_dims, flat[len(grid) :], strict=True):
+            coords[:, dim] = column
+        return coords
+
+
+def _ravel(coords: Integers, shape: Sequence[int]) -> Integers:
+    offsets = np.zeros(len(coords), np.int64)
+    for dim, size in enumerate(shape):
+        offsets = offsets * size + coords[:, dim]
+    return offsets

@@ -1,0 +1,177 @@
+"""One :class:`PlacementSpec` for each dim of a mesh, and the texts that say so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, overload
+
+from mpimesh.errors import LayoutError, UnknownNameError
+from mpimesh.layout.spec import PARTIAL_OPS, Partial, PlacementSpec, Replicate, Shard
+
+__all__ = ["Placement", "PlacementLike"]
+
+_NUMBER = "(?:0|[1-9][0-9]{0,17})"
+_SPEC = re.compile(
+    rf"(?P<replicate>R)"
+    rf"|S(?:\[(?P<bracket>{_NUMBER})\]|(?P<axis>{_NUMBER}))"
+    rf"(?:\((?P<sizes>{_NUMBER}(?:,{_NUMBER})*)\))?"
+    rf"|(?P<partial>P)(?:\((?P<op>{'|'.join(PARTIAL_OPS)})\))?"
+)
+_BETWEEN = re.compile(r" *, *| +|")
+_NAMED = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*) *= *(?P<spec>.*)")
+_BETWEEN_NAMED = re.compile(r",(?![^(]*\))")
+_GRAMMAR = "write R, S[axis] or P for each dim, as in 'S[0], R', or names, as in 'dp=S0, tp=R'"
+
+PlacementLike: TypeAlias = (
+    "Placement | str | Mapping[str, PlacementSpec | str] | Iterable[PlacementSpec | str]"
+)
+"""Placements as text, by the names of dims, or one for each dim in the order of the mesh."""
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Placement(Sequence[PlacementSpec]):
+    """One spec for each mesh dim, in the order of the mesh.
+
+    Args:
+        specs: The specs; each may be its text.
+
+    Example:
+        >>> print(Placement([Shard(0), Replicate()]))
+        S[0], R
+        >>> Placement.from_text("S[0], R") == Placement(["S0", "R"])
+        True
+
+    Raises:
+        LayoutError: If one is no spec.
+    """
+
+    specs: tuple[PlacementSpec, ...]
+
+    def __init__(self, specs: Iterable[PlacementSpec | str]) -> None:
+        if isinstance(specs, str):
+            raise LayoutError(
+                f"Placement takes specs; read text with Placement.from_text({specs!r})"
+            )
+        object.__setattr__(self, "specs", tuple(_as_spec(spec) for spec in specs))
+
+    @classmethod
+    def from_text(cls, text: str) -> Placement:
+        """Read ``"S[0], R"``, TVM's form: one spec for each dim, commas or spaces in between.
+
+        ``S[0]`` may be written ``S0``; sizes stand in parentheses, ``S[0](3,1)``; ``P`` is
+        ``Partial()``, ``P(max)`` another. The empty text is the placement on a mesh without dims.
+
+        Raises:
+            LayoutError: If the text is anything else.
+        """
+        if not isinstance(text, str):
+            raise LayoutError(f"a placement's text must be a str, got {text!r}; {_GRAMMAR}")
+        specs: list[PlacementSpec] = []
+        rest = text.strip(" ")
+        while rest:
+            found = _SPEC.match(rest)
+            if found is None:
+                raise LayoutError(f"placement {text!r} cannot be read from {rest!r} on; {_GRAMMAR}")
+            specs.append(_spec_of(found))
+            rest = rest[found.end() :]
+            between = _BETWEEN.match(rest)
+            if rest and between is not None:
+                rest = rest[between.end() :]
+                if not rest:
+                    raise LayoutError(f"placement {text!r} ends in a comma; {_GRAMMAR}")
+        return cls(specs)
+
+    @classmethod
+    def of(cls, placements: PlacementLike, dim_names: Sequence[str]) -> Placement:
+        """Return `placements` as one spec for each of the dims.
+
+        By names, in a mapping or as ``"dp=S0, tp=R"``, dims may be left out: they replicate.
+
+        Raises:
+            LayoutError: If they are not one for each dim, or cannot be read.
+            UnknownNameError: If a name is none of the dims.
+        """
+        if isinstance(placements, str) and "=" in placements:
+            placements = _named(placements)
+        if isinstance(placements, str):
+            placement = cls.from_text(placements)
+        elif isinstance(placements, Mapping):
+            return cls(_in_order(placements, dim_names))
+        elif isinstance(placements, Iterable):
+            placement = placements if isinstance(placements, Placement) else cls(placements)
+        else:
+            raise LayoutError(f"placements cannot be {placements!r}; {_GRAMMAR}")
+        if len(placement) != len(dim_names):
+            raise LayoutError(
+                f"placement {str(placement)!r} has {len(placement)} specs, but the mesh has "
+                f"{len(dim_names)} dims ({', '.join(dim_names)}); {_GRAMMAR}"
+            )
+        return placement
+
+    def named(self, dim_names: Sequence[str]) -> str:
+        """Return the text with the names of the dims: ``dp=S0, tp=R``."""
+        return ", ".join(f"{n}={spec.short}" for n, spec in zip(dim_names, self, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __iter__(self) -> Iterator[PlacementSpec]:
+        return iter(self.specs)
+
+    @overload
+    def __getitem__(self, place: int) -> PlacementSpec: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[PlacementSpec, ...]: ...
+    def __getitem__(self, place: int | slice) -> PlacementSpec | tuple[PlacementSpec, ...]:
+        return self.specs[place]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.specs))
+
+    def __repr__(self) -> str:
+        return f"Placement.from_text({str(self)!r})"
+
+
+def _as_spec(spec: PlacementSpec | str) -> PlacementSpec:
+    if isinstance(spec, PlacementSpec):
+        return spec
+    if isinstance(spec, str):
+        found = _SPEC.fullmatch(spec.strip(" "))
+        if found is not None:
+            return _spec_of(found)
+    raise LayoutError(f"a mesh dim's placement cannot be {spec!r}; {_GRAMMAR}")
+
+
+def _spec_of(found: re.Match[str]) -> PlacementSpec:
+    if found["replicate"]:
+        return Replicate()
+    if found["partial"]:
+        return Partial(found["op"] or "sum")
+    sizes = None if found["sizes"] is None else [int(size) for size in found["sizes"].split(",")]
+    return Shard(int(found["bracket"] or found["axis"]), sizes=sizes)
+
+
+def _named(text: str) -> dict[str, str]:
+    """Read ``"dp=S0, tp=S1(2,3)"``."""
+    specs: dict[str, str] = {}
+    for part in _BETWEEN_NAMED.split(text):
+        found = _NAMED.fullmatch(part.strip(" "))
+        if found is None:
+            raise LayoutError(f"placement {text!r} cannot be read at {part!r}; {_GRAMMAR}")
+        if found["name"] in specs:
+            raise LayoutError(f"placement {text!r} names dim {found['name']!r} twice")
+        specs[found["name"]] = found["spec"]
+    return specs
+
+
+def _in_order(
+    specs: Mapping[str, PlacementSpec | str], dim_names: Sequence[str]
+) -> list[PlacementSpec | str]:
+    for name in specs:
+        if name not in dim_names:
+            raise UnknownNameError(
+                f"a placement names dim {name!r}, but the mesh has {', '.join(dim_names) or 'none'}"
+            )
+    return [specs.get(name, Replicate()) for name in dim_names]

@@ -1,0 +1,299 @@
+"""The plan of a redistribution: a value that every rank works out alike, by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpimesh.errors import LayoutError
+from mpimesh.layout.cuts import Cut
+from mpimesh.layout.layout import Layout
+from mpimesh.layout.phase import Phase
+from mpimesh.layout.spec import Partial, Replicate, Shard
+from mpimesh.layout.tiling import Box, Tiling
+
+if TYPE_CHECKING:
+    from mpimesh.layout.tiling import Integers
+
+__all__ = ["RedistributionPlan", "plan_redistribution"]
+
+_ONE_SHOT_BYTES = 32 * 1024
+"""Up to this size every rank reduces for itself what several are to have: one exchange less."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RedistributionPlan:
+    """How an array gets from one layout to another, on the same mesh or on another.
+
+    Where nothing is to be reduced, it is one exchange, in which every rank receives exactly what
+    its new block has and its old one has not.
+
+    Attributes:
+        source: The layout that the array has.
+        target: The layout that it is to have.
+        shape: Its global shape.
+        itemsize: Bytes of an element.
+        phases: The exchanges, one after the other.
+        divisor: By what the result of the reduction is to be divided, for ``Partial("mean")``.
+        fill: The reduction with whose identity a block is filled before what it contributes is
+            written into it; empty if the last exchange fills the block.
+    """
+
+    source: Layout
+    target: Layout
+    shape: tuple[int, ...]
+    itemsize: int
+    phases: tuple[Phase, ...]
+    divisor: int = 1
+    fill: str = ""
+
+    def block(self, rank: int) -> Box | None:
+        """Return the box that `rank` has in the end; None if it is not in the target's mesh."""
+        return _box_of(self.target, self.shape, rank)
+
+    def held(self, rank: int) -> Box | None:
+        """Return the box that `rank` has in the beginning; None if it is not in that mesh."""
+        return _box_of(self.source, self.shape, rank)
+
+    # -- one rank: exact -----------------------------------------------------------------
+
+    def received_bytes(self, rank: int) -> int:
+        """Return the bytes that `rank` gets from others."""
+        return self.itemsize * sum(
+            _elements(take.box) * sum(who != rank for who in take.ranks)
+            for phase in self.phases
+            for take in phase.takes(rank)
+        )
+
+    def sent_bytes(self, rank: int) -> int:
+        """Return the bytes that others get from `rank`."""
+        return self.itemsize * sum(
+            _elements(box) for phase in self.phases for _, box in phase.gives(rank)
+        )
+
+    def messages(self, rank: int) -> int:
+        """Return how many boxes `rank` gets from others."""
+        return sum(
+            sum(who != rank for who in take.ranks)
+            for phase in self.phases
+            for take in phase.takes(rank)
+        )
+
+    def peak_bytes(self, rank: int, *, max_bytes: int = 0) -> int:
+        """Return the most memory that `rank` needs at once, its old block included.
+
+        Args:
+            rank: A rank.
+            max_bytes: The limit for packed messages; 0 for none. In shared memory nothing is
+                packed, and it is less.
+        """
+        held = 0 if (box := self.held(rank)) is None else _elements(box)
+        last = 0 if (box := self.block(rank)) is None else _elements(box)
+        peak, before = held, held
+        for number, phase in enumerate(self.phases):
+            end = number + 1 == len(self.phases)
+            after = last if end else _elements(phase.target.box(rank))
+            packed = sum(_elements(box) for _, box in phase.gives(rank)) + sum(
+                _elements(take.box) * sum(who != rank for who in take.ranks)
+                for take in phase.takes(rank)
+            )
+            if max_bytes:
+                packed = min(packed, max_bytes // self.itemsize)
+            kept = held if number else 0
+            peak = max(peak, kept + before + after + packed)
+            before = after
+        return self.itemsize * peak
+
+    # -- all ranks -------------------------------------------------------------------------
+
+    def traffic(self) -> tuple[Integers, Integers]:
+        """Return the bytes and the messages that each rank gets from others.
+
+        Shapes:
+            result: (ranks of the target's mesh,) each, in row-major order.
+
+        Cost:
+            O(ranks), however many messages there are.
+        """
+        elements = np.zeros(self.target.mesh.size, np.int64)
+        messages = elements.copy()
+        for phase in self.phases:
+            here = phase.received()
+            elements += here[0]
+            messages += here[1]
+        return elements * self.itemsize, messages
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that all ranks together get from others."""
+        return int(self.traffic()[0].sum())
+
+    @property
+    def total_messages(self) -> int:
+        """Boxes that all ranks together get from others."""
+        return int(self.traffic()[1].sum())
+
+    def predicted_s(self, *, latency_s: float = 2e-6, bytes_per_s: float = 5e9) -> float:
+        """Return about how long it takes: the longest, over the ranks, of what they receive.
+
+        Args:
+            latency_s: What a message costs however short it is.
+            bytes_per_s: How fast a rank receives.
+        """
+        seconds = 0.0
+        for phase in self.phases:
+            elements, messages = phase.received()
+            times = messages * latency_s + elements * (self.itemsize / bytes_per_s)
+            seconds += float(times.max(initial=0.0))
+        return seconds
+
+    def __str__(self) -> str:
+        """Say in a few lines what moves."""
+        from mpimesh.layout.plan_text import plan_text
+
+        return plan_text(self)
+
+
+def plan_redistribution(
+    source: Layout,
+    target: Layout,
+    shape: Sequence[int],
+    itemsize: int = 1,
+    *,
+    nodes: Sequence[int] = (),
+) -> RedistributionPlan:
+    """Plan how an array gets from `source` to `target`.
+
+    Args:
+        source: The layout that it has.
+        target: The layout that it is to have; its mesh may be another one, over the same ranks,
+            some of them, or none.
+        shape: The array's global shape.
+        itemsize: Bytes of an element.
+        nodes: The node of each rank, so that copies on the same node are taken first.
+
+    Raises:
+        LayoutError: If a layout does not fit `shape`, or `nodes` does not have every rank.
+
+    Cost:
+        O(ranks) integers for each mesh, once, and O(blocks that it meets) for each rank that is
+        asked about.
+
+    Example:
+        >>> mesh = Mesh("dp=2,tp=2")
+        >>> plan = plan_redistribution(Layout(mesh, "S0,R"), Layout(mesh, "R,S1"), (4, 4), 8)
+        >>> plan.received_bytes(0), plan.total_bytes
+        (32, 128)
+    """
+    shape = tuple(shape)
+    largest = max(source.mesh.ids.largest, target.mesh.ids.largest)
+    if nodes and len(nodes) <= largest:
+        raise LayoutError(f"nodes must have every rank, 0 to {largest}, but has {len(nodes)}")
+    near = tuple(nodes) if len(set(nodes)) > 1 else ()
+    same_mesh = source.mesh.dims == target.mesh.dims and source.mesh.ids == target.mesh.ids
+    pairs = list(zip(source.placement, target.placement, strict=True)) if same_mesh else []
+    tied = tuple(
+        dim
+        for dim, (before, after) in enumerate(pairs)
+        if isinstance(before, Partial) and before == after
+    )
+    partial = tuple(
+        dim
+        for dim, spec in enumerate(source.placement)
+        if isinstance(spec, Partial) and dim not in tied
+    )
+    op = source.partial_op if partial else ""
+    divisor = prod(source.mesh.dims[d].size for d in partial) if op == "mean" else 1
+    first = source.tiling(shape)
+    last, fill = _contributed(source, target, shape, same_mesh=same_mesh, tied=tied)
+    wire_op = "sum" if op == "mean" else op
+
+    def phase(before: Tiling, after: Tiling, *, reducing: bool = True) -> Phase:
+        if reducing:
+            return Phase(before, after, wire_op, partial, tied, near)
+        return Phase(before, after, tied=tied, nodes=near)
+
+    spread = _spread(last, tied) if partial and prod(shape) * itemsize > _ONE_SHOT_BYTES else None
+    phases = (
+        (phase(first, last),)
+        if spread is None
+        else (phase(first, spread), phase(spread, last, reducing=False))
+    )
+    return RedistributionPlan(source, target, shape, itemsize, phases, divisor, fill)
+
+
+def _contributed(
+    source: Layout,
+    target: Layout,
+    shape: tuple[int, ...],
+    *,
+    same_mesh: bool,
+    tied: tuple[int, ...],
+) -> tuple[Tiling, str]:
+    """Return what each rank puts into its block, and the reduction whose identity fills the rest.
+
+    Along a `Partial` dim every element has to be counted once. A dim that split an axis goes on
+    with the parts that it has; else coordinate 0 has all. For ``min`` and ``max`` copies do no
+    harm, and for ``mean`` they are just right.
+    """
+    mesh = target.mesh
+    splits: list[list[tuple[int, Cut]]] = [[] for _ in shape]
+    for dim, spec in enumerate(target.placement):
+        if isinstance(spec, Shard) and spec.axis < len(shape):
+            splits[spec.axis].append((dim, Cut(mesh.dims[dim].size, spec.sizes)))
+    Tiling.of(mesh, target.placement, shape)  # raises if it does not fit
+    first_only: list[int] = []
+    parts: list[tuple[int, int, Cut]] = []
+    for dim, spec in enumerate(target.placement):
+        if not isinstance(spec, Partial) or dim in tied or spec.op == "mean":
+            continue
+        before = source.placement[dim] if same_mesh else Replicate()
+        if isinstance(before, Shard):
+            alone = not splits[before.axis]
+            sizes = before.sizes if alone and source.sharding_dims(before.axis)[1:] == () else None
+            parts.append((before.axis, dim, Cut(mesh.dims[dim].size, sizes)))
+        elif spec.op in ("sum", "prod"):
+            first_only.append(dim)
+    for axis, dim, cut in parts:
+        if len(splits[axis]) and cut.sizes is not None:
+            cut = Cut(cut.parts)  # its sizes were those of the whole axis
+        splits[axis].append((dim, cut))
+    fill = target.partial_op if parts or first_only else ""
+    return Tiling.of_cuts(mesh, shape, splits, tuple(first_only)), fill
+
+
+def _spread(last: Tiling, tied: tuple[int, ...]) -> Tiling | None:
+    """Return `last` with its copies split, so that nothing is reduced twice; None if it has none.
+
+    What is split innermost stays inside the block that its rank is to have.
+    """
+    mesh = last.mesh
+    free = [dim for dim in last.free_dims if dim not in tied and mesh.dims[dim].size > 1]
+    if not free or not last.shape:
+        return None
+    axis_dims = [list(dims) for dims in last.axis_dims]
+    bounds = list(last.bounds)
+    for dim in free:
+        parts = mesh.dims[dim].size
+        # The axis whose longest block can be cut best.
+        axis = max(range(len(bounds)), key=lambda a: (int(np.diff(bounds[a]).max(initial=0)), -a))
+        sizes = np.diff(bounds[axis])
+        part = np.arange(parts)
+        quotients, rests = np.divmod(sizes, parts)
+        starts = part * quotients[:, None] + np.minimum(part, rests[:, None])
+        split = (bounds[axis][:-1, None] + starts).reshape(-1)
+        bounds[axis] = np.append(split, last.shape[axis])
+        axis_dims[axis].append(dim)
+    return Tiling(mesh, last.shape, tuple(map(tuple, axis_dims)), tuple(bounds), last.first_only)
+
+
+def _box_of(layout: Layout, shape: tuple[int, ...], rank: int) -> Box | None:
+    return layout.box(shape, rank) if layout.mesh.contains_rank(rank) else None
+
+
+def _elements(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
