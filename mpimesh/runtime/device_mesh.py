@@ -13,11 +13,12 @@ from mpimesh.errors import (
     RankError,
     TransportError,
 )
-from mpimesh.mesh import WORLD, DimsLike, Mesh, MeshTopology
+from mpimesh.mesh import WORLD, DimsLike, GroupBackend, Mesh, MeshTopology
 from mpimesh.runtime.agreement import agreed
 from mpimesh.runtime.allocator import aligned_empty
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
+from mpimesh.runtime.group import ProcessGroup
 from mpimesh.runtime.mesh_shape import MeshShape, as_mesh
 from mpimesh.runtime.traffic import Traffic
 from mpimesh.runtime.world import current_world
@@ -128,6 +129,14 @@ class DeviceMesh(MeshShape):
         """Whether :meth:`close` has been called."""
         return self._closed
 
+    @property
+    def everyone(self) -> ProcessGroup:
+        """The group of all ranks of `comm`, in their order, also those that the mesh leaves out."""
+        self._refuse_closed("use a group of")
+        backend = GroupBackend.MPI if self._control.kind == "mpi" else GroupBackend.VIRTUAL
+        ranks = range(self.world_size)
+        return ProcessGroup("everyone", ranks, self._control, self._context, backend)
+
     def set_rank(self, rank: int) -> None:
         """Accept the rank that this process has, and refuse any other.
 
@@ -203,7 +212,7 @@ class DeviceMesh(MeshShape):
             DTypeError: If `dtype` holds Python objects.
             MemoryError: If there is not as much memory.
         """
-        self._live("allocate from")
+        self._refuse_closed("allocate from")
         return aligned_empty(shape, dtype, self._context.world.shared_bytes)
 
     # -- the end -----------------------------------------------------------------------------

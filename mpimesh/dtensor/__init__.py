@@ -1,0 +1,8 @@
+"""Arrays that are split over a mesh: made, moved between layouts, and computed with."""
+
+from __future__ import annotations
+
+from mpimesh.dtensor.create import distribute, empty, from_callback, full, ones, zeros
+from mpimesh.dtensor.tensor import DTensor
+
+__all__ = ["DTensor", "distribute", "empty", "from_callback", "full", "ones", "zeros"]
