@@ -6,7 +6,18 @@ NumPy and CuPy, on any MPI. Importing this package starts no MPI.
 
 from mpimesh import nn, optim
 from mpimesh.arrays import ReduceOp
+from mpimesh.dtensor import (
+    DTensor,
+    allow_gather,
+    distribute,
+    empty,
+    from_callback,
+    full,
+    ones,
+    zeros,
+)
 from mpimesh.errors import MpimeshError
+from mpimesh.layout import Layout, Partial, Placement, Replicate, Shard
 from mpimesh.mesh import (
     Device,
     DeviceBackend,
@@ -44,6 +55,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CollectiveTensor",
+    "DTensor",
     "DataParallel",
     "Device",
     "DeviceBackend",
@@ -53,24 +65,36 @@ __all__ = [
     "GradientBuckets",
     "GroupBackend",
     "Launch",
+    "Layout",
     "Mesh",
     "MeshDimension",
     "MeshStats",
     "MeshTopology",
     "Microbatches",
     "MpimeshError",
+    "Partial",
     "PipelineParallel",
     "PipelineStage",
+    "Placement",
     "ProcessGroup",
     "ReduceOp",
+    "Replicate",
+    "Shard",
     "Tracer",
     "Traffic",
+    "allow_gather",
     "clip_grad_norm",
     "create_distributed_mesh",
     "create_mesh",
     "device_mesh",
+    "distribute",
+    "empty",
     "exit_all",
+    "from_callback",
+    "full",
     "nn",
+    "ones",
     "optim",
     "run_virtual",
+    "zeros",
 ]

@@ -23,6 +23,7 @@ __all__ = [
     "ModuleError",
     "ModuleStateError",
     "MpimeshError",
+    "NoRuleError",
     "PeerLostError",
     "RankError",
     "ReduceOpError",
@@ -93,6 +94,10 @@ class GroupError(MpimeshError, ValueError):
 
 class LayoutError(MpimeshError, ValueError):
     """Placements that break a rule, or that do not fit an array or a mesh."""
+
+
+class NoRuleError(MpimeshError, TypeError):
+    """A function that has no rule for split arrays, where gathering them is not allowed."""
 
 
 class RankError(MpimeshError, ValueError):

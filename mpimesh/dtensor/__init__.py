@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from mpimesh.dtensor.create import distribute, empty, from_callback, full, ones, zeros
+from mpimesh.dtensor.registry import allow_gather
 from mpimesh.dtensor.tensor import DTensor
 
-__all__ = ["DTensor", "distribute", "empty", "from_callback", "full", "ones", "zeros"]
+__all__ = [
+    "DTensor",
+    "allow_gather",
+    "distribute",
+    "empty",
+    "from_callback",
+    "full",
+    "ones",
+    "zeros",
+]

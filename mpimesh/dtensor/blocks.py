@@ -32,7 +32,8 @@ def dtype_of(descr: Any) -> DType:
     """Return the dtype that JSON has brought as lists, where NumPy wants tuples."""
     if isinstance(descr, list):
         return np.dtype([_field(field) for field in descr])
-    return np.dtype(descr)
+    kind: DType = np.dtype(descr)
+    return kind
 
 
 def _field(field: list[Any]) -> tuple[Any, ...]:
@@ -59,7 +60,9 @@ def agreed_blocks(
     rows = [tuple(tuple(one) if isinstance(one, list) else one for one in row) for row in found]
     heads = [(len(shape), descr, text) for shape, descr, text in rows]
     if len(set(heads)) > 1:
-        raise on_all_ranks(MismatchError(_table("of one dtype, rank and layout", rows, group.ranks)))
+        raise on_all_ranks(
+            MismatchError(_table("of one dtype, rank and layout", rows, group.ranks))
+        )
     shapes = np.array([shape for shape, _, _ in rows], np.int64).reshape(*layout.mesh.shape(), -1)
     if any(isinstance(spec, Shard) and spec.axis >= block.ndim for spec in layout.placement):
         layout.tiling(block.shape)  # raises, and says why
@@ -71,7 +74,9 @@ def agreed_blocks(
         # Along all other dims the blocks must be alike.
         first = lengths[tuple(slice(None) if d in dims else slice(1) for d in range(lengths.ndim))]
         if (lengths != first).any():
-            raise on_all_ranks(MismatchError(_table(f"that fit along axis {axis}", rows, group.ranks)))
+            raise on_all_ranks(
+                MismatchError(_table(f"that fit along axis {axis}", rows, group.ranks))
+            )
         shape.append(int(first.sum()))
         if len(dims) == 1:
             (dim,) = dims
@@ -88,8 +93,8 @@ def agreed_blocks(
     if wrong:
         raise on_all_ranks(
             ShapeError(
-                f"blocks of an array of shape {tuple(shape)} as {fitted} must be even where several "
-                f"dims split an axis: {_table('that are', rows, group.ranks)}"
+                f"blocks of shape {tuple(shape)} as {fitted} must be even where several dims "
+                f"split an axis: {_table('that are', rows, group.ranks)}"
             )
         )
     return tuple(shape), fitted

@@ -49,7 +49,9 @@ def start_carry(
         LayoutError: If the meshes are not of the same ranks, or a block cannot be reduced so.
     """
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
-        raise ShapeError(f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}")
+        raise ShapeError(
+            f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}"
+        )
     for layout in (source, target):
         if layout.partial_op == "mean" and dtype.kind not in "fc":
             raise ReduceOpError(f"a mean of {dtype} would be cut off; {layout} needs floats")
@@ -91,4 +93,3 @@ def _check_same_ranks(mesh: DeviceMesh, goal: DeviceMesh) -> None:
             f"of {mesh.world_size} of mesh {mesh.dims_text} is rank {goal.rank} of "
             f"{goal.world_size} of mesh {goal.dims_text}"
         )
-

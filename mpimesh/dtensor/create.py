@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects, to_numpy
+from mpimesh.dtensor.blocks import dtype_of
 from mpimesh.dtensor.carry import start_carry
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.dtensor.blocks import dtype_of
 from mpimesh.errors import DTypeError, LayoutError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Partial, PlacementLike, Replicate
 from mpimesh.mesh import Mesh
@@ -53,19 +53,15 @@ def distribute(
     """
     layout = Layout(mesh, placements)
     if root is None:
-        whole = _host(x)
-        everywhere = Layout.replicated(layout.mesh)
-        source = DTensor(
-            mesh, everywhere, whole.shape, whole.dtype, whole if _is_member(mesh) else None
-        )
+        mine = _host(x)
+        block = mine if _is_member(mesh) else None
+        source = DTensor(mesh, Layout.replicated(layout.mesh), mine.shape, mine.dtype, block)
         made = source.redistribute(placements)
         return made.copy() if made is source else made
     layout.mesh.offset_of(root)  # refuses one that is not there
     whole, shape, dtype = _facts_of(mesh, x, root)
     one = Layout(Mesh((), [root]), ())
-    started = start_carry(
-        mesh, one, mesh, layout, shape, dtype, whole, lambda block: block
-    )
+    started = start_carry(mesh, one, mesh, layout, shape, dtype, whole, lambda block: block)
     return DTensor(mesh, layout, shape, dtype, started.resolve())
 
 
@@ -113,7 +109,12 @@ def from_callback(
 
 
 def full(
-    shape: Sequence[int], value: Any, mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = None
+    shape: Sequence[int],
+    value: Any,
+    mesh: DeviceMesh,
+    placements: PlacementLike,
+    *,
+    dtype: Any = None,
 ) -> DTensor:
     """Return an array with `value` everywhere, as :func:`numpy.full`. Local."""
     kind = np.asarray(value).dtype if dtype is None else np.dtype(dtype)

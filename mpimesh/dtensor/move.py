@@ -117,7 +117,7 @@ def identity_of(op: str, dtype: DType) -> object:
         DTypeError: If the dtype has none.
     """
     kind = np.dtype(dtype)
-    if op in ("sum", "prod") and kind.kind in "iufc" or kind.kind == "V":
+    if (op in ("sum", "prod") and kind.kind in "iufc") or kind.kind == "V":
         return kind.type(op == "prod")
     if kind.kind == "b":
         return op == "min"  # "and"
@@ -158,9 +158,11 @@ def prepared_move(
         if phase is plan.phases[-1]:
             into = plan.block(rank)
         mine = phase.source.box(rank) if phase.source.holds(rank) else ()
-        takes = [] if into is None else [
-            _take(phase, take, into, number_of) for take in phase.takes(rank)
-        ]
+        takes = (
+            []
+            if into is None
+            else [_take(phase, take, into, number_of) for take in phase.takes(rank)]
+        )
         gives = [Give(number_of(who), _inside(box, mine)) for who, box in phase.gives(rank)]
         shape_of = None if into is None else _extent(into)
         stages.append((Regions(tuple(takes), tuple(gives)), shape_of))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import getitem, setitem
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy as np
 from mpimesh.arrays import Array, DType, HostArray
 from mpimesh.dtensor.blocks import agreed_blocks, host_block
 from mpimesh.dtensor.carry import start_carry
+from mpimesh.dtensor.methods import Methods
+from mpimesh.dtensor.registry import rule_of, sure_rule_of
 from mpimesh.errors import LayoutError, RankError, ShapeError
 from mpimesh.layout import Layout, Placement, PlacementLike, RedistributionPlan, plan_redistribution
 from mpimesh.mesh import Mesh
@@ -19,7 +22,7 @@ from mpimesh.runtime import CollectiveTensor, DeviceMesh
 __all__ = ["DTensor"]
 
 
-class DTensor:
+class DTensor(Methods):
     """An array of which each rank of a mesh holds a block, as its layout says.
 
     Made by :func:`~mpimesh.distribute`, :meth:`from_local`, :func:`~mpimesh.zeros` and the like.
@@ -286,6 +289,29 @@ class DTensor:
         target = Layout(goal, placements)
         target.tiling(self.shape)  # refuses what does not fit
         return target
+
+    # -- NumPy -----------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Do a ufunc of NumPy, or one of its methods, such as ``np.add.reduce``."""
+        return sure_rule_of(np.ufunc)(ufunc, method, args, kwargs)
+
+    def __array_function__(
+        self, function: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do a function of NumPy by the rule that split arrays have for it."""
+        found = rule_of(function)
+        if found is not None:
+            return found(*args, **kwargs)
+        from mpimesh.dtensor.apply import gathered
+
+        return gathered(function, args, kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return sure_rule_of(getitem)(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        sure_rule_of(setitem)(self, key, value)
 
     # -- what it is not ----------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from mpimesh.layout.layout import Layout
 from mpimesh.layout.phase import Phase, Take
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.plan import RedistributionPlan, plan_redistribution
+from mpimesh.layout.rule import Operand, OpRule, cheapest
 from mpimesh.layout.spec import PARTIAL_OPS, Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.tiling import Box, Tiling
 
@@ -13,6 +14,8 @@ __all__ = [
     "PARTIAL_OPS",
     "Box",
     "Layout",
+    "OpRule",
+    "Operand",
     "Partial",
     "Phase",
     "Placement",
@@ -23,5 +26,6 @@ __all__ = [
     "Shard",
     "Take",
     "Tiling",
+    "cheapest",
     "plan_redistribution",
 ]
