@@ -126,6 +126,8 @@ def flat_indices(
         raise DTypeError(f"numbers of elements are int64 or uint64, got {wanted}")
     xp, block = block_for(shape, box, wanted, xp, out)
     block[...] = 0
+    if not block.size:  # strides past 64 bits are of arrays without elements only
+        return block
     for axis, stride in enumerate(_strides(shape)):
         start, stop = box[axis]
         along = xp.arange(start, stop, dtype=wanted)

@@ -13,6 +13,7 @@ draws it: two streams may meet in single words, never run along each other.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -36,16 +37,14 @@ def key_of(*numbers: int) -> int:
     """Return a key of 64 bits that depends on all `numbers` and their order.
 
     Raises:
-        ArrayValueError: If a number is negative: it has no end of digits.
+        ArrayValueError: If a number is negative, which has no end of digits, or no integer.
 
     Example:
         >>> key_of(0, 7) == key_of(7, 0)
         False
     """
-    if any(number < 0 for number in numbers):
-        raise ArrayValueError(f"a key is made of numbers that are not negative, got {numbers}")
     key = 0
-    for number in numbers:
+    for number in map(_whole, numbers):
         # All 64-bit digits, and how many: large seeds count to their last bit.
         digits = [number & _WORD]
         while number := number >> 64:
@@ -128,6 +127,19 @@ class WordStream:
         state = (self.start + (base + 1) * self.gamma) & _WORD
         xp.add(scaled, np.uint64(state), out=out)
         _mix(xp, out, scratch)
+
+
+def _whole(number: int) -> int:
+    """Return `number`, be it Python's or NumPy's, as Python's."""
+    try:
+        whole = operator.index(number)
+    except TypeError:
+        whole = -1
+    if whole < 0:
+        raise ArrayValueError(
+            f"seeds, and all other numbers that make a key, are integers from 0 on, got {number!r}"
+        )
+    return whole
 
 
 def _mix(xp: ModuleType, words: Array, scratch: Array) -> None:
