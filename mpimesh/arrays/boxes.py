@@ -8,6 +8,7 @@ plus the same few offsets as in every other piece: computed once for all of them
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -136,7 +137,7 @@ def flat_indices(
     return block
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
     """The elements of a block, cut into pieces of bounded size, in their order.
 
@@ -175,8 +176,9 @@ class Pieces:
             Memory for one piece. At least a fourth of `most` is in the average piece, so there
             are few of them, whatever the shape.
         """
-        if not shape:
-            shape, box = (1,), ((0, 1),)
+        # Python's integers, which have no end: numbers are computed modulo 2^64 from them.
+        shape = tuple(map(operator.index, shape)) or (1,)
+        box = tuple((operator.index(a), operator.index(b)) for a, b in box) or ((0, 1),)
         most = (_HOST_PIECE if xp is np else _DEVICE_PIECE) if most is None else most
         extents = [stop - start for start, stop in box]
         axis = len(shape) - 1
@@ -190,7 +192,7 @@ class Pieces:
         offsets = flat_indices(
             (rows, *shape[axis + 1 :]), tuple((0, extent) for extent in trailing), np.uint64, xp=xp
         )
-        return cls(offsets.reshape(-1), rows, axis, tuple(shape), tuple(box))
+        return cls(offsets.reshape(-1), rows, axis, shape, box)
 
     def __iter__(self) -> Iterator[tuple[slice, int]]:
         """Yield, for each piece, its place in the flat block and the number of its first element.
@@ -201,9 +203,7 @@ class Pieces:
             return
         strides = _strides(self.shape)
         inner = math.prod(stop - start for start, stop in self.box[self.axis + 1 :])
-        corner = sum(
-            start * stride for (start, _), stride in zip(self.box, strides, strict=True)
-        )
+        corner = sum(start * stride for (start, _), stride in zip(self.box, strides, strict=True))
         extent = self.box[self.axis][1] - self.box[self.axis][0]
         place = 0
         for outer in product(*(range(stop - start) for start, stop in self.box[: self.axis])):

@@ -95,11 +95,19 @@ class WordStream:
         """Return the stream that belongs to `key`, a number of 64 bits.
 
         The step is odd and has no long runs of equal bits, by the rule of Steele et al.
+
+        Raises:
+            ArrayValueError: If `key` is no such number.
         """
+        key = _whole(key)
+        if key > _WORD:
+            raise ArrayValueError(
+                f"a key is a number of 64 bits, got {key}; key_of(seed, stream) makes one"
+            )
         gamma = _mixed((key + _GAMMA) & _WORD) | 1
         if (gamma ^ (gamma >> 1)).bit_count() < _FEWEST_CHANGES:
             gamma ^= _FLIPPED_BITS
-        return cls(key & _WORD, gamma)
+        return cls(key, gamma)
 
     def words(self, xp: ModuleType, numbers: Array) -> Array:
         """Return the words with `numbers`, any uint64.
@@ -137,7 +145,7 @@ def _whole(number: int) -> int:
         whole = -1
     if whole < 0:
         raise ArrayValueError(
-            f"seeds, and all other numbers that make a key, are integers from 0 on, got {number!r}"
+            f"seeds, keys and numbers of streams are integers from 0 on, got {number!r}"
         )
     return whole
 
