@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from mpimesh.arrays.boxes import Box, flat_indices
@@ -19,28 +21,30 @@ from mpimesh.arrays.indexed_random import (
 
 KEY = 0x0123456789ABCDEF
 
-RANDOM = {
-    "random": lambda *a, **o: random_block(KEY, *a, **o),
-    "random float32": lambda *a, **o: random_block(KEY, *a, np.float32, **o),
-    "random float16": lambda *a, **o: random_block(KEY, *a, np.float16, **o),
-    "uniform": lambda *a, **o: uniform_block(KEY, -3.0, 7.5, *a, **o),
-    "uniform float16": lambda *a, **o: uniform_block(KEY, -3.0, 7.5, *a, np.float16, **o),
-    "normal": lambda *a, **o: normal_block(KEY, *a, loc=2.0, scale=3.0, **o),
-    "normal float32": lambda *a, **o: normal_block(KEY, *a, np.float32, **o),
-    "exponential": lambda *a, **o: exponential_block(KEY, *a, scale=0.5, **o),
-    "bernoulli": lambda *a, **o: bernoulli_block(KEY, 0.3, *a, **o),
-    "bernoulli float32": lambda *a, **o: bernoulli_block(KEY, 1.0, *a, np.float32, **o),
-    "dice": lambda *a, **o: integers_block(KEY, 1, 6, *a, np.int8, endpoint=True, **o),
-    "all integers": lambda *a, **o: integers_block(KEY, -(2**63), 2**63, *a, **o),
+RANDOM: dict[str, Callable[..., Any]] = {
+    "random": lambda s, b, **o: random_block(KEY, s, b, **o),
+    "random float32": lambda s, b, **o: random_block(KEY, s, b, np.float32, **o),
+    "random float16": lambda s, b, **o: random_block(KEY, s, b, np.float16, **o),
+    "random bfloat16": lambda s, b, **o: random_block(KEY, s, b, ml_dtypes.bfloat16, **o),
+    "uniform": lambda s, b, **o: uniform_block(KEY, -3.0, 7.5, s, b, **o),
+    "uniform float16": lambda s, b, **o: uniform_block(KEY, -3.0, 7.5, s, b, np.float16, **o),
+    "normal": lambda s, b, **o: normal_block(KEY, s, b, loc=2.0, scale=3.0, **o),
+    "normal float32": lambda s, b, **o: normal_block(KEY, s, b, np.float32, **o),
+    "normal bfloat16": lambda s, b, **o: normal_block(KEY, s, b, ml_dtypes.bfloat16, **o),
+    "exponential": lambda s, b, **o: exponential_block(KEY, s, b, scale=0.5, **o),
+    "bernoulli": lambda s, b, **o: bernoulli_block(KEY, 0.3, s, b, **o),
+    "bernoulli float32": lambda s, b, **o: bernoulli_block(KEY, 1.0, s, b, np.float32, **o),
+    "dice": lambda s, b, **o: integers_block(KEY, 1, 6, s, b, np.int8, endpoint=True, **o),
+    "all integers": lambda s, b, **o: integers_block(KEY, -(2**63), 2**63, s, b, **o),
     # Every fourth word is refused.
-    "refused": lambda *a, **o: integers_block(KEY, 5, 5 + 3 * 2**62, *a, np.uint64, **o),
+    "refused": lambda s, b, **o: integers_block(KEY, 5, 5 + 3 * 2**62, s, b, np.uint64, **o),
 }
 """Functions of a shape, a box, and options."""
 
-ANY_SHAPE = {
+ANY_SHAPE: dict[str, Callable[..., Any]] = {
     **RANDOM,
     "numbers": flat_indices,
-    "full": lambda *a, **o: full_block(7, *a, np.int16, **o),
+    "full": lambda s, b, **o: full_block(7, s, b, np.int16, **o),
 }
 """Those, and the others that take any shape."""
 

@@ -6,6 +6,7 @@ import math
 import sys
 import tracemalloc
 from itertools import pairwise, product
+from typing import Any
 from unittest import mock
 
 import ml_dtypes
@@ -110,10 +111,12 @@ def test_numbers_past_32_bits_are_right():
 
 
 def test_axes_may_be_given_as_numbers_of_numpy():
-    shape = (np.int64(2**40), np.int64(2**20))
-    box = ((np.int64(2**39), np.int64(2**39 + 1)), (np.int64(0), np.int64(2)))
+    number: Any = np.int64
+    shape = (number(2**40), number(2**20))
+    box = ((number(2**39), number(2**39 + 1)), (number(0), number(2)))
     plain = random_block(KEY, (2**40, 2**20), ((2**39, 2**39 + 1), (0, 2)))
-    assert_same_bits(random_block(np.uint64(KEY), shape, box), plain)
+    key: Any = np.uint64(KEY)
+    assert_same_bits(random_block(key, shape, box), plain)
 
 
 @pytest.mark.parametrize("name", ["random", "normal", "refused", "uniform float16"])
@@ -145,7 +148,7 @@ def test_a_range_is_that_of_numpy(dtype, start, step, block):
     (n,), ((low, high),) = block
     if dtype.kind in "iu":
         start, step = abs(int(start)), 1
-    expected = np.arange(start, start + step * (n - 0.5) if n else start, step, dtype)
+    expected = np.arange(start, start + step * (n - 0.5) if n else start, step, dtype=dtype)
     if expected.size == n:  # the length that NumPy finds is rounded, too
         found = arange_block(start, step, (n,), ((low, high),), dtype)
         assert found.dtype == dtype
@@ -167,7 +170,7 @@ def test_a_range_is_that_of_numpy(dtype, start, step, block):
 def test_long_ranges_are_those_of_numpy(start, step, dtype):
     n = 150_000
     stop = start + step * n if isinstance(start, int) else start + step * (n - 0.5)
-    expected = np.arange(start, stop, step, dtype)
+    expected = np.arange(start, stop, step, dtype=dtype)
     assert expected.size == n
     for box in ((0, n), (1, n), (70_000, 140_000), (n - 1, n), (5, 5)):
         assert_same_bits(arange_block(start, step, (n,), (box,), dtype), expected[slice(*box)])
@@ -203,7 +206,7 @@ def test_a_long_spread_is_that_of_numpy():
 @given(block=blocks(st.tuples(st.integers(0, 9), st.integers(0, 9))), k=st.integers(-10, 10))
 def test_a_diagonal_is_that_of_numpy(block, k):
     shape, box = block
-    expected = np.eye(*shape, k=k, dtype=np.int8)[slices(box)].copy()
+    expected = np.eye(shape[0], shape[1], k=k, dtype=np.int8)[slices(box)].copy()
     assert_same_bits(eye_block(shape, box, np.int8, k=k), expected)
 
 
