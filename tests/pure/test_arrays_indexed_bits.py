@@ -97,6 +97,19 @@ def test_quantiles_are_those_of_the_standard_library():
     np.testing.assert_allclose(normal_quantile(np, q), expected, rtol=2e-15, atol=1e-17)
 
 
+def test_the_largest_word_is_one_like_all_others():
+    """Chance would not find it: the number was computed back from the word."""
+    number = 2114105577896304191
+    where = (2**63 - 1,), ((number, number + 1),)
+    assert WordStream.of(0).words(np, np.array([number], np.uint64)).tolist() == [WORD]
+    assert bernoulli_block(0, 1.0, *where).tolist() == [True]
+    assert bernoulli_block(0, 1 - 2.0**-53, *where).tolist() == [False]
+    for dtype in (np.float64, np.float32, np.float16):
+        assert random_block(0, *where, dtype)[0] == 1 - np.finfo(dtype).epsneg
+    assert normal_block(0, *where)[0] == pytest.approx(8.2095361516)
+    assert integers_block(0, 0, 10, *where).tolist() == [9]
+
+
 # -- values that never change ------------------------------------------------------------
 
 
