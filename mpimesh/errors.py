@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 __all__ = [
+    "ArrayValueError",
     "ClosedError",
     "CollectiveTimeoutError",
     "DTypeError",
@@ -106,6 +107,10 @@ class RankError(MpimeshError, ValueError):
 
 class ShapeError(MpimeshError, ValueError):
     """An array has a shape, size or memory layout that the operation refuses."""
+
+
+class ArrayValueError(MpimeshError, ValueError):
+    """The values of an array were asked for with a number that breaks a rule."""
 
 
 class DTypeError(MpimeshError, TypeError):
