@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.pure.dtensor_oracle import lacked_bytes, placements, split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import ClosedError, LayoutError, MismatchError, ReduceOpError, ShapeError
 from mpimesh.layout import plan_redistribution
+from tests.pure.dtensor_oracle import lacked_bytes, placements, split
 
 
 @pytest.mark.parametrize(
