@@ -223,7 +223,7 @@ def test_ranks_that_want_different_layouts(monkeypatch):
     def main():
         with mm.DeviceMesh("a=2") as mesh:
             x = mm.distribute(np.arange(4.0).reshape(2, 2), mesh, "S0")
-            with pytest.raises(MismatchError, match="rank 1: redistribute.*-> a=S1"):
+            with pytest.raises(MismatchError, match=r"rank 1: redistribute.*-> a=S1"):
                 x.redistribute("R" if mesh.rank == 0 else "S1")
 
     mm.run_virtual(2, main)
