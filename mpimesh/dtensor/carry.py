@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mpimesh.arrays import DType, HostArray
-from mpimesh.dtensor.move import prepared_move
+from mpimesh.dtensor.move import Move, prepared_move
 from mpimesh.errors import LayoutError, ReduceOpError, ShapeError
 from mpimesh.layout import Layout
-from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.transport import Steps
 
 __all__ = ["start_carry"]
+
+_MOST_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Carry:
+    """A way from one layout to another on one rank.
+
+    Attributes:
+        source: Where it begins, kept so that no other layout gets its address.
+        target: Where it ends.
+        group: The ranks that take part.
+        move: What this rank does.
+        rule: What must agree over ranks.
+    """
+
+    source: Layout
+    target: Layout
+    group: ProcessGroup
+    move: Move
+    rule: str
 
 
 def start_carry(
@@ -52,24 +72,21 @@ def start_carry(
         raise ShapeError(
             f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}"
         )
-    for layout in (source, target):
-        if layout.partial_op == "mean" and dtype.kind not in "fc":
-            raise ReduceOpError(f"a mean of {dtype} would be cut off; {layout} needs floats")
-    numbering = None
-    if goal is not mesh:
-        _check_same_ranks(mesh, goal)
-        group = mesh.everyone
-    elif mesh.contains_rank(mesh.rank):
-        group = mesh.group()
-        numbering = source.mesh if source.mesh.size == mesh.size else target.mesh
-    else:
-        group = mesh.everyone.alone()  # it holds nothing, and takes no part
-    move = prepared_move(source, target, shape, dtype.itemsize, mesh.rank, numbering, ())
-    rule = f"shape {shape}, {dtype}, {source} -> {target}"
+    # By their addresses: layouts of a mesh are kept, and comparing them would take longer.
+    key = ("carry", id(source), id(goal), id(target), shape, dtype)
+    carry = mesh.kept.get(key)
+    if carry is None:
+        carry = _carry(mesh, source, goal, target, shape, dtype)
+        if len(mesh.kept) >= _MOST_KEPT:
+            mesh.kept.clear()
+        mesh.kept[key] = carry
+    group, move = carry.group, carry.move
     made: list[HostArray | None] = []
 
     def steps() -> Steps:
-        held = None if block is None else np.ascontiguousarray(block).reshape(block.shape)
+        held = block
+        if held is not None and not held.flags.c_contiguous:
+            held = held.copy()
         if move.moves and group.size > 1:
             side = group.communicator
             made.append((yield from move.steps(side, held, dtype, mesh.shared_empty, max_bytes)))
@@ -79,11 +96,34 @@ def start_carry(
     return group.compose(
         "redistribute",
         steps,
-        rule=rule,
+        rule=carry.rule,
         nbytes=move.sent_bytes,
         finish=lambda: finish(made[0]),
         lock=block,
     )
+
+
+def _carry(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    dtype: DType,
+) -> _Carry:
+    for layout in (source, target):
+        if layout.partial_op == "mean" and dtype.kind not in "fcV":
+            raise ReduceOpError(f"a mean of {dtype} would be cut off; {layout} needs floats")
+    numbering = None
+    if goal is not mesh:
+        _check_same_ranks(mesh, goal)
+        group = mesh.everyone
+    elif mesh.contains_rank(mesh.rank):
+        group, numbering = mesh.group(), mesh.value
+    else:
+        group = mesh.everyone.alone()  # it holds nothing, and takes no part
+    move = prepared_move(source, target, shape, dtype.itemsize, mesh.rank, numbering, ())
+    return _Carry(source, target, group, move, f"shape {shape}, {dtype}, {source} -> {target}")
 
 
 def _check_same_ranks(mesh: DeviceMesh, goal: DeviceMesh) -> None:

@@ -123,9 +123,9 @@ def _as_value(mesh: Any) -> Mesh:
     """Return the mesh as a value that is the same on all ranks."""
     if isinstance(mesh, Mesh):
         return mesh
-    value = getattr(mesh, "mesh", None)
-    if isinstance(mesh, DeviceQueries) and isinstance(value, Mesh):
-        return value.with_local(())
+    value = getattr(mesh, "value", None)  # of a live mesh
+    if isinstance(value, Mesh):
+        return value
     raise LayoutError(f"a layout needs a Mesh or a DeviceMesh, got {mesh!r}")
 
 
