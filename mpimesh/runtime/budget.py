@@ -84,7 +84,7 @@ class Budget:
         return BudgetError(
             f"rank {self._rank}: {what} {verb} {_amount(nbytes, messages)}, which exceeds the "
             f"budget of {' and '.join(limits)} given at {site_text(self._site)}; used before: "
-            f"{used}"
+            f"{used}. Move less, or give a larger budget, on all ranks"
         )
 
     def __repr__(self) -> str:

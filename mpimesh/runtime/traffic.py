@@ -223,8 +223,6 @@ class Traffic:
         """Tell whether all counters are equal."""
         return isinstance(other, Traffic) and self.as_dict() == other.as_dict()
 
-    __hash__ = None  # type: ignore[assignment]
-
     def as_dict(self) -> dict[str, Any]:
         """Return everything as numbers and dicts by text, as JSON has them."""
         operations = self.by_operation()
