@@ -16,7 +16,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Amount", "Members", "Rule", "Tally", "all_reduced", "each", "listed", "one"]
+__all__ = [
+    "Amount",
+    "Members",
+    "Rule",
+    "Tally",
+    "all_reduced",
+    "each",
+    "from_others",
+    "listed",
+    "parts",
+]
 
 Amount = int | tuple[int, ...]
 """What a rule needs to know of one operation: bytes, or several numbers."""
@@ -76,11 +86,11 @@ def listed(size: int, place: int, amount: Amount) -> tuple[_Counts, _Counts]:
     return nbytes, (nbytes > 0).astype(np.int64)
 
 
-def one(size: int, place: int, amount: Amount) -> tuple[_Counts, _Counts]:
-    """All from one rank: its place, the bytes, and the messages."""
-    source, nbytes, messages = _numbers(amount)
+def parts(size: int, place: int, amount: Amount) -> tuple[_Counts, _Counts]:
+    """From a few ranks: for each, one after the other, its place, the bytes and the messages."""
     counts = np.zeros((2, size), np.int64)
-    counts[:, source] = nbytes, messages
+    for source, nbytes, messages in np.reshape(_numbers(amount), (-1, 3)).tolist():
+        counts[:, source] += nbytes, messages
     return counts[0], counts[1]
 
 

@@ -23,7 +23,7 @@ from mpimesh.runtime.header import (
 )
 from mpimesh.runtime.incoming import Incoming, apart, broadcast_buffer, byte_counts
 from mpimesh.runtime.operands import output_array
-from mpimesh.runtime.received import one
+from mpimesh.runtime.received import parts
 from mpimesh.transport import Steps
 
 __all__ = ["Rooted"]
@@ -94,7 +94,7 @@ class Rooted(GroupCore):
             finish=finish,
             lock=x,
             nbytes=data.nbytes if rank == root else 0,
-            receives=None if rank == root else (one, (root, data.nbytes, int(data.nbytes > 0))),
+            receives=None if rank == root else (parts, (root, data.nbytes, int(data.nbytes > 0))),
         )
 
     def _broadcast_from_whom(

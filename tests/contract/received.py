@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def from_others(rank: int, n: int, nbytes: Callable[[int], int]) -> Expected:
     return {peer: (nbytes(peer), 1) for peer in range(n) if peer != rank and nbytes(peer)}
 
 
-def all_reduce(group: Any, rank: int, n: int, elements: int, dtype: str) -> Expected:
+def all_reduce(group: Any, rank: int, n: int, *, elements: int, dtype: str) -> Expected:
     x = np.ones(elements, dtype)
     group.all_reduce(x).resolve()
     blocks = blocks_of(x.nbytes, n)
@@ -37,7 +38,8 @@ def all_reduce(group: Any, rank: int, n: int, elements: int, dtype: str) -> Expe
     return {peer: counts for peer, counts in found.items() if counts[1]}
 
 
-def reduce(group: Any, rank: int, n: int, root: int) -> Expected:
+def reduce(group: Any, rank: int, n: int, *, root: int) -> Expected:
+    root %= n
     group.reduce(np.ones(5, "f4"), root=root).resolve()
     return from_others(rank, n, lambda _: 20) if rank == root else {}
 
@@ -48,7 +50,7 @@ def reduce_scatter(group: Any, rank: int, n: int) -> Expected:
     return from_others(rank, n, lambda _: 16 * rank)
 
 
-def all_gather(group: Any, rank: int, n: int, axis: int) -> Expected:
+def all_gather(group: Any, rank: int, n: int, *, axis: int) -> Expected:
     sizes = [3 * place for place in range(n)]
     shape = [2, 2]
     shape[axis] = sizes[rank]
@@ -56,7 +58,8 @@ def all_gather(group: Any, rank: int, n: int, axis: int) -> Expected:
     return from_others(rank, n, lambda peer: 4 * sizes[peer])
 
 
-def gather(group: Any, rank: int, n: int, root: int) -> Expected:
+def gather(group: Any, rank: int, n: int, *, root: int) -> Expected:
+    root %= n
     group.gather(np.ones(7, "i1"), root=root).resolve()
     return from_others(rank, n, lambda _: 7) if rank == root else {}
 
@@ -72,24 +75,27 @@ def from_root(rank: int, root: int, nbytes: int) -> Expected:
     return {root: (nbytes, 1)} if rank != root and nbytes else {}
 
 
-def broadcast(group: Any, rank: int, n: int, root: int, elements: int) -> Expected:
+def broadcast(group: Any, rank: int, n: int, *, root: int, elements: int) -> Expected:
+    root %= n
     group.broadcast(np.ones(elements), root=root).resolve()
     return from_root(rank, root, 8 * elements)
 
 
-def broadcast_from_whom(group: Any, rank: int, n: int, root: int) -> Expected:
+def broadcast_from_whom(group: Any, rank: int, n: int, *, root: int) -> Expected:
+    root %= n
     group.broadcast(np.ones(6, "f4") if rank == root else None, root=None).resolve()
     return from_root(rank, root, 24)
 
 
-def scatter(group: Any, rank: int, n: int, root: int) -> Expected:
+def scatter(group: Any, rank: int, n: int, *, root: int) -> Expected:
+    root %= n
     sizes = list(range(n))
     x = np.ones((2, sum(sizes))) if rank == root else None
     group.scatter(x, root=root, axis=1, sizes=sizes).resolve()
     return from_root(rank, root, 16 * rank)
 
 
-def ring(group: Any, rank: int, n: int, elements: int, *, told: bool) -> Expected:
+def ring(group: Any, rank: int, n: int, *, elements: int, told: bool) -> Expected:
     if n == 1:
         return {}
     before = (rank - 1) % n
@@ -101,7 +107,7 @@ def ring(group: Any, rank: int, n: int, elements: int, *, told: bool) -> Expecte
     return {before: (4 * math.prod(shape), 1)}
 
 
-def shift(group: Any, rank: int, n: int, offset: int, *, wrap: bool) -> Expected:
+def shift(group: Any, rank: int, n: int, *, offset: int, wrap: bool) -> Expected:
     group.shift(np.ones(rank + 1), offset, wrap=wrap).resolve()
     source = rank - offset
     if wrap:
@@ -109,37 +115,35 @@ def shift(group: Any, rank: int, n: int, offset: int, *, wrap: bool) -> Expected
     return {source: (8 * (source + 1), 1)} if 0 <= source < n and source != rank else {}
 
 
-def barrier(group: Any, rank: int, n: int, timeout_s: float | None) -> Expected:
+def barrier(group: Any, rank: int, n: int, *, timeout_s: float | None) -> Expected:
     group.barrier(timeout_s=timeout_s)
     return {} if timeout_s is None else from_others(rank, n, lambda _: 8)
 
 
-Operation = Callable[[Any, int, int], Expected]
-
-OPERATIONS: dict[str, tuple[str, Operation]] = {
-    "all_reduce": ("all_reduce", lambda *at: all_reduce(*at, 100, "f8")),
-    "all_reduce of one byte": ("all_reduce", lambda *at: all_reduce(*at, 1, "u1")),
-    "all_reduce of nothing": ("all_reduce", lambda *at: all_reduce(*at, 0, "f8")),
-    "all_reduce of halves": ("all_reduce", lambda *at: all_reduce(*at, 7, "f2")),
-    "reduce to the first": ("reduce", lambda *at: reduce(*at, 0)),
-    "reduce to the last": ("reduce", lambda *at: reduce(*at, at[2] - 1)),
+OPERATIONS: dict[str, tuple[str, Callable[[Any, int, int], Expected]]] = {
+    "all_reduce": ("all_reduce", partial(all_reduce, elements=100, dtype="f8")),
+    "all_reduce of one byte": ("all_reduce", partial(all_reduce, elements=1, dtype="u1")),
+    "all_reduce of nothing": ("all_reduce", partial(all_reduce, elements=0, dtype="f8")),
+    "all_reduce of halves": ("all_reduce", partial(all_reduce, elements=7, dtype="f2")),
+    "reduce to the first": ("reduce", partial(reduce, root=0)),
+    "reduce to the last": ("reduce", partial(reduce, root=-1)),
     "reduce_scatter": ("reduce_scatter", reduce_scatter),
-    "all_gather": ("all_gather", lambda *at: all_gather(*at, 0)),
-    "all_gather along axis 1": ("all_gather", lambda *at: all_gather(*at, 1)),
-    "gather": ("gather", lambda *at: gather(*at, at[2] - 1)),
+    "all_gather": ("all_gather", partial(all_gather, axis=0)),
+    "all_gather along axis 1": ("all_gather", partial(all_gather, axis=1)),
+    "gather": ("gather", partial(gather, root=-1)),
     "all_to_all": ("all_to_all", all_to_all),
-    "broadcast": ("broadcast", lambda *at: broadcast(*at, at[2] - 1, 11)),
-    "broadcast of nothing": ("broadcast", lambda *at: broadcast(*at, 0, 0)),
-    "broadcast from whom": ("broadcast", lambda *at: broadcast_from_whom(*at, at[2] - 1)),
-    "scatter": ("scatter", lambda *at: scatter(*at, at[2] - 1)),
-    "recv": ("recv", lambda *at: ring(*at, 9, told=False)),
-    "recv of much": ("recv", lambda *at: ring(*at, 5000, told=False)),
-    "recv of what is told": ("recv", lambda *at: ring(*at, 9, told=True)),
-    "recv of nothing": ("recv", lambda *at: ring(*at, 0, told=False)),
-    "shift": ("shift", lambda *at: shift(*at, 1, wrap=False)),
-    "shift back around": ("shift", lambda *at: shift(*at, -1, wrap=True)),
-    "barrier": ("barrier", lambda *at: barrier(*at, None)),
-    "barrier with a limit": ("barrier", lambda *at: barrier(*at, 30)),
+    "broadcast": ("broadcast", partial(broadcast, root=-1, elements=11)),
+    "broadcast of nothing": ("broadcast", partial(broadcast, root=0, elements=0)),
+    "broadcast from whom": ("broadcast", partial(broadcast_from_whom, root=-1)),
+    "scatter": ("scatter", partial(scatter, root=-1)),
+    "recv": ("recv", partial(ring, elements=9, told=False)),
+    "recv of much": ("recv", partial(ring, elements=5000, told=False)),
+    "recv of what is told": ("recv", partial(ring, elements=9, told=True)),
+    "recv of nothing": ("recv", partial(ring, elements=0, told=False)),
+    "shift": ("shift", partial(shift, offset=1, wrap=False)),
+    "shift back around": ("shift", partial(shift, offset=-1, wrap=True)),
+    "barrier": ("barrier", partial(barrier, timeout_s=None)),
+    "barrier with a limit": ("barrier", partial(barrier, timeout_s=30)),
 }
 """The operation that counts, and what calls it and tells what it must receive."""
 

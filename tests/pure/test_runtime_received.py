@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.runtime.received import Members, Tally, all_reduced, each, from_others, listed, one
+from mpimesh.runtime.received import Members, Tally, all_reduced, each, from_others, listed, parts
 
 sizes = st.integers(1, 9)
 amounts = st.integers(0, 200)
@@ -57,13 +57,14 @@ def test_blocks_that_are_listed(blocks):
     np.testing.assert_array_equal(counts[:, 1], others * (np.array(blocks) > 0))
 
 
-@given(sizes, st.data(), amounts, st.integers(0, 3))
-def test_one_rank_gives_all(size, data, nbytes, messages):
-    source = data.draw(st.integers(0, size - 1))
-    counts = of_all_ranks(size, one, (source, nbytes, messages))
+@given(sizes, st.lists(st.tuples(st.integers(0, 8), amounts, st.integers(0, 3)), max_size=5))
+def test_parts_of_a_few_ranks_are_added_up(size, given_parts):
+    some = [(source % size, nbytes, messages) for source, nbytes, messages in given_parts]
+    counts = of_all_ranks(size, parts, tuple(number for part in some for number in part))
     expected = np.zeros_like(counts)
-    expected[:, :, source] = nbytes, messages
-    expected[source] = 0
+    for source, nbytes, messages in some:
+        expected[:, :, source] += nbytes, messages
+    expected[range(size), :, range(size)] = 0
     np.testing.assert_array_equal(counts, expected)
 
 
