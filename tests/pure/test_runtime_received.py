@@ -79,7 +79,8 @@ entries = st.tuples(
 @given(st.lists(entries, max_size=30), st.integers(1, 60))
 def test_a_tally_adds_up_whatever_it_has_worked_out_before(added, repeats):
     groups = [Members((4,), 0), Members((7, 3, 5), 1), Members((0, 7), 1)]
-    tally, expected = Tally(), {}
+    tally = Tally()
+    expected: dict[str, dict[int, tuple[int, int]]] = {}
     for repeat in range(repeats):
         for name, rule, group, nbytes in added:
             members, amount = groups[group], nbytes + repeat  # more than a tally keeps open
