@@ -12,6 +12,7 @@ from typing import TypeVar
 
 __all__ = [
     "ArrayValueError",
+    "BudgetError",
     "ClosedError",
     "CollectiveTimeoutError",
     "DTypeError",
@@ -130,6 +131,13 @@ class MismatchError(MpimeshError, RuntimeError):
 
 class ClosedError(MpimeshError, RuntimeError):
     """A mesh, group or handle was used after it was closed."""
+
+
+class BudgetError(MpimeshError, RuntimeError):
+    """An operation receives more than a budget has left; the message names it, and what was used.
+
+    See :meth:`~mpimesh.DeviceMesh.budget`.
+    """
 
 
 class UnresolvedError(MpimeshError, RuntimeError):
