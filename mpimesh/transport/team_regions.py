@@ -232,7 +232,6 @@ def reading_work(
             work.append(piece_work(op, view(targets[1], box), sources, dtype, team.scratch))
         else:
             rank, shape, there = parts[0]
-            # Which rank's it is matters to the cache only.
             work.append(
                 (
                     partial(

@@ -172,7 +172,7 @@ def test_dtypes_and_blocks_that_differ(comm):
         plan = rows_to_columns(n, n, n)
         dtype = "f8" if me else "i8"
         wrong = start(ranks, np.ones((1, n), dtype), np.zeros((n, 1), dtype), plan[me])
-        with pytest.raises(MismatchError, match="one dtype on all ranks.*rank 0: i8, rank 1: f8"):
+        with pytest.raises(MismatchError, match=r"one dtype on all ranks.*rank 0: i8, rank 1: f8"):
             done(ranks, wrong)
         # Rank 0's block is larger than the others think; it knows how large they take it for.
         plan0 = Regions(plan[0].takes[1:], plan[0].gives)
@@ -180,7 +180,7 @@ def test_dtypes_and_blocks_that_differ(comm):
             ranks, np.ones((2 - (me > 0), n)), np.zeros((n, 1)), plan[me] if me else plan0
         )
         if me:
-            with pytest.raises(MismatchError, match="of a block of shape .* of rank 0"):
+            with pytest.raises(MismatchError, match=r"of a block of shape .* of rank 0"):
                 done(ranks, wrong)
         else:
             done(ranks, wrong)
