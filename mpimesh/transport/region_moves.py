@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TypeAlias
+from itertools import accumulate, islice
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from mpimesh.transport.region_work import FUNCTIONS, piece_work, pieces_of
 from mpimesh.transport.regions import Regions, raw_dtype, sum_dtype
 
 __all__ = ["REGIONS_TAG", "RegionMoves", "move_regions"]
+
+T = TypeVar("T")
 
 REGIONS_TAG = MAX_USER_TAG + 9
 
@@ -237,6 +239,7 @@ class RegionMoves:
         self._sending: deque[_Sending] = deque()
         self._receiving: deque[_Receiving] = deque()
         self._held: list[_Receiving] = []
+        self._unsent = 0
         self._piece = 0
         self._limited = max_bytes > 0
         if not itemsize:
@@ -250,6 +253,7 @@ class RegionMoves:
         self._near.extend(plan.near)
         self._turns.update(dict.fromkeys(plan.mixed, 0))
         self._sending.extend(map(_Sending, plan.sends))
+        self._unsent = len(plan.sends)
         self._receiving.extend(map(_Receiving, plan.receives))
         if self._limited:
             pairs = 2 * max(1, communicator.size - 1)
@@ -257,23 +261,33 @@ class RegionMoves:
 
     def test(self) -> bool:
         """Move everything along that can move, and tell whether all is done."""
-        under_way = len(self._receiving) + len(self._sending) if self._limited else _STEPS_UNDER_WAY
-        while True:
-            moved = False
-            for receiving in list(self._receiving)[:under_way]:
-                moved |= self._receive(receiving)
-            for sending in list(self._sending)[:under_way]:
-                moved |= self._send(sending)
-            for receiving in list(self._held):
-                moved |= self._place(receiving)
-            moved |= self._reduce_near()
-            if self._near:
-                self._take_near(self._near[0])
-                self._near.popleft()
-                moved = True
-            if not moved:
-                break
+        while self._move():
+            pass
         return not (self._receiving or self._sending or self._held or self._turns)
+
+    def _move(self) -> bool:
+        """Look at everything once, and tell whether anything has moved."""
+        moved = False
+        for receiving in self._under_way(self._receiving):
+            moved |= self._receive(receiving)
+        # If nothing is left to be started, it is enough to look at the sends at the end.
+        if self._unsent or not self._receiving:
+            for sending in self._under_way(self._sending):
+                moved |= self._send(sending)
+        for receiving in tuple(self._held):
+            moved |= self._place(receiving)
+        if self._turns:
+            moved |= self._reduce_near()
+        if self._near:
+            self._take_near(self._near[0])
+            self._near.popleft()
+            moved = True
+        return moved
+
+    def _under_way(self, pairs: deque[T]) -> tuple[T, ...]:
+        if self._limited or len(pairs) <= _STEPS_UNDER_WAY:
+            return tuple(pairs)
+        return tuple(islice(pairs, _STEPS_UNDER_WAY))
 
     # -- out -----------------------------------------------------------------------------
 
@@ -291,6 +305,7 @@ class RegionMoves:
         message = self._packed(pair, start, stop)
         sending.request = self._communicator.isend(message, pair.rank, REGIONS_TAG)
         sending.at = stop
+        self._unsent -= stop == pair.size
         return True
 
     def _packed(self, pair: _Pair, start: int, stop: int) -> HostArray:
@@ -299,6 +314,10 @@ class RegionMoves:
         if pair.run >= 0:
             return _bytes_of(source, pair.run + start, pair.run + stop)
         packed = self._empty(stop - start)
+        if stop - start == pair.size:
+            for box, first, last in zip(pair.boxes, (0, *pair.ends), pair.ends, strict=False):
+                packed[first:last].reshape(extent(box))[...] = source[box]
+            return packed.view(np.uint8)
         for number, at, part in pair.fragments(start, stop):
             piece = view(source, inside(pair.boxes[number], part))
             packed[at : at + piece.size].reshape(piece.shape)[...] = piece

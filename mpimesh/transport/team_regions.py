@@ -16,7 +16,7 @@ from mpimesh.arrays.types import HostArray
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.transport.base import Request
 from mpimesh.transport.board import Entry
-from mpimesh.transport.boxes import view
+from mpimesh.transport.boxes import view, volume
 from mpimesh.transport.engine import Engine
 from mpimesh.transport.entering import NOT_READ
 from mpimesh.transport.quick import InPlaces
@@ -39,6 +39,9 @@ __all__ = [
 
 EXCHANGE = operation_number(Operation.EXCHANGE_REGIONS, np.empty(0, np.uint8))
 """Its number: the ranks' arrays differ, and a rank may have none."""
+
+_MOST = 0.6
+"""From this part of a block on it is copied as a whole."""
 
 _AT_A_TIME = 4
 """How many pieces are read before other operations have a turn."""
@@ -91,7 +94,13 @@ class Offer:
         source, copy = self._source, self._copy
         if source is None or copy is None:
             return
-        for give in self._regions.gives:
+        gives = self._regions.gives
+        if sum(volume(give.box) for give in gives) > _MOST * source.size:
+            # In one run: of large blocks that is half the traffic, for the processor need not
+            # read what it writes over.
+            np.copyto(copy, source)
+            return
+        for give in gives:
             copy[give.box] = source[give.box]
 
 
@@ -232,7 +241,6 @@ def reading_work(
             work.append(piece_work(op, view(targets[1], box), sources, dtype, team.scratch))
         else:
             rank, shape, there = parts[0]
-            # Which rank's it is matters to the cache only.
             work.append(
                 (
                     partial(
