@@ -11,6 +11,7 @@ from mpimesh.dtensor.move import Move, prepared_move
 from mpimesh.errors import LayoutError, ReduceOpError, ShapeError
 from mpimesh.layout import Layout
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
+from mpimesh.runtime.received import parts
 from mpimesh.transport import Steps
 
 __all__ = ["start_carry"]
@@ -100,6 +101,7 @@ def start_carry(
         nbytes=move.sent_bytes,
         finish=lambda: finish(made[0]),
         lock=block,
+        receives=(parts, move.received) if move.received else None,
     )
 
 
