@@ -124,8 +124,18 @@ def _carry(
         group, numbering = mesh.group(), mesh.value
     else:
         group = mesh.everyone.alone()  # it holds nothing, and takes no part
-    move = prepared_move(source, target, shape, dtype.itemsize, mesh.rank, numbering, ())
+    nodes = _nodes(group)
+    move = prepared_move(source, target, shape, dtype.itemsize, mesh.rank, numbering, nodes)
     return _Carry(source, target, group, move, f"shape {shape}, {dtype}, {source} -> {target}")
+
+
+def _nodes(group: ProcessGroup) -> tuple[int, ...]:
+    """Return the node of each rank, by its number; empty if all share one."""
+    found = group.communicator.nodes
+    if not found:
+        return ()
+    by_rank = dict(zip(group.ranks, found, strict=True))
+    return tuple(by_rank.get(rank, -1) for rank in range(max(by_rank) + 1))
 
 
 def _check_same_ranks(mesh: DeviceMesh, goal: DeviceMesh) -> None:

@@ -50,7 +50,7 @@ def test_large_blocks(way):
         summands = mm.DTensor.from_local(x * (mesh.rank + 1), mesh, "P", shape=x.shape)
         total = RANKS * (RANKS + 1) // 2
         assert np.array_equal(summands.redistribute("R").local, x * total)
-        halves = mm.DTensor.from_local(x.astype("f2") * 0 + 1, mesh, "P", shape=x.shape)
+        halves = mm.DTensor.from_local(np.ones(x.shape, "f2"), mesh, "P", shape=x.shape)
         assert (halves.redistribute("S1").local == RANKS).all()
 
 
@@ -90,3 +90,18 @@ def test_what_is_not_written_until_it_is_read(way):
         for number in range(50):
             x.local[...] = number
             assert (x.redistribute("S1").local == number).all()
+
+
+@pytest.mark.skipif(RANKS < 4, reason="takes two nodes of two ranks")
+def test_copies_on_the_same_node_come_first(monkeypatch):
+    """Nodes of two ranks: rows are held by ranks 0 and 2, and by 1 and 3; each node has all."""
+    monkeypatch.setenv("MPIMESH_NODE_RANKS", "2")
+    x = np.arange(32.0).reshape(4, 8)
+    copies, rows = mm.Mesh("copy=2,row=2", ids=range(4)), mm.Mesh("row=2,copy=2", ids=[1, 3, 0, 2])
+    with mm.DeviceMesh(copies) as here, mm.DeviceMesh(rows) as there:
+        a = mm.distribute(x, here, "row=S0")
+        b = a.redistribute("row=R", mesh=there)
+        assert not b.is_member or np.array_equal(b.local, x)
+        peers = here.traffic().by_peer("redistribute")
+        assert all(peer // 2 == here.rank // 2 for peer in peers), peers
+        assert bool(peers) == b.is_member
