@@ -9,7 +9,7 @@ from typing import Any
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.move import Move, prepared_move
 from mpimesh.errors import LayoutError, ReduceOpError, ShapeError
-from mpimesh.layout import Layout
+from mpimesh.layout import Layout, Partial, Replicate
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.received import parts
 from mpimesh.transport import Steps
@@ -29,6 +29,7 @@ class _Carry:
         group: The ranks that take part.
         move: What this rank does.
         rule: What must agree over ranks.
+        reduced_by: The group whose all-reduce is all that there is to do; None if it is not.
     """
 
     source: Layout
@@ -36,6 +37,7 @@ class _Carry:
     group: ProcessGroup
     move: Move
     rule: str
+    reduced_by: ProcessGroup | None
 
 
 def start_carry(
@@ -82,6 +84,9 @@ def start_carry(
             mesh.kept.clear()
         mesh.kept[key] = carry
     group, move = carry.group, carry.move
+    if carry.reduced_by is not None and block is not None and not max_bytes:
+        whole = mesh.shared_empty(block.shape, dtype)
+        return carry.reduced_by.all_reduce(block, source.partial_op, out=whole).map(finish)
     made: list[HostArray | None] = []
 
     def steps() -> Steps:
@@ -126,7 +131,29 @@ def _carry(
         group = mesh.everyone.alone()  # it holds nothing, and takes no part
     nodes = _nodes(group)
     move = prepared_move(source, target, shape, dtype.itemsize, mesh.rank, numbering, nodes)
-    return _Carry(source, target, group, move, f"shape {shape}, {dtype}, {source} -> {target}")
+    rule = f"shape {shape}, {dtype}, {source} -> {target}"
+    return _Carry(source, target, group, move, rule, _reduced_by(mesh, source, target))
+
+
+def _reduced_by(mesh: DeviceMesh, source: Layout, target: Layout) -> ProcessGroup | None:
+    """Return the group along the dims that were partial, if there is one and nothing else changes.
+
+    Its all-reduce takes the fastest way that was measured, also for few bytes and over nodes.
+    """
+    if source.mesh != target.mesh or source.mesh != mesh.value or not mesh.contains_rank(mesh.rank):
+        return None
+    changed = []
+    for dim, before, after in zip(mesh.dim_names, source.placement, target.placement, strict=True):
+        if before == after:
+            continue
+        if not isinstance(before, Partial) or not isinstance(after, Replicate):
+            return None
+        changed.append(dim)
+    long = [dim for dim in changed if mesh.dim_size(dim) > 1]
+    if len(long) == 1:
+        return mesh.group(long[0])
+    everyone = [dim for dim in mesh.dim_names if mesh.dim_size(dim) > 1]
+    return mesh.group() if changed and long == everyone else None
 
 
 def _nodes(group: ProcessGroup) -> tuple[int, ...]:
