@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
 from mpimesh.errors import ClosedError, MismatchError
-from mpimesh.transport import region_moves
+from mpimesh.transport import region_moves, team_regions
 from mpimesh.transport.board import Board
 from mpimesh.transport.mpi import MPICommunicator
 from mpimesh.transport.regions import Part, Regions, Take
+from mpimesh.transport.team_work import do_at_once
 from tests.contract.regions import DTYPES, gives_of, make, rows_to_columns
-from tests.contract.shared_memory import MEMORIES, done, opened, put
+from tests.contract.shared_memory import MEMORIES, done, node_of, opened, put
 
 NODES = {
     "2 a node": lambda rank, ranks: rank // 2,
@@ -146,6 +149,72 @@ def test_many_under_way(comm, mode):
                 source[...] = -1
                 for target in targets:
                     assert np.array_equal(target, numbers[:, 5 * me : 5 * me + 5] + number)
+
+
+@pytest.mark.nprocs(2, 3, 4, 8)
+def test_what_is_kept_does_not_keep_arrays(comm):
+    with opened(comm) as ranks:
+        me, n = ranks.rank, ranks.size
+        plan = rows_to_columns(n, 40 * n, 40 * n)
+        gc.collect()
+        before = node_of(0).arena.used_bytes
+        for _ in range(2):
+            source = lying(np.ones((40, 40 * n)), "shared", ranks)
+            target = lying(np.zeros((40 * n, 40)), "shared", ranks)
+            for _ in range(2):
+                target[...] = 0
+                request = start(ranks, source, target, plan[me])
+                done(ranks, request)
+                assert np.all(target == 1)
+            del source, target, request
+            gc.collect()
+            assert node_of(0).arena.used_bytes == before
+
+
+class Idle:
+    """Done when no operation in shared memory is unfinished."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def test(self):
+        return not self.ranks._shared.busy
+
+
+@pytest.mark.nprocs(2, 3, 4, 8)
+@pytest.mark.parametrize("after", [False, True], ids=["before the work", "after the work"])
+@pytest.mark.parametrize("number", range(1, 5))
+@pytest.mark.parametrize("memory", ["ordinary", "shared"])
+def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, memory, number, after):
+    """A sum is not added up twice."""
+    n = comm.size
+    box = (slice(0, 60_000),)
+    take = Take(box, tuple(Part(r, (60_000,), box) for r in range(n)), "sum")
+    gives = gives_of([[take]] * n)
+    calls = 0
+
+    def interrupted(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == number and not after:
+            raise KeyboardInterrupt
+        do_at_once(*arguments)
+        if calls == number:
+            raise KeyboardInterrupt
+
+    with opened(comm) as ranks:
+        if ranks.rank == 0:
+            monkeypatch.setattr(team_regions, "do_at_once", interrupted)
+        source = lying(np.full(60_000, ranks.rank + 1.0), memory, ranks)
+        target = np.zeros(60_000)
+        regions = Regions((take,), tuple(gives[ranks.rank]))
+        try:
+            done(ranks, start(ranks, source, target, regions))
+        except KeyboardInterrupt:
+            # Where the start is interrupted there is no request to wait for, but it goes on.
+            done(ranks, Idle(ranks))
+        assert calls >= number or ranks.rank
+        assert np.all(target == n * (n + 1) / 2)
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)
