@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpimesh.errors import LayoutError
+from mpimesh.layout.checks import as_shape, as_whole
 from mpimesh.layout.cuts import Cut
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.phase import Phase
@@ -96,7 +97,10 @@ class RedistributionPlan:
         peak, before = held, held
         for number, phase in enumerate(self.phases):
             end = number + 1 == len(self.phases)
-            after = last if end else _elements(phase.target.box(rank))
+            after = last
+            if not end:
+                here = phase.target.mesh.contains_rank(rank)
+                after = _elements(phase.target.box(rank)) if here else 0
             packed = sum(_elements(box) for _, box in phase.gives(rank)) + sum(
                 _elements(take.box) * sum(who != rank for who in take.ranks)
                 for take in phase.takes(rank)
@@ -177,7 +181,8 @@ def plan_redistribution(
         nodes: The node of each rank, so that copies on the same node are taken first.
 
     Raises:
-        LayoutError: If a layout does not fit `shape`, or `nodes` does not have every rank.
+        LayoutError: If a layout does not fit `shape`, `itemsize` is no whole number of bytes, or
+            `nodes` does not have every rank.
 
     Cost:
         O(ranks) integers for each mesh, once, and O(blocks that it meets) for each rank that is
@@ -189,11 +194,13 @@ def plan_redistribution(
         >>> plan.received_bytes(0), plan.total_bytes
         (32, 128)
     """
-    shape = tuple(shape)
+    shape = as_shape(shape)
+    if as_whole(itemsize, "itemsize") == 0:
+        raise LayoutError("itemsize must be the bytes of an element, at least 1, got 0")
     largest = max(source.mesh.ids.largest, target.mesh.ids.largest)
-    if nodes and len(nodes) <= largest:
+    if len(nodes) and len(nodes) <= largest:
         raise LayoutError(f"nodes must have every rank, 0 to {largest}, but has {len(nodes)}")
-    near = tuple(nodes) if len(set(nodes)) > 1 else ()
+    near = tuple(map(int, nodes)) if len(set(nodes)) > 1 else ()
     same_mesh = source.mesh.dims == target.mesh.dims and source.mesh.ids == target.mesh.ids
     pairs = list(zip(source.placement, target.placement, strict=True)) if same_mesh else []
     tied = tuple(

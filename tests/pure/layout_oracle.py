@@ -25,7 +25,7 @@ IDENTITY = {"sum": 0.0, "prod": 1.0, "min": np.inf, "max": -np.inf}
 
 @lru_cache(maxsize=4096)
 def oracle_box(layout, shape, rank):
-    """The block of `rank`: each dim cuts the indices that the dims before it left, as NumPy does."""
+    """The block of `rank`: each dim cuts the indices that those before it left, as NumPy does."""
     left = [np.arange(length + 1) for length in shape]  # with the end, so that empty ones stand
     for coord, dim, spec in zip(
         layout.mesh.coords_of(rank), layout.mesh.dims, layout.placement, strict=True

@@ -66,9 +66,7 @@ def test_every_pair_of_placements(dims, specs, itemsize):
 def test_any_layout_to_any_layout(move, itemsize, nodes, seed):
     source, target, shape = move
     array, blocks = first_blocks(source, shape, np.random.default_rng(seed))
-    plan = walk(
-        source, target, shape, array=array, blocks=blocks, itemsize=itemsize, nodes=nodes
-    )
+    plan = walk(source, target, shape, array=array, blocks=blocks, itemsize=itemsize, nodes=nodes)
     for number, rank in enumerate(target.mesh.ids):
         assert plan.received_bytes(rank) == plan.traffic()[0][number]
         assert plan.messages(rank) == plan.traffic()[1][number]
