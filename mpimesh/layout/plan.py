@@ -168,7 +168,7 @@ def plan_redistribution(
     shape: Sequence[int],
     itemsize: int = 1,
     *,
-    nodes: Sequence[int] = (),
+    nodes: Sequence[int] | Integers = (),
 ) -> RedistributionPlan:
     """Plan how an array gets from `source` to `target`.
 

@@ -67,7 +67,9 @@ class Shard(PlacementSpec):
     axis: int
     sizes: tuple[int, ...] | None
 
-    def __init__(self, axis: int, *, sizes: Sequence[SupportsIndex] | None = None) -> None:
+    def __init__(
+        self, axis: SupportsIndex, *, sizes: Sequence[SupportsIndex] | None = None
+    ) -> None:
         object.__setattr__(self, "axis", as_whole(axis, "the axis of a Shard"))
         if sizes is not None:
             if not hasattr(sizes, "__iter__") or len(sizes) == 0:
