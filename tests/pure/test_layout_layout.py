@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import LayoutError, RankError, UnknownNameError
-from mpimesh.layout import Layout, Partial, Replicate, Shard
+from mpimesh.layout import Layout, Partial, Shard
 from mpimesh.mesh import Mesh
 from tests.pure.layout_oracle import array_shapes, layouts, oracle_box, small_meshes
 
