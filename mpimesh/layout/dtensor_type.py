@@ -142,8 +142,9 @@ class DTensorType:
 
     def __str__(self) -> str:
         ids = self.mesh.ids.as_range()
-        named = ids is not None and (ids.step == 1 or len(ids) == 1)
-        ranks = f"R.Range({ids[0]}, {ids[-1] + 1})" if ids and named else list(self.mesh.ids)
+        ranks = str(list(self.mesh.ids))
+        if ids is not None and ids.step == 1:
+            ranks = f"R.Range({ids.start}, {ids.stop})"
         mesh = f"R.device_mesh({tuple(self.mesh.shape())}, {ranks})"
         return f'R.DTensor({self.shape}, "{self.dtype}", {mesh}, "{self.placement}")'
 

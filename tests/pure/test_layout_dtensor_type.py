@@ -43,6 +43,10 @@ def types(draw):
             'R.DTensor((4,), "int8", R.device_mesh((3,), [2, 4, 6]), "S[0](1,2,1)")',
         ),
         (
+            DTensorType((4,), "int8", Mesh("a=1", [5]), "R"),
+            'R.DTensor((4,), "int8", R.device_mesh((1,), R.Range(5, 6)), "R")',
+        ),
+        (
             DTensorType((), "bool", Mesh(()), ""),
             'R.DTensor((), "bool", R.device_mesh((), R.Range(0, 1)), "")',
         ),

@@ -124,6 +124,8 @@ def test_texts():
     reduced = plan_redistribution(Layout(mesh, "P,R"), Layout(mesh, "R,R"), (2048, 2048), 8)
     assert "  1. reduce (sum) over dp on the way: 32.0 MiB in 4 messages" in str(reduced)
     assert "  2. each rank takes what it lacks: 96.0 MiB in 12 messages" in str(reduced)
+    # In the second: its old block, its quarter, the whole, 3 quarters packed for each side.
+    assert "  peak memory of rank 0: 120.0 MiB" in str(reduced)
     kept = plan_redistribution(Layout(mesh, "R,R"), Layout(mesh, "P,R"), ())
     assert str(kept).splitlines() == [
         "a scalar, 1 bytes each: dp=R, tp=R on dp=2,tp=2 -> dp=P, tp=R on dp=2,tp=2",

@@ -62,6 +62,19 @@ def test_every_pair_of_placements(dims, specs, itemsize):
         walk(source, Layout(mesh, others), shape, array=array, blocks=blocks, itemsize=itemsize)
 
 
+@pytest.mark.parametrize("itemsize", [8, LARGE])
+@pytest.mark.parametrize("nodes", [[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 2, 2]], ids=str)
+def test_every_pair_of_placements_over_nodes(nodes, itemsize):
+    """A copy that is near must not be one of other summands."""
+    mesh, shape = Mesh("a=2,b=2"), (5, 3)
+    for specs in itertools.product(("R", "S0", "P"), repeat=2):
+        source = Layout(mesh, specs)
+        array, blocks = first_blocks(source, shape, np.random.default_rng(3))
+        options = {"array": array, "blocks": blocks, "itemsize": itemsize, "nodes": nodes}
+        for others in itertools.product(("R", "S0", "P"), repeat=2):
+            walk(source, Layout(mesh, others), shape, **options)
+
+
 @given(moves(), st.sampled_from([1, 8, LARGE]), st.just(()) | node_lists, st.integers(0, 9))
 def test_any_layout_to_any_layout(move, itemsize, nodes, seed):
     source, target, shape = move
