@@ -6,7 +6,22 @@ NumPy and CuPy, on any MPI. Importing this package starts no MPI.
 
 from mpimesh import nn, optim
 from mpimesh.arrays import ReduceOp
+from mpimesh.dtensor import (
+    DTensor,
+    Random,
+    allow_gather,
+    arange,
+    distribute,
+    empty,
+    eye,
+    from_callback,
+    full,
+    linspace,
+    ones,
+    zeros,
+)
 from mpimesh.errors import MpimeshError
+from mpimesh.layout import Layout, Partial, Placement, Replicate, Shard
 from mpimesh.mesh import (
     Device,
     DeviceBackend,
@@ -44,6 +59,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CollectiveTensor",
+    "DTensor",
     "DataParallel",
     "Device",
     "DeviceBackend",
@@ -53,24 +69,40 @@ __all__ = [
     "GradientBuckets",
     "GroupBackend",
     "Launch",
+    "Layout",
     "Mesh",
     "MeshDimension",
     "MeshStats",
     "MeshTopology",
     "Microbatches",
     "MpimeshError",
+    "Partial",
     "PipelineParallel",
     "PipelineStage",
+    "Placement",
     "ProcessGroup",
+    "Random",
     "ReduceOp",
+    "Replicate",
+    "Shard",
     "Tracer",
     "Traffic",
+    "allow_gather",
+    "arange",
     "clip_grad_norm",
     "create_distributed_mesh",
     "create_mesh",
     "device_mesh",
+    "distribute",
+    "empty",
     "exit_all",
+    "eye",
+    "from_callback",
+    "full",
+    "linspace",
     "nn",
+    "ones",
     "optim",
     "run_virtual",
+    "zeros",
 ]

@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 __all__ = [
+    "ArrayValueError",
+    "BudgetError",
     "ClosedError",
     "CollectiveTimeoutError",
     "DTypeError",
@@ -23,6 +25,7 @@ __all__ = [
     "ModuleError",
     "ModuleStateError",
     "MpimeshError",
+    "NoRuleError",
     "PeerLostError",
     "RankError",
     "ReduceOpError",
@@ -95,12 +98,20 @@ class LayoutError(MpimeshError, ValueError):
     """Placements that break a rule, or that do not fit an array or a mesh."""
 
 
+class NoRuleError(MpimeshError, TypeError):
+    """A function that has no rule for split arrays, where gathering them is not allowed."""
+
+
 class RankError(MpimeshError, ValueError):
     """A rank that is outside its group, or may not take part."""
 
 
 class ShapeError(MpimeshError, ValueError):
     """An array has a shape, size or memory layout that the operation refuses."""
+
+
+class ArrayValueError(MpimeshError, ValueError):
+    """The values of an array were asked for with a number that breaks a rule."""
 
 
 class DTypeError(MpimeshError, TypeError):
@@ -120,6 +131,13 @@ class MismatchError(MpimeshError, RuntimeError):
 
 class ClosedError(MpimeshError, RuntimeError):
     """A mesh, group or handle was used after it was closed."""
+
+
+class BudgetError(MpimeshError, RuntimeError):
+    """An operation receives more than a budget has left; the message names it, and what was used.
+
+    See :meth:`~mpimesh.DeviceMesh.budget`.
+    """
 
 
 class UnresolvedError(MpimeshError, RuntimeError):

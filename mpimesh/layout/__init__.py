@@ -9,6 +9,7 @@ from mpimesh.layout.layout import Layout
 from mpimesh.layout.phase import Phase, Take
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.plan import RedistributionPlan, plan_redistribution
+from mpimesh.layout.rule import Operand, OpRule, cheapest
 from mpimesh.layout.spec import PARTIAL_OPS, Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.tiling import Box, Tiling
 
@@ -20,6 +21,8 @@ __all__ = [
     "Box",
     "DTensorType",
     "Layout",
+    "OpRule",
+    "Operand",
     "Partial",
     "Phase",
     "Placement",
@@ -30,5 +33,6 @@ __all__ = [
     "Shard",
     "Take",
     "Tiling",
+    "cheapest",
     "plan_redistribution",
 ]

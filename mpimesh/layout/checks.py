@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from mpimesh.errors import LayoutError
-from mpimesh.mesh import DeviceQueries, Mesh
+from mpimesh.mesh import Mesh
 
 __all__ = ["as_mesh", "as_shape", "as_whole"]
 
@@ -49,7 +49,7 @@ def as_mesh(mesh: Any) -> Mesh:
     """
     if isinstance(mesh, Mesh):
         return mesh
-    value = getattr(mesh, "mesh", None)
-    if isinstance(mesh, DeviceQueries) and isinstance(value, Mesh):
-        return value.with_local(())
+    value = getattr(mesh, "value", None)  # of a live mesh
+    if isinstance(value, Mesh):
+        return value
     raise LayoutError(f"a layout needs a Mesh or a DeviceMesh, got {mesh!r}")

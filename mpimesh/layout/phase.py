@@ -225,7 +225,7 @@ class Phase:
             coords[rows[some][:, None], copies] = choices[picked][:, : len(copies)]
 
     def _with_partial(self, coords: Integers) -> Integers:
-        """Return the ranks at `coords` and all coordinates along partial dims: (pairs, parts)."""
+        """Return the ranks at `coords`, at all coordinates along partial dims: (pairs, parts)."""
         mesh = self.source.mesh
         offsets = _ravel(coords, mesh.shape())
         sizes = [mesh.dims[dim].size for dim in self.partial]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -123,13 +124,7 @@ class RedistributionPlan:
         Cost:
             O(ranks), however many messages there are.
         """
-        elements = np.zeros(self.target.mesh.size, np.int64)
-        messages = elements.copy()
-        for phase in self.phases:
-            here = phase.received()
-            elements += here[0]
-            messages += here[1]
-        return elements * self.itemsize, messages
+        return _traffic(self)
 
     @property
     def total_bytes(self) -> int:
@@ -201,6 +196,17 @@ def plan_redistribution(
     if len(nodes) and len(nodes) <= largest:
         raise LayoutError(f"nodes must have every rank, 0 to {largest}, but has {len(nodes)}")
     near = tuple(map(int, nodes)) if len(set(nodes)) > 1 else ()
+    return _plan(source, target, shape, itemsize, near)
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    source: Layout,
+    target: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    near: tuple[int, ...],
+) -> RedistributionPlan:
     same_mesh = source.mesh.dims == target.mesh.dims and source.mesh.ids == target.mesh.ids
     pairs = list(zip(source.placement, target.placement, strict=True)) if same_mesh else []
     tied = tuple(
@@ -231,6 +237,18 @@ def plan_redistribution(
         else (phase(first, spread), phase(spread, last, reducing=False))
     )
     return RedistributionPlan(source, target, shape, itemsize, phases, divisor, fill)
+
+
+@lru_cache(maxsize=256)
+def _traffic(plan: RedistributionPlan) -> tuple[Integers, Integers]:
+    nbytes = np.zeros(plan.target.mesh.size, np.int64)
+    messages = nbytes.copy()
+    for phase in plan.phases:
+        here = phase.received()
+        nbytes += here[0] * plan.itemsize
+        messages += here[1]
+    nbytes.flags.writeable = messages.flags.writeable = False
+    return nbytes, messages
 
 
 def _contributed(

@@ -6,6 +6,7 @@ import sys
 from typing import Self
 
 from mpimesh.runtime.barriers import Barriers
+from mpimesh.runtime.composed import Composed
 from mpimesh.runtime.messages import Messages
 from mpimesh.runtime.movements import Movements
 from mpimesh.runtime.once import Once
@@ -17,7 +18,7 @@ from mpimesh.transport.route import Route
 __all__ = ["ProcessGroup"]
 
 
-class ProcessGroup(Reductions, Movements, Rooted, Messages, Barriers, Once):
+class ProcessGroup(Reductions, Movements, Rooted, Messages, Barriers, Once, Composed):
     """An ordered set of ranks with its own collectives and messages.
 
     Made by a :class:`~mpimesh.DeviceMesh`: one for the world, one for each dim, and more by

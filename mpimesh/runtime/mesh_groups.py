@@ -130,9 +130,12 @@ class MeshGroups(DeviceQueries):
                 )
             )
 
-    def _live(self, action: str) -> LiveGroups:
+    def _refuse_closed(self, action: str) -> None:
         if self._closed:
             raise ClosedError(f"rank {self._context.rank} cannot {action} this mesh: it is closed")
+
+    def _live(self, action: str) -> LiveGroups:
+        self._refuse_closed(action)
         if self._groups is None:
             raise RankError(
                 f"rank {self._context.rank} cannot {action} mesh {self.dims_text}: "

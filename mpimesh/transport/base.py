@@ -23,8 +23,10 @@ from mpimesh.arrays.types import HostArray
 from mpimesh.transport.route import Route
 
 if TYPE_CHECKING:
-    from mpimesh.transport.engine import Engine
+    from mpimesh.arrays import ArrayPool
+    from mpimesh.transport.engine import Engine, Steps
     from mpimesh.transport.lending import Lending
+    from mpimesh.transport.regions import Regions
 
 __all__ = ["MAX_USER_TAG", "WHOLE_MESSAGE_BYTES", "Communicator", "RecvRequest", "Request"]
 
@@ -81,6 +83,10 @@ class Communicator(ABC):
     """Moves along what takes several steps, in every wait of the rank; kept by the runtime."""
     lending: Lending | None = None
     """Lends arrays to ranks that can read this rank's memory; None if there are none."""
+    packed: ArrayPool | None = None
+    """Memory for packed regions, kept for the next exchange; made on first use."""
+    nodes: tuple[int, ...] = ()
+    """The node of each rank, as a number; empty if all share one, or it is not known."""
     device: Any = None
     """Moves device memory between the same ranks; made by `device_side` on first use."""
 
@@ -170,6 +176,44 @@ class Communicator(ABC):
     @abstractmethod
     def broadcast(self, buffer: HostArray, root: int) -> Request:
         """Copy `buffer` of `root` into `buffer` of every rank."""
+
+    def exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        *,
+        max_bytes: int = 0,
+    ) -> Request | Steps:
+        """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target.
+
+        A rank that takes and gives nothing takes part, too. Once it is done here, no other rank
+        reads `source` any more. Reductions keep the order of the parts, so they have the same bits
+        in every run.
+
+        Args:
+            source: This rank's block, C-contiguous; None if nobody takes of it. Nobody may write
+                to it until the operation is done.
+            target: Where it takes to, C-contiguous and no memory of any source; None if it takes
+                nothing. Of the same dtype on all ranks.
+            regions: What it takes, and what the others take of it.
+            max_bytes: Most memory that packed messages take at a time on this rank, one element
+                for each message at least; 0 for as much as there is. The same on all ranks.
+
+        Returns:
+            A request, or its steps, to be staged in the order of this communicator's exchanges.
+
+        Raises:
+            RankError: If a rank is named that there is not.
+            ShapeError: If a box does not lie in its array.
+            DTypeError: If the dtypes differ, or do not fit a reduction. These are raised at once,
+                on this rank alone.
+        """
+        # Imported late: messages need this contract.
+        from mpimesh.transport.region_moves import move_regions
+
+        regions.check(self.rank, self.size, source, target)
+        return move_regions(self, source, target, regions, max_bytes=max_bytes)
 
     @abstractmethod
     def barrier(self) -> Request:

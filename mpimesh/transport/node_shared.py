@@ -27,6 +27,8 @@ from mpimesh.transport.choice import NEVER, OPERATIONS, Choice
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.entering import NOT_READ, enter
 from mpimesh.transport.quick import InPlaces, OneShot, Quick, Staging
+from mpimesh.transport.region_moves import move_regions
+from mpimesh.transport.regions import Regions
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import (
     agreed_counts,
@@ -43,6 +45,7 @@ from mpimesh.transport.team_reduce import (
     reduce_scatter_staged,
     reduce_scatter_work,
 )
+from mpimesh.transport.team_regions import Copies, Offer, Reading, described, reading_work
 from mpimesh.transport.team_work import Work
 from mpimesh.transport.what import Operation, operation_number
 
@@ -74,6 +77,7 @@ class NodeShared:
         # Through the stage every rank reads all, so the more ranks, the sooner messages win.
         self._stage_bytes = 2 * team.stage_bytes // max(2, team.size)
         self._one_shot_bytes = self._stage_bytes // _ONE_SHOT_SHARE
+        self._copies = Copies(team)
         self._plans: dict[tuple[object, ...], list[Work]] = {}
         self.use(Choice([NEVER] * len(OPERATIONS), ""))
 
@@ -121,6 +125,16 @@ class NodeShared:
     ) -> Request:
         """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
         return self._start(self._begin_all_to_all, send, recv, send_counts, recv_counts)
+
+    def exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        max_bytes: int,
+    ) -> Request:
+        """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
+        return self._start(self._begin_exchange, source, target, regions, max_bytes)
 
     def close(self) -> None:
         """End what has not ended; what was started by then raises when it is tested."""
@@ -228,10 +242,7 @@ class NodeShared:
         plan = self._plans.get(key)
         if plan is None:
             plan = all_reduce_work(self._team, entry, own, op)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            if len(plan) <= _MOST_PARTS:
-                self._plans[key] = plan
+            self._keep(key, plan)
         return plan
 
     # -- the others --------------------------------------------------------------------
@@ -309,6 +320,70 @@ class NodeShared:
         what = operation_number(Operation.ALL_TO_ALL, send[:0])
         entry = yield from enter(self._team, what, counts=counts)
         yield from all_to_all_staged(self._team, send, recv, agreed_counts(entry.counts))
+
+    # -- regions -----------------------------------------------------------------------
+
+    def _begin_exchange(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        max_bytes: int,
+    ) -> Request:
+        team = self._team
+
+        def otherwise() -> Request:
+            steps = move_regions(self._messages, source, target, regions, max_bytes=max_bytes)
+            return StagedRequest(steps, self._engine)
+
+        offer = Offer(team, source, regions, self._copies.room)
+        if offer.at < 0:
+            team.board.decline()
+            team.ring()
+            return otherwise()
+        return Reading(
+            team,
+            self._engine,
+            offer,
+            described(source, target),
+            lambda entry: self._reading_plan(entry, source, target, regions),
+            otherwise,
+        )
+
+    def _reading_plan(
+        self, entry: Entry, source: HostArray | None, target: HostArray | None, regions: Regions
+    ) -> list[Work]:
+        """Return what this rank is to read; from the last time if the arrays are the same.
+
+        Only of arrays in shared memory: nothing that is kept refers to the arrays themselves.
+        """
+        arrays = source, target
+        places = [0 if one is None else self._team.find(one) for one in arrays]
+        if min(places) < 0:
+            return reading_work(self._team, entry, source, target, regions)
+        shapes = [None if one is None else (one.shape, one.dtype) for one in arrays]
+        key = (regions.number, *places, *shapes, *entry.sources, *entry.targets)
+        plan = self._plans.get(key)
+        if plan is None:
+            source, target = (
+                self._reached(one, at) for one, at in zip(arrays, places, strict=True)
+            )
+            plan = reading_work(self._team, entry, source, target, regions)
+            self._keep(key, plan)
+        return plan
+
+    def _reached(self, array: HostArray | None, at: int) -> HostArray | None:
+        """Return an array of this rank's arena as one that does not keep it alive."""
+        if array is None:
+            return None
+        team = self._team
+        return team.view(team.rank, at, array.nbytes, array.dtype).reshape(array.shape)
+
+    def _keep(self, key: tuple[object, ...], plan: list[Work]) -> None:
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        if len(plan) <= _MOST_PARTS:
+            self._plans[key] = plan
 
 
 def later(begin: Callable[..., Request], *arguments: Any) -> Steps:

@@ -29,10 +29,13 @@ from mpimesh.transport.crossing import Crossing
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.entering import NOT_READ, enter
 from mpimesh.transport.lanes import NOBODY, Lanes
+from mpimesh.transport.region_moves import RegionMoves
+from mpimesh.transport.regions import Regions
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import agreed_counts
 from mpimesh.transport.team_pass import pass_on, reduce_parts, share
 from mpimesh.transport.team_reduce import chunks_of, part_of
+from mpimesh.transport.team_regions import EXCHANGE, Copies, Offer, compare, described, near_blocks
 from mpimesh.transport.what import Operation, operation_number
 from mpimesh.transport.windows import length
 
@@ -63,6 +66,7 @@ class OverNodes:
         self._engine = engine
         self._crossing = crossing
         self._lanes = lanes
+        self._copies = Copies(team)
 
     @property
     def busy(self) -> bool:
@@ -96,6 +100,17 @@ class OverNodes:
     ) -> StagedRequest:
         """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
         return self._engine.stage(self, self._all_to_all(send, recv, send_counts, recv_counts))
+
+    def exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        max_bytes: int,
+    ) -> StagedRequest:
+        """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
+        steps = self._exchange_regions(source, target, regions, max_bytes)
+        return self._engine.stage(self, steps)
 
     def close(self) -> None:
         """End what has not ended; what was started by then raises when it is tested."""
@@ -249,6 +264,24 @@ class OverNodes:
             pieces = [send[outgoing.whole(here[to])] for to in orders[team.rank]]
             yield from pass_on(team, pieces, streams, send.dtype)
         yield request
+        yield team.meet()
+
+    def _exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        max_bytes: int,
+    ) -> Steps:
+        """Blocks of this node are read where they lie, while those of others come by messages."""
+        team = self._team
+        offer = Offer(team, source, regions, self._copies.room)
+        if offer.at >= 0:
+            offer.fill()
+        entry = yield from self._enter(EXCHANGE, offer.at, described(source, target))
+        compare(entry.targets, on_all=False)
+        blocks = near_blocks(team, entry, self._lanes.here, source, target)
+        yield RegionMoves(self._crossing, source, target, regions, blocks, max_bytes)
         yield team.meet()
 
     # -- helpers -----------------------------------------------------------------------

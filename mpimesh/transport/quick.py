@@ -206,7 +206,8 @@ class InPlaces(Quick):
                 self._refusal, parts = error, ()
             self._parts = parts
         board.pass_by(self._number)
-        self._work(self._parts)
+        if not self._work(self._parts):
+            return False
         self._meeting = self._team.met + 1
         return self._over()
 
@@ -235,12 +236,13 @@ class InPlaces(Quick):
             raise self._refusal
         return True
 
-    def _work(self, parts: Sequence[Work]) -> None:
-        """Do this rank's parts, from the first that is not done."""
+    def _work(self, parts: Sequence[Work]) -> bool:
+        """Do this rank's parts, from the first that is not done; tell whether all are."""
         with np.errstate(all="ignore"):  # overflow and NaN pass silently, as in MPI
             while self._done_parts < len(parts):
                 note = partial(setattr, self, "_done_parts", self._done_parts + 1)
                 do_at_once(parts[self._done_parts], note)
+        return True
 
 
 def mismatch(what: Sequence[int], *, on_all: bool = True) -> MismatchError:

@@ -19,13 +19,14 @@ from mpimesh.transport.calibration import measure
 from mpimesh.transport.choice import NEVER, NUMBERS, OPERATIONS, Choice
 from mpimesh.transport.choices import Choices
 from mpimesh.transport.crossing import Crossing
-from mpimesh.transport.engine import Engine
+from mpimesh.transport.engine import Engine, Steps
 from mpimesh.transport.joining import find_neighbours
 from mpimesh.transport.lanes import Lanes
 from mpimesh.transport.mpi import MPICommunicator
 from mpimesh.transport.node import Node
 from mpimesh.transport.node_shared import NodeShared, later
 from mpimesh.transport.over_nodes import OverNodes
+from mpimesh.transport.regions import Regions
 from mpimesh.transport.route import Route
 from mpimesh.transport.team import Team
 from mpimesh.transport.waiting import poll
@@ -65,6 +66,7 @@ class RoutedCommunicator(MPICommunicator):
         self._team: Team | None = None
         self._neighbours: list[int] = []
         self._several_nodes = False
+        self._reads_regions = True
         self._why = "a rank alone"
         from_bytes = dict.fromkeys(OPERATIONS, NEVER)
         if self.size > 1:
@@ -84,6 +86,7 @@ class RoutedCommunicator(MPICommunicator):
         if way == "mpi":
             self._use(dict.fromkeys(OPERATIONS, NEVER))
             self._why = "asked for"
+            self._reads_regions = False
             self.lending = None
             return ""
         if way != "node_shared":
@@ -105,6 +108,9 @@ class RoutedCommunicator(MPICommunicator):
         if found.team is None:
             return {}
         self._several_nodes = len(found.nodes) > 1
+        if self._several_nodes:
+            node_of = {rank: node for node, ranks in enumerate(found.nodes) for rank in ranks}
+            self.nodes = tuple(node_of[rank] for rank in range(self.size))
         self.lending = found.team.lending(next(r for r in found.nodes if self.rank in r))
         self._team = found.team
         self._neighbours = next(ranks for ranks in found.nodes if self.rank in ranks)
@@ -279,6 +285,20 @@ class RoutedCommunicator(MPICommunicator):
         if self._shared is not None and buffer.nbytes >= self._broadcast_from:
             return self._shared.broadcast(buffer, root)
         return self._in_turn(self._plain.broadcast, buffer, root)
+
+    def exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        *,
+        max_bytes: int = 0,
+    ) -> Request | Steps:
+        """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
+        if self._shared is None or not self._reads_regions:
+            return super().exchange_regions(source, target, regions, max_bytes=max_bytes)
+        regions.check(self.rank, self.size, source, target)
+        return self._shared.exchange_regions(source, target, regions, max_bytes)
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""

@@ -269,6 +269,10 @@ class Team:
         """Return where an array begins in this rank's arena; -1 for an ordinary one."""
         return self._arena.find(array)
 
+    def room(self, nbytes: int) -> HostArray | None:
+        """Return new memory in this rank's arena; None if none is left."""
+        return self._arena.empty(nbytes)
+
     def scratch(self, nbytes: int) -> HostArray:
         """Return memory of this rank's own for what it works out on the way."""
         if self._scratch.nbytes < nbytes:

@@ -29,6 +29,11 @@ class Operation(IntEnum):
     ALL_GATHER = 3
     BROADCAST = 4
     ALL_TO_ALL = 5
+    EXCHANGE_REGIONS = 6
+
+
+_DIFFERENT = (Operation.ALL_TO_ALL, Operation.EXCHANGE_REGIONS)
+"""Those in which the ranks' arrays have different sizes."""
 
 
 def operation_number(operation: Operation, array: HostArray, op: str = "", root: int = 0) -> int:
@@ -50,7 +55,7 @@ def operation_text(number: int) -> str:
     if number not in [int(one) for one in Operation]:
         return "an operation that is no more"
     operation = Operation(number)
-    parts = [f"{nbytes} bytes"] if operation is not Operation.ALL_TO_ALL else []
+    parts = [f"{nbytes} bytes"] if operation not in _DIFFERENT else []
     if function:
         parts += [_NAMES.get(dtype, f"dtype {dtype}"), _FUNCTIONS[function]]
     if operation is Operation.BROADCAST:

@@ -29,6 +29,7 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
     "thing",
     [
         mm.DeviceMesh.shared_empty,
+        mm.DeviceMesh.budget,
         mm.ProcessGroup.empty_once,
         mm.Microbatches,
         mm.PipelineStage,

@@ -1,0 +1,117 @@
+"""Blocks that ranks bring along: whether they fit each other, and what they are parts of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import DType, HostArray, refuse_objects, to_numpy
+from mpimesh.errors import LayoutError, MismatchError, ShapeError, on_all_ranks
+from mpimesh.layout import Layout, Placement, Shard
+from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.call import Call
+
+__all__ = ["agreed_blocks", "dtype_of", "host_block"]
+
+
+def host_block(block: Any) -> HostArray:
+    """Return a block as a NumPy array, itself if it is one.
+
+    Raises:
+        DTypeError: If it holds Python objects.
+        ShapeError: If it cannot be written to.
+    """
+    host: HostArray = to_numpy(block)
+    refuse_objects(host.dtype)
+    return host
+
+
+def dtype_of(descr: Any) -> DType:
+    """Return the dtype that JSON has brought as lists, where NumPy wants tuples."""
+    if isinstance(descr, list):
+        return np.dtype([_field(field) for field in descr])
+    kind: DType = np.dtype(descr)
+    return kind
+
+
+def _field(field: list[Any]) -> tuple[Any, ...]:
+    name, descr, *shape = field
+    inner = [_field(one) for one in descr] if isinstance(descr, list) else descr
+    return (tuple(name) if isinstance(name, list) else name, inner, *map(tuple, shape))
+
+
+def agreed_blocks(
+    block: HostArray, mesh: DeviceMesh, layout: Layout
+) -> tuple[tuple[int, ...], Layout]:
+    """Return the shape of the whole array, and the layout with the sizes that the blocks have.
+
+    Collective over the mesh.
+
+    Raises:
+        MismatchError: On every rank, if dtypes, numbers of axes or lengths disagree.
+        ShapeError: On every rank, if several dims split an axis, and not evenly.
+    """
+    group = mesh.group()
+    facts = [list(block.shape), str(np.lib.format.dtype_to_descr(block.dtype)), layout.text]
+    what = Call("from_local", group.name)
+    found = exchange(group.progress, group.communicator, facts, what=what)
+    rows = [tuple(tuple(one) if isinstance(one, list) else one for one in row) for row in found]
+    heads = [(len(shape), descr, text) for shape, descr, text in rows]
+    if len(set(heads)) > 1:
+        raise on_all_ranks(
+            MismatchError(_table("of one dtype, rank and layout", rows, group.ranks))
+        )
+    shapes = np.array([shape for shape, _, _ in rows], np.int64).reshape(*layout.mesh.shape(), -1)
+    if any(isinstance(spec, Shard) and spec.axis >= block.ndim for spec in layout.placement):
+        layout.tiling(block.shape)  # raises, and says why
+    specs = list(layout.placement)
+    shape = []
+    for axis in range(block.ndim):
+        dims = [d for d, spec in enumerate(specs) if isinstance(spec, Shard) and spec.axis == axis]
+        lengths = shapes[..., axis]
+        # Along all other dims the blocks must be alike.
+        first = lengths[tuple(slice(None) if d in dims else slice(1) for d in range(lengths.ndim))]
+        if (lengths != first).any():
+            raise on_all_ranks(
+                MismatchError(_table(f"that fit along axis {axis}", rows, group.ranks))
+            )
+        shape.append(int(first.sum()))
+        if len(dims) == 1:
+            (dim,) = dims
+            specs[dim] = _with_sizes(specs[dim], shape[-1], first.reshape(-1).tolist())
+    fitted = Layout(layout.mesh, Placement(specs))
+    try:
+        wrong = [
+            rank
+            for rank, (found_shape, _, _) in zip(group.ranks, rows, strict=True)
+            if fitted.local_shape(shape, rank) != found_shape
+        ]
+    except LayoutError as error:
+        raise on_all_ranks(error) from None
+    if wrong:
+        raise on_all_ranks(
+            ShapeError(
+                f"blocks of shape {tuple(shape)} as {fitted} must be even where several dims "
+                f"split an axis: {_table('that are', rows, group.ranks)}"
+            )
+        )
+    return tuple(shape), fitted
+
+
+def _with_sizes(spec: Any, length: int, sizes: list[int]) -> Any:
+    """Return the spec for blocks of these sizes, without them if they are even."""
+    n = len(sizes)
+    even = [length // n + (k < length % n) for k in range(n)]
+    if spec.sizes is None and sizes == even:
+        return spec
+    return Shard(spec.axis, sizes=spec.sizes or sizes)
+
+
+def _table(what: str, rows: list[tuple[Any, ...]], ranks: Any) -> str:
+    lines = "\n".join(
+        f"  rank {rank}: shape {shape}, dtype {descr}, placements {text}"
+        for rank, (shape, descr, text) in list(zip(ranks, rows, strict=True))[:16]
+    )
+    return f"from_local takes blocks {what}, but got\n{lines}"

@@ -1,0 +1,147 @@
+"""Start the exchange that takes blocks from one layout to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpimesh.arrays import DType, HostArray
+from mpimesh.dtensor.move import Move, prepared_move
+from mpimesh.errors import LayoutError, ReduceOpError, ShapeError
+from mpimesh.layout import Layout
+from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
+from mpimesh.runtime.received import parts
+from mpimesh.transport import Steps
+
+__all__ = ["start_carry"]
+
+_MOST_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Carry:
+    """A way from one layout to another on one rank.
+
+    Attributes:
+        source: Where it begins, kept so that no other layout gets its address.
+        target: Where it ends.
+        group: The ranks that take part.
+        move: What this rank does.
+        rule: What must agree over ranks.
+    """
+
+    source: Layout
+    target: Layout
+    group: ProcessGroup
+    move: Move
+    rule: str
+
+
+def start_carry(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    dtype: DType,
+    block: HostArray | None,
+    finish: Callable[[HostArray | None], Any],
+    *,
+    max_bytes: int = 0,
+) -> CollectiveTensor:
+    """Start to carry an array from one layout to another. Collective.
+
+    Among the ranks of `mesh`, if both meshes are that one or layouts of its ranks; else among all
+    ranks that both meshes were made from.
+
+    Args:
+        mesh: The live mesh of `source`.
+        source: The layout that the array has.
+        goal: The live mesh of `target`.
+        target: The layout that it is to have.
+        shape: Its global shape.
+        dtype: Its dtype.
+        block: This rank's block; None if it has none.
+        finish: Makes the result out of the new block, or of None.
+        max_bytes: Most packed bytes at a time; 0 for no limit.
+
+    Raises:
+        LayoutError: If the meshes are not of the same ranks, or a block cannot be reduced so.
+    """
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+        raise ShapeError(
+            f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}"
+        )
+    # By their addresses: layouts of a mesh are kept, and comparing them would take longer.
+    key = ("carry", id(source), id(goal), id(target), shape, dtype)
+    carry = mesh.kept.get(key)
+    if carry is None:
+        carry = _carry(mesh, source, goal, target, shape, dtype)
+        if len(mesh.kept) >= _MOST_KEPT:
+            mesh.kept.clear()
+        mesh.kept[key] = carry
+    group, move = carry.group, carry.move
+    made: list[HostArray | None] = []
+
+    def steps() -> Steps:
+        held = block
+        if held is not None and not held.flags.c_contiguous:
+            held = held.copy()
+        if move.moves and group.size > 1:
+            side = group.communicator
+            made.append((yield from move.steps(side, held, dtype, mesh.shared_empty, max_bytes)))
+        else:
+            made.append(move.alone(held, dtype, mesh.shared_empty))
+
+    return group.compose(
+        "redistribute",
+        steps,
+        rule=carry.rule,
+        nbytes=move.sent_bytes,
+        finish=lambda: finish(made[0]),
+        lock=block,
+        receives=(parts, move.received) if move.received else None,
+    )
+
+
+def _carry(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    dtype: DType,
+) -> _Carry:
+    for layout in (source, target):
+        if layout.partial_op == "mean" and dtype.kind not in "fcV":
+            raise ReduceOpError(f"a mean of {dtype} would be cut off; {layout} needs floats")
+    numbering = None
+    if goal is not mesh:
+        _check_same_ranks(mesh, goal)
+        group = mesh.everyone
+    elif mesh.contains_rank(mesh.rank):
+        group, numbering = mesh.group(), mesh.value
+    else:
+        group = mesh.everyone.alone()  # it holds nothing, and takes no part
+    nodes = _nodes(group)
+    move = prepared_move(source, target, shape, dtype.itemsize, mesh.rank, numbering, nodes)
+    return _Carry(source, target, group, move, f"shape {shape}, {dtype}, {source} -> {target}")
+
+
+def _nodes(group: ProcessGroup) -> tuple[int, ...]:
+    """Return the node of each rank, by its number; empty if all share one."""
+    found = group.communicator.nodes
+    if not found:
+        return ()
+    by_rank = dict(zip(group.ranks, found, strict=True))
+    return tuple(by_rank.get(rank, -1) for rank in range(max(by_rank) + 1))
+
+
+def _check_same_ranks(mesh: DeviceMesh, goal: DeviceMesh) -> None:
+    if (mesh.rank, mesh.world_size) != (goal.rank, goal.world_size):
+        raise LayoutError(
+            f"arrays move between meshes that were made from the same ranks, but rank {mesh.rank} "
+            f"of {mesh.world_size} of mesh {mesh.dims_text} is rank {goal.rank} of "
+            f"{goal.world_size} of mesh {goal.dims_text}"
+        )

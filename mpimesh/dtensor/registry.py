@@ -1,0 +1,75 @@
+"""Which of NumPy's functions know split arrays, and what happens to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from mpimesh.errors import NoRuleError
+
+__all__ = ["FUNCTIONS", "allow_gather", "implements", "rule_of", "sure_rule_of"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""For each function of NumPy the one that does it on split arrays."""
+
+_allowed: ContextVar[bool] = ContextVar("allow_gather", default=False)
+
+
+def implements(*functions: Callable[..., Any]) -> Callable[[F], F]:
+    """Mark a function as the one that does NumPy's `functions` on split arrays."""
+
+    def register(function: F) -> F:
+        for one in functions:
+            FUNCTIONS[one] = function
+        return function
+
+    return register
+
+
+def rule_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what does `function` on split arrays; None if it has to be done on whole ones.
+
+    Raises:
+        NoRuleError: If there is no rule, and gathering is not allowed.
+    """
+    if function in FUNCTIONS or _allowed.get():
+        return FUNCTIONS.get(function)
+    return sure_rule_of(function)
+
+
+def sure_rule_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what does `function` on split arrays.
+
+    Raises:
+        NoRuleError: If there is no rule.
+    """
+    found = FUNCTIONS.get(function)
+    if found is None:
+        name = getattr(function, "__name__", repr(function))
+        module = getattr(function, "__module__", "") or "numpy"
+        raise NoRuleError(
+            f"{module}.{name} has no rule for split arrays; call it on x.full(), on blocks with "
+            "local_map, or within `with mm.allow_gather():`, where every rank gets the whole arrays"
+        )
+    return found
+
+
+@contextmanager
+def allow_gather() -> Iterator[None]:
+    """Let functions without a rule gather their operands, within the block.
+
+    Every rank then works on the whole arrays, and the result is replicated.
+
+    Example:
+        >>> with mm.allow_gather():
+        ...     spectrum = np.fft.fft(x)
+    """
+    token = _allowed.set(True)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)

@@ -1,0 +1,354 @@
+"""`DTensor`: an array that is split over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from operator import getitem, setitem
+from typing import Any, NoReturn
+
+import numpy as np
+
+from mpimesh.arrays import Array, DType, HostArray
+from mpimesh.dtensor.blocks import agreed_blocks, host_block
+from mpimesh.dtensor.carry import start_carry
+from mpimesh.dtensor.kept import fitting_layout
+from mpimesh.dtensor.methods import Methods
+from mpimesh.dtensor.registry import rule_of, sure_rule_of
+from mpimesh.errors import LayoutError, RankError, ShapeError
+from mpimesh.layout import (
+    Layout,
+    Placement,
+    PlacementLike,
+    RedistributionPlan,
+    Replicate,
+    plan_redistribution,
+)
+from mpimesh.mesh import Mesh
+from mpimesh.runtime import CollectiveTensor, DeviceMesh
+
+__all__ = ["DTensor"]
+
+
+class DTensor(Methods):
+    """An array of which each rank of a mesh holds a block, as its layout says.
+
+    Made by :func:`~mpimesh.distribute`, :meth:`from_local`, :func:`~mpimesh.zeros` and the like.
+    NumPy's functions and operators work on it, and every rank calls them alike.
+
+    `shape` is that of the whole array, `local` the block of this rank, NumPy's own array: write
+    into it as you like, between operations. A rank that the mesh leaves out holds the
+    tensor, too, to take part in :meth:`redistribute`; it has no block.
+
+    Attributes:
+        mesh: The live mesh.
+        layout: How the array lies on it, as a value.
+        shape: The global shape.
+        dtype: The dtype of the elements.
+    """
+
+    __slots__ = ("__weakref__", "_block", "dtype", "layout", "mesh", "shape")
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        layout: Layout,
+        shape: Sequence[int],
+        dtype: Any,
+        block: HostArray | None,
+    ) -> None:
+        """Take a block as it is; users call :meth:`from_local`.
+
+        Raises:
+            ShapeError: If the block is not the one that `layout` gives this rank.
+        """
+        self.mesh = mesh
+        self.layout = layout
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.dtype: DType = np.dtype(dtype)
+        self._block = block
+        is_member = layout.mesh.contains_rank(mesh.rank)
+        expected = layout.local_shape(self.shape, mesh.rank) if is_member else None
+        found = None if block is None else (block.shape, block.dtype)
+        if found != (None if expected is None else (expected, self.dtype)):
+            raise ShapeError(
+                f"rank {mesh.rank} must hold a block of shape {expected} and dtype {self.dtype} of "
+                f"an array of shape {self.shape} as {layout}, got {found}"
+            )
+
+    @classmethod
+    def from_local(
+        cls,
+        block: Any,
+        mesh: DeviceMesh,
+        placements: PlacementLike,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> DTensor:
+        """Make a tensor of the blocks that the ranks have. Nothing is copied.
+
+        Collective over the mesh without `shape`: the ranks tell each other what they have. Blocks
+        along an axis may then have any lengths.
+
+        Args:
+            block: This rank's block. Only arrays from :meth:`DeviceMesh.shared_empty` are
+                read in place by others; any other is copied when it moves.
+            mesh: The mesh.
+            placements: As for :class:`Layout`.
+            shape: The global shape, if it is known; then nothing is sent, and nothing compared.
+
+        Raises:
+            ShapeError: If the block does not fit; without `shape` on every rank of the mesh.
+            MismatchError: On every rank, saying which has what, if dtypes or shapes disagree.
+
+        Example:
+            >>> with mm.DeviceMesh("dp=3") as mesh:
+            ...     rows = np.full((mesh.rank, 2), mesh.rank)
+            ...     x = mm.DTensor.from_local(rows, mesh, "dp=S0")
+            ...     print(x.shape, x.layout.text, x.full()[:, 0])
+            (3, 2) dp=S0(0,1,2) [1 2 2]
+        """
+        held = host_block(block)
+        if shape is None:
+            shape, layout = agreed_blocks(held, mesh, Layout(mesh, placements))
+        else:
+            layout = Layout(mesh, placements)
+        return cls(mesh, layout, shape, held.dtype, held)
+
+    @classmethod
+    def of_block(
+        cls,
+        mesh: DeviceMesh,
+        layout: Layout,
+        shape: tuple[int, ...],
+        dtype: DType,
+        block: HostArray | None,
+    ) -> DTensor:
+        """Return the tensor of a block that is known to be the right one. Local."""
+        made = cls.__new__(cls)
+        made.mesh, made.layout, made.shape, made.dtype = mesh, layout, shape, dtype
+        made._block = block
+        return made
+
+    # -- facts: local ------------------------------------------------------------------
+
+    @property
+    def local(self) -> HostArray:
+        """This rank's block.
+
+        Raises:
+            RankError: If this rank is not in the mesh.
+        """
+        if self._block is None:
+            raise RankError(
+                f"rank {self.mesh.rank} holds no block: it is not in mesh {self.mesh.dims_text}"
+            )
+        return self._block
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is in the mesh and so holds a block."""
+        return self._block is not None
+
+    @property
+    def placement(self) -> Placement:
+        """One spec for each dim of the mesh."""
+        return self.layout.placement
+
+    @property
+    def ndim(self) -> int:
+        """Number of array axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the whole array."""
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.size * self.itemsize
+
+    @property
+    def global_offset(self) -> tuple[int, ...]:
+        """Where this rank's block begins in the whole array."""
+        return self.layout.global_offset(self.shape, self.mesh.rank)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        """Show shape, dtype and layout. Local: it shows no values of other ranks."""
+        return f"DTensor(shape={self.shape}, dtype={self.dtype}, {self.layout})"
+
+    # -- moving: collective --------------------------------------------------------------
+
+    def plan(
+        self, placements: PlacementLike | None = None, *, mesh: DeviceMesh | None = None
+    ) -> RedistributionPlan:
+        """Return what :meth:`redistribute` would move. Local.
+
+        Raises:
+            LayoutError: If the placements do not fit.
+        """
+        target = self._target(placements, mesh)
+        return plan_redistribution(self.layout, target, self.shape, self.itemsize)
+
+    def redistribute(
+        self,
+        placements: PlacementLike | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        max_bytes: int = 0,
+    ) -> DTensor:
+        """Return the same array in another layout, on this mesh or on another.
+
+        Collective, and waits: all ranks of the mesh call it; with another `mesh`, all ranks of
+        the communicator that both were made from. Each rank receives only what it lacks; ranks
+        of a node read it where it lies.
+
+        Args:
+            placements: As for :class:`Layout`; if None, those of now, on the other mesh.
+            mesh: The mesh to move to; this one if None.
+            max_bytes: Most memory for packed messages at a time; 0 for no limit.
+
+        Returns:
+            A tensor with a block of its own; with the same one if the layout is the same.
+
+        Raises:
+            LayoutError: If the placements do not fit the array or the mesh.
+            DTypeError: If a reduction is needed that the dtype does not have.
+
+        Cost:
+            See :meth:`plan`, which tells without moving anything.
+        """
+        target = self._target(placements, mesh)
+        if target == self.layout and mesh in (None, self.mesh):
+            return self
+        started = self.start_redistribute(placements, mesh=mesh, max_bytes=max_bytes)
+        moved: DTensor = started.resolve()
+        return moved
+
+    def start_redistribute(
+        self,
+        placements: PlacementLike | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        max_bytes: int = 0,
+    ) -> CollectiveTensor:
+        """Start :meth:`redistribute`; ``resolve()`` gives the new tensor.
+
+        Do not write into `local` before.
+        """
+        target = self._target(placements, mesh)
+        goal = self.mesh if mesh is None else mesh
+        shape, dtype = self.shape, self.dtype
+        return start_carry(
+            self.mesh,
+            self.layout,
+            goal,
+            target,
+            shape,
+            dtype,
+            self._block,
+            lambda block: DTensor.of_block(goal, target, shape, dtype, block),
+            max_bytes=max_bytes,
+        )
+
+    def full(self, *, root: int | None = None) -> Any:
+        """Return the whole array: on every rank of the mesh, or on rank `root` only.
+
+        Collective over the mesh, and waits.
+
+        Args:
+            root: A rank of the mesh, as the mesh counts them; None for all.
+
+        Returns:
+            The array; None on ranks that do not get it.
+
+        Raises:
+            RankError: If `root` is not in the mesh.
+        """
+        if root is None:
+            target = fitting_layout(self.mesh, (Replicate(),) * self.mesh.ndim, self.shape)
+        else:
+            self.layout.mesh.offset_of(root)  # refuses one that is not there
+            target = Layout(Mesh((), [root]), ())
+        if not self.is_member:
+            return None
+        started = start_carry(
+            self.mesh,
+            self.layout,
+            self.mesh,
+            target,
+            self.shape,
+            self.dtype,
+            self._block,
+            lambda block: block,
+        )
+        return started.resolve()
+
+    def copy(self) -> DTensor:
+        """Return a tensor with a copy of the block. Local."""
+        block = None
+        if self._block is not None:
+            block = self.mesh.shared_empty(self._block.shape, self.dtype)
+            block[...] = self._block
+        return DTensor(self.mesh, self.layout, self.shape, self.dtype, block)
+
+    def _target(self, placements: PlacementLike | None, mesh: DeviceMesh | None) -> Layout:
+        goal = self.mesh if mesh is None else mesh
+        if not isinstance(goal, DeviceMesh):
+            raise LayoutError(f"an array is moved to a DeviceMesh, got {goal!r}")
+        return fitting_layout(
+            goal, self.placement if placements is None else placements, self.shape
+        )
+
+    # -- NumPy -----------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Do a ufunc of NumPy, or one of its methods, such as ``np.add.reduce``."""
+        return sure_rule_of(np.ufunc)(ufunc, method, args, kwargs)
+
+    def __array_function__(
+        self, function: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do a function of NumPy by the rule that split arrays have for it."""
+        found = rule_of(function)
+        if found is not None:
+            return found(*args, **kwargs)
+        from mpimesh.dtensor.apply import gathered
+
+        return gathered(function, args, kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return sure_rule_of(getitem)(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        sure_rule_of(setitem)(self, key, value)
+
+    # -- what it is not ----------------------------------------------------------------
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Refuse: the whole array is on no rank, and to gather it is collective."""
+        self._refuse("be made a NumPy array in passing")
+
+    def __bool__(self) -> bool:
+        self._refuse("be true or false")
+
+    def __iter__(self) -> Any:
+        self._refuse("be looped over")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise LayoutError(
+            f"{self!r} cannot {what}: its parts are on several ranks; take x.local for this rank's "
+            "block, or x.full() for the whole array, which all ranks call"
+        )
