@@ -279,13 +279,12 @@ def _contributed(
         before = source.placement[dim] if same_mesh else Replicate()
         if isinstance(before, Shard):
             alone = not splits[before.axis]
+            # Sizes are those of the whole axis.
             sizes = before.sizes if alone and source.sharding_dims(before.axis)[1:] == () else None
             parts.append((before.axis, dim, Cut(mesh.dims[dim].size, sizes)))
         elif spec.op in ("sum", "prod"):
             first_only.append(dim)
     for axis, dim, cut in parts:
-        if len(splits[axis]) and cut.sizes is not None:
-            cut = Cut(cut.parts)  # its sizes were those of the whole axis
         splits[axis].append((dim, cut))
     fill = target.partial_op if parts or first_only else ""
     return Tiling.of_cuts(mesh, shape, splits, tuple(first_only)), fill
