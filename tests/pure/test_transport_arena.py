@@ -206,7 +206,8 @@ def test_the_next_part_of_a_size_has_the_pages_of_the_last():
     assert arena.used_bytes == before + 3 * PAGES_BYTES
 
 
-def test_kept_parts_make_room():
+def test_kept_parts_make_room(monkeypatch):
+    monkeypatch.setattr("mpimesh.transport.arena._MOST_BYTES", 1 << 30)
     arena: Any = Arena(warm_bytes=1 << 60)
     most = arena.nbytes // 2
     part = arena.empty(most)
