@@ -45,7 +45,14 @@ from mpimesh.transport.team_reduce import (
     reduce_scatter_staged,
     reduce_scatter_work,
 )
-from mpimesh.transport.team_regions import Copies, Offer, Reading, described, reading_work
+from mpimesh.transport.team_regions import (
+    COPIED_BYTES,
+    Copies,
+    Offer,
+    Reading,
+    described,
+    reading_work,
+)
 from mpimesh.transport.team_work import Work
 from mpimesh.transport.what import Operation, operation_number
 
@@ -336,7 +343,8 @@ class NodeShared:
             steps = move_regions(self._messages, source, target, regions, max_bytes=max_bytes)
             return StagedRequest(steps, self._engine)
 
-        offer = Offer(team, source, regions, self._copies.room)
+        room = self._copies.room
+        offer = Offer(team, source, regions, room, copied_bytes=COPIED_BYTES)
         if offer.at < 0:
             team.board.decline()
             team.ring()

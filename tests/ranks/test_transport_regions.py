@@ -158,7 +158,8 @@ def test_what_is_kept_does_not_keep_arrays(comm):
         plan = rows_to_columns(n, 40 * n, 40 * n)
         gc.collect()
         before = node_of(0).arena.used_bytes
-        for _ in range(2):
+        copies = 2 * 8 * 40 * 40 * n  # of small blocks: this one's, and the last one's
+        for _ in range(3):
             source = lying(np.ones((40, 40 * n)), "shared", ranks)
             target = lying(np.zeros((40 * n, 40)), "shared", ranks)
             for _ in range(2):
@@ -168,7 +169,7 @@ def test_what_is_kept_does_not_keep_arrays(comm):
                 assert np.all(target == 1)
             del source, target, request
             gc.collect()
-            assert node_of(0).arena.used_bytes == before
+            assert node_of(0).arena.used_bytes <= before + copies
 
 
 class Idle:
