@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import DType, HostArray, refuse_objects, to_numpy
+from mpimesh.arrays import HostArray, refuse_objects, to_numpy
 from mpimesh.errors import LayoutError, MismatchError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
 
-__all__ = ["agreed_blocks", "dtype_of", "host_block"]
+__all__ = ["agreed_blocks", "host_block"]
 
 
 def host_block(block: Any) -> HostArray:
@@ -28,20 +28,6 @@ def host_block(block: Any) -> HostArray:
     return host
 
 
-def dtype_of(descr: Any) -> DType:
-    """Return the dtype that JSON has brought as lists, where NumPy wants tuples."""
-    if isinstance(descr, list):
-        return np.dtype([_field(field) for field in descr])
-    kind: DType = np.dtype(descr)
-    return kind
-
-
-def _field(field: list[Any]) -> tuple[Any, ...]:
-    name, descr, *shape = field
-    inner = [_field(one) for one in descr] if isinstance(descr, list) else descr
-    return (tuple(name) if isinstance(name, list) else name, inner, *map(tuple, shape))
-
-
 def agreed_blocks(
     block: HostArray, mesh: DeviceMesh, layout: Layout
 ) -> tuple[tuple[int, ...], Layout]:
@@ -54,7 +40,7 @@ def agreed_blocks(
         ShapeError: On every rank, if several dims split an axis, and not evenly.
     """
     group = mesh.group()
-    facts = [list(block.shape), str(np.lib.format.dtype_to_descr(block.dtype)), layout.text]
+    facts = [list(block.shape), str(block.dtype), layout.text]
     what = Call("from_local", group.name)
     found = exchange(group.progress, group.communicator, facts, what=what)
     rows = [tuple(tuple(one) if isinstance(one, list) else one for one in row) for row in found]

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects, to_numpy
-from mpimesh.dtensor.blocks import dtype_of
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.dtensor.carry import start_carry
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import DTypeError, LayoutError, ShapeError, on_all_ranks
+from mpimesh.errors import DTypeError, LayoutError, RankError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Partial, PlacementLike, Replicate
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh
@@ -37,7 +37,8 @@ def distribute(
 ) -> DTensor:
     """Split an array over a mesh.
 
-    Collective over the mesh; ranks that it leaves out may call it and get a tensor without block.
+    Collective over the mesh. Ranks that it leaves out may call it without `root`, and get a tensor
+    without block; with `root` they would not learn the shape.
 
     Args:
         x: The whole array: the same on every rank, which then moves nothing; or on `root` only,
@@ -49,7 +50,7 @@ def distribute(
     Raises:
         LayoutError: If the placements do not fit.
         DTypeError: If `x` holds Python objects.
-        RankError: If `root` is not in the mesh.
+        RankError: If `root` is not in the mesh, or this rank is not, where there is a `root`.
 
     Example:
         >>> with mm.DeviceMesh("dp=2,tp=2") as mesh:
@@ -68,6 +69,11 @@ def distribute(
         made = source.redistribute(placements)
         return made.copy() if made is source else made
     layout.mesh.offset_of(root)  # refuses one that is not there
+    if not _is_member(mesh):
+        raise RankError(
+            f"rank {mesh.rank} is not in mesh {mesh.dims_text}, so it does not learn what rank {root} "
+            "has; mm.empty(shape, mesh, placements, dtype=...) makes the tensor without block"
+        )
     whole, shape, dtype = _facts_of(mesh, x, root)
     one = Layout(Mesh((), [root]), ())
     started = start_carry(mesh, one, mesh, layout, shape, dtype, whole, lambda block: block)
@@ -210,7 +216,7 @@ def _facts_of(mesh: DeviceMesh, x: Any, root: int) -> tuple[HostArray | None, Sh
     if mesh.rank == root:
         try:
             whole = _host(x)
-            facts = [whole.shape, np.lib.format.dtype_to_descr(whole.dtype), ""]
+            facts = [whole.shape, dtype_to_json(whole.dtype), ""]
         except Exception as error:
             facts = [(), "", f"{type(error).__name__}: {error}"]
     group = mesh.group()
@@ -219,4 +225,4 @@ def _facts_of(mesh: DeviceMesh, x: Any, root: int) -> tuple[HostArray | None, Sh
     shape, descr, problem = found[list(group.ranks).index(root)]
     if problem:
         raise on_all_ranks(DTypeError(f"rank {root} has no array to distribute: {problem}"))
-    return whole, tuple(shape), dtype_of(descr)
+    return whole, tuple(shape), dtype_from_json(descr)
