@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
+from mpimesh.dtensor import numpy_util
 from mpimesh.dtensor.create import distribute, empty, from_callback, full, ones, zeros
+from mpimesh.dtensor.mesh_context import default_mesh, device_name, get_default_mesh, run_on
+from mpimesh.dtensor.packing import pack, unpack
 from mpimesh.dtensor.ranges import Random, arange, eye, linspace
 from mpimesh.dtensor.registry import allow_gather
+from mpimesh.dtensor.relayout import (
+    call_with_layout,
+    check_layout,
+    copy_to_mesh,
+    fetch_layout,
+    is_dtensor,
+    relayout,
+    relayout_like,
+)
 from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.variable import DVariable
+from mpimesh.dtensor.words_tvm import (
+    annotate_sharding,
+    dtensor_type,
+    redistribute,
+    redistribute_replica_to_shard,
+)
 
 __all__ = [
     "DTensor",
+    "DVariable",
     "Random",
     "allow_gather",
+    "annotate_sharding",
     "arange",
+    "call_with_layout",
+    "check_layout",
+    "copy_to_mesh",
+    "default_mesh",
+    "device_name",
     "distribute",
+    "dtensor_type",
     "empty",
     "eye",
+    "fetch_layout",
     "from_callback",
     "full",
+    "get_default_mesh",
+    "is_dtensor",
     "linspace",
+    "numpy_util",
     "ones",
+    "pack",
+    "redistribute",
+    "redistribute_replica_to_shard",
+    "relayout",
+    "relayout_like",
+    "run_on",
+    "unpack",
     "zeros",
 ]

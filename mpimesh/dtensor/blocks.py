@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
 
-__all__ = ["agreed_blocks", "host_block"]
+__all__ = ["agreed_blocks", "host_block", "table_of"]
 
 
 def host_block(block: Any) -> HostArray:
@@ -95,9 +96,13 @@ def _with_sizes(spec: Any, length: int, sizes: list[int]) -> Any:
     return Shard(spec.axis, sizes=spec.sizes or sizes)
 
 
-def _table(what: str, rows: list[tuple[Any, ...]], ranks: Any) -> str:
-    lines = "\n".join(
-        f"  rank {rank}: shape {shape}, dtype {descr}, placements {text}"
-        for rank, (shape, descr, text) in list(zip(ranks, rows, strict=True))[:16]
+def table_of(rows: Sequence[tuple[Any, ...]], ranks: Iterable[int]) -> str:
+    """Return who has what, for messages: shape, dtype and placements of each rank."""
+    return "\n".join(
+        f"  rank {rank}: shape {shape}, dtype {dtype}, placements {text}"
+        for rank, (shape, dtype, text) in list(zip(ranks, rows, strict=True))[:16]
     )
-    return f"from_local takes blocks {what}, but got\n{lines}"
+
+
+def _table(what: str, rows: list[tuple[Any, ...]], ranks: Any) -> str:
+    return f"from_local takes blocks {what}, but got\n{table_of(rows, ranks)}"

@@ -9,12 +9,19 @@ from typing import Any, TypeVar
 
 from mpimesh.errors import NoRuleError
 
-__all__ = ["FUNCTIONS", "allow_gather", "implements", "rule_of", "sure_rule_of"]
+__all__ = ["FUNCTIONS", "StandIn", "allow_gather", "implements", "rule_of", "sure_rule_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 """For each function of NumPy the one that does it on split arrays."""
+
+
+class StandIn:
+    """What stands for a split array in functions of NumPy, and is asked before that array."""
+
+    __slots__ = ()
+
 
 _allowed: ContextVar[bool] = ContextVar("allow_gather", default=False)
 

@@ -14,7 +14,7 @@ from mpimesh.dtensor.blocks import agreed_blocks, host_block
 from mpimesh.dtensor.carry import start_carry
 from mpimesh.dtensor.kept import fitting_layout
 from mpimesh.dtensor.methods import Methods
-from mpimesh.dtensor.registry import rule_of, sure_rule_of
+from mpimesh.dtensor.registry import StandIn, rule_of, sure_rule_of
 from mpimesh.errors import LayoutError, RankError, ShapeError
 from mpimesh.layout import (
     Layout,
@@ -316,12 +316,16 @@ class DTensor(Methods):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *args: Any, **kwargs: Any) -> Any:
         """Do a ufunc of NumPy, or one of its methods, such as ``np.add.reduce``."""
+        if any(isinstance(one, StandIn) for one in (*args, *kwargs.get("out", ()))):
+            return NotImplemented
         return sure_rule_of(np.ufunc)(ufunc, method, args, kwargs)
 
     def __array_function__(
         self, function: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Do a function of NumPy by the rule that split arrays have for it."""
+        if any(issubclass(kind, StandIn) for kind in types):
+            return NotImplemented
         found = rule_of(function)
         if found is not None:
             return found(*args, **kwargs)

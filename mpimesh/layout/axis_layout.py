@@ -12,6 +12,7 @@ from mpimesh.layout.axis_shards import AxisShards, axis_number
 from mpimesh.layout.axis_specs import MATCH, UNSHARDED, as_specs, placement_of_specs
 from mpimesh.layout.checks import as_mesh, as_whole
 from mpimesh.layout.layout import Layout
+from mpimesh.layout.placement import Placement
 from mpimesh.mesh import DeviceQueries, DeviceSpec, Mesh
 
 __all__ = ["AxisLayout"]
@@ -166,7 +167,12 @@ class AxisLayout(AxisShards):
         Raises:
             LayoutError: If an axis is ``"match"``.
         """
-        return Layout(self.mesh, placement_of_specs(self.specs, self.mesh))
+        return Layout(self.mesh, self.placement)
+
+    @property
+    def placement(self) -> Placement:
+        """One spec for each dim of the mesh, as :attr:`layout` has it; errors as there."""
+        return placement_of_specs(self.specs, self.mesh)
 
     # -- text ------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpimesh.errors import DTypeError, LayoutError
-from mpimesh.layout.checks import as_mesh, as_shape
+from mpimesh.layout.checks import as_shape
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.spec import Shard
@@ -65,16 +65,14 @@ class DTensorType:
         mesh: DeviceQueries,
         placement: PlacementLike,
     ) -> None:
-        value = as_mesh(mesh)
-        specs = Placement.of(placement, value.dim_names)
+        layout = Layout(mesh, placement)
         lengths = as_shape(shape)
-        for dim, spec in zip(value.dims, specs, strict=True):
+        for dim, spec in zip(layout.mesh.dims, layout.placement, strict=True):
             if isinstance(spec, Shard) and spec.axis >= len(lengths):
                 raise LayoutError(
                     f"Sharding dimension should be smaller than tensor ndim: {spec} along mesh "
                     f"dim {dim}, but shape {lengths} has {len(lengths)} axes"
                 )
-        layout = Layout(value, specs)
         layout.tiling(lengths)
         object.__setattr__(self, "shape", lengths)
         object.__setattr__(self, "dtype", _dtype_name(dtype))

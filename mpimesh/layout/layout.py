@@ -26,7 +26,8 @@ class Layout:
     Args:
         mesh: A :class:`~mpimesh.Mesh` or a live :class:`~mpimesh.DeviceMesh`.
         placements: One :class:`PlacementSpec` for each dim; ``"S[0], R"``; or by names,
-            ``"dp=S0, tp=R"`` and mappings, which may leave out dims that replicate.
+            ``"dp=S0, tp=R"`` and mappings, which may leave out dims that replicate; or a layout
+            on the same mesh, in any spelling.
 
     Raises:
         LayoutError: If the placements do not fit the mesh, or wait for different reductions.
@@ -48,6 +49,12 @@ class Layout:
     def __init__(self, mesh: DeviceQueries, placements: PlacementLike) -> None:
         value = as_mesh(mesh)
         placement = Placement.of(placements, value.dim_names)
+        theirs = getattr(placements, "mesh", None)
+        if theirs is not None and not _same_ranks(value, as_mesh(theirs)):
+            raise LayoutError(
+                f"an array is to lie on {value!r}, but its layout is one on {as_mesh(theirs)!r}; "
+                "say which mesh, or take layout.placement, which is of none"
+            )
         _check(value, placement)
         object.__setattr__(self, "mesh", value)
         object.__setattr__(self, "placement", placement)
@@ -128,6 +135,10 @@ class Layout:
         number = as_whole(ndim, "the number of axes")
         return list(specs_of_placement(self.placement, self.mesh, number))
 
+    def agrees_with(self, other: Layout) -> bool:
+        """Tell whether an array lies the same in both; names of meshes and devices do not count."""
+        return self.placement == other.placement and _same_ranks(self.mesh, other.mesh)
+
     @property
     def partial_op(self) -> str:
         """The reduction that the array waits for; empty if it waits for none."""
@@ -150,6 +161,10 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {self.text!r})"
+
+
+def _same_ranks(one: Mesh, other: Mesh) -> bool:
+    return one.dims == other.dims and one.ids == other.ids
 
 
 def _check(mesh: Mesh, placement: Placement) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, overload
+from typing import Any, Protocol, TypeAlias, overload
 
 from mpimesh.errors import LayoutError, UnknownNameError
 from mpimesh.layout.spec import PARTIAL_OPS, Partial, PlacementSpec, Replicate, Shard
 
-__all__ = ["Placement", "PlacementLike"]
+__all__ = ["Placed", "Placement", "PlacementLike"]
 
 _NUMBER = "(?:0|[1-9][0-9]{0,17})"
 _SPEC = re.compile(
@@ -24,10 +24,24 @@ _NAMED = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*) *= *(?P<spec>.*)")
 _BETWEEN_NAMED = re.compile(r",(?![^(]*\))")
 _GRAMMAR = "write R, S[axis] or P for each dim, as in 'S[0], R', or names, as in 'dp=S0, tp=R'"
 
+
+class Placed(Protocol):
+    """What has its placements on a mesh: a `Layout`, an `AxisLayout`, a `DTensorType`."""
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh."""
+
+    @property
+    def placement(self) -> Placement:
+        """One spec for each of its dims."""
+
+
 PlacementLike: TypeAlias = (
-    "Placement | str | Mapping[str, PlacementSpec | str] | Iterable[PlacementSpec | str]"
+    "Placement | Placed | str | Mapping[str, PlacementSpec | str] | Iterable[PlacementSpec | str]"
 )
-"""Placements as text, by the names of dims, or one for each dim in the order of the mesh."""
+"""Placements as text, by the names of dims, or one for each dim in the order of the mesh; or a
+layout on the same mesh."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -93,6 +107,7 @@ class Placement(Sequence[PlacementSpec]):
             LayoutError: If they are not one for each dim, or cannot be read.
             UnknownNameError: If a name is none of the dims.
         """
+        placements = getattr(placements, "placement", placements)
         if isinstance(placements, str) and "=" in placements:
             placements = _named(placements)
         if isinstance(placements, str):
