@@ -72,7 +72,8 @@ def distribute(
     if not _is_member(mesh):
         raise RankError(
             f"rank {mesh.rank} is not in mesh {mesh.dims_text}, so it does not learn what rank "
-            f"{root} has; mm.empty(shape, mesh, placements, dtype=...) makes the tensor without block"
+            f"{root} has; there mm.empty(shape, mesh, placements, dtype=...) makes the tensor, "
+            "without block"
         )
     whole, shape, dtype = _facts_of(mesh, x, root)
     one = Layout(Mesh((), [root]), ())

@@ -10,7 +10,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.arrays import Array, DType
 from mpimesh.dtensor.registry import StandIn
-from mpimesh.dtensor.relayout import copy_to_mesh, placed_as
+from mpimesh.dtensor.relayout import check_layout, copy_to_mesh
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, ShapeError
 from mpimesh.layout import Layout, PlacementLike
@@ -185,25 +185,26 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
         return self
 
     def _given(self, value: Any, what: str) -> DTensor:
-        if isinstance(value, DVariable):
-            value = value.value()
-        if not isinstance(value, DTensor):
-            if np.ndim(value) or self.ndim:
-                raise (LayoutError if np.shape(value) == self.shape else ShapeError)(
-                    f"{what} takes a DTensor of shape {self.shape}, got {type(value).__name__} of "
-                    f"shape {np.shape(value)}, which is on no mesh; make one with distribute"
+        given: Any = value.value() if isinstance(value, DVariable) else value
+        if not isinstance(given, DTensor):
+            if np.shape(given) != self.shape:
+                raise ShapeError(f"{what}: {self!r} takes that shape only, got {np.shape(given)}")
+            if self.ndim:
+                raise LayoutError(
+                    f"{what}: {self!r} takes a DTensor, got {type(given).__name__}, which is on no "
+                    "mesh; make one with distribute"
                 )
-            value = copy_to_mesh(np.asarray(value, self.dtype), self.layout, mesh=self.mesh)
-        if value.shape != self.shape:
-            raise ShapeError(f"{what}: {self!r} takes that shape only, got {value!r}")
-        if value.dtype != self.dtype:
-            raise DTypeError(f"{what}: {self!r} takes that dtype only, got {value!r}")
-        if value.mesh is not self.mesh:
+            return copy_to_mesh(np.asarray(given, self.dtype), self.layout, mesh=self.mesh)
+        if given.shape != self.shape:
+            raise ShapeError(f"{what}: {self!r} takes that shape only, got {given!r}")
+        if given.dtype != self.dtype:
+            raise DTypeError(f"{what}: {self!r} takes that dtype only, got {given!r}")
+        if given.mesh is not self.mesh:
             raise LayoutError(
-                f"{what}: {self!r} is on another mesh than {value!r}; bring it over with "
+                f"{what}: {self!r} is on another mesh than {given!r}; bring it over with "
                 "redistribute(placements, mesh=variable.mesh)"
             )
-        return value
+        return given
 
     # -- NumPy: as the array in it -----------------------------------------------------
 
@@ -252,12 +253,13 @@ def _checked(value: DTensor, layout: PlacementLike | None, dtype: Any) -> DTenso
     if dtype is not None and np.dtype(dtype) != value.dtype:
         raise DTypeError(f"a DVariable of dtype {np.dtype(dtype)} cannot begin with {value!r}")
     if layout is not None:
-        expected = placed_as(layout, value.mesh, value.shape)
-        if not value.layout.agrees_with(expected):
+        try:
+            check_layout(value, layout)
+        except LayoutError as error:
             raise LayoutError(
-                f"a DVariable as {expected} cannot begin with {value!r}, whose layout conflicts "
-                "with that: bring it there with relayout, or leave layout= out"
-            )
+                f"the layout of a DVariable conflicts with that of its initial value: {error}, or "
+                "leave layout= out"
+            ) from None
     return value
 
 

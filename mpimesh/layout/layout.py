@@ -48,13 +48,13 @@ class Layout:
 
     def __init__(self, mesh: DeviceQueries, placements: PlacementLike) -> None:
         value = as_mesh(mesh)
-        placement = Placement.of(placements, value.dim_names)
         theirs = getattr(placements, "mesh", None)
         if theirs is not None and not _same_ranks(value, as_mesh(theirs)):
             raise LayoutError(
                 f"an array is to lie on {value!r}, but its layout is one on {as_mesh(theirs)!r}; "
                 "say which mesh, or take layout.placement, which is of none"
             )
+        placement = Placement.of(placements, value.dim_names)
         _check(value, placement)
         object.__setattr__(self, "mesh", value)
         object.__setattr__(self, "placement", placement)
