@@ -30,7 +30,7 @@ def default_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
 
     Example:
         >>> with mm.DeviceMesh("x=-1") as mesh, mm.dtensor.default_mesh(mesh):
-        ...     layout = mm.layout.AxisLayout(["x", "unsharded"], mesh)
+        ...     layout = AxisLayout(["x", "unsharded"], mesh)
         ...     print(mm.dtensor.copy_to_mesh(np.ones((4, 2)), layout).layout.text)
         x=S0
     """

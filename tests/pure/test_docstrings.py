@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh import layout, nn, schedule
+from mpimesh import dtensor, layout, nn, schedule
 
 
 def run_examples(thing: Any) -> tuple[int, int, str]:
     """Run the examples of one docstring; return how many there are and failed, and the report."""
     # Names as a reader has them after `import mpimesh as mm`, and those of the class's own room.
     room = vars(layout if thing.__module__.startswith(layout.__name__) else schedule)
-    others = {"PipelineStage": mm.PipelineStage, "Mesh": mm.Mesh}
+    others = {"PipelineStage": mm.PipelineStage, "Mesh": mm.Mesh, "AxisLayout": layout.AxisLayout}
     names = {"mm": mm, "np": np, "nn": nn, **room, **others}
     parsed = doctest.DocTestParser().get_doctest(thing.__doc__, names, thing.__name__, None, None)
     report: list[str] = []
@@ -34,6 +34,10 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         mm.Microbatches,
         mm.PipelineStage,
         schedule.Costs.joined,
+        dtensor.DVariable,
+        dtensor.default_mesh,
+        dtensor.device_name,
+        dtensor.numpy_util.unpack,
         layout.AxisLayout,
         layout.DTensorType,
         layout.Layout,

@@ -179,7 +179,7 @@ def test_small_floats_stay_what_they_are():
         assert t.dtype == x.dtype
         assert t.local.tolist() == x[2 * mesh.rank :][:2].tolist()
         kinds = (ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn)
-        with pytest.raises(MismatchError, match="rank 1: .*float8_e4m3fn"):
+        with pytest.raises(MismatchError, match=r"rank 1: .*float8_e4m3fn"):
             mm.DTensor.from_local(np.ones(2, kinds[mesh.rank]), mesh, "S0")
 
     on("a=2", main)
@@ -190,7 +190,7 @@ def test_a_rank_outside_learns_nothing_of_a_root():
         with mm.DeviceMesh(mm.Mesh("a=1", [0])) as mesh:
             assert mm.distribute(np.ones(2), mesh, "S0").is_member == (mesh.rank == 0)
             if mesh.rank == 1:
-                with pytest.raises(RankError, match="rank 1 is not in mesh a=1.*mm.empty"):
+                with pytest.raises(RankError, match=r"rank 1 is not in mesh a=1.*mm.empty"):
                     mm.distribute(None, mesh, "S0", root=0)
                 assert not mm.empty((2,), mesh, "S0").is_member
 

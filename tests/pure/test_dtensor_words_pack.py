@@ -156,7 +156,7 @@ def test_a_rank_outside():
 
 def test_a_plain_array_is_not_unpacked():
     with pytest.raises(LayoutError, match="unpack takes a DTensor, got ndarray"):
-        unpack(np.ones(2))
+        unpack(np.ones(2))  # type: ignore[arg-type]
 
 
 # -- numpy_util -------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def test_plain_arrays_have_no_layout():
     assert not is_dtensor(X)
     for word in (fetch_layout, lambda x: check_layout(x, "R"), lambda x: relayout(x, "R")):
         with pytest.raises(LayoutError, match="takes a DTensor, got ndarray"):
-            word(X)
+            word(X)  # type: ignore[arg-type]
 
 
 # -- the mesh that is meant ---------------------------------------------------------------------

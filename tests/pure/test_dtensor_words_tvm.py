@@ -33,7 +33,7 @@ def test_a_hint_is_checked():
         with pytest.raises(LayoutError, match=r"a=S0, b=R.* annotated to be a=R, b=S0"):
             annotate_sharding(x, mesh, "R, S[0]")
         with pytest.raises(LayoutError, match="takes a DTensor"):
-            annotate_sharding(X, mesh, "S[0], R")
+            annotate_sharding(X, mesh, "S[0], R")  # type: ignore[arg-type]
 
     on("a=2,b=2", main)
 
@@ -111,7 +111,7 @@ def test_only_one_dim_is_sliced():
         with pytest.raises(LayoutError, match="one dim"):
             redistribute_replica_to_shard(mm.ones((4,), mesh, "R, R"), 2, 0)
         with pytest.raises(LayoutError, match="takes a DTensor"):
-            redistribute_replica_to_shard(X, 2, 0)
+            redistribute_replica_to_shard(X, 2, 0)  # type: ignore[arg-type]
 
     on("a=2,b=1", main)
 
