@@ -219,7 +219,7 @@ def placed_as(
 
 
 def _brought(x: DTensor, layout: PlacementLike, mesh: DeviceMesh | None) -> DTensor:
-    live = mesh or x.mesh
+    live = x.mesh if mesh is None else mesh
     return x.redistribute(placed_as(layout, live, x.shape, x.layout), mesh=live)
 
 

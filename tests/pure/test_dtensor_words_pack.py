@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -139,6 +140,33 @@ def test_copies_that_differ():
         mesh.barrier()
 
     on("x=2,y=2", main)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.array(["a", "bcd"]),
+        np.arange(2).astype("M8[D]"),
+        np.arange(2).astype(ml_dtypes.bfloat16),
+        np.zeros(2, [("x", "f4"), ("y", "i2", (2,))]),
+        np.arange(4)[::2] * 1j,
+        np.zeros((0, 3)),
+        np.array(5, ">i4"),
+    ],
+    ids=lambda x: str(x.dtype),
+)
+def test_copies_of_every_dtype_are_compared(x):
+    def main(mesh):
+        t = pack([x], "R", mesh=mesh, check_replicas=True)
+        assert (t.shape, t.dtype) == (x.shape, x.dtype)
+        if x.size:
+            other = np.zeros_like(x) if mesh.rank and x.dtype.names is None else x.copy()
+            if x.dtype.names and mesh.rank:
+                other["y"][1, 1] = 3
+            with pytest.raises(MismatchError, match="ranks 0 and 1 give different"):
+                pack([other], "R", mesh=mesh, check_replicas=True)
+
+    on("x=2", main)
 
 
 def test_a_rank_outside():
