@@ -8,6 +8,8 @@ from mpimesh import nn, optim
 from mpimesh.arrays import ReduceOp
 from mpimesh.dtensor import (
     DTensor,
+    Halo,
+    HaloField,
     Random,
     allow_gather,
     arange,
@@ -68,6 +70,8 @@ __all__ = [
     "GpuPreference",
     "GradientBuckets",
     "GroupBackend",
+    "Halo",
+    "HaloField",
     "Launch",
     "Layout",
     "Mesh",

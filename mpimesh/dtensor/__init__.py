@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from mpimesh.dtensor.create import distribute, empty, from_callback, full, ones, zeros
+from mpimesh.dtensor.halo import Halo, HaloField
 from mpimesh.dtensor.ranges import Random, arange, eye, linspace
 from mpimesh.dtensor.registry import allow_gather
 from mpimesh.dtensor.tensor import DTensor
 
 __all__ = [
     "DTensor",
+    "Halo",
+    "HaloField",
     "Random",
     "allow_gather",
     "arange",

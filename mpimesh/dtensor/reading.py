@@ -1,0 +1,127 @@
+"""Carry out on one rank what a plan says that it reads of the others' blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from mpimesh.arrays import HostArray
+from mpimesh.layout import Box, Layout
+from mpimesh.layout.reads import Reads
+from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.transport import Steps
+from mpimesh.transport.regions import Give, Part, Regions, Take
+
+__all__ = ["Reading", "slices"]
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What one rank takes and gives, prepared once and done any number of times.
+
+    Attributes:
+        name: What it is called in messages and counts.
+        mesh: The live mesh.
+        regions: What this rank takes and gives.
+        moves: Whether any rank gets anything from another.
+        given: How many elements others get from this rank.
+        rule: What must agree over ranks.
+    """
+
+    name: str
+    mesh: DeviceMesh
+    regions: Regions
+    moves: bool
+    given: int
+    rule: str
+
+    @classmethod
+    def prepare(
+        cls,
+        name: str,
+        mesh: DeviceMesh,
+        layout: Layout,
+        reads: Reads,
+        shape_of: Callable[[int], tuple[int, ...]],
+        place_of: Callable[[int], tuple[int, ...]],
+        rule: str,
+    ) -> Reading:
+        """Prepare what this rank has to do.
+
+        Args:
+            name: What it is called.
+            mesh: The live mesh.
+            layout: How the array lies on it.
+            reads: Who reads what.
+            shape_of: Gives the shape of the array in which a rank holds its block.
+            place_of: Gives the element of the whole array that this array would begin with.
+            rule: What must agree over ranks.
+        """
+        if not layout.mesh.contains_rank(mesh.rank):
+            return cls(name, mesh, Regions(), False, 0, rule)
+
+        def within(box: Box, rank: int) -> tuple[slice, ...]:
+            return slices(
+                tuple(
+                    (start - first, stop - first)
+                    for (start, stop), first in zip(box, place_of(rank), strict=True)
+                )
+            )
+
+        number_of = layout.mesh.offset_of
+        takes = [
+            Take(
+                slices(read.into),
+                (Part(number_of(read.rank), shape_of(read.rank), within(read.box, read.rank)),),
+            )
+            for read in reads.takes(mesh.rank)
+        ]
+        gives = [Give(number_of(who), within(box, mesh.rank)) for who, box in reads.gives(mesh.rank)]
+        given = sum(_volume(give.box) for give in gives)
+        return cls(name, mesh, Regions(tuple(takes), tuple(gives)), reads.moves, given, rule)
+
+    def start(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        finish: Callable[[], Any],
+        lock: HostArray | None,
+    ) -> CollectiveTensor:
+        """Start it. Collective over the mesh; a rank that is not in it takes no part.
+
+        Args:
+            source: What others read of; C-contiguous; None on a rank that is not in the mesh.
+            target: What is read into; it may be `source`, for nobody reads what is read into.
+            finish: Makes the result.
+            lock: The caller's array, which must not change meanwhile.
+        """
+        group = self.mesh.everyone.alone() if source is None else self.mesh.group()
+
+        def steps() -> Steps:
+            if self.moves and group.size > 1:
+                started = group.communicator.exchange_regions(source, target, self.regions)
+                if isinstance(started, Generator):
+                    yield from started
+                else:
+                    yield started
+            elif source is not None and target is not None:
+                for take in self.regions.takes:
+                    target[take.box] = source[take.parts[0].box]
+
+        nbytes = 0 if source is None else self.given * source.itemsize
+        return group.compose(
+            self.name, steps, rule=self.rule, nbytes=nbytes, finish=finish, lock=lock
+        )
+
+
+def _volume(box: tuple[slice, ...]) -> int:
+    size = 1
+    for part in box:
+        size *= part.stop - part.start
+    return size
