@@ -82,7 +82,9 @@ class Reading:
             )
             for read in reads.takes(mesh.rank)
         ]
-        gives = [Give(number_of(who), within(box, mesh.rank)) for who, box in reads.gives(mesh.rank)]
+        gives = [
+            Give(number_of(who), within(box, mesh.rank)) for who, box in reads.gives(mesh.rank)
+        ]
         given = sum(_volume(give.box) for give in gives)
         return cls(name, mesh, Regions(tuple(takes), tuple(gives)), reads.moves, given, rule)
 

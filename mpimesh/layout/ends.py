@@ -27,9 +27,7 @@ def both_ends(value: Any) -> tuple[End, End]:
         LayoutError: If it is not known.
     """
     pair = value if isinstance(value, tuple) else (value, value)
-    known = [
-        one in BOUNDARIES if isinstance(one, str) else isinstance(one, Number) for one in pair
-    ]
+    known = [one in BOUNDARIES if isinstance(one, str) else isinstance(one, Number) for one in pair]
     if len(pair) != 2 or not all(known):
         raise LayoutError(
             f"beyond the ends of an axis lies one of {', '.join(BOUNDARIES)}, a number, or a pair "

@@ -72,8 +72,8 @@ class HaloPlan:
         boxes, rest = [], list(self.interior(rank))
         for axis, (start, stop) in enumerate(self.inner(rank)):
             first, last = rest[axis]
-            for edge in ((first, start), (stop, last)):
-                boxes.append((*rest[:axis], edge, *rest[axis + 1 :]))
+            edges = ((first, start), (stop, last))
+            boxes += [(*rest[:axis], edge, *rest[axis + 1 :]) for edge in edges]
             rest[axis] = (start, stop)
         return [box for box in boxes if all(start < stop for start, stop in box)]
 
@@ -84,7 +84,7 @@ class HaloPlan:
         """
         padded = self.padded_shape(rank)
         fills = []
-        for axis, ((start, stop), (before, after)) in enumerate(
+        for axis, ((start, _), (before, _)) in enumerate(
             zip(self._box(rank), self.width, strict=True)
         ):
             low = (0, min(padded[axis], max(0, before - start)))

@@ -67,7 +67,9 @@ class Reads:
 
     tiling: Tiling
     runs_of: tuple[Callable[[int], tuple[Run, ...]], ...]
-    skip: Callable[[tuple[Run, ...], tuple[int, ...]], bool] = field(default=lambda runs, own: False)
+    skip: Callable[[tuple[Run, ...], tuple[int, ...]], bool] = field(
+        default=lambda runs, own: False
+    )
 
     def takes(self, rank: int) -> list[Read]:
         """Return what `rank` reads, of others and of itself, in row-major order of its runs."""
@@ -121,8 +123,8 @@ class Reads:
             for dim in reversed(dims):
                 leaf, coords[dim] = divmod(leaf, mesh.dims[dim].size)
         offset = 0
-        for dim, place in zip(mesh.dims, coords, strict=True):
-            offset = offset * dim.size + place
+        for size, place in zip(mesh.shape(), coords, strict=True):
+            offset = offset * size + place
         return int(places_of(mesh).ranks[offset])
 
 
