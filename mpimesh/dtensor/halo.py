@@ -10,9 +10,10 @@ import numpy as np
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.reading import Reading, slices
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import LayoutError, RankError
+from mpimesh.errors import DTypeError, LayoutError, RankError
 from mpimesh.layout import HaloPlan, Layout, PlacementLike, plan_halo
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.transport.boxes import view
 
 __all__ = ["Halo", "HaloField"]
 
@@ -46,6 +47,7 @@ class Halo:
 
     Raises:
         LayoutError: If the values break a rule, or `x` holds summands.
+        DTypeError: If a fixed value is none of the dtype.
 
     Attributes:
         mesh: The live mesh.
@@ -88,10 +90,12 @@ class Halo:
         self._reading = Reading.prepare(
             "halo", mesh, plan.layout, plan.reads, plan.padded_shape, place_of, rule
         )
-        self._fills = []
+        self._fills: list[tuple[tuple[slice, ...], HostArray]] = []
+        for value in {end for pair in plan.ends for end in pair if not isinstance(end, str)}:
+            _fixed(value, dtype)  # refuses what does not fit on every rank, wherever the ends are
         if self._is_member:
             for box, value in plan.fills(mesh.rank):
-                self._fills.append((slices(box), np.asarray(value).astype(dtype)))
+                self._fills.append((slices(box), _fixed(value, dtype)))
 
     # -- fields ------------------------------------------------------------------------
 
@@ -124,7 +128,7 @@ class Halo:
             padded[box] = value
         return self._reading.start(padded, padded, lambda: padded, field.local)
 
-    def exchange(self, x: HaloField | DTensor) -> HostArray | None:
+    def exchange(self, x: HaloField | DTensor) -> Any:
         """Read the halo, and wait for it. Collective over the mesh.
 
         Args:
@@ -134,8 +138,7 @@ class Halo:
             The padded array; None on a rank that is not in the mesh.
         """
         field = self.field(x) if isinstance(x, DTensor) else x
-        padded: HostArray | None = self.start(field).resolve()
-        return padded
+        return self.start(field).resolve()
 
     # -- where in a padded array: local --------------------------------------------------
 
@@ -171,6 +174,21 @@ class Halo:
         return f"Halo(shape={plan.shape}, {plan.layout}, width={plan.width}, ends={plan.ends})"
 
 
+def _fixed(value: complex, dtype: DType) -> HostArray:
+    """Return a fixed value as an element.
+
+    Raises:
+        DTypeError: If there is no such element.
+    """
+    found = np.asarray(value)
+    plain = found if dtype.kind == "c" else found.real
+    with np.errstate(invalid="ignore"):
+        element: HostArray = plain.astype(dtype)
+    if (dtype.kind in "biu" and element != plain) or (dtype.kind != "c" and found.imag):
+        raise DTypeError(f"the ends of an array of {dtype} cannot be fixed at {value!r}")
+    return element
+
+
 class HaloField:
     """A rank's block with its halo around it, made by :meth:`Halo.field`.
 
@@ -189,8 +207,8 @@ class HaloField:
         block = None
         if halo._is_member:
             self._padded = mesh.shared_empty(plan.padded_shape(mesh.rank), halo.dtype)
-            self._padded.view(np.uint8)[...] = 0
-            block = self._padded[halo.interior]
+            self._padded.reshape(-1).view(np.uint8)[...] = 0
+            block = view(self._padded, halo.interior)
         self.tensor = DTensor(mesh, plan.layout, plan.shape, halo.dtype, block)
         if x is not None:
             self._fill(x)

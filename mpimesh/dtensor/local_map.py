@@ -73,8 +73,9 @@ def local_map(
     None, and `function` is not called.
 
     Every :class:`DTensor` among the arguments becomes its block, a NumPy array and no copy; other
-    arguments are passed on as they are. If `function` has a keyword-only parameter ``block``, it
-    gets a :class:`BlockPlace` there: where its blocks are, and where this rank is.
+    arguments, lists of them too, are passed on as they are. If `function` has a keyword-only
+    parameter ``block``, it gets a :class:`BlockPlace` there: where its blocks are, and where this
+    rank is.
 
     An exception of `function` is one of this rank alone, as any other: under mpiexec it ends the
     job, with its traceback.
@@ -105,7 +106,7 @@ def local_map(
         >>> @mm.local_map(out_placements="dp=S0")
         ... def numbered(x, *, block):
         ...     return x + 10 * np.arange(*block.box[0])
-        >>> with mm.DeviceMesh("dp=2") as mesh:
+        >>> with mm.DeviceMesh("dp=-1") as mesh:
         ...     print(numbered(mm.ones((4,), mesh, "dp=S0", dtype=int)).full())
         [ 1 11 21 31]
     """

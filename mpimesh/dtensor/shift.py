@@ -52,7 +52,7 @@ def shift(
         along axes that are not split.
 
     Example:
-        >>> with mm.DeviceMesh("dp=2") as mesh:
+        >>> with mm.DeviceMesh("dp=-1") as mesh:
         ...     x = mm.distribute(np.arange(6), mesh, "dp=S0")
         ...     print(mm.shift(x, 1, 0).full(), mm.shift(x, -2, 0, wrap=False, fill=9).full())
         [5 0 1 2 3 4] [2 3 4 5 9 9]

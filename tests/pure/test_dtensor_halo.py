@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 from typing import Any
 
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpimesh as mm
-from mpimesh.errors import LayoutError, RankError
-from mpimesh.layout import Layout, plan_halo
+from mpimesh.errors import DTypeError, LayoutError, RankError
+from mpimesh.layout import Layout, ends, halo, plan_halo, reads
 
 MODES: dict[str, Any] = {
     "periodic": "wrap",
@@ -238,7 +239,8 @@ def test_what_does_not_belong_to_a_halo_is_refused():
         with mm.DeviceMesh("x=1") as mesh:
             x = mm.zeros((4,), mesh, "x=S0")
             halo, other = mm.Halo(x), mm.Halo(x)
-            for wrong in (other.field(), x.local):
+            wrongs: list[Any] = [other.field(), x.local]
+            for wrong in wrongs:
                 with pytest.raises(LayoutError, match="its own fields"):
                     halo.start(wrong)
             with pytest.raises(LayoutError, match="prepared for"):
@@ -248,3 +250,52 @@ def test_what_does_not_belong_to_a_halo_is_refused():
                 mm.Halo(summands)
 
     mm.run_virtual(1, main)
+
+
+def test_a_fixed_value_is_one_of_the_dtype():
+    def main():
+        with mm.DeviceMesh("x=1") as mesh:
+            for dtype, boundary in [
+                ("i4", 0.5),
+                ("i4", (1, 1j)),
+                ("f8", 2j),
+                ("?", 2),
+                ("i1", 128),
+            ]:
+                with pytest.raises(DTypeError, match="cannot be fixed"):
+                    mm.Halo.of_shape((3,), mesh, "x=S0", 1, boundary, dtype=dtype)
+            halo = mm.Halo.of_shape((3,), mesh, "x=S0", 1, (2.0, np.int64(3)), dtype="i2")
+            return halo.exchange(halo.field()).tolist()
+
+    assert mm.run_virtual(1, main) == [[2, 0, 0, 0, 3]]
+
+
+def test_an_array_without_axes_has_no_halo():
+    def main():
+        with mm.DeviceMesh("x=2") as mesh:
+            x = mm.distribute(np.array(4.0), mesh, "x=R")
+            return float(mm.Halo(x).exchange(x))
+
+    assert mm.run_virtual(2, main) == [4.0, 4.0]
+
+
+def test_a_halo_shows_what_it_is_for():
+    def main():
+        with mm.DeviceMesh("x=1") as mesh:
+            halo = mm.Halo.of_shape((3,), mesh, "x=S0")
+            return repr(halo), repr(halo.field())
+
+    ((halo, field),) = mm.run_virtual(1, main)
+    assert halo == (
+        "Halo(shape=(3,), x=S0 on x=1, width=((1, 1),), ends=(('periodic', 'periodic'),))"
+    )
+    assert field == (
+        "<HaloField of DTensor(shape=(3,), dtype=float64, x=S0 on x=1), width ((1, 1),)>"
+    )
+
+
+@pytest.mark.parametrize("module", [ends, halo, reads], ids=lambda module: module.__name__)
+def test_examples_of_docstrings(module):
+    result = doctest.testmod(module, extraglobs={"Mesh": mm.Mesh})
+    assert result.attempted
+    assert not result.failed
