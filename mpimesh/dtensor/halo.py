@@ -55,7 +55,7 @@ class Halo:
         plan: What moves, as a value.
     """
 
-    __slots__ = ("_fills", "_reading", "dtype", "mesh", "plan")
+    __slots__ = ("_fills", "_reading", "_rule", "dtype", "mesh", "plan")
 
     def __init__(self, x: DTensor, width: Any = 1, boundary: Any = "periodic") -> None:
         self._prepare(x.mesh, plan_halo(x.layout, x.shape, width, boundary), x.dtype)
@@ -86,9 +86,11 @@ class Halo:
             box = plan.layout.box(plan.shape, rank)
             return tuple(start - b for (start, _), (b, _) in zip(box, plan.width, strict=True))
 
-        rule = f"shape {plan.shape}, {dtype}, {plan.layout}, width {plan.width}, ends {plan.ends}"
+        self._rule = (
+            f"shape {plan.shape}, {dtype}, {plan.layout}, width {plan.width}, ends {plan.ends}"
+        )
         self._reading = Reading.prepare(
-            "halo", mesh, plan.layout, plan.reads, plan.padded_shape, place_of, rule
+            mesh.rank, plan.layout, plan.reads, plan.padded_shape, place_of
         )
         self._fills: list[tuple[tuple[slice, ...], HostArray]] = []
         for value in {end for pair in plan.ends for end in pair if not isinstance(end, str)}:
@@ -122,11 +124,18 @@ class Halo:
         if not isinstance(field, HaloField) or field.halo is not self:
             raise LayoutError(f"a halo exchanges its own fields, made by halo.field(); got {field}")
         if not self._is_member:
-            return self._reading.start(None, None, lambda: None, None)
+            return self._start(None, None, None)
         padded = field.padded
         for box, value in self._fills:
             padded[box] = value
-        return self._reading.start(padded, padded, lambda: padded, field.local)
+        return self._start(padded, padded, field.local)
+
+    def _start(
+        self, source: HostArray | None, target: HostArray | None, lock: HostArray | None
+    ) -> CollectiveTensor:
+        return self._reading.start(
+            "halo", self.mesh, self._rule, source, target, lambda: target, lock
+        )
 
     def exchange(self, x: HaloField | DTensor) -> Any:
         """Read the halo, and wait for it. Collective over the mesh.

@@ -26,51 +26,41 @@ class Reading:
     """What one rank takes and gives, prepared once and done any number of times.
 
     Attributes:
-        name: What it is called in messages and counts.
-        mesh: The live mesh.
         regions: What this rank takes and gives.
         moves: Whether any rank gets anything from another.
         given: How many elements others get from this rank.
-        rule: What must agree over ranks.
     """
 
-    name: str
-    mesh: DeviceMesh
     regions: Regions
     moves: bool
     given: int
-    rule: str
 
     @classmethod
     def prepare(
         cls,
-        name: str,
-        mesh: DeviceMesh,
+        rank: int,
         layout: Layout,
         reads: Reads,
         shape_of: Callable[[int], tuple[int, ...]],
         place_of: Callable[[int], tuple[int, ...]],
-        rule: str,
     ) -> Reading:
-        """Prepare what this rank has to do.
+        """Prepare what a rank has to do.
 
         Args:
-            name: What it is called.
-            mesh: The live mesh.
-            layout: How the array lies on it.
+            rank: The rank; nothing if it is not in the mesh.
+            layout: How the array lies.
             reads: Who reads what.
             shape_of: Gives the shape of the array in which a rank holds its block.
             place_of: Gives the element of the whole array that this array would begin with.
-            rule: What must agree over ranks.
         """
-        if not layout.mesh.contains_rank(mesh.rank):
-            return cls(name, mesh, Regions(), False, 0, rule)
+        if not layout.mesh.contains_rank(rank):
+            return cls(Regions(), False, 0)
 
-        def within(box: Box, rank: int) -> tuple[slice, ...]:
+        def within(box: Box, owner: int) -> tuple[slice, ...]:
             return slices(
                 tuple(
                     (start - first, stop - first)
-                    for (start, stop), first in zip(box, place_of(rank), strict=True)
+                    for (start, stop), first in zip(box, place_of(owner), strict=True)
                 )
             )
 
@@ -80,16 +70,17 @@ class Reading:
                 slices(read.into),
                 (Part(number_of(read.rank), shape_of(read.rank), within(read.box, read.rank)),),
             )
-            for read in reads.takes(mesh.rank)
+            for read in reads.takes(rank)
         ]
-        gives = [
-            Give(number_of(who), within(box, mesh.rank)) for who, box in reads.gives(mesh.rank)
-        ]
+        gives = [Give(number_of(who), within(box, rank)) for who, box in reads.gives(rank)]
         given = sum(_volume(give.box) for give in gives)
-        return cls(name, mesh, Regions(tuple(takes), tuple(gives)), reads.moves, given, rule)
+        return cls(Regions(tuple(takes), tuple(gives)), reads.moves, given)
 
     def start(
         self,
+        name: str,
+        mesh: DeviceMesh,
+        rule: str,
         source: HostArray | None,
         target: HostArray | None,
         finish: Callable[[], Any],
@@ -98,12 +89,15 @@ class Reading:
         """Start it. Collective over the mesh; a rank that is not in it takes no part.
 
         Args:
+            name: What it is called in messages and counts.
+            mesh: The live mesh.
+            rule: What must agree over ranks.
             source: What others read of; C-contiguous; None on a rank that is not in the mesh.
             target: What is read into; it may be `source`, for nobody reads what is read into.
             finish: Makes the result.
             lock: The caller's array, which must not change meanwhile.
         """
-        group = self.mesh.everyone.alone() if source is None else self.mesh.group()
+        group = mesh.everyone.alone() if source is None else mesh.group()
 
         def steps() -> Steps:
             if self.moves and group.size > 1:
@@ -117,9 +111,7 @@ class Reading:
                     target[take.box] = source[take.parts[0].box]
 
         nbytes = 0 if source is None else self.given * source.itemsize
-        return group.compose(
-            self.name, steps, rule=self.rule, nbytes=nbytes, finish=finish, lock=lock
-        )
+        return group.compose(name, steps, rule=rule, nbytes=nbytes, finish=finish, lock=lock)
 
 
 def _volume(box: tuple[slice, ...]) -> int:

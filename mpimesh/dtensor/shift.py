@@ -14,7 +14,6 @@ from mpimesh.dtensor.reading import Reading
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout import Layout
-from mpimesh.layout.reads import Reads
 from mpimesh.layout.shifted import shift_reads
 from mpimesh.runtime.blocks import normal_axis
 
@@ -71,23 +70,24 @@ def shift(
         block = mesh.shared_empty(source.shape, x.dtype)
         if not wrap:
             _fill_ends(block, np.asarray(fill).astype(x.dtype), x, moved)
-    reads = _reads(x.layout, shape, moved, wrap)
-    reading = Reading.prepare(
-        "shift",
-        mesh,
-        x.layout,
-        reads,
-        lambda rank: x.layout.local_shape(shape, rank),
-        lambda rank: x.layout.global_offset(shape, rank),
-        f"shape {shape}, {x.dtype}, {x.layout}, steps {moved}, wrap {wrap}",
-    )
-    reading.start(source, block, lambda: None, None).resolve()
+    rule = f"shape {shape}, {x.dtype}, {x.layout}, steps {moved}, wrap {wrap}"
+    reading = _prepared(mesh.rank, x.layout, shape, moved, wrap)
+    reading.start("shift", mesh, rule, source, block, lambda: None, None).resolve()
     return DTensor(mesh, x.layout, shape, x.dtype, block)
 
 
 @lru_cache(maxsize=64)
-def _reads(layout: Layout, shape: tuple[int, ...], steps: tuple[int, ...], wrap: bool) -> Reads:
-    return shift_reads(layout, shape, steps, wrap)
+def _prepared(
+    rank: int, layout: Layout, shape: tuple[int, ...], steps: tuple[int, ...], wrap: bool
+) -> Reading:
+    """Return what `rank` has to do; the same object for the same question."""
+    return Reading.prepare(
+        rank,
+        layout,
+        shift_reads(layout, shape, steps, wrap),
+        lambda who: layout.local_shape(shape, who),
+        lambda who: layout.global_offset(shape, who),
+    )
 
 
 def _steps_of(steps: Any, axis: Any, ndim: int) -> tuple[int, ...]:

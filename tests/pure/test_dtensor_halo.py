@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import math
 from typing import Any
 
@@ -35,7 +36,19 @@ def cases(draw):
     boundary = {axis: draw(ends) for axis in range(ndim)}
     least = [0 if not isinstance(boundary[axis], str) else 1 for axis in range(ndim)]
     shape = tuple(draw(st.integers(least[axis], 7)) for axis in range(ndim))
-    return mesh, specs, shape, width, boundary
+    placements: list[Any] = list(specs)
+    for number, (spec, dim) in enumerate(zip(specs, mesh.dims, strict=True)):
+        if spec != "R" and specs.count(spec) == 1 and draw(st.booleans()):
+            placements[number] = draw(with_sizes(int(spec[1]), shape[int(spec[1])], dim.size))
+    return mesh, placements, shape, width, boundary
+
+
+@st.composite
+def with_sizes(draw, axis, length, parts):
+    """A split in blocks of any sizes, of which some have none."""
+    inner = draw(st.lists(st.integers(0, length), min_size=parts - 1, max_size=parts - 1))
+    cuts = [0, *sorted(inner), length]
+    return mm.Shard(axis, sizes=[b - a for a, b in itertools.pairwise(cuts)])
 
 
 def whole_padded(whole, width, boundary):
