@@ -10,6 +10,7 @@ from mpimesh.arrays import HostArray
 from mpimesh.layout import Box, Layout
 from mpimesh.layout.reads import Reads
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.runtime.received import parts
 from mpimesh.transport import Steps
 from mpimesh.transport.regions import Give, Part, Regions, Take
 
@@ -29,11 +30,13 @@ class Reading:
         regions: What this rank takes and gives.
         moves: Whether any rank gets anything from another.
         given: How many elements others get from this rank.
+        taken: The place of a rank, and how many elements come from there, for each that any do.
     """
 
     regions: Regions
     moves: bool
     given: int
+    taken: tuple[tuple[int, int], ...]
 
     @classmethod
     def prepare(
@@ -54,7 +57,7 @@ class Reading:
             place_of: Gives the element of the whole array that this array would begin with.
         """
         if not layout.mesh.contains_rank(rank):
-            return cls(Regions(), False, 0)
+            return cls(Regions(), False, 0, ())
 
         def within(box: Box, owner: int) -> tuple[slice, ...]:
             return slices(
@@ -74,7 +77,13 @@ class Reading:
         ]
         gives = [Give(number_of(who), within(box, rank)) for who, box in reads.gives(rank)]
         given = sum(_volume(give.box) for give in gives)
-        return cls(Regions(tuple(takes), tuple(gives)), reads.moves, given)
+        taken: dict[int, int] = {}
+        for take in takes:
+            place = take.parts[0].rank
+            if place != number_of(rank):
+                taken[place] = taken.get(place, 0) + _volume(take.box)
+        regions = Regions(tuple(takes), tuple(gives))
+        return cls(regions, reads.moves, given, tuple(taken.items()))
 
     def start(
         self,
@@ -110,8 +119,20 @@ class Reading:
                 for take in self.regions.takes:
                     target[take.box] = source[take.parts[0].box]
 
-        nbytes = 0 if source is None else self.given * source.itemsize
-        return group.compose(name, steps, rule=rule, nbytes=nbytes, finish=finish, lock=lock)
+        size = 0 if source is None else source.itemsize
+        # All that comes from a rank counts as one message.
+        received = tuple(
+            number for place, count in self.taken for number in (place, count * size, 1)
+        )
+        return group.compose(
+            name,
+            steps,
+            rule=rule,
+            nbytes=self.given * size,
+            finish=finish,
+            lock=lock,
+            receives=(parts, received) if received else None,
+        )
 
 
 def _volume(box: tuple[slice, ...]) -> int:

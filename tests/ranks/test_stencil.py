@@ -105,3 +105,20 @@ def test_a_function_of_blocks(comm):
         y, sums = centred(x)
         assert np.array_equal(y.full(), whole() + np.arange(ROWS)[:, None])
         np.testing.assert_allclose(sums.full(), whole().sum(axis=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("width", [1, {0: (2, 0), 1: (0, 3)}])
+def test_a_rank_receives_its_halo_and_nothing_else(comm, where, width):
+    """What is around a block of 12 x 10, but for what the rank has itself."""
+    for dims in meshes(comm):
+        with mm.DeviceMesh(dims, comm) as mesh:
+            shape = 12 * mesh.dim_size("y"), 10 * mesh.dim_size("x")
+            halo = mm.Halo.of_shape(shape, mesh, "y=S0, x=S1", width, dtype="f4")
+            field = halo.field()
+            halo.exchange(field)
+            padded = own = 1
+            for size, dim, pair in zip((12, 10), "yx", halo.plan.width, strict=True):
+                padded *= size + sum(pair)
+                # A dim of one rank has its own other end beyond each of its ends.
+                own *= size + (sum(pair) if mesh.dim_size(dim) == 1 else 0)
+            assert mesh.traffic().received_bytes == 4 * (padded - own) == halo.received_bytes
