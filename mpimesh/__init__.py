@@ -7,7 +7,10 @@ NumPy and CuPy, on any MPI. Importing this package starts no MPI.
 from mpimesh import nn, optim
 from mpimesh.arrays import ReduceOp
 from mpimesh.dtensor import (
+    BlockPlace,
     DTensor,
+    Halo,
+    HaloField,
     Random,
     allow_gather,
     arange,
@@ -17,7 +20,9 @@ from mpimesh.dtensor import (
     from_callback,
     full,
     linspace,
+    local_map,
     ones,
+    shift,
     zeros,
 )
 from mpimesh.errors import MpimeshError
@@ -58,6 +63,7 @@ from mpimesh.trace import Tracer
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockPlace",
     "CollectiveTensor",
     "DTensor",
     "DataParallel",
@@ -68,6 +74,8 @@ __all__ = [
     "GpuPreference",
     "GradientBuckets",
     "GroupBackend",
+    "Halo",
+    "HaloField",
     "Launch",
     "Layout",
     "Mesh",
@@ -100,9 +108,11 @@ __all__ = [
     "from_callback",
     "full",
     "linspace",
+    "local_map",
     "nn",
     "ones",
     "optim",
     "run_virtual",
+    "shift",
     "zeros",
 ]

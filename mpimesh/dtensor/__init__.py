@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mpimesh.dtensor import numpy_util
 from mpimesh.dtensor.create import distribute, empty, from_callback, full, ones, zeros
+from mpimesh.dtensor.halo import Halo, HaloField
+from mpimesh.dtensor.local_map import BlockPlace, local_map
 from mpimesh.dtensor.mesh_context import default_mesh, device_name, get_default_mesh, run_on
 from mpimesh.dtensor.packing import pack, unpack
 from mpimesh.dtensor.ranges import Random, arange, eye, linspace
@@ -17,6 +19,7 @@ from mpimesh.dtensor.relayout import (
     relayout,
     relayout_like,
 )
+from mpimesh.dtensor.shift import shift
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.dtensor.variable import DVariable
 from mpimesh.dtensor.words_tvm import (
@@ -27,8 +30,11 @@ from mpimesh.dtensor.words_tvm import (
 )
 
 __all__ = [
+    "BlockPlace",
     "DTensor",
     "DVariable",
+    "Halo",
+    "HaloField",
     "Random",
     "allow_gather",
     "annotate_sharding",
@@ -48,6 +54,7 @@ __all__ = [
     "get_default_mesh",
     "is_dtensor",
     "linspace",
+    "local_map",
     "numpy_util",
     "ones",
     "pack",
@@ -56,6 +63,7 @@ __all__ = [
     "relayout",
     "relayout_like",
     "run_on",
+    "shift",
     "unpack",
     "zeros",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpimesh.layout.axis_layout import AxisLayout
 from mpimesh.layout.axis_specs import MATCH, UNSHARDED
 from mpimesh.layout.dtensor_type import DTensorType
+from mpimesh.layout.halo import HaloPlan, plan_halo
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.phase import Phase, Take
 from mpimesh.layout.placement import Placement, PlacementLike
@@ -20,6 +21,7 @@ __all__ = [
     "AxisLayout",
     "Box",
     "DTensorType",
+    "HaloPlan",
     "Layout",
     "OpRule",
     "Operand",
@@ -34,5 +36,6 @@ __all__ = [
     "Take",
     "Tiling",
     "cheapest",
+    "plan_halo",
     "plan_redistribution",
 ]

@@ -194,8 +194,9 @@ class Communicator(ABC):
         Args:
             source: This rank's block, C-contiguous; None if nobody takes of it. Nobody may write
                 to it until the operation is done.
-            target: Where it takes to, C-contiguous and no memory of any source; None if it takes
-                nothing. Of the same dtype on all ranks.
+            target: Where it takes to, C-contiguous; None if it takes nothing. Of the same dtype on
+                all ranks. It may be `source` itself, or share its memory, if nobody takes of what
+                is taken into.
             regions: What it takes, and what the others take of it.
             max_bytes: Most memory that packed messages take at a time on this rank, one element
                 for each message at least; 0 for as much as there is. The same on all ranks.

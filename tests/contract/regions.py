@@ -11,7 +11,7 @@ import numpy as np
 
 from mpimesh.transport.regions import Give, Part, Regions, Take
 
-__all__ = ["DTYPES", "Case", "gives_of", "make", "rows_to_columns"]
+__all__ = ["DTYPES", "Case", "gives_of", "make", "ring", "rows_to_columns"]
 
 RECORD = np.dtype([("key", "i2"), ("value", "f8"), ("name", "S3")])
 
@@ -110,6 +110,27 @@ def rows_to_columns(ranks: int, rows: int, columns: int) -> list[Regions]:
             for s in range(ranks)
         ]
         for r in range(ranks)
+    ]
+    gives = gives_of(takes)
+    return [Regions(tuple(t), tuple(g)) for t, g in zip(takes, gives, strict=True)]
+
+
+def ring(ranks: int, rows: int, columns: int) -> list[Regions]:
+    """Return the exchange in which each rank's first and last row become copies of its neighbours'.
+
+    An array of `rows` + 2 rows is source and target in one.
+    """
+    shape = (rows + 2, columns)
+
+    def row(number: int) -> Any:
+        return (slice(number, number + 1), slice(0, columns))
+
+    takes = [
+        [
+            Take(row(0), (Part((rank - 1) % ranks, shape, row(rows)),)),
+            Take(row(rows + 1), (Part((rank + 1) % ranks, shape, row(1)),)),
+        ]
+        for rank in range(ranks)
     ]
     gives = gives_of(takes)
     return [Regions(tuple(t), tuple(g)) for t, g in zip(takes, gives, strict=True)]

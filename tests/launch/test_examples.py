@@ -14,9 +14,19 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 SHORTER = {"train_digits.py": ["--epochs", "2"]}
 """Its whole length is run by test_train_digits.py."""
 
+HEAT = {
+    "periodic": (
+        "4.01e-04",
+        "1.3e-05 off; no change would be 1.8e-02 off",
+        "u + 3.98 Lu + 6.69 LLu",
+    ),
+    "fixed": ("1.38e-04", "1.6e-06 off; no change would be 1.7e-02 off", "u + 4.00 Lu + 7.34 LLu"),
+}
+"""Largest error, error of the prediction, and weights: what 20 steps of the scheme are, near."""
+
 
 def test_there_are_examples():
-    assert {"hello_mesh.py", "train_digits.py"} <= {path.name for path in EXAMPLES}
+    assert {"heat2d.py", "hello_mesh.py", "train_digits.py"} <= {path.name for path in EXAMPLES}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -41,3 +51,23 @@ def test_hello_mesh(launch):
         place = f"rank {rank} at dp={rank // 2}, pp={rank % 2}"
         expected.append(f"{place}: mean over dp {mean}, from the stage before {before}")
     assert sorted(lines) == expected
+
+
+@pytest.mark.parametrize(("ends", "numbers"), HEAT.items())
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_heat2d(launch, tmp_path, ends, numbers, ranks):
+    """The same numbers on any number of ranks; the scheme is of order 2."""
+    path = next(path for path in EXAMPLES if path.name == "heat2d.py")
+    picture = tmp_path / "heat.png"
+    result = launch(ranks, [str(path), "--ends", ends, "--picture", str(picture)])
+    assert result.returncode == 0, str(result)
+    error, off, weights = numbers
+    size = 64 if ends == "periodic" else 63
+    assert result.stdout.splitlines()[-5:] == [
+        f"{ends} ends, {size} x {size} points, 400 steps to t = 0.0195: largest error {error}",
+        "order 2.00",
+        f"the surrogate learned {weights}",
+        f"20 steps ahead it is {off}",
+        f"wrote {picture}: the simulation, and the surrogate's prediction",
+    ]
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -33,6 +33,8 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         mm.ProcessGroup.empty_once,
         mm.Microbatches,
         mm.PipelineStage,
+        mm.local_map,
+        mm.shift,
         schedule.Costs.joined,
         dtensor.DVariable,
         dtensor.default_mesh,

@@ -16,7 +16,7 @@ from mpimesh.runtime.world import current_world
 from mpimesh.transport import boxes, region_moves
 from mpimesh.transport.engine import Engine
 from mpimesh.transport.regions import Give, Part, Regions, Take
-from tests.contract.regions import DTYPES, gives_of, make, rows_to_columns
+from tests.contract.regions import DTYPES, gives_of, make, ring, rows_to_columns
 
 S = slice
 
@@ -315,3 +315,29 @@ def test_rows_to_columns():
         return target.tolist() == mine.tolist()
 
     assert mm.run_virtual(ranks, main) == [True] * ranks
+
+
+@pytest.mark.parametrize("rendezvous", [False, True])
+@pytest.mark.parametrize("max_bytes", [0, 100])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_nobody_takes_of_may_be_taken_into(ranks, max_bytes, rendezvous):
+    """One array is source and target: a block with room for its neighbours' edges."""
+    regions = ring(ranks, 3, 50)
+
+    def main():
+        communicator = current_world().virtual
+        assert communicator is not None
+        me = communicator.rank
+        array = np.repeat(10.0 * me + np.arange(5), 50).reshape(5, 50)
+        for _ in range(3):
+            array[1:-1] += 1
+            finish(
+                communicator,
+                communicator.exchange_regions(array, array, regions[me], max_bytes=max_bytes),
+            )
+        return array[:, ::49].tolist()
+
+    for rank, rows in enumerate(mm.run_virtual(ranks, main, rendezvous=rendezvous)):
+        before, after = 10 * ((rank - 1) % ranks), 10 * ((rank + 1) % ranks)
+        column = [before + 6, 10 * rank + 4, 10 * rank + 5, 10 * rank + 6, after + 4]
+        assert rows == [[value, value] for value in column]

@@ -13,7 +13,7 @@ from mpimesh.transport.board import Board
 from mpimesh.transport.mpi import MPICommunicator
 from mpimesh.transport.regions import Part, Regions, Take
 from mpimesh.transport.team_work import do_at_once
-from tests.contract.regions import DTYPES, gives_of, make, rows_to_columns
+from tests.contract.regions import DTYPES, gives_of, make, ring, rows_to_columns
 from tests.contract.shared_memory import MEMORIES, done, node_of, opened, put
 
 NODES = {
@@ -308,3 +308,21 @@ def test_sums_have_the_same_bits_whichever_way(comm):
                         target = np.zeros(5000)
                         done(ranks, start(ranks, source, target, regions, max_bytes))
                         assert target.tobytes() == total.tobytes()
+
+
+@pytest.mark.parametrize("nodes", [None, *NODES])
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_what_nobody_takes_of_may_be_taken_into(comm, memory, nodes):
+    """One array is source and target, in shared memory and by messages, many times over."""
+    n, me = comm.size, comm.rank
+    regions = ring(n, 3, 50)[me]
+    part = NODES[nodes](me, n) if nodes else 0
+    for mode in ("always", "never"):
+        with opened(comm, mode, part=part) as ranks:
+            array = lying(np.zeros((5, 50)), memory, ranks)
+            for step in range(1, 20):
+                array[1:-1] = 100 * step + 10 * me + np.arange(1, 4)[:, None]
+                done(ranks, start(ranks, array, array, regions, (0, 100)[step % 2]))
+                assert (array[0] == 100 * step + 10 * ((me - 1) % n) + 3).all()
+                assert (array[4] == 100 * step + 10 * ((me + 1) % n) + 1).all()
+                assert (array[2] == 100 * step + 10 * me + 2).all()

@@ -1,0 +1,1 @@
+"""What of heat2d.py has little to do with meshes."""

@@ -1,0 +1,253 @@
+"""Solve the heat equation on a 2-D mesh, and train a surrogate on other ranks of the same world.
+
+    mpiexec -n 5 python examples/heat2d.py --picture heat.png
+    python examples/heat2d.py                        one rank, which does both
+    python examples/heat2d.py --virtual 5            five ranks as threads of one process
+
+         the simulation: y=2, x=2            the surrogate: rows=1
+        +---------+ +---------+
+        | rank 0  |:| rank 1  |  field       +-----------------+
+        +---------+ +---------+  every       | rank 4: u, Lu,  |
+         ..halo..    ..halo..    20 steps    | LLu -> u later  |
+        +---------+ +---------+  -------->   +-----------------+
+        | rank 2  |:| rank 3  |
+        +---------+ +---------+
+
+Each step reads the edges of the neighbours' blocks in place, while the inside is worked out. Every
+20 steps the field is handed to the surrogate's mesh, in another layout, while the simulation goes
+on. The surrogate learns, by least squares over all that it has seen, to tell the field 20 steps
+ahead in one: u + a Lu + b LLu, where L is the sum of the four neighbours less four times the point.
+Its last prediction goes back to the simulation's mesh, and is compared with what comes out there.
+
+Prints the largest error against the exact solution on two grids, the order that they show (2), the
+weights learned, and the error of the prediction beside that of predicting no change.
+"""
+
+from __future__ import annotations
+
+import os
+
+# The cores are for the ranks: more threads than cores would make all of them slow.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+from collections.abc import Callable, Sequence
+from math import isqrt, log2
+from pathlib import Path
+
+import numpy as np
+from heat.modes import RATE, Waves
+from heat.picture import write_png
+from rich.console import Console
+from rich.progress import Progress
+
+import mpimesh as mm
+
+
+def make_meshes() -> tuple[mm.DeviceMesh, mm.DeviceMesh]:
+    """Share the world out: a quarter of it, one rank at least, is for the surrogate."""
+    with mm.DeviceMesh("all=-1") as world:
+        ranks = world.size
+    surrogates = max(1, ranks // 4)
+    solvers = max(1, ranks - surrogates)
+    rows = next(n for n in range(isqrt(solvers), 0, -1) if solvers % n == 0)
+    simulation = mm.Mesh({"y": rows, "x": solvers // rows}, list(range(solvers)))
+    surrogate = mm.Mesh({"rows": surrogates}, list(range(ranks - surrogates, ranks)))
+    return mm.DeviceMesh(simulation), mm.DeviceMesh(surrogate)
+
+
+class Simulation:
+    """The field on the ranks of one mesh; on others it has no block, and moves nothing.
+
+    Args:
+        waves: The problem.
+        mesh: The ranks.
+    """
+
+    def __init__(self, waves: Waves, mesh: mm.DeviceMesh) -> None:
+        self.waves, self.mesh, self.time = waves, mesh, 0.0
+        start = mm.from_callback(
+            waves.shape, mesh, "y=S0, x=S1", lambda index: waves.exact(index, 0.0), dtype=float
+        )
+        self.halo = mm.Halo(start, 1, waves.boundary)
+        self.now, self.then = self.halo.field(start), self.halo.field()
+        self.runs_here = mesh.contains_rank(mesh.rank)
+
+    def step(self) -> None:
+        """Do one step in time."""
+        self.time += self.waves.dt
+        if not self.runs_here:
+            return
+        coming = self.halo.start(self.now)
+        self.update(self.halo.inner)  # needs no neighbour
+        coming.resolve()
+        for box in self.halo.rim:
+            self.update(box)
+        self.now, self.then = self.then, self.now
+
+    def update(self, box: tuple[slice, ...]) -> None:
+        """Work out the next values in a box of the padded block."""
+        u = self.now.padded
+        np.multiply(neighbours_less_self(u, box), RATE, out=self.then.padded[box])
+        self.then.padded[box] += u[box]
+
+    def error(self, other: mm.DTensor | None = None) -> float:
+        """Return the largest difference from `other`, or from the exact solution."""
+        if not self.runs_here:
+            return 0.0
+        field = self.now.tensor
+        if other is None:
+            (rows, columns) = field.layout.box(field.shape, self.mesh.rank)
+            values = self.waves.exact((slice(*rows), slice(*columns)), self.time)
+        else:
+            values = other.local
+        most = np.abs(field.local - values).max(initial=0.0)
+        return float(self.mesh.group().all_reduce(np.array(most), "max").resolve())
+
+
+def neighbours_less_self(u: np.ndarray, box: tuple[slice, ...]) -> np.ndarray:
+    """Return the sum of the four neighbours of each point of a box, less four times the point."""
+    rows, columns = box
+    total = -4 * u[box]
+    for by in (-1, 1):
+        total += u[rows.start + by : rows.stop + by, columns]
+        total += u[rows, columns.start + by : columns.stop + by]
+    return total
+
+
+class Surrogate:
+    """A linear model of the field some steps ahead, which learns from each field that comes.
+
+    Args:
+        waves: The problem.
+        mesh: Its ranks, which share the rows out; on others it does nothing.
+    """
+
+    def __init__(self, waves: Waves, mesh: mm.DeviceMesh) -> None:
+        self.waves, self.mesh = waves, mesh
+        self.runs_here = mesh.contains_rank(mesh.rank)
+        self.seen: list[mm.DTensor] = []  # the last field, and what L makes of it once and twice
+        self.products = np.zeros((2, 3))
+        self.weights = np.zeros(2)
+
+    def learn(self, field: mm.DTensor) -> None:
+        """Take a field, which is what the one before it has become."""
+        if not self.runs_here:
+            return
+        if self.seen:
+            u, lu, llu = (x.local for x in self.seen)
+            columns = np.stack([lu.ravel(), llu.ravel(), (field.local - u).ravel()])
+            self.products += self.mesh.group().all_reduce(columns[:2] @ columns.T).resolve()
+            self.weights = np.linalg.solve(self.products[:, :2], self.products[:, 2])
+        once = self.neighbours(field)
+        self.seen = [field, once, self.neighbours(once)]
+
+    def neighbours(self, x: mm.DTensor) -> mm.DTensor:
+        """Return Lx: the sum of the neighbours of each point, less four times the point."""
+        halo = mm.Halo(x, 1, self.waves.boundary)
+        padded = halo.exchange(x)
+        block = neighbours_less_self(padded, halo.interior)
+        return mm.DTensor.from_local(block, self.mesh, x.placement, shape=x.shape)
+
+    def predict(self) -> mm.DTensor:
+        """Return what the last field will become."""
+        if not self.runs_here:
+            return mm.empty(self.waves.shape, self.mesh, "rows=S0")
+        once, twice = self.weights
+        model = mm.local_map(lambda u, lu, llu: u + once * lu + twice * llu, "rows=S0")
+        return model(*self.seen)
+
+
+def simulate(
+    simulation: Simulation, steps: int, tick: Callable[[], None], surrogate: Surrogate, every: int
+) -> mm.DTensor:
+    """Simulate, and hand each `every`-th field but the last to the surrogate; return what it got.
+
+    While a field travels, and while the surrogate learns from it, the simulation goes on.
+    """
+    coming = None
+    for step in range(1, steps + 1):
+        simulation.step()
+        tick()
+        if step % every == 0 and step < steps:
+            if coming is not None:
+                surrogate.learn(coming.resolve())
+            handed = simulation.now.tensor.copy()  # the field itself changes meanwhile
+            coming = handed.start_redistribute("rows=S0", mesh=surrogate.mesh)
+    surrogate.learn(coming.resolve())
+    return handed
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the program of one rank."""
+    mesh, other = make_meshes()
+    with mesh, other:
+        shows = mesh.rank == 0
+        console = Console(quiet=not shows, highlight=False, soft_wrap=True)
+        console.print(f"simulation on {mesh.dims_text}, surrogate on {other.dims_text}")
+        coarse = Simulation(Waves(options.points // 2, options.ends), mesh)
+        fine = Simulation(Waves(options.points, options.ends), mesh)
+        surrogate = Surrogate(fine.waves, other)
+        coarse_steps, steps = options.steps // 4, options.steps
+        with Progress(console=console, disable=not (shows and console.is_terminal)) as progress:
+            task = progress.add_task("simulating", total=coarse_steps + steps)
+            for _ in range(coarse_steps):
+                coarse.step()
+                progress.advance(task)
+            handed = simulate(fine, steps, lambda: progress.advance(task), surrogate, options.every)
+        errors = []
+        for one, count in ((coarse, coarse_steps), (fine, steps)):
+            errors.append(one.error())
+            console.print(
+                f"{options.ends} ends, {one.waves.shape[0]} x {one.waves.shape[1]} points, "
+                f"{count} steps to t = {one.time:.4f}: largest error {errors[-1]:.2e}"
+            )
+        guess = surrogate.predict().redistribute("y=S0, x=S1", mesh=mesh)
+        weights = mm.from_callback(
+            (2,), other, "rows=R", lambda index: surrogate.weights[index], dtype=float
+        ).redistribute("y=R, x=R", mesh=mesh)
+        off, change = fine.error(guess), fine.error(handed)
+        whole = [x.full(root=0) for x in (fine.now.tensor, guess)]
+        if not shows:
+            return
+        console.print(f"order {log2(errors[0] / errors[1]):.2f}")
+        once, twice = weights.local
+        console.print(f"the surrogate learned u + {once:.2f} Lu + {twice:.2f} LLu")
+        console.print(
+            f"{options.every} steps ahead it is {off:.1e} off; no change would be {change:.1e} off"
+        )
+        if options.picture:
+            write_png(options.picture, whole)
+            console.print(
+                f"wrote {options.picture}: the simulation, and the surrogate's prediction"
+            )
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--points", type=int, default=64, help="points along an axis (64)")
+    parser.add_argument("--ends", choices=("periodic", "fixed"), default="periodic")
+    parser.add_argument("--steps", type=int, default=400, help="steps in time (400)")
+    parser.add_argument("--every", type=int, default=20, help="steps between two handed fields")
+    parser.add_argument("--picture", type=Path, help="write the last field as a PNG file")
+    parser.add_argument("--virtual", type=int, default=0, help="ranks as threads of one process")
+    options = parser.parse_args(arguments)
+    if options.points % 2 or options.points < 8:
+        parser.error("--points must be even, and 8 at least")
+    if options.every < 1 or options.steps % options.every or options.steps < 4 * options.every:
+        parser.error("--steps must be a multiple of --every, four times that at least")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run on the ranks of mpiexec, or on virtual ones."""
+    options = parse_options(arguments)
+    if options.virtual:
+        mm.run_virtual(options.virtual, run, options)
+    else:
+        run(options)
+
+
+if __name__ == "__main__":
+    main()
