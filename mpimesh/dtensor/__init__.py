@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from mpimesh.dtensor import (
+    ops_argument,
+    ops_contract,
+    ops_elementwise,
+    ops_histogram,
+    ops_linalg,
+    ops_reduce,
+    ops_statistics,
+    ops_ufunc,
+)
 from mpimesh.dtensor.create import distribute, empty, from_callback, full, ones, zeros
 from mpimesh.dtensor.registry import allow_gather
 from mpimesh.dtensor.tensor import DTensor
