@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def _first_of_best(
         if 0 in lengths:
             found.append(np.full(kept, _NOWHERE, np.intp))
             return _shaped(np.full(kept, identity_of(op, x.dtype), x.dtype), x, axes, block)
-        rows = np.moveaxis(block, axes, range(-len(axes), 0)).reshape(*kept, -1)
+        rows = np.moveaxis(block, axes, range(-len(axes), 0)).reshape(*kept, prod(lengths))
         place = function(rows, axis=-1)
         value = np.take_along_axis(rows, place[..., None], -1)[..., 0]
         within = np.unravel_index(place, lengths) if axes else ()
@@ -70,7 +71,7 @@ def _first_of_best(
         return _shaped(value, x, axes, block)
 
     values = reduce_blocks(best, [x], axes, op, x.dtype, keepdims=True)
-    mine = values.local if values.is_member else None
+    mine: Any = values.local if values.is_member else None
     everywhere = values.redistribute(
         [Replicate() if isinstance(spec, Partial) else spec for spec in values.placement]
     )

@@ -12,10 +12,16 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.ops_ufunc import call, plain, ufunc_rule
 from mpimesh.dtensor.registry import implements, sure_rule_of
-from mpimesh.dtensor.run import Work, kept_summands, run, shape_of, store
+from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
-from mpimesh.layout.rules import Contraction, einsum_pattern, matmul_pattern
+from mpimesh.layout.rules import (
+    Contraction,
+    Linear,
+    contraction,
+    einsum_pattern,
+    matmul_pattern,
+)
 
 __all__ = ["einsum"]
 
@@ -28,6 +34,7 @@ def matmul(a: Any, b: Any, /, out: Any = None, **kwargs: Any) -> DTensor:
         ShapeError: If they do not fit.
     """
     a, b = plain(a), plain(b)
+    matmul_pattern(shape_of(a), shape_of(b))  # refuses shapes that do not fit
     kind = _kind(lambda *ones: np.matmul(*ones, **kwargs), [a, b], 2)
     op, linear = _reduction([a, b], kind)
     found = matmul_pattern(shape_of(a), shape_of(b), op=op, linear=linear)
@@ -191,8 +198,6 @@ def _by_letters(
     function: Callable[..., Any],
 ) -> DTensor:
     """Contract operands whose axes have letters that are numbers; `function` works on blocks."""
-    from mpimesh.layout.rules.contraction import contraction
-
     kind = _kind(_product, operands, 0)
     op, linear = _reduction(operands, kind)
     shapes = [shape_of(one) for one in operands]
@@ -215,11 +220,12 @@ def _contracted(
     """Carry a contraction out; `function` takes the blocks and what it writes the result into."""
     if isinstance(out, tuple):
         (out,) = out
+    outs = [] if out is None else [checked_out(out, found.shape)]
 
     def work(here: Work) -> None:
         function(*here.blocks, here.out[0])
 
-    (made,) = run(work, operands, found.pattern, found.shape, [kind], into=True)
+    (made,) = run(work, operands, found.pattern, found.shape, [kind], outs=outs, into=True)
     return made if out is None else store(made, out)
 
 
@@ -244,9 +250,7 @@ def _reduction(operands: Sequence[Any], kind: DType) -> tuple[str, bool]:
     """
     if kind.kind == "b":
         return "max", False
-    from mpimesh.layout.rules import Linear
-
-    linear = (Linear((0,)),)
+    linear: tuple[Linear, ...] = (Linear((0,)),)
     for one in operands:
         linear = kept_summands(one, kind, linear)
     return "sum", bool(linear)

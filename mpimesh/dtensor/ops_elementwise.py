@@ -95,7 +95,8 @@ def isclose(
     """Tell which elements are about equal."""
 
     def close(*blocks: Any) -> Any:
-        return np.isclose(*blocks, equal_nan=equal_nan)
+        x, y, relative, absolute = blocks
+        return np.isclose(x, y, relative, absolute, equal_nan=equal_nan)
 
     return blockwise(close, [a, b, rtol, atol])
 

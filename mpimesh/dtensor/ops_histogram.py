@@ -20,9 +20,9 @@ from mpimesh.layout.rules import KEEP, Linear, Pattern
 def histogram(
     a: Any,
     bins: Any = 10,
-    range: Any = None,
+    range: Any = None,  # noqa: A002
     density: Any = None,
-    weights: Any = None,  # noqa: A002
+    weights: Any = None,
 ) -> tuple[DTensor, HostArray]:
     """Count values in bins: each block on its own, and the counts wait to be summed.
 
@@ -50,7 +50,7 @@ def histogram(
     if range is None and np.ndim(bins) == 0 and 0 not in shape_of(a):
         range = (reduce(np.minimum, a, None).item(), reduce(np.maximum, a, None).item())  # noqa: A001
     none = np.empty(0, a.dtype)
-    weighing = {"weights": np.empty(0, others[0].dtype)} if others else {}
+    weighing: dict[str, Any] = {"weights": np.empty(0, others[0].dtype)} if others else {}
     counts, edges = np.histogram(none, bins, range, **weighing)
     letters = tuple(np.arange(len(shape_of(a))).tolist())
     pattern = Pattern((letters,) * (1 + len(others)), (KEEP,), "sum")
@@ -79,7 +79,8 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> DTensor:
         raise on_all_ranks(
             ShapeError(f"bincount takes one axis, and as many weights; got shape {shape_of(x)}")
         )
-    kind = tried(np.bincount, [x, *others])[0]
+    tried(np.bincount, [x, *others])  # refuses what it does not count
+    kind = np.dtype(np.float64 if others else np.intp)
     length = minlength
     if shape_of(x)[0]:
         if isinstance(x, DTensor):
@@ -91,6 +92,8 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> DTensor:
     pattern = Pattern(((0,),) * (1 + len(others)), (KEEP,), "sum", linear)
 
     def work(here: Work) -> Any:
-        return np.bincount(*here.blocks, minlength=length)
+        counted, *weighed = here.blocks
+        weight = weighed[0] if weighed else None
+        return np.bincount(counted, weight, length)
 
     return run(work, [x, *others], pattern, (length,), [kind])[0]

@@ -72,10 +72,7 @@ def norm(x: DTensor, ord: Any = None, axis: Any = None, keepdims: bool = False) 
 def _root_of_squares(x: DTensor, axes: tuple[int, ...], keepdims: bool) -> DTensor:
     def work(here: Work) -> None:
         block = here.blocks[0]
-        if block.dtype.kind == "c":
-            squares = block.real**2 + block.imag**2
-        else:
-            squares = block * block
+        squares = block * block if block.dtype.kind != "c" else block.real**2 + block.imag**2
         np.add.reduce(squares, axis=axes, keepdims=keepdims, out=here.out[0])
 
     kind = np.zeros((), x.dtype).real.dtype
@@ -97,5 +94,5 @@ def _vector_norm(x: DTensor, order: float, axes: tuple[int, ...], keepdims: bool
     if order == 1:
         return reduce(np.add, size, axes, keepdims=keepdims)
     total = reduce(np.add, call(np.power, (size, order)), axes, keepdims=keepdims)
-    made: DTensor = call(np.power, (total, 1.0 / order))
-    return made
+    root: DTensor = call(np.power, (total, 1.0 / order))
+    return root

@@ -19,7 +19,7 @@ from mpimesh.layout.rules import broadcast_shape, reduced_shape, reduction_patte
 
 __all__ = ["axes_of", "given", "mean", "reduce", "reduce_blocks"]
 
-_OPS = {
+_OPS: dict[np.ufunc, tuple[str, str]] = {
     np.add: ("sum", "iufc"),
     np.multiply: ("prod", "iufc"),
     np.minimum: ("min", "biuf"),
@@ -133,8 +133,8 @@ def reduce(
     op, kinds = _OPS.get(ufunc, ("", ""))
     if kind.kind not in kinds:
         op = ""
-    empty = prod(shape[axis] for axis in axes) == 0
-    if empty and not begins and ufunc.identity is None and prod(reduced_shape(shape, axes)):
+    empty = any(shape[axis] == 0 for axis in axes)
+    if empty and not begins and ufunc.identity is None and 0 not in reduced_shape(shape, axes):
         raise on_all_ranks(
             ShapeError(
                 f"np.{ufunc.__name__} of no elements, along axes {axes} of shape {shape}, is "

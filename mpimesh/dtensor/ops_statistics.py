@@ -51,11 +51,11 @@ def var(
     masks = [] if where is True or where is np._NoValue else [plain(where)]
 
     def squares(here: Work) -> None:
-        apart = np.subtract(here.blocks[0], here.blocks[1], dtype=kind, casting="unsafe")
+        apart: Any = np.subtract(here.blocks[0], here.blocks[1], dtype=kind, casting="unsafe")
         if apart.dtype.kind == "c":
             apart = apart.real**2 + apart.imag**2
         else:
-            np.multiply(apart, apart, out=apart)
+            apart *= apart
         mask = here.blocks[2] if masks else True
         np.add.reduce(apart, axis=axes, keepdims=keep, where=mask, out=here.out[0])
 
@@ -111,8 +111,8 @@ def average(
         if axis is None or shape_of(w) != lengths or len(axes) > 1:
             raise on_all_ranks(
                 ShapeError(
-                    f"weights of shape {shape_of(w)} fit neither the shape {shape_of(a)} nor one axis "
-                    f"of it, as axis={axis}"
+                    f"weights of shape {shape_of(w)} fit neither the shape {shape_of(a)} nor "
+                    f"one axis of it, as axis={axis}"
                 )
             )
         w = _along(w, axes[0], len(shape_of(a)))
@@ -196,8 +196,8 @@ def _median(function: Callable[..., Any]) -> None:
 
 for _function in (np.quantile, np.percentile, np.nanquantile, np.nanpercentile):
     _quantile(_function)
-for _function in (np.median, np.nanmedian):
-    _median(_function)
+for _middle in (np.median, np.nanmedian):
+    _median(_middle)
 
 
 # -- what passes NaN over --------------------------------------------------------------------

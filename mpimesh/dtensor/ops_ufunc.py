@@ -89,8 +89,11 @@ def call(
     given = [one for one in outs if one is not None]
     if given:
         # NumPy stretches operands to what the result is to go into.
-        if broadcast_shape([shape, *(shape_of(one) for one in given)]) == shape_of(given[0]):
-            shape = shape_of(given[0])
+        whole = shape_of(given[0])
+        fits = len(shape) <= len(whole) and all(
+            n in (1, m) for n, m in zip(reversed(shape), reversed(whole), strict=False)
+        )
+        shape = whole if fits else shape
         for one in given:
             checked_out(one, shape)
     kinds = tried(ufunc, operands, out=tuple(outs), **kwargs)

@@ -194,7 +194,8 @@ def store(result: DTensor, out: Any, casting: Any = "same_kind") -> DTensor:
     if not np.can_cast(result.dtype, target.dtype, casting):
         raise on_all_ranks(
             DTypeError(
-                f"a result of {result.dtype} cannot be written into {target!r} by casting={casting!r}"
+                f"a result of {result.dtype} cannot be written into {target!r} "
+                f"by casting={casting!r}"
             )
         )
     common_mesh([result, target])

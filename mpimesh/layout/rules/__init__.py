@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from mpimesh.layout.rules.contraction import Contraction, einsum_pattern, matmul_pattern
+from mpimesh.layout.rules.contraction import (
+    Contraction,
+    contraction,
+    einsum_pattern,
+    matmul_pattern,
+)
 from mpimesh.layout.rules.elementwise import broadcast_axes, broadcast_shape, elementwise_pattern
 from mpimesh.layout.rules.pattern import KEEP, Linear, Pattern
 from mpimesh.layout.rules.reduction import reduced_shape, reduction_pattern
@@ -15,6 +20,7 @@ __all__ = [
     "Pattern",
     "broadcast_axes",
     "broadcast_shape",
+    "contraction",
     "einsum_pattern",
     "elementwise_pattern",
     "matmul_pattern",

@@ -9,7 +9,7 @@ from mpimesh.errors import ShapeError, on_all_ranks
 from mpimesh.layout.rules.elementwise import broadcast_shape
 from mpimesh.layout.rules.pattern import KEEP, Linear, Pattern
 
-__all__ = ["Contraction", "einsum_pattern", "matmul_pattern"]
+__all__ = ["Contraction", "contraction", "einsum_pattern", "matmul_pattern"]
 
 Shape = tuple[int, ...]
 

@@ -25,8 +25,8 @@ def broadcast_shape(shapes: Sequence[Shape], what: str = "operands") -> Shape:
     except ValueError:
         raise on_all_ranks(
             ShapeError(
-                f"{what} of shapes {', '.join(map(str, shapes))} do not broadcast: counted from the "
-                "last, axes must be of one length, or of length 1"
+                f"{what} of shapes {', '.join(map(str, shapes))} do not broadcast: counted from "
+                "the last, axes must be of one length, or of length 1"
             )
         ) from None
 

@@ -126,8 +126,11 @@ def _summand_choices(specs: Sequence[PlacementSpec], pattern: Pattern) -> Iterat
     for linear in pattern.linear:
         group = [specs[number] for number in linear.operands]
         ops = dict.fromkeys(spec.op for spec in group if isinstance(spec, Partial))
+        others = [spec for number, spec in enumerate(specs) if number not in linear.operands]
         if any(isinstance(spec, Shard) for spec in group):
             continue
+        if not pattern.counts_output and not all(isinstance(spec, Replicate) for spec in others):
+            continue  # as many bytes would move as to sum them up
         for op in ops:
             if op in linear.ops:
                 inputs = tuple(
