@@ -66,6 +66,9 @@ def einsum(*operands: Any, out: Any = None, optimize: Any = True, **kwargs: Any)
 
     def work(*blocks: Any) -> Any:
         *given, into = blocks
+        if any(np.may_share_memory(one, into) for one in given):
+            into[...] = np.einsum(subscripts, *given, optimize=optimize, **kwargs)
+            return into
         return np.einsum(subscripts, *given, out=into, optimize=optimize, **kwargs)
 
     return _contracted(work, arrays, found, kind, out)

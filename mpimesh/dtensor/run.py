@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,13 @@ from mpimesh.dtensor.apply import common_mesh
 from mpimesh.dtensor.move import prepared_move
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
-from mpimesh.layout import Box, Layout, Operand, OpRule, Partial, Placement, Replicate
+from mpimesh.layout import Box, Layout, Operand, Partial, Placement, Replicate
 from mpimesh.layout.rules import Linear, Pattern, reduction_pattern, rule_for
 from mpimesh.mesh import Mesh
+from mpimesh.runtime import CollectiveTensor
 
 __all__ = [
     "Work",
-    "brought",
     "checked_out",
     "kept_summands",
     "resolved",
@@ -81,15 +82,12 @@ def run(
     shape = tuple(shape)
     kinds = [np.dtype(dtype) for dtype in dtypes]
     goal = next((one.placement for one in outs if one is not None), None)
-    rule = rule_for(place, known, pattern, shape, max(kind.itemsize for kind in kinds), goal)
-    layout = Layout(place, rule.output)
-    blocks = brought(operands, rule, place, mesh.rank)
-    if blocks is None:
+    way = _way(place, known, pattern, shape, max(kind.itemsize for kind in kinds), goal)
+    layout = way.output
+    if not place.contains_rank(mesh.rank):
         return tuple(DTensor(mesh, layout, shape, kind, None) for kind in kinds)
-    boxes = tuple(
-        Layout(place, to).box(one.shape, mesh.rank)
-        for one, to in zip(known, rule.inputs, strict=True)
-    )
+    blocks = _brought(operands, way.inputs, mesh.rank)
+    boxes = tuple(to.box(one.shape, mesh.rank) for one, to in zip(known, way.inputs, strict=True))
     out: tuple[HostArray, ...] = ()
     if into:
         local = layout.local_shape(shape, mesh.rank)
@@ -107,25 +105,38 @@ def run(
     )
 
 
-def brought(
-    operands: Sequence[Any], rule: OpRule, place: Mesh, rank: int
-) -> tuple[Any, ...] | None:
-    """Return this rank's blocks of all operands, placed as `rule` wants them. Collective.
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A rule as layouts."""
 
-    What needs no other rank is cut out of what is here, without a copy. None on ranks that are
-    not in the mesh.
+    inputs: tuple[Layout, ...]
+    output: Layout
+
+
+@lru_cache(maxsize=4096)
+def _way(
+    place: Mesh,
+    known: tuple[Operand, ...],
+    pattern: Pattern,
+    shape: tuple[int, ...],
+    itemsize: int,
+    goal: Placement | None,
+) -> _Way:
+    rule = rule_for(place, known, pattern, shape, itemsize, goal)
+    return _Way(tuple(Layout(place, to) for to in rule.inputs), Layout(place, rule.output))
+
+
+def _brought(operands: Sequence[Any], goals: Sequence[Layout], rank: int) -> tuple[Any, ...]:
+    """Return this rank's blocks of all operands, in the layouts that are wanted. Collective.
+
+    What needs no other rank is cut out of what is here, without a copy.
     """
-    if not place.contains_rank(rank):
-        return None
     started = [
-        _cut_or_start(one, Layout(place, to))
-        if isinstance(one, DTensor)
-        else whole_value(one, Layout(place, to), rank)
-        for one, to in zip(operands, rule.inputs, strict=True)
+        _cut_or_start(one, goal) if isinstance(one, DTensor) else _whole_value(one, goal, rank)
+        for one, goal in zip(operands, goals, strict=True)
     ]
     return tuple(
-        found.resolve().local if isinstance(one, DTensor) and hasattr(found, "resolve") else found
-        for one, found in zip(operands, started, strict=True)
+        found.resolve().local if isinstance(found, CollectiveTensor) else found for found in started
     )
 
 
@@ -148,7 +159,7 @@ def _cut(block: Any, box: Box, inside: Box) -> Any:
     ]
 
 
-def whole_value(value: Any, layout: Layout, rank: int) -> Any:
+def _whole_value(value: Any, layout: Layout, rank: int) -> Any:
     """Return the block of a value that all ranks have, such as a number or an ordinary array."""
     if layout.partial_op in ("sum", "prod"):
         coords = layout.mesh.coords_of(rank)

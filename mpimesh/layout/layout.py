@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from mpimesh.errors import LayoutError
@@ -77,7 +78,7 @@ class Layout:
             LayoutError: If the layout does not fit `shape`.
             RankError: If `rank` is not in the mesh.
         """
-        return self.tiling(shape).box(rank)
+        return _box(self, tuple(shape), rank)
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of the block of `rank`. Errors as of :meth:`box`."""
@@ -117,6 +118,11 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {self.text!r})"
+
+
+@lru_cache(maxsize=4096)
+def _box(layout: Layout, shape: tuple[int, ...], rank: int) -> Box:
+    return layout.tiling(shape).box(rank)
 
 
 def _as_value(mesh: Any) -> Mesh:

@@ -23,6 +23,16 @@ def values(shape, dtype="f8", seed=0):
     return np.asarray(found, dtype)
 
 
+def distribute(array, mesh, placement):
+    """Split a whole array. Without a type, as NumPy's functions name none but NumPy's arrays."""
+    return mm.distribute(array, mesh, placement)
+
+
+def zeros(shape, mesh, placement, dtype=float):
+    """Return zeros, without a type."""
+    return mm.zeros(shape, mesh, placement, dtype=dtype)
+
+
 def placements(array, dims=1):
     """The placements of an array on a mesh of one dim; of two, some."""
     shards = [f"S{axis}" for axis in range(array.ndim)]

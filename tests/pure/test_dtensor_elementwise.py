@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,38 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import DTypeError, LayoutError, NoRuleError, ShapeError
-from tests.contract.split_arrays import on_every_layout, placements, quiet, same, split, values
+from tests.contract.split_arrays import (
+    distribute,
+    on_every_layout,
+    placements,
+    quiet,
+    same,
+    split,
+    values,
+    zeros,
+)
 
-BINARY = [np.add, np.subtract, np.multiply, np.divide, np.maximum, np.minimum, np.power, np.less]
+BINARY: list[Any] = [
+    np.add,
+    np.subtract,
+    np.multiply,
+    np.divide,
+    np.maximum,
+    np.minimum,
+    np.power,
+    np.less,
+]
 BINARY += [np.floor_divide, np.divmod, np.hypot, np.logical_and, np.equal, np.arctan2]
-UNARY = [np.negative, np.positive, np.conjugate, np.sin, np.sqrt, np.abs, np.modf, np.frexp]
+UNARY: list[Any] = [
+    np.negative,
+    np.positive,
+    np.conjugate,
+    np.sin,
+    np.sqrt,
+    np.abs,
+    np.modf,
+    np.frexp,
+]
 UNARY += [np.logical_not, np.square, np.exp, np.real, np.imag, np.angle, np.nan_to_num, np.copy]
 UNARY += [np.isnan, np.sign, np.rint, np.isreal, np.sinc, np.i0]
 
@@ -80,8 +108,8 @@ def test_linear_operations_leave_summands_alone():
     def main():
         with mm.DeviceMesh("x=2") as mesh:
             x = split(mesh, values((4, 3)), "P")
-            whole = mm.distribute(values((3,)), mesh, "R")
-            most = mm.distribute(values((4, 3)), mesh, "P(max)")
+            whole = distribute(values((3,)), mesh, "R")
+            most = distribute(values((4, 3)), mesh, "P(max)")
             texts = [x + x, -x, x * 2, x / 4, 3 * x, x * whole, x - 1, x + whole, x.copy()]
             texts += [np.where(whole > 0, x, x), np.astype(x, "c16"), np.real(x)]
             assert {one.layout.text for one in texts} == {"x=P"}
@@ -113,14 +141,14 @@ def test_least_bytes_choose_the_layout():
     def main():
         with mm.DeviceMesh("x=4") as mesh:
             small, large = values((1, 8)), values((64, 8))
-            x, y = mm.distribute(large, mesh, "S0"), mm.distribute(small, mesh, "S1")
+            x, y = distribute(large, mesh, "S0"), distribute(small, mesh, "S1")
             assert (x + y).layout.text == "x=S0"
             assert (y + x).layout.text == "x=S0"
-            uneven = mm.distribute(large, mesh, "S0(1,50,0,13)")
+            uneven = distribute(large, mesh, "S0(1,50,0,13)")
             assert (uneven * y).layout.text == "x=S0(1,50,0,13)"
             same(uneven * y, large * small)
             same(uneven + x, large + large)
-            thin = mm.distribute(large[:1], mesh, "S0")
+            thin = distribute(large[:1], mesh, "S0")
             same(thin + large, large[:1] + large)
             assert (thin + 1).layout.text == "x=S0"
 
@@ -135,7 +163,8 @@ def test_results_go_where_they_are_told():
         block, layout = out.local, out.layout
         assert np.add(x, y, out=out) is out
         same(out, a + b, what)
-        assert out.local is block and out.layout == layout, what
+        assert out.local is block
+        assert out.layout == layout, what
         np.multiply(x, 2, out, where=b > 0)
         same(out, np.where(b > 0, 2 * a, a + b), what)
         before = x
@@ -149,7 +178,7 @@ def test_results_go_where_they_are_told():
         same(out, np.where(b > 0, a, b), what)
         np.clip(x, -1, 2, out=out)
         same(out, a.clip(-1, 2), what)
-        np.divmod(x, 3, out=(out, None))
+        np.divmod(x, 3, out=(out, None))  # type: ignore[arg-type]
         same(out, a // 3, what)
         np.round(x / 3, 1, out=out)
         same(out, np.round(a / 3, 1), what)
@@ -168,15 +197,19 @@ def test_functions_that_are_no_ufuncs():
         same(np.clip(x, y, 3), np.clip(a, b, 3), what)
         same(np.clip(x, None, y), np.clip(a, None, b), what)
         same(np.isclose(x, y, atol=1), np.isclose(a, b, atol=1), what)
-        assert np.allclose(x, a) is True and np.allclose(x, a + y * y + 1) is False
-        assert np.array_equal(x, a) is True and np.array_equal(x, y) is False
+        assert np.allclose(x, a) is True
+        assert np.allclose(x, a + y * y + 1) is False
+        assert np.array_equal(x, a) is True
+        assert np.array_equal(x, y) is False
         assert np.array_equal(x, x + 1) is False
-        assert np.array_equiv(y, b) is True and np.array_equiv(x, np.ones(7)) is False
+        assert np.array_equiv(y, b) is True
+        assert np.array_equiv(x, np.ones(7)) is False
         same(np.zeros_like(x), np.zeros_like(a), what)
         same(np.ones_like(x, dtype="i4"), np.ones_like(a, dtype="i4"), what)
         same(np.full_like(x, y), np.full_like(a, b), what)
         same(np.zeros_like(x, shape=(2, 5)), np.zeros((2, 5)), what)
-        assert np.empty_like(x).layout == x.layout and np.ones_like(x).layout == x.layout
+        assert np.empty_like(x).layout == x.layout
+        assert np.ones_like(x).layout == x.layout
         same(np.astype(x, "f4"), a.astype("f4"), what)
         same(np.astype(x, "i4"), a.astype("i4"), what)
         same(np.add.outer(x, y), np.add.outer(a, b), what)
@@ -190,9 +223,11 @@ def test_nan_is_equal_where_asked():
     def main():
         with mm.DeviceMesh("x=2") as mesh:
             a = np.array([1.0, np.nan, np.inf])
-            x = mm.distribute(a, mesh, "S0")
-            assert not np.array_equal(x, a) and np.array_equal(x, a, equal_nan=True)
-            assert not np.allclose(x, a) and np.allclose(a, x, equal_nan=True)
+            x = distribute(a, mesh, "S0")
+            assert not np.array_equal(x, a)
+            assert np.array_equal(x, a, equal_nan=True)
+            assert not np.allclose(x, a)
+            assert np.allclose(a, x, equal_nan=True)
             same(np.nan_to_num(x, nan=7.0), np.nan_to_num(a, nan=7.0))
             same(np.nan_to_num(x, copy=False), np.nan_to_num(a))
             assert np.isfinite(x.local).all()
@@ -230,19 +265,19 @@ def test_any_shapes_broadcast(data):
 def test_what_is_refused_is_refused_before_anything_moves():
     def main():
         with mm.DeviceMesh("x=2") as mesh, mm.DeviceMesh("x=2") as other:
-            x, y = mm.distribute(values((4, 3)), mesh, "S0"), mm.zeros((2, 3), mesh, "S1")
+            x, y = distribute(values((4, 3)), mesh, "S0"), zeros((2, 3), mesh, "S1")
             with pytest.raises(ShapeError, match=r"\(4, 3\), \(2, 3\) do not broadcast"):
                 x + y
             with pytest.raises(ValueError, match="broadcast"):
                 np.where(x, y, 1)
             with pytest.raises(LayoutError, match="on one mesh"):
-                x + mm.zeros((4, 3), other, "S0")
+                x + zeros((4, 3), other, "S0")
             with pytest.raises(TypeError, match="bitwise_and"):
                 x & x
             with pytest.raises(TypeError, match="Cannot cast"):
-                np.add(x, 1.5, out=mm.zeros((4, 3), mesh, "R", dtype="i4"))
+                np.add(x, 1.5, out=zeros((4, 3), mesh, "R", dtype="i4"))
             with pytest.raises(OverflowError):
-                mm.zeros(3, mesh, "R", dtype="u1") + 300
+                zeros(3, mesh, "R", dtype="u1") + 300
             with pytest.raises(DTypeError, match="give a DTensor as out"):
                 np.add(x, 1, out=np.zeros((4, 3)))
             with pytest.raises(ShapeError, match=r"out= has shape \(2, 3\)"):
@@ -252,7 +287,7 @@ def test_what_is_refused_is_refused_before_anything_moves():
             with pytest.raises(NoRuleError, match="accumulate"):
                 np.add.accumulate(x)
             with pytest.raises(TypeError, match="Cannot cast"):
-                np.copyto(mm.zeros((4, 3), mesh, "R", dtype="i4"), x)
+                np.copyto(zeros((4, 3), mesh, "R", dtype="i4"), x)
             with pytest.raises(DTypeError, match="Python objects"):
                 x + np.array([None])
 

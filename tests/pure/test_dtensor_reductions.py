@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import ShapeError
-from tests.contract.split_arrays import on_every_layout, placements, quiet, same, split, values
+from tests.contract.split_arrays import (
+    distribute,
+    on_every_layout,
+    placements,
+    quiet,
+    same,
+    split,
+    values,
+    zeros,
+)
 
 EACH = [np.sum, np.prod, np.min, np.max, np.mean, np.any, np.all, np.count_nonzero, np.ptp]
 EACH += [np.var, np.std, np.median, np.nansum, np.nanmean, np.nanmin, np.nanmax, np.nanvar]
@@ -55,14 +64,14 @@ def test_two_mesh_dims(dims):
 def test_a_split_axis_waits_to_be_reduced():
     def main():
         with mm.DeviceMesh("x=2") as mesh:
-            x = mm.distribute(values((4, 3)), mesh, "S0")
+            x = distribute(values((4, 3)), mesh, "S0")
             texts = [np.sum(x, 0), np.prod(x, 0), np.min(x), np.max(x), np.mean(x), np.any(x > 0)]
             texts += [np.sum(x, 1), np.count_nonzero(x)]
             assert [one.layout.text for one in texts] == [
                 "x=P", "x=P(prod)", "x=P(min)", "x=P(max)", "x=P", "x=P(max)", "x=S0", "x=P",
             ]  # fmt: skip
             assert np.sum(split(mesh, values((4, 3)), "P"), 0).layout.text == "x=P"
-            assert np.max(mm.distribute(values((4, 3)), mesh, "P(max)")).layout.text == "x=P(max)"
+            assert np.max(distribute(values((4, 3)), mesh, "P(max)")).layout.text == "x=P(max)"
             assert np.max(np.sum(x, 0)).dtype == np.float64
 
     mm.run_virtual(2, main)
@@ -85,7 +94,7 @@ def test_options_of_reductions():
         same(np.var(x, 0, ddof=1), a.var(0, ddof=1), what)
         same(np.std(x, where=m), a.std(where=mask), what)
         same(np.any(x, axis=1, where=m), a.any(1, where=mask), what)
-        out = mm.zeros((3,), mesh, "S0", dtype="i8")
+        out = zeros((3,), mesh, "S0", dtype="i8")
         assert np.sum(x, axis=0, out=out) is out
         same(out, a.sum(0), what)
         same(np.add.reduce(x), np.add.reduce(a), what)
@@ -166,7 +175,7 @@ def test_variance_of_what_is_far_from_zero():
     def main():
         with mm.DeviceMesh("x=4") as mesh:
             for text in ("R", "S0", "S1", "S0(60,0,3,1)"):
-                check(mesh, [mm.distribute(a, mesh, text)], text)
+                check(mesh, [distribute(a, mesh, text)], text)
 
     mm.run_virtual(4, main)
 
@@ -196,18 +205,21 @@ def test_numbers_out_of_arrays_of_one_element():
     def main():
         with mm.DeviceMesh("x=2") as mesh:
             for text in ("R", "S0", "P"):
-                x = mm.distribute(np.array([3.5]), mesh, text)
+                x = distribute(np.array([3.5]), mesh, text)
                 assert (float(x), int(x), complex(x), bool(x), x.item()) == (3.5, 3, 3.5, True, 3.5)
-            total = np.sum(mm.distribute(np.arange(5), mesh, "S0"))
-            assert type(total.item()) is int and float(total) == 10 and [*range(12)][total] == 10
-            assert not np.any(x < 0) and (total > 9 and True)
+            total = np.sum(distribute(np.arange(5), mesh, "S0"))
+            assert type(total.item()) is int
+            assert float(total) == 10
+            assert [*range(12)][total] == 10
+            assert not np.any(x < 0)
+            assert total > 9
             for size in (0, 2):
                 with pytest.raises(ShapeError, match=rf"{size} elements.*x\.any\(\)"):
-                    bool(mm.zeros(size, mesh, "S0"))
+                    bool(zeros(size, mesh, "S0"))
             with pytest.raises(ValueError, match="be a number"):
-                float(mm.zeros((2, 2), mesh, "S0"))
+                float(zeros((2, 2), mesh, "S0"))
             with pytest.raises(TypeError, match="integer array without axes"):
-                [0, 1][mm.zeros((), mesh, "R")]
+                [0, 1][zeros((), mesh, "R")]
 
     mm.run_virtual(2, main)
 
@@ -245,7 +257,7 @@ def test_any_shape_and_axes(data):
 def test_what_is_refused():
     def main():
         with mm.DeviceMesh("x=2") as mesh:
-            x = mm.zeros((4, 3), mesh, "S0")
+            x = zeros((4, 3), mesh, "S0")
             with pytest.raises(np.exceptions.AxisError, match="out of bounds"):
                 np.sum(x, axis=2)
             with pytest.raises(ValueError, match="repeated"):
@@ -253,7 +265,7 @@ def test_what_is_refused():
             with pytest.raises(ValueError, match="identity"):
                 np.max(x, where=x > 0)
             with pytest.raises(ShapeError, match="does not broadcast"):
-                np.sum(x, where=mm.zeros((2, 4, 3), mesh, "R", dtype=bool))
+                np.sum(x, where=zeros((2, 4, 3), mesh, "R", dtype=bool))
             with pytest.raises(ShapeError, match="out= has shape"):
                 np.sum(x, out=x)
             with pytest.raises(ZeroDivisionError, match="add up to zero"):
@@ -263,7 +275,7 @@ def test_what_is_refused():
             with pytest.raises(ShapeError, match="negative"):
                 np.bincount(mm.full(3, -1, mesh, "S0"))
             with pytest.raises(TypeError, match="safe"):
-                np.bincount(mm.zeros(3, mesh, "S0"))
+                np.bincount(zeros(3, mesh, "S0"))
             with pytest.raises(ShapeError, match="not a rule"):
                 np.histogram(x, "auto")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -68,31 +68,49 @@ def rule_for(
         return _price(mesh, operands, pattern, shape, itemsize, goal, _rule(operands, picked))
 
     if prod(map(len, choices)) <= _MOST_TRIED:
-        best, least = None, None
-        for picked in product(*choices):
-            found = price(picked)
-            if found is not None and (least is None or found < least):
-                best, least = list(picked), found
+        found = _best(product(*choices), price)
     else:
-        best = _bettered(choices, price)
-    if best is None:  # Whole operands on all ranks always fit.
-        raise LayoutError(f"no way is known to do {pattern} with operands {list(operands)}")
-    return _rule(operands, best)
+        starts = [[row[0] for row in choices]]
+        starts += [_kept(number, one, choices) for number, one in enumerate(operands)]
+        found = _best([_bettered(start, choices, price) for start in starts], price)
+    return _rule(operands, found)
 
 
-def _bettered(choices: Sequence[Sequence[_Choice]], price: object) -> list[_Choice]:
-    """Begin with whole operands, and better one dim after the other, until none can be."""
-    best = [row[0] for row in choices]
-    least = price(best)  # type: ignore[operator]
+def _best(
+    ways: Iterable[Sequence[_Choice]], price: Callable[[Sequence[_Choice]], _Price | None]
+) -> Sequence[_Choice]:
+    """Return the first of the cheapest. There is one: whole operands on all ranks always fit."""
+    best: Sequence[_Choice] = ()
+    least: _Price | None = None
+    for way in ways:
+        found = price(way)
+        if found is not None and (least is None or found < least):
+            best, least = way, found
+            if found == (0, 0):
+                break
+    return best
+
+
+def _kept(number: int, operand: Operand, choices: Sequence[Sequence[_Choice]]) -> list[_Choice]:
+    """Return what leaves one operand where it is, on all dims that can."""
+    return [
+        next((one for one in row if one.inputs[number] == spec), row[0])
+        for row, spec in zip(choices, operand.placement, strict=True)
+    ]
+
+
+def _bettered(
+    best: list[_Choice],
+    choices: Sequence[Sequence[_Choice]],
+    price: Callable[[Sequence[_Choice]], _Price | None],
+) -> list[_Choice]:
+    """Better one dim after the other, until none can be."""
     for _ in range(_ROUNDS):
-        before = least
+        before = best
         for dim, row in enumerate(choices):
-            for one in row:
-                tried = [*best[:dim], one, *best[dim + 1 :]]
-                found = price(tried)  # type: ignore[operator]
-                if found is not None and (least is None or found < least):
-                    best, least = tried, found
-        if least == before:
+            ways = [[*best[:dim], one, *best[dim + 1 :]] for one in row]
+            best = list(_best([best, *ways], price)) or best
+        if best == before:
             break
     return best
 
