@@ -198,7 +198,7 @@ def _linear(ufunc: np.ufunc, operands: Sequence[Any], kinds: list[DType]) -> tup
 
 def _is_number(x: Any, *, nonzero: bool = False) -> bool:
     """Tell whether `x` is a number by which summands can be multiplied or divided one by one."""
-    if isinstance(x, DTensor) or shape_of(x):
+    if isinstance(x, DTensor) or shape_of(x) or np.asarray(x).dtype.kind not in "biufc":
         return False
     value = complex(x)
     return isfinite(value.real) and isfinite(value.imag) and (value != 0 or not nonzero)

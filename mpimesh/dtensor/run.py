@@ -27,7 +27,6 @@ __all__ = [
     "run",
     "shape_of",
     "store",
-    "whole_value",
 ]
 
 
@@ -151,12 +150,16 @@ def _cut_or_start(x: DTensor, goal: Layout) -> Any:
 
 
 def _cut(block: Any, box: Box, inside: Box) -> Any:
-    return block[
+    """Return the part `box` of a block that lies at `inside`, and has it."""
+    part = block[
         tuple(
             slice(max(start - first, 0), max(stop - first, 0))
             for (start, stop), (first, _) in zip(box, inside, strict=True)
         )
     ]
+    shape = tuple(stop - start for start, stop in box)
+    # Without elements a box may lie outside, and be longer than the block along other axes.
+    return part if part.shape == shape else np.empty(shape, block.dtype)
 
 
 def _whole_value(value: Any, layout: Layout, rank: int) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from math import prod
+from math import inf, prod
 
 from mpimesh.errors import LayoutError
 from mpimesh.layout.layout import Layout
@@ -81,12 +81,12 @@ def _best(
 ) -> Sequence[_Choice]:
     """Return the first of the cheapest. There is one: whole operands on all ranks always fit."""
     best: Sequence[_Choice] = ()
-    least: _Price | None = None
+    least: _Price = (inf, 0)
     for way in ways:
         found = price(way)
-        if found is not None and (least is None or found < least):
+        if found is not None and found < least:
             best, least = way, found
-            if found == (0, 0):
+            if not any(found):
                 break
     return best
 
