@@ -1,8 +1,8 @@
 """All figures in one go: `python benchmarks/run.py [suite ...]`, or `make bench`.
 
 Starts 2 and 4 ranks with the mpiexec of this Python's MPI, and prints a table for each. The
-suites are startup, all_reduce, shared, buckets, pipeline, training, gloo and device; all of them if
-none is named.
+suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, gloo and device;
+all of them if none is named.
 
 gloo is left out where there is no PyTorch; the variable TORCH_PYTHON names another Python to
 measure it with. device measures device memory, on 1 rank, too, and is left out where there is no
@@ -29,7 +29,7 @@ from benchmarks.measure import FULL, TINY  # noqa: E402
 from benchmarks.rows import format_table  # noqa: E402
 from mpimesh.testing.launch import launch  # noqa: E402
 
-_ON_HOST = ("all_reduce", "shared", "buckets", "pipeline", "training")
+_ON_HOST = ("all_reduce", "shared", "buckets", "pipeline", "training", "redistribute")
 SUITES = ("startup", *_ON_HOST, "gloo", "device")
 RANKS = (2, 4)
 _LIMIT_S = 1800.0

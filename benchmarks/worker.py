@@ -12,7 +12,16 @@ import numpy as np
 from mpi4py import MPI
 
 import mpimesh as mm
-from benchmarks import all_reduce, buckets, device, gloo, pipeline, shared, training
+from benchmarks import (
+    all_reduce,
+    buckets,
+    device,
+    gloo,
+    pipeline,
+    redistribute,
+    shared,
+    training,
+)
 from benchmarks.measure import FULL, TINY
 from benchmarks.rows import size_text
 
@@ -22,6 +31,7 @@ SUITES = {
     "buckets": buckets.run,
     "pipeline": pipeline.run,
     "training": training.run,
+    "redistribute": redistribute.run,
     "gloo": gloo.run,
     "device": device.run,
 }

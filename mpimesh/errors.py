@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 __all__ = [
+    "ArrayValueError",
+    "BudgetError",
     "ClosedError",
     "CollectiveTimeoutError",
     "DTypeError",
@@ -108,6 +110,10 @@ class ShapeError(MpimeshError, ValueError):
     """An array has a shape, size or memory layout that the operation refuses."""
 
 
+class ArrayValueError(MpimeshError, ValueError):
+    """The values of an array were asked for with a number that breaks a rule."""
+
+
 class DTypeError(MpimeshError, TypeError):
     """An array has a dtype that the operation refuses."""
 
@@ -125,6 +131,13 @@ class MismatchError(MpimeshError, RuntimeError):
 
 class ClosedError(MpimeshError, RuntimeError):
     """A mesh, group or handle was used after it was closed."""
+
+
+class BudgetError(MpimeshError, RuntimeError):
+    """An operation receives more than a budget has left; the message names it, and what was used.
+
+    See :meth:`~mpimesh.DeviceMesh.budget`.
+    """
 
 
 class UnresolvedError(MpimeshError, RuntimeError):

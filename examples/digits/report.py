@@ -96,7 +96,10 @@ class Report:
         for rank, counted in enumerate(traffic):
             calls, nbytes = counted["calls"], counted["bytes"]
             known = [name for names in kinds.values() for name in names]
-            groups = [*kinds.values(), [name for name in calls if name not in known]]
+            groups = [
+                *kinds.values(),
+                [name for name in calls if name not in (*known, "pipeline recv")],
+            ]
             cells = [
                 f"{sum(calls.get(name, 0) for name in group):,} "
                 f"({megabytes(sum(nbytes.get(name, 0) for name in group))})"

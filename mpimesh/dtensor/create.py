@@ -21,7 +21,16 @@ from mpimesh.runtime.call import Call
 
 Shape: TypeAlias = tuple[int, ...]
 
-__all__ = ["distribute", "empty", "from_callback", "full", "made_of_blocks", "ones", "zeros"]
+__all__ = [
+    "distribute",
+    "empty",
+    "from_callback",
+    "full",
+    "made_of_blocks",
+    "ones",
+    "with_summands",
+    "zeros",
+]
 
 
 def distribute(
@@ -119,14 +128,11 @@ def full(
 ) -> DTensor:
     """Return an array with `value` everywhere, as :func:`numpy.full`. Local."""
     kind = np.asarray(value).dtype if dtype is None else np.dtype(dtype)
-    layout = Layout(mesh, placements)
-    if layout.partial_op:
-        return _with_summands(full(shape, value, mesh, _whole(layout), dtype=kind), layout)
 
     def part(index: tuple[slice, ...]) -> HostArray:
         return np.broadcast_to(np.asarray(value, kind), [one.stop - one.start for one in index])
 
-    return made_of_blocks(_shape(shape), mesh, layout, part, kind)
+    return with_summands(_shape(shape), mesh, Layout(mesh, placements), part, kind)
 
 
 def zeros(
@@ -175,13 +181,17 @@ def made_of_blocks(
     return DTensor(mesh, layout, shape, block.dtype, block)
 
 
-def _with_summands(x: DTensor, layout: Layout) -> DTensor:
-    """Return `x` with the `Partial` dims of `layout`, along which it has copies: nothing moves."""
-    return x.redistribute(layout.placement)
-
-
-def _whole(layout: Layout) -> list[Any]:
-    return [Replicate() if isinstance(spec, Partial) else spec for spec in layout.placement]
+def with_summands(
+    shape: tuple[int, ...],
+    mesh: DeviceMesh,
+    layout: Layout,
+    part: Callable[[tuple[slice, ...]], HostArray],
+    dtype: Any,
+) -> DTensor:
+    """Return the tensor with the values that `part` gives, be they split into summands. Local."""
+    values = [Replicate() if isinstance(spec, Partial) else spec for spec in layout.placement]
+    made = made_of_blocks(shape, mesh, Layout(mesh, values), part, dtype)
+    return made.redistribute(layout.placement)  # of copies summands are made without any message
 
 
 def _shape(shape: Sequence[int] | int) -> Shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class Move:
         kept: Where what this rank contributes lies in its last block; None for all of it.
         moves: Whether any rank gets anything from another.
         sent_bytes: What others get from this rank.
+        received: What this rank gets: the place of a rank, bytes and messages, one after the other.
     """
 
     plan: RedistributionPlan
@@ -38,6 +40,7 @@ class Move:
     stages: tuple[tuple[Regions, tuple[int, ...] | None], ...]
     moves: bool
     sent_bytes: int
+    received: tuple[int, ...]
 
     @property
     def block_shape(self) -> tuple[int, ...] | None:
@@ -167,7 +170,22 @@ def prepared_move(
         shape_of = None if into is None else _extent(into)
         stages.append((Regions(tuple(takes), tuple(gives)), shape_of))
     moves = bool(plan.traffic()[1].any())
-    return Move(plan, rank, tuple(stages), moves, plan.sent_bytes(rank))
+    received = _received(plan, rank, number_of)
+    return Move(plan, rank, tuple(stages), moves, plan.sent_bytes(rank), received)
+
+
+def _received(
+    plan: RedistributionPlan, rank: int, number_of: Callable[[int], int]
+) -> tuple[int, ...]:
+    """Return from which places how many bytes come, in how many messages."""
+    rows: list[int] = []
+    for phase in plan.phases:
+        for take in phase.takes(rank):
+            nbytes = plan.itemsize * prod(_extent(take.box))
+            for who in take.ranks:
+                if who != rank:
+                    rows += number_of(who), nbytes, 1
+    return tuple(rows)
 
 
 def _take(phase: Phase, take: Wanted, into: Box, number_of: Callable[[int], int]) -> Take:

@@ -12,11 +12,19 @@ import numpy as np
 from mpimesh.arrays import Array, DType, HostArray
 from mpimesh.dtensor.blocks import agreed_blocks, host_block
 from mpimesh.dtensor.carry import start_carry
+from mpimesh.dtensor.kept import fitting_layout
 from mpimesh.dtensor.methods import Methods
 from mpimesh.dtensor.registry import rule_of, sure_rule_of
 from mpimesh.dtensor.scalars import item_of
 from mpimesh.errors import LayoutError, RankError, ShapeError
-from mpimesh.layout import Layout, Placement, PlacementLike, RedistributionPlan, plan_redistribution
+from mpimesh.layout import (
+    Layout,
+    Placement,
+    PlacementLike,
+    RedistributionPlan,
+    Replicate,
+    plan_redistribution,
+)
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 
@@ -60,7 +68,8 @@ class DTensor(Methods):
         self.shape: tuple[int, ...] = tuple(shape)
         self.dtype: DType = np.dtype(dtype)
         self._block = block
-        expected = layout.local_shape(self.shape, mesh.rank) if self.is_member else None
+        is_member = layout.mesh.contains_rank(mesh.rank)
+        expected = layout.local_shape(self.shape, mesh.rank) if is_member else None
         found = None if block is None else (block.shape, block.dtype)
         if found != (None if expected is None else (expected, self.dtype)):
             raise ShapeError(
@@ -107,6 +116,21 @@ class DTensor(Methods):
             layout = Layout(mesh, placements)
         return cls(mesh, layout, shape, held.dtype, held)
 
+    @classmethod
+    def of_block(
+        cls,
+        mesh: DeviceMesh,
+        layout: Layout,
+        shape: tuple[int, ...],
+        dtype: DType,
+        block: HostArray | None,
+    ) -> DTensor:
+        """Return the tensor of a block that is known to be the right one. Local."""
+        made = cls.__new__(cls)
+        made.mesh, made.layout, made.shape, made.dtype = mesh, layout, shape, dtype
+        made._block = block
+        return made
+
     # -- facts: local ------------------------------------------------------------------
 
     @property
@@ -125,7 +149,7 @@ class DTensor(Methods):
     @property
     def is_member(self) -> bool:
         """Whether this rank is in the mesh and so holds a block."""
-        return self.layout.mesh.contains_rank(self.mesh.rank)
+        return self._block is not None
 
     @property
     def placement(self) -> Placement:
@@ -227,16 +251,16 @@ class DTensor(Methods):
         """
         target = self._target(placements, mesh)
         goal = self.mesh if mesh is None else mesh
-        make = DTensor
+        shape, dtype = self.shape, self.dtype
         return start_carry(
             self.mesh,
             self.layout,
             goal,
             target,
-            self.shape,
-            self.dtype,
+            shape,
+            dtype,
             self._block,
-            lambda block: make(goal, target, self.shape, self.dtype, block),
+            lambda block: DTensor.of_block(goal, target, shape, dtype, block),
             max_bytes=max_bytes,
         )
 
@@ -255,7 +279,7 @@ class DTensor(Methods):
             RankError: If `root` is not in the mesh.
         """
         if root is None:
-            target = Layout.replicated(self.layout.mesh)
+            target = fitting_layout(self.mesh, (Replicate(),) * self.mesh.ndim, self.shape)
         else:
             self.layout.mesh.offset_of(root)  # refuses one that is not there
             target = Layout(Mesh((), [root]), ())
@@ -285,11 +309,9 @@ class DTensor(Methods):
         goal = self.mesh if mesh is None else mesh
         if not isinstance(goal, DeviceMesh):
             raise LayoutError(f"an array is moved to a DeviceMesh, got {goal!r}")
-        if placements is None:
-            placements = self.placement
-        target = Layout(goal, placements)
-        target.tiling(self.shape)  # refuses what does not fit
-        return target
+        return fitting_layout(
+            goal, self.placement if placements is None else placements, self.shape
+        )
 
     # -- NumPy -----------------------------------------------------------------------
 

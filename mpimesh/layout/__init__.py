@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from mpimesh.layout.axis_layout import AxisLayout
+from mpimesh.layout.axis_specs import MATCH, UNSHARDED
+from mpimesh.layout.dtensor_type import DTensorType
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.phase import Phase, Take
 from mpimesh.layout.placement import Placement, PlacementLike
@@ -11,8 +14,12 @@ from mpimesh.layout.spec import PARTIAL_OPS, Partial, PlacementSpec, Replicate, 
 from mpimesh.layout.tiling import Box, Tiling
 
 __all__ = [
+    "MATCH",
     "PARTIAL_OPS",
+    "UNSHARDED",
+    "AxisLayout",
     "Box",
+    "DTensorType",
     "Layout",
     "OpRule",
     "Operand",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from mpimesh.errors import LayoutError
+from mpimesh.layout.axis_specs import as_specs, placement_of_specs, specs_of_placement
+from mpimesh.layout.checks import as_mesh, as_shape, as_whole
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.spec import Partial, Replicate, Shard
 from mpimesh.layout.tiling import Box, Tiling
@@ -46,7 +47,7 @@ class Layout:
     placement: Placement
 
     def __init__(self, mesh: DeviceQueries, placements: PlacementLike) -> None:
-        value = _as_value(mesh)
+        value = as_mesh(mesh)
         placement = Placement.of(placements, value.dim_names)
         _check(value, placement)
         object.__setattr__(self, "mesh", value)
@@ -57,15 +58,34 @@ class Layout:
         """Return the layout with the whole array on every rank."""
         return cls(mesh, [Replicate()] * mesh.ndim)
 
+    @classmethod
+    def from_specs(cls, sharding_specs: Sequence[str], mesh: DeviceQueries) -> Layout:
+        """Return the layout in TensorFlow's spelling: for each axis the dim that splits it.
+
+        Args:
+            sharding_specs: For each axis the name of a dim, or ``"unsharded"``.
+            mesh: The mesh; dims that are not named replicate.
+
+        Raises:
+            LayoutError: If a name is no dim of the mesh, or is repeated.
+
+        Example:
+            >>> Layout.from_specs(["tp", "unsharded"], Mesh("dp=2,tp=2"))
+            Layout(Mesh('dp=2,tp=2'), 'dp=R, tp=S0')
+        """
+        value = as_mesh(mesh)
+        return cls(value, placement_of_specs(as_specs(sharding_specs, value), value))
+
     # -- blocks ----------------------------------------------------------------------
 
     def tiling(self, shape: Sequence[int]) -> Tiling:
         """Return the blocks of an array of `shape`.
 
         Raises:
-            LayoutError: If the array has no such axis, or sizes do not add up to its length.
+            LayoutError: If the array has no such axis, or sizes do not add up to its length; or
+                if `shape` is none.
         """
-        return Tiling.of(self.mesh, self.placement, tuple(shape))
+        return Tiling.of(self.mesh, self.placement, as_shape(shape))
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return (start, stop) along each axis of the block of `rank`.
@@ -78,7 +98,7 @@ class Layout:
             LayoutError: If the layout does not fit `shape`.
             RankError: If `rank` is not in the mesh.
         """
-        return _box(self, tuple(shape), rank)
+        return _box(self, as_shape(shape), rank)
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of the block of `rank`. Errors as of :meth:`box`."""
@@ -95,6 +115,19 @@ class Layout:
             for name, spec in zip(self.mesh.dim_names, self.placement, strict=True)
             if isinstance(spec, Shard) and spec.axis == axis
         )
+
+    def sharding_specs(self, ndim: int) -> list[str]:
+        """Return, for each axis of an array of `ndim` axes, the dim that splits it.
+
+        Returns:
+            ``"unsharded"`` for the axes that none splits; :meth:`from_specs` reads it.
+
+        Raises:
+            LayoutError: If that cannot be said in TensorFlow's spelling: a `Partial`, sizes, or two
+                dims that split one axis; or if there is no such axis.
+        """
+        number = as_whole(ndim, "the number of axes")
+        return list(specs_of_placement(self.placement, self.mesh, number))
 
     @property
     def partial_op(self) -> str:
@@ -120,19 +153,9 @@ class Layout:
         return f"Layout({self.mesh!r}, {self.text!r})"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)
 def _box(layout: Layout, shape: tuple[int, ...], rank: int) -> Box:
     return layout.tiling(shape).box(rank)
-
-
-def _as_value(mesh: Any) -> Mesh:
-    """Return the mesh as a value that is the same on all ranks."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    value = getattr(mesh, "mesh", None)
-    if isinstance(mesh, DeviceQueries) and isinstance(value, Mesh):
-        return value.with_local(())
-    raise LayoutError(f"a layout needs a Mesh or a DeviceMesh, got {mesh!r}")
 
 
 def _check(mesh: Mesh, placement: Placement) -> None:

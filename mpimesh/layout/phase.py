@@ -136,7 +136,7 @@ class Phase:
             bounds, source = self.target.bounds[axis], self.source.bounds[axis]
             start, stop = bounds[leaf], bounds[leaf + 1]
             elements *= stop - start
-            full = np.concatenate([[0], np.cumsum(source[:-1] < source[1:])])
+            full = _counted(source)
             first = np.searchsorted(source, start, "right") - 1
             last = np.searchsorted(source, stop, "left")
             messages *= np.where(start < stop, full[np.maximum(first, last)] - full[first], 0)
@@ -173,10 +173,11 @@ class Phase:
         offsets = places.offsets_of(receivers)
         inside = offsets >= 0
         own = places.coords[offsets][:, copies]
+        if not self.nodes and inside.all():
+            coords[:, copies] = own
+            return coords
         sizes = [mesh.dims[dim].size for dim in copies]
-        turns = np.zeros(len(receivers), np.int64)
-        if self.nodes or not inside.all():
-            turns = self._turns(leaves, receivers)
+        turns = self._turns(leaves, receivers)
         by_turn = np.stack(np.unravel_index(turns % prod(sizes), sizes), axis=1)
         coords[:, copies] = np.where(inside[:, None], own, by_turn)
         if self.nodes and not self.partial:
@@ -193,7 +194,8 @@ class Phase:
             bounds, source = target.bounds[axis], self.source.bounds[axis]
             first = np.searchsorted(bounds, source[leaf], "right") - 1
             last = np.searchsorted(bounds, source[leaf + 1], "left")
-            turn = turn * np.maximum(last - first, 1) + own - first
+            full = _counted(bounds)  # blocks without elements have no turn
+            turn = turn * np.maximum(full[last] - full[first], 1) + full[own] - full[first]
         for dim in target.free_dims:
             turn = turn * target.mesh.dims[dim].size + coords[:, dim]
         return turn
@@ -250,6 +252,11 @@ class Phase:
         for dim, column in zip(target.free_dims, flat[len(grid) :], strict=True):
             coords[:, dim] = column
         return coords
+
+
+def _counted(bounds: Integers) -> Integers:
+    """Return, for each interval and the end, how many before it have elements."""
+    return np.concatenate([[0], np.cumsum(bounds[:-1] < bounds[1:])])
 
 
 def _ravel(coords: Integers, shape: Sequence[int]) -> Integers:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpimesh.errors import LayoutError
+from mpimesh.layout.checks import as_shape, as_whole
 from mpimesh.layout.cuts import Cut
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.phase import Phase
@@ -96,7 +98,10 @@ class RedistributionPlan:
         peak, before = held, held
         for number, phase in enumerate(self.phases):
             end = number + 1 == len(self.phases)
-            after = last if end else _elements(phase.target.box(rank))
+            after = last
+            if not end:
+                here = phase.target.mesh.contains_rank(rank)
+                after = _elements(phase.target.box(rank)) if here else 0
             packed = sum(_elements(box) for _, box in phase.gives(rank)) + sum(
                 _elements(take.box) * sum(who != rank for who in take.ranks)
                 for take in phase.takes(rank)
@@ -119,13 +124,7 @@ class RedistributionPlan:
         Cost:
             O(ranks), however many messages there are.
         """
-        elements = np.zeros(self.target.mesh.size, np.int64)
-        messages = elements.copy()
-        for phase in self.phases:
-            here = phase.received()
-            elements += here[0]
-            messages += here[1]
-        return elements * self.itemsize, messages
+        return _traffic(self)
 
     @property
     def total_bytes(self) -> int:
@@ -164,7 +163,7 @@ def plan_redistribution(
     shape: Sequence[int],
     itemsize: int = 1,
     *,
-    nodes: Sequence[int] = (),
+    nodes: Sequence[int] | Integers = (),
 ) -> RedistributionPlan:
     """Plan how an array gets from `source` to `target`.
 
@@ -177,7 +176,8 @@ def plan_redistribution(
         nodes: The node of each rank, so that copies on the same node are taken first.
 
     Raises:
-        LayoutError: If a layout does not fit `shape`, or `nodes` does not have every rank.
+        LayoutError: If a layout does not fit `shape`, `itemsize` is no whole number of bytes, or
+            `nodes` does not have every rank.
 
     Cost:
         O(ranks) integers for each mesh, once, and O(blocks that it meets) for each rank that is
@@ -189,11 +189,24 @@ def plan_redistribution(
         >>> plan.received_bytes(0), plan.total_bytes
         (32, 128)
     """
-    shape = tuple(shape)
+    shape = as_shape(shape)
+    if as_whole(itemsize, "itemsize") == 0:
+        raise LayoutError("itemsize must be the bytes of an element, at least 1, got 0")
     largest = max(source.mesh.ids.largest, target.mesh.ids.largest)
-    if nodes and len(nodes) <= largest:
+    if len(nodes) and len(nodes) <= largest:
         raise LayoutError(f"nodes must have every rank, 0 to {largest}, but has {len(nodes)}")
-    near = tuple(nodes) if len(set(nodes)) > 1 else ()
+    near = tuple(map(int, nodes)) if len(set(nodes)) > 1 else ()
+    return _plan(source, target, shape, itemsize, near)
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    source: Layout,
+    target: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    near: tuple[int, ...],
+) -> RedistributionPlan:
     same_mesh = source.mesh.dims == target.mesh.dims and source.mesh.ids == target.mesh.ids
     pairs = list(zip(source.placement, target.placement, strict=True)) if same_mesh else []
     tied = tuple(
@@ -226,6 +239,18 @@ def plan_redistribution(
     return RedistributionPlan(source, target, shape, itemsize, phases, divisor, fill)
 
 
+@lru_cache(maxsize=256)
+def _traffic(plan: RedistributionPlan) -> tuple[Integers, Integers]:
+    nbytes = np.zeros(plan.target.mesh.size, np.int64)
+    messages = nbytes.copy()
+    for phase in plan.phases:
+        here = phase.received()
+        nbytes += here[0] * plan.itemsize
+        messages += here[1]
+    nbytes.flags.writeable = messages.flags.writeable = False
+    return nbytes, messages
+
+
 def _contributed(
     source: Layout,
     target: Layout,
@@ -254,13 +279,12 @@ def _contributed(
         before = source.placement[dim] if same_mesh else Replicate()
         if isinstance(before, Shard):
             alone = not splits[before.axis]
+            # Sizes are those of the whole axis.
             sizes = before.sizes if alone and source.sharding_dims(before.axis)[1:] == () else None
             parts.append((before.axis, dim, Cut(mesh.dims[dim].size, sizes)))
         elif spec.op in ("sum", "prod"):
             first_only.append(dim)
     for axis, dim, cut in parts:
-        if len(splits[axis]) and cut.sizes is not None:
-            cut = Cut(cut.parts)  # its sizes were those of the whole axis
         splits[axis].append((dim, cut))
     fill = target.partial_op if parts or first_only else ""
     return Tiling.of_cuts(mesh, shape, splits, tuple(first_only)), fill

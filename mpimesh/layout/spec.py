@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import SupportsIndex
 
 from mpimesh.errors import LayoutError
+from mpimesh.layout.checks import as_whole
 
 __all__ = ["PARTIAL_OPS", "Partial", "PlacementSpec", "Replicate", "Shard"]
 
@@ -67,12 +67,14 @@ class Shard(PlacementSpec):
     axis: int
     sizes: tuple[int, ...] | None
 
-    def __init__(self, axis: int, *, sizes: Sequence[SupportsIndex] | None = None) -> None:
-        object.__setattr__(self, "axis", _whole(axis, "the axis of a Shard"))
+    def __init__(
+        self, axis: SupportsIndex, *, sizes: Sequence[SupportsIndex] | None = None
+    ) -> None:
+        object.__setattr__(self, "axis", as_whole(axis, "the axis of a Shard"))
         if sizes is not None:
             if not hasattr(sizes, "__iter__") or len(sizes) == 0:
                 raise LayoutError(f"sizes of a Shard must be a row of whole numbers, got {sizes!r}")
-            sizes = tuple(_whole(size, "a size of a Shard") for size in sizes)
+            sizes = tuple(as_whole(size, "a size of a Shard") for size in sizes)
         object.__setattr__(self, "sizes", sizes)
 
     @property
@@ -133,15 +135,3 @@ class Partial(PlacementSpec):
 
     def __repr__(self) -> str:
         return "Partial()" if self.op == "sum" else f"Partial({self.op!r})"
-
-
-def _whole(value: object, what: str) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise LayoutError(f"{what} must be a whole number, got {value!r}") from None
-    if number < 0:
-        raise LayoutError(f"{what} must not be negative, got {number}")
-    return number

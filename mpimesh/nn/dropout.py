@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arrays.counter_bits import key_of, random_words
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.checks import check_floats
 from mpimesh.nn.context import Context
-from mpimesh.nn.counter_bits import key_of, random_words
 from mpimesh.nn.module import Module
 
 __all__ = ["Dropout"]

@@ -125,6 +125,7 @@ class DataParallel(ParallelModel):
         Raises:
             ModuleError: On every rank, if there is no loss, or an optimizer under :meth:`no_sync`.
             StageError: On every rank, if any failed.
+            BudgetError: On every rank, if any received more than :meth:`DeviceMesh.budget` allows.
         """
         loss = self._loss if loss is None else loss
         return self._train(

@@ -188,6 +188,10 @@ class Inbox:
         self._post_ahead(channel)
         arrays = self._arrays(channel, message, action)
         nbytes = sum(posted.nbytes for posted in message)
+        messages = sum(posted.nbytes > 0 for posted in message)
+        self._wire.traffic.count("pipeline recv", 0)
+        rank = self._wire.group.ranks[channel.peer]
+        self._wire.traffic.receive("pipeline recv", rank, nbytes, messages)
         self._wire.record("recv", action, message[0].start_s, nbytes)
         return arrays
 

@@ -68,6 +68,7 @@ class PipelineSteps(ParallelModel):
             MismatchError: On every rank, if the ranks were given different options or batches:
                 their rows, shapes and dtypes are always compared, values of host arrays with
                 ``MPIMESH_CHECKS`` on.
+            BudgetError: On every rank, if any received more than :meth:`DeviceMesh.budget` allows.
             ModuleError: On every rank, if an optimizer is given under :meth:`no_sync`. What the
                 optimizer's own ``step()`` raises is raised on that rank alone.
 

@@ -92,12 +92,26 @@ class Step:
         Raises:
             StageError: On every rank, if a stage, the loss or a message failed on any.
             MpimeshError: On every rank, if the arguments do not fit.
+            BudgetError: On every rank, if one received more than a budget of its mesh had left.
         """
         engine = self._engine
         if engine.why_no_step:
             raise ModuleStateError(f"rank {engine.mesh.rank}: {engine.why_no_step}")
+        # A rank that left in the middle would be missed: budgets are heard when all meet.
+        with engine.mesh.traffic().late() as self._over_budget:
+            loss = self._run()
+        if self._optimizer is not None:
+            with engine.tracer.span("optimizer step", "optimizer"):
+                self._optimizer.step()
+        # By what came when the ranks had agreed already that the step went well.
+        self._over_budget.check()
+        return loss
+
+    def _run(self) -> float:
+        """Do all of the step but the optimizer's."""
+        engine = self._engine
         problem = self._look_at_arguments()
-        self._header = StepHeader(self._engine.scope, self._given, self._names)
+        self._header = StepHeader(engine.scope, self._given, self._names)
         engine.why_no_step = _UNDER_WAY
         try:
             loss = self._end(self._try(problem))
@@ -116,9 +130,6 @@ class Step:
             self._executor = self._inbox = self._outbox = None
             del problem  # whose traceback may hold this frame, as in the methods below
         engine.why_no_step = ""
-        if self._optimizer is not None:
-            with engine.tracer.span("optimizer step", "optimizer"):
-                self._optimizer.step()
         return loss
 
     def _try(self, problem: Exception | None) -> Exception | None:
@@ -245,6 +256,8 @@ class Step:
         at_odds = not self._agreed()
         if self._training and not at_odds:
             engine.buckets.start()
+        if error is None:
+            error = self._over_budget.take()
         loss = 0.0 if self._executor is None or not engine.counts_loss else self._executor.loss
         status = np.array([float(error is not None), loss])
         with engine.tracer.span(END_OF_STEP, "wait"):

@@ -8,11 +8,13 @@ from mpimesh.errors import CollectiveTimeoutError, GroupError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.runtime.handle import CollectiveTensor
+from mpimesh.runtime.received import each
 from mpimesh.transport import MAX_USER_TAG, RecvRequest, Request
 
 __all__ = ["Barriers"]
 
 _ROLL_CALL_TAG = MAX_USER_TAG + 5
+_NOTE_BYTES = 8
 
 
 class Barriers(GroupCore):
@@ -57,6 +59,11 @@ class Barriers(GroupCore):
     def _roll_call(self, timeout_s: float, label: str | None) -> None:
         rank = self._member("barrier")
         communicator = self.communicator
+        call = Call("barrier", self.name, rule=f"timeout_s {timeout_s}", label=label)
+        traffic = self._context.traffic
+        traffic.admit_by(call, each, self._members, _NOTE_BYTES)
+        traffic.count("barrier", _NOTE_BYTES * (self.size - 1))
+        traffic.tally.add("barrier", each, self._members, _NOTE_BYTES)
         # Counted by communicator: groups of the same ranks share one, and so its messages.
         communicator.roll_calls = current = communicator.roll_calls + 1
         number = np.array([current])
@@ -78,8 +85,6 @@ class Barriers(GroupCore):
             unsent = [send for send in sends if not send.test()]
             return not receives and not unsent
 
-        call = Call("barrier", self.name, rule=f"timeout_s {timeout_s}", label=label)
-        self._context.traffic.count("barrier", 8 * len(heard))
         if self.progress.wait_until(communicator, all_here, what=call, timeout_s=timeout_s):
             return
         # A rank that comes later still looks for what this one has sent.

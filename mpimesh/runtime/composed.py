@@ -8,6 +8,7 @@ from typing import Any
 from mpimesh.arrays import Array
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.runtime.handle import CollectiveTensor
+from mpimesh.runtime.received import Amount, Rule
 from mpimesh.transport import Steps
 
 __all__ = ["Composed"]
@@ -26,6 +27,7 @@ class Composed(GroupCore):
         finish: Callable[[], Any] | None = None,
         lock: Array | None = None,
         label: str | None = None,
+        receives: tuple[Rule, Amount] | None = None,
     ) -> CollectiveTensor:
         """Start a collective of several steps, which keeps its place among all of the group.
 
@@ -37,7 +39,18 @@ class Composed(GroupCore):
             finish: Makes the result; None for the value of the steps.
             lock: The caller's input, which must not change meanwhile.
             label: The caller's name for this call.
+            receives: How what this rank receives is counted; None if it receives nothing.
+
+        Raises:
+            BudgetError: If this rank receives more than a budget has left.
         """
         return self._launch(
-            name, steps, rule=rule, nbytes=nbytes, finish=finish, lock=lock, label=label
+            name,
+            steps,
+            rule=rule,
+            nbytes=nbytes,
+            finish=finish,
+            lock=lock,
+            label=label,
+            receives=receives,
         )

@@ -37,5 +37,5 @@ class MeshContext:
 
     @property
     def direct(self) -> bool:
-        """Whether operations may start without checks."""
-        return not self.closed and not self.settings.checks
+        """Whether operations may start without checks, be it of a budget."""
+        return not self.closed and not self.settings.checks and not self.traffic.budgets

@@ -16,7 +16,8 @@ from mpimesh.errors import (
 from mpimesh.mesh import WORLD, DimsLike, GroupBackend, Mesh, MeshTopology
 from mpimesh.runtime.agreement import agreed
 from mpimesh.runtime.allocator import aligned_empty
-from mpimesh.runtime.call import Call
+from mpimesh.runtime.budget import Budget
+from mpimesh.runtime.call import Call, call_site
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.group import ProcessGroup
 from mpimesh.runtime.mesh_shape import MeshShape, as_mesh
@@ -183,8 +184,56 @@ class DeviceMesh(MeshShape):
             operation.group.complete(operation)
 
     def traffic(self) -> Traffic:
-        """Return what this rank has put into the operations of this mesh. Local."""
+        """Return what this rank has put into the operations of this mesh, and received. Local.
+
+        It counts on; :meth:`Traffic.snapshot` does not. ``print(mesh.traffic())`` shows a table.
+        """
         return self._context.traffic
+
+    def budget(
+        self,
+        *,
+        bytes: int | None = None,  # noqa: A002 - as it reads best where it is called
+        messages: int | None = None,
+    ) -> Budget:
+        """Return a limit on what the operations of a ``with`` block receive on this rank. Local.
+
+        Counted as :class:`Traffic` does, for the operations of this mesh that start in the block;
+        one that ends after it still belongs to it. Blocks may be nested, each counts its own
+        section. Without limits a budget only counts: see its `used_bytes`, `used_messages`,
+        and `used_by`, by operation.
+
+        The operation that exceeds it raises BudgetError, on the ranks that have not enough left:
+        before it moves anything, and then it can be left out or made smaller; or at its end, from
+        ``resolve()``, where only the sender knew the size (a ``recv`` without shape and dtype,
+        ``shift``, ``scatter``, and ``broadcast`` with ``root=None``). A step of a model ends on
+        all ranks by the same error, before its optimizer changes anything. So give the same budget
+        on all ranks: one that raises alone leaves the others waiting in the operation, unless
+        ``MPIMESH_CHECKS`` is on, which makes them raise MismatchError, too.
+
+        Args:
+            bytes: Most bytes that this rank may receive from others.
+            messages: Most messages.
+
+        Raises:
+            MeshError: If a limit is no whole number from 0 on.
+            ClosedError: If the mesh is closed.
+
+        Example:
+            A test that holds an exchange to its bytes, on virtual ranks:
+
+            >>> def test_each_rank_gets_the_other_rows():
+            ...     def main():
+            ...         with mm.DeviceMesh("dp=4") as mesh:
+            ...             rows = np.ones((10, 100))
+            ...             with mesh.budget(bytes=3 * rows.nbytes, messages=3) as budget:
+            ...                 mesh.group("dp").all_gather(rows).resolve()
+            ...             return budget.used_bytes
+            ...     assert mm.run_virtual(4, main) == [24000] * 4
+            >>> test_each_rank_gets_the_other_rows()
+        """
+        self._live("give a budget to")
+        return Budget(self._context.traffic, self.rank, call_site(2), bytes, messages)
 
     def shared_empty(
         self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: Any = float

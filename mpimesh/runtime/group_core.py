@@ -21,6 +21,7 @@ from mpimesh.arrays import (
 )
 from mpimesh.errors import ClosedError, MpimeshError, RankError
 from mpimesh.mesh import GroupBackend
+from mpimesh.runtime.arrival import Arrival
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.checks import checked, compare, run
 from mpimesh.runtime.context import MeshContext
@@ -29,6 +30,7 @@ from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.progress import Progress
+from mpimesh.runtime.received import Amount, Members, Rule
 from mpimesh.runtime.solo_side import SoloSide
 from mpimesh.transport import Communicator, Request, StagedRequest, Steps
 
@@ -70,6 +72,7 @@ class GroupCore:
         self.rank = None if communicator is None else communicator.rank
         self._communicator = communicator
         self._context = context
+        self._members = Members(ranks, self.rank or 0)  # no operation starts where it has none
 
     @property
     def world_rank(self) -> int:
@@ -115,6 +118,8 @@ class GroupCore:
         finish: Callable[[], Any] | None = None,
         lock: Array | None = None,
         nbytes: int | None = None,
+        receives: tuple[Rule, Amount] | None = None,
+        arrival: Arrival | None = None,
     ) -> CollectiveTensor:
         """Start one collective of the group and return its handle.
 
@@ -136,6 +141,12 @@ class GroupCore:
             lock: The caller's input, which must not change meanwhile: with checks on, a NumPy
                 array is read-only until then.
             nbytes: Bytes that this rank puts in; those of `data` if None.
+            receives: How what it receives is counted; None if it receives nothing, or `arrival`
+                counts it.
+            arrival: Counts what it receives when it comes.
+
+        Raises:
+            BudgetError: If it receives more than a budget has left.
         """
         context = self._context
         communicator = self._communicator
@@ -144,6 +155,10 @@ class GroupCore:
         scope = scope or StreamScope.of(data) or StreamScope.of(out)
         shape, dtype = (None, "") if data is None else (data.shape, _dtype_text(data))
         call = Call(name, self.name, rule, shape, dtype, label, peers)
+        if receives is not None and context.traffic.budgets:
+            context.traffic.admit_by(call, receives[0], self._members, receives[1])
+        if arrival is not None:
+            arrival.call = call
         if scope is not None:
             begin = begin_in(scope, begin)
         checks = context.settings.checks
@@ -163,9 +178,10 @@ class GroupCore:
         if nbytes is None:
             nbytes = 0 if data is None else data.nbytes
         if scope is None:
-            return self.own(Operation(self, call, request, finish, unlock, value), nbytes)
-        operation = DeviceOperation(scope, self, call, request, finish, unlock, value)
-        return self.own(operation, nbytes)
+            operation = Operation(self, call, request, finish, unlock, value)
+            return self.own(operation, nbytes, receives)
+        on_device = DeviceOperation(scope, self, call, request, finish, unlock, value)
+        return self.own(on_device, nbytes, receives)
 
     # -- where bytes lie, and who moves them from there --------------------------------------
 
@@ -221,12 +237,20 @@ class GroupCore:
         """Start an operation of several steps on `chain`."""
         return self.progress.stage(chain, steps)
 
-    def own(self, operation: Operation, nbytes: int) -> CollectiveTensor:
+    def own(
+        self,
+        operation: Operation,
+        nbytes: int,
+        receives: tuple[Rule, Amount] | None = None,
+    ) -> CollectiveTensor:
         """Keep a started operation until it is resolved, and give its handle out."""
         context = self._context
         context.open_operations[id(operation)] = operation
         context.world.progress.last = operation.call
-        context.traffic.count(operation.call.name, nbytes)
+        name, traffic = operation.call.name, context.traffic
+        traffic.count(name, nbytes)
+        if receives is not None:
+            traffic.tally.add(name, receives[0], self._members, receives[1])
         return CollectiveTensor(operation)
 
     def forget(self, operation: Operation) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from mpimesh.errors import (
     CollectiveTimeoutError,
@@ -103,6 +104,23 @@ class CollectiveTensor(Unresolved):
         if not self.done():
             raise UnresolvedError(f"{self._operation.call} is still under way; use resolve()")
         return self.resolve()
+
+    def map(self, function: Callable[[Any], Any]) -> Self:
+        """Let :meth:`resolve` give what `function` makes of the result; return this handle. Local.
+
+        The function is called once, on the rank that resolves, and calls no collective.
+
+        Raises:
+            UnresolvedError: If the result was taken already.
+
+        Example:
+            >>> norm = group.all_reduce(x @ x).map(np.sqrt)
+            >>> norm.resolve()
+        """
+        if self._operation.resolved:
+            raise UnresolvedError(f"{self._operation.call} is resolved; map its handle before that")
+        self._operation.map(function)
+        return self
 
     def _what(self) -> object:
         return self._operation.call

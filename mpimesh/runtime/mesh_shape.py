@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,17 @@ __all__ = ["MeshShape", "as_mesh"]
 
 
 class MeshShape(MeshDevices):
-    """Makes and remakes the groups of a mesh, always on all its ranks together."""
+    """Makes and remakes the groups of a mesh, always on all its ranks together.
+
+    Attributes:
+        mesh: The mesh as a value, with this rank as its local one.
+        value: The same without, so that it is equal on all ranks.
+        kept: What other rooms have worked out once for the mesh as it is.
+    """
+
+    mesh: Mesh
+    value: Mesh
+    kept: dict[Hashable, Any]
 
     def reshape(self, dims: DimsLike | Mesh | MeshTopology) -> None:
         """Arrange the same ranks in other dims.
@@ -93,6 +104,8 @@ class MeshShape(MeshDevices):
         """Take over the fields that the queries read."""
         local = [self._control.rank] if mesh.contains_rank(self._control.rank) else []
         self.mesh = mesh.with_local(local)
+        self.value = mesh.with_local(())
+        self.kept = {}
         self._topology = topology
         self.name = mesh.name
         self.dims = mesh.dims

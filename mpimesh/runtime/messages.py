@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -11,6 +12,7 @@ import numpy as np
 
 from mpimesh.arrays import Array, DType, StreamScope, is_cupy, moved, namespace, refuse_objects
 from mpimesh.errors import DTypeError, GroupError, RankError, ShapeError
+from mpimesh.runtime.arrival import Arrival
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.device_operation import DeviceOperation, steps_in
 from mpimesh.runtime.envelope import ENVELOPE_BYTES, Envelope, open_envelope, seal
@@ -123,9 +125,19 @@ class Messages(GroupCore):
             label=label,
             peers=(source,),
         )
+        arrival = Arrival(self._context.traffic, self._members)
+        arrival.call = call
+        if expected[0] is not None and expected[1] is not None:
+            arrival.expect(source, math.prod(expected[0]) * expected[1].itemsize, 1)
         # Envelopes of one source and tag are opened in order, so that their data is, too.
         chain = (self.communicator, source, tag)
-        steps = self._recv_steps(source, 2 * tag, expected, out)
+
+        def all_steps() -> Steps:
+            result = yield from self._recv_steps(source, 2 * tag, expected, out, arrival)
+            arrival.settle()
+            return result
+
+        steps = all_steps()
         scope = self.scope_if_any()
         if scope is None:
             return self.own(Operation(self, call, self.stage(chain, steps), None), 0)
@@ -157,6 +169,7 @@ class Messages(GroupCore):
         if wrap:
             dest, source = dest % self.size, source % self.size
         parcel = self._parcel(data)
+        arrival = Arrival(self._context.traffic, self._members)
 
         def steps() -> Steps:
             if dest == rank:
@@ -167,8 +180,11 @@ class Messages(GroupCore):
             if 0 <= dest < self.size:
                 sent.append(self.stage(object(), self._send_steps(parcel, dest, _SHIFT_TAG)))
             if 0 <= source < self.size:
-                result = yield from self._recv_steps(source, _SHIFT_TAG, (None, None), None)
+                result = yield from self._recv_steps(
+                    source, _SHIFT_TAG, (None, None), None, arrival
+                )
             yield from sent
+            arrival.settle()
             return None if result is None else moved(result, namespace(x))
 
         return self._launch(
@@ -180,6 +196,7 @@ class Messages(GroupCore):
             peers=tuple(peer for peer in (dest, source) if 0 <= peer < self.size),
             lock=x,
             nbytes=data.nbytes,
+            arrival=arrival,
         )
 
     def send_next(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
@@ -237,6 +254,7 @@ class Messages(GroupCore):
         wire_tag: int,
         expected: tuple[tuple[int, ...] | None, DType | None],
         out: Array | None,
+        arrival: Arrival,
     ) -> Steps:
         buffer = np.empty(ENVELOPE_BYTES, np.uint8)
         yield self.communicator.irecv(buffer, source, wire_tag)
@@ -251,6 +269,7 @@ class Messages(GroupCore):
             yield self.side(library).irecv(bytes_of_target, source, wire_tag + 1)
         else:
             target.reshape(-1).view(np.uint8)[...] = envelope.inline
+        arrival.came(source, envelope.nbytes, 1)
         if envelope.group != self.name:
             raise GroupError(
                 f"rank {self.rank} of group {self.name!r} got a message from rank {source} that "

@@ -12,6 +12,7 @@ from mpimesh.runtime.blocks import Blocks, check_sizes, normal_axis
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.incoming import Incoming, apart, at_least_1d, byte_counts, flat_bytes
+from mpimesh.runtime.received import listed
 
 __all__ = ["Movements"]
 
@@ -80,6 +81,7 @@ class Movements(GroupCore):
             value=receive.value,
             finish=receive.finish,
             lock=x,
+            receives=(listed, tuple(counts)),
         )
 
     @collective
@@ -137,6 +139,7 @@ class Movements(GroupCore):
             value=None if receive is None else receive.value,
             finish=None if receive is None else receive.finish,
             lock=x,
+            receives=None if receive is None else (listed, tuple(counts)),
         )
 
     @collective
@@ -212,4 +215,5 @@ class Movements(GroupCore):
             value=receive.value,
             finish=receive.finish,
             lock=x,
+            receives=(listed, tuple(recv_counts)),
         )

@@ -84,6 +84,19 @@ class Operation:
         finally:
             self.release()
 
+    def map(self, function: Callable[[Any], Any]) -> None:
+        """Let the result be what `function` makes of it. Before it is resolved."""
+        finish = self.finish
+
+        def last() -> Any:
+            if finish is not None:
+                return function(finish())
+            if self.value is None and isinstance(self.request, StagedRequest):
+                return function(self.request.value)
+            return function(self.value)
+
+        self.finish = last
+
     def is_over(self) -> bool:
         """Tell whether the transport is done with the buffers. Never waits."""
         settled = getattr(self.request, "settled", None)

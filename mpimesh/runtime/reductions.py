@@ -25,6 +25,7 @@ from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.operands import output_array
 from mpimesh.runtime.operation import Operation
+from mpimesh.runtime.received import all_reduced, each
 
 __all__ = ["Reductions"]
 
@@ -106,7 +107,9 @@ class Reductions(GroupCore):
                 return self._all_reduce(x, op, out=out, label=label)
             call = Call("all_reduce", self.name, op, x.shape, x.dtype, label)
             communicator.started = call.number = communicator.started + 1
-            return self.own(Operation(self, call, request, None, None, value), x.nbytes)
+            nbytes = x.nbytes
+            operation = Operation(self, call, request, None, None, value)
+            return self.own(operation, nbytes, (all_reduced, nbytes))
         return self._all_reduce(x, op, out=out, label=label)
 
     @collective
@@ -135,6 +138,7 @@ class Reductions(GroupCore):
             value=value,
             finish=finish,
             lock=x,
+            receives=(all_reduced, data.nbytes),
         )
 
     def _averages(self, x: Array) -> bool:
@@ -199,6 +203,7 @@ class Reductions(GroupCore):
             value=value,
             finish=finish,
             lock=x,
+            receives=(each, data.nbytes) if at_root else None,
         )
 
     @collective
@@ -260,6 +265,7 @@ class Reductions(GroupCore):
             value=value,
             finish=finish,
             lock=x,
+            receives=(each, blocks.counts[rank] * data.dtype.itemsize),
         )
 
 

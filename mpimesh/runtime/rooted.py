@@ -10,6 +10,7 @@ import numpy as np
 
 from mpimesh.arrays import Array, DType, is_cupy, moved, namespace
 from mpimesh.errors import GroupError, MpimeshError, ShapeError, on_all_ranks
+from mpimesh.runtime.arrival import Arrival
 from mpimesh.runtime.blocks import Blocks, check_sizes, normal_axis
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.handle import CollectiveTensor
@@ -22,6 +23,7 @@ from mpimesh.runtime.header import (
 )
 from mpimesh.runtime.incoming import Incoming, apart, broadcast_buffer, byte_counts
 from mpimesh.runtime.operands import output_array
+from mpimesh.runtime.received import parts
 from mpimesh.transport import Steps
 
 __all__ = ["Rooted"]
@@ -92,6 +94,7 @@ class Rooted(GroupCore):
             finish=finish,
             lock=x,
             nbytes=data.nbytes if rank == root else 0,
+            receives=None if rank == root else (parts, (root, data.nbytes, int(data.nbytes > 0))),
         )
 
     def _broadcast_from_whom(
@@ -99,6 +102,8 @@ class Rooted(GroupCore):
     ) -> CollectiveTensor:
         data = None if x is None else self.operand(x)
         header = make_header(data, of_cupy=is_cupy(x), takes_device=self.moves_device_memory)
+
+        arrival = Arrival(self._context.traffic, self._members)
 
         def steps() -> Steps:
             table = np.empty((self.size, HEADER_BYTES), np.uint8)
@@ -126,8 +131,11 @@ class Rooted(GroupCore):
                 source=None if data is None else moved(data, library),
             )
             yield self.side(library).broadcast(buffer, root)
+            if root != self.rank:
+                arrival.came(root, buffer.nbytes, int(buffer.nbytes > 0))
             if misfit is not None:
                 raise misfit
+            arrival.settle()
             return value if finish is None else finish()
 
         return self._launch(
@@ -138,6 +146,7 @@ class Rooted(GroupCore):
             label=label,
             lock=None if x is out else x,
             nbytes=0 if data is None else data.nbytes,
+            arrival=arrival,
         )
 
     @collective
@@ -186,6 +195,8 @@ class Rooted(GroupCore):
         sizes = None if sizes is None else check_sizes(sizes, self.size)
         header = make_header(data, of_cupy=is_cupy(x), takes_device=False)
 
+        arrival = Arrival(self._context.traffic, self._members)
+
         def steps() -> Steps:
             yield self.communicator.broadcast(header, root)
             shape, dtype, of_cupy = parse_header(header)
@@ -211,8 +222,11 @@ class Rooted(GroupCore):
             yield self.side(library).scatter(
                 packed, receive.buffer, byte_counts(blocks, dtype), root
             )
+            if rank != root:
+                arrival.came(root, receive.buffer.nbytes, int(receive.buffer.nbytes > 0))
             if misfit is not None:
                 raise misfit
+            arrival.settle()
             return receive.value if receive.finish is None else receive.finish()
 
         return self._launch(
@@ -223,6 +237,7 @@ class Rooted(GroupCore):
             label=label,
             lock=None if data is None or x is out else x,
             nbytes=0 if data is None else data.nbytes,
+            arrival=arrival,
         )
 
 

@@ -11,6 +11,7 @@ from mpimesh.transport.base import (
     Request,
 )
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
+from mpimesh.transport.regions import Give, Part, Regions, Take
 from mpimesh.transport.virtual import VirtualCommunicator, virtual_communicators
 from mpimesh.transport.virtual_world import VirtualWorld
 
@@ -19,10 +20,14 @@ __all__ = [
     "WHOLE_MESSAGE_BYTES",
     "Communicator",
     "Engine",
+    "Give",
+    "Part",
     "RecvRequest",
+    "Regions",
     "Request",
     "StagedRequest",
     "Steps",
+    "Take",
     "VirtualCommunicator",
     "VirtualWorld",
     "virtual_communicators",

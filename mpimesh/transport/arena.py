@@ -30,6 +30,7 @@ from mpimesh.transport.mapping import (
     map_file,
     take_huge_pages,
 )
+from mpimesh.transport.warm import WarmParts
 
 __all__ = ["Arena", "bell_of"]
 
@@ -37,6 +38,10 @@ _CACHE_LINE_BYTES = 64
 _PAGE_BYTES = 4096
 _WHOLE_PAGES_FROM_BYTES = 64 * 1024
 """Parts from this size on have pages of their own, which go back to the system when they end."""
+
+_MOST_WARM_BYTES = 256 << 20
+_WARM_SHARE = 64
+"""Of the machine's memory, at most this part is kept for parts to come; there are many ranks."""
 
 _MOST_BYTES = 1 << 38
 _LEAST_BYTES = 1 << 30
@@ -47,6 +52,10 @@ _BELL_AT = _CACHE_LINE_BYTES
 class Arena:
     """Memory that this process hands out and others can open.
 
+    Args:
+        warm_bytes: Most bytes of parts that have ended and keep their pages for others of their
+            size; None for a share of the machine's memory.
+
     Attributes:
         fd: The file's number in this process.
         token: What stands in its first eight bytes, to tell it from any other file.
@@ -56,7 +65,7 @@ class Arena:
         TransportError: If this system has no such files, or no address space for one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, warm_bytes: int | None = None) -> None:
         self._pid = os.getpid()
         self._lock = Lock()
         self._ended: deque[int] = deque()
@@ -69,6 +78,9 @@ class Arena:
         self._buffer = memoryview(self._bytes)  # type: ignore[arg-type]
         self._address: int = self._bytes.__array_interface__["data"][0]
         self._parts = FreeList(self._bytes.nbytes)
+        if warm_bytes is None:
+            warm_bytes = min(_MOST_WARM_BYTES, _physical_bytes() // _WARM_SHARE)
+        self._warm = WarmParts(warm_bytes)
         self._parts.take(_BELL_AT + BELL_BYTES, _CACHE_LINE_BYTES)
         self.token = secrets.randbits(62)
         self._bytes[_TOKEN_AT : _TOKEN_AT + 8].view(np.int64)[0] = self.token
@@ -84,7 +96,7 @@ class Arena:
         """Bytes that are handed out."""
         with self._lock:
             self._take_back()
-            return self._parts.used_bytes
+            return self._parts.used_bytes - self._warm.nbytes
 
     def empty(self, nbytes: int) -> HostArray | None:
         """Return uninitialised bytes, on cache lines of their own; None if none are left.
@@ -99,16 +111,28 @@ class Arena:
             unit = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else _PAGE_BYTES
         with self._lock:
             self._take_back()
-            at = self._parts.take(-(-nbytes // unit) * unit, unit)
+            at, is_warm = self._take(-(-nbytes // unit) * unit, unit)
         if at is None:
             return None
-        if unit == HUGE_PAGE_BYTES:
+        if unit == HUGE_PAGE_BYTES and not is_warm:
             take_huge_pages(self._bytes[at : at + -(-nbytes // unit) * unit])
         # Through a memoryview, so that views of `part` refer to it and not to the whole: it lives
         # as long as any of them.
         part: HostArray = np.frombuffer(self._buffer, np.uint8, nbytes, at)
         weakref.finalize(part, self._end, at).atexit = False
         return part
+
+    def _take(self, size: int, unit: int) -> tuple[int | None, bool]:
+        """Return where `size` bytes begin, and whether their pages are there."""
+        if size >= _WHOLE_PAGES_FROM_BYTES:
+            warm = self._warm.take(size, unit)
+            if warm is not None:
+                return warm, True
+        at = self._parts.take(size, unit)
+        if at is None and self._warm.nbytes:
+            self._cool(self._warm.clear())
+            at = self._parts.take(size, unit)
+        return at, False
 
     def find(self, array: HostArray) -> int:
         """Return where the memory of a contiguous array begins in the file; -1 if it is not in it.
@@ -133,9 +157,23 @@ class Arena:
         if os.getpid() != self._pid:
             return  # a fork: the memory is its parent's, which still uses it
         while self._ended:
-            start, end = self._parts.give(self._ended.popleft())
-            if end - start >= _WHOLE_PAGES_FROM_BYTES:
-                give_pages_back(self._bytes[start:end])
+            at = self._ended.popleft()
+            size = self._parts.size_of(at)
+            if size >= _WHOLE_PAGES_FROM_BYTES:
+                unit = (
+                    _PAGE_BYTES
+                    if at % HUGE_PAGE_BYTES or size % HUGE_PAGE_BYTES
+                    else HUGE_PAGE_BYTES
+                )
+                self._cool(self._warm.keep(at, size, unit))
+            else:
+                self._parts.give(at)
+
+    def _cool(self, places: list[int]) -> None:
+        """Give parts, and their pages, back."""
+        for at in places:
+            start, end = self._parts.give(at)
+            give_pages_back(self._bytes[start:end])
 
 
 def bell_of(memory: HostArray) -> Doorbell | None:
@@ -152,6 +190,10 @@ def _open_file() -> int:
         raise TransportError(f"this system has no files in memory: {error}") from None
 
 
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _map_most(fd: int) -> HostArray:
     """Map the file, as long as it can be."""
     limit, _ = getrlimit(RLIMIT_AS)
@@ -161,8 +203,7 @@ def _map_most(fd: int) -> HostArray:
             f"no address space for memory that other ranks can open: it is limited to {limit} "
             "bytes (ulimit -v)"
         )
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    nbytes = min(_MOST_BYTES, 1 << (2 * physical).bit_length())
+    nbytes = min(_MOST_BYTES, 1 << (2 * _physical_bytes()).bit_length())
     while True:
         try:
             os.ftruncate(fd, nbytes)

@@ -85,6 +85,8 @@ class Communicator(ABC):
     """Lends arrays to ranks that can read this rank's memory; None if there are none."""
     packed: ArrayPool | None = None
     """Memory for packed regions, kept for the next exchange; made on first use."""
+    nodes: tuple[int, ...] = ()
+    """The node of each rank, as a number; empty if all share one, or it is not known."""
     device: Any = None
     """Moves device memory between the same ranks; made by `device_side` on first use."""
 

@@ -79,6 +79,14 @@ class Board:
         self._fence()
         return self.posted < self._through + SLOTS
 
+    def are_through(self, number: int) -> bool:
+        """Tell whether all other ranks are through with the notes up to this number."""
+        for board in self._others:
+            if board[_THROUGH] < number:
+                return False
+        self._fence()
+        return True
+
     def post(self, number: int, what: int, source: int, target: int) -> None:
         """Post where this rank's arrays lie. A second call with the same number changes nothing.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from mpimesh.arrays.types import HostArray
 
@@ -70,7 +70,8 @@ def inside(box: Box, part: Box) -> Box:
 
 def view(array: HostArray, box: Box) -> HostArray:
     """Return what is in a box as an array, also of an array with no axes."""
-    found: HostArray = array[(*box, ...)]
+    place: tuple[Any, ...] = (*box, ...)
+    found: HostArray = array[place]
     return found
 
 

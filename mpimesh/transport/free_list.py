@@ -42,6 +42,14 @@ class FreeList:
                 return at
         return None
 
+    def size_of(self, at: int) -> int:
+        """Return the bytes of the part that begins at `at`.
+
+        Raises:
+            KeyError: If no part begins there.
+        """
+        return self._used[at] - at
+
     def give(self, at: int) -> tuple[int, int]:
         """Free the part that begins at `at`; return where it began and ended.
 

@@ -45,7 +45,14 @@ from mpimesh.transport.team_reduce import (
     reduce_scatter_staged,
     reduce_scatter_work,
 )
-from mpimesh.transport.team_regions import Copies, Offer, Reading, described, reading_work
+from mpimesh.transport.team_regions import (
+    COPIED_BYTES,
+    Copies,
+    Offer,
+    Reading,
+    described,
+    reading_work,
+)
 from mpimesh.transport.team_work import Work
 from mpimesh.transport.what import Operation, operation_number
 
@@ -242,10 +249,7 @@ class NodeShared:
         plan = self._plans.get(key)
         if plan is None:
             plan = all_reduce_work(self._team, entry, own, op)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            if len(plan) <= _MOST_PARTS:
-                self._plans[key] = plan
+            self._keep(key, plan)
         return plan
 
     # -- the others --------------------------------------------------------------------
@@ -339,7 +343,8 @@ class NodeShared:
             steps = move_regions(self._messages, source, target, regions, max_bytes=max_bytes)
             return StagedRequest(steps, self._engine)
 
-        offer = Offer(team, source, regions, self._copies.room)
+        room = self._copies.room
+        offer = Offer(team, source, regions, room, copied_bytes=COPIED_BYTES)
         if offer.at < 0:
             team.board.decline()
             team.ring()
@@ -349,9 +354,44 @@ class NodeShared:
             self._engine,
             offer,
             described(source, target),
-            lambda entry: reading_work(team, entry, source, target, regions),
+            lambda entry: self._reading_plan(entry, source, target, regions),
             otherwise,
         )
+
+    def _reading_plan(
+        self, entry: Entry, source: HostArray | None, target: HostArray | None, regions: Regions
+    ) -> list[Work]:
+        """Return what this rank is to read; from the last time if the arrays are the same.
+
+        Only of arrays in shared memory: nothing that is kept refers to the arrays themselves.
+        """
+        arrays = source, target
+        places = [0 if one is None else self._team.find(one) for one in arrays]
+        if min(places) < 0:
+            return reading_work(self._team, entry, source, target, regions)
+        shapes = [None if one is None else (one.shape, one.dtype) for one in arrays]
+        key = (regions.number, *places, *shapes, *entry.sources, *entry.targets)
+        plan = self._plans.get(key)
+        if plan is None:
+            source, target = (
+                self._reached(one, at) for one, at in zip(arrays, places, strict=True)
+            )
+            plan = reading_work(self._team, entry, source, target, regions)
+            self._keep(key, plan)
+        return plan
+
+    def _reached(self, array: HostArray | None, at: int) -> HostArray | None:
+        """Return an array of this rank's arena as one that does not keep it alive."""
+        if array is None:
+            return None
+        team = self._team
+        return team.view(team.rank, at, array.nbytes, array.dtype).reshape(array.shape)
+
+    def _keep(self, key: tuple[object, ...], plan: list[Work]) -> None:
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        if len(plan) <= _MOST_PARTS:
+            self._plans[key] = plan
 
 
 def later(begin: Callable[..., Request], *arguments: Any) -> Steps:

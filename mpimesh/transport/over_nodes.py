@@ -66,7 +66,7 @@ class OverNodes:
         self._engine = engine
         self._crossing = crossing
         self._lanes = lanes
-        self._copies = Copies(team)
+        self._copies = Copies(team, meets=True)
 
     @property
     def busy(self) -> bool:

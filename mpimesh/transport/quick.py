@@ -205,11 +205,15 @@ class InPlaces(Quick):
                 # The others have yet to read what it was found in.
                 self._refusal, parts = error, ()
             self._parts = parts
-        board.pass_by(self._number)
-        if not self._work(self._parts):
+        if not self._worked(self._parts):
             return False
         self._meeting = self._team.met + 1
         return self._over()
+
+    def _worked(self, parts: Sequence[Work]) -> bool:
+        """Do this rank's parts; tell whether all are done."""
+        self._team.board.pass_by(self._number)
+        return self._work(parts)
 
     def _read(self) -> bool:
         """Tell whether it is known where all arrays lie."""

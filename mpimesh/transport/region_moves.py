@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TypeAlias
+from itertools import islice
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -28,12 +28,15 @@ from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import MismatchError
 from mpimesh.transport.base import MAX_USER_TAG, Communicator, RecvRequest, Request
-from mpimesh.transport.boxes import Box, extent, flat_fragments, inside, run_start, view, volume
+from mpimesh.transport.boxes import Box, extent, inside, view, volume
 from mpimesh.transport.engine import Steps
+from mpimesh.transport.region_plan import MovePlan, Pair, move_plan
 from mpimesh.transport.region_work import FUNCTIONS, piece_work, pieces_of
 from mpimesh.transport.regions import Regions, raw_dtype, sum_dtype
 
 __all__ = ["REGIONS_TAG", "RegionMoves", "move_regions"]
+
+T = TypeVar("T")
 
 REGIONS_TAG = MAX_USER_TAG + 9
 
@@ -57,105 +60,6 @@ def move_regions(
     yield RegionMoves(communicator, source, target, regions, blocks, max_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """What one rank sends to another, as one of them sees it.
-
-    Attributes:
-        rank: The other.
-        boxes: The boxes on this side, in their order; none is empty.
-        items: The take and the part that each is; only where they are received.
-        ends: How many elements have gone after each.
-        run: Where they begin in the block, if they are one run there; -1 if not.
-    """
-
-    rank: int
-    boxes: tuple[Box, ...]
-    items: tuple[tuple[int, int], ...]
-    ends: tuple[int, ...]
-    run: int
-
-    @property
-    def size(self) -> int:
-        """How many elements they have."""
-        return self.ends[-1]
-
-    def fragments(self, start: int, stop: int) -> list[tuple[int, int, Box]]:
-        """Return what elements `start` to `stop` are: number of the box, their own, part of it."""
-        found = []
-        for number, (box, end) in enumerate(zip(self.boxes, self.ends, strict=True)):
-            begin = end - volume(box)
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                at = first
-                for part in flat_fragments(extent(box), first - begin, last - begin):
-                    found.append((number, at - start, part))
-                    at += volume(part)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Who talks to whom.
-
-    Attributes:
-        sends: What goes to other ranks, step by step.
-        receives: What comes from others, step by step.
-        near: Takes of which no part is received.
-        mixed: Takes of several parts, of which some are.
-    """
-
-    sends: tuple[_Pair, ...]
-    receives: tuple[_Pair, ...]
-    near: tuple[int, ...]
-    mixed: tuple[int, ...]
-
-
-def _plan(
-    regions: Regions,
-    rank: int,
-    size: int,
-    near: frozenset[int],
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
-) -> _Plan:
-    gone: dict[int, list[Box]] = {}
-    for give in regions.gives:
-        if give.rank != rank and give.rank not in near and volume(give.box):
-            gone.setdefault(give.rank, []).append(give.box)
-    come: dict[int, list[tuple[int, int]]] = {}
-    home: list[int] = []
-    mixed: list[int] = []
-    for number, take in enumerate(regions.takes):
-        if not volume(take.box):
-            continue
-        far = [place for place, part in enumerate(take.parts) if part.rank not in near]
-        for place in far:
-            come.setdefault(take.parts[place].rank, []).append((number, place))
-        if not far:
-            home.append(number)
-        elif take.reduces:
-            mixed.append(number)
-    sends = []
-    receives = []
-    for step in range(1, size):
-        after, before = (rank + step) % size, (rank - step) % size
-        if after in gone:
-            boxes = gone[after]
-            run = run_start(boxes[0], shapes[0]) if len(boxes) == 1 else -1
-            sends.append(_pair(after, boxes, (), run))
-        if before in come:
-            items = come[before]
-            boxes = [regions.takes[number].box for number, _ in items]
-            alone = len(items) == 1 and not regions.takes[items[0][0]].reduces
-            run = run_start(boxes[0], shapes[1]) if alone else -1
-            receives.append(_pair(before, boxes, tuple(items), run))
-    return _Plan(tuple(sends), tuple(receives), tuple(home), tuple(mixed))
-
-
-def _pair(rank: int, boxes: list[Box], items: tuple[tuple[int, int], ...], run: int) -> _Pair:
-    return _Pair(rank, tuple(boxes), items, tuple(accumulate(map(volume, boxes))), run)
-
-
 def _nothing() -> HostArray:
     return np.empty(0, np.uint8)
 
@@ -170,7 +74,7 @@ class _Sending:
         request: The message under way.
     """
 
-    pair: _Pair
+    pair: Pair
     at: int = 0
     request: Request | None = None
 
@@ -188,7 +92,7 @@ class _Receiving:
         waiting: What has come and is not in its place yet.
     """
 
-    pair: _Pair
+    pair: Pair
     at: int = 0
     nbytes: int = 0
     request: RecvRequest | None = None
@@ -237,19 +141,21 @@ class RegionMoves:
         self._sending: deque[_Sending] = deque()
         self._receiving: deque[_Receiving] = deque()
         self._held: list[_Receiving] = []
+        self._unsent = 0
         self._piece = 0
         self._limited = max_bytes > 0
         if not itemsize:
             return
         near = frozenset(blocks) | {communicator.rank}
         shapes = source.shape, target.shape
-        plan: _Plan = regions.prepared(
+        plan: MovePlan = regions.prepared(
             ("moves", communicator.rank, communicator.size, near, shapes),
-            lambda: _plan(regions, communicator.rank, communicator.size, near, shapes),
+            lambda: move_plan(regions, communicator.rank, communicator.size, near, shapes),
         )
         self._near.extend(plan.near)
         self._turns.update(dict.fromkeys(plan.mixed, 0))
         self._sending.extend(map(_Sending, plan.sends))
+        self._unsent = len(plan.sends)
         self._receiving.extend(map(_Receiving, plan.receives))
         if self._limited:
             pairs = 2 * max(1, communicator.size - 1)
@@ -257,23 +163,33 @@ class RegionMoves:
 
     def test(self) -> bool:
         """Move everything along that can move, and tell whether all is done."""
-        under_way = len(self._receiving) + len(self._sending) if self._limited else _STEPS_UNDER_WAY
-        while True:
-            moved = False
-            for receiving in list(self._receiving)[:under_way]:
-                moved |= self._receive(receiving)
-            for sending in list(self._sending)[:under_way]:
-                moved |= self._send(sending)
-            for receiving in list(self._held):
-                moved |= self._place(receiving)
-            moved |= self._reduce_near()
-            if self._near:
-                self._take_near(self._near[0])
-                self._near.popleft()
-                moved = True
-            if not moved:
-                break
+        while self._move():
+            pass
         return not (self._receiving or self._sending or self._held or self._turns)
+
+    def _move(self) -> bool:
+        """Look at everything once, and tell whether anything has moved."""
+        moved = False
+        for receiving in self._under_way(self._receiving):
+            moved |= self._receive(receiving)
+        # If nothing is left to be started, it is enough to look at the sends at the end.
+        if self._unsent or not self._receiving:
+            for sending in self._under_way(self._sending):
+                moved |= self._send(sending)
+        for receiving in tuple(self._held):
+            moved |= self._place(receiving)
+        if self._turns:
+            moved |= self._reduce_near()
+        if self._near:
+            self._take_near(self._near[0])
+            self._near.popleft()
+            moved = True
+        return moved
+
+    def _under_way(self, pairs: deque[T]) -> tuple[T, ...]:
+        if self._limited or len(pairs) <= _STEPS_UNDER_WAY:
+            return tuple(pairs)
+        return tuple(islice(pairs, _STEPS_UNDER_WAY))
 
     # -- out -----------------------------------------------------------------------------
 
@@ -291,14 +207,19 @@ class RegionMoves:
         message = self._packed(pair, start, stop)
         sending.request = self._communicator.isend(message, pair.rank, REGIONS_TAG)
         sending.at = stop
+        self._unsent -= stop == pair.size
         return True
 
-    def _packed(self, pair: _Pair, start: int, stop: int) -> HostArray:
+    def _packed(self, pair: Pair, start: int, stop: int) -> HostArray:
         """Return elements `start` to `stop` of what goes to a rank, as bytes in a row."""
         source = self._source
         if pair.run >= 0:
             return _bytes_of(source, pair.run + start, pair.run + stop)
         packed = self._empty(stop - start)
+        if stop - start == pair.size:
+            for box, first, last in zip(pair.boxes, (0, *pair.ends), pair.ends, strict=False):
+                packed[first:last].reshape(extent(box))[...] = source[box]
+            return packed.view(np.uint8)
         for number, at, part in pair.fragments(start, stop):
             piece = view(source, inside(pair.boxes[number], part))
             packed[at : at + piece.size].reshape(piece.shape)[...] = piece

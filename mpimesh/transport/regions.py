@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -129,10 +129,12 @@ class Regions:
         takes: What this rank gets. Boxes of different takes do not overlap.
         gives: For each rank that takes of this one, all its parts here, in the order of its
             takes and of their parts. What this rank takes of itself may be listed or not.
+        number: One that no others of this process have.
     """
 
     takes: tuple[Take, ...] = ()
     gives: tuple[Give, ...] = ()
+    number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
     _prepared: dict[Hashable, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -168,9 +170,9 @@ class Regions:
                 )
         given = None if source is None else (source.shape, source.dtype)
         taken = None if target is None else (target.shape, target.dtype)
-        self.prepared(
-            ("check", rank, size, given, taken), partial(self._check, rank, size, given, taken)
-        )
+        key = ("check", rank, size, given, taken)
+        if key not in self._prepared:
+            self._prepared[key] = self._check(rank, size, given, taken)
 
     def _check(
         self,

@@ -108,6 +108,9 @@ class RoutedCommunicator(MPICommunicator):
         if found.team is None:
             return {}
         self._several_nodes = len(found.nodes) > 1
+        if self._several_nodes:
+            node_of = {rank: node for node, ranks in enumerate(found.nodes) for rank in ranks}
+            self.nodes = tuple(node_of[rank] for rank in range(self.size))
         self.lending = found.team.lending(next(r for r in found.nodes if self.rank in r))
         self._team = found.team
         self._neighbours = next(ranks for ranks in found.nodes if self.rank in ranks)

@@ -1,7 +1,8 @@
 """Regions exchanged in memory that the ranks of a node share: each reads what it takes.
 
 A block that others take of and that does not lie in the arena is copied there first,
-as far as they take of it: one copy more, where messages have three.
+as far as they take of it: one copy more, where messages have three. So is a small one, for
+its rank need then not wait until all others have read it: that takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mpimesh.arrays.types import HostArray
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.transport.base import Request
 from mpimesh.transport.board import Entry
-from mpimesh.transport.boxes import view
+from mpimesh.transport.boxes import view, volume
 from mpimesh.transport.engine import Engine
 from mpimesh.transport.entering import NOT_READ
 from mpimesh.transport.quick import InPlaces
@@ -27,6 +28,7 @@ from mpimesh.transport.team_work import Work, do_at_once
 from mpimesh.transport.what import Operation, operation_number
 
 __all__ = [
+    "COPIED_BYTES",
     "EXCHANGE",
     "Copies",
     "Offer",
@@ -40,11 +42,17 @@ __all__ = [
 EXCHANGE = operation_number(Operation.EXCHANGE_REGIONS, np.empty(0, np.uint8))
 """Its number: the ranks' arrays differ, and a rank may have none."""
 
+_MOST = 0.6
+"""From this part of a block on it is copied as a whole."""
+
 _AT_A_TIME = 4
 """How many pieces are read before other operations have a turn."""
 
 _KEPT_BYTES = 32 << 20
 """Largest copy whose memory is kept for the next, for fresh memory costs more than the copy."""
+
+COPIED_BYTES = 1 << 20
+"""Up to this size blocks are copied though they could be read where they lie."""
 
 _SIZE_BITS = 12
 _DTYPE_BITS = _SIZE_BITS + 7
@@ -58,12 +66,14 @@ class Offer:
         source: The block.
         regions: What they take of it.
         room: Gives so many bytes of the arena; None if there are none.
+        copied_bytes: Up to this size a block is copied though it lies in the arena.
 
     Attributes:
         at: Where it begins in the arena; -1 if there is no room.
+        is_read: Whether others read the block itself, and no copy of it.
     """
 
-    __slots__ = ("_copy", "_regions", "_source", "at")
+    __slots__ = ("_copy", "_regions", "_source", "at", "is_read")
 
     def __init__(
         self,
@@ -71,16 +81,21 @@ class Offer:
         source: HostArray | None,
         regions: Regions,
         room: Callable[[int], HostArray | None],
+        *,
+        copied_bytes: int = 0,
     ) -> None:
         self._regions = regions
         self._source = self._copy = None
         self.at = NOT_READ
+        self.is_read = False
         if source is None or not source.nbytes or not regions.gives:
             return
         self.at = team.find(source)
-        if self.at < 0:
+        self.is_read = self.at >= 0
+        if self.at < 0 or source.nbytes <= copied_bytes:
             memory = room(source.nbytes)
             if memory is not None:
+                self.is_read = False
                 self.at = team.find(memory)
                 raw = raw_dtype(source.dtype)
                 self._source = source.view(raw)
@@ -91,31 +106,43 @@ class Offer:
         source, copy = self._source, self._copy
         if source is None or copy is None:
             return
-        for give in self._regions.gives:
+        gives = self._regions.gives
+        if sum(volume(give.box) for give in gives) > _MOST * source.size:
+            # In one run: of large blocks that is half the traffic, for the processor need not
+            # read what it writes over.
+            np.copyto(copy, source)
+            return
+        for give in gives:
             copy[give.box] = source[give.box]
 
 
 class Copies:
-    """Memory of the arena for copies of blocks, of which one is in use at a time.
+    """Memory of the arena for copies of blocks, which others may read for a while.
 
     Args:
         team: The ranks.
+        meets: Whether each operation ends with a meeting: then nobody reads the copy of the last.
     """
 
-    __slots__ = ("_kept", "_team")
+    __slots__ = ("_lent", "_meets", "_team")
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, *, meets: bool = False) -> None:
         self._team = team
-        self._kept: HostArray | None = None
+        self._meets = meets
+        self._lent: list[tuple[int, HostArray]] = []  # until all are through with this number
 
     def room(self, nbytes: int) -> HostArray | None:
-        """Return so many bytes; those of the last copy if they are enough."""
-        if nbytes > _KEPT_BYTES:
-            return self._team.room(nbytes)
-        if self._kept is None or self._kept.nbytes < nbytes:
-            self._kept = None
-            self._kept = self._team.room(nbytes)
-        return None if self._kept is None else self._kept[:nbytes]
+        """Return so many bytes that nobody reads, for the next operation; None for no room."""
+        board = self._team.board
+        over = [self._meets or board.are_through(number) for number, _ in self._lent]
+        free = [memory for (_, memory), one in zip(self._lent, over, strict=True) if one]
+        self._lent = [row for row, one in zip(self._lent, over, strict=True) if not one]
+        fitting = [memory for memory in free if nbytes <= memory.nbytes <= _KEPT_BYTES]
+        memory = min(fitting, key=len) if fitting else self._team.room(nbytes)
+        if memory is None:
+            return None
+        self._lent.append((board.posted + 1, memory))
+        return memory[:nbytes]
 
 
 class Reading(InPlaces):
@@ -148,6 +175,23 @@ class Reading(InPlaces):
         if self._team.board.posted < self._number:
             self._offer.fill()
         return super()._read()
+
+    def _worked(self, parts: Sequence[Work]) -> bool:
+        if not self._work(parts):
+            return False
+        self._team.board.pass_by(self._number)
+        self._team.ring()
+        return True
+
+    def _over(self) -> bool:
+        """Tell whether nobody reads this rank's block any more."""
+        if self._offer.is_read and not self._team.board.are_through(self._number):
+            self._team.look_elsewhere()
+            return False
+        self._engine.steps += 1
+        if self._refusal is not None:
+            raise self._refusal
+        return True
 
     def _work(self, parts: Sequence[Work]) -> bool:
         stop = min(self._done_parts + _AT_A_TIME, len(parts))
@@ -232,7 +276,6 @@ def reading_work(
             work.append(piece_work(op, view(targets[1], box), sources, dtype, team.scratch))
         else:
             rank, shape, there = parts[0]
-            # Which rank's it is matters to the cache only.
             work.append(
                 (
                     partial(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ def _takes(
         whole = boxes[0]
         boxes = [
             (*whole[:axis], slice(first, last), *whole[axis + 1 :])
-            for first, last in zip(cuts, cuts[1:], strict=False)
+            for first, last in pairwise(cuts)
         ]
         boxes += [tuple(slice(0, 0) for _ in shape)] * int(rng.integers(2))
     rng.shuffle(boxes)

@@ -27,7 +27,8 @@ FUNCTIONS = {
         "dot",
         "empty",
     ),
-    *("empty_like", "exp", "flatnonzero", "full", "greater_equal", "log", "maximum", "minimum"),
+    *("empty_like", "exp", "flatnonzero", "floor", "full", "greater_equal", "log", "maximum"),
+    *("minimum",),
     *("multiply", "negative", "ones", "right_shift", "sqrt", "square", "subtract", "take", "tanh"),
     *("unique", "where", "zeros", "zeros_like"),
 }
@@ -128,7 +129,10 @@ for _name in BINARY:
 
 
 class _Add:
-    """`cupy.add`, of which only the scattered form is used."""
+    """`cupy.add`, and its scattered form."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return lifted(np.add)(*args, **options)
 
     @staticmethod
     def at(target: FakeArray, place: FakeArray, value: FakeArray) -> None:
@@ -139,7 +143,7 @@ class FakeCupy(ModuleType):
     """The module, to stand in `sys.modules` as "cupy"."""
 
     ndarray = FakeArray
-    add = _Add
+    add = _Add()
 
     def __init__(self) -> None:
         super().__init__("cupy")

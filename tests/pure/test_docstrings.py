@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh import nn, schedule
+from mpimesh import layout, nn, schedule
 
 
 def run_examples(thing: Any) -> tuple[int, int, str]:
     """Run the examples of one docstring; return how many there are and failed, and the report."""
     # Names as a reader has them after `import mpimesh as mm`, and those of the class's own room.
-    names = {"mm": mm, "np": np, "nn": nn, **vars(schedule), "PipelineStage": mm.PipelineStage}
+    room = vars(layout if thing.__module__.startswith(layout.__name__) else schedule)
+    others = {"PipelineStage": mm.PipelineStage, "Mesh": mm.Mesh}
+    names = {"mm": mm, "np": np, "nn": nn, **room, **others}
     parsed = doctest.DocTestParser().get_doctest(thing.__doc__, names, thing.__name__, None, None)
     report: list[str] = []
     runner = doctest.DocTestRunner(verbose=False)
@@ -27,10 +29,18 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
     "thing",
     [
         mm.DeviceMesh.shared_empty,
+        mm.DeviceMesh.budget,
         mm.ProcessGroup.empty_once,
         mm.Microbatches,
         mm.PipelineStage,
         schedule.Costs.joined,
+        layout.AxisLayout,
+        layout.DTensorType,
+        layout.Layout,
+        layout.Layout.from_specs,
+        layout.Placement,
+        layout.Shard,
+        layout.plan_redistribution,
         nn.Add,
         nn.Concat,
         schedule.Schedule,

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpimesh import nn
+from mpimesh.arrays.counter_bits import key_of, random_words
 from mpimesh.errors import ModuleError, ShapeError
-from mpimesh.nn.counter_bits import key_of, random_words
 
 
 def materialized(p=0.5, *, seed=3, index=2):

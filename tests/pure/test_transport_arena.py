@@ -176,7 +176,7 @@ def test_memory_may_end_while_other_memory_is_taken(arena):
 
 @pytest.mark.parametrize("nbytes", [PAGES_BYTES, 8 * HUGE_PAGE_BYTES])
 def test_pages_go_back_to_the_system(nbytes):
-    arena: Any = Arena()
+    arena: Any = Arena(warm_bytes=0)
     before = stored_bytes(arena)
     part = arena.empty(nbytes)
     part[...] = 1
@@ -185,6 +185,35 @@ def test_pages_go_back_to_the_system(nbytes):
     assert stored_bytes(arena) == before
     again = arena.empty(nbytes)
     assert not again.any(), "pages that went back read as zeros"
+
+
+def test_the_next_part_of_a_size_has_the_pages_of_the_last():
+    """Up to a limit; what is kept so is neither used nor lost."""
+    arena: Any = Arena(warm_bytes=3 * PAGES_BYTES)
+    before, stored = arena.used_bytes, stored_bytes(arena)
+    parts = [arena.empty(PAGES_BYTES) for _ in range(5)]
+    for part in parts:
+        part[...] = 7
+    places = [arena.find(part) for part in parts]
+    del part
+    while parts:
+        parts.pop(0)
+    assert arena.used_bytes == before
+    assert stored_bytes(arena) == stored + 3 * PAGES_BYTES
+    again = [arena.empty(PAGES_BYTES) for _ in range(3)]
+    assert [arena.find(part) for part in again] == places[:1:-1], "the last one first"
+    assert all((part == 7).all() for part in again)
+    assert arena.used_bytes == before + 3 * PAGES_BYTES
+
+
+def test_kept_parts_make_room(monkeypatch):
+    monkeypatch.setattr("mpimesh.transport.arena._MOST_BYTES", 1 << 30)
+    arena: Any = Arena(warm_bytes=1 << 60)
+    most = arena.nbytes // 2
+    part = arena.empty(most)
+    assert part is not None
+    del part
+    assert arena.empty(most + HUGE_PAGE_BYTES) is not None
 
 
 def test_a_forked_child_gives_nothing_back_and_takes_nothing(arena):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +21,20 @@ from tests.contract.regions import DTYPES, gives_of, make, rows_to_columns
 S = slice
 
 
+def virtual() -> Any:
+    """This virtual rank's view of all ranks."""
+    return current_world().virtual
+
+
 def finish(communicator, *steps):
     """Run exchanges one after the other, as the runtime does."""
     engine = Engine()
-    requests = [engine.stage(communicator, one) for one in steps]
+    left = [engine.stage(communicator, one) for one in steps]
 
     def over():
         engine.advance()
-        return all([request.test() for request in requests])
+        left[:] = [request for request in left if not request.test()]
+        return not left
 
     assert communicator.wait(over, 30)
 
@@ -36,7 +43,7 @@ def exchange(case, max_bytes=0, times=1):
     """Run a case on virtual ranks; return their targets."""
 
     def main():
-        communicator = current_world().virtual
+        communicator = virtual()
         me = communicator.rank
         source, kept = case.sources[me].copy(), case.sources[me]
         targets = [case.before[me].copy() for _ in range(times)]
@@ -110,7 +117,7 @@ def test_packed_memory_stays_under_its_limit(monkeypatch, max_bytes, op):
     monkeypatch.setattr(region_moves.RegionMoves, "_empty", counted)
 
     def main():
-        communicator = current_world().virtual
+        communicator = virtual()
         me = communicator.rank
         regions = Regions(tuple(takes[me]), tuple(gives[me]))
         target = np.zeros(shape)
@@ -143,7 +150,7 @@ def test_boxes_that_are_one_run_are_not_copied(monkeypatch):
     gives = gives_of(takes)
 
     def main():
-        communicator = current_world().virtual
+        communicator = virtual()
         me = communicator.rank
         source, target = np.arange(12.0).reshape(shape) + 100 * me, np.zeros((3, 3))
         regions = Regions(tuple(takes[me]), tuple(gives[me]))
@@ -161,7 +168,7 @@ def test_ranks_without_arrays_take_part():
     gives = gives_of(takes)
 
     def main():
-        communicator = current_world().virtual
+        communicator = virtual()
         me = communicator.rank
         regions = Regions(tuple(takes[me]), tuple(gives[me]))
         source = np.arange(5) if me == 2 else None
@@ -174,7 +181,7 @@ def test_ranks_without_arrays_take_part():
 
 def test_a_rank_that_gives_something_else_is_named():
     def main():
-        communicator = current_world().virtual
+        communicator = virtual()
         me = communicator.rank
         box = (S(0, 4),)
         takes = (Take(box, (Part(0, (4,), box),)),) if me else ()
@@ -196,7 +203,7 @@ def test_halves_are_added_up_in_float32():
     gives = gives_of(takes)
 
     def main():
-        communicator = current_world().virtual
+        communicator = virtual()
         me = communicator.rank
         source = np.array([4096 if me == 0 else 1], np.float16)
         target = np.zeros(1, np.float16)
@@ -299,7 +306,7 @@ def test_rows_to_columns():
     plan = rows_to_columns(ranks, rows, columns)
 
     def main():
-        communicator = current_world().virtual
+        communicator = virtual()
         me = communicator.rank
         source = whole[rows * me // ranks : rows * (me + 1) // ranks].copy()
         mine = whole[:, columns * me // ranks : columns * (me + 1) // ranks]

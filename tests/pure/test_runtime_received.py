@@ -1,0 +1,94 @@
+"""By what rules is counted what a rank receives."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpimesh.runtime.received import Members, Tally, all_reduced, each, from_others, listed, parts
+
+sizes = st.integers(1, 9)
+amounts = st.integers(0, 200)
+
+
+def of_all_ranks(size, rule, amount):
+    """Bytes and messages: [receiver, bytes or messages, sender]."""
+    ranks = range(size)
+    return np.stack([from_others(rule, Members(ranks, place), amount) for place in ranks])
+
+
+@given(sizes, amounts)
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size, nbytes):
+    counts = of_all_ranks(size, all_reduced, nbytes)
+    assert counts[:, 0].sum() == 2 * (size - 1) * nbytes
+    # What one rank has from another, that one has from it: a part for its block, and its block.
+    np.testing.assert_array_equal(counts, counts.transpose(2, 1, 0))
+    full = min(size, nbytes)  # blocks that are not empty
+    assert counts[:, 1].sum() == 2 * full * (size - 1)
+    if nbytes % size == 0:
+        assert (counts[:, 0].sum(axis=1) * size == 2 * (size - 1) * nbytes).all()
+
+
+@given(sizes, st.integers(0, 200))
+def test_an_all_reduce_moves_the_blocks_that_an_array_split_has(size, nbytes):
+    blocks = [len(part) for part in np.array_split(np.arange(nbytes), size)]
+    for receiver, counts in enumerate(of_all_ranks(size, all_reduced, nbytes)):
+        for sender in set(range(size)) - {receiver}:
+            parts = [blocks[receiver], blocks[sender]]
+            assert counts[0, sender] == sum(parts)
+            assert counts[1, sender] == sum(part > 0 for part in parts)
+
+
+@given(sizes, amounts)
+def test_each_other_rank_gives_the_same(size, nbytes):
+    counts = of_all_ranks(size, each, nbytes)
+    others = 1 - np.eye(size, dtype=int)
+    np.testing.assert_array_equal(counts[:, 0], others * nbytes)
+    np.testing.assert_array_equal(counts[:, 1], others * (nbytes > 0))
+
+
+@given(st.lists(amounts, min_size=1, max_size=9))
+def test_blocks_that_are_listed(blocks):
+    size = len(blocks)
+    counts = of_all_ranks(size, listed, tuple(blocks))
+    others = 1 - np.eye(size, dtype=int)
+    np.testing.assert_array_equal(counts[:, 0], others * blocks)
+    np.testing.assert_array_equal(counts[:, 1], others * (np.array(blocks) > 0))
+
+
+@given(sizes, st.lists(st.tuples(st.integers(0, 8), amounts, st.integers(0, 3)), max_size=5))
+def test_parts_of_a_few_ranks_are_added_up(size, given_parts):
+    some = [(source % size, nbytes, messages) for source, nbytes, messages in given_parts]
+    counts = of_all_ranks(size, parts, tuple(number for part in some for number in part))
+    expected = np.zeros_like(counts)
+    for source, nbytes, messages in some:
+        expected[:, :, source] += nbytes, messages
+    expected[range(size), :, range(size)] = 0
+    np.testing.assert_array_equal(counts, expected)
+
+
+entries = st.tuples(
+    st.sampled_from(["all_reduce", "reduce"]),
+    st.sampled_from([all_reduced, each]),
+    st.integers(0, 2),
+    st.integers(0, 3000),
+)
+
+
+@given(st.lists(entries, max_size=30), st.integers(1, 60))
+def test_a_tally_adds_up_whatever_it_has_worked_out_before(added, repeats):
+    groups = [Members((4,), 0), Members((7, 3, 5), 1), Members((0, 7), 1)]
+    tally = Tally()
+    expected: dict[str, dict[int, tuple[int, int]]] = {}
+    for repeat in range(repeats):
+        for name, rule, group, nbytes in added:
+            members, amount = groups[group], nbytes + repeat  # more than a tally keeps open
+            tally.add(name, rule, members, amount)
+            counts = from_others(rule, members, amount)
+            for peer, (received, messages) in zip(members.ranks, counts.T.tolist(), strict=True):
+                if messages:
+                    had = expected.setdefault(name, {}).get(peer, (0, 0))
+                    expected[name][peer] = (had[0] + received, had[1] + messages)
+    assert tally.by_operation() == expected
+    assert tally.by_operation() == expected  # asking changes nothing
