@@ -9,8 +9,6 @@ import numpy as np
 import mpimesh as mm
 from mpimesh.layout import Partial
 
-KINDS = ["f8", "i4", "f4", "c16", "bool"]
-
 
 def values(shape, dtype="f8", seed=0):
     """Small whole numbers, for which every order of summation gives the same."""
