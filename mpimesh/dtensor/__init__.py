@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from mpimesh.dtensor import numpy_util
+from mpimesh.dtensor import (  # noqa: F401 - each enters its functions in the registry
+    numpy_util,
+    ops_argument,
+    ops_contract,
+    ops_elementwise,
+    ops_histogram,
+    ops_linalg,
+    ops_reduce,
+    ops_statistics,
+    ops_ufunc,
+)
 from mpimesh.dtensor.create import distribute, empty, from_callback, full, ones, zeros
 from mpimesh.dtensor.halo import Halo, HaloField
 from mpimesh.dtensor.local_map import BlockPlace, local_map

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import index
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -82,7 +83,7 @@ def distribute(
 
 
 def from_callback(
-    shape: Sequence[int],
+    shape: Sequence[int] | int,
     mesh: DeviceMesh,
     placements: PlacementLike,
     callback: Callable[[tuple[slice, ...]], Any],
@@ -121,11 +122,11 @@ def from_callback(
             )
         return found
 
-    return made_of_blocks(tuple(shape), mesh, layout, part, dtype)
+    return made_of_blocks(_shape(shape), mesh, layout, part, dtype)
 
 
 def full(
-    shape: Sequence[int],
+    shape: Sequence[int] | int,
     value: Any,
     mesh: DeviceMesh,
     placements: PlacementLike,
@@ -138,32 +139,33 @@ def full(
     def part(index: tuple[slice, ...]) -> HostArray:
         return np.broadcast_to(np.asarray(value, kind), [one.stop - one.start for one in index])
 
-    return with_summands(tuple(shape), mesh, Layout(mesh, placements), part, kind)
+    return with_summands(_shape(shape), mesh, Layout(mesh, placements), part, kind)
 
 
 def zeros(
-    shape: Sequence[int], mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = float
+    shape: Sequence[int] | int, mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = float
 ) -> DTensor:
     """Return an array of zeros. Local."""
     return full(shape, 0, mesh, placements, dtype=dtype)
 
 
 def ones(
-    shape: Sequence[int], mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = float
+    shape: Sequence[int] | int, mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = float
 ) -> DTensor:
     """Return an array of ones. Local."""
     return full(shape, 1, mesh, placements, dtype=dtype)
 
 
 def empty(
-    shape: Sequence[int], mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = float
+    shape: Sequence[int] | int, mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = float
 ) -> DTensor:
     """Return an array whose values are whatever its memory holds. Local."""
     layout = Layout(mesh, placements)
+    lengths = _shape(shape)
     block = None
     if _is_member(mesh):
-        block = mesh.shared_empty(layout.local_shape(tuple(shape), mesh.rank), dtype)
-    return DTensor(mesh, layout, shape, dtype, block)
+        block = mesh.shared_empty(layout.local_shape(lengths, mesh.rank), dtype)
+    return DTensor(mesh, layout, lengths, dtype, block)
 
 
 def made_of_blocks(
@@ -180,8 +182,7 @@ def made_of_blocks(
         if kind is None:
             raise LayoutError(f"rank {mesh.rank} is not in the mesh and reads nothing: give dtype=")
         return DTensor(mesh, layout, shape, kind, None)
-    index = tuple(slice(start, stop) for start, stop in layout.box(shape, mesh.rank))
-    values = part(index)
+    values = part(tuple(slice(start, stop) for start, stop in layout.box(shape, mesh.rank)))
     block = mesh.shared_empty(values.shape, values.dtype if kind is None else kind)
     block[...] = values
     return DTensor(mesh, layout, shape, block.dtype, block)
@@ -198,6 +199,11 @@ def with_summands(
     values = [Replicate() if isinstance(spec, Partial) else spec for spec in layout.placement]
     made = made_of_blocks(shape, mesh, Layout(mesh, values), part, dtype)
     return made.redistribute(layout.placement)  # of copies summands are made without any message
+
+
+def _shape(shape: Sequence[int] | int) -> Shape:
+    """Return a shape, also of one length, as NumPy takes it."""
+    return tuple(shape) if isinstance(shape, Iterable) else (index(shape),)
 
 
 def _host(x: Any) -> HostArray:

@@ -15,6 +15,7 @@ from mpimesh.dtensor.carry import start_carry
 from mpimesh.dtensor.kept import fitting_layout
 from mpimesh.dtensor.methods import Methods
 from mpimesh.dtensor.registry import StandIn, rule_of, sure_rule_of
+from mpimesh.dtensor.scalars import item_of
 from mpimesh.errors import LayoutError, RankError, ShapeError
 from mpimesh.layout import (
     Layout,
@@ -339,14 +340,42 @@ class DTensor(Methods):
     def __setitem__(self, key: Any, value: Any) -> None:
         sure_rule_of(setitem)(self, key, value)
 
+    # -- one element: collective ---------------------------------------------------------
+
+    def item(self, *index: Any) -> Any:
+        """Return the element of an array that has one, as a number of Python. Collective.
+
+        Every rank of the mesh calls it and gets the same. So do ``float(x)``, ``int(x)``,
+        ``complex(x)`` and ``bool(x)``, and with it ``if x.sum() > 0:``.
+
+        Raises:
+            ShapeError: On every rank, if there are more elements, or none.
+        """
+        return item_of(self[index] if index else self, "be a number")
+
+    def __bool__(self) -> bool:
+        return bool(item_of(self, "be true or false"))
+
+    def __float__(self) -> float:
+        return float(item_of(self, "be a number"))
+
+    def __int__(self) -> int:
+        return int(item_of(self, "be a number"))
+
+    def __complex__(self) -> complex:
+        return complex(item_of(self, "be a number"))
+
+    def __index__(self) -> int:
+        """Return the element of an integer array without axes. Collective."""
+        if self.shape or self.dtype.kind not in "iu":
+            raise TypeError(f"only an integer array without axes can be an index, not {self!r}")
+        return int(item_of(self, "be an index"))
+
     # -- what it is not ----------------------------------------------------------------
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Refuse: the whole array is on no rank, and to gather it is collective."""
         self._refuse("be made a NumPy array in passing")
-
-    def __bool__(self) -> bool:
-        self._refuse("be true or false")
 
     def __iter__(self) -> Any:
         self._refuse("be looped over")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mpimesh.errors import LayoutError
 from mpimesh.layout.axis_specs import as_specs, placement_of_specs, specs_of_placement
@@ -104,7 +105,7 @@ class Layout:
             LayoutError: If the layout does not fit `shape`.
             RankError: If `rank` is not in the mesh.
         """
-        return self.tiling(shape).box(rank)
+        return _box(self, as_shape(shape), rank)
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of the block of `rank`. Errors as of :meth:`box`."""
@@ -165,6 +166,11 @@ class Layout:
 
 def _same_ranks(one: Mesh, other: Mesh) -> bool:
     return one.dims == other.dims and one.ids == other.ids
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _box(layout: Layout, shape: tuple[int, ...], rank: int) -> Box:
+    return layout.tiling(shape).box(rank)
 
 
 def _check(mesh: Mesh, placement: Placement) -> None:

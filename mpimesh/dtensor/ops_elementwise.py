@@ -1,0 +1,308 @@
+"""NumPy's functions that work element by element and are no ufuncs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpimesh.dtensor import create
+from mpimesh.dtensor.ops_ufunc import call, plain, tried
+from mpimesh.dtensor.registry import implements
+from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
+from mpimesh.dtensor.tensor import DTensor
+from mpimesh.errors import DTypeError, on_all_ranks
+from mpimesh.layout import Replicate, Shard
+from mpimesh.layout.rules import Linear, broadcast_shape, elementwise_pattern
+
+__all__ = ["astype", "blockwise"]
+
+_ANY = ("sum", "mean", "prod", "min", "max")
+_SUMS = ("sum", "mean")
+
+
+def blockwise(
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    linear: tuple[Linear, ...] = (),
+    *,
+    shape: tuple[int, ...] | None = None,
+    outs: Sequence[DTensor | None] = (),
+) -> DTensor:
+    """Do a function that works element by element on blocks. Collective, if any is moved.
+
+    Args:
+        function: Takes blocks that broadcast, and gives one array.
+        operands: Its operands.
+        linear: Which of them may be summands.
+        shape: The result's shape; None for that to which the operands broadcast.
+        outs: Where the result is to go.
+    """
+    operands = [plain(one) for one in operands]
+    shapes = [shape_of(one) for one in operands]
+    if shape is None:
+        shape = broadcast_shape(shapes)
+    (kind,) = tried(function, operands)
+    for one in operands:
+        linear = kept_summands(one, kind, linear)
+    pattern = elementwise_pattern(shapes, shape, linear)
+    return run(lambda here: function(*here.blocks), operands, pattern, shape, [kind], outs=outs)[0]
+
+
+@implements(np.where)
+def where(condition: Any, *choices: Any) -> Any:
+    """Choose between two arrays. With a condition alone the result's shape would be its values'.
+
+    Raises:
+        DTypeError: If there are no two arrays to choose from.
+    """
+    if len(choices) != 2:
+        raise on_all_ranks(
+            DTypeError("np.where on split arrays takes a condition and two arrays to choose from")
+        )
+    return blockwise(np.where, [condition, *choices], (Linear((1, 2), _SUMS),))
+
+
+@implements(np.clip)
+def clip(
+    a: Any,
+    a_min: Any = None,
+    a_max: Any = None,
+    out: Any = None,
+    *,
+    min: Any = None,  # noqa: A002
+    max: Any = None,  # noqa: A002
+    **kwargs: Any,
+) -> Any:
+    """Limit values from below and above."""
+    low = min if a_min is None else a_min
+    high = max if a_max is None else a_max
+    if low is None and high is None:
+        return call(np.positive, (a,), out=out, **kwargs)
+    if low is None:
+        return call(np.minimum, (a, high), out=out, **kwargs)
+    if high is None:
+        return call(np.maximum, (a, low), out=out, **kwargs)
+    made = blockwise(lambda *blocks: np.clip(*blocks, **kwargs), [a, low, high])
+    return made if out is None else store(made, out)
+
+
+@implements(np.isclose)
+def isclose(
+    a: Any, b: Any, rtol: Any = 1e-05, atol: Any = 1e-08, equal_nan: bool = False
+) -> DTensor:
+    """Tell which elements are about equal."""
+
+    def close(*blocks: Any) -> Any:
+        x, y, relative, absolute = blocks
+        return np.isclose(x, y, relative, absolute, equal_nan=equal_nan)
+
+    return blockwise(close, [a, b, rtol, atol])
+
+
+@implements(np.allclose)
+def allclose(a: Any, b: Any, rtol: Any = 1e-05, atol: Any = 1e-08, equal_nan: bool = False) -> bool:
+    """Tell on every rank whether all elements are about equal. Collective."""
+    return bool(np.all(isclose(a, b, rtol, atol, equal_nan)))
+
+
+@implements(np.array_equal)
+def array_equal(a: Any, b: Any, equal_nan: bool = False) -> bool:
+    """Tell on every rank whether shapes and values are the same. Collective."""
+    a, b = plain(a), plain(b)
+    return shape_of(a) == shape_of(b) and _same(a, b, equal_nan=equal_nan)
+
+
+@implements(np.array_equiv)
+def array_equiv(a: Any, b: Any) -> bool:
+    """Tell on every rank whether values are the same once they are broadcast. Collective."""
+    a, b = plain(a), plain(b)
+    try:
+        shape = np.broadcast_shapes(shape_of(a), shape_of(b))
+    except ValueError:
+        return False
+    return shape in (shape_of(a), shape_of(b)) and _same(a, b, equal_nan=False)
+
+
+def _same(a: Any, b: Any, *, equal_nan: bool) -> bool:
+    def equal(one: Any, other: Any) -> Any:
+        found = np.equal(one, other)
+        if not equal_nan:
+            return found
+        # What is not itself is NaN.
+        return found | (np.not_equal(one, one) & np.not_equal(other, other))
+
+    return bool(np.all(blockwise(equal, [a, b])))
+
+
+@implements(np.real)
+def real(val: DTensor) -> DTensor:
+    """Return the real parts."""
+    return blockwise(np.real, [val], (Linear((0,), _SUMS),))
+
+
+@implements(np.imag)
+def imag(val: DTensor) -> DTensor:
+    """Return the imaginary parts."""
+    return blockwise(np.imag, [val], (Linear((0,), _SUMS),))
+
+
+@implements(np.angle)
+def angle(z: DTensor, deg: bool = False) -> DTensor:
+    """Return the angles of complex numbers."""
+    return blockwise(lambda block: np.angle(block, deg=deg), [z])
+
+
+@implements(np.nan_to_num)
+def nan_to_num(
+    x: DTensor,
+    copy: bool = True,
+    nan: Any = 0.0,
+    posinf: Any = None,
+    neginf: Any = None,
+) -> DTensor:
+    """Put numbers in place of NaN and infinities."""
+
+    def numbers(block: Any) -> Any:
+        return np.nan_to_num(block, nan=nan, posinf=posinf, neginf=neginf)
+
+    made = blockwise(numbers, [x])
+    return made if copy else store(made, x)
+
+
+@implements(np.round, np.around)
+def round_(a: DTensor, decimals: int = 0, out: Any = None) -> DTensor:
+    """Round to `decimals`."""
+    made = blockwise(lambda block: np.round(block, decimals), [a])
+    return made if out is None else store(made, out)
+
+
+def _one_operand(function: Callable[..., Any]) -> None:
+    @implements(function)
+    def do(x: DTensor) -> DTensor:
+        return blockwise(function, [x])
+
+
+for _function in (np.iscomplex, np.isreal, np.isposinf, np.isneginf, np.i0, np.sinc, np.fix):
+    _one_operand(_function)
+
+
+@implements(np.copy)
+def copy(a: DTensor, order: str = "K", subok: bool = False) -> DTensor:
+    """Return a tensor with a block of its own. Local."""
+    return a.copy()
+
+
+@implements(np.astype)
+def astype(x: DTensor, dtype: Any, /, *, copy: bool = True, device: Any = None) -> DTensor:
+    """Return `x` in another dtype. Summands stay summands where that loses nothing.
+
+    Raises:
+        DTypeError: If the dtype holds Python objects.
+    """
+    kind = np.dtype(dtype)
+    if kind.hasobject:
+        raise on_all_ranks(DTypeError("split arrays do not hold Python objects"))
+    if kind == x.dtype:
+        return x.copy() if copy else x
+    return blockwise(lambda block: block.astype(kind), [x], (Linear((0,), _ANY),))
+
+
+@implements(np.copyto)
+def copyto(dst: DTensor, src: Any, casting: Any = "same_kind", where: Any = True) -> None:
+    """Write `src` into `dst`, in the layout that it has.
+
+    Raises:
+        TypeError: If it may not be cast so.
+    """
+    src = plain(src)
+    masks = [] if where is True else [plain(where)]
+    shape = broadcast_shape([shape_of(src), *map(shape_of, masks)])
+    checked_out(dst, broadcast_shape([shape, shape_of(dst)]))
+    empty = np.empty(0, src.dtype) if isinstance(src, DTensor | np.ndarray) else src
+    np.copyto(np.empty(0, dst.dtype), empty, casting=casting)  # refuses what it may not cast
+    operands = [src, *masks, *([dst] if masks else [])]
+    linear = () if masks else (Linear((0,), _ANY),)
+    pattern = elementwise_pattern([shape_of(one) for one in operands], dst.shape, linear)
+
+    def work(here: Work) -> None:
+        if masks:
+            here.out[0][...] = here.blocks[2]
+        mask = here.blocks[1] if masks else True
+        np.copyto(here.out[0], here.blocks[0], casting=casting, where=mask)
+
+    made = run(work, operands, pattern, dst.shape, [dst.dtype], outs=[dst], into=True)
+    store(made[0], dst)
+
+
+@implements(np.full_like)
+def full_like(
+    a: DTensor,
+    fill_value: Any,
+    dtype: Any = None,
+    order: str = "K",
+    subok: bool = True,
+    shape: Any = None,
+    *,
+    device: Any = None,
+) -> DTensor:
+    """Return an array that lies as `a` does, with `fill_value` everywhere."""
+    made = empty_like(a, dtype, shape=shape)
+    copyto(made, fill_value, casting="unsafe")
+    return made
+
+
+@implements(np.zeros_like)
+def zeros_like(
+    a: DTensor,
+    dtype: Any = None,
+    order: str = "K",
+    subok: bool = True,
+    shape: Any = None,
+    *,
+    device: Any = None,
+) -> DTensor:
+    """Return zeros that lie as `a` does."""
+    return full_like(a, 0, dtype, shape=shape)
+
+
+@implements(np.ones_like)
+def ones_like(
+    a: DTensor,
+    dtype: Any = None,
+    order: str = "K",
+    subok: bool = True,
+    shape: Any = None,
+    *,
+    device: Any = None,
+) -> DTensor:
+    """Return ones that lie as `a` does."""
+    return full_like(a, 1, dtype, shape=shape)
+
+
+@implements(np.empty_like)
+def empty_like(
+    prototype: DTensor,
+    dtype: Any = None,
+    order: str = "K",
+    subok: bool = True,
+    shape: Any = None,
+    *,
+    device: Any = None,
+) -> DTensor:
+    """Return an array that lies as `prototype` does, whatever is in its memory.
+
+    One of another `shape` is split along the same axes, as far as it has them.
+    """
+    kind = prototype.dtype if dtype is None else np.dtype(dtype)
+    if shape is None:
+        return create.empty(prototype.shape, prototype.mesh, prototype.placement, dtype=kind)
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    specs = [
+        (Shard(spec.axis) if spec.axis < len(sizes) else Replicate())
+        if isinstance(spec, Shard)
+        else spec
+        for spec in prototype.placement
+    ]
+    return create.empty(sizes, prototype.mesh, specs, dtype=kind)

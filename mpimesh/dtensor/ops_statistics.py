@@ -1,0 +1,251 @@
+"""Variances, averages, quantiles, and reductions that pass NaN over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpimesh.dtensor.ops_reduce import axes_of, count, given, mean, reduce, reduce_blocks
+from mpimesh.dtensor.ops_ufunc import call, plain
+from mpimesh.dtensor.registry import implements, sure_rule_of
+from mpimesh.dtensor.run import Work, resolved, shape_of, store
+from mpimesh.dtensor.tensor import DTensor
+from mpimesh.errors import ShapeError, on_all_ranks
+
+
+@implements(np.var)
+def var(
+    a: DTensor,
+    axis: Any = None,
+    dtype: Any = None,
+    out: Any = None,
+    ddof: float = 0,
+    keepdims: Any = False,
+    *,
+    where: Any = True,
+    mean: Any = np._NoValue,
+    correction: Any = np._NoValue,
+) -> DTensor:
+    """Return the variance: the mean first, then the sum of squared distances from it.
+
+    Two passes, as NumPy does it and as is sound however large the mean is: Chan, Golub and LeVeque,
+    "Algorithms for computing the sample variance", The American Statistician 37 (1983). The parts
+    of a split axis differ by nothing then, for all have the mean of the whole.
+
+    Cost:
+        The mean is put together on all ranks, which moves as many bytes as it has; the result
+        waits as `Partial`.
+    """
+    keep = bool(given(keepdims) and keepdims)
+    x = resolved(a)
+    axes = axes_of(axis, x.ndim)
+    short = dtype is None and x.dtype == np.float16
+    acc = np.float32 if short else dtype
+    if acc is None and x.dtype.kind in "biu":
+        acc = np.float64
+    middle = mean if given(mean) else _mean(x, axes, acc, where)
+    kind = np.result_type(acc if acc is not None else x.dtype)
+    real = np.zeros((), kind).real.dtype
+    masks = [] if where is True or where is np._NoValue else [plain(where)]
+
+    def squares(here: Work) -> None:
+        apart: Any = np.subtract(here.blocks[0], here.blocks[1], dtype=kind, casting="unsafe")
+        if apart.dtype.kind == "c":
+            apart = apart.real**2 + apart.imag**2
+        else:
+            apart *= apart
+        mask = here.blocks[2] if masks else True
+        np.add.reduce(apart, axis=axes, keepdims=keep, where=mask, out=here.out[0])
+
+    total = reduce_blocks(squares, [x, middle, *masks], axes, "sum", real, keepdims=keep, into=True)
+    rest = correction if given(correction) else ddof
+    many = count(x, axes, keep, where)
+    many = max(many - rest, 0) if isinstance(many, int) else np.maximum(many - rest, 0)
+    made: DTensor = call(np.divide, (total, many))
+    wanted = np.dtype(np.float16) if short else real
+    if made.dtype != wanted:
+        made = call(np.positive, (made,), dtype=wanted, casting="unsafe")
+    return store(made, out) if given(out) else made
+
+
+def _mean(x: DTensor, axes: tuple[int, ...], dtype: Any, where: Any) -> DTensor:
+    return mean(x, axes, dtype, None, True, where=True if where is np._NoValue else where)
+
+
+@implements(np.std)
+def std(
+    a: DTensor, axis: Any = None, dtype: Any = None, out: Any = None, *args: Any, **kwargs: Any
+) -> DTensor:
+    """Return the standard deviation; see :func:`var`."""
+    made: DTensor = call(np.sqrt, (var(a, axis, dtype, None, *args, **kwargs),))
+    return store(made, out) if given(out) else made
+
+
+@implements(np.average)
+def average(
+    a: DTensor,
+    axis: Any = None,
+    weights: Any = None,
+    returned: bool = False,
+    *,
+    keepdims: Any = False,
+) -> Any:
+    """Return the weighted mean.
+
+    Raises:
+        ShapeError: If the weights have neither the shape of `a` nor the length of its one `axis`.
+        ZeroDivisionError: On every rank, if weights add up to nothing.
+    """
+    keep = bool(given(keepdims) and keepdims)
+    axes = axes_of(axis, len(shape_of(a)))
+    if weights is None:
+        made = mean(a, axes, keepdims=keep)
+        total: Any = count(a, axes, keep, True)
+        total = sure_rule_of(np.full_like)(made, total)
+        return (made, total) if returned else made
+    w = plain(weights)
+    if shape_of(w) != shape_of(a):
+        lengths = tuple(shape_of(a)[one] for one in axes)
+        if axis is None or shape_of(w) != lengths or len(axes) > 1:
+            raise on_all_ranks(
+                ShapeError(
+                    f"weights of shape {shape_of(w)} fit neither the shape {shape_of(a)} nor "
+                    f"one axis of it, as axis={axis}"
+                )
+            )
+        w = _along(w, axes[0], len(shape_of(a)))
+    weighted = call(np.multiply, (a, w))
+    ones = call(np.multiply, (sure_rule_of(np.ones_like)(a, dtype=w.dtype), w))
+    total = resolved(reduce(np.add, ones, axes, keepdims=keep))
+    if bool(reduce(np.logical_or, call(np.equal, (total, 0)), None)):
+        raise ZeroDivisionError("the weights of an average add up to zero")
+    made = call(np.divide, (reduce(np.add, weighted, axes, keepdims=keep), total))
+    return (made, total) if returned else made
+
+
+def _along(w: Any, axis: int, ndim: int) -> Any:
+    """Return one axis of weights as that axis of an array of `ndim` axes."""
+    shape = [1] * ndim
+    shape[axis] = w.shape[0]
+    if isinstance(w, DTensor):
+        w = w.full()
+    return w.reshape(shape)
+
+
+# -- quantiles: of axes that are brought whole --------------------------------------------
+
+
+def _quantile(function: Callable[..., Any]) -> None:
+    @implements(function)
+    def do(
+        a: DTensor,
+        q: Any,
+        axis: Any = None,
+        out: Any = None,
+        overwrite_input: bool = False,
+        method: str = "linear",
+        keepdims: bool = False,
+        *,
+        weights: Any = None,
+    ) -> DTensor:
+        levels = np.asarray(q.full() if isinstance(q, DTensor) else q)
+        if weights is not None:
+            weights = np.asarray(weights.full() if isinstance(weights, DTensor) else weights)
+        axes = axes_of(axis, a.ndim)
+        probe = np.ones((1,) * a.ndim, a.dtype)
+        kind = np.asarray(function(probe, levels, method=method)).dtype
+
+        def work(here: Work) -> Any:
+            return function(
+                here.blocks[0],
+                levels,
+                axis=axes,
+                method=method,
+                keepdims=keepdims,
+                weights=weights,
+            )
+
+        made = reduce_blocks(work, [a], axes, "", kind, keepdims=keepdims, lead=levels.shape)
+        return store(made, out) if given(out) else made
+
+
+def _median(function: Callable[..., Any]) -> None:
+    @implements(function)
+    def do(
+        a: DTensor,
+        axis: Any = None,
+        out: Any = None,
+        overwrite_input: bool = False,
+        keepdims: Any = False,
+    ) -> DTensor:
+        axes = axes_of(axis, a.ndim)
+        keep = bool(given(keepdims) and keepdims)
+        kind = np.asarray(function(np.ones(1, a.dtype))).dtype
+        made = reduce_blocks(
+            lambda here: function(here.blocks[0], axis=axes, keepdims=keep),
+            [a],
+            axes,
+            "",
+            kind,
+            keepdims=keep,
+        )
+        return store(made, out) if given(out) else made
+
+
+for _function in (np.quantile, np.percentile, np.nanquantile, np.nanpercentile):
+    _quantile(_function)
+for _middle in (np.median, np.nanmedian):
+    _median(_middle)
+
+
+# -- what passes NaN over --------------------------------------------------------------------
+
+
+def _numbers(a: DTensor, where: Any) -> Any:
+    """Return where `a` is no NaN, and where the caller says so."""
+    if a.dtype.kind not in "fc":
+        return where
+    found = call(np.equal, (a, a))
+    return found if where is True or where is np._NoValue else call(np.logical_and, (found, where))
+
+
+def _passing_over(function: Callable[..., Any], plainly: Callable[..., Any]) -> None:
+    @implements(function)
+    def do(a: DTensor, axis: Any = None, *args: Any, where: Any = True, **kwargs: Any) -> DTensor:
+        x = resolved(a)
+        found: DTensor = plainly(x, axis, *args, where=_numbers(x, where), **kwargs)
+        return found
+
+
+def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> None:
+    @implements(function)
+    def do(
+        a: DTensor,
+        axis: Any = None,
+        out: Any = None,
+        keepdims: Any = False,
+        initial: Any = np._NoValue,
+        where: Any = True,
+    ) -> DTensor:
+        x = resolved(a)
+        if x.dtype.kind != "f":
+            return reduce(ufunc, x, axis, None, out, keepdims, initial, where)
+        mask = _numbers(x, where)
+        begin = worst if initial is np._NoValue else initial
+        best = reduce(ufunc, x, axis, None, None, keepdims, begin, mask)
+        if initial is np._NoValue:
+            # Where there is nothing but NaN, that is the result.
+            some = reduce(np.logical_or, mask, axis, keepdims=keepdims)
+            best = sure_rule_of(np.where)(some, best, x.dtype.type(np.nan))
+        return store(best, out) if given(out) else best
+
+
+_passing_over(np.nansum, np.sum)
+_passing_over(np.nanprod, np.prod)
+_passing_over(np.nanmean, np.mean)
+_passing_over(np.nanvar, np.var)
+_passing_over(np.nanstd, np.std)
+_nan_best(np.nanmin, np.minimum, np.inf)
+_nan_best(np.nanmax, np.maximum, -np.inf)

@@ -1,0 +1,204 @@
+"""NumPy's ufuncs on split arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import DType, HostArray, refuse_objects
+from mpimesh.dtensor.registry import implements, sure_rule_of
+from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
+from mpimesh.dtensor.tensor import DTensor
+from mpimesh.errors import DTypeError, NoRuleError, on_all_ranks
+from mpimesh.layout.rules import (
+    Linear,
+    Pattern,
+    broadcast_shape,
+    elementwise_pattern,
+)
+
+__all__ = ["call", "plain", "tried", "ufunc_rule"]
+
+_SUMS = ("sum", "mean")
+_FIRST = (Linear((0,), _SUMS),)
+_LINEAR: dict[np.ufunc, tuple[Linear, ...]] = {
+    np.positive: (Linear((0,), ("sum", "mean", "prod", "min", "max")),),
+    np.negative: _FIRST,
+    np.conjugate: _FIRST,
+    np.add: (Linear((0, 1), _SUMS),),
+    np.subtract: (Linear((0, 1), _SUMS),),
+    np.multiply: (Linear((0,), _SUMS), Linear((1,), _SUMS), Linear((0, 1), ("prod",))),
+    np.divide: _FIRST,
+    np.minimum: (Linear((0, 1), ("min",)),),
+    np.maximum: (Linear((0, 1), ("max",)),),
+}
+"""Which operands may be summands that nobody has summed yet, and the result then is such, too."""
+
+
+@implements(np.ufunc)
+def ufunc_rule(ufunc: np.ufunc, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Do ``ufunc(*args)`` or one of its methods.
+
+    Raises:
+        NoRuleError: If there is no rule for it.
+    """
+    if method == "__call__":
+        if ufunc.signature is not None:
+            return sure_rule_of(ufunc)(*args, **kwargs)
+        return call(ufunc, args, **kwargs)
+    if method == "reduce":
+        return sure_rule_of(np.ufunc.reduce)(ufunc, *args, **kwargs)
+    if method == "outer":
+        return outer(ufunc, *args, **kwargs)
+    raise on_all_ranks(
+        NoRuleError(
+            f"np.{ufunc.__name__}.{method} has no rule for split arrays; call it on x.full(), or "
+            "on blocks"
+        )
+    )
+
+
+def call(
+    ufunc: np.ufunc,
+    args: Sequence[Any],
+    out: Any = None,
+    where: Any = True,
+    **kwargs: Any,
+) -> Any:
+    """Do a ufunc element by element; the result is placed so that the fewest bytes move.
+
+    Args:
+        ufunc: The ufunc.
+        args: Its operands, and after them, perhaps, what its results go into.
+        out: Split arrays to write the results into, in the layouts that they have.
+        where: Where to do it; elsewhere `out` stays as it is.
+        kwargs: NumPy's other options, such as `dtype` and `casting`.
+
+    Raises:
+        ShapeError: If the operands do not broadcast.
+        TypeError: If the ufunc does not have the dtypes.
+    """
+    operands = [plain(one) for one in args[: ufunc.nin]]
+    outs = list(args[ufunc.nin :]) or list(out if isinstance(out, tuple) else (out,))
+    outs += [None] * (ufunc.nout - len(outs))
+    masks = [] if where is True else [plain(where)]
+    shape = broadcast_shape([shape_of(one) for one in (*operands, *masks)])
+    given = [one for one in outs if one is not None]
+    if given:
+        # NumPy stretches operands to what the result is to go into.
+        whole = shape_of(given[0])
+        fits = len(shape) <= len(whole) and all(
+            n in (1, m) for n, m in zip(reversed(shape), reversed(whole), strict=False)
+        )
+        shape = whole if fits else shape
+        for one in given:
+            checked_out(one, shape)
+    kinds = tried(ufunc, operands, out=tuple(outs), **kwargs)
+    linear = _linear(ufunc, operands, kinds)
+    if masks:
+        linear = ()
+    return _done(ufunc, operands, masks, outs, shape, kinds, linear, kwargs)
+
+
+def _done(
+    ufunc: np.ufunc,
+    operands: list[Any],
+    masks: list[Any],
+    outs: list[Any],
+    shape: tuple[int, ...],
+    kinds: list[DType],
+    linear: tuple[Linear, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    given = [one for one in outs if one is not None]
+    kept = given if masks else []  # their values stay where the mask is false
+    everything = [*operands, *masks, *kept]
+    pattern = elementwise_pattern([shape_of(one) for one in everything], shape, linear)
+    nin, places = ufunc.nin, [number for number, one in enumerate(outs) if one is not None]
+
+    def work(here: Work) -> None:
+        options = dict(kwargs)
+        if masks:
+            options["where"] = here.blocks[nin]
+            for number, block in zip(places, here.blocks[nin + 1 :], strict=True):
+                if here.out[number] is not block:
+                    here.out[number][...] = block
+        ufunc(*here.blocks[:nin], out=here.out, **options)
+
+    results = list(run(work, everything, pattern, shape, kinds, outs=outs, into=True))
+    for number in places:
+        results[number] = store(results[number], outs[number], kwargs.get("casting", "same_kind"))
+    return results[0] if ufunc.nout == 1 else tuple(results)
+
+
+def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> DTensor:
+    """Do a ufunc on all pairs of elements, as ``np.multiply.outer`` does."""
+    a, b = plain(a), plain(b)
+    first, second = shape_of(a), shape_of(b)
+    kinds = tried(ufunc, [a, b], **kwargs)
+    letters = tuple(range(len(first) + len(second)))
+    linear = tuple(one for one in _linear(ufunc, [a, b], kinds) if len(one.operands) == 1)
+    pattern = Pattern((letters[: len(first)], letters[len(first) :]), letters, linear=linear)
+
+    def work(here: Work) -> None:
+        ufunc.outer(*here.blocks, out=here.out, **kwargs)
+
+    return run(work, [a, b], pattern, (*first, *second), kinds, into=True)[0]
+
+
+def plain(x: Any) -> Any:
+    """Return an operand as it is, but lists and the like as arrays: the same on all ranks.
+
+    Raises:
+        DTypeError: If it holds Python objects.
+    """
+    if isinstance(x, DTensor | bool | int | float | complex):
+        return x
+    made: HostArray = np.asarray(x)
+    refuse_objects(made.dtype)
+    return made if made.ndim else made[()]
+
+
+def tried(function: Callable[..., Any], operands: Sequence[Any], **kwargs: Any) -> list[DType]:
+    """Return the dtypes of what `function` gives, from a call on arrays without elements.
+
+    So what NumPy refuses is refused on all ranks, before anything moves.
+    """
+    empties = [
+        np.empty(0, one.dtype) if isinstance(one, DTensor | np.ndarray) else one for one in operands
+    ]
+    outs = kwargs.pop("out", (None,))
+    if any(one is not None for one in outs):
+        kwargs["out"] = tuple(None if one is None else np.empty(0, one.dtype) for one in outs)
+    with np.errstate(all="ignore"):
+        found = function(*empties, **kwargs)
+    rows = found if isinstance(found, tuple) else (found,)
+    kinds = [np.asarray(one).dtype for one in rows]
+    if any(kind.hasobject for kind in kinds):
+        raise on_all_ranks(DTypeError("split arrays do not hold Python objects"))
+    return kinds
+
+
+def _linear(ufunc: np.ufunc, operands: Sequence[Any], kinds: list[DType]) -> tuple[Linear, ...]:
+    linear = _LINEAR.get(ufunc, ())
+    if ufunc is np.divide and not _is_number(operands[1], nonzero=True):
+        return ()
+    if ufunc is np.multiply and any(
+        not shape_of(one) and not isinstance(one, DTensor) and not _is_number(one)
+        for one in operands
+    ):
+        return ()
+    for one in operands:
+        linear = kept_summands(one, kinds[0], linear)
+    return linear
+
+
+def _is_number(x: Any, *, nonzero: bool = False) -> bool:
+    """Tell whether `x` is a number by which summands can be multiplied or divided one by one."""
+    if isinstance(x, DTensor) or shape_of(x) or np.asarray(x).dtype.kind not in "biufc":
+        return False
+    value = complex(x)
+    return isfinite(value.real) and isfinite(value.imag) and (value != 0 or not nonzero)
