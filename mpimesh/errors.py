@@ -11,11 +11,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 __all__ = [
+    "AxisError",
     "ClosedError",
     "CollectiveTimeoutError",
     "DTypeError",
     "DeadlockError",
     "GroupError",
+    "IndexOutOfRangeError",
     "LaunchError",
     "LayoutError",
     "MeshError",
@@ -106,6 +108,14 @@ class RankError(MpimeshError, ValueError):
 
 class ShapeError(MpimeshError, ValueError):
     """An array has a shape, size or memory layout that the operation refuses."""
+
+
+class AxisError(ShapeError, IndexError):
+    """An axis that an array does not have; NumPy's is a ValueError and an IndexError, too."""
+
+
+class IndexOutOfRangeError(MpimeshError, IndexError):
+    """An index that an array does not have, or that is none."""
 
 
 class DTypeError(MpimeshError, TypeError):

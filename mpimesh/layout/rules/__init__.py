@@ -1,0 +1,1 @@
+"""Rules of operations on split arrays: pure functions of shapes and placements."""
