@@ -20,7 +20,7 @@ from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.layout.cuts import even_sizes
 from mpimesh.layout.rules.rows import row_dim, rows_placement
 
-__all__ = ["masked"]
+__all__ = ["masked", "of_rows"]
 
 
 def masked(x: DTensor, mask: DTensor) -> DTensor:
@@ -45,7 +45,7 @@ def masked(x: DTensor, mask: DTensor) -> DTensor:
     found = _member(x).local[mask.local]
     rest = x.shape[mask.ndim :]
     places = {axis: axis - mask.ndim + 1 for axis in range(mask.ndim, x.ndim)}
-    return _of_rows(x, found, rest, {0: 0, **places})
+    return of_rows(x, found, rest, {0: 0, **places})
 
 
 def _member(x: DTensor) -> DTensor:
@@ -56,7 +56,7 @@ def _member(x: DTensor) -> DTensor:
     return x
 
 
-def _of_rows(
+def of_rows(
     x: DTensor, block: HostArray, rest: tuple[int, ...], places: dict[int, int]
 ) -> DTensor:
     """Make the array whose first axis has as many elements as the ranks have found. Collective."""
@@ -84,7 +84,7 @@ def argwhere(a: Any) -> DTensor:
     x = _member(moved_to(x, rows_placement(x.placement, x.shape, x.ndim)))
     block = np.argwhere(x.local)
     block += np.array(x.global_offset, block.dtype)
-    return _of_rows(x, block, (x.ndim,), {0: 0})
+    return of_rows(x, block, (x.ndim,), {0: 0})
 
 
 @implements(np.nonzero)

@@ -140,7 +140,7 @@ def _scatter(x: DTensor, read: Key, values: HostArray) -> None:
 
 
 def _put_split(x: DTensor, read: Key, value: DTensor) -> None:
-    _broadcast(np.broadcast_to(np.zeros(1, bool), value.shape), read)
+    _broadcast(np.broadcast_to(np.zeros((), bool), value.shape), read)
     ndim = len(read.shape)
     part = value
     if part.ndim > ndim:
