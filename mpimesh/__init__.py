@@ -9,6 +9,7 @@ from mpimesh.arrays import ReduceOp
 from mpimesh.dtensor import (
     DTensor,
     allow_gather,
+    default_layout,
     distribute,
     empty,
     from_callback,
@@ -86,6 +87,7 @@ __all__ = [
     "clip_grad_norm",
     "create_distributed_mesh",
     "create_mesh",
+    "default_layout",
     "device_mesh",
     "distribute",
     "empty",

@@ -8,11 +8,9 @@ import numpy as np
 
 from mpimesh.dtensor.arguments import axes_of
 from mpimesh.dtensor.registry import implements
-from mpimesh.dtensor.shape_join import converted
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import DTypeError
 
-__all__ = ["astype", "result_type"]
+__all__ = ["result_type"]
 
 
 @implements(np.shape)
@@ -57,24 +55,3 @@ def iscomplexobj(x: Any) -> bool:
 def isrealobj(x: Any) -> bool:
     """Tell whether elements are no complex numbers."""
     return not iscomplexobj(x)
-
-
-@implements(np.copy)
-def copy(a: Any, order: str = "K", subok: bool = False) -> DTensor:
-    """Return the array with a block of its own."""
-    found: DTensor = a.copy()
-    return found
-
-
-@implements(np.astype)
-def astype(
-    x: Any, dtype: Any, /, *, casting: Any = "unsafe", copy: bool = True, device: Any = None
-) -> DTensor:
-    """Return the array with elements of another dtype; sums that are waited for are worked out."""
-    kind = np.dtype(dtype)
-    if not np.can_cast(x.dtype, kind, casting):
-        raise DTypeError(f"{x.dtype} cannot be cast to {kind} with casting={casting!r}")
-    if kind == x.dtype:
-        same: DTensor = x.copy() if copy else x
-        return same
-    return converted(x, kind)

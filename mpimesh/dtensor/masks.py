@@ -56,9 +56,7 @@ def _member(x: DTensor) -> DTensor:
     return x
 
 
-def of_rows(
-    x: DTensor, block: HostArray, rest: tuple[int, ...], places: dict[int, int]
-) -> DTensor:
+def of_rows(x: DTensor, block: HostArray, rest: tuple[int, ...], places: dict[int, int]) -> DTensor:
     """Make the array whose first axis has as many elements as the ranks have found. Collective."""
     dim = row_dim(x.placement)
     specs = [

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpimesh.errors import ShapeError
+from mpimesh.errors import DTypeError, ShapeError, UnknownNameError
+from mpimesh.layout import Replicate
 
 if TYPE_CHECKING:
     from mpimesh.dtensor.tensor import DTensor
@@ -26,16 +27,6 @@ class Methods(NDArrayOperatorsMixin):
     if TYPE_CHECKING:
         dtype: np.dtype[Any]
         shape: tuple[int, ...]
-        layout: Any
-        mesh: Any
-
-        @property
-        def local(self) -> Any: ...
-        @property
-        def ndim(self) -> int: ...
-        @property
-        def is_member(self) -> bool: ...
-        def copy(self) -> DTensor: ...
 
     # -- reductions --------------------------------------------------------------------
 
@@ -127,8 +118,9 @@ class Methods(NDArrayOperatorsMixin):
 
     def nonzero(self) -> tuple[DTensor, ...]:
         """See :func:`numpy.nonzero`."""
-        found: tuple[DTensor, ...] = np.nonzero(self)  # type: ignore[call-overload]
-        return found
+        me: Any = self
+        found: Any = np.nonzero(me)
+        return tuple(found)
 
     # -- shapes ------------------------------------------------------------------------
 
@@ -143,8 +135,10 @@ class Methods(NDArrayOperatorsMixin):
 
     def flatten(self, order: str = "C") -> DTensor:
         """Return all elements along one axis, as a new array."""
-        found = self.ravel(order)
-        return found.copy() if found.is_member and _shares(found, self) else found
+        found, me = self.ravel(order), _call(lambda: self)
+        if me.is_member and np.shares_memory(found.local, me.local):
+            return found.copy()
+        return found
 
     def transpose(self, *axes: Any) -> DTensor:
         """See :func:`numpy.transpose`; the axes may be several arguments."""
@@ -161,14 +155,51 @@ class Methods(NDArrayOperatorsMixin):
         return _call(np.squeeze, self, axis)
 
     @property
-    def T(self) -> DTensor:  # noqa: N802
+    def T(self) -> DTensor:
         """The array with its axes reversed. Local."""
         return _call(np.transpose, self)
 
     @property
-    def mT(self) -> DTensor:  # noqa: N802
+    def mT(self) -> DTensor:
         """The array with its last two axes swapped. Local."""
         return _call(np.matrix_transpose, self)
+
+    # -- the Python array API standard ------------------------------------------------------
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        """Return the namespace of the Python array API standard for split arrays.
+
+        Raises:
+            UnknownNameError: If it is asked for in a version that it does not follow.
+        """
+        from mpimesh.dtensor import array_api
+
+        if api_version not in (None, "2021.12", "2022.12", "2023.12"):
+            raise UnknownNameError(
+                f"the array namespace follows the standard up to 2023.12, got {api_version!r}"
+            )
+        return array_api
+
+    @property
+    def device(self) -> Any:
+        """The mesh, which is what the standard's devices are here."""
+        me: Any = self
+        return me.mesh
+
+    def to_device(self, device: Any, /, *, stream: Any = None) -> DTensor:
+        """Return the array on another mesh; see :meth:`redistribute`.
+
+        In the same placements if the meshes have the same dims, else replicated. Collective.
+        """
+        if stream is not None:
+            raise DTypeError(f"arrays on meshes have no streams, got {stream!r}")
+        me: Any = self
+        if device is me.mesh:
+            return _call(lambda: me)
+        if getattr(device, "dims_text", None) == me.mesh.dims_text:
+            return _call(me.redistribute, mesh=device)
+        specs = [Replicate()] * int(getattr(device, "ndim", 0))
+        return _call(me.redistribute, specs, mesh=device)
 
     # -- element by element ------------------------------------------------------------
 
@@ -204,7 +235,15 @@ class Methods(NDArrayOperatorsMixin):
         Raises:
             DTypeError: If `casting` does not allow it.
         """
-        return _call(np.astype, self, dtype, casting=casting, copy=copy)
+        from mpimesh.dtensor.shape_join import converted
+
+        kind = np.dtype(dtype)
+        if not np.can_cast(self.dtype, kind, casting):
+            raise DTypeError(f"{self.dtype} cannot be cast to {kind} with casting={casting!r}")
+        me: Any = self
+        if kind == self.dtype:
+            return _call(me.copy) if copy else _call(lambda: me)
+        return converted(me, kind)
 
     def fill(self, value: Any) -> None:
         """Write one value everywhere, in place. Local."""
@@ -234,10 +273,6 @@ class Methods(NDArrayOperatorsMixin):
 def _call(function: Any, *args: Any, **options: Any) -> DTensor:
     found: DTensor = function(*args, **options)
     return found
-
-
-def _shares(x: DTensor, other: Methods) -> bool:
-    return np.shares_memory(x.local, other.local)
 
 
 def _part(x: Methods, function: Any) -> DTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["pick", "pick_along"]
 
 
-def pick_along(x: DTensor, picks: dict[int, Picks], *, name: str = "pick") -> DTensor:
+def pick_along(x: DTensor, picks: Mapping[int, Picks], *, name: str = "pick") -> DTensor:
     """Return the picked elements along some axes, and all of the others. See :func:`pick`."""
     every = tuple(picks.get(axis, range(length)) for axis, length in enumerate(x.shape))
     return pick(x, every, name=name)
@@ -99,16 +99,14 @@ def _counts(source: Tiling, target: Tiling, picks: Sequence[Picks]) -> Integers:
 def _keys(
     source: Tiling, target: Tiling, picks: Sequence[Picks], giver: int, taker: int
 ) -> tuple[Any, Any, list[int]]:
-    """Return where elements go in the block of `taker`, where they lie in that of `giver`, how many.
+    """Return where elements go in the block of `taker`, and where they are in that of `giver`.
 
     Shapes:
         result: two keys for NumPy, and the extent of what they select.
     """
     ranks = places_of(source.mesh).ranks
     into, where, extent = [], [], []
-    boxes = zip(
-        target.box(int(ranks[taker])), source.box(int(ranks[giver])), picks, strict=True
-    )
+    boxes = zip(target.box(int(ranks[taker])), source.box(int(ranks[giver])), picks, strict=True)
     for (start, stop), (low, high), one in boxes:
         new, old, count = met(one, start, stop, low, high)
         into.append(new)
@@ -130,4 +128,3 @@ def _indices(key: slice | HostArray) -> HostArray:
         return key
     stop = -1 if key.stop is None else key.stop
     return np.arange(key.start, stop, key.step)
-

@@ -13,9 +13,8 @@ from mpimesh.layout.cuts import even_sizes
 from mpimesh.layout.places import places_of
 
 if TYPE_CHECKING:
+    from mpimesh.arrays import HostArray
     from mpimesh.layout.tiling import Integers
-
-    import numpy.typing as npt
 
 __all__ = ["pick_pairs"]
 
@@ -68,9 +67,9 @@ def pick_pairs(x: DTensor, rows: list[Integers], *, name: str = "pick") -> DTens
         found: Integers = np.flatnonzero(owners[start:stop] == homes[giver]) + start
         return found
 
-    def values(where: Integers) -> npt.NDArray[np.generic]:
+    def values(where: Integers) -> HostArray:
         key = tuple(row[where] - low for row, (low, _) in zip(rows, box[:count], strict=True))
-        found: npt.NDArray[np.generic] = x.local[key]
+        found: HostArray = x.local[key]
         return found
 
     pieces = {

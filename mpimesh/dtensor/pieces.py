@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +68,7 @@ def exchange_pieces(
 
     def steps() -> Steps:
         started = group.communicator.exchange_regions(packed, target, regions)
-        if hasattr(started, "send"):
+        if isinstance(started, Generator):
             yield from started
         else:
             yield started

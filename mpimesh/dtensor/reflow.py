@@ -121,9 +121,9 @@ class _Units:
         for place in places:
             key = 0
             leaves = self._leaves(int(ranks[place]))
-            for leaf, bounds in zip(leaves, self.bounds, strict=True):
-                key = key * (len(bounds) - 1) + leaf
-            first, last = np.searchsorted(ordered, [key, key + 1])
+            for own, bounds in zip(leaves, self.bounds, strict=True):
+                key = key * (len(bounds) - 1) + own
+            first, last = np.searchsorted(ordered, [key, key + 1]).tolist()
             if first < last:
                 found[place] = order[first:last]
         return found

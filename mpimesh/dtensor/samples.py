@@ -84,9 +84,7 @@ def _exchanged(
     return merged[0], merged[1]
 
 
-def _cuts(
-    row: DTensor, dim: int, values: HostArray, before: HostArray, parts: int
-) -> list[int]:
+def _cuts(row: DTensor, dim: int, values: HostArray, before: HostArray, parts: int) -> list[int]:
     """Return where this rank's sorted block is cut, one part for each rank. Collective."""
     bounds = row.layout.tiling(row.shape).bounds[0]
     taken = [min(parts, int(n)) for n in np.diff(bounds)]
@@ -101,11 +99,12 @@ def _cuts(
     )
     # Samples stand in the order of ranks, and so equal ones in the order of their places.
     order = np.argsort(samples, kind="stable")
-    edges = order[[len(order) * part // parts for part in range(1, parts)]] if len(order) else []
+    if not len(order):
+        return [0] * (parts - 1)
     cuts = []
-    for edge in edges:
+    for edge in order[[len(order) * part // parts for part in range(1, parts)]].tolist():
         value = samples[edge : edge + 1]
         low = int(np.searchsorted(values, value, "left")[0])
         high = int(np.searchsorted(values, value, "right")[0])
         cuts.append(low + int(np.searchsorted(before[low:high], homes[edge])))
-    return cuts or [len(values)] * (parts - 1)
+    return cuts

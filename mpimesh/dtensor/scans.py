@@ -62,9 +62,7 @@ def _of_blocks_before(
     tiling = x.layout.tiling(x.shape)
     parts = len(tiling.bounds[axis]) - 1
     # One element of each block, in an array that is split as x is.
-    specs = [
-        Shard(axis) if isinstance(s, Shard) and s.axis == axis else s for s in x.placement
-    ]
+    specs = [Shard(axis) if isinstance(s, Shard) and s.axis == axis else s for s in x.placement]
     shape = _with(x.shape, axis, parts)
     kind = np.dtype(float) if total is None else total.dtype
     totals = DTensor(x.mesh, Layout(x.mesh, Placement(specs)), shape, kind, total)

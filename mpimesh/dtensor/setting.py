@@ -151,7 +151,7 @@ def _put_split(x: DTensor, read: Key, value: DTensor) -> None:
     picks: list[Picks] = list(read.picks)
     turned: dict[int, Picks] = {}
     for axis, pick in enumerate(read.picks):
-        if pick.step < 0:
+        if pick.step < 0:  # forward, and the value turned
             picks[axis] = pick[::-1]
             if part.shape[axis] > 1:
                 turned[axis] = range(part.shape[axis] - 1, -1, -1)
@@ -160,14 +160,12 @@ def _put_split(x: DTensor, read: Key, value: DTensor) -> None:
     part = moved_to(part, _beside(x, part, picks))
     if not x.is_member:
         return
-    own = [slice(0, 0)] * x.ndim
-    where: list[Any] = list(own)
+    own: list[Any] = [None] * x.ndim
+    where: list[Any] = [None] * x.ndim
     values = part.local
     offset = part.global_offset
-    for axis, ((start, stop), pick) in enumerate(
-        zip(x.layout.box(x.shape, x.mesh.rank), picks, strict=True)
-    ):
-        at, inside, count = met(pick, 0, len(pick), start, stop)
+    for axis, (start, stop) in enumerate(x.layout.box(x.shape, x.mesh.rank)):
+        at, inside, count = met(picks[axis], 0, len(picks[axis]), start, stop)
         where[axis] = inside
         first = at.start - offset[axis] if isinstance(at, slice) and count else 0
         own[axis] = slice(0, 1) if part.shape[axis] == 1 else slice(first, first + count)

@@ -15,7 +15,7 @@ from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import atleast_1d, atleast_2d, atleast_3d, expand_dims, squeeze
 from mpimesh.dtensor.shape_reshape import ravel
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import ShapeError
+from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.layout import Partial, Replicate, cheapest
 from mpimesh.layout.rules.axes import unsplit
 from mpimesh.layout.rules.join import join_rules
@@ -80,7 +80,7 @@ def concatenate(
     kind = np.result_type(*[one.dtype for one in tensors]) if dtype is None else np.dtype(dtype)
     wrong = [one.dtype for one in tensors if not np.can_cast(one.dtype, kind, casting)]
     if wrong:
-        raise ShapeError(f"arrays of {wrong[0]} cannot be joined as {kind} with casting={casting!r}")
+        raise DTypeError(f"arrays of {wrong[0]} are not joined as {kind} with casting={casting!r}")
     tensors = [converted(one, kind) for one in tensors]
     mesh = tensors[0].layout.mesh
     operands = [operand_of(one) for one in tensors]
@@ -208,4 +208,3 @@ def unstack(x: Any, /, *, axis: Any = 0) -> tuple[DTensor, ...]:
     ready = moved_to(x, unsplit(x.placement, {which}))
     parts = _cut(ready, range(1, x.shape[which]), which) if x.shape[which] else []
     return tuple(squeeze(part, which) for part in parts)
-

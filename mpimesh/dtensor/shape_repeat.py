@@ -41,7 +41,7 @@ def fliplr(m: Any) -> DTensor:
 
 
 @implements(np.rot90)
-def rot90(m: Any, k: int = 1, axes: Any = (0, 1)) -> DTensor:
+def rot90(m: DTensor, k: int = 1, axes: Any = (0, 1)) -> DTensor:
     """Turn by `k` quarters in the plane of two axes."""
     first, second = axes_of(axes, m.ndim, "axes")
     quarters = k % 4
@@ -95,9 +95,7 @@ def tile(A: Any, reps: Any) -> DTensor:
         raise ShapeError(f"np.tile takes counts from 0 on, got {times}")
     x = expand_dims(A, tuple(range(len(times) - A.ndim))) if len(times) > A.ndim else A
     times = (1,) * (x.ndim - len(times)) + times
-    picks = {
-        axis: np.tile(np.arange(x.shape[axis]), n) for axis, n in enumerate(times) if n != 1
-    }
+    picks = {axis: np.tile(np.arange(x.shape[axis]), n) for axis, n in enumerate(times) if n != 1}
     return pick_along(x, picks, name="tile")
 
 
@@ -163,7 +161,7 @@ def _pairs_of(value: Any, ndim: int, what: str) -> list[tuple[Any, Any]]:
     try:
         rows = np.broadcast_to(np.asarray(value), (ndim, 2)).tolist()
     except ValueError:
-        raise ShapeError(f"{what} must be one pair for each of {ndim} axes, got {value!r}") from None
+        raise ShapeError(f"{what} is a pair for each of {ndim} axes, got {value!r}") from None
     return [(first, last) for first, last in rows]
 
 

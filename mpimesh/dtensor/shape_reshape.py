@@ -33,7 +33,7 @@ def shape_tuple(shape: Any) -> tuple[int, ...]:
 
 
 @implements(np.reshape)
-def reshape(a: Any, /, shape: Any, order: str = "C", *, copy: bool | None = None) -> DTensor:
+def reshape(a: DTensor, /, shape: Any, order: str = "C", *, copy: bool | None = None) -> DTensor:
     """Return the elements in another shape. Collective, if any have to move.
 
     The splits of :func:`~mpimesh.layout.rules.reshape.reshaped_placement` stay, and so do sums

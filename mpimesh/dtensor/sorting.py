@@ -114,7 +114,7 @@ def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
     shape = [max(n, m) if 1 in (n, m) else n for n, m in zip(x.shape, rows.shape, strict=True)]
     shape[which] = rows.shape[which]
     others = [one for one in range(x.ndim) if one != which]
-    if any(n not in (1, s) for y in (x, rows) for one in others for n, s in [(y.shape[one], shape[one])]):
+    if any(y.shape[one] not in (1, shape[one]) for y in (x, rows) for one in others):
         raise ShapeError(f"indices of shape {rows.shape} do not fit an array of shape {x.shape}")
     base = rows if rows.size > x.size else x
     target = lines_placement(x.layout.mesh, base.placement, tuple(shape), which)

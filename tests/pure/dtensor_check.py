@@ -53,7 +53,9 @@ def layouts(draw, shape, size, partial=True):
     if kind[0] != "u":
         return kind
     axis = int(kind[1:])
-    edges = sorted(draw(st.lists(st.integers(0, shape[axis]), min_size=size - 1, max_size=size - 1)))
+    edges = sorted(
+        draw(st.lists(st.integers(0, shape[axis]), min_size=size - 1, max_size=size - 1))
+    )
     sizes = np.diff([0, *edges, shape[axis]])
     return f"S{axis}({','.join(map(str, sizes))})"
 
@@ -76,8 +78,7 @@ def same(found, expected, note=""):
 def agree(dims, cases):
     """Run cases on virtual ranks.
 
-    Each case is a function, its arrays, their placements, and whether its result is in another
-    place: ``(function, arrays, placements)``.
+    Each case is ``(function, arrays, placements)``.
     """
 
     def main():
@@ -98,10 +99,9 @@ def agree(dims, cases):
 
 def raises_alike(dims, error, cases):
     """See that each case raises on every rank, and that the ranks are still in step."""
-    agree_dims = dims
 
     def main():
-        with mm.DeviceMesh(agree_dims) as mesh:
+        with mm.DeviceMesh(dims) as mesh:
             for number, (function, array, placement) in enumerate(cases):
                 x = split(array, mesh, placement)
                 try:

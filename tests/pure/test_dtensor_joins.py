@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from mpimesh.errors import AxisError, ShapeError
 from tests.pure.dtensor_check import SIZES, agree, layouts, numbers, placements_of, raises_alike
 
-JOINS = [
+JOINS: list[Any] = [
     *(lambda *xs, axis=axis: np.concatenate(xs, axis) for axis in (0, 1, -1, None)),
     *(lambda *xs, axis=axis: np.stack(xs, axis) for axis in (0, 1, -1)),
     lambda *xs: np.vstack(xs),
@@ -19,7 +21,7 @@ JOINS = [
     lambda *xs: np.column_stack(xs),
     lambda x, y: np.append(x, y),
 ]
-PICKS = [
+PICKS: list[Any] = [
     np.flip,
     lambda x: np.flip(x, 0),
     np.fliplr,
@@ -82,7 +84,7 @@ def test_picks(size):
 def test_on_two_dims():
     x, y = numbers((5, 4)), numbers((5, 4), seed=1)
     places = placements_of(2, 2)
-    cases = [
+    cases: list[Any] = [
         (f, [x], [p]) for n, f in enumerate(PICKS) for p in [*places[n % 5 :: 5], "S0, S0"]
     ]
     cases += [(f, [x, y], [places[n], places[-n]]) for n, f in enumerate(JOINS)]
@@ -93,10 +95,13 @@ def test_on_two_dims():
 @given(st.data())
 def test_joins_of_any_lengths(data):
     size = data.draw(st.integers(1, 4))
-    cases = []
+    cases: list[Any] = []
     for _ in range(4):
         lengths = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=4))
-        arrays = [numbers((n, 2), dtype) for n, dtype in zip(lengths, [int, float, "i2", "c8"])]
+        arrays = [
+            numbers((n, 2), dtype)
+            for n, dtype in zip(lengths, ["i8", "f8", "i2", "c8"], strict=False)
+        ]
         places = [data.draw(layouts(x.shape, size)) for x in arrays]
         cases.append((lambda *xs: np.concatenate(xs), arrays, places))
     agree(f"a={size}", cases)
@@ -109,7 +114,7 @@ def test_plain_arrays_are_joined_with_split_ones():
 
 def test_wrong_arguments():
     x = numbers((4, 3))
-    cases = [
+    cases: list[Any] = [
         (lambda x: np.concatenate([x, x[:, :2]]), x, "S0"),
         (lambda x: np.stack([x, x[:2]]), x, "S0"),
         (lambda x: np.split(x, 3), x, "S0"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from tests.pure.dtensor_check import (
     raises_alike,
 )
 
-AXES = [
+AXES: list[Any] = [
     np.transpose,
     lambda x: np.transpose(x, (1, 2, 0)),
     lambda x: np.transpose(x, (-1, 0, 1)),
@@ -45,7 +47,7 @@ def test_axes(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_reshape(size):
     x = numbers((2, 3, 4))
-    cases = [
+    cases: list[Any] = [
         (lambda x, new=new, order=order: np.reshape(x, new, order=order), [x], [p])
         for new in RESHAPES
         for p in placements_of(3)
@@ -57,9 +59,11 @@ def test_reshape(size):
 def test_on_two_dims():
     x = numbers((4, 6, 2))
     places = placements_of(3, 2)
-    cases = [(lambda x: np.transpose(x, (2, 0, 1)), [x], [p]) for p in places]
+    cases: list[Any] = [(lambda x: np.transpose(x, (2, 0, 1)), [x], [p]) for p in places]
     for number, new in enumerate([(24, 2), (4, 12), (2, 2, 12), (48,), (8, 6)]):
-        cases += [(lambda x, new=new: np.reshape(x, new), [x], [p]) for p in places[number % 2 :: 2]]
+        cases += [
+            (lambda x, new=new: np.reshape(x, new), [x], [p]) for p in places[number % 2 :: 2]
+        ]
     agree("a=2,b=2", cases)
 
 
@@ -71,7 +75,7 @@ def reshapes(draw, size):
     for _ in range(2):
         order = draw(st.permutations(factors))
         cuts = draw(st.lists(st.booleans(), min_size=len(order), max_size=len(order)))
-        shape = []
+        shape: list[int] = []
         for factor, cut in zip(order, cuts, strict=True):
             if cut or not shape:
                 shape.append(factor)
@@ -89,7 +93,7 @@ def rows_of(size):
 @given(st.integers(1, 4).flatmap(lambda size: st.tuples(st.just(size), rows_of(size))))
 def test_any_reshape(drawn):
     size, rows = drawn
-    cases = [
+    cases: list[Any] = [
         (lambda x, new=new: np.reshape(x, new), [numbers(old)], [place])
         for (old, new), place in rows
     ]
@@ -98,7 +102,7 @@ def test_any_reshape(drawn):
 
 def test_wrong_arguments():
     x = numbers((4, 3))
-    cases = [
+    cases: list[Any] = [
         (lambda x: np.transpose(x, (0, 2)), x, "S0"),
         (lambda x: np.transpose(x, (0, 0)), x, "S0"),
         (lambda x: np.swapaxes(x, 0, 2), x, "S1"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,9 +11,18 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import AxisError, NoRuleError, ShapeError
-from tests.pure.dtensor_check import SIZES, agree, layouts, numbers, placements_of, raises_alike, same, split
+from tests.pure.dtensor_check import (
+    SIZES,
+    agree,
+    layouts,
+    numbers,
+    placements_of,
+    raises_alike,
+    same,
+    split,
+)
 
-SCANS = [
+SCANS: list[Any] = [
     np.cumsum,
     np.cumprod,
     *(lambda x, axis=axis: np.cumsum(x, axis) for axis in (0, 1, -1)),
@@ -25,7 +36,7 @@ SCANS = [
     lambda x: np.diff(x, 2),
     lambda x: np.diff(x, 9, axis=0),
 ]
-SORTS = [
+SORTS: list[Any] = [
     np.sort,
     lambda x: np.sort(x, 0),
     lambda x: np.sort(x, None),
@@ -46,7 +57,9 @@ def test_scans_and_sorts(dims):
     x = numbers((5, 4))
     two = placements_of(2, dims.count("="))
     step = 5 if "," in dims else 2
-    cases = [(f, [x], [p]) for n, f in enumerate(SCANS + SORTS) for p in two[n % step :: step]]
+    cases: list[Any] = [
+        (f, [x], [p]) for n, f in enumerate(SCANS + SORTS) for p in two[n % step :: step]
+    ]
     row = numbers((13,))
     for p in placements_of(1, dims.count("=")):
         cases += [(f, [row], [p]) for f in (np.sort, np.cumsum, np.diff, np.unique)]
@@ -54,6 +67,7 @@ def test_scans_and_sorts(dims):
     agree(dims, cases)
 
 
+FLOAT_SCANS: list[Any] = [np.nancumsum, np.cumsum, np.nancumprod]
 DTYPES = [int, bool, float, "f4", complex, "U3", "u1", "M8[s]"]
 
 
@@ -61,7 +75,7 @@ DTYPES = [int, bool, float, "f4", complex, "U3", "u1", "M8[s]"]
 @given(st.data())
 def test_rows_of_any_dtype(data):
     size = data.draw(st.integers(1, 4))
-    cases = []
+    cases: list[Any] = []
     for dtype in data.draw(st.lists(st.sampled_from(DTYPES), min_size=3, max_size=3)):
         n = data.draw(st.integers(0, 30))
         row = data.draw(st.lists(st.integers(0, 6), min_size=n, max_size=n))
@@ -78,7 +92,8 @@ def test_blocks_keep_their_lengths():
     def main():
         with mm.DeviceMesh("a=3") as mesh:
             x = split(numbers((11,)), mesh, "S0(2,8,1)")
-            assert np.sort(x).layout == x.layout
+            found: Any = np.sort(x)
+            assert found.layout == x.layout
             x.sort()
             same(x, np.sort(numbers((11,))))
 
@@ -92,7 +107,7 @@ def test_running_sums_of_floats(size):
             whole = np.random.default_rng(1).normal(size=(50, 2))
             whole[7] = np.nan
             x = split(whole, mesh, "S0")
-            for f in (np.nancumsum, np.cumsum, np.nancumprod):
+            for f in FLOAT_SCANS:
                 np.testing.assert_allclose(f(x, 0).full(), f(whole, 0), rtol=1e-12, atol=1e-13)
 
     mm.run_virtual(size, main)

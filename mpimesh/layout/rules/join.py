@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from mpimesh.layout.cuts import Cut, axis_bounds
 from mpimesh.layout.placement import Placement
@@ -62,11 +63,6 @@ def overlaps(lengths: Sequence[int], parts: int) -> list[tuple[int, ...]]:
     rows, start = [], 0
     for length in lengths:
         stop = start + length
-        rows.append(
-            tuple(
-                max(0, min(b, stop) - max(a, start))
-                for a, b in zip(bounds[:-1], bounds[1:], strict=True)
-            )
-        )
+        rows.append(tuple(max(0, min(b, stop) - max(a, start)) for a, b in pairwise(bounds)))
         start = stop
     return rows

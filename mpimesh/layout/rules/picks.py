@@ -7,6 +7,7 @@ axis, which index of the old axis each index of the new one has: its *picks*. A 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -115,7 +116,7 @@ def _is_whole(picks: Picks, length: int) -> bool:
 
 def _pairs(bounds: Integers) -> list[tuple[int, int]]:
     row = bounds.tolist()
-    return list(zip(row[:-1], row[1:], strict=True))
+    return list(pairwise(row))
 
 
 def _slice_of(start: int, count: int, step: int) -> slice:

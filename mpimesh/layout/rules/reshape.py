@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
 from mpimesh.errors import LayoutError, ShapeError
@@ -136,7 +137,7 @@ def _keep(
         inner = prod(new[a] for a in group.new[1:])
         if len(sharers) == 1 and all(edge % inner == 0 for edge in edges):
             ends = [edge // inner for edge in edges]
-            sizes = [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
+            sizes = [b - a for a, b in pairwise(ends)]
             plain = Layout(mesh, Placement(target)).tiling(new).bounds[group.new[0]].tolist()
             target[dims[0]] = Shard(group.new[0], sizes=None if plain == ends else sizes)
         return
