@@ -105,7 +105,8 @@ def arange(
 ) -> DTensor:
     """Return evenly spaced numbers. See :func:`numpy.arange`."""
     ends: Any = (0, start) if stop is None else (start, stop)
-    row: HostArray = np.arange(*ends, step, dtype=dtype)
+    numbers: Any = np.arange
+    row: HostArray = numbers(*ends, step, dtype=dtype)
     return _made(row.shape, lambda index: row[index], row.dtype, device, placements)
 
 
