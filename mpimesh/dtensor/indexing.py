@@ -70,7 +70,13 @@ def _with_arrays(x: DTensor, read: Any) -> DTensor:
 
 @implements(np.take)
 def take(a: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise") -> DTensor:
-    """Return the elements at some indices along an axis. Collective, if any have to move."""
+    """Return the elements at some indices along an axis. Collective, if any have to move.
+
+    Split indices are gathered.
+
+    Raises:
+        IndexOutOfRangeError: On every rank, if an index is out of bounds.
+    """
     refuse_given("take", out=out)
     x, which = (ravel(a), 0) if axis is None else (a, axis_of(axis, a.ndim))
     length = x.shape[which]

@@ -15,7 +15,7 @@ from mpimesh.transport.regions import Give, Part, Regions, Take
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
 
-__all__ = ["exchange_counts", "exchange_pieces", "place_in"]
+__all__ = ["exchange_counts", "exchange_pieces", "place_in", "true_anywhere"]
 
 
 def place_in(mesh: DeviceMesh) -> int:
@@ -93,3 +93,8 @@ def exchange_counts(mesh: DeviceMesh, name: str, row: Integers) -> Integers:
 
     group.compose(name, steps, rule=f"{name}: {len(row)} counts", nbytes=8 * len(row)).resolve()
     return table
+
+
+def true_anywhere(mesh: DeviceMesh, name: str, flag: bool) -> bool:
+    """Tell every rank whether any of them has a true flag. Collective over the mesh."""
+    return bool(exchange_counts(mesh, name, np.array([flag])).any())

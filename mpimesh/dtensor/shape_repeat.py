@@ -15,7 +15,7 @@ from mpimesh.dtensor.shape_axes import expand_dims, swapaxes
 from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import ravel, reshape
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import AxisError, NoRuleError, ShapeError
+from mpimesh.errors import AxisError, IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout
 
 __all__ = ["flip", "repeat", "roll"]
@@ -85,6 +85,17 @@ def repeat(a: Any, repeats: Any, axis: Any = None) -> DTensor:
     except ValueError as error:
         raise ShapeError(f"np.repeat of axis {which} of shape {x.shape}: {error}") from None
     return pick_along(x, {which: picks}, name="repeat")
+
+
+@implements(np.delete)
+def delete(arr: Any, obj: Any, axis: Any = None) -> DTensor:
+    """Return the array without some slices along an axis. Local: the others stay where they are."""
+    x, which = (ravel(arr), 0) if axis is None else (arr, axis_of(axis, arr.ndim))
+    try:
+        picks = np.delete(np.arange(x.shape[which]), obj)
+    except IndexError as error:
+        raise IndexOutOfRangeError(f"np.delete, axis {which} of shape {x.shape}: {error}") from None
+    return pick_along(x, {which: picks}, name="delete")
 
 
 @implements(np.tile)

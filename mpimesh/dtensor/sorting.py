@@ -9,13 +9,14 @@ import numpy as np
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.apply import placed
 from mpimesh.dtensor.arguments import as_tensor, axis_of, moved_to, refuse_given
+from mpimesh.dtensor.pieces import true_anywhere
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.samples import sorted_row
 from mpimesh.dtensor.shape_axes import permuted
 from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import ravel
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import AxisError, ShapeError
+from mpimesh.errors import AxisError, IndexOutOfRangeError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Shard
 from mpimesh.layout.rules.axes import unsplit
 from mpimesh.layout.rules.lines import lines_placement
@@ -100,7 +101,7 @@ def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
     Collective, if the axis is split; the result then lies as whole lines do.
 
     Raises:
-        IndexOutOfRangeError: On the ranks whose indices are out of bounds.
+        IndexOutOfRangeError: On every rank, if an index is out of bounds.
     """
     mesh = next(one.mesh for one in (arr, indices) if isinstance(one, DTensor))
     x, rows = settled(as_tensor(arr, mesh)), settled(as_tensor(indices, mesh))
@@ -124,7 +125,17 @@ def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
         unsplit(target, {one for one in others if y.shape[one] != shape[one]}) for y in (x, rows)
     ]
     x, rows = placed([x, rows], goals)
-    block = np.take_along_axis(x.local, rows.local, which) if x.is_member else None
+    block: HostArray | None = None
+    if x.is_member:
+        length, mine = x.shape[which], rows.local
+        wrong = bool(((mine < -length) | (mine >= length)).any())
+        if true_anywhere(x.mesh, "take_along_axis", wrong):
+            raise on_all_ranks(
+                IndexOutOfRangeError(
+                    f"an index of {rows!r} is out of bounds for axis {which} of {x!r}"
+                )
+            )
+        block = np.take_along_axis(x.local, mine, which)
     return DTensor(x.mesh, Layout(x.mesh, target), shape, x.dtype, block)
 
 

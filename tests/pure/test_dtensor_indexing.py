@@ -199,6 +199,15 @@ def test_indices_may_be_split():
     agree("a=3", cases)
 
 
+def test_wrong_indices_of_one_rank_are_refused_by_all():
+    rows = np.array([[3, 0, -1], [2, 2, 1]])
+    wrong: list[Any] = [
+        (lambda i: np.take(i, [0, 3], 1), rows, "S0"),
+        (lambda i: np.take_along_axis(i, i, 1), rows, "S0"),
+    ]
+    raises_alike("a=2", IndexOutOfRangeError, wrong)
+
+
 def test_slices_and_plain_writes_move_nothing():
     def main():
         with mm.DeviceMesh("a=3") as mesh:

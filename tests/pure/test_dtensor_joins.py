@@ -35,6 +35,8 @@ PICKS: list[Any] = [
     lambda x: np.repeat(x, 2),
     lambda x: np.repeat(x, 3, 1),
     lambda x: np.repeat(x, [0, 2, 1, 0, 4], 0),
+    lambda x: np.delete(x, [1, 3], 0),
+    lambda x: np.delete(x, np.s_[::2]),
     lambda x: np.tile(x, 2),
     lambda x: np.tile(x, (2, 1, 3)),
     lambda x: np.tile(x, (3, 0)),
