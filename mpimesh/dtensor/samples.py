@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["sorted_row"]
 
 
-def sorted_row(x: DTensor) -> tuple[DTensor, DTensor]:
-    """Sort an array of one axis, and say where each element has been. Collective.
+def sorted_row(x: DTensor, *, indices: bool) -> DTensor:
+    """Sort an array of one axis, or say where each element has been. Collective.
 
     Every rank sorts its block; samples of all blocks at regular distances give the values that
     separate the ranks, of equal elements by their places; each rank gets what is its own, and
@@ -29,9 +29,10 @@ def sorted_row(x: DTensor) -> tuple[DTensor, DTensor]:
 
     Args:
         x: The array, with no sums to wait for.
+        indices: Return the places of the elements before; equal ones keep their order.
 
     Returns:
-        The elements and their places before, in the layout of `x`. Equal ones keep their order.
+        The elements, or their places, in the layout of `x`.
 
     Cost:
         p * p samples on every rank for p ranks along the axis; then each element moves once, and
@@ -39,24 +40,25 @@ def sorted_row(x: DTensor) -> tuple[DTensor, DTensor]:
     """
     row = moved_to(x, rows_placement(x.placement, x.shape, 1))
     dim = row_dim(row.placement)
+    kind = np.dtype(np.intp) if indices else x.dtype
     if not x.is_member:
-        places = DTensor(x.mesh, x.layout, x.shape, np.intp, None)
-        return x, places
-    order = np.argsort(row.local, kind="stable")
-    values = row.local[order]
-    places_before: HostArray = order + row.global_offset[0]
-    if dim is not None:
-        return _exchanged(x, row, dim, values, places_before)
-    sorted_places = DTensor(x.mesh, row.layout, x.shape, np.intp, places_before)
-    return (
-        moved_to(DTensor(x.mesh, row.layout, x.shape, x.dtype, values), x.placement),
-        moved_to(sorted_places, x.placement),
-    )
+        return DTensor(x.mesh, x.layout, x.shape, kind, None)
+    before: HostArray
+    if indices:
+        before = np.argsort(row.local, kind="stable")
+        values = row.local[before]
+    else:  # equal elements are alike: any order of them will do
+        values, before = np.sort(row.local), np.arange(len(row.local))
+    before = before + row.global_offset[0]
+    if dim is None:
+        block = before if indices else values
+        return moved_to(DTensor(x.mesh, row.layout, x.shape, kind, block), x.placement)
+    return _exchanged(x, row, dim, values, before, indices=indices)
 
 
 def _exchanged(
-    x: DTensor, row: DTensor, dim: int, values: HostArray, before: HostArray
-) -> tuple[DTensor, DTensor]:
+    x: DTensor, row: DTensor, dim: int, values: HostArray, before: HostArray, *, indices: bool
+) -> DTensor:
     mesh, table = x.mesh, places_of(x.layout.mesh)
     me = place_in(mesh)
     same = np.delete(table.coords, dim, axis=1)
@@ -71,17 +73,17 @@ def _exchanged(
     specs[dim] = Shard(0, sizes=sizes)
     layout = Layout(mesh, Placement(specs))
     found = []
-    for rows in (values, before):
+    for rows in (values, before) if indices else (values,):
         pieces = {who: rows[part] for who, part in parts.items() if who != me}
         got = exchange_pieces(mesh, "sort", pieces, counts, rows.dtype)
         got[me] = rows[parts[me]]
         found.append(np.concatenate([got[who] for who in team if who in got]))
-    order = np.argsort(found[0], kind="stable")
-    merged = [
-        DTensor(mesh, layout, x.shape, rows.dtype, rows[order]).redistribute(x.placement)
-        for rows in found
-    ]
-    return merged[0], merged[1]
+    # Sorted runs behind each other, which a stable sort merges.
+    merge = np.argsort if indices else np.sort
+    rows = merge(found[0], kind="stable")
+    block = found[1][rows] if indices else rows
+    merged = DTensor(mesh, layout, x.shape, block.dtype, block)
+    return merged.redistribute(x.placement)
 
 
 def _cuts(row: DTensor, dim: int, values: HostArray, before: HostArray, parts: int) -> list[int]:

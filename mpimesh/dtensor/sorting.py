@@ -59,9 +59,9 @@ def _line_by_line(x: DTensor, axis: int, dtype: Any, *, indices: bool) -> DTenso
         specs = [Shard(0, sizes=s.sizes) if isinstance(s, Shard) else s for s in turned.placement]
         row = turned.local[line] if turned.is_member else None
         one = DTensor(x.mesh, Layout(x.mesh, specs), turned.shape[last:], x.dtype, row)
-        values, places = sorted_row(one)
+        done = sorted_row(one, indices=indices)
         if block is not None:
-            block[line] = (places if indices else values).local
+            block[line] = done.local
     found = DTensor(x.mesh, turned.layout, turned.shape, dtype, block)
     return moved_to(permuted(found, np.argsort(order).tolist()), x.placement)
 
