@@ -12,12 +12,14 @@ from typing import TypeVar
 
 __all__ = [
     "ArrayValueError",
+    "AxisError",
     "BudgetError",
     "ClosedError",
     "CollectiveTimeoutError",
     "DTypeError",
     "DeadlockError",
     "GroupError",
+    "IndexOutOfRangeError",
     "LaunchError",
     "LayoutError",
     "MeshError",
@@ -112,6 +114,14 @@ class ShapeError(MpimeshError, ValueError):
 
 class ArrayValueError(MpimeshError, ValueError):
     """The values of an array were asked for with a number that breaks a rule."""
+
+
+class AxisError(ShapeError, IndexError):
+    """An axis that an array does not have; NumPy's is a ValueError and an IndexError, too."""
+
+
+class IndexOutOfRangeError(MpimeshError, IndexError):
+    """An index that an array does not have, or that is none."""
 
 
 class DTypeError(MpimeshError, TypeError):

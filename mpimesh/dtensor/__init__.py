@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mpimesh.dtensor import (  # noqa: F401 - each enters its functions in the registry
+from mpimesh.dtensor import (
+    facts,
+    indexing,
+    masks,
     numpy_util,
     ops_argument,
     ops_contract,
@@ -12,8 +15,17 @@ from mpimesh.dtensor import (  # noqa: F401 - each enters its functions in the r
     ops_reduce,
     ops_statistics,
     ops_ufunc,
+    scans,
+    setting,
+    shape_axes,
+    shape_join,
+    shape_repeat,
+    shape_reshape,
+    sorting,
+    uniques,
 )
 from mpimesh.dtensor.create import distribute, empty, from_callback, full, ones, zeros
+from mpimesh.dtensor.defaults import default_layout
 from mpimesh.dtensor.halo import Halo, HaloField
 from mpimesh.dtensor.local_map import BlockPlace, local_map
 from mpimesh.dtensor.mesh_context import default_mesh, device_name, get_default_mesh, run_on
@@ -39,6 +51,28 @@ from mpimesh.dtensor.words_tvm import (
     redistribute_replica_to_shard,
 )
 
+_RULES = (
+    facts,
+    indexing,
+    masks,
+    ops_argument,
+    ops_contract,
+    ops_elementwise,
+    ops_histogram,
+    ops_linalg,
+    ops_reduce,
+    ops_statistics,
+    ops_ufunc,
+    scans,
+    setting,
+    shape_axes,
+    shape_join,
+    shape_repeat,
+    shape_reshape,
+    sorting,
+    uniques,
+)  # imported, they tell NumPy's functions what to do with split arrays
+
 __all__ = [
     "BlockPlace",
     "DTensor",
@@ -52,6 +86,7 @@ __all__ = [
     "call_with_layout",
     "check_layout",
     "copy_to_mesh",
+    "default_layout",
     "default_mesh",
     "device_name",
     "distribute",

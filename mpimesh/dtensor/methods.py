@@ -2,12 +2,291 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from mpimesh.errors import DTypeError, ShapeError, UnknownNameError
+from mpimesh.layout import Replicate
+
+if TYPE_CHECKING:
+    from mpimesh.dtensor.tensor import DTensor
 
 __all__ = ["Methods"]
 
 
 class Methods(NDArrayOperatorsMixin):
-    """What a split array can do as NumPy's own can."""
+    """What a split array can do as NumPy's own can: ``x.sum(axis=0)`` is ``np.sum(x, axis=0)``.
+
+    Collective where the functions are.
+    """
 
     __slots__ = ()
+
+    if TYPE_CHECKING:
+        dtype: np.dtype[Any]
+        shape: tuple[int, ...]
+
+    # -- reductions --------------------------------------------------------------------
+
+    def sum(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.sum`."""
+        return _call(np.sum, self, axis=axis, **options)
+
+    def prod(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.prod`."""
+        return _call(np.prod, self, axis=axis, **options)
+
+    def mean(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.mean`."""
+        return _call(np.mean, self, axis=axis, **options)
+
+    def std(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.std`."""
+        return _call(np.std, self, axis=axis, **options)
+
+    def var(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.var`."""
+        return _call(np.var, self, axis=axis, **options)
+
+    def min(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.min`."""
+        return _call(np.min, self, axis=axis, **options)
+
+    def max(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.max`."""
+        return _call(np.max, self, axis=axis, **options)
+
+    def argmin(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.argmin`."""
+        return _call(np.argmin, self, axis=axis, **options)
+
+    def argmax(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.argmax`."""
+        return _call(np.argmax, self, axis=axis, **options)
+
+    def any(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.any`."""
+        return _call(np.any, self, axis=axis, **options)
+
+    def all(self, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.all`."""
+        return _call(np.all, self, axis=axis, **options)
+
+    def trace(self, *args: Any, **options: Any) -> DTensor:
+        """See :func:`numpy.trace`."""
+        return _call(np.trace, self, *args, **options)
+
+    def dot(self, other: Any) -> DTensor:
+        """See :func:`numpy.dot`."""
+        return _call(np.dot, self, other)
+
+    # -- along an axis -----------------------------------------------------------------
+
+    def cumsum(self, axis: Any = None, dtype: Any = None) -> DTensor:
+        """See :func:`numpy.cumsum`."""
+        return _call(np.cumsum, self, axis=axis, dtype=dtype)
+
+    def cumprod(self, axis: Any = None, dtype: Any = None) -> DTensor:
+        """See :func:`numpy.cumprod`."""
+        return _call(np.cumprod, self, axis=axis, dtype=dtype)
+
+    def argsort(self, axis: Any = -1, **options: Any) -> DTensor:
+        """See :func:`numpy.argsort`."""
+        return _call(np.argsort, self, axis=axis, **options)
+
+    def sort(self, axis: Any = -1, **options: Any) -> None:
+        """Sort in place, as :meth:`numpy.ndarray.sort`."""
+        self._fill_with(_call(np.sort, self, axis=axis, **options))
+
+    def take(self, indices: Any, axis: Any = None, **options: Any) -> DTensor:
+        """See :func:`numpy.take`."""
+        return _call(np.take, self, indices, axis=axis, **options)
+
+    def repeat(self, repeats: Any, axis: Any = None) -> DTensor:
+        """See :func:`numpy.repeat`."""
+        return _call(np.repeat, self, repeats, axis=axis)
+
+    def compress(self, condition: Any, axis: Any = None) -> DTensor:
+        """See :func:`numpy.compress`."""
+        return _call(np.compress, condition, self, axis=axis)
+
+    def diagonal(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> DTensor:
+        """See :func:`numpy.diagonal`."""
+        return _call(np.diagonal, self, offset, axis1, axis2)
+
+    def nonzero(self) -> tuple[DTensor, ...]:
+        """See :func:`numpy.nonzero`."""
+        me: Any = self
+        found: Any = np.nonzero(me)
+        return tuple(found)
+
+    # -- shapes ------------------------------------------------------------------------
+
+    def reshape(self, *shape: Any, order: str = "C", copy: bool | None = None) -> DTensor:
+        """See :func:`numpy.reshape`; the lengths may be several arguments."""
+        new = shape[0] if len(shape) == 1 else shape
+        return _call(np.reshape, self, new, order=order, copy=copy)
+
+    def ravel(self, order: str = "C") -> DTensor:
+        """See :func:`numpy.ravel`."""
+        return _call(np.ravel, self, order)
+
+    def flatten(self, order: str = "C") -> DTensor:
+        """Return all elements along one axis, as a new array."""
+        found, me = self.ravel(order), _call(lambda: self)
+        if me.is_member and np.shares_memory(found.local, me.local):
+            return found.copy()
+        return found
+
+    def transpose(self, *axes: Any) -> DTensor:
+        """See :func:`numpy.transpose`; the axes may be several arguments."""
+        if not axes or axes == (None,):
+            return _call(np.transpose, self)
+        return _call(np.transpose, self, axes[0] if len(axes) == 1 else axes)
+
+    def swapaxes(self, axis1: Any, axis2: Any) -> DTensor:
+        """See :func:`numpy.swapaxes`."""
+        return _call(np.swapaxes, self, axis1, axis2)
+
+    def squeeze(self, axis: Any = None) -> DTensor:
+        """See :func:`numpy.squeeze`."""
+        return _call(np.squeeze, self, axis)
+
+    @property
+    def T(self) -> DTensor:
+        """The array with its axes reversed. Local."""
+        return _call(np.transpose, self)
+
+    @property
+    def mT(self) -> DTensor:
+        """The array with its last two axes swapped. Local."""
+        return _call(np.matrix_transpose, self)
+
+    # -- the Python array API standard ------------------------------------------------------
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        """Return the namespace of the Python array API standard for split arrays.
+
+        Raises:
+            UnknownNameError: If it is asked for in a version that it does not follow.
+        """
+        from mpimesh.dtensor import array_api
+
+        if api_version not in (None, "2021.12", "2022.12", "2023.12"):
+            raise UnknownNameError(
+                f"the array namespace follows the standard up to 2023.12, got {api_version!r}"
+            )
+        return array_api
+
+    @property
+    def device(self) -> Any:
+        """The mesh, which is what the standard's devices are here."""
+        me: Any = self
+        return me.mesh
+
+    def to_device(self, device: Any, /, *, stream: Any = None) -> DTensor:
+        """Return the array on another mesh; see :meth:`redistribute`.
+
+        In the same placements if the meshes have the same dims, else replicated. Collective.
+        """
+        if stream is not None:
+            raise DTypeError(f"arrays on meshes have no streams, got {stream!r}")
+        me: Any = self
+        if device is me.mesh:
+            return _call(lambda: me)
+        if getattr(device, "dims_text", None) == me.mesh.dims_text:
+            return _call(me.redistribute, mesh=device)
+        specs = [Replicate()] * int(getattr(device, "ndim", 0))
+        return _call(me.redistribute, specs, mesh=device)
+
+    # -- element by element ------------------------------------------------------------
+
+    def round(self, decimals: int = 0) -> DTensor:
+        """See :func:`numpy.round`."""
+        return _call(np.round, self, decimals)
+
+    def clip(self, min: Any = None, max: Any = None, **options: Any) -> DTensor:  # noqa: A002
+        """See :func:`numpy.clip`."""
+        return _call(np.clip, self, min, max, **options)
+
+    def conj(self) -> DTensor:
+        """See :func:`numpy.conj`."""
+        return _call(np.conjugate, self)
+
+    conjugate = conj
+
+    @property
+    def real(self) -> DTensor:
+        """The real parts. Local."""
+        return _part(self, np.real)
+
+    @property
+    def imag(self) -> DTensor:
+        """The imaginary parts. Local."""
+        return _part(self, np.imag)
+
+    def astype(self, dtype: Any, *, casting: Any = "unsafe", copy: bool = True) -> DTensor:
+        """Return the array with elements of another dtype.
+
+        Local, but for an array that waits for sums, which are worked out first.
+
+        Raises:
+            DTypeError: If `casting` does not allow it.
+        """
+        from mpimesh.dtensor.shape_join import converted
+
+        kind = np.dtype(dtype)
+        if not np.can_cast(self.dtype, kind, casting):
+            raise DTypeError(f"{self.dtype} cannot be cast to {kind} with casting={casting!r}")
+        me: Any = self
+        if kind == self.dtype:
+            return _call(me.copy) if copy else _call(lambda: me)
+        return converted(me, kind)
+
+    def fill(self, value: Any) -> None:
+        """Write one value everywhere, in place. Local."""
+        self[...] = value  # type: ignore[index]
+
+    def item(self) -> Any:
+        """Return the only element as a number of Python. Collective, as :meth:`full`.
+
+        Raises:
+            ShapeError: If there is not one element.
+        """
+        if self.shape.count(1) != len(self.shape):
+            raise ShapeError(f"item() is for arrays of one element, got shape {self.shape}")
+        me: Any = self
+        return me.full().item()
+
+    def tolist(self) -> Any:
+        """Return the whole array as lists of Python's numbers. Collective, as :meth:`full`."""
+        me: Any = self
+        return me.full().tolist()
+
+    def _fill_with(self, values: DTensor) -> None:
+        """Take over the values of an array of the same shape, in place. Collective."""
+        self[...] = values  # type: ignore[index]
+
+
+def _call(function: Any, *args: Any, **options: Any) -> DTensor:
+    found: DTensor = function(*args, **options)
+    return found
+
+
+def _part(x: Methods, function: Any) -> DTensor:
+    """Return a real part: of sums that are waited for, too, which stay so."""
+    from mpimesh.dtensor.tensor import DTensor
+
+    me: Any = x
+    op = me.layout.partial_op
+    if op not in ("", "sum", "mean"):
+        from mpimesh.dtensor.shape_join import settled
+
+        me = settled(me)
+    if not me.is_member:
+        kind = function(np.empty(0, me.dtype)).dtype
+        return DTensor(me.mesh, me.layout, me.shape, kind, None)
+    block = function(me.local)
+    return DTensor(me.mesh, me.layout, me.shape, block.dtype, block)

@@ -1,0 +1,77 @@
+"""Where arrays are made whose maker does not say it: within a block, as the program decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from mpimesh.errors import LayoutError
+from mpimesh.layout import Layout, Placement, PlacementLike, Replicate, Shard
+from mpimesh.runtime import DeviceMesh
+
+__all__ = ["current_mesh", "default_layout", "layout_for"]
+
+_current: ContextVar[tuple[DeviceMesh, Placement] | None] = ContextVar(
+    "default_layout", default=None
+)
+
+
+@contextmanager
+def default_layout(mesh: DeviceMesh, placements: PlacementLike | None = None) -> Iterator[None]:
+    """Let the creation functions of the array namespace make arrays on `mesh`, within the block.
+
+    Args:
+        mesh: The mesh.
+        placements: As for :class:`Layout`; None to replicate. A split of an axis that a new array
+            does not have counts as a copy.
+
+    Example:
+        >>> xp = x.__array_namespace__()
+        >>> with mm.default_layout(mesh, "dp=S0"):
+        ...     y = xp.arange(12)
+    """
+    chosen = [Replicate()] * mesh.ndim if placements is None else placements
+    token = _current.set((mesh, Layout(mesh, chosen).placement))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_mesh() -> DeviceMesh | None:
+    """Return the mesh of the innermost :func:`default_layout`; None outside of all."""
+    found = _current.get()
+    return None if found is None else found[0]
+
+
+def layout_for(
+    ndim: int, device: DeviceMesh | None, placements: PlacementLike | None
+) -> tuple[DeviceMesh, Placement]:
+    """Return where to make an array of so many axes.
+
+    Args:
+        ndim: Its number of axes.
+        device: A mesh; None for that of the block.
+        placements: None for those of the block; on another mesh, copies.
+
+    Raises:
+        LayoutError: If there is neither a mesh nor a block that has one.
+    """
+    current = _current.get()
+    if device is None and current is None:
+        raise LayoutError(
+            "an array is made on a mesh: give device=mesh, or make it within `with "
+            "mm.default_layout(mesh, placements):`"
+        )
+    mesh = device if device is not None else current[0] if current is not None else None
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(f"device= takes a DeviceMesh, got {mesh!r}")
+    if placements is not None:
+        return mesh, Layout(mesh, placements).placement
+    if current is None or current[0] is not mesh:
+        return mesh, Layout.replicated(mesh).placement
+    return mesh, Placement(
+        Replicate() if isinstance(spec, Shard) and spec.axis >= ndim else spec
+        for spec in current[1]
+    )

@@ -1,0 +1,187 @@
+"""Write into parts of split arrays, in place."""
+
+from __future__ import annotations
+
+from operator import setitem
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpimesh.arrays import HostArray, refuse_objects
+from mpimesh.dtensor.arguments import as_tensor, moved_to
+from mpimesh.dtensor.indexing import whole_key
+from mpimesh.dtensor.move import identity_of
+from mpimesh.dtensor.picking import pick_along
+from mpimesh.dtensor.registry import implements
+from mpimesh.dtensor.shape_axes import expand_dims, squeeze
+from mpimesh.dtensor.shape_reshape import reshape
+from mpimesh.dtensor.tensor import DTensor
+from mpimesh.errors import IndexOutOfRangeError, LayoutError, ShapeError
+from mpimesh.layout import Partial, Placement, PlacementSpec, Replicate, Shard
+from mpimesh.layout.rules.keys import Key, read_key
+from mpimesh.layout.rules.picks import counts_between, met
+
+if TYPE_CHECKING:
+    from mpimesh.layout.rules.picks import Picks
+
+__all__ = ["set_item"]
+
+
+@implements(setitem)
+def set_item(x: DTensor, key: Any, value: Any) -> None:
+    """Write `value` into a part of `x`, in place: each rank what lies in its block.
+
+    Local with plain values, which are alike on all ranks, and keys of numbers, slices and plain
+    arrays. A split value is brought to the blocks that it goes into; with arrays of indices in
+    the key it is gathered, and so are split arrays of indices. A split mask of the whole
+    array is brought to the layout of `x`, if the value is one number.
+
+    Raises:
+        IndexOutOfRangeError: If the key does not fit; before anything moves or changes.
+        ShapeError: If the value does not fit.
+    """
+    if isinstance(key, DTensor) and key.dtype == bool and key.shape == x.shape and _single(value):
+        _fill(x, as_tensor(key, x.mesh), value)
+        return
+    if isinstance(key, DTensor) and key.dtype == bool and key.shape != x.shape[: key.ndim]:
+        raise IndexOutOfRangeError(f"a mask of shape {key.shape} does not fit shape {x.shape}")
+    read = read_key(whole_key(key), x.shape)
+    if read.arrays:
+        _scatter(x, read, value.full() if isinstance(value, DTensor) else np.asarray(value))
+    elif isinstance(value, DTensor):
+        _put_split(x, read, as_tensor(value, x.mesh))
+    else:
+        _put_plain(x, read, np.asarray(value))
+
+
+def _single(value: Any) -> bool:
+    return not isinstance(value, DTensor) and np.ndim(value) == 0
+
+
+def _values(x: DTensor, values: HostArray) -> HostArray:
+    """Return what this rank writes: of an array that waits for sums, rank 0 along its dims does."""
+    coords = x.layout.mesh.coords_of(x.mesh.rank)
+    first = not any(
+        coord and isinstance(spec, Partial) for coord, spec in zip(coords, x.placement, strict=True)
+    )
+    op = x.layout.partial_op
+    if first or op not in ("sum", "prod"):
+        return values
+    return np.broadcast_to(np.asarray(identity_of(op, x.dtype), x.dtype), values.shape)
+
+
+def _fill(x: DTensor, mask: DTensor, value: Any) -> None:
+    specs = [Replicate() if isinstance(s, Partial) else s for s in x.placement]
+    here = moved_to(mask, Placement(specs))
+    if x.is_member:
+        x.local[here.local] = _values(x, np.asarray(value))
+
+
+# -- plain values --------------------------------------------------------------------------
+
+
+def _put_plain(x: DTensor, read: Key, values: HostArray) -> None:
+    refuse_objects(values.dtype)
+    whole = _broadcast(values, read)
+    # As many axes as x has: without the new ones, and with those of single numbers.
+    aligned = np.expand_dims(np.squeeze(whole, read.new), read.single)
+    if not x.is_member:
+        return
+    into, where = [], []
+    for (start, stop), pick in zip(x.layout.box(x.shape, x.mesh.rank), read.picks, strict=True):
+        at, inside, _ = met(pick, 0, len(pick), start, stop)
+        into.append(inside)
+        where.append(at)
+    x.local[(*into, ...)] = _values(x, aligned[(*where, ...)])
+
+
+def _broadcast(values: HostArray, read: Key) -> HostArray:
+    extra = values.ndim - len(read.shape)
+    trimmed = values
+    if extra > 0 and values.shape[:extra] == (1,) * extra:
+        trimmed = values.reshape(values.shape[extra:])
+    try:
+        return np.broadcast_to(trimmed, read.shape)
+    except ValueError:
+        raise ShapeError(
+            f"a value of shape {values.shape} does not fit a part of shape {read.shape}"
+        ) from None
+
+
+def _scatter(x: DTensor, read: Key, values: HostArray) -> None:
+    """Write where arrays of indices say; the last value counts if an element comes twice."""
+    refuse_objects(values.dtype)
+    whole = np.squeeze(_broadcast(values, read), read.new)
+    if not x.is_member:
+        return
+    ndim, extra = whole.ndim, len(read.array_shape)
+    rest = [axis for axis in range(x.ndim) if axis not in read.arrays]
+    free = [at for at in range(ndim) if not read.place <= at < read.place + extra]
+    box = x.layout.box(x.shape, x.mesh.rank)
+    mine: HostArray = np.ones((1,) * ndim, bool)
+    rows: list[HostArray] = []
+    for axis, (start, stop) in enumerate(box):
+        if axis in read.arrays:
+            index = read.arrays[axis].reshape(read.array_shape + (1,) * (ndim - read.place - extra))
+        else:
+            pick = np.array(read.picks[axis], np.int64)
+            index = pick.reshape(-1, *(1,) * (ndim - 1 - free[rest.index(axis)]))
+        rows.append(index)
+        mine = mine & ((index >= start) & (index < stop))
+    mine = np.broadcast_to(mine, whole.shape)
+    key = tuple(
+        np.broadcast_to(row, whole.shape)[mine] - start
+        for row, (start, _) in zip(rows, box, strict=True)
+    )
+    x.local[key] = _values(x, whole[mine])
+
+
+# -- split values --------------------------------------------------------------------------
+
+
+def _put_split(x: DTensor, read: Key, value: DTensor) -> None:
+    _broadcast(np.broadcast_to(np.zeros((), bool), value.shape), read)
+    ndim = len(read.shape)
+    part = value
+    if part.ndim > ndim:
+        part = reshape(part, part.shape[part.ndim - ndim :])
+    elif part.ndim < ndim:
+        part = expand_dims(part, tuple(range(ndim - part.ndim)))
+    part = expand_dims(squeeze(part, read.new), read.single) if read.new or read.single else part
+    picks: list[Picks] = list(read.picks)
+    turned: dict[int, Picks] = {}
+    for axis, pick in enumerate(read.picks):
+        if pick.step < 0:  # forward, and the value turned
+            picks[axis] = pick[::-1]
+            if part.shape[axis] > 1:
+                turned[axis] = range(part.shape[axis] - 1, -1, -1)
+    if turned:
+        part = pick_along(part, turned, name="setitem")
+    part = moved_to(part, _beside(x, part, picks))
+    if not x.is_member:
+        return
+    own: list[Any] = [None] * x.ndim
+    where: list[Any] = [None] * x.ndim
+    values = part.local
+    offset = part.global_offset
+    for axis, (start, stop) in enumerate(x.layout.box(x.shape, x.mesh.rank)):
+        at, inside, count = met(picks[axis], 0, len(picks[axis]), start, stop)
+        where[axis] = inside
+        first = at.start - offset[axis] if isinstance(at, slice) and count else 0
+        own[axis] = slice(0, 1) if part.shape[axis] == 1 else slice(first, first + count)
+    x.local[(*where, ...)] = _values(x, values[(*own, ...)])
+
+
+def _beside(x: DTensor, part: DTensor, picks: list[Any]) -> Placement:
+    """Return where the value has to be, so that every rank has what goes into its block."""
+    tiling = x.layout.tiling(x.shape)
+    specs: list[PlacementSpec] = [Replicate()] * len(x.placement)
+    for axis, dims in enumerate(tiling.axis_dims):
+        if len(dims) != 1 or part.shape[axis] == 1:
+            continue
+        every = np.array([0, len(picks[axis])])
+        sizes = counts_between(picks[axis], every, tiling.bounds[axis])[0].tolist()
+        specs[dims[0]] = Shard(axis, sizes=sizes)
+    if part.ndim != x.ndim:
+        raise LayoutError(f"{part!r} does not lie beside {x!r}")
+    return Placement(specs)

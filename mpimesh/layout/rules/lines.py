@@ -1,0 +1,46 @@
+"""Layouts in which ranks have whole lines along an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpimesh.layout.placement import Placement
+from mpimesh.layout.spec import PlacementSpec, Replicate, Shard
+from mpimesh.mesh import Mesh
+
+__all__ = ["lines_placement"]
+
+
+def lines_placement(
+    mesh: Mesh, placement: Placement, shape: Sequence[int], axis: int
+) -> Placement | None:
+    """Return a placement that does not split `axis`; None if its dims find too few lines.
+
+    The dims that split it split the axis that leaves the longest blocks instead, if these have at
+    least one element for each rank.
+
+    Example:
+        >>> print(lines_placement(Mesh("a=4"), Placement(["S0"]), (100, 8), 0))
+        S[1]
+    """
+    specs: list[PlacementSpec] = list(placement)
+    room = list(shape)
+    for dim, spec in enumerate(specs):
+        if isinstance(spec, Shard):
+            room[spec.axis] //= mesh.dims[dim].size
+    room[axis] = -1
+    for dim, spec in enumerate(specs):
+        if not isinstance(spec, Shard) or spec.axis != axis:
+            continue
+        best = max(range(len(room)), key=lambda one: room[one])
+        if mesh.dims[dim].size == 1:
+            specs[dim] = Replicate()
+        elif room[best] < mesh.dims[dim].size:
+            return None
+        else:
+            room[best] //= mesh.dims[dim].size
+            specs[dim] = Shard(best)
+            for other, one in enumerate(specs):  # sizes are those of one dim alone
+                if isinstance(one, Shard) and one.axis == best:
+                    specs[other] = Shard(best)
+    return Placement(specs)

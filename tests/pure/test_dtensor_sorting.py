@@ -1,0 +1,124 @@
+"""Sorted arrays and running sums: what NumPy gives, from every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpimesh as mm
+from mpimesh.errors import AxisError, NoRuleError, ShapeError
+from tests.pure.dtensor_check import (
+    SIZES,
+    agree,
+    layouts,
+    numbers,
+    placements_of,
+    raises_alike,
+    same,
+    split,
+)
+
+SCANS: list[Any] = [
+    np.cumsum,
+    np.cumprod,
+    *(lambda x, axis=axis: np.cumsum(x, axis) for axis in (0, 1, -1)),
+    lambda x: np.cumprod(x, 0),
+    lambda x: np.cumsum(x, 0, dtype=float),
+    lambda x: np.nancumsum(x, 1),
+    lambda x: np.nancumprod(x, 0),
+    lambda x: np.cumulative_sum(x, axis=0, include_initial=True),
+    lambda x: np.cumulative_prod(x, axis=1),
+    lambda x: np.diff(x, axis=0),
+    lambda x: np.diff(x, 2),
+    lambda x: np.diff(x, 9, axis=0),
+]
+SORTS: list[Any] = [
+    np.sort,
+    lambda x: np.sort(x, 0),
+    lambda x: np.sort(x, None),
+    lambda x: np.argsort(x, 0, kind="stable"),
+    lambda x: np.argsort(x, -1, stable=True),
+    lambda x: np.argsort(x, None, kind="stable"),
+    lambda x: np.take_along_axis(x, np.argsort(x, 0, kind="stable"), 0),
+    lambda x: np.searchsorted(np.arange(-5, 5), x, "right"),
+    lambda x: np.searchsorted(np.sort(x, None), [[0, 3], [1, -20]]),
+    np.unique,
+    lambda x: np.unique(x, True, True, True),
+    lambda x: tuple(np.unique_counts(x)),
+]
+
+
+@pytest.mark.parametrize("dims", ["a=1", "a=2", "a=3", "a=4", "a=2,b=2"])
+def test_scans_and_sorts(dims):
+    x = numbers((5, 4))
+    two = placements_of(2, dims.count("="))
+    step = 5 if "," in dims else 2
+    cases: list[Any] = [
+        (f, [x], [p]) for n, f in enumerate(SCANS + SORTS) for p in two[n % step :: step]
+    ]
+    row = numbers((13,))
+    for p in placements_of(1, dims.count("=")):
+        cases += [(f, [row], [p]) for f in (np.sort, np.cumsum, np.diff, np.unique)]
+        cases.append((lambda x: np.argsort(x, kind="stable"), [row], [p]))
+    agree(dims, cases)
+
+
+FLOAT_SCANS: list[Any] = [np.nancumsum, np.cumsum, np.nancumprod]
+DTYPES = [int, bool, float, "f4", complex, "U3", "u1", "M8[s]"]
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_rows_of_any_dtype(data):
+    size = data.draw(st.integers(1, 4))
+    cases: list[Any] = []
+    for dtype in data.draw(st.lists(st.sampled_from(DTYPES), min_size=3, max_size=3)):
+        n = data.draw(st.integers(0, 30))
+        row = data.draw(st.lists(st.integers(0, 6), min_size=n, max_size=n))
+        x = np.array(row, int).astype(dtype)
+        if x.dtype.kind in "fc":
+            x[x == 3] = np.nan
+        place = data.draw(layouts(x.shape, size, partial=False))
+        cases.append((np.sort, [x], [place]))
+        cases.append((lambda x: np.argsort(x, kind="stable"), [x], [place]))
+    agree(f"a={size}", cases)
+
+
+def test_blocks_keep_their_lengths():
+    def main():
+        with mm.DeviceMesh("a=3") as mesh:
+            x = split(numbers((11,)), mesh, "S0(2,8,1)")
+            found: Any = np.sort(x)
+            assert found.layout == x.layout
+            x.sort()
+            same(x, np.sort(numbers((11,))))
+
+    mm.run_virtual(3, main)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_running_sums_of_floats(size):
+    def main():
+        with mm.DeviceMesh(f"a={size}") as mesh:
+            whole = np.random.default_rng(1).normal(size=(50, 2))
+            whole[7] = np.nan
+            x = split(whole, mesh, "S0")
+            for f in FLOAT_SCANS:
+                np.testing.assert_allclose(f(x, 0).full(), f(whole, 0), rtol=1e-12, atol=1e-13)
+
+    mm.run_virtual(size, main)
+
+
+def test_wrong_arguments():
+    x = numbers((4, 3))
+    raises_alike(
+        "a=2",
+        AxisError,
+        [(lambda x, f=f: f(x, 2), x, "S0") for f in (np.sort, np.argsort, np.cumsum)],
+    )
+    raises_alike("a=2", ShapeError, [(lambda x: np.cumulative_sum(x), x, "S0")])
+    raises_alike("a=2", NoRuleError, [(lambda x: np.unique(x, axis=0), x, "S0")])
