@@ -46,6 +46,23 @@ def test_the_pipeline_trains():
     assert losses.pop() < 1.5  # from log(10) = 2.3
 
 
+def test_arrays_over_a_mesh(capsys):
+    program = compile(PYTHON[2], "README.md", "exec")
+
+    def main():
+        names: dict[str, object] = {"mm": mm, "np": np}
+        exec(program, names)
+        return names["total"]
+
+    x = np.arange(24.0).reshape(6, 4)
+    y = np.maximum(x @ np.ones((4, 8)) - 50.0, 0.0)
+    assert mm.run_virtual(4, main) == [y.sum()] * 4
+    printed = capsys.readouterr().out
+    assert "dp=S0, tp=R on dp=2,tp=2 -> dp=R, tp=S1" in printed
+    assert "each rank takes what it lacks: 192 B in 4 messages" in printed
+    assert printed.count("my block is (3, 4) of (6, 8), the sum of all is 480.0") == 4
+
+
 @pytest.mark.parametrize("command", SHELL)
 def test_a_command_names_what_is_there(command, tmp_path, monkeypatch):
     program, *arguments = command.split()
