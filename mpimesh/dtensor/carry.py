@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mpimesh.arrays import DType, HostArray
@@ -12,7 +13,7 @@ from mpimesh.errors import LayoutError, ReduceOpError, ShapeError
 from mpimesh.layout import Layout, Partial, Replicate
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.received import parts
-from mpimesh.transport import Steps
+from mpimesh.transport import Request, Steps
 
 __all__ = ["start_carry"]
 
@@ -87,27 +88,28 @@ def start_carry(
     if carry.reduced_by is not None and block is not None and not max_bytes:
         whole = mesh.shared_empty(block.shape, dtype)
         return carry.reduced_by.all_reduce(block, source.partial_op, out=whole).map(finish)
-    made: list[HostArray | None] = []
-
-    def steps() -> Steps:
-        held = block
-        if held is not None and not held.flags.c_contiguous:
-            held = held.copy()
-        if move.moves and group.size > 1:
-            side = group.communicator
-            made.append((yield from move.steps(side, held, dtype, mesh.shared_empty, max_bytes)))
-        else:
-            made.append(move.alone(held, dtype, mesh.shared_empty))
-
+    held = block if block is None or block.flags.c_contiguous else block.copy()
+    begin: Callable[[], Request | Steps]
+    end: Callable[[], HostArray | None]
+    if move.moves and group.size > 1:
+        side = group.communicator
+        begin, end = move.begin(side, held, dtype, mesh.shared_empty, max_bytes)
+    else:
+        begin, end = _nothing, partial(move.alone, held, dtype, mesh.shared_empty)
     return group.compose(
         "redistribute",
-        steps,
+        begin,
         rule=carry.rule,
         nbytes=move.sent_bytes,
-        finish=lambda: finish(made[0]),
+        finish=lambda: finish(end()),
         lock=block,
         receives=(parts, move.received) if move.received else None,
     )
+
+
+def _nothing() -> Steps:
+    """Take no steps: every rank has what it is to have."""
+    yield from ()
 
 
 def _carry(

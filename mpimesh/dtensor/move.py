@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import numpy as np
@@ -14,7 +14,7 @@ from mpimesh.errors import DTypeError
 from mpimesh.layout import Box, Layout, Phase, RedistributionPlan, plan_redistribution
 from mpimesh.layout import Take as Wanted
 from mpimesh.mesh import Mesh
-from mpimesh.transport import Communicator, Steps
+from mpimesh.transport import Communicator, Request, Steps
 from mpimesh.transport.regions import Give, Part, Regions, Take
 
 __all__ = ["Move", "identity_of", "prepared_move"]
@@ -63,15 +63,15 @@ class Move:
             held = self._reduced(number, target)
         return held
 
-    def steps(
+    def begin(
         self,
         side: Communicator,
         block: HostArray | None,
         dtype: DType,
         empty: Callable[[Sequence[int], DType], HostArray],
         max_bytes: int,
-    ) -> Steps:
-        """Do it; the value of the steps is this rank's new block.
+    ) -> tuple[Callable[[], Request | Steps], Callable[[], HostArray | None]]:
+        """Return what starts it, and what gives this rank's new block when it is done.
 
         Args:
             side: The ranks, numbered as in the regions.
@@ -80,16 +80,27 @@ class Move:
             empty: Gives memory that the ranks of the node can reach.
             max_bytes: Most packed bytes at a time; 0 for no limit.
         """
-        held = block
-        for number, (regions, shape) in enumerate(self.stages):
-            target = self._target(number, shape, dtype, empty)
-            started = side.exchange_regions(held, target, regions, max_bytes=max_bytes)
-            if isinstance(started, Generator):
-                yield from started
-            else:
-                yield started
-            held = self._reduced(number, target)
-        return held
+        targets = [
+            self._target(number, shape, dtype, empty)
+            for number, (_, shape) in enumerate(self.stages)
+        ]
+
+        def exchange(number: int) -> Request | Steps:
+            held = block if number == 0 else self._reduced(number - 1, targets[number - 1])
+            regions, _ = self.stages[number]
+            return side.exchange_regions(held, targets[number], regions, max_bytes=max_bytes)
+
+        def steps() -> Steps:
+            for number in range(len(targets)):
+                started = exchange(number)
+                if isinstance(started, Generator):
+                    yield from started
+                else:
+                    yield started
+
+        last = len(targets) - 1
+        start = partial(exchange, 0) if last == 0 else steps
+        return start, lambda: self._reduced(last, targets[last])
 
     def _target(
         self,

@@ -54,7 +54,12 @@ def array_shape(
         DTypeError: If `dtype` holds Python objects.
     """
     try:
-        sizes = (index(shape),) if isinstance(shape, SupportsIndex) else tuple(map(index, shape))
+        if isinstance(shape, Sequence):  # first: to ask for a protocol takes ten times as long
+            sizes = tuple(map(index, shape))
+        else:
+            sizes = (
+                (index(shape),) if isinstance(shape, SupportsIndex) else tuple(map(index, shape))
+            )
     except TypeError:
         raise ShapeError(
             f"a shape is a whole number or a row of whole numbers, got {shape!r}"

@@ -60,7 +60,7 @@ def checked(
     communicator: Communicator,
     call: Call,
     compared: object,
-    start: Callable[[], Request] | Callable[[], Steps],
+    start: Callable[[], Request | Steps],
     also: Callable[[Call], Steps] | None = None,
     *,
     with_site: bool,
@@ -72,7 +72,7 @@ def checked(
     return (yield from run(start))
 
 
-def run(start: Callable[[], Request] | Callable[[], Steps]) -> Steps:
+def run(start: Callable[[], Request | Steps]) -> Steps:
     """Run what `start` starts, be it one request or several steps."""
     started = start()
     if isinstance(started, Generator):

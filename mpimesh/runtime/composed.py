@@ -9,7 +9,7 @@ from mpimesh.arrays import Array
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.received import Amount, Rule
-from mpimesh.transport import Steps
+from mpimesh.transport import Request, Steps
 
 __all__ = ["Composed"]
 
@@ -20,7 +20,7 @@ class Composed(GroupCore):
     def compose(
         self,
         name: str,
-        steps: Callable[[], Steps],
+        begin: Callable[[], Request | Steps],
         *,
         rule: str,
         nbytes: int = 0,
@@ -33,7 +33,8 @@ class Composed(GroupCore):
 
         Args:
             name: What it is called in messages and counts.
-            steps: Makes the steps, when those before it on this group have ended.
+            begin: Starts it, be it one request or several steps, when what came before it on this
+                group has ended.
             rule: What must agree over ranks; compared with ``MPIMESH_CHECKS`` on.
             nbytes: The bytes that this rank puts in.
             finish: Makes the result; None for the value of the steps.
@@ -46,7 +47,7 @@ class Composed(GroupCore):
         """
         return self._launch(
             name,
-            steps,
+            begin,
             rule=rule,
             nbytes=nbytes,
             finish=finish,

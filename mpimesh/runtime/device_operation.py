@@ -61,8 +61,8 @@ class DeviceOperation(Operation):
 
 
 def begin_in(
-    scope: StreamScope, begin: Callable[[], Request] | Callable[[], Steps]
-) -> Callable[[], Request] | Callable[[], Steps]:
+    scope: StreamScope, begin: Callable[[], Request | Steps]
+) -> Callable[[], Request | Steps]:
     """Return `begin`, to be called and to go on in `scope` wherever that is done."""
 
     def started() -> Any:

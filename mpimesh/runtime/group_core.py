@@ -104,7 +104,7 @@ class GroupCore:
     def _launch(
         self,
         name: str,
-        begin: Callable[[], Request] | Callable[[], Steps],
+        begin: Callable[[], Request | Steps],
         *,
         rule: str = "",
         data: Array | None = None,
