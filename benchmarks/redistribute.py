@@ -110,7 +110,7 @@ def _timed(
     effort: Effort,
     *torch_layouts: str,
 ) -> list[dict[str, Any]]:
-    source, target = np.zeros_like(block), np.zeros_like(block)
+    source, target = np.ones_like(block), np.zeros_like(block)
 
     def copy() -> None:
         target[...] = source
