@@ -333,10 +333,5 @@ MISSING = {
     "numpy.fft work on whole arrays",
     "__dlpack__": "the array is on several ranks; x.local is NumPy's and has it",
     "__dlpack_device__": "the array is on several ranks; x.local is NumPy's and has it",
-    "__bool__": "would be collective in passing; x.item() is so openly",
-    "__complex__": "would be collective in passing; x.item() is so openly",
-    "__float__": "would be collective in passing; x.item() is so openly",
-    "__index__": "would be collective in passing; x.item() is so openly",
-    "__int__": "would be collective in passing; x.item() is so openly",
 }
 """What the standard has and split arrays have not, with the reason."""

@@ -134,7 +134,7 @@ def reduce(
     if kind.kind not in kinds:
         op = ""
     empty = any(shape[axis] == 0 for axis in axes)
-    if empty and not begins and ufunc.identity is None and 0 not in reduced_shape(shape, axes):
+    if empty and not begins and ufunc.identity is None:
         raise on_all_ranks(
             ShapeError(
                 f"np.{ufunc.__name__} of no elements, along axes {axes} of shape {shape}, is "

@@ -248,6 +248,25 @@ def test_numbers_out_of_arrays_of_one_element():
     mm.run_virtual(2, main)
 
 
+def test_the_largest_of_no_elements():
+    """Refused wherever NumPy does, also where the result has no elements either."""
+
+    def main():
+        with mm.DeviceMesh("x=2") as mesh:
+            for shape in ((0, 0), (0, 3), (3, 0), (0,)):
+                x = mm.zeros(shape, mesh, "S0")
+                for axis in range(len(shape)):
+                    try:
+                        want = np.zeros(shape).max(axis=axis)
+                    except ValueError:
+                        with pytest.raises(ShapeError, match="of no elements"):
+                            np.max(x, axis=axis)
+                    else:
+                        assert np.max(x, axis=axis).shape == want.shape
+
+    mm.run_virtual(2, main)
+
+
 @settings(max_examples=30)
 @given(st.data())
 def test_any_shape_and_axes(data):
