@@ -46,7 +46,9 @@ def number(cell):
 
 
 def test_all_suites_on_the_host():
-    tables = measure("startup", "all_reduce", "shared", "buckets", "pipeline", "training")
+    tables = measure(
+        "startup", "all_reduce", "shared", "buckets", "pipeline", "training", "redistribute"
+    )
     assert len(tables["all_reduce"]) == 3 * 3  # 3 sizes of at most 64 KiB
     # 4 sizes of all-reduce, 1 of each of the others; 3 ways each, the copy is no row.
     assert len(tables["shared"]) == (4 + 4) * 3
@@ -63,6 +65,11 @@ def test_all_suites_on_the_host():
     assert len(tables["pipeline"]) == 2 * 3 + 1
     ways = ("one rank", "2 stages", "2 replicas")
     assert list(tables["training"]) == [f"a step with 512 images: {way}" for way in ways]
+    moved = "64 x 64 float64, S0 to S1, 16 KiB a rank"
+    assert {f"{moved}: {way}" for way in ("pack + Alltoall", "mpimesh", "mpimesh, messages")} < set(
+        tables["redistribute"]
+    )
+    assert "product of two 64 x 64, rows split: mpimesh" in tables["redistribute"]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
