@@ -42,6 +42,8 @@ __all__ = [
 EXCHANGE = operation_number(Operation.EXCHANGE_REGIONS, np.empty(0, np.uint8))
 """Its number: the ranks' arrays differ, and a rank may have none."""
 
+_NOTHING = Regions()
+
 _MOST = 0.6
 """From this part of a block on it is copied as a whole."""
 
@@ -145,6 +147,18 @@ class Copies:
         return memory[:nbytes]
 
 
+class _Over:
+    """A request that is done."""
+
+    def test(self) -> bool:
+        """Tell so."""
+        return True
+
+
+def _no_work(entry: Entry) -> Sequence[Work]:
+    return ()
+
+
 class Reading(InPlaces):
     """An exchange of regions that all lie in shared memory, or else by messages.
 
@@ -170,6 +184,14 @@ class Reading(InPlaces):
     ) -> None:
         super().__init__(team, engine, EXCHANGE, (offer.at, told), plan, otherwise)
         self._offer = offer
+
+    def _move(self) -> bool:
+        over = super()._move()
+        if over:
+            # The engine may hold this request for a while yet; not so the arrays.
+            self._plan, self._otherwise, self._parts = _no_work, _Over, ()
+            self._offer = Offer(self._team, None, _NOTHING, self._team.room)
+        return over
 
     def _read(self) -> bool:
         if self._team.board.posted < self._number:
