@@ -9,11 +9,14 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import LayoutError
+from mpimesh.errors import LayoutError, NoRuleError
 from mpimesh.layout import Layout, Operand, OpRule, PlacementLike
 from mpimesh.runtime import DeviceMesh
 
 __all__ = ["apply_rule", "common_mesh", "gathered", "operand_of", "placed"]
+
+
+_IN_PLACE = (np.put, np.place, np.putmask, np.put_along_axis, np.fill_diagonal)
 
 
 def common_mesh(operands: Sequence[Any]) -> DeviceMesh:
@@ -77,7 +80,15 @@ def gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `function` with whole arrays in place of split ones. Collective.
 
     Arrays in the result are replicated over the mesh.
+
+    Raises:
+        NoRuleError: If `function` writes into its argument.
     """
+    if function in _IN_PLACE:
+        raise NoRuleError(
+            f"numpy.{function.__name__} writes into its argument, and what is gathered is a copy; "
+            "write by a key instead, as in x[index] = value"
+        )
     found: list[DTensor] = []
     whole_args, whole_kwargs = _replaced(args, found), _replaced(kwargs, found)
     mesh = common_mesh(found)

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import HostArray, refuse_objects, to_numpy
+from mpimesh.arrays import DType, HostArray, refuse_objects, to_numpy
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.errors import LayoutError, MismatchError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
 
-__all__ = ["agreed_blocks", "host_block", "table_of"]
+__all__ = ["agreed_blocks", "agreed_dtype", "host_block", "table_of"]
 
 
 def host_block(block: Any) -> HostArray:
@@ -29,24 +30,50 @@ def host_block(block: Any) -> HostArray:
     return host
 
 
+def agreed_dtype(block: HostArray, mesh: DeviceMesh, name: str) -> DType:
+    """Return the dtype that the blocks have, those without elements aside. Collective.
+
+    ``np.array([])`` is of float64 whatever the other ranks have.
+
+    Raises:
+        MismatchError: On every rank, saying which has what, if they differ.
+    """
+    group = mesh.group()
+    facts = [dtype_to_json(block.dtype), block.size]
+    what = Call(name, group.name)
+    found = exchange(group.progress, group.communicator, facts, what=what)
+    dtypes = [dtype_from_json(dtype) for dtype, _ in found]
+    full = [dtype for dtype, (_, size) in zip(dtypes, found, strict=True) if size]
+    if len(set(full)) > 1:
+        rows = "; ".join(
+            f"rank {rank}: {dtype}" for rank, dtype in zip(group.ranks[:16], dtypes, strict=False)
+        )
+        raise on_all_ranks(
+            MismatchError(f"{name} needs blocks of one dtype; give dtype=, or cast them: {rows}")
+        )
+    return (full or dtypes)[0]
+
+
 def agreed_blocks(
     block: HostArray, mesh: DeviceMesh, layout: Layout
-) -> tuple[tuple[int, ...], Layout]:
-    """Return the shape of the whole array, and the layout with the sizes that the blocks have.
+) -> tuple[tuple[int, ...], Layout, DType]:
+    """Return the shape of the whole array, the layout with the blocks' sizes, and the dtype.
 
-    Collective over the mesh.
+    Collective over the mesh. A block without elements may be of any dtype.
 
     Raises:
         MismatchError: On every rank, if dtypes, numbers of axes or lengths disagree.
         ShapeError: On every rank, if several dims split an axis, and not evenly.
     """
     group = mesh.group()
-    facts = [list(block.shape), str(block.dtype), layout.text]
+    described = dtype_to_json(block.dtype)
+    facts = [list(block.shape), str(block.dtype), layout.text, described]
     what = Call("from_local", group.name)
     found = exchange(group.progress, group.communicator, facts, what=what)
-    rows = [tuple(tuple(one) if isinstance(one, list) else one for one in row) for row in found]
-    heads = [(len(shape), descr, text) for shape, descr, text in rows]
-    if len(set(heads)) > 1:
+    rows = [(tuple(shape), name, text) for shape, name, text, _ in found]
+    heads = {(len(shape), text) for shape, _, text in rows}
+    full = [place for place, (shape, _, _) in enumerate(rows) if 0 not in shape]
+    if len(heads) > 1 or len({rows[place][1] for place in full}) > 1:
         raise on_all_ranks(
             MismatchError(_table("of one dtype, rank and layout", rows, group.ranks))
         )
@@ -84,7 +111,7 @@ def agreed_blocks(
                 f"split an axis: {_table('that are', rows, group.ranks)}"
             )
         )
-    return tuple(shape), fitted
+    return tuple(shape), fitted, dtype_from_json(found[full[0] if full else 0][3])
 
 
 def _with_sizes(spec: Any, length: int, sizes: list[int]) -> Any:

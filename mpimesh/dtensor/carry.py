@@ -9,7 +9,7 @@ from typing import Any
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.move import Move, prepared_move
-from mpimesh.errors import LayoutError, ReduceOpError, ShapeError
+from mpimesh.errors import ClosedError, LayoutError, ReduceOpError, ShapeError
 from mpimesh.layout import Layout, Partial, Replicate
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.received import parts
@@ -99,7 +99,7 @@ def start_carry(
     return group.compose(
         "redistribute",
         begin,
-        rule=carry.rule,
+        rule=f"{carry.rule}, max_bytes {max_bytes}" if max_bytes else carry.rule,
         nbytes=move.sent_bytes,
         finish=lambda: finish(end()),
         lock=block,
@@ -125,6 +125,8 @@ def _carry(
             raise ReduceOpError(f"a mean of {dtype} would be cut off; {layout} needs floats")
     numbering = None
     if goal is not mesh:
+        if goal.closed:
+            raise ClosedError(f"rank {mesh.rank} cannot move an array to {goal!r}: it is closed")
         _check_same_ranks(mesh, goal)
         group = mesh.everyone
     elif mesh.contains_rank(mesh.rank):
@@ -133,7 +135,8 @@ def _carry(
         group = mesh.everyone.alone()  # it holds nothing, and takes no part
     nodes = _nodes(group)
     move = prepared_move(source, target, shape, dtype.itemsize, mesh.rank, numbering, nodes)
-    rule = f"shape {shape}, {dtype}, {source} -> {target}"
+    meshes = "" if source.mesh == target.mesh else f"{source.mesh!r} to {target.mesh!r}, "
+    rule = f"shape {shape}, {dtype}, {meshes}{source} -> {target}"
     return _Carry(source, target, group, move, rule, _reduced_by(mesh, source, target))
 
 

@@ -10,14 +10,16 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects, to_numpy
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.dtensor.blocks import agreed_dtype
 from mpimesh.dtensor.carry import start_carry
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, RankError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Partial, PlacementLike, Replicate
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree, exchange
 from mpimesh.runtime.call import Call
+from mpimesh.runtime.digest import digest_bits
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -66,6 +68,9 @@ def distribute(
     if root is None:
         mine = _host(x)
         block = mine if _is_member(mesh) else None
+        if mesh.settings.checks and block is not None:
+            group, rule = mesh.group(), f"shape {mine.shape}, {mine.dtype}, values {_digest(mine)}"
+            agree(group.progress, group.communicator, Call("distribute", group.name, rule))
         source = DTensor(mesh, Layout.replicated(layout.mesh), mine.shape, mine.dtype, block)
         made = source.redistribute(placements)
         return made.copy() if made is source else made
@@ -90,7 +95,9 @@ def from_callback(
     *,
     dtype: Any = None,
 ) -> DTensor:
-    """Make a split array of what `callback` gives for each rank's part. Local.
+    """Make a split array of what `callback` gives for each rank's part.
+
+    Local with `dtype`; without, collective over the mesh: the ranks agree on one.
 
     Each rank asks for its own block only, so an array in a file is read once in all::
 
@@ -102,10 +109,11 @@ def from_callback(
         mesh: The mesh.
         placements: As for :class:`Layout`, without `Partial`.
         callback: Gets a tuple of slices, one for each axis, and gives that part.
-        dtype: The dtype; None for that of the parts, which must agree over ranks.
+        dtype: The dtype; None for that of the parts.
 
     Raises:
         LayoutError: If the placements do not fit.
+        MismatchError: On every rank, without `dtype`, if the parts are of several.
         ShapeError: If the callback gives a part of another shape.
     """
     layout = Layout(mesh, placements)
@@ -122,7 +130,12 @@ def from_callback(
             )
         return found
 
-    return made_of_blocks(_shape(shape), mesh, layout, part, dtype)
+    if dtype is not None or not _is_member(mesh):
+        return made_of_blocks(shape_of_lengths(shape), mesh, layout, part, dtype)
+    sizes = shape_of_lengths(shape)
+    mine = part(tuple(slice(*edges) for edges in layout.box(sizes, mesh.rank)))
+    kind = agreed_dtype(mine, mesh, "from_callback")
+    return made_of_blocks(sizes, mesh, layout, lambda index: mine, kind)
 
 
 def full(
@@ -136,10 +149,14 @@ def full(
     """Return an array with `value` everywhere, as :func:`numpy.full`. Local."""
     kind = np.asarray(value).dtype if dtype is None else np.dtype(dtype)
 
-    def part(index: tuple[slice, ...]) -> HostArray:
-        return np.broadcast_to(np.asarray(value, kind), [one.stop - one.start for one in index])
-
-    return with_summands(_shape(shape), mesh, Layout(mesh, placements), part, kind)
+    sizes = shape_of_lengths(shape)
+    try:
+        whole = np.broadcast_to(np.asarray(value, kind), sizes)  # a view, however large
+    except ValueError as error:
+        raise ShapeError(
+            f"a value of shape {np.shape(value)} does not fit {sizes}: {error}"
+        ) from None
+    return with_summands(sizes, mesh, Layout(mesh, placements), lambda index: whole[index], kind)
 
 
 def zeros(
@@ -161,7 +178,7 @@ def empty(
 ) -> DTensor:
     """Return an array whose values are whatever its memory holds. Local."""
     layout = Layout(mesh, placements)
-    lengths = _shape(shape)
+    lengths = shape_of_lengths(shape)
     block = None
     if _is_member(mesh):
         block = mesh.shared_empty(layout.local_shape(lengths, mesh.rank), dtype)
@@ -201,7 +218,7 @@ def with_summands(
     return made.redistribute(layout.placement)  # of copies summands are made without any message
 
 
-def _shape(shape: Sequence[int] | int) -> Shape:
+def shape_of_lengths(shape: Sequence[int] | int) -> Shape:
     """Return a shape, also of one length, as NumPy takes it."""
     return tuple(shape) if isinstance(shape, Iterable) else (index(shape),)
 
@@ -210,6 +227,10 @@ def _host(x: Any) -> HostArray:
     host: HostArray = to_numpy(x)
     refuse_objects(host.dtype)
     return host
+
+
+def _digest(x: HostArray) -> int:
+    return digest_bits(np.ascontiguousarray(x).tobytes(), 63)
 
 
 def _is_member(mesh: DeviceMesh) -> bool:

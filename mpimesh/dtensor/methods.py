@@ -25,8 +25,14 @@ class Methods(NDArrayOperatorsMixin):
     __slots__ = ()
 
     if TYPE_CHECKING:
-        dtype: np.dtype[Any]
-        shape: tuple[int, ...]
+
+        @property
+        def dtype(self) -> np.dtype[Any]:
+            """The dtype of the elements."""
+
+        @property
+        def shape(self) -> tuple[int, ...]:
+            """The global shape."""
 
     # -- reductions --------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from mpimesh.arrays.indexed_random import (
     normal_block,
     uniform_block,
 )
-from mpimesh.dtensor.create import with_summands
+from mpimesh.dtensor.create import shape_of_lengths, with_summands
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ArrayValueError
 from mpimesh.layout import Box, Layout, PlacementLike
@@ -122,7 +122,7 @@ class Random:
 
     def uniform(
         self,
-        shape: Sequence[int],
+        shape: Sequence[int] | int,
         mesh: DeviceMesh,
         placements: PlacementLike,
         *,
@@ -135,7 +135,7 @@ class Random:
 
     def normal(
         self,
-        shape: Sequence[int],
+        shape: Sequence[int] | int,
         mesh: DeviceMesh,
         placements: PlacementLike,
         *,
@@ -149,7 +149,7 @@ class Random:
 
     def exponential(
         self,
-        shape: Sequence[int],
+        shape: Sequence[int] | int,
         mesh: DeviceMesh,
         placements: PlacementLike,
         *,
@@ -163,7 +163,7 @@ class Random:
         self,
         low: int,
         high: int,
-        shape: Sequence[int],
+        shape: Sequence[int] | int,
         mesh: DeviceMesh,
         placements: PlacementLike,
         *,
@@ -178,7 +178,7 @@ class Random:
     def bernoulli(
         self,
         p: float,
-        shape: Sequence[int],
+        shape: Sequence[int] | int,
         mesh: DeviceMesh,
         placements: PlacementLike,
         *,
@@ -200,13 +200,13 @@ class Random:
         self,
         block_of: Callable[..., Any],
         parameters: tuple[Any, ...],
-        shape: Sequence[int],
+        shape: Sequence[int] | int,
         mesh: DeviceMesh,
         placements: PlacementLike,
         dtype: Any,
         **options: Any,
     ) -> DTensor:
-        key, sizes = self._next_key(), tuple(shape)
+        key, sizes = self._next_key(), shape_of_lengths(shape)
 
         def block(box: Box) -> HostArray:
             values: HostArray = block_of(key, *parameters, sizes, box, np.dtype(dtype), **options)

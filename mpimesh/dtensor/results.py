@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.blocks import host_block
+from mpimesh.dtensor.blocks import agreed_dtype, host_block
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
@@ -137,6 +137,9 @@ def _checked(
             f"{'' if expected is None else f'of shape {expected} '}of an array of shape {shape} as "
             f"{layout}, got shape {block.shape}; {_ADVICE}"
         )
+    if any((bounds[1:] == bounds[:-1]).any() for bounds in layout.tiling(shape).bounds):
+        # A block without elements may have any dtype; all ranks know that there is one.
+        block = block.astype(agreed_dtype(block, mesh, what), copy=False)
     return DTensor(mesh, layout, shape, block.dtype, block)
 
 

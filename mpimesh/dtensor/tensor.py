@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from operator import getitem, setitem
 from typing import Any, NoReturn
 
@@ -12,14 +11,14 @@ import numpy as np
 from mpimesh.arrays import Array, DType, HostArray
 from mpimesh.dtensor.blocks import agreed_blocks, host_block
 from mpimesh.dtensor.carry import start_carry
+from mpimesh.dtensor.held import Held
 from mpimesh.dtensor.kept import fitting_layout
 from mpimesh.dtensor.methods import Methods
 from mpimesh.dtensor.registry import StandIn, rule_of, sure_rule_of
 from mpimesh.dtensor.scalars import item_of
-from mpimesh.errors import LayoutError, RankError, ShapeError
+from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout import (
     Layout,
-    Placement,
     PlacementLike,
     RedistributionPlan,
     Replicate,
@@ -31,7 +30,7 @@ from mpimesh.runtime import CollectiveTensor, DeviceMesh
 __all__ = ["DTensor"]
 
 
-class DTensor(Methods):
+class DTensor(Held, Methods):
     """An array of which each rank of a mesh holds a block, as its layout says.
 
     Made by :func:`~mpimesh.distribute`, :meth:`from_local`, :func:`~mpimesh.zeros` and the like.
@@ -41,14 +40,12 @@ class DTensor(Methods):
     into it as you like, between operations. A rank that the mesh leaves out holds the
     tensor, too, to take part in :meth:`redistribute`; it has no block.
 
-    Attributes:
-        mesh: The live mesh.
-        layout: How the array lies on it, as a value.
-        shape: The global shape.
-        dtype: The dtype of the elements.
+    What is taken by a key, ``x[2:5]``, is a copy on every mesh; what `reshape`, `transpose` and the
+    like give may share its memory with `x`, or not, as the layout has it: write into neither to
+    change the other.
     """
 
-    __slots__ = ("__weakref__", "_block", "dtype", "layout", "mesh", "shape")
+    __slots__ = ("__weakref__",)
 
     def __init__(
         self,
@@ -63,10 +60,10 @@ class DTensor(Methods):
         Raises:
             ShapeError: If the block is not the one that `layout` gives this rank.
         """
-        self.mesh = mesh
-        self.layout = layout
-        self.shape: tuple[int, ...] = tuple(shape)
-        self.dtype: DType = np.dtype(dtype)
+        self._mesh = mesh
+        self._layout = layout
+        self._shape: tuple[int, ...] = tuple(shape)
+        self._dtype: DType = np.dtype(dtype)
         self._block = block
         is_member = layout.mesh.contains_rank(mesh.rank)
         expected = layout.local_shape(self.shape, mesh.rank) if is_member else None
@@ -111,7 +108,8 @@ class DTensor(Methods):
         """
         held = host_block(block)
         if shape is None:
-            shape, layout = agreed_blocks(held, mesh, Layout(mesh, placements))
+            shape, layout, dtype = agreed_blocks(held, mesh, Layout(mesh, placements))
+            held = held.astype(dtype, copy=False)  # another one only without elements
         else:
             layout = Layout(mesh, placements)
         return cls(mesh, layout, shape, held.dtype, held)
@@ -127,68 +125,25 @@ class DTensor(Methods):
     ) -> DTensor:
         """Return the tensor of a block that is known to be the right one. Local."""
         made = cls.__new__(cls)
-        made.mesh, made.layout, made.shape, made.dtype = mesh, layout, shape, dtype
+        made._mesh, made._layout, made._shape, made._dtype = mesh, layout, shape, dtype
         made._block = block
         return made
 
-    # -- facts: local ------------------------------------------------------------------
+    # -- what Python asks for ---------------------------------------------------------------
 
-    @property
-    def local(self) -> HostArray:
-        """This rank's block.
+    def __format__(self, spec: str) -> str:
+        """Format an array of one element as its number, where `spec` asks for it: collective."""
+        return format(item_of(self, f"be formatted by {spec!r}"), spec) if spec else str(self)
 
-        Raises:
-            RankError: If this rank is not in the mesh.
-        """
-        if self._block is None:
-            raise RankError(
-                f"rank {self.mesh.rank} holds no block: it is not in mesh {self.mesh.dims_text}"
-            )
-        return self._block
+    def __deepcopy__(self, memo: object) -> DTensor:
+        """Return :meth:`copy`."""
+        return self.copy()
 
-    @property
-    def is_member(self) -> bool:
-        """Whether this rank is in the mesh and so holds a block."""
-        return self._block is not None
-
-    @property
-    def placement(self) -> Placement:
-        """One spec for each dim of the mesh."""
-        return self.layout.placement
-
-    @property
-    def ndim(self) -> int:
-        """Number of array axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements of the whole array."""
-        return prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return self.size * self.itemsize
-
-    @property
-    def global_offset(self) -> tuple[int, ...]:
-        """Where this rank's block begins in the whole array."""
-        return self.layout.global_offset(self.shape, self.mesh.rank)
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of an array without axes")
-        return self.shape[0]
-
-    def __repr__(self) -> str:
-        """Show shape, dtype and layout. Local: it shows no values of other ranks."""
-        return f"DTensor(shape={self.shape}, dtype={self.dtype}, {self.layout})"
+    def __reduce__(self) -> NoReturn:
+        """Refuse: a file or another process has neither the mesh nor the other blocks."""
+        raise TypeError(
+            f"{self!r} cannot be pickled: take x.local, or x.full(), which is collective"
+        )
 
     # -- moving: collective --------------------------------------------------------------
 
@@ -383,5 +338,5 @@ class DTensor(Methods):
     def _refuse(self, what: str) -> NoReturn:
         raise LayoutError(
             f"{self!r} cannot {what}: its parts are on several ranks; take x.local for this rank's "
-            "block, or x.full() for the whole array, which all ranks call"
+            "block, x.full() for the whole array, or float(x) for one number; all ranks call these"
         )

@@ -27,7 +27,7 @@ _ONE_SHOT_BYTES = 32 * 1024
 """Up to this size every rank reduces for itself what several are to have: one exchange less."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RedistributionPlan:
     """How an array gets from one layout to another, on the same mesh or on another.
 
@@ -149,6 +149,12 @@ class RedistributionPlan:
             times = messages * latency_s + elements * (self.itemsize / bytes_per_s)
             seconds += float(times.max(initial=0.0))
         return seconds
+
+    def __repr__(self) -> str:
+        return (
+            f"<RedistributionPlan of shape {self.shape}, {self.itemsize} bytes each: "
+            f"{self.source} -> {self.target}>"
+        )
 
     def __str__(self) -> str:
         """Say in a few lines what moves."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpimesh.arrays import Array
-from mpimesh.runtime.group_core import GroupCore
+from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.received import Amount, Rule
 from mpimesh.transport import Request, Steps
@@ -17,6 +17,7 @@ __all__ = ["Composed"]
 class Composed(GroupCore):
     """``compose`` of a group."""
 
+    @collective
     def compose(
         self,
         name: str,

@@ -1,0 +1,164 @@
+"""What first users and those who tried to break it have found, on arrays as a whole."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh.errors import (
+    BudgetError,
+    ClosedError,
+    MismatchError,
+    NoRuleError,
+    ShapeError,
+)
+
+
+def on(dims, function):
+    def main():
+        with mm.DeviceMesh(dims) as mesh:
+            return function(mesh)
+
+    return mm.run_virtual(mm.Mesh(dims).size, main)
+
+
+def test_ranks_that_name_different_roots(monkeypatch):
+    """They wrote into each other's results, and nobody noticed."""
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+
+    def main(mesh):
+        x = mm.distribute(np.arange(6.0), mesh, "S0")
+        with pytest.raises(MismatchError, match="ids"):
+            x.full(root=mesh.rank % 2)
+        with pytest.raises(MismatchError, match="max_bytes"):
+            x.redistribute("R", max_bytes=8 + mesh.rank)
+
+    on("a=3", main)
+
+
+def test_ranks_that_name_meshes_of_other_orders(monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+
+    def main(mesh):
+        x = mm.distribute(np.arange(6.0), mesh, "S0")
+        with (
+            mm.DeviceMesh(mm.Mesh("b=2", ids=[0, 1])) as one,
+            mm.DeviceMesh(mm.Mesh("b=2", ids=[1, 0])) as other,
+            pytest.raises(MismatchError),
+        ):
+            x.redistribute("S0", mesh=other if mesh.rank else one)
+
+    on("a=2", main)
+
+
+def test_an_array_as_the_value_of_full():
+    def main(mesh):
+        for placement in ("R", "S0"):
+            for shape, value in (((4,), [1, 2, 3, 4]), ((3, 2), [[1], [2], [3]]), ((2, 2), [5, 6])):
+                found = mm.full(shape, value, mesh, placement).full()
+                assert np.array_equal(found, np.full(shape, value))
+        with pytest.raises(ShapeError, match=r"\(2,\) does not fit \(4,\)"):
+            mm.full((4,), [1, 2], mesh, "S0")
+
+    on("a=2", main)
+
+
+def test_parts_without_elements_take_the_others_dtype():
+    """``np.array([])`` is of float64: the integers of the others were read as floats."""
+
+    def main(mesh):
+        x = mm.from_callback((2,), mesh, "S0", lambda index: [10, 20][index[0]])
+        y = mm.local_map(lambda b: np.array([int(v) for v in b]), "S0")(mm.ones(2, mesh, "S0"))
+        for found, want in ((x, [10, 20]), (y, [1, 1])):
+            assert found.dtype == np.int64
+            assert found.local.dtype == np.int64
+            assert found.full().tolist() == want
+        none = mm.from_callback((0,), mesh, "S0", lambda index: np.zeros(0, "f4"))
+        assert none.dtype == np.float32
+        dtype = "f4" if mesh.rank else "f8"
+        with pytest.raises(MismatchError, match="rank 1: float32"):
+            mm.from_callback((6,), mesh, "S0", lambda index: np.zeros(2, dtype))
+
+    on("a=3", main)
+
+
+def test_the_same_array_on_all_ranks_is_compared(monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+
+    def main(mesh):
+        with pytest.raises(MismatchError, match="distribute"):
+            mm.distribute(np.full(2, mesh.rank), mesh, "R")
+        with pytest.raises(MismatchError, match="distribute"):
+            mm.distribute(np.ones((6 + mesh.rank, 2)), mesh, "S0")
+
+    on("a=2", main)
+
+
+def test_what_an_array_is_cannot_be_assigned():
+    def main(mesh):
+        x = mm.zeros((6, 2), mesh, "S0")
+        for name, value in (("shape", (2, 6)), ("dtype", np.int8), ("layout", None)):
+            with pytest.raises(AttributeError):
+                setattr(x, name, value)
+
+    on("a=2", main)
+
+
+def test_functions_that_write_are_not_gathered():
+    def main(mesh):
+        x = mm.zeros(4, mesh, "S0")
+        with mm.allow_gather():
+            with pytest.raises(NoRuleError, match=r"x\[index\]"):
+                np.put(x, [0], 9)  # type: ignore[arg-type]
+            with pytest.raises(NoRuleError, match="fill_diagonal"):
+                np.fill_diagonal(x.reshape(2, 2), 9)  # type: ignore[arg-type]
+
+    on("a=2", main)
+
+
+def test_a_closed_mesh_takes_no_array():
+    def main(mesh):
+        x = mm.zeros(4, mesh, "S0")
+        other = mesh.copy()
+        other.close()
+        with pytest.raises(ClosedError):
+            x.redistribute("S0", mesh=other)
+
+    on("a=2", main)
+
+
+def test_a_budget_that_one_rank_breaks(monkeypatch):
+    """The others learn of it: all have checks on."""
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+
+    def main(mesh):
+        x = mm.zeros((4, 4), mesh, "S0")
+        limit = 8 if mesh.rank else 1 << 20
+        error = BudgetError if mesh.rank else MismatchError
+        with mesh.budget(bytes=limit), pytest.raises(error, match=r"BudgetError|would receive"):
+            x.redistribute("S1")
+
+    on("a=2", main)
+
+
+def test_copied_shown_and_formatted():
+    def main(mesh):
+        x = mm.arange(4, mesh=mesh, placements="S0")
+        y = copy.deepcopy(x)
+        y.local[...] = -1
+        assert x.full().tolist() == [0, 1, 2, 3]
+        with pytest.raises(TypeError, match="full"):
+            pickle.dumps(x)
+        assert f"{x.sum():.2f}" == "6.00"
+        assert str(x) == f"{x!r}, the block of rank {mesh.rank}:\n{x.local}"
+        assert f"{x}" == str(x)
+        assert "RedistributionPlan of shape (4,)" in repr(x.plan("R"))
+        with pytest.raises(ShapeError, match="has 4 elements"):
+            f"{x:.2f}"
+        assert mm.Random(1).normal(5, mesh, "S0").shape == (5,)
+
+    on("a=2", main)
