@@ -13,7 +13,7 @@ from mpimesh.errors import LayoutError, NoRuleError
 from mpimesh.layout import Layout, Operand, OpRule, PlacementLike
 from mpimesh.runtime import DeviceMesh
 
-__all__ = ["apply_rule", "common_mesh", "gathered", "operand_of", "placed"]
+__all__ = ["apply_rule", "are_whole", "common_mesh", "gathered", "operand_of", "placed"]
 
 
 _IN_PLACE = (np.put, np.place, np.putmask, np.put_along_axis, np.fill_diagonal)
@@ -95,6 +95,15 @@ def gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if not found[0].is_member:
         raise LayoutError(f"rank {mesh.rank} is not in the mesh, and gathers nothing")
     return _split(function(*whole_args, **whole_kwargs), mesh)
+
+
+def are_whole(tree: Any) -> bool:
+    """Tell whether every rank has all of each split array in `tree`: then nothing need move."""
+    if isinstance(tree, DTensor):
+        return tree.layout.is_replicated
+    if isinstance(tree, dict):
+        return all(are_whole(one) for one in tree.values())
+    return not isinstance(tree, list | tuple) or all(are_whole(one) for one in tree)
 
 
 def _replaced(tree: Any, found: list[DTensor]) -> Any:

@@ -14,7 +14,7 @@ from mpimesh.dtensor.carry import start_carry
 from mpimesh.dtensor.held import Held
 from mpimesh.dtensor.kept import fitting_layout
 from mpimesh.dtensor.methods import Methods
-from mpimesh.dtensor.registry import StandIn, rule_of, sure_rule_of
+from mpimesh.dtensor.registry import FUNCTIONS, StandIn, rule_of, sure_rule_of
 from mpimesh.dtensor.scalars import item_of
 from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout import (
@@ -279,14 +279,18 @@ class DTensor(Held, Methods):
     def __array_function__(
         self, function: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Do a function of NumPy by the rule that split arrays have for it."""
+        """Do a function of NumPy by the rule that split arrays have for it.
+
+        One without a rule works on whole arrays: where all ranks have them, or may gather them.
+        """
         if any(issubclass(kind, StandIn) for kind in types):
             return NotImplemented
-        found = rule_of(function)
-        if found is not None:
-            return found(*args, **kwargs)
-        from mpimesh.dtensor.apply import gathered
+        from mpimesh.dtensor.apply import are_whole, gathered
 
+        if function in FUNCTIONS or not are_whole((args, kwargs)):
+            found = rule_of(function)
+            if found is not None:
+                return found(*args, **kwargs)
         return gathered(function, args, kwargs)
 
     def __getitem__(self, key: Any) -> Any:

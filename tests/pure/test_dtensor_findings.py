@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,5 +161,22 @@ def test_copied_shown_and_formatted():
         with pytest.raises(ShapeError, match="has 4 elements"):
             f"{x:.2f}"
         assert mm.Random(1).normal(5, mesh, "S0").shape == (5,)
+
+    on("a=2", main)
+
+
+def test_functions_without_a_rule_work_on_copies():
+    """Every rank has all of them, so nothing is gathered."""
+    a, b = np.diag([2.0, 4.0]), np.array([1.0, 2.0])
+
+    def main(mesh):
+        x, y = mm.distribute(a, mesh, "R"), mm.distribute(b, mesh, "R")
+        before = mesh.traffic().snapshot()
+        found: Any = np.linalg.solve(x, y)
+        assert found.layout.is_replicated
+        assert found.local.tolist() == [0.5, 0.5]
+        assert (mesh.traffic() - before).received_bytes == 0
+        with pytest.raises(NoRuleError, match="solve"):
+            np.linalg.solve(x.redistribute("S0"), y)
 
     on("a=2", main)
