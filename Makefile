@@ -102,7 +102,7 @@ test-launch: $(VENV)/.dev
 	$(call step,tests that start mpiexec$(,) MPICH)
 	$(PY) -m pytest tests/launch $(PYTEST_ARGS)
 
-# What depends on the MPI: the contract of the transport, pipelines, failures.
+# What depends on the MPI: the contract of the transport, pipelines, split arrays, failures.
 test-openmpi: $(RANKS:%=test-openmpi-%)
 	$(call step,failures and launches$(,) Open MPI)
 	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/python -m pytest tests/launch/test_failure*.py \
@@ -110,9 +110,10 @@ test-openmpi: $(RANKS:%=test-openmpi-%)
 		tests/launch/test_shared_memory.py $(PYTEST_ARGS)
 
 $(RANKS:%=test-openmpi-%): test-openmpi-%: $(VENV_OPENMPI)/.dev
-	$(call step,contract and pipeline on $* rank(s)$(,) Open MPI)
+	$(call step,contract$(,) pipelines and split arrays on $* rank(s)$(,) Open MPI)
 	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/mpiexec -n $* $(VENV_OPENMPI)/bin/python -m pytest --with-mpi \
-		tests/ranks/test_contract*.py tests/ranks/test_pipeline*.py $(PYTEST_ARGS)
+		tests/ranks/test_contract*.py tests/ranks/test_pipeline*.py tests/ranks/test_dtensor*.py \
+		tests/ranks/test_stencil.py $(PYTEST_ARGS)
 
 test-slurm: $(VENV)/.dev $(VENV_OPENMPI)/.dev
 	$(call step,templates on a Slurm of four nodes on this machine)
