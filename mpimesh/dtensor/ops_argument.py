@@ -11,10 +11,11 @@ import numpy as np
 from mpimesh.dtensor.move import identity_of
 from mpimesh.dtensor.ops_reduce import axes_of, given, reduce_blocks
 from mpimesh.dtensor.registry import implements
-from mpimesh.dtensor.run import Work, resolved, shape_of, store
+from mpimesh.dtensor.run import Work, resolved, store
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError, on_all_ranks
-from mpimesh.layout import Partial, Replicate
+from mpimesh.layout import Layout, Partial, PlacementSpec, Replicate, Shard
+from mpimesh.layout.rules import reduced_shape
 
 _NOWHERE = np.iinfo(np.intp).max
 
@@ -71,24 +72,32 @@ def _first_of_best(
         return _shaped(value, x, axes, block)
 
     values = reduce_blocks(best, [x], axes, op, x.dtype, keepdims=True)
-    mine: Any = values.local if values.is_member else None
     everywhere = values.redistribute(
         [Replicate() if isinstance(spec, Partial) else spec for spec in values.placement]
     )
 
-    def first(here: Work) -> Any:
-        wanted = here.blocks[1]
-        equal = mine == wanted
-        if x.dtype.kind == "f":
-            equal |= np.isnan(wanted) & np.isnan(mine)
-        spot = np.where(equal, _shaped(found[0], x, axes, here.blocks[0]), _NOWHERE)
-        return spot if keep else spot.reshape(_kept(here.blocks[0], axes))
-
-    return reduce_blocks(first, [x, everywhere], axes, "min", np.intp, keepdims=keep)
-
-
-def _kept(block: Any, axes: tuple[int, ...]) -> list[int]:
-    return [n for axis, n in enumerate(shape_of(block)) if axis not in axes]
+    # Where the blocks lie is settled: a second search for a layout might find another one.
+    specs: list[PlacementSpec] = []
+    for spec in values.placement:
+        if isinstance(spec, Partial):
+            specs.append(Partial("min"))
+        elif isinstance(spec, Shard) and not keep:
+            gone = sum(axis < spec.axis for axis in axes)
+            specs.append(Shard(spec.axis - gone, sizes=spec.sizes))
+        else:
+            specs.append(spec)
+    shape = reduced_shape(x.shape, axes, keepdims=keep)
+    layout = Layout(x.mesh, specs)
+    if not values.is_member:
+        return DTensor(x.mesh, layout, shape, np.intp, None)
+    mine, wanted = values.local, everywhere.local
+    equal = mine == wanted
+    if x.dtype.kind == "f":
+        equal |= np.isnan(wanted) & np.isnan(mine)
+    spot = np.where(equal, found[0].reshape(mine.shape), _NOWHERE)
+    block = x.mesh.shared_empty(layout.local_shape(shape, x.mesh.rank), np.intp)
+    block[...] = spot.reshape(block.shape)
+    return DTensor(x.mesh, layout, shape, np.intp, block)
 
 
 def _shaped(values: Any, x: DTensor, axes: tuple[int, ...], block: Any) -> Any:
