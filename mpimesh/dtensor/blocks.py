@@ -15,7 +15,7 @@ from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
 
-__all__ = ["agreed_blocks", "agreed_dtype", "host_block", "table_of"]
+__all__ = ["agreed_blocks", "agreed_dtype", "host_block", "table_of", "writable_block"]
 
 
 def host_block(block: Any) -> HostArray:
@@ -23,7 +23,6 @@ def host_block(block: Any) -> HostArray:
 
     Raises:
         DTypeError: If it holds Python objects.
-        ShapeError: If it cannot be written to.
     """
     host: HostArray = to_numpy(block)
     refuse_objects(host.dtype)
@@ -52,6 +51,18 @@ def agreed_dtype(block: HostArray, mesh: DeviceMesh, name: str) -> DType:
             MismatchError(f"{name} needs blocks of one dtype; give dtype=, or cast them: {rows}")
         )
     return (full or dtypes)[0]
+
+
+def writable_block(block: HostArray, mesh: DeviceMesh) -> HostArray:
+    """Return a block that can be written: itself, or a copy of one that is read-only. Local.
+
+    If a block of one rank were read-only, writing would fail there, while others go on.
+    """
+    if block.flags.writeable:
+        return block
+    made = mesh.shared_empty(block.shape, block.dtype)
+    made[...] = block
+    return made
 
 
 def agreed_blocks(

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects
+from mpimesh.dtensor.apply import common_mesh
+from mpimesh.dtensor.attempts import attempted
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
 from mpimesh.dtensor.tensor import DTensor
@@ -80,6 +82,7 @@ def call(
     Raises:
         ShapeError: If the operands do not broadcast.
         TypeError: If the ufunc does not have the dtypes.
+        ValueError: On every rank, if a rank has an integer to take to a power below zero.
     """
     operands = [plain(one) for one in args[: ufunc.nin]]
     outs = list(args[ufunc.nin :]) or list(out if isinstance(out, tuple) else (out,))
@@ -117,6 +120,8 @@ def _done(
     kept = given if masks else []  # their values stay where the mask is false
     everything = [*operands, *masks, *kept]
     pattern = elementwise_pattern([shape_of(one) for one in everything], shape, linear)
+    needs_attempt = _may_fail(ufunc, operands, shape, kinds)
+    mesh = common_mesh([*everything, *outs])
     nin, places = ufunc.nin, [number for number, one in enumerate(outs) if one is not None]
 
     def work(here: Work) -> None:
@@ -126,12 +131,29 @@ def _done(
             for number, block in zip(places, here.blocks[nin + 1 :], strict=True):
                 if here.out[number] is not block:
                     here.out[number][...] = block
-        ufunc(*here.blocks[:nin], out=here.out, **options)
+
+        def do() -> None:
+            ufunc(*here.blocks[:nin], out=here.out, **options)
+
+        if needs_attempt:
+            attempted(mesh, f"np.{ufunc.__name__}", do)
+        else:
+            do()
 
     results = list(run(work, everything, pattern, shape, kinds, outs=outs, into=True))
     for number in places:
         results[number] = store(results[number], outs[number], kwargs.get("casting", "same_kind"))
     return results[0] if ufunc.nout == 1 else tuple(results)
+
+
+def _may_fail(
+    ufunc: np.ufunc, operands: list[Any], shape: tuple[int, ...], kinds: list[DType]
+) -> bool:
+    """Tell whether some ranks may meet values that NumPy refuses: powers that are below zero."""
+    if ufunc is not np.power or kinds[0].kind != "i" or 0 in shape:
+        return False
+    power = operands[1]
+    return isinstance(power, DTensor) or bool(np.any(np.less(power, 0)))
 
 
 def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> DTensor:
@@ -143,10 +165,20 @@ def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> DTensor:
     linear = tuple(one for one in _linear(ufunc, [a, b], kinds) if len(one.operands) == 1)
     pattern = Pattern((letters[: len(first)], letters[len(first) :]), letters, linear=linear)
 
-    def work(here: Work) -> None:
-        ufunc.outer(*here.blocks, out=here.out, **kwargs)
+    shape = (*first, *second)
+    needs_attempt = _may_fail(ufunc, [a, b], shape, kinds)
+    mesh = common_mesh([a, b])
 
-    return run(work, [a, b], pattern, (*first, *second), kinds, into=True)[0]
+    def work(here: Work) -> None:
+        def do() -> None:
+            ufunc.outer(*here.blocks, out=here.out, **kwargs)
+
+        if needs_attempt:
+            attempted(mesh, f"np.{ufunc.__name__}.outer", do)
+        else:
+            do()
+
+    return run(work, [a, b], pattern, shape, kinds, into=True)[0]
 
 
 def plain(x: Any) -> Any:

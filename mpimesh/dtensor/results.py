@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.blocks import agreed_dtype, host_block
+from mpimesh.dtensor.blocks import agreed_dtype, host_block, writable_block
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
@@ -96,7 +96,7 @@ def _wrapped(
             f"rank {mesh.rank}: {what} must be a NumPy array, the block of an array as {layout}; "
             f"got {value!r}"
         )
-    block = host_block(np.asarray(value))
+    block = writable_block(host_block(np.asarray(value)), mesh)
     axes = 1 + max((s.axis for s in layout.placement if isinstance(s, Shard)), default=-1)
     if block.ndim < axes:
         raise ShapeError(

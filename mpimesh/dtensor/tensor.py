@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpimesh.arrays import Array, DType, HostArray
-from mpimesh.dtensor.blocks import agreed_blocks, host_block
+from mpimesh.dtensor.blocks import agreed_blocks, host_block, writable_block
 from mpimesh.dtensor.carry import start_carry
 from mpimesh.dtensor.held import Held
 from mpimesh.dtensor.kept import fitting_layout
@@ -83,14 +83,15 @@ class DTensor(Held, Methods):
         *,
         shape: Sequence[int] | None = None,
     ) -> DTensor:
-        """Make a tensor of the blocks that the ranks have. Nothing is copied.
+        """Make a tensor of the blocks that the ranks have. A block that can be written stays it.
 
         Collective over the mesh without `shape`: the ranks tell each other what they have. Blocks
         along an axis may then have any lengths.
 
         Args:
             block: This rank's block. Only arrays from :meth:`DeviceMesh.shared_empty` are
-                read in place by others; any other is copied when it moves.
+                read in place by others; any other is copied when it moves. One that is read-only
+                is copied now, so that :attr:`local` can be written on every rank.
             mesh: The mesh.
             placements: As for :class:`Layout`.
             shape: The global shape, if it is known; then nothing is sent, and nothing compared.
@@ -106,7 +107,7 @@ class DTensor(Held, Methods):
             ...     print(x.shape, x.layout.text, x.full()[:, 0])
             (3, 2) dp=S0(0,1,2) [1 2 2]
         """
-        held = host_block(block)
+        held = writable_block(host_block(block), mesh)
         if shape is None:
             shape, layout, dtype = agreed_blocks(held, mesh, Layout(mesh, placements))
             held = held.astype(dtype, copy=False)  # another one only without elements

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import mpimesh as mm
-from tests.contract.split_arrays import on_every_layout, same, values
+from tests.contract.split_arrays import distribute, on_every_layout, quiet, same, values
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 4), (1, 1, 4), (1, 3)])
@@ -22,3 +24,104 @@ def test_places_of_axes_shorter_than_the_dim_that_splits_them(function, shape):
                 same(function(x, axis, keepdims=keepdims), want, (axis, keepdims, what))
 
     on_every_layout(4, check, [a], "x=2,y=2")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_negative_powers_of_integers_are_refused_on_all_ranks(ranks):
+    """Also on ranks whose blocks are empty, or have no such power."""
+
+    def main():
+        with mm.DeviceMesh(f"x={ranks}") as mesh:
+            x = distribute(np.array([2, 3]), mesh, "S0")
+            powers = distribute(np.array([1, -1]), mesh, "S0")
+            for power in (-1, np.array([-1]), np.array([-1, 1]), powers):
+                with pytest.raises(ValueError, match="negative integer powers"):
+                    x**power
+            with pytest.raises(ValueError, match="negative integer powers"):
+                np.power.outer(x, powers)
+            mesh.barrier()
+            # As NumPy's, it looks where it computes only.
+            where, out = distribute(np.array([True, False]), mesh, "S0"), x.copy()
+            same(np.power(x, powers, where=where, out=out), np.array([2, 3]))
+            same(x ** distribute(np.array([1, 2]), mesh, "S0"), np.array([2, 9]))
+            same(x**-1.0, np.array([2, 3]) ** -1.0)
+            same(distribute(np.zeros(0, int), mesh, "S0") ** -1, np.zeros(0, int))
+
+    mm.run_virtual(ranks, main)
+
+
+def test_a_read_only_block_is_copied_and_can_be_written():
+    def main():
+        with mm.DeviceMesh("x=3") as mesh:
+            block = np.array([1.0 + mesh.rank])
+            block.flags.writeable = mesh.rank != 1
+            x: Any = mm.DTensor.from_local(block, mesh, "S0")
+            assert (x.local is block) == (mesh.rank != 1)
+            x += 1
+            np.add(x, 1, out=x)
+            same(x, np.array([3.0, 4.0, 5.0]))
+            y: Any = mm.DTensor.from_local(block, mesh, "S0", shape=(3,))
+            np.copyto(y, 7)
+            same(y, np.full(3, 7.0))
+
+            def constant(part):
+                return np.broadcast_to(part[:1] if mesh.rank else part[:1].copy(), part.shape)
+
+            z = mm.local_map(constant, out_placements="S0")(y)
+            z *= 2
+            same(z, np.full(3, 14.0))
+
+    mm.run_virtual(3, main)
+
+
+def agrees(function, *arrays, ranks=2):
+    """Check that a function gives what NumPy's gives: value, dtype, or kind of error."""
+    try:
+        want, error = quiet(function, *arrays), None
+    except Exception as found:
+        want, error = None, found
+
+    def check(mesh, tensors, what):
+        if error is None:
+            same(quiet(function, *tensors), want, what)
+            return
+        kinds = [one for one in type(error).__mro__ if one.__module__ == "builtins"]
+        with pytest.raises(kinds[0]):
+            quiet(function, *tensors)
+
+    on_every_layout(ranks, check, list(arrays))
+
+
+@pytest.mark.parametrize("kind", ["i4", "i8", "f4", "c16", None])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i2", "c16", "bool"])
+def test_variances_in_every_dtype(dtype, kind):
+    """The distances from a mean are taken in the dtype that both give, and summed in `kind`."""
+    a = values((4, 3), dtype)
+    a[0, 0] = 3
+    agrees(lambda x: np.var(x, dtype=kind), a)
+    agrees(lambda x: np.nanvar(x, axis=0, dtype=kind), a)
+    agrees(lambda x: np.std(x, dtype=kind), a)
+    agrees(lambda x: np.std(x, axis=0, dtype=kind), a)
+
+
+@pytest.mark.parametrize("function", [np.percentile, np.quantile, np.nanpercentile])
+def test_quantiles_of_half_precision(function):
+    """A level that is a number of Python does not widen the result, an array of them does."""
+    a = values((4, 3), "f2")
+    for level in (0.3, 1, np.float64(0.3), [0.3, 0.5], np.array(0.3)):
+        for axis in (None, 0):
+            agrees(lambda x, axis=axis, level=level: function(x, level, axis=axis), a)
+    agrees(np.median, a)
+    agrees(lambda x: np.nanmedian(x, axis=1), a)
+
+
+@pytest.mark.parametrize("function", [np.inner, np.dot])
+def test_products_with_a_number(function):
+    """It has the dtype that an array of it would have."""
+    for dtype in ("f4", "i1", "bool"):
+        for number in (2, 2.5, 2j, True, np.float32(2), np.array(2)):
+            a = values((4, 3), dtype)
+            agrees(lambda x, number=number: function(x, number), a)
+            agrees(lambda x, number=number: function(number, x), a)
+    times = values((4,)).astype("m8[s]")
+    agrees(lambda x: function(x, np.uint8(2)), times)
