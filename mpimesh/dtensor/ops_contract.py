@@ -116,7 +116,7 @@ def dot(a: Any, b: Any, out: Any = None) -> DTensor:
     """Return the product over the last axis of `a` and the last but one of `b`."""
     a, b = plain(a), plain(b)
     if not shape_of(a) or not shape_of(b):
-        made = call(np.multiply, (a, b))
+        made = _scaled(np.dot, a, b)
     elif len(shape_of(a)) <= 2 and len(shape_of(b)) <= 2:
         made = matmul(a, b)
     else:
@@ -129,9 +129,16 @@ def inner(a: Any, b: Any, /) -> DTensor:
     """Return the sum of products over the last axes."""
     a, b = plain(a), plain(b)
     if not shape_of(a) or not shape_of(b):
-        product: DTensor = call(np.multiply, (a, b))
-        return product
+        return _scaled(np.inner, a, b)
     return tensordot(a, b, axes=([-1], [-1]))
+
+
+def _scaled(function: Callable[..., Any], a: Any, b: Any) -> DTensor:
+    """Return an array times a number, which counts with the dtype that an array of it has."""
+    kind = _kind(function, [a, b], 0)
+    operands = [one if isinstance(one, DTensor) else np.asarray(one)[()] for one in (a, b)]
+    made: DTensor = call(np.multiply, operands)
+    return made if made.dtype == kind else call(np.positive, (made,), dtype=kind)
 
 
 @implements(np.vdot)

@@ -46,28 +46,35 @@ def var(
     if acc is None and x.dtype.kind in "biu":
         acc = np.float64
     middle = mean if given(mean) else _mean(x, axes, acc, where)
-    kind = np.result_type(acc if acc is not None else x.dtype)
-    real = np.zeros((), kind).real.dtype
     masks = [] if where is True or where is np._NoValue else [plain(where)]
+    # As NumPy has it, only the sum is in the dtype that is asked for.
+    tries = [np.empty(0, getattr(one, "dtype", type(one))) for one in (x, middle)]
+    kind = np.asarray(np.add.reduce(_squares(*tries), dtype=acc)).dtype
 
-    def squares(here: Work) -> None:
-        apart: Any = np.subtract(here.blocks[0], here.blocks[1], dtype=kind, casting="unsafe")
-        if apart.dtype.kind == "c":
-            apart = apart.real**2 + apart.imag**2
-        else:
-            apart *= apart
+    def work(here: Work) -> None:
+        apart = _squares(here.blocks[0], here.blocks[1])
         mask = here.blocks[2] if masks else True
-        np.add.reduce(apart, axis=axes, keepdims=keep, where=mask, out=here.out[0])
+        np.add.reduce(apart, axis=axes, dtype=acc, keepdims=keep, where=mask, out=here.out[0])
 
-    total = reduce_blocks(squares, [x, middle, *masks], axes, "sum", real, keepdims=keep, into=True)
+    total = reduce_blocks(work, [x, middle, *masks], axes, "sum", kind, keepdims=keep, into=True)
     rest = correction if given(correction) else ddof
     many = count(x, axes, keep, where)
     many = max(many - rest, 0) if isinstance(many, int) else np.maximum(many - rest, 0)
     made: DTensor = call(np.divide, (total, many))
-    wanted = np.dtype(np.float16) if short else real
+    wanted = np.dtype(np.float16) if short else kind
     if made.dtype != wanted:
         made = call(np.positive, (made,), dtype=wanted, casting="unsafe")
     return store(made, out) if given(out) else made
+
+
+def _squares(values: Any, middle: Any) -> Any:
+    """Return the squares of distances, in the dtype that NumPy's variance has for them."""
+    apart = np.asarray(np.subtract(values, middle))
+    if values.dtype.kind in "iuf":
+        return np.multiply(apart, apart, out=apart)
+    if apart.dtype.kind == "c":
+        return apart.real**2 + apart.imag**2
+    return np.square(apart)
 
 
 def _mean(x: DTensor, axes: tuple[int, ...], dtype: Any, where: Any) -> DTensor:
@@ -79,7 +86,11 @@ def std(
     a: DTensor, axis: Any = None, dtype: Any = None, out: Any = None, *args: Any, **kwargs: Any
 ) -> DTensor:
     """Return the standard deviation; see :func:`var`."""
-    made: DTensor = call(np.sqrt, (var(a, axis, dtype, None, *args, **kwargs),))
+    square = var(a, axis, dtype, None, *args, **kwargs)
+    # NumPy writes roots over the squares, which refuses a dtype that cannot hold them.
+    made: DTensor = call(np.sqrt, (square,), out=square if square.ndim else None)
+    if made.dtype != square.dtype:
+        made = call(np.positive, (made,), dtype=square.dtype, casting="unsafe")
     return store(made, out) if given(out) else made
 
 
@@ -150,7 +161,7 @@ def _quantile(function: Callable[..., Any]) -> None:
         *,
         weights: Any = None,
     ) -> DTensor:
-        levels = np.asarray(q.full() if isinstance(q, DTensor) else q)
+        levels = q.full() if isinstance(q, DTensor) else q
         if weights is not None:
             weights = np.asarray(weights.full() if isinstance(weights, DTensor) else weights)
         axes = axes_of(axis, a.ndim)
@@ -167,7 +178,7 @@ def _quantile(function: Callable[..., Any]) -> None:
                 weights=weights,
             )
 
-        made = reduce_blocks(work, [a], axes, "", kind, keepdims=keepdims, lead=levels.shape)
+        made = reduce_blocks(work, [a], axes, "", kind, keepdims=keepdims, lead=np.shape(levels))
         return store(made, out) if given(out) else made
 
 
@@ -213,9 +224,19 @@ def _numbers(a: DTensor, where: Any) -> Any:
 
 def _passing_over(function: Callable[..., Any], plainly: Callable[..., Any]) -> None:
     @implements(function)
-    def do(a: DTensor, axis: Any = None, *args: Any, where: Any = True, **kwargs: Any) -> DTensor:
+    def do(
+        a: DTensor,
+        axis: Any = None,
+        dtype: Any = None,
+        *args: Any,
+        where: Any = True,
+        **kwargs: Any,
+    ) -> DTensor:
+        divides = plainly not in (np.sum, np.prod)
+        if divides and a.dtype.kind in "fc" and given(dtype) and np.dtype(dtype).kind not in "fc":
+            raise TypeError(f"np.{function.__name__} of {a.dtype} is not of dtype {dtype}")
         x = resolved(a)
-        found: DTensor = plainly(x, axis, *args, where=_numbers(x, where), **kwargs)
+        found: DTensor = plainly(x, axis, dtype, *args, where=_numbers(x, where), **kwargs)
         return found
 
 
