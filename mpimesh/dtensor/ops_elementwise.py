@@ -76,8 +76,14 @@ def clip(
     **kwargs: Any,
 ) -> Any:
     """Limit values from below and above."""
+    a = plain(a)
     low = min if a_min is None else a_min
     high = max if a_max is None else a_max
+    kind = a.dtype if hasattr(a, "dtype") else np.dtype(type(a))
+    if kind.kind in "iu":
+        # A limit beyond what the dtype holds is none, as NumPy has it.
+        low = None if type(low) is int and low <= np.iinfo(kind).min else low
+        high = None if type(high) is int and high >= np.iinfo(kind).max else high
     if low is None and high is None:
         return call(np.positive, (a,), out=out, **kwargs)
     if low is None:
@@ -127,7 +133,8 @@ def array_equiv(a: Any, b: Any) -> bool:
 
 def _same(a: Any, b: Any, *, equal_nan: bool) -> bool:
     def equal(one: Any, other: Any) -> Any:
-        found = np.equal(one, other)
+        one, other = np.asarray(one), np.asarray(other)
+        found = one == other  # unlike np.equal, it says so of dtypes that cannot be equal
         if not equal_nan:
             return found
         # What is not itself is NaN.
@@ -217,6 +224,10 @@ def copyto(dst: DTensor, src: Any, casting: Any = "same_kind", where: Any = True
         TypeError: If it may not be cast so.
     """
     src = plain(src)
+    more = len(shape_of(src)) - dst.ndim
+    if more > 0 and set(shape_of(src)[:more]) == {1}:
+        # Axes of length 1 that come first are none here, as NumPy has it.
+        src = src.reshape(shape_of(src)[more:])
     masks = [] if where is True else [plain(where)]
     shape = broadcast_shape([shape_of(src), *map(shape_of, masks)])
     checked_out(dst, broadcast_shape([shape, shape_of(dst)]))

@@ -41,6 +41,8 @@ def histogram(
     a, *others = (plain(a), *([] if weights is None else [plain(weights)]))
     if isinstance(a, DTensor):
         a = resolved(a)
+    if a.dtype == bool:  # differences between its values are needed
+        a = a.astype(np.uint8)
     if others and shape_of(others[0]) != shape_of(a):
         raise on_all_ranks(
             ShapeError(f"weights of shape {shape_of(others[0])} for values of shape {shape_of(a)}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from mpimesh.dtensor.ops_reduce import axes_of, count, given, mean, reduce, reduce_blocks
 from mpimesh.dtensor.ops_ufunc import call, plain
@@ -107,12 +108,15 @@ def average(
 
     Raises:
         ShapeError: If the weights have neither the shape of `a` nor the length of its one `axis`.
-        ZeroDivisionError: On every rank, if weights add up to nothing.
+        ZeroDivisionError: On every rank, if weights add up to nothing; without weights, if the
+            result has no elements.
     """
     keep = bool(given(keepdims) and keepdims)
     axes = axes_of(axis, len(shape_of(a)))
     if weights is None:
         made = mean(a, axes, keepdims=keep)
+        if not made.size:
+            raise ZeroDivisionError(f"np.average of shape {a.shape} over {axes} has no elements")
         total: Any = count(a, axes, keep, True)
         total = sure_rule_of(np.full_like)(made, total)
         return (made, total) if returned else made
@@ -148,6 +152,11 @@ def _along(w: Any, axis: int, ndim: int) -> Any:
 # -- quantiles: of axes that are brought whole --------------------------------------------
 
 
+def _strict_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+    """Return the axes, of which an array without axes has none, unlike in reductions."""
+    return axes_of(axis if axis is None else normalize_axis_tuple(axis, ndim), ndim)
+
+
 def _quantile(function: Callable[..., Any]) -> None:
     @implements(function)
     def do(
@@ -164,7 +173,7 @@ def _quantile(function: Callable[..., Any]) -> None:
         levels = q.full() if isinstance(q, DTensor) else q
         if weights is not None:
             weights = np.asarray(weights.full() if isinstance(weights, DTensor) else weights)
-        axes = axes_of(axis, a.ndim)
+        axes = _strict_axes(axis, a.ndim)
         probe = np.ones((1,) * a.ndim, a.dtype)
         kind = np.asarray(function(probe, levels, method=method)).dtype
 
@@ -191,7 +200,7 @@ def _median(function: Callable[..., Any]) -> None:
         overwrite_input: bool = False,
         keepdims: Any = False,
     ) -> DTensor:
-        axes = axes_of(axis, a.ndim)
+        axes = _strict_axes(axis, a.ndim)
         keep = bool(given(keepdims) and keepdims)
         kind = np.asarray(function(np.ones(1, a.dtype))).dtype
         made = reduce_blocks(
@@ -253,6 +262,10 @@ def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> No
         x = resolved(a)
         if x.dtype.kind != "f":
             return reduce(ufunc, x, axis, None, out, keepdims, initial, where)
+        if initial is np._NoValue and any(x.shape[one] == 0 for one in axes_of(axis, x.ndim)):
+            raise on_all_ranks(
+                ShapeError(f"np.{function.__name__} of no elements: shape {x.shape}, axis {axis}")
+            )
         mask = _numbers(x, where)
         begin = worst if initial is np._NoValue else initial
         best = reduce(ufunc, x, axis, None, None, keepdims, begin, mask)

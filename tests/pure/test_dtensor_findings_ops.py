@@ -125,3 +125,55 @@ def test_products_with_a_number(function):
             agrees(lambda x, number=number: function(number, x), a)
     times = values((4,)).astype("m8[s]")
     agrees(lambda x: function(x, np.uint8(2)), times)
+
+
+def test_what_numpy_refuses_is_refused():
+    for shape, axis in [((0,), None), ((0, 3), 0), ((0, 3), 1), ((3, 0), 0), ((0, 0), 0)]:
+        for dtype in ("f8", "i4"):
+            for function in (np.nanmax, np.nanmin, np.average):
+                a = np.ones(shape, dtype)
+                agrees(lambda x, f=function, axis=axis: f(x, axis), a)
+                agrees(lambda x, axis=axis: np.nanmax(x, axis, initial=3), a)
+    one = np.asarray(5.0)
+    for middle in (np.median, np.nanmedian):
+        for axis in (0, -1, (), None):
+            agrees(lambda x, f=middle, axis=axis: f(x, axis=axis), one)
+    for quantile in (np.percentile, np.nanquantile):
+        for axis in (0, -1, (), None):
+            agrees(lambda x, f=quantile, axis=axis: f(x, 0.3, axis=axis), one)
+    times = np.ones(3, "m8[s]")
+    for function in (np.nanvar, np.nanstd, np.var, np.std, np.nanprod):
+        agrees(function, times)
+    for function in (np.inner, np.dot):
+        agrees(function, np.ones((), "u1"), times)
+        agrees(function, times, np.ones((), "u1"))
+
+
+def test_what_numpy_does_is_done():
+    a = np.array([1, 5, 250], "u1")
+    for low in (None, -2, 0, 3, 300, 2.5, np.int64(-2)):
+        for high in (None, -2, 4, 255, 300, 5.5):
+            agrees(lambda x, low=low, high=high: np.clip(x, low, high), a)
+    days, numbers, words = np.ones(4, "M8[s]"), np.arange(4), np.array(["a", "b", "c", "d"])
+    for other in (numbers, words, days):
+        agrees(np.array_equal, days, other)
+        agrees(np.array_equiv, days, other)
+    true = np.array([True, False, True])
+    agrees(np.histogram, true)
+    agrees(lambda x: np.histogram(x, 3, (0, 1)), true)
+    agrees(lambda x: np.histogram(x, [0, 1, 2], weights=x), true)
+    agrees(np.histogram, np.zeros(0, bool))
+
+
+def test_a_source_may_have_more_axes_of_one():
+    def copied(into, source, **options):
+        found = into.copy()
+        np.copyto(found, source, **options)
+        return found
+
+    agrees(copied, np.ones(()), np.full((1, 1), 3.0))
+    agrees(copied, np.ones(3), np.full((1, 1, 3), 3.0))
+    agrees(copied, np.ones(3), np.full((2, 3), 3.0))
+    agrees(copied, np.ones((3, 2)), np.full((1, 1, 2), 3.0))
+    agrees(lambda x: copied(x, np.full((1, 1, 3), 3.0)), np.ones(3))
+    agrees(lambda x: copied(x, 2, where=np.ones((1, 3), bool)), np.ones(3))
