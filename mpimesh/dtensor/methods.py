@@ -9,6 +9,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.errors import DTypeError, ShapeError, UnknownNameError
 from mpimesh.layout import Replicate
+from mpimesh.layout.rules import broadcast_shape
 
 if TYPE_CHECKING:
     from mpimesh.dtensor.tensor import DTensor
@@ -33,6 +34,18 @@ class Methods(NDArrayOperatorsMixin):
         @property
         def shape(self) -> tuple[int, ...]:
             """The global shape."""
+
+    # -- comparisons ---------------------------------------------------------------------
+
+    def __eq__(self, other: Any) -> Any:
+        """Tell where elements are equal: nowhere, if their dtypes cannot be."""
+        return _compared(np.equal, self, other)
+
+    def __ne__(self, other: Any) -> Any:
+        """Tell where elements are not equal."""
+        return _compared(np.not_equal, self, other)
+
+    __hash__ = None  # type: ignore[assignment]
 
     # -- reductions --------------------------------------------------------------------
 
@@ -296,3 +309,18 @@ def _part(x: Methods, function: Any) -> DTensor:
         return DTensor(me.mesh, me.layout, me.shape, kind, None)
     block = function(me.local)
     return DTensor(me.mesh, me.layout, me.shape, block.dtype, block)
+
+
+def _compared(function: np.ufunc, x: Any, other: Any) -> Any:
+    """Compare, or if there is no loop for two dtypes, say as NumPy's operators that they differ."""
+    try:
+        return function(x, other)
+    except TypeError:
+        kind = getattr(other, "dtype", None) or np.asarray(other).dtype
+        if kind.hasobject:
+            raise
+        nothing = np.empty(0, x.dtype), np.empty(0, kind)
+        # Where the operator refuses, too, this raises what it says.
+        nothing[0] == nothing[1] if function is np.equal else nothing[0] != nothing[1]
+    shape = broadcast_shape([x.shape, np.shape(other)])
+    return np.full_like(x, function is np.not_equal, dtype=bool, shape=shape)

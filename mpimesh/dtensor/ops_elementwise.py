@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arrays import DType
 from mpimesh.dtensor import create
 from mpimesh.dtensor.ops_ufunc import call, plain, tried
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, on_all_ranks
-from mpimesh.layout import Replicate, Shard
+from mpimesh.layout import Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.rules import Linear, broadcast_shape, elementwise_pattern
 
 __all__ = ["astype", "blockwise"]
@@ -307,13 +308,22 @@ def empty_like(
     One of another `shape` is split along the same axes, as far as it has them.
     """
     kind = prototype.dtype if dtype is None else np.dtype(dtype)
-    if shape is None:
-        return create.empty(prototype.shape, prototype.mesh, prototype.placement, dtype=kind)
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    specs = [
-        (Shard(spec.axis) if spec.axis < len(sizes) else Replicate())
-        if isinstance(spec, Shard)
-        else spec
+    specs: list[PlacementSpec] = [
+        # Truth values, for example, cannot be summands.
+        Replicate() if isinstance(spec, Partial) and not _can_be_parts(kind, spec.op) else spec
         for spec in prototype.placement
     ]
+    sizes = prototype.shape
+    if shape is not None:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        specs = [
+            (Shard(spec.axis) if spec.axis < len(sizes) else Replicate())
+            if isinstance(spec, Shard)
+            else spec
+            for spec in specs
+        ]
     return create.empty(sizes, prototype.mesh, specs, dtype=kind)
+
+
+def _can_be_parts(kind: DType, op: str) -> bool:
+    return kind.kind in ("biuf" if op in ("min", "max") else "iufc")

@@ -177,3 +177,22 @@ def test_a_source_may_have_more_axes_of_one():
     agrees(copied, np.ones((3, 2)), np.full((1, 1, 2), 3.0))
     agrees(lambda x: copied(x, np.full((1, 1, 3), 3.0)), np.ones(3))
     agrees(lambda x: copied(x, 2, where=np.ones((1, 3), bool)), np.ones(3))
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i4", "bool", "M8[s]", "c16", "U3"])
+def test_comparing_with_what_has_another_kind_of_dtype(dtype):
+    """Nothing is equal then, and what is no question of equality is refused."""
+    a = np.array(["a", "b"]) if dtype == "U3" else np.ones(2, dtype)
+    for other in ("a", np.array(["a", "b"]), np.array(["a", "b", "c"]), np.datetime64(3, "s"), 1):
+        agrees(lambda x, other=other: x == other, a)
+        agrees(lambda x, other=other: x != other, a)
+    agrees(lambda x: x < "a", a)
+    agrees(lambda x: np.equal(x, "a"), a)
+    agrees(lambda x, y: x == y, a, np.array(["a", "b"]))
+    agrees(lambda x, y: x != y, a, np.array([["a"], ["b"]]))
+
+
+def test_arrays_like_summands_of_a_dtype_that_cannot_be_summands():
+    for dtype in ("bool", "f4"):
+        agrees(lambda x, dtype=dtype: np.ones_like(x, dtype=dtype), values((4, 3)))
+        agrees(lambda x, dtype=dtype: np.zeros_like(x, dtype=dtype, shape=5), values((4, 3)))
