@@ -249,7 +249,8 @@ class Methods(NDArrayOperatorsMixin):
     def astype(self, dtype: Any, *, casting: Any = "unsafe", copy: bool = True) -> DTensor:
         """Return the array with elements of another dtype.
 
-        Local, but for an array that waits for sums, which are worked out first.
+        Local, but for an array that waits for sums, which are worked out first, and for texts,
+        which may be refused on one rank and so on all.
 
         Raises:
             DTypeError: If `casting` does not allow it.

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpimesh.dtensor.apply import apply_rule, operand_of
 from mpimesh.dtensor.arguments import as_tensor, axis_of, moved_to, refuse_given
+from mpimesh.dtensor.attempts import attempted
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import atleast_1d, atleast_2d, atleast_3d, expand_dims, squeeze
@@ -31,11 +32,26 @@ def settled(x: DTensor) -> DTensor:
 
 
 def converted(x: DTensor, dtype: Any) -> DTensor:
-    """Return `x` with elements of another dtype; sums are worked out before. Local else."""
+    """Return `x` with elements of another dtype; sums are worked out before. Local else.
+
+    Texts may be no numbers, so they are read collectively.
+
+    Raises:
+        ValueError: On every rank, if a text cannot be read.
+    """
     if x.dtype == dtype:
         return x
     ready = settled(x)
-    block = ready.local.astype(dtype) if ready.is_member else None
+    if not ready.is_member:
+        return DTensor(ready.mesh, ready.layout, ready.shape, dtype, None)
+    if x.dtype.kind not in "SU":
+        return DTensor(ready.mesh, ready.layout, ready.shape, dtype, ready.local.astype(dtype))
+    block = ready.mesh.shared_empty(ready.local.shape, dtype)
+
+    def read() -> None:
+        block[...] = ready.local.astype(dtype)
+
+    attempted(ready.mesh, "astype", read)
     return DTensor(ready.mesh, ready.layout, ready.shape, dtype, block)
 
 

@@ -135,18 +135,18 @@ def test_what_numpy_refuses_is_refused():
                 agrees(lambda x, f=function, axis=axis: f(x, axis), a)
                 agrees(lambda x, axis=axis: np.nanmax(x, axis, initial=3), a)
     one = np.asarray(5.0)
-    for middle in (np.median, np.nanmedian):
-        for axis in (0, -1, (), None):
-            agrees(lambda x, f=middle, axis=axis: f(x, axis=axis), one)
-    for quantile in (np.percentile, np.nanquantile):
-        for axis in (0, -1, (), None):
-            agrees(lambda x, f=quantile, axis=axis: f(x, 0.3, axis=axis), one)
+    which: Any
+    for which in (0, -1, (), None):
+        for middle in (np.median, np.nanmedian):
+            agrees(lambda x, f=middle, axis=which: f(x, axis=axis), one)
+        for quantile in (np.percentile, np.nanquantile):
+            agrees(lambda x, f=quantile, axis=which: f(x, 0.3, axis=axis), one)
     times = np.ones(3, "m8[s]")
-    for function in (np.nanvar, np.nanstd, np.var, np.std, np.nanprod):
-        agrees(function, times)
-    for function in (np.inner, np.dot):
-        agrees(function, np.ones((), "u1"), times)
-        agrees(function, times, np.ones((), "u1"))
+    for spread in (np.nanvar, np.nanstd, np.var, np.std, np.nanprod):
+        agrees(spread, times)
+    for product in (np.inner, np.dot):
+        agrees(product, np.ones((), "u1"), times)
+        agrees(product, times, np.ones((), "u1"))
 
 
 def test_what_numpy_does_is_done():
@@ -196,3 +196,16 @@ def test_arrays_like_summands_of_a_dtype_that_cannot_be_summands():
     for dtype in ("bool", "f4"):
         agrees(lambda x, dtype=dtype: np.ones_like(x, dtype=dtype), values((4, 3)))
         agrees(lambda x, dtype=dtype: np.zeros_like(x, dtype=dtype, shape=5), values((4, 3)))
+
+
+def test_texts_that_are_no_numbers_are_refused_on_all_ranks():
+    def main():
+        with mm.DeviceMesh("x=3") as mesh:
+            x = distribute(np.array(["1", "2", "?"]), mesh, "S0")
+            for convert in (np.astype, mm.DTensor.astype):
+                with pytest.raises(ValueError, match=r"\?"):
+                    convert(x, np.float64)
+            mesh.barrier()
+            same(np.astype(x[:2], np.float64), np.array([1.0, 2.0]))
+
+    mm.run_virtual(3, main)
