@@ -49,8 +49,10 @@ def var(
     middle = mean if given(mean) else _mean(x, axes, acc, where)
     masks = [] if where is True or where is np._NoValue else [plain(where)]
     # As NumPy has it, only the sum is in the dtype that is asked for.
-    tries = [np.empty(0, getattr(one, "dtype", type(one))) for one in (x, middle)]
-    kind = np.asarray(np.add.reduce(_squares(*tries), dtype=acc)).dtype
+    middle = plain(middle)
+    tried_with = np.empty(0, middle.dtype) if hasattr(middle, "dtype") else middle
+    tried = _squares(np.empty(0, x.dtype), tried_with)
+    kind = np.asarray(np.add.reduce(tried, dtype=acc)).dtype
 
     def work(here: Work) -> None:
         apart = _squares(here.blocks[0], here.blocks[1])

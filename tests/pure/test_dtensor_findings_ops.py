@@ -100,6 +100,7 @@ def test_variances_in_every_dtype(dtype, kind):
     a[0, 0] = 3
     agrees(lambda x: np.var(x, dtype=kind), a)
     agrees(lambda x: np.nanvar(x, axis=0, dtype=kind), a)
+    agrees(lambda x: np.var(x, mean=0.5, dtype=kind), a)
     agrees(lambda x: np.std(x, dtype=kind), a)
     agrees(lambda x: np.std(x, axis=0, dtype=kind), a)
 
