@@ -60,7 +60,7 @@ def test_arrays_over_a_mesh(capsys):
     printed = capsys.readouterr().out
     assert "dp=S0, tp=R on dp=2,tp=2 -> dp=R, tp=S1" in printed
     assert "each rank takes what it lacks: 192 B in 4 messages" in printed
-    assert printed.count("my block is (3, 4) of (6, 8), the sum of all is 480.0") == 4
+    assert printed.count("my block is (3, 4) of (6, 8), all add up to 480.0") == 4
 
 
 @pytest.mark.parametrize("command", SHELL)
