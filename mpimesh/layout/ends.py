@@ -79,10 +79,10 @@ def beyond(start: int, stop: int, length: int, end: End) -> Iterator[tuple[int, 
 
     Nothing for those that take no element.
     """
+    if end not in BOUNDARIES[:-1]:
+        return
     for place in range(start, stop):
-        source = source_of(place, length, end)
-        if source >= 0:
-            yield place - start, 1, source
+        yield place - start, 1, source_of(place, length, end)
 
 
 def source_of(place: int, length: int, end: End) -> int:
