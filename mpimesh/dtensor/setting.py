@@ -16,7 +16,7 @@ from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import expand_dims, squeeze
 from mpimesh.dtensor.shape_reshape import reshape
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import IndexOutOfRangeError, LayoutError, ShapeError
+from mpimesh.errors import DTypeError, IndexOutOfRangeError, LayoutError, ShapeError, on_all_ranks
 from mpimesh.layout import Partial, Placement, PlacementSpec, Replicate, Shard
 from mpimesh.layout.rules.keys import Key, read_key
 from mpimesh.layout.rules.picks import counts_between, met
@@ -39,19 +39,20 @@ def set_item(x: DTensor, key: Any, value: Any) -> None:
     Raises:
         IndexOutOfRangeError: If the key does not fit; before anything moves or changes.
         ShapeError: If the value does not fit.
+        DTypeError: If a plain value has what can be no element of `x`; on all ranks alike.
     """
     if isinstance(key, DTensor) and key.dtype == bool and key.shape == x.shape and _single(value):
-        _fill(x, as_tensor(key, x.mesh), value)
+        _fill(x, as_tensor(key, x.mesh), _elements(x, value))
         return
     if isinstance(key, DTensor) and key.dtype == bool and key.shape != x.shape[: key.ndim]:
         raise IndexOutOfRangeError(f"a mask of shape {key.shape} does not fit shape {x.shape}")
     read = read_key(whole_key(key), x.shape)
     if read.arrays:
-        _scatter(x, read, value.full() if isinstance(value, DTensor) else np.asarray(value))
+        _scatter(x, read, value.full() if isinstance(value, DTensor) else _elements(x, value))
     elif isinstance(value, DTensor):
         _put_split(x, read, as_tensor(value, x.mesh))
     else:
-        _put_plain(x, read, np.asarray(value))
+        _put_plain(x, read, _elements(x, value))
 
 
 def _single(value: Any) -> bool:
@@ -70,18 +71,38 @@ def _values(x: DTensor, values: HostArray) -> HostArray:
     return np.broadcast_to(np.asarray(identity_of(op, x.dtype), x.dtype), values.shape)
 
 
-def _fill(x: DTensor, mask: DTensor, value: Any) -> None:
+def _elements(x: DTensor, value: Any) -> HostArray:
+    """Return a plain value as an array that can be written into `x`. Local, alike on all ranks.
+
+    Raises:
+        DTypeError: If it cannot.
+    """
+    values = np.asarray(value)
+    refuse_objects(values.dtype)
+    if {values.dtype.kind, x.dtype.kind} <= set("biufc"):
+        return values  # which can be no error, so none of some ranks only
+    try:
+        return values.astype(x.dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise on_all_ranks(
+            DTypeError(
+                f"elements of {x!r} are of dtype {x.dtype}, and {value!r} is none: {error}; "
+                "nothing was written"
+            )
+        ) from None
+
+
+def _fill(x: DTensor, mask: DTensor, value: HostArray) -> None:
     specs = [Replicate() if isinstance(s, Partial) else s for s in x.placement]
     here = moved_to(mask, Placement(specs))
     if x.is_member:
-        x.local[here.local] = _values(x, np.asarray(value))
+        x.local[here.local] = _values(x, value)
 
 
 # -- plain values --------------------------------------------------------------------------
 
 
 def _put_plain(x: DTensor, read: Key, values: HostArray) -> None:
-    refuse_objects(values.dtype)
     whole = _broadcast(values, read)
     # As many axes as x has: without the new ones, and with those of single numbers.
     aligned = np.expand_dims(np.squeeze(whole, read.new), read.single)
@@ -110,7 +131,6 @@ def _broadcast(values: HostArray, read: Key) -> HostArray:
 
 def _scatter(x: DTensor, read: Key, values: HostArray) -> None:
     """Write where arrays of indices say; the last value counts if an element comes twice."""
-    refuse_objects(values.dtype)
     whole = np.squeeze(_broadcast(values, read), read.new)
     if not x.is_member:
         return
