@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ WITHOUT_AXES: list[Any] = [
     lambda x: np.ravel(np.take(x, 0, 0)),
     lambda x: np.roll(x, 1),
     lambda x: np.diff(x, 0),
-    lambda x: np.diff(x, 0, None),
+    lambda x: np.diff(x, 0, cast(Any, None)),
     *(
         lambda x, function=function, axis=axis, first=first: function(
             x, axis=axis, include_initial=first
@@ -143,7 +143,7 @@ def test_what_is_no_element_is_written_nowhere(value, placement):
     def main():
         with mm.DeviceMesh("a=2") as mesh:
             whole = numbers((3, 4), float)
-            x = mm.distribute(whole, mesh, placement)
+            x: Any = mm.distribute(whole, mesh, placement)
             keys: list[Any] = [0, [2, 0], x > 0] if np.ndim(value) == 0 else [0, [2, 0]]
             for key in keys:
                 with pytest.raises(DTypeError, match="float64") as caught:
