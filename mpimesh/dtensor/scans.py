@@ -162,7 +162,9 @@ def cumulative_prod(
 
 
 @implements(np.diff)
-def diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> DTensor:
+def diff(
+    a: DTensor, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None
+) -> DTensor:
     """Return the differences of neighbours, `n` times. Collective, if the axis is split.
 
     Cost:

@@ -154,6 +154,23 @@ def test_what_is_no_element_is_written_nowhere(value, placement):
     mm.run_virtual(2, main)
 
 
+@pytest.mark.parametrize("placement", ["R", "S0"])
+@pytest.mark.parametrize("key", [slice(None), [0, 1, 2, 3]], ids=str)
+def test_one_bad_element_of_a_split_value_is_told_to_all(placement, key):
+    good, bad = np.array(["1", "2", "3", "4.5"]), np.array(["1", "2", "3", "four"])
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            x: Any = mm.zeros((4,), mesh, "S0")
+            with pytest.raises(DTypeError, match="nothing was written"):
+                x[key] = mm.distribute(bad, mesh, placement)
+            assert not x.full().any()
+            x[key] = mm.distribute(good, mesh, placement)
+            return x.full().tolist()
+
+    assert mm.run_virtual(2, main) == [[1, 2, 3, 4.5]] * 2
+
+
 def test_a_text_that_is_a_number_is_written():
     def main():
         with mm.DeviceMesh("a=2") as mesh:
