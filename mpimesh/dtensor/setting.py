@@ -107,7 +107,7 @@ def _split_elements(x: DTensor, value: DTensor) -> DTensor:
     value = settled(value)
     block: HostArray | None = None
     if value.is_member:
-        with suppress(_NO_ELEMENT):  # all others are told first
+        with suppress(*_NO_ELEMENT):  # all others are told first
             block = value.local.astype(x.dtype)
         if true_anywhere(x.mesh, "setitem", block is None):
             raise _no_element(x, f"some of {value!r} are none")
