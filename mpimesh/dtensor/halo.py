@@ -38,7 +38,9 @@ class Halo:
     Args:
         x: An array; its mesh, layout, shape and dtype count, not its values.
         width: Elements on each side, or (before, after), for all axes, also those that nobody
-            splits; or a mapping by axis, in which the others have none.
+            splits; or a mapping by axis, in which the others have none. It may be wider than the
+            array, as long as a rank reads no more than a million boxes: then each period of an
+            axis is one for each block, and each mirrored or repeated element.
         boundary: What lies beyond the ends of the array: ``"periodic"``, ``"edge"``,
             ``"reflect"``, ``"symmetric"``, as :func:`numpy.pad` has them (periodic is its wrap);
             a number; or ``"none"``: then these elements are left alone, first 0. A pair is for
@@ -46,7 +48,7 @@ class Halo:
             Beyond the ends of several axes a fixed value counts, that of the last of them.
 
     Raises:
-        LayoutError: If the values break a rule, or `x` holds summands.
+        LayoutError: If `x` is no :class:`DTensor`, or holds summands, or the values break a rule.
         DTypeError: If a fixed value is none of the dtype.
 
     Attributes:
@@ -58,6 +60,11 @@ class Halo:
     __slots__ = ("_fills", "_reading", "_rule", "dtype", "mesh", "plan")
 
     def __init__(self, x: DTensor, width: Any = 1, boundary: Any = "periodic") -> None:
+        if not isinstance(x, DTensor):
+            raise LayoutError(
+                f"a halo is around the blocks of a DTensor, got {type(x).__name__}; make one with "
+                "mm.distribute(...), or use mm.Halo.of_shape(shape, mesh, placements)"
+            )
         self._prepare(x.mesh, plan_halo(x.layout, x.shape, width, boundary), x.dtype)
 
     @classmethod

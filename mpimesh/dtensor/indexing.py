@@ -14,7 +14,7 @@ from mpimesh.dtensor.picking_pairs import pick_pairs
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import expand_dims, moveaxis, permuted, squeeze
 from mpimesh.dtensor.shape_repeat import pad
-from mpimesh.dtensor.shape_reshape import ravel, reshape
+from mpimesh.dtensor.shape_reshape import reshape, row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import NoRuleError, ShapeError
 from mpimesh.layout import Layout
@@ -78,7 +78,7 @@ def take(a: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "r
         IndexOutOfRangeError: On every rank, if an index is out of bounds.
     """
     refuse_given("take", out=out)
-    x, which = (ravel(a), 0) if axis is None else (a, axis_of(axis, a.ndim))
+    x, which = row_along(a, axis)
     length = x.shape[which]
     rows = np.asarray(whole_key(indices))
     if mode not in ("raise", "wrap", "clip"):

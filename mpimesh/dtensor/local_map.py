@@ -13,12 +13,13 @@ from mpimesh.dtensor.results import wrapped_result
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import LayoutError
 from mpimesh.layout import Box, Placement, PlacementLike
+from mpimesh.layout.placement import Placed
 from mpimesh.runtime import DeviceMesh
 
 __all__ = ["BlockPlace", "local_map"]
 
 InPlacements: TypeAlias = (
-    "str | Placement | Sequence[PlacementLike | None] | Mapping[str, PlacementLike | None]"
+    "str | Placement | Placed | Sequence[PlacementLike | None] | Mapping[str, PlacementLike | None]"
 )
 
 
@@ -85,8 +86,9 @@ def local_map(
             blocks of the results. None to use this as a decorator, with keywords.
         out_placements: How the results lie, as for :class:`Layout`: one for all, or a tuple or
             dict with one for each. None leaves a result as it is: an object of this rank.
-        in_placements: Where arguments are brought first: a text for all split arrays; one for
-            each positional argument; or by name. None leaves one where it is.
+        in_placements: Where arguments are brought first: a text, a :class:`Placement` or a layout
+            for all split arrays; one for each positional argument; or by name. None leaves one
+            where it is.
         out_shapes: The results' global shapes: one for all, or a tuple (of tuples) or dict with
             one for each. ``"agree"``: the ranks tell each other what they have, as
             :meth:`DTensor.from_local` does. None: an axis that is split as axes of the arguments
@@ -202,7 +204,7 @@ class _Mapping:
         wanted = self.in_placements
         if wanted is None:
             return {}
-        if isinstance(wanted, str | Placement):
+        if isinstance(wanted, str | Placement) or hasattr(wanted, "placement"):
             return dict.fromkeys(split, wanted)
         if isinstance(wanted, Mapping):
             found = {self._slot(name, values): to for name, to in wanted.items()}

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.arguments import as_tensor, axis_of, moved_to, refuse_given
+from mpimesh.dtensor.arguments import as_tensor, moved_to, refuse_given
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.pieces import exchange_counts
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import permuted
 from mpimesh.dtensor.shape_join import settled
-from mpimesh.dtensor.shape_reshape import ravel
+from mpimesh.dtensor.shape_reshape import ravel, row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import IndexOutOfRangeError, LayoutError, ShapeError
 from mpimesh.layout import Layout, Placement, Shard
@@ -120,7 +120,7 @@ def compress(condition: Any, a: Any, axis: Any = None, out: Any = None) -> DTens
     refuse_given("compress", out=out)
     mesh = next(one.mesh for one in (condition, a) if isinstance(one, DTensor))
     x = as_tensor(a, mesh)
-    x, which = (ravel(x), 0) if axis is None else (x, axis_of(axis, x.ndim))
+    x, which = row_along(x, axis)
     flags = _truth(settled(as_tensor(condition, mesh)))
     if flags.ndim != 1 or flags.shape[0] > x.shape[which]:
         raise ShapeError(

@@ -13,7 +13,7 @@ from mpimesh.dtensor.arguments import axis_of, refuse_given
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_join import concatenate, settled
-from mpimesh.dtensor.shape_reshape import ravel
+from mpimesh.dtensor.shape_reshape import row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError
 from mpimesh.layout import Layout, Placement, Shard
@@ -35,7 +35,7 @@ def _scan(ufunc: np.ufunc, a: DTensor, axis: Any, dtype: Any, first: Any = None)
     Cost:
         If the axis is split, every rank gets one element of each line from each other rank.
     """
-    x, which = (ravel(a), 0) if axis is None else (a, axis_of(axis, a.ndim))
+    x, which = row_along(a, axis)
     x = settled(x)
     name = np.cumsum if ufunc is np.add else np.cumprod
     kind = name(np.zeros(1, x.dtype), dtype=dtype).dtype
@@ -71,7 +71,7 @@ def _of_blocks_before(
     every = totals.redistribute(unsplit(totals.placement, {axis})).local
     place = totals.global_offset[axis]
     line: HostArray = every[(*(slice(None),) * axis, slice(0, place))]
-    found: HostArray = ufunc.reduce(line, axis, dtype=kind, keepdims=True)
+    found: HostArray = ufunc.reduce(line, axis, dtype=kind.type, keepdims=True)
     return found
 
 
@@ -120,14 +120,14 @@ def nancumprod(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> 
 
 def _cumulative(ufunc: np.ufunc, x: DTensor, axis: Any, dtype: Any, initial: bool) -> DTensor:
     if axis is None:
-        if x.ndim != 1:
+        if x.ndim > 1:
             raise ShapeError(f"axis= must be given for an array of {x.ndim} axes")
         axis = 0
     found = _scan(ufunc, x, axis, dtype)
     if not initial:
         return found
-    which = axis_of(axis, x.ndim)
-    first = np.full(_with(x.shape, which, 1), ufunc.identity, found.dtype)
+    which = axis_of(axis, found.ndim)
+    first = np.full(_with(found.shape, which, 1), ufunc.identity, found.dtype)
     return concatenate([first, found], which)
 
 
@@ -162,22 +162,28 @@ def cumulative_prod(
 
 
 @implements(np.diff)
-def diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> DTensor:
+def diff(
+    a: DTensor, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None
+) -> DTensor:
     """Return the differences of neighbours, `n` times. Collective, if the axis is split.
 
     Cost:
         Along a split axis each rank gets one element of each line from the next one.
     """
     refuse_given("diff", prepend=prepend, append=append)
+    if index(n) == 0:
+        return a  # as NumPy does, whatever its axes
     if a.ndim == 0 or index(n) < 0:
         raise ShapeError(f"np.diff takes n >= 0 and at least 1 axis, got n={n}, shape {a.shape}")
     which, x = axis_of(axis, a.ndim), settled(a)
     minus = np.not_equal if x.dtype == bool else np.subtract
-    for _ in range(min(index(n), x.shape[which])):
-        length = x.shape[which]
-        first = pick_along(x, {which: range(length - 1)}, name="diff")
-        later = pick_along(x, {which: range(1, length)}, name="diff")
+    # Once also where there is nothing: the dtype counts.
+    for _ in range(min(index(n), max(1, x.shape[which]))):
+        length, one = x.shape[which], np.zeros(1, x.dtype)
+        dtype = minus(one, one).dtype
+        first = pick_along(x, {which: range(max(0, length - 1))}, name="diff")
+        later = pick_along(x, {which: range(min(1, length), length)}, name="diff")
         later = later if later.placement == first.placement else later.redistribute(first.placement)
         block = minus(later.local, first.local) if x.is_member else None
-        x = DTensor(x.mesh, first.layout, first.shape, x.dtype, block)
+        x = DTensor(x.mesh, first.layout, first.shape, dtype, block)
     return x

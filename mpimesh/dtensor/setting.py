@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from operator import setitem
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpimesh.arrays import HostArray, refuse_objects
+from mpimesh.arrays import DType, HostArray, refuse_objects
 from mpimesh.dtensor.arguments import as_tensor, moved_to
 from mpimesh.dtensor.indexing import whole_key
 from mpimesh.dtensor.move import identity_of
 from mpimesh.dtensor.picking import pick_along
+from mpimesh.dtensor.pieces import true_anywhere
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import expand_dims, squeeze
+from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import reshape
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import IndexOutOfRangeError, LayoutError, ShapeError
+from mpimesh.errors import DTypeError, IndexOutOfRangeError, LayoutError, ShapeError, on_all_ranks
 from mpimesh.layout import Partial, Placement, PlacementSpec, Replicate, Shard
 from mpimesh.layout.rules.keys import Key, read_key
 from mpimesh.layout.rules.picks import counts_between, met
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from mpimesh.layout.rules.picks import Picks
 
 __all__ = ["set_item"]
+
+_NO_ELEMENT = (TypeError, ValueError, OverflowError)
+"""What NumPy raises where a value cannot become an element."""
 
 
 @implements(setitem)
@@ -39,19 +45,21 @@ def set_item(x: DTensor, key: Any, value: Any) -> None:
     Raises:
         IndexOutOfRangeError: If the key does not fit; before anything moves or changes.
         ShapeError: If the value does not fit.
+        DTypeError: If the value has what can be no element of `x`; on all ranks, before anything
+            is written.
     """
     if isinstance(key, DTensor) and key.dtype == bool and key.shape == x.shape and _single(value):
-        _fill(x, as_tensor(key, x.mesh), value)
+        _fill(x, as_tensor(key, x.mesh), _elements(x, value))
         return
     if isinstance(key, DTensor) and key.dtype == bool and key.shape != x.shape[: key.ndim]:
         raise IndexOutOfRangeError(f"a mask of shape {key.shape} does not fit shape {x.shape}")
     read = read_key(whole_key(key), x.shape)
     if read.arrays:
-        _scatter(x, read, value.full() if isinstance(value, DTensor) else np.asarray(value))
+        _scatter(x, read, _elements(x, value.full() if isinstance(value, DTensor) else value))
     elif isinstance(value, DTensor):
-        _put_split(x, read, as_tensor(value, x.mesh))
+        _put_split(x, read, _split_elements(x, as_tensor(value, x.mesh)))
     else:
-        _put_plain(x, read, np.asarray(value))
+        _put_plain(x, read, _elements(x, value))
 
 
 def _single(value: Any) -> bool:
@@ -70,18 +78,67 @@ def _values(x: DTensor, values: HostArray) -> HostArray:
     return np.broadcast_to(np.asarray(identity_of(op, x.dtype), x.dtype), values.shape)
 
 
-def _fill(x: DTensor, mask: DTensor, value: Any) -> None:
+def _elements(x: DTensor, value: Any) -> HostArray:
+    """Return a plain value as an array that can be written into `x`. Local, alike on all ranks.
+
+    Raises:
+        DTypeError: If it cannot.
+    """
+    values = np.asarray(value)
+    refuse_objects(values.dtype)
+    if _always_fit(values.dtype, x.dtype):
+        return values
+    try:
+        return values.astype(x.dtype)
+    except _NO_ELEMENT as error:
+        raise _no_element(x, f"{value!r} is none: {error}") from None
+
+
+def _split_elements(x: DTensor, value: DTensor) -> DTensor:
+    """Return a split value that can be written into `x`.
+
+    Collective, if that depends on its elements.
+
+    Raises:
+        DTypeError: If it cannot; on all ranks of the mesh.
+    """
+    if value.dtype == x.dtype or _always_fit(value.dtype, x.dtype):
+        return value
+    value = settled(value)
+    block: HostArray | None = None
+    if value.is_member:
+        with suppress(*_NO_ELEMENT):  # all others are told first
+            block = value.local.astype(x.dtype)
+        if true_anywhere(x.mesh, "setitem", block is None):
+            raise _no_element(x, f"some of {value!r} are none")
+    return DTensor(value.mesh, value.layout, value.shape, x.dtype, block)
+
+
+def _always_fit(dtype: DType, into: DType) -> bool:
+    # Casts between numbers never fail, whatever the values.
+    return {dtype.kind, into.kind} <= set("biufc")
+
+
+def _no_element(x: DTensor, what: str) -> DTypeError:
+    return on_all_ranks(
+        DTypeError(
+            f"elements of {x!r} are of dtype {x.dtype}, and {what}; nothing was written: write "
+            f"what can be cast to {x.dtype}"
+        )
+    )
+
+
+def _fill(x: DTensor, mask: DTensor, value: HostArray) -> None:
     specs = [Replicate() if isinstance(s, Partial) else s for s in x.placement]
     here = moved_to(mask, Placement(specs))
     if x.is_member:
-        x.local[here.local] = _values(x, np.asarray(value))
+        x.local[here.local] = _values(x, value)
 
 
 # -- plain values --------------------------------------------------------------------------
 
 
 def _put_plain(x: DTensor, read: Key, values: HostArray) -> None:
-    refuse_objects(values.dtype)
     whole = _broadcast(values, read)
     # As many axes as x has: without the new ones, and with those of single numbers.
     aligned = np.expand_dims(np.squeeze(whole, read.new), read.single)
@@ -110,7 +167,6 @@ def _broadcast(values: HostArray, read: Key) -> HostArray:
 
 def _scatter(x: DTensor, read: Key, values: HostArray) -> None:
     """Write where arrays of indices say; the last value counts if an element comes twice."""
-    refuse_objects(values.dtype)
     whole = np.squeeze(_broadcast(values, read), read.new)
     if not x.is_member:
         return

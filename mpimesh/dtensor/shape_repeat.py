@@ -13,7 +13,7 @@ from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import expand_dims, swapaxes
 from mpimesh.dtensor.shape_join import settled
-from mpimesh.dtensor.shape_reshape import ravel, reshape
+from mpimesh.dtensor.shape_reshape import broadcast_to, ravel, reshape
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout
@@ -62,11 +62,12 @@ def roll(a: Any, shift: Any, axis: Any = None) -> DTensor:
         return reshape(roll(ravel(a), total, 0), a.shape)
     axes = [axis_of(one, a.ndim) for one in (axis if hasattr(axis, "__iter__") else (axis,))]
     shifts = [index(one) for one in (shift if hasattr(shift, "__iter__") else (shift,))]
-    if len(axes) != len(shifts) and 1 not in (len(axes), len(shifts)):
-        raise ShapeError(f"np.roll got {len(shifts)} shifts for {len(axes)} axes")
-    count = max(len(axes), len(shifts))
+    try:
+        rows = np.broadcast(axes, shifts)
+    except ValueError:
+        raise ShapeError(f"np.roll got {len(shifts)} shifts for {len(axes)} axes") from None
     totals: dict[int, int] = {}
-    for one, by in zip(axes * (count // len(axes)), shifts * (count // len(shifts)), strict=True):
+    for one, by in (map(int, row) for row in rows):
         totals[one] = totals.get(one, 0) + by
     picks = {one: np.roll(np.arange(a.shape[one]), by) for one, by in totals.items()}
     return pick_along(a, picks, name="roll")
@@ -180,8 +181,10 @@ def _pairs_of(value: Any, ndim: int, what: str) -> list[tuple[Any, Any]]:
 
 
 def _triangle(m: DTensor, k: int, *, lower: bool) -> DTensor:
-    if m.ndim < 2:
-        raise AxisError(f"a triangle is of an array of at least 2 axes, got shape {m.shape}")
+    if m.ndim == 0:
+        raise AxisError("a triangle is of an array with axes, got shape ()")
+    if m.ndim == 1:
+        m = broadcast_to(m, m.shape * 2)
     x = m if m.layout.partial_op in ("", "sum") else settled(m)
     if not x.is_member:
         return x
@@ -195,11 +198,11 @@ def _triangle(m: DTensor, k: int, *, lower: bool) -> DTensor:
 
 @implements(np.tril)
 def tril(m: Any, k: int = 0) -> DTensor:
-    """Return the lower triangle of the last two axes. Local."""
+    """Return the lower triangle of the last two axes, or of rows that are all alike. Local."""
     return _triangle(m, k, lower=True)
 
 
 @implements(np.triu)
 def triu(m: Any, k: int = 0) -> DTensor:
-    """Return the upper triangle of the last two axes. Local."""
+    """Return the upper triangle of the last two axes, or of rows that are all alike. Local."""
     return _triangle(m, k, lower=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.arguments import as_tensor, refuse_given
+from mpimesh.dtensor.arguments import as_tensor, axis_of, refuse_given
 from mpimesh.dtensor.reflow import reflow
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import permuted
@@ -17,7 +17,7 @@ from mpimesh.layout import Layout
 from mpimesh.layout.rules.axes import renumbered, unsplit
 from mpimesh.layout.rules.reshape import full_shape, reshaped_placement
 
-__all__ = ["broadcast_to", "ravel", "reshape", "shape_tuple"]
+__all__ = ["broadcast_to", "ravel", "reshape", "row_along", "shape_tuple"]
 
 
 def shape_tuple(shape: Any) -> tuple[int, ...]:
@@ -117,3 +117,17 @@ def joint_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         return np.broadcast_shapes(*shapes)
     except ValueError:
         raise ShapeError(f"shapes {shapes} do not fit each other") from None
+
+
+def row_along(a: DTensor, axis: Any) -> tuple[DTensor, int]:
+    """Return an array and its axis, as NumPy's functions along an axis read them.
+
+    Without an axis it is the row of all elements; an array without axes is a row of one.
+
+    Raises:
+        AxisError: If there is no such axis.
+    """
+    if axis is None:
+        return ravel(a), 0
+    which = axis_of(axis, max(a.ndim, 1))
+    return (a if a.ndim else ravel(a)), which

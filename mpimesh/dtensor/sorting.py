@@ -14,7 +14,7 @@ from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.samples import sorted_row
 from mpimesh.dtensor.shape_axes import permuted
 from mpimesh.dtensor.shape_join import settled
-from mpimesh.dtensor.shape_reshape import ravel
+from mpimesh.dtensor.shape_reshape import ravel, row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, IndexOutOfRangeError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Shard
@@ -31,7 +31,7 @@ def _sorted(a: DTensor, axis: Any, kind: Any, *, indices: bool) -> DTensor:
         Nothing moves if the axis is whole. Else the split goes to another axis and comes
         back, if there are enough lines; else the lines are sorted one by one by samples.
     """
-    x, which = (ravel(a), 0) if axis is None else (a, axis_of(axis, a.ndim))
+    x, which = row_along(a, axis) if indices or axis is None else (a, axis_of(axis, a.ndim))
     x = settled(x)
     target = lines_placement(x.layout.mesh, x.placement, x.shape, which)
     dtype = np.dtype(np.intp) if indices else x.dtype
@@ -156,6 +156,8 @@ def argpartition(a: Any, kth: Any, axis: Any = -1, kind: Any = None, order: Any 
 
 
 def _check_kth(a: DTensor, kth: Any, axis: Any) -> None:
+    if a.size == 0:
+        return  # NumPy takes any
     length = a.size if axis is None else a.shape[axis_of(axis, a.ndim)]
     for one in np.ravel(kth).tolist():
         if not -length <= one < length:

@@ -79,14 +79,14 @@ def beyond(start: int, stop: int, length: int, end: End) -> Iterator[tuple[int, 
 
     Nothing for those that take no element.
     """
+    if end not in BOUNDARIES[:-1]:
+        return
     for place in range(start, stop):
-        source = source_of(place, length, end)
-        if source >= 0:
-            yield place - start, 1, source
+        yield place - start, 1, source_of(place, length, end)
 
 
 def source_of(place: int, length: int, end: End) -> int:
-    """Return which element lies at a place beyond an end, as :func:`numpy.pad` has it; or -1.
+    """Return which element lies at a place beyond an end, as :func:`numpy.pad` has it.
 
     Example:
         >>> [source_of(place, 4, "reflect") for place in (-2, -1, 4, 5)]
@@ -99,7 +99,5 @@ def source_of(place: int, length: int, end: End) -> int:
     if end == "reflect":
         turn = place % max(1, 2 * length - 2)
         return turn if turn < length else 2 * length - 2 - turn
-    if end == "symmetric":
-        turn = place % (2 * length)
-        return turn if turn < length else 2 * length - 1 - turn
-    return -1
+    turn = place % (2 * length)  # symmetric
+    return turn if turn < length else 2 * length - 1 - turn

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpimesh.errors import LayoutError
 from mpimesh.layout.ends import BOUNDARIES, End, beyond, both_ends, per_axis, width_pair
+from mpimesh.layout.halo_limits import refuse_too_wide
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.reads import Reads, Run, cut_runs, once, wrapped_runs
 from mpimesh.layout.tiling import Box
@@ -126,7 +127,9 @@ def plan_halo(
             mapping by axis, in which the others are periodic.
 
     Raises:
-        LayoutError: If the layout does not fit `shape`, or the values break a rule.
+        LayoutError: If the layout does not fit `shape`, the values break a rule, or the halo is so
+            wide that a rank would read more than `halo_limits.MOST_READS` boxes, or have more
+            than `halo_limits.MOST_ELEMENTS` elements along an axis.
 
     Cost:
         O(blocks along an axis) for each axis, once.
@@ -149,6 +152,7 @@ def plan_halo(
                     f"axis {axis} of shape {shape} has no element that could lie beyond its ends, "
                     f"as boundary {end!r} wants"
                 )
+    refuse_too_wide(tiling, widths, ends)
     runs_of = tuple(
         once(partial(_runs, bounds, pair, end))
         for bounds, pair, end in zip(tiling.bounds, widths, ends, strict=True)

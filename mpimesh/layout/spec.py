@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import SupportsIndex
 
@@ -72,8 +72,11 @@ class Shard(PlacementSpec):
     ) -> None:
         object.__setattr__(self, "axis", as_whole(axis, "the axis of a Shard"))
         if sizes is not None:
-            if not hasattr(sizes, "__iter__") or len(sizes) == 0:
-                raise LayoutError(f"sizes of a Shard must be a row of whole numbers, got {sizes!r}")
+            if not _is_row(sizes):
+                raise LayoutError(
+                    "sizes of a Shard must be a row of whole numbers, one for each rank in order, "
+                    f"got {sizes!r}"
+                )
             sizes = tuple(as_whole(size, "a size of a Shard") for size in sizes)
         object.__setattr__(self, "sizes", sizes)
 
@@ -91,6 +94,15 @@ class Shard(PlacementSpec):
 
     def _sizes_text(self) -> str:
         return "" if self.sizes is None else f"({','.join(map(str, self.sizes))})"
+
+
+def _is_row(sizes: object) -> bool:
+    """Tell whether these are some values in an order; a set and a mapping have none to rely on."""
+    if not hasattr(sizes, "__iter__") or not hasattr(sizes, "__len__"):
+        return False
+    if isinstance(sizes, str | bytes | Set | Mapping) or getattr(sizes, "ndim", 1) != 1:
+        return False
+    return len(sizes) > 0
 
 
 @dataclass(frozen=True, slots=True)

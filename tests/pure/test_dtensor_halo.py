@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import DTypeError, LayoutError, RankError
-from mpimesh.layout import Layout, ends, halo, plan_halo, reads
+from mpimesh.layout import Layout, ends, halo, halo_limits, plan_halo, reads
 
 MODES: dict[str, Any] = {
     "periodic": "wrap",
@@ -263,6 +263,64 @@ def test_what_does_not_belong_to_a_halo_is_refused():
                 mm.Halo(summands)
 
     mm.run_virtual(1, main)
+
+
+@pytest.mark.parametrize(
+    ("width", "boundary"),
+    [
+        (10_000, "periodic"),
+        (10**12, "periodic"),
+        (10**12, 0),
+        (10**30, "none"),
+        (10**9, "reflect"),
+        ((0, 10**9), ("none", "edge")),
+    ],
+)
+def test_a_halo_that_nobody_could_plan_is_refused_at_once(width, boundary):
+    def main():
+        with mm.DeviceMesh("x=2") as mesh:
+            x = mm.zeros((3, 4), mesh, "S0")
+            with pytest.raises(LayoutError, match="narrower halo"):
+                mm.Halo(x, width, boundary)
+
+    mm.run_virtual(2, main)
+
+
+@given(cases())
+def test_the_limit_counts_no_less_than_is_read(case):
+    mesh, specs, shape, width, boundary = case
+    plan = plan_halo(Layout(mesh, specs), shape, width, boundary)
+    bounds = plan.reads.tiling.bounds
+    for axis, pair in width.items():
+        low, high = plan.ends[axis]
+        most = 1 + sum(
+            halo_limits.most_runs(bounds[axis], *side)
+            for side in ((pair[0], low, -1), (pair[1], high, 1))
+        )
+        for leaf in range(len(bounds[axis]) - 1):
+            assert len(plan.reads.runs_of[axis](leaf)) <= most <= 1 + sum(pair)
+
+
+def test_a_wide_halo_of_one_axis_or_of_fixed_values():
+    def main():
+        with mm.DeviceMesh("x=2") as mesh:
+            x = mm.distribute(np.arange(3.0), mesh, "S0")
+            wide = mm.Halo(x, 1000).exchange(x)
+            fixed = mm.Halo(x, 100_000, 7).exchange(x)
+            return wide.copy(), fixed.copy()
+
+    for rank, (wide, fixed) in enumerate(mm.run_virtual(2, main)):
+        box = [((0, 2), (2, 3))[rank]]
+        whole = np.arange(3.0)
+        assert np.array_equal(wide, cut(np.pad(whole, 1000, mode="wrap"), box, {0: (1000, 1000)}))
+        far = np.pad(whole, 100_000, constant_values=7)
+        assert np.array_equal(fixed, cut(far, box, {0: (100_000, 100_000)}))
+
+
+def test_a_halo_of_a_plain_array_is_refused():
+    plain: Any = np.zeros(3)
+    with pytest.raises(LayoutError, match="of a DTensor, got ndarray"):
+        mm.Halo(plain)
 
 
 def test_a_fixed_value_is_one_of_the_dtype():

@@ -10,6 +10,7 @@ import pytest
 import mpimesh as mm
 from mpimesh.dtensor import tensor
 from mpimesh.errors import LayoutError, MismatchError, MpimeshError, ShapeError
+from mpimesh.layout import AxisLayout
 
 
 def on(dims, main, ranks=None):
@@ -61,6 +62,28 @@ def test_arguments_are_brought_where_the_function_wants_them():
         assert np.array_equal(first, a @ b)
         assert np.array_equal(second, a @ b)
         assert shapes == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        lambda mesh: "dp=S0",
+        lambda mesh: mm.Placement(["S0"]),
+        lambda mesh: mm.Layout(mesh, "dp=S0"),
+        lambda mesh: AxisLayout(["dp", "unsharded"], mesh),
+        lambda mesh: mm.ones((2, 2), mesh, "dp=S0").layout,
+    ],
+)
+def test_all_arguments_are_brought_to_one_place(where):
+    whole = np.arange(12.0).reshape(4, 3)
+
+    def main(mesh):
+        x, y = mm.distribute(whole, mesh, "dp=R"), mm.distribute(whole, mesh, "dp=S1")
+        total = mm.local_map(np.add, "dp=S0", in_placements=where(mesh))
+        return total(x, y).full()
+
+    for got in on("dp=2", main):
+        assert np.array_equal(got, whole + whole)
 
 
 def test_a_function_may_ask_where_its_blocks_are():

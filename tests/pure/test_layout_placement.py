@@ -28,6 +28,7 @@ NAMES = ["dp", "tp", "pp", "ep"]
 
 def test_specs_are_values():
     assert Shard(1) == Shard(np.int64(1)) != Shard(0)
+    assert Shard(0, sizes=cast(Any, np.array([1, 2]))) == Shard(0, sizes=range(1, 3))
     assert Shard(0, sizes=[1, 2]) == Shard(0, sizes=(1, np.int8(2))) != Shard(0)
     assert Partial() == Partial("sum") != Partial("max")
     assert Partial("avg") == Partial("average") == Partial("mean")
@@ -58,8 +59,14 @@ def test_tvm_words_for_specs():
         (lambda: Shard(cast(Any, 1.0)), "must be a whole number, got 1.0"),
         (lambda: Shard(cast(Any, "0")), "must be a whole number, got '0'"),
         (lambda: Shard(cast(Any, None)), "must be a whole number, got None"),
-        (lambda: Shard(0, sizes=()), r"must be a row of whole numbers, got \(\)"),
-        (lambda: Shard(0, sizes=cast(Any, 3)), "must be a row of whole numbers, got 3"),
+        (lambda: Shard(0, sizes=()), r"must be a row of whole numbers, .* got \(\)"),
+        (lambda: Shard(0, sizes=cast(Any, 3)), "must be a row of whole numbers, .* got 3"),
+        (lambda: Shard(0, sizes=cast(Any, {1, 2})), r"rank in order, got \{1, 2\}"),
+        (lambda: Shard(0, sizes=cast(Any, {1: 2})), r"rank in order, got \{1: 2\}"),
+        (lambda: Shard(0, sizes=cast(Any, {1: 2}.keys())), "rank in order, got dict_keys"),
+        (lambda: Shard(0, sizes=cast(Any, iter([1]))), "rank in order, got <list_iterator"),
+        (lambda: Shard(0, sizes=cast(Any, "12")), "rank in order, got '12'"),
+        (lambda: Shard(0, sizes=cast(Any, np.array(3))), "rank in order, got array"),
         (lambda: Shard(0, sizes=[1, -2]), "a size of a Shard must not be negative, got -2"),
         (
             lambda: Shard(0, sizes=cast(Any, [1, 2.5])),
