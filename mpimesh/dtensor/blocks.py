@@ -105,7 +105,9 @@ def agreed_blocks(
         shape.append(int(first.sum()))
         if len(dims) == 1:
             (dim,) = dims
-            specs[dim] = _with_sizes(specs[dim], shape[-1], first.reshape(-1).tolist())
+            spec = specs[dim]
+            if isinstance(spec, Shard) and spec.sizes is None:
+                specs[dim] = Shard.of_sizes(axis, first.reshape(-1).tolist())
     fitted = Layout(layout.mesh, Placement(specs))
     try:
         wrong = [
@@ -123,15 +125,6 @@ def agreed_blocks(
             )
         )
     return tuple(shape), fitted, dtype_from_json(found[full[0] if full else 0][3])
-
-
-def _with_sizes(spec: Any, length: int, sizes: list[int]) -> Any:
-    """Return the spec for blocks of these sizes, without them if they are even."""
-    n = len(sizes)
-    even = [length // n + (k < length % n) for k in range(n)]
-    if spec.sizes is None and sizes == even:
-        return spec
-    return Shard(spec.axis, sizes=spec.sizes or sizes)
 
 
 def table_of(rows: Sequence[tuple[Any, ...]], ranks: Iterable[int]) -> str:

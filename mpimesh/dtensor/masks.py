@@ -17,7 +17,6 @@ from mpimesh.dtensor.shape_reshape import ravel, row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import IndexOutOfRangeError, LayoutError, ShapeError
 from mpimesh.layout import Layout, Placement, Shard
-from mpimesh.layout.cuts import even_sizes
 from mpimesh.layout.rules.rows import row_dim, rows_placement
 
 __all__ = ["masked", "of_rows"]
@@ -69,10 +68,9 @@ def of_rows(x: DTensor, block: HostArray, rest: tuple[int, ...], places: dict[in
     table = counts.reshape(x.layout.mesh.shape())
     first = tuple(slice(None) if d == dim else 0 for d in range(table.ndim))
     sizes = table[first].tolist()
-    total = sum(sizes)
-    specs[dim] = Shard(0, sizes=None if sizes == even_sizes(total, len(sizes)) else sizes)
+    specs[dim] = Shard.of_sizes(0, sizes)
     layout = Layout(x.mesh, Placement(specs))
-    return DTensor(x.mesh, layout, (total, *rest), block.dtype, block)
+    return DTensor(x.mesh, layout, (sum(sizes), *rest), block.dtype, block)
 
 
 @implements(np.argwhere)

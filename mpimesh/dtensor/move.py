@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import prod
+from itertools import chain
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mpimesh.layout import Box, Layout, Phase, RedistributionPlan, plan_redistri
 from mpimesh.layout import Take as Wanted
 from mpimesh.mesh import Mesh
 from mpimesh.transport import Communicator, Request, Steps
+from mpimesh.transport.boxes import volume
 from mpimesh.transport.regions import Give, Part, Regions, Take
 
 __all__ = ["Move", "identity_of", "prepared_move"]
@@ -181,21 +182,21 @@ def prepared_move(
         shape_of = None if into is None else _extent(into)
         stages.append((Regions(tuple(takes), tuple(gives)), shape_of))
     moves = bool(plan.traffic()[1].any())
-    received = _received(plan, rank, number_of)
-    return Move(plan, rank, tuple(stages), moves, plan.sent_bytes(rank), received)
+    exchanges = [regions for regions, _ in stages]
+    sent = itemsize * sum(volume(give.box) for regions in exchanges for give in regions.gives)
+    place = number_of(rank) if numbering is None or numbering.contains_rank(rank) else -1
+    received = _received(exchanges, itemsize, place)
+    return Move(plan, rank, tuple(stages), moves, sent, received)
 
 
-def _received(
-    plan: RedistributionPlan, rank: int, number_of: Callable[[int], int]
-) -> tuple[int, ...]:
-    """Return from which places how many bytes come, in how many messages."""
+def _received(stages: Iterable[Regions], itemsize: int, place: int) -> tuple[int, ...]:
+    """Return from which places, but this one, how many bytes come, in how many messages."""
     rows: list[int] = []
-    for phase in plan.phases:
-        for take in phase.takes(rank):
-            nbytes = plan.itemsize * prod(_extent(take.box))
-            for who in take.ranks:
-                if who != rank:
-                    rows += number_of(who), nbytes, 1
+    for take in chain.from_iterable(regions.takes for regions in stages):
+        nbytes = itemsize * volume(take.box)
+        for part in take.parts:
+            if part.rank != place:
+                rows += part.rank, nbytes, 1
     return tuple(rows)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 from mpimesh.dtensor.pieces import exchange_pieces, place_in
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard, Tiling
-from mpimesh.layout.cuts import even_sizes
 from mpimesh.layout.places import places_of
 
 if TYPE_CHECKING:
@@ -111,6 +110,5 @@ def _placement(
     if len(dims) == 1 and (owners[:-1] <= owners[1:]).all():
         parts = source.mesh.dims[dims[0]].size
         sizes = np.bincount(owners, minlength=parts).tolist()
-        if sizes != even_sizes(length, parts):
-            specs[dims[0]] = Shard(0, sizes=sizes)
+        specs[dims[0]] = Shard.of_sizes(0, sizes)
     return Placement(specs)

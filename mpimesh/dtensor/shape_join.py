@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import index
 from typing import Any
 
@@ -18,6 +19,7 @@ from mpimesh.dtensor.shape_reshape import ravel
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.layout import Partial, Replicate, cheapest
+from mpimesh.layout.cuts import even_sizes
 from mpimesh.layout.rules.axes import unsplit
 from mpimesh.layout.rules.join import join_rules
 
@@ -176,9 +178,7 @@ def array_split(ary: Any, indices_or_sections: Any, axis: Any = 0) -> list[DTens
     parts = index(indices_or_sections)
     if parts < 1:
         raise ShapeError(f"an array is cut into at least one part, got {parts}")
-    quotient, rest = divmod(ary.shape[which], parts)
-    edges = [part * quotient + min(part, rest) for part in range(1, parts)]
-    return _cut(ary, edges, which)
+    return _cut(ary, [*accumulate(even_sizes(ary.shape[which], parts))][:-1], which)
 
 
 @implements(np.split)

@@ -14,7 +14,7 @@ from mpimesh.errors import LayoutError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Cut", "axis_bounds", "even_sizes"]
+__all__ = ["Cut", "axis_bounds", "cut_further", "even_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +49,34 @@ def axis_bounds(length: int, cuts: tuple[Cut, ...]) -> npt.NDArray[np.int64]:
     Raises:
         LayoutError: If sizes do not add up to what they split.
     """
-    starts = np.zeros(1, np.int64)
-    lengths = np.full(1, length, np.int64)
+    bounds = np.array([0, length], np.int64)
     for cut in cuts:
-        if cut.sizes is None:
-            part = np.arange(cut.parts)
-            quotients, rests = np.divmod(lengths, cut.parts)
-            offsets = part * quotients[:, None] + np.minimum(part, rests[:, None])
-            sizes = quotients[:, None] + (part < rests[:, None])
-        else:
-            _check_sizes(cut, lengths)
-            sizes = np.broadcast_to(np.array(cut.sizes, np.int64), (lengths.size, cut.parts))
-            offsets = np.broadcast_to(np.cumsum(cut.sizes) - cut.sizes, sizes.shape)
-        starts = (starts[:, None] + offsets).reshape(-1)
-        lengths = sizes.reshape(-1)
-    bounds = np.append(starts, length)
+        bounds = cut_further(bounds, cut)
     bounds.flags.writeable = False
     return bounds
+
+
+def cut_further(bounds: npt.NDArray[np.int64], cut: Cut) -> npt.NDArray[np.int64]:
+    """Return where the parts begin when each block is cut, and at last where the last one ends.
+
+    Shapes:
+        bounds: (blocks + 1,).
+        result: (blocks * parts + 1,).
+
+    Raises:
+        LayoutError: If sizes do not add up to what they split.
+    """
+    lengths = np.diff(bounds)
+    offsets: npt.NDArray[np.int64]
+    if cut.sizes is None:
+        part = np.arange(cut.parts)
+        quotients, rests = np.divmod(lengths[:, None], cut.parts)
+        offsets = part * quotients + np.minimum(part, rests)
+    else:
+        _check_sizes(cut, lengths)
+        sizes = np.array(cut.sizes, np.int64)
+        offsets = (np.cumsum(sizes) - sizes)[None, :]
+    return np.append(bounds[:-1, None] + offsets, bounds[-1])
 
 
 def _check_sizes(cut: Cut, lengths: Sequence[int] | npt.NDArray[np.int64]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpimesh.errors import LayoutError
 from mpimesh.layout.checks import as_shape, as_whole
-from mpimesh.layout.cuts import Cut
+from mpimesh.layout.cuts import Cut, cut_further
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.phase import Phase
 from mpimesh.layout.spec import Partial, Replicate, Shard
@@ -308,15 +308,9 @@ def _spread(last: Tiling, tied: tuple[int, ...]) -> Tiling | None:
     axis_dims = [list(dims) for dims in last.axis_dims]
     bounds = list(last.bounds)
     for dim in free:
-        parts = mesh.dims[dim].size
         # The axis whose longest block can be cut best.
         axis = max(range(len(bounds)), key=lambda a: (int(np.diff(bounds[a]).max(initial=0)), -a))
-        sizes = np.diff(bounds[axis])
-        part = np.arange(parts)
-        quotients, rests = np.divmod(sizes, parts)
-        starts = part * quotients[:, None] + np.minimum(part, rests[:, None])
-        split = (bounds[axis][:-1, None] + starts).reshape(-1)
-        bounds[axis] = np.append(split, last.shape[axis])
+        bounds[axis] = cut_further(bounds[axis], Cut(mesh.dims[dim].size))
         axis_dims[axis].append(dim)
     return Tiling(mesh, last.shape, tuple(map(tuple, axis_dims)), tuple(bounds), last.first_only)
 

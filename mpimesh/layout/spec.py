@@ -9,6 +9,7 @@ from typing import SupportsIndex
 
 from mpimesh.errors import LayoutError
 from mpimesh.layout.checks import as_whole
+from mpimesh.layout.cuts import even_sizes
 
 __all__ = ["PARTIAL_OPS", "Partial", "PlacementSpec", "Replicate", "Shard"]
 
@@ -79,6 +80,12 @@ class Shard(PlacementSpec):
                 )
             sizes = tuple(as_whole(size, "a size of a Shard") for size in sizes)
         object.__setattr__(self, "sizes", sizes)
+
+    @classmethod
+    def of_sizes(cls, axis: int, sizes: Sequence[int]) -> Shard:
+        """Return the shard with blocks of these sizes, which it does not name if they are even."""
+        even = list(sizes) == even_sizes(sum(sizes), len(sizes))
+        return cls(axis, sizes=None if even else sizes)
 
     @property
     def short(self) -> str:

@@ -152,10 +152,6 @@ class Tiling:
             rows.append(leaf)
         return rows
 
-    def nbytes(self, rank: int, itemsize: int) -> int:
-        """Return the bytes of the tile of `rank`, for elements of `itemsize` bytes."""
-        return itemsize * prod(stop - start for start, stop in self.box(rank))
-
 
 def _meeting(bounds: Integers, start: int, stop: int) -> Integers:
     if stop <= start:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from mpimesh.layout.cuts import even_sizes
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.placement import Placement
 from mpimesh.layout.spec import PlacementSpec, Shard
@@ -95,8 +94,7 @@ def picked_placement(
         if len(dims) == 1 and _in_order(pick, bounds):
             every = np.array([0, len(pick)], np.int64)
             sizes = counts_between(pick, every, bounds)[0].tolist()
-            even = sizes == even_sizes(len(pick), len(sizes))
-            specs[dims[0]] = Shard(axis, sizes=None if even else sizes)
+            specs[dims[0]] = Shard.of_sizes(axis, sizes)
         elif len(pick) != length:
             for dim in dims:
                 specs[dim] = Shard(axis)
