@@ -71,7 +71,7 @@ def test_ways_to_build_it():
         assert (len(model), model[1]) == (3, b)
 
 
-@pytest.mark.parametrize("layer", [3, "relu", nn.ReLU, None, lambda x: x], ids=str)
+@pytest.mark.parametrize("layer", [3, "relu", nn.ReLU, None, lambda x: x])
 def test_what_is_no_layer_is_refused(layer):
     with pytest.raises(ModuleError, match="a layer has methods forward, backward and parameters"):
         nn.Sequential(layer)
