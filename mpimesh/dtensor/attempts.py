@@ -11,16 +11,22 @@ from mpimesh.runtime.call import Call
 __all__ = ["attempted"]
 
 
-def attempted(mesh: DeviceMesh, name: str, work: Callable[[], None]) -> None:
+def attempted(
+    mesh: DeviceMesh,
+    name: str,
+    work: Callable[[], None],
+    error: type[ValueError] = ValueError,
+) -> None:
     """Do some work on this rank's block. Collective over the mesh: all learn whether all could.
 
     Args:
         mesh: The mesh.
         name: What is called, for messages.
         work: Raises a `ValueError` if it cannot be done for the values of this rank.
+        error: What is raised then; one of NumPy's own, perhaps.
 
     Raises:
-        ValueError: On every rank of the mesh, that of the first rank that has one.
+        ValueError: On every rank of the mesh, with the words of the first rank that has one.
 
     Cost:
         Two small all-gathers.
@@ -28,10 +34,10 @@ def attempted(mesh: DeviceMesh, name: str, work: Callable[[], None]) -> None:
     problem = ""
     try:
         work()
-    except ValueError as error:
-        problem = str(error)
+    except ValueError as failure:
+        problem = str(failure) or type(failure).__name__
     group = mesh.group()
     found = exchange(group.progress, group.communicator, problem, what=Call(name, group.name))
     first = next(filter(None, found), "")
     if first:
-        raise ValueError(first)
+        raise error(first)
