@@ -16,7 +16,7 @@ from mpimesh.runtime import DeviceMesh
 __all__ = ["apply_rule", "are_whole", "common_mesh", "gathered", "operand_of", "placed"]
 
 
-_IN_PLACE = (np.put, np.place, np.putmask, np.put_along_axis, np.fill_diagonal)
+_IN_PLACE = (np.place,)
 
 
 def common_mesh(operands: Sequence[Any]) -> DeviceMesh:

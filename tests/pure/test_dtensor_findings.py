@@ -109,18 +109,6 @@ def test_what_an_array_is_cannot_be_assigned():
     on("a=2", main)
 
 
-def test_functions_that_write_are_not_gathered():
-    def main(mesh):
-        x = mm.zeros(4, mesh, "S0")
-        with mm.allow_gather():
-            with pytest.raises(NoRuleError, match=r"x\[index\]"):
-                np.put(x, [0], 9)  # type: ignore[arg-type]
-            with pytest.raises(NoRuleError, match="fill_diagonal"):
-                np.fill_diagonal(x.reshape(2, 2), 9)  # type: ignore[arg-type]
-
-    on("a=2", main)
-
-
 def test_a_closed_mesh_takes_no_array():
     def main(mesh):
         x = mm.zeros(4, mesh, "S0")
