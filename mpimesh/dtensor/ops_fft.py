@@ -1,4 +1,14 @@
-"""Fourier transforms of split arrays: axis by axis, each of which is whole when its turn comes."""
+"""Fourier transforms of split arrays: axis by axis, each of which is whole when its turn comes.
+
+Nothing moves for axes that no mesh dim splits. Of several axes those go first; then the split goes
+from the others to the longest of those that are done, in one exchange, and the result stays so. An
+array as ``S0`` that is transformed along all axes comes out as ``S1`` or ``S2``: the transform back
+brings it to where it can go on, and ``redistribute`` where it was. On two mesh dims, ``S0, S1``, an
+axis with room for both takes both splits; if none has, they move one after the other (pencils).
+
+A transform of one axis gives its split to the axis that leaves the longest blocks. A row alone,
+or fewer lines than ranks, is brought whole to all ranks.
+"""
 
 from __future__ import annotations
 
