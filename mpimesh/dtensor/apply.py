@@ -16,7 +16,7 @@ from mpimesh.runtime import DeviceMesh
 __all__ = ["apply_rule", "are_whole", "common_mesh", "gathered", "operand_of", "placed"]
 
 
-_IN_PLACE = (np.put, np.place, np.putmask, np.put_along_axis, np.fill_diagonal)
+_IN_PLACE = (np.place,)
 
 
 def common_mesh(operands: Sequence[Any]) -> DeviceMesh:
@@ -120,6 +120,7 @@ def _replaced(tree: Any, found: list[DTensor]) -> Any:
 def _split(tree: Any, mesh: DeviceMesh) -> Any:
     if isinstance(tree, np.ndarray):
         return DTensor(mesh, Layout.replicated(mesh), tree.shape, tree.dtype, tree)
-    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
-        return type(tree)(_split(one, mesh) for one in tree)
+    if isinstance(tree, list | tuple):
+        row = [_split(one, mesh) for one in tree]
+        return type(tree)(*row) if hasattr(tree, "_fields") else type(tree)(row)
     return tree

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mpimesh.dtensor.telling import told_by_all
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.agreement import exchange
-from mpimesh.runtime.call import Call
 
 __all__ = ["attempted"]
 
 
-def attempted(mesh: DeviceMesh, name: str, work: Callable[[], None]) -> None:
+def attempted(
+    mesh: DeviceMesh,
+    name: str,
+    work: Callable[[], None],
+    error: type[Exception] = ValueError,
+    *,
+    caught: tuple[type[Exception], ...] = (ValueError, FloatingPointError),
+) -> None:
     """Do some work on this rank's block. Collective over the mesh: all learn whether all could.
 
     Args:
         mesh: The mesh.
         name: What is called, for messages.
-        work: Raises a `ValueError` if it cannot be done for the values of this rank.
+        work: Raises one of `caught` if it cannot be done for the values of this rank.
+        error: What is raised then; one of NumPy's own, perhaps.
+        caught: What counts as that; all else is a mistake of this rank.
 
     Raises:
-        ValueError: On every rank of the mesh, that of the first rank that has one.
+        ValueError: On every rank of the mesh, with the words of the first rank that has one; or
+            another `error`, or the `FloatingPointError` that :func:`numpy.errstate` asks for.
 
     Cost:
         Two small all-gathers.
     """
-    problem = ""
+    problem = ["", False]
     try:
         work()
-    except ValueError as error:
-        problem = str(error)
-    group = mesh.group()
-    found = exchange(group.progress, group.communicator, problem, what=Call(name, group.name))
-    first = next(filter(None, found), "")
-    if first:
-        raise ValueError(first)
+    except caught as failure:
+        words = str(failure) or type(failure).__name__
+        problem = [words, isinstance(failure, FloatingPointError)]
+    for words, is_float in told_by_all(mesh, name, problem):
+        if words:
+            raise (FloatingPointError if is_float else error)(words)

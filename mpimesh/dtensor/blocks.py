@@ -9,11 +9,10 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects, to_numpy
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.dtensor.telling import told_by_all
 from mpimesh.errors import LayoutError, MismatchError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.agreement import exchange
-from mpimesh.runtime.call import Call
 
 __all__ = ["agreed_blocks", "agreed_dtype", "host_block", "table_of", "writable_block"]
 
@@ -37,15 +36,13 @@ def agreed_dtype(block: HostArray, mesh: DeviceMesh, name: str) -> DType:
     Raises:
         MismatchError: On every rank, saying which has what, if they differ.
     """
-    group = mesh.group()
-    facts = [dtype_to_json(block.dtype), block.size]
-    what = Call(name, group.name)
-    found = exchange(group.progress, group.communicator, facts, what=what)
+    found = told_by_all(mesh, name, [dtype_to_json(block.dtype), block.size])
+    ranks = mesh.group().ranks
     dtypes = [dtype_from_json(dtype) for dtype, _ in found]
     full = [dtype for dtype, (_, size) in zip(dtypes, found, strict=True) if size]
     if len(set(full)) > 1:
         rows = "; ".join(
-            f"rank {rank}: {dtype}" for rank, dtype in zip(group.ranks[:16], dtypes, strict=False)
+            f"rank {rank}: {dtype}" for rank, dtype in zip(ranks[:16], dtypes, strict=False)
         )
         raise on_all_ranks(
             MismatchError(f"{name} needs blocks of one dtype; give dtype=, or cast them: {rows}")
@@ -76,18 +73,15 @@ def agreed_blocks(
         MismatchError: On every rank, if dtypes, numbers of axes or lengths disagree.
         ShapeError: On every rank, if several dims split an axis, and not evenly.
     """
-    group = mesh.group()
     described = dtype_to_json(block.dtype)
     facts = [list(block.shape), str(block.dtype), layout.text, described]
-    what = Call("from_local", group.name)
-    found = exchange(group.progress, group.communicator, facts, what=what)
+    found = told_by_all(mesh, "from_local", facts)
+    ranks = mesh.group().ranks
     rows = [(tuple(shape), name, text) for shape, name, text, _ in found]
     heads = {(len(shape), text) for shape, _, text in rows}
     full = [place for place, (shape, _, _) in enumerate(rows) if 0 not in shape]
     if len(heads) > 1 or len({rows[place][1] for place in full}) > 1:
-        raise on_all_ranks(
-            MismatchError(_table("of one dtype, rank and layout", rows, group.ranks))
-        )
+        raise on_all_ranks(MismatchError(_table("of one dtype, rank and layout", rows, ranks)))
     shapes = np.array([shape for shape, _, _ in rows], np.int64).reshape(*layout.mesh.shape(), -1)
     if any(isinstance(spec, Shard) and spec.axis >= block.ndim for spec in layout.placement):
         layout.tiling(block.shape)  # raises, and says why
@@ -99,9 +93,7 @@ def agreed_blocks(
         # Along all other dims the blocks must be alike.
         first = lengths[tuple(slice(None) if d in dims else slice(1) for d in range(lengths.ndim))]
         if (lengths != first).any():
-            raise on_all_ranks(
-                MismatchError(_table(f"that fit along axis {axis}", rows, group.ranks))
-            )
+            raise on_all_ranks(MismatchError(_table(f"that fit along axis {axis}", rows, ranks)))
         shape.append(int(first.sum()))
         if len(dims) == 1:
             (dim,) = dims
@@ -112,7 +104,7 @@ def agreed_blocks(
     try:
         wrong = [
             rank
-            for rank, (found_shape, _, _) in zip(group.ranks, rows, strict=True)
+            for rank, (found_shape, _, _) in zip(ranks, rows, strict=True)
             if fitted.local_shape(shape, rank) != found_shape
         ]
     except LayoutError as error:
@@ -121,7 +113,7 @@ def agreed_blocks(
         raise on_all_ranks(
             ShapeError(
                 f"blocks of shape {tuple(shape)} as {fitted} must be even where several dims "
-                f"split an axis: {_table('that are', rows, group.ranks)}"
+                f"split an axis: {_table('that are', rows, ranks)}"
             )
         )
     return tuple(shape), fitted, dtype_from_json(found[full[0] if full else 0][3])

@@ -12,12 +12,13 @@ from mpimesh.arrays import DType, HostArray, refuse_objects, to_numpy
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.dtensor.blocks import agreed_dtype
 from mpimesh.dtensor.carry import start_carry
+from mpimesh.dtensor.telling import told_by_all
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, RankError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Partial, PlacementLike, Replicate
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.agreement import agree, exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.digest import digest_bits
 
@@ -247,10 +248,8 @@ def _facts_of(mesh: DeviceMesh, x: Any, root: int) -> tuple[HostArray | None, Sh
             facts = [whole.shape, dtype_to_json(whole.dtype), ""]
         except Exception as error:
             facts = [(), "", f"{type(error).__name__}: {error}"]
-    group = mesh.group()
-    what = Call("distribute", group.name)
-    found = exchange(group.progress, group.communicator, facts, what=what)
-    shape, descr, problem = found[list(group.ranks).index(root)]
+    found = told_by_all(mesh, "distribute", facts)
+    shape, descr, problem = found[list(mesh.group().ranks).index(root)]
     if problem:
         raise on_all_ranks(DTypeError(f"rank {root} has no array to distribute: {problem}"))
     return whole, tuple(shape), dtype_from_json(descr)

@@ -21,16 +21,25 @@ _current: ContextVar[tuple[DeviceMesh, Placement] | None] = ContextVar(
 def default_layout(mesh: DeviceMesh, placements: PlacementLike | None = None) -> Iterator[None]:
     """Let the creation functions of the array namespace make arrays on `mesh`, within the block.
 
+    The block is that of this thread, or of this task of asyncio; no other sees it. Blocks may
+    stand in each other, and the innermost counts. :func:`mpimesh.dtensor.default_mesh` is the same
+    without placements.
+
     Args:
         mesh: The mesh.
         placements: As for :class:`Layout`; None to replicate. A split of an axis that a new array
             does not have counts as a copy.
+
+    Raises:
+        LayoutError: If the mesh is no live one, or the placements do not fit it.
 
     Example:
         >>> xp = x.__array_namespace__()
         >>> with mm.default_layout(mesh, "dp=S0"):
         ...     y = xp.arange(12)
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(f"the default mesh must be a live DeviceMesh, got {mesh!r}")
     chosen = [Replicate()] * mesh.ndim if placements is None else placements
     token = _current.set((mesh, Layout(mesh, chosen).placement))
     try:
@@ -40,7 +49,7 @@ def default_layout(mesh: DeviceMesh, placements: PlacementLike | None = None) ->
 
 
 def current_mesh() -> DeviceMesh | None:
-    """Return the mesh of the innermost :func:`default_layout`; None outside of all."""
+    """Return the mesh of the innermost block around here; None outside of all."""
     found = _current.get()
     return None if found is None else found[0]
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arrays import HostArray
 from mpimesh.dtensor.arguments import axes_of
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.tensor import DTensor
+from mpimesh.errors import ShapeError, on_all_ranks
 
 __all__ = ["result_type"]
 
@@ -55,3 +57,50 @@ def iscomplexobj(x: Any) -> bool:
 def isrealobj(x: Any) -> bool:
     """Tell whether elements are no complex numbers."""
     return not iscomplexobj(x)
+
+
+@implements(np.common_type)
+def common_type(*arrays: Any) -> Any:
+    """Return the inexact type that arrays have together."""
+    return np.common_type(*[np.empty(0, x.dtype) for x in arrays])
+
+
+@implements(np.min_scalar_type)
+def min_scalar_type(a: Any, /) -> np.dtype[Any]:
+    """Return the dtype of an array, which is the answer for one that has axes or is split."""
+    kind: np.dtype[Any] = a.dtype
+    return kind
+
+
+@implements(np.einsum_path)
+def einsum_path(subscripts: Any, *operands: Any, **options: Any) -> Any:
+    """Return the order in which a contraction takes the fewest steps: a matter of shapes."""
+    shapes = [np.broadcast_to(np.zeros((), one.dtype), one.shape) for one in operands]
+    return np.einsum_path(subscripts, *shapes, **options)
+
+
+@implements(np.diag_indices_from)
+def diag_indices_from(arr: Any) -> tuple[HostArray, ...]:
+    """Return the indices of the diagonal, as plain arrays, the same on all ranks."""
+    if arr.ndim < 2 or len(set(arr.shape)) > 1:
+        raise on_all_ranks(ShapeError(f"a diagonal is of equal axes, got shape {arr.shape}"))
+    return np.diag_indices(arr.shape[0], arr.ndim)
+
+
+@implements(np.tril_indices_from)
+def tril_indices_from(arr: Any, k: int = 0) -> tuple[HostArray, ...]:
+    """Return the indices of the lower triangle, as plain arrays, the same on all ranks."""
+    return np.tril_indices(_matrix(arr)[0], k, _matrix(arr)[1])
+
+
+@implements(np.triu_indices_from)
+def triu_indices_from(arr: Any, k: int = 0) -> tuple[HostArray, ...]:
+    """Return the indices of the upper triangle, as plain arrays, the same on all ranks."""
+    return np.triu_indices(_matrix(arr)[0], k, _matrix(arr)[1])
+
+
+def _matrix(arr: Any) -> tuple[int, int]:
+    if arr.ndim != 2:
+        raise on_all_ranks(ShapeError(f"a triangle is of a matrix, got shape {arr.shape}"))
+    rows, columns = arr.shape
+    return rows, columns

@@ -20,7 +20,7 @@ from mpimesh.errors import NoRuleError, ShapeError
 from mpimesh.layout import Layout
 from mpimesh.layout.rules.keys import checked_indices, read_key
 
-__all__ = ["diagonal", "item_of", "take", "whole_key"]
+__all__ = ["diagonal", "get_item", "take", "whole_key"]
 
 
 def whole_key(key: Any) -> Any:
@@ -31,7 +31,7 @@ def whole_key(key: Any) -> Any:
 
 
 @implements(getitem)
-def item_of(x: DTensor, key: Any) -> DTensor:
+def get_item(x: DTensor, key: Any) -> DTensor:
     """Return a part of an array, as a new one.
 
     Elements stay on their ranks if the key is made of slices that go forward: blocks of the result

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
+from mpimesh.dtensor.defaults import current_mesh, default_layout
 from mpimesh.errors import LayoutError
 from mpimesh.mesh import DeviceSpec
 from mpimesh.runtime import DeviceMesh
 
 __all__ = ["default_mesh", "device_name", "get_default_mesh", "mesh_for", "run_on"]
 
-_default: ContextVar[DeviceMesh | None] = ContextVar("default_mesh", default=None)
-
 
 @contextmanager
 def default_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
     """Let functions that are given a layout, and no live mesh, take `mesh`, within the block.
 
-    The block is that of this thread, or of this task of asyncio; no other sees it. Blocks may
-    stand in each other. Local.
+    It is :func:`~mpimesh.default_layout` with copies along all dims, by TensorFlow's name. Local.
 
     Args:
         mesh: A live mesh.
@@ -34,13 +31,8 @@ def default_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
         ...     print(mm.dtensor.copy_to_mesh(np.ones((4, 2)), layout).layout.text)
         x=S0
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(f"the default mesh must be a live DeviceMesh, got {mesh!r}")
-    token = _default.set(mesh)
-    try:
+    with default_layout(mesh):
         yield mesh
-    finally:
-        _default.reset(token)
 
 
 run_on = default_mesh
@@ -48,8 +40,11 @@ run_on = default_mesh
 
 
 def get_default_mesh() -> DeviceMesh | None:
-    """Return the mesh of the innermost :func:`default_mesh` around here; None if there is none."""
-    return _default.get()
+    """Return the mesh of the innermost block around here; None if there is none. Local.
+
+    A block of :func:`default_mesh`, or of :func:`~mpimesh.default_layout`.
+    """
+    return current_mesh()
 
 
 def device_name(mesh: DeviceMesh | None = None) -> str:
@@ -78,7 +73,7 @@ def mesh_for(mesh: DeviceMesh | None) -> DeviceMesh:
     Raises:
         LayoutError: If there is none, or it is no live mesh.
     """
-    live = _default.get() if mesh is None else mesh
+    live = current_mesh() if mesh is None else mesh
     if not isinstance(live, DeviceMesh):
         raise LayoutError(
             "a layout says on which ranks, and a live DeviceMesh is what moves data between them: "

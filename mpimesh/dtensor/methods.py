@@ -313,7 +313,12 @@ def _part(x: Methods, function: Any) -> DTensor:
 
 
 def _compared(function: np.ufunc, x: Any, other: Any) -> Any:
-    """Compare, or if there is no loop for two dtypes, say as NumPy's operators that they differ."""
+    """Compare, or if there is no loop for two dtypes, say as NumPy's operators that they differ.
+
+    No element is None, either.
+    """
+    if other is None:
+        return np.full_like(x, function is np.not_equal, dtype=bool)
     try:
         return function(x, other)
     except TypeError:

@@ -268,32 +268,24 @@ def full_like(
     return made
 
 
-@implements(np.zeros_like)
-def zeros_like(
-    a: DTensor,
-    dtype: Any = None,
-    order: str = "K",
-    subok: bool = True,
-    shape: Any = None,
-    *,
-    device: Any = None,
-) -> DTensor:
-    """Return zeros that lie as `a` does."""
-    return full_like(a, 0, dtype, shape=shape)
+def _like(function: Callable[..., Any], value: int) -> None:
+    """Register a function that gives one number everywhere, lying as its argument does."""
+
+    @implements(function)
+    def do(
+        a: DTensor,
+        dtype: Any = None,
+        order: str = "K",
+        subok: bool = True,
+        shape: Any = None,
+        *,
+        device: Any = None,
+    ) -> DTensor:
+        return full_like(a, value, dtype, shape=shape)
 
 
-@implements(np.ones_like)
-def ones_like(
-    a: DTensor,
-    dtype: Any = None,
-    order: str = "K",
-    subok: bool = True,
-    shape: Any = None,
-    *,
-    device: Any = None,
-) -> DTensor:
-    """Return ones that lie as `a` does."""
-    return full_like(a, 1, dtype, shape=shape)
+_like(np.zeros_like, 0)
+_like(np.ones_like, 1)
 
 
 @implements(np.empty_like)

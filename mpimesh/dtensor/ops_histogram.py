@@ -9,7 +9,7 @@ import numpy as np
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.ops_reduce import reduce
 from mpimesh.dtensor.ops_ufunc import call, plain, tried
-from mpimesh.dtensor.registry import implements
+from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, resolved, run, shape_of
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError, on_all_ranks
@@ -66,6 +66,91 @@ def histogram(
         total = call(np.multiply, (reduce(np.add, made), np.diff(edges)))
         made = call(np.divide, (made, total))
     return made, edges
+
+
+@implements(np.histogram_bin_edges)
+def histogram_bin_edges(
+    a: Any,
+    bins: Any = 10,
+    range: Any = None,  # noqa: A002
+    weights: Any = None,
+) -> HostArray:
+    """Return the edges of the bins of :func:`histogram`, an ordinary array, on all ranks."""
+    return histogram(a, bins, range, None, weights)[1]
+
+
+@implements(np.histogramdd)
+def histogramdd(
+    sample: Any,
+    bins: Any = 10,
+    range: Any = None,  # noqa: A002
+    density: Any = None,
+    weights: Any = None,
+) -> tuple[DTensor, tuple[HostArray, ...]]:
+    """Count points in boxes: each block on its own, and the counts wait to be summed.
+
+    Collective where a `range` is missing, which the smallest and the largest value then give.
+
+    Args:
+        sample: A point in each row, or the list of their coordinates.
+        bins: How many bins, or their edges, for all axes or for each.
+        range: Where the bins of each axis begin and end, or None.
+        density: Whether counts are divided by what lies in the boxes.
+        weights: What each point counts.
+
+    Returns:
+        The counts, and the edges of each axis, ordinary arrays, the same on all ranks.
+    """
+    columns = list(sample) if isinstance(sample, list | tuple) else None
+    points = sure_rule_of(np.stack)(columns, axis=-1) if columns else plain(sample)
+    if len(points.shape) != 2:
+        points = sure_rule_of(np.expand_dims)(points, -1)
+    points = resolved(points) if isinstance(points, DTensor) else points
+    count, axes = points.shape
+    each = list(bins) if hasattr(bins, "__len__") else [bins] * axes
+    if len(each) != axes:
+        raise on_all_ranks(ShapeError(f"{len(each)} rows of bins do not fit {axes} axes"))
+    known = [[*row] if row is not None else None for row in (range or [None] * axes)]
+    edges = [
+        histogram_bin_edges(points[:, axis], one, limits)
+        if np.ndim(one) == 0
+        else np.asarray(one.full() if isinstance(one, DTensor) else one)
+        for axis, (one, limits) in enumerate(zip(each, known, strict=True))
+    ]
+    others = [] if weights is None else [plain(weights)]
+    if others and shape_of(others[0]) != (count,):
+        raise on_all_ranks(ShapeError(f"weights of shape {shape_of(others[0])} for {count} points"))
+    pattern = Pattern(((0, KEEP), *((0,) for _ in others)), (KEEP,) * axes, "sum")
+
+    def work(here: Work) -> Any:
+        return np.histogramdd(here.blocks[0], edges, None, None, *here.blocks[1:])[0]
+
+    (made,) = run(work, [points, *others], pattern, [len(e) - 1 for e in edges], [float])
+    if density:
+        total = reduce(np.add, made, None)
+        for axis, one in enumerate(edges):
+            shape = [1] * axes
+            shape[axis] = -1
+            made = call(np.divide, (made, np.diff(one).reshape(shape)))
+        made = call(np.divide, (made, total))
+    return made, tuple(edges)
+
+
+@implements(np.histogram2d)
+def histogram2d(
+    x: Any,
+    y: Any,
+    bins: Any = 10,
+    range: Any = None,  # noqa: A002
+    density: Any = None,
+    weights: Any = None,
+) -> tuple[DTensor, HostArray, HostArray]:
+    """Count pairs of numbers in boxes; see :func:`histogramdd`."""
+    alike = np.ndim(bins) == 1 and len(bins) != 2
+    counts, (first, second) = histogramdd(
+        [x, y], [bins, bins] if alike else bins, range, density, weights
+    )
+    return counts, first, second
 
 
 @implements(np.bincount)

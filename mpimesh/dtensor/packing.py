@@ -12,6 +12,7 @@ from mpimesh.arrays import HostArray
 from mpimesh.dtensor.blocks import host_block, table_of
 from mpimesh.dtensor.mesh_context import mesh_for
 from mpimesh.dtensor.relayout import tensor_of
+from mpimesh.dtensor.telling import told_by_all
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import (
     LayoutError,
@@ -22,8 +23,6 @@ from mpimesh.errors import (
 )
 from mpimesh.layout import AxisLayout, Layout, Partial, PlacementLike, Shard
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.agreement import exchange
-from mpimesh.runtime.call import Call
 from mpimesh.runtime.digest import digest_text
 
 __all__ = ["pack", "shape_of_blocks", "unpack"]
@@ -71,11 +70,9 @@ def pack(
             "mm.empty(shape, mesh, placements, dtype=...) makes the tensor without block"
         )
     mine = _component(tensors, layout, live, check_replicas)
-    group = live.group()
     said = [mine, []] if isinstance(mine, str) else ["", mine.facts]
-    what = Call("pack", group.name)
-    found = exchange(group.progress, group.communicator, said, what=what)
-    ranks = list(group.ranks)
+    found = told_by_all(live, "pack", said)
+    ranks = list(live.group().ranks)
     problems = [
         f"rank {rank}: {text}" for rank, (text, _) in zip(ranks, found, strict=True) if text
     ]

@@ -7,9 +7,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from mpimesh.dtensor.refused import ADVICE, REFUSED
 from mpimesh.errors import NoRuleError
 
-__all__ = ["FUNCTIONS", "StandIn", "allow_gather", "implements", "rule_of", "sure_rule_of"]
+__all__ = [
+    "FUNCTIONS",
+    "StandIn",
+    "allow_gather",
+    "implements",
+    "may_gather",
+    "name_of",
+    "rule_of",
+    "sure_rule_of",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,13 +66,20 @@ def sure_rule_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     found = FUNCTIONS.get(function)
     if found is None:
-        name = getattr(function, "__name__", repr(function))
-        module = getattr(function, "__module__", "") or "numpy"
-        raise NoRuleError(
-            f"{module}.{name} has no rule for split arrays; call it on x.full(), on blocks with "
-            "local_map, or within `with mm.allow_gather():`, where every rank gets the whole arrays"
-        )
+        name = name_of(function)
+        raise NoRuleError(f"{name} has no rule for split arrays; {REFUSED.get(name, ADVICE)}")
     return found
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function of NumPy, as programs write it."""
+    name = getattr(function, "__name__", repr(function))
+    return f"{getattr(function, '__module__', '') or 'numpy'}.{name}"
+
+
+def may_gather() -> bool:
+    """Tell whether operands may be gathered: within :func:`allow_gather`."""
+    return _allowed.get()
 
 
 @contextmanager

@@ -143,19 +143,25 @@ def is_dtensor(x: Any) -> bool:
 
 
 def call_with_layout(
-    function: Callable[..., Any], layout: PlacementLike | None, *args: Any, **kwargs: Any
+    function: Callable[..., Any],
+    layout: PlacementLike | None,
+    *args: Any,
+    mesh: DeviceMesh | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Call a function and lay its result out.
 
     Collective if the function is, or if its result has to be moved. An array of NumPy's is
-    taken for the whole array, as every rank has made it, and each keeps its part, on the default
-    mesh. (:func:`zeros` and the like make that part only.)
+    taken for the whole array, as every rank has made it, and each keeps its part.
+    (:func:`zeros` and the like make that part only.)
 
     Args:
         function: Gives an array, or a tuple or list of arrays, which are all laid out so.
         layout: The layout; None leaves the result as it is.
         args: What the function is called with.
-        kwargs: The same, by name.
+        mesh: The live mesh; the default one if None. A function that has an argument of this name
+            gets it by ``functools.partial``.
+        kwargs: The same as `args`, by name.
 
     Raises:
         LayoutError: If the layout does not fit a result, or there is no default mesh.
@@ -168,8 +174,8 @@ def call_with_layout(
     if layout is None:
         return found
     if isinstance(found, tuple | list) and not hasattr(found, "_fields"):
-        return type(found)(copy_to_mesh(one, layout) for one in found)
-    return copy_to_mesh(found, layout)
+        return type(found)(copy_to_mesh(one, layout, mesh=mesh) for one in found)
+    return copy_to_mesh(found, layout, mesh=mesh)
 
 
 # -- for the other words -----------------------------------------------------------------

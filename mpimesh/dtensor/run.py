@@ -11,13 +11,14 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.apply import common_mesh
+from mpimesh.dtensor.attempts import attempted
 from mpimesh.dtensor.move import prepared_move
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Box, Layout, Operand, Partial, Placement, Replicate
 from mpimesh.layout.rules import Linear, Pattern, reduction_pattern, rule_for
 from mpimesh.mesh import Mesh
-from mpimesh.runtime import CollectiveTensor
+from mpimesh.runtime import CollectiveTensor, DeviceMesh
 
 __all__ = [
     "Work",
@@ -96,12 +97,28 @@ def run(
             else one.local
             for kind, one in zip(kinds, outs or [None] * len(kinds), strict=True)
         )
-    made = function(Work(blocks, boxes, out))
+    made = _carefully(function, Work(blocks, boxes, out), mesh)
     results = out or (made if isinstance(made, tuple) else (made,))
     return tuple(
         DTensor(mesh, layout, shape, kind, np.asarray(block, kind))
         for kind, block in zip(kinds, results, strict=True)
     )
+
+
+def _carefully(function: Callable[[Work], Any], here: Work, mesh: DeviceMesh) -> Any:
+    """Do the work on the blocks; if NumPy is to raise for what is in them, all ranks do.
+
+    Collective, if so.
+    """
+    if "raise" not in np.geterr().values():
+        return function(here)
+    made: list[Any] = []
+
+    def do() -> None:
+        made.append(function(here))
+
+    attempted(mesh, "np.errstate", do, caught=(FloatingPointError,))
+    return made[0]
 
 
 @dataclass(frozen=True, slots=True)

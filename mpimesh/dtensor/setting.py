@@ -27,7 +27,7 @@ from mpimesh.layout.rules.picks import counts_between, met
 if TYPE_CHECKING:
     from mpimesh.layout.rules.picks import Picks
 
-__all__ = ["set_item"]
+__all__ = ["elements_for", "set_item"]
 
 _NO_ELEMENT = (TypeError, ValueError, OverflowError)
 """What NumPy raises where a value cannot become an element."""
@@ -49,17 +49,17 @@ def set_item(x: DTensor, key: Any, value: Any) -> None:
             is written.
     """
     if isinstance(key, DTensor) and key.dtype == bool and key.shape == x.shape and _single(value):
-        _fill(x, as_tensor(key, x.mesh), _elements(x, value))
+        _fill(x, as_tensor(key, x.mesh), elements_for(x, value))
         return
     if isinstance(key, DTensor) and key.dtype == bool and key.shape != x.shape[: key.ndim]:
         raise IndexOutOfRangeError(f"a mask of shape {key.shape} does not fit shape {x.shape}")
     read = read_key(whole_key(key), x.shape)
     if read.arrays:
-        _scatter(x, read, _elements(x, value.full() if isinstance(value, DTensor) else value))
+        _scatter(x, read, elements_for(x, value.full() if isinstance(value, DTensor) else value))
     elif isinstance(value, DTensor):
         _put_split(x, read, _split_elements(x, as_tensor(value, x.mesh)))
     else:
-        _put_plain(x, read, _elements(x, value))
+        _put_plain(x, read, elements_for(x, value))
 
 
 def _single(value: Any) -> bool:
@@ -78,7 +78,7 @@ def _values(x: DTensor, values: HostArray) -> HostArray:
     return np.broadcast_to(np.asarray(identity_of(op, x.dtype), x.dtype), values.shape)
 
 
-def _elements(x: DTensor, value: Any) -> HostArray:
+def elements_for(x: DTensor, value: Any) -> HostArray:
     """Return a plain value as an array that can be written into `x`. Local, alike on all ranks.
 
     Raises:

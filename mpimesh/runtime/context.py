@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
+from mpimesh.errors import ClosedError
 from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.traffic import Traffic
 from mpimesh.runtime.world import World
@@ -13,7 +16,7 @@ from mpimesh.trace import NULL_TRACER, Tracer
 __all__ = ["MeshContext"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class MeshContext:
     """The state of a mesh that its groups work on.
 
@@ -22,7 +25,8 @@ class MeshContext:
         settings: Read from the environment when the mesh was made.
         rank: This rank in the mesh.
         open_operations: Started and not yet resolved, in the order of their start.
-        closed: No operation may start any more.
+        closed: No operation may start or be waited for any more.
+        forked: It is that of the parent process: here, in a forked child, nobody may use it.
         traffic: What this rank has handed to the transport.
         tracer: Where events go.
     """
@@ -32,10 +36,42 @@ class MeshContext:
     rank: int
     open_operations: dict[int, Operation] = field(default_factory=dict)
     closed: bool = False
+    forked: bool = False
     traffic: Traffic = field(default_factory=Traffic)
     tracer: Tracer = NULL_TRACER
+
+    def __post_init__(self) -> None:
+        """Remember the mesh, so that a forked child lets go of it."""
+        _OF_THIS_PROCESS.add(self)
+
+    @property
+    def why_closed(self) -> str:
+        """Why nothing may start."""
+        if self.forked:
+            return (
+                "its mesh is that of the parent process, and a forked child has no part in it; "
+                "start children before MPI, or by spawn"
+            )
+        return "its mesh is closed"
 
     @property
     def direct(self) -> bool:
         """Whether operations may start without checks, be it of a budget."""
         return not self.closed and not self.settings.checks and not self.traffic.budgets
+
+
+_OF_THIS_PROCESS: WeakSet[MeshContext] = WeakSet()
+
+
+def _let_go() -> None:
+    """Close all meshes in a forked child: a message from there would be taken for the parent's."""
+    for context in list(_OF_THIS_PROCESS):
+        context.closed = context.forked = True
+        for operation in context.open_operations.values():
+            # To test its request would take messages that are the parent's.
+            why = f"rank {context.rank} cannot wait for {operation.call}: {context.why_closed}"
+            operation.error, operation.resolved = ClosedError(why), True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_let_go)

@@ -261,7 +261,8 @@ class DeviceMesh(MeshShape):
             DTypeError: If `dtype` holds Python objects.
             MemoryError: If there is not as much memory.
         """
-        self._refuse_closed("allocate from")
+        if self._closed:
+            self._refuse_closed("allocate from")
         return aligned_empty(shape, dtype, self._context.world.shared_bytes)
 
     # -- the end -----------------------------------------------------------------------------
@@ -269,11 +270,13 @@ class DeviceMesh(MeshShape):
     def close(self) -> None:
         """Give all communicators back. Collective; a second call does nothing.
 
+        Nor does one in a forked child.
+
         Raises:
             UnresolvedError: On every rank, naming the operations, if any rank has results that
                 are not resolved. The mesh stays open, so that they can be.
         """
-        if self._closed:
+        if self._closed or self._context.forked:
             return
         self._refuse_unresolved("close", "closed")
         self._closed = True
@@ -294,8 +297,12 @@ class DeviceMesh(MeshShape):
     ) -> None:
         """Close the mesh; after an error that is this rank's alone, only stop using it.
 
+        In a forked child, which has no part in the mesh, nothing is done.
+
         Closing is collective: with the other ranks elsewhere, it would wait for them for ever.
         """
+        if self._context.forked:
+            return
         if error is None:
             self.close()
             return

@@ -338,7 +338,8 @@ class GroupCore:
     def _refuse(self, action: str) -> NoReturn:
         if self._context.closed:
             raise ClosedError(
-                f"rank {self.world_rank} cannot {action} on group {self.name!r}: its mesh is closed"
+                f"rank {self.world_rank} cannot {action} on group {self.name!r}: "
+                f"{self._context.why_closed}"
             )
         raise RankError(
             f"rank {self.world_rank} cannot {action} on group {self.name!r}: it is not one of its "

@@ -131,8 +131,9 @@ class MeshGroups(DeviceQueries):
             )
 
     def _refuse_closed(self, action: str) -> None:
-        if self._closed:
-            raise ClosedError(f"rank {self._context.rank} cannot {action} this mesh: it is closed")
+        if self._closed or self._context.forked:
+            why = self._context.why_closed if self._context.forked else "it is closed"
+            raise ClosedError(f"rank {self._context.rank} cannot {action} this mesh: {why}")
 
     def _live(self, action: str) -> LiveGroups:
         self._refuse_closed(action)

@@ -8,6 +8,7 @@ that the rank has started, on whichever mesh.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpimesh.arrays import ArrayPool, HostArray, aligned_bytes
-from mpimesh.errors import LaunchError, MpimeshError, RankError, SettingsError
+from mpimesh.errors import ClosedError, LaunchError, MpimeshError, RankError, SettingsError
 from mpimesh.mesh import Device, DeviceInfo
 from mpimesh.runtime.launch import Launch, check_world
 from mpimesh.runtime.locks import InputLocks
@@ -32,6 +33,18 @@ if TYPE_CHECKING:
 __all__ = ["World", "current_world", "run_virtual", "solo_communicator"]
 
 R = TypeVar("R")
+
+_born_too_late = False
+"""Whether this is a forked child of a process that had started MPI."""
+
+
+def _forked() -> None:
+    global _born_too_late
+    _born_too_late = "mpi4py.MPI" in sys.modules
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(slots=True)
@@ -95,10 +108,16 @@ class World:
 
         Raises:
             LaunchError: If MPI sees one rank where the launcher started several.
+            ClosedError: In a forked child of a process that has started MPI.
         """
         if comm is None:
             comm = self.virtual
         if not isinstance(comm, Communicator):
+            if _born_too_late:
+                raise ClosedError(
+                    "MPI was started in the parent process, and a forked child cannot use it; "
+                    "start children before MPI, or by spawn"
+                )
             # Before anything can go wrong: from here on, a failure of one rank ends the job.
             self._post_guard(settings)
             comm = _mpi_communicator(comm, settings)

@@ -60,25 +60,28 @@ def layouts(draw, shape, size, partial=True):
     return f"S{axis}({','.join(map(str, sizes))})"
 
 
-def same(found, expected, note=""):
-    """See that results are equal, tuples item by item, dtypes too."""
+def same(found, expected, note="", atol=0.0):
+    """See that results are equal, tuples item by item, dtypes too; numbers up to `atol`."""
     if isinstance(expected, list | tuple):
         assert isinstance(found, list | tuple), (note, found)
         assert len(found) == len(expected), note
         for one, other in zip(found, expected, strict=True):
-            same(one, other, note)
+            same(one, other, note, atol)
         return
     assert isinstance(found, mm.DTensor), (note, found)
     whole, expected = found.full(), np.asarray(expected)
     assert found.dtype == whole.dtype == expected.dtype, (note, whole.dtype, expected.dtype)
     assert whole.shape == expected.shape, (note, whole.shape, expected.shape)
-    np.testing.assert_array_equal(whole, expected, err_msg=note)
+    if atol:
+        np.testing.assert_allclose(whole, expected, atol, atol, err_msg=note)
+    else:
+        np.testing.assert_array_equal(whole, expected, err_msg=note)
 
 
-def agree(dims, cases):
+def agree(dims, cases, atol=0.0):
     """Run cases on virtual ranks.
 
-    Each case is ``(function, arrays, placements)``.
+    Each case is ``(function, arrays, placements)``. Numbers may differ by `atol`.
     """
 
     def main():
@@ -91,7 +94,7 @@ def agree(dims, cases):
                 except Exception as error:
                     error.add_note(note)
                     raise
-                same(found, function(*arrays), note)
+                same(found, function(*arrays), note, atol)
 
     size = int(np.prod([int(part.split("=")[1]) for part in dims.split(",")]))
     mm.run_virtual(size, main)

@@ -109,18 +109,6 @@ def test_what_an_array_is_cannot_be_assigned():
     on("a=2", main)
 
 
-def test_functions_that_write_are_not_gathered():
-    def main(mesh):
-        x = mm.zeros(4, mesh, "S0")
-        with mm.allow_gather():
-            with pytest.raises(NoRuleError, match=r"x\[index\]"):
-                np.put(x, [0], 9)  # type: ignore[arg-type]
-            with pytest.raises(NoRuleError, match="fill_diagonal"):
-                np.fill_diagonal(x.reshape(2, 2), 9)  # type: ignore[arg-type]
-
-    on("a=2", main)
-
-
 def test_a_closed_mesh_takes_no_array():
     def main(mesh):
         x = mm.zeros(4, mesh, "S0")
@@ -161,6 +149,46 @@ def test_copied_shown_and_formatted():
         with pytest.raises(ShapeError, match="has 4 elements"):
             f"{x:.2f}"
         assert mm.Random(1).normal(5, mesh, "S0").shape == (5,)
+
+    on("a=2", main)
+
+
+def test_nothing_is_none():
+    def main(mesh):
+        x: Any = mm.distribute(np.arange(6), mesh, "R").redistribute("P")
+        assert (x == None).full().tolist() == [False] * 6  # noqa: E711
+        assert (x != None).full().tolist() == [True] * 6  # noqa: E711
+
+    on("a=2", main)
+
+
+@pytest.mark.parametrize("op", ["divide", "sum of", "prod of"])
+def test_what_errstate_raises_on_one_rank_is_raised_on_all(op):
+    """Else that rank would go on alone, and its next collective meet another of the others."""
+    values = np.array([1.0, 1.0, 1.0, 1e308, 1e308, 1e308]) if " " in op else np.arange(6.0)[::-1]
+
+    def main(mesh):
+        x: Any = mm.distribute(values, mesh, "S0")
+        calls = {"divide": lambda: 1.0 / x, "sum of": x.sum, "prod of": x.prod}
+        with np.errstate(all="raise"):
+            assert (x + 1.0).shape == (6,)
+            with pytest.raises(FloatingPointError, match=r"divide by zero|overflow"):
+                calls[op]()
+        assert x.full().tolist() == values.tolist()
+
+    on("a=2", main)
+
+
+def test_a_default_layout_is_a_default_mesh():
+    def main(mesh: Any) -> None:
+        with mm.default_layout(mesh, "S0"):
+            assert mm.dtensor.get_default_mesh() == mesh
+        with mm.dtensor.default_mesh(mesh):
+            made = mm.arange(3, mesh=mesh, placements="R").__array_namespace__().arange(4)
+            assert made.layout.is_replicated
+        assert mm.dtensor.get_default_mesh() is None
+        grid = mm.dtensor.call_with_layout(np.identity, "a=S0", 4, mesh=mesh)
+        assert grid.layout.text == "a=S0"
 
     on("a=2", main)
 

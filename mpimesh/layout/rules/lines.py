@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mpimesh.layout.placement import Placement
 from mpimesh.layout.spec import PlacementSpec, Replicate, Shard
@@ -12,12 +12,12 @@ __all__ = ["lines_placement"]
 
 
 def lines_placement(
-    mesh: Mesh, placement: Placement, shape: Sequence[int], axis: int
+    mesh: Mesh, placement: Placement, shape: Sequence[int], *axes: int, closed: Collection[int] = ()
 ) -> Placement | None:
-    """Return a placement that does not split `axis`; None if its dims find too few lines.
+    """Return a placement that does not split `axes`; None if its dims find too few lines.
 
-    The dims that split it split the axis that leaves the longest blocks instead, if these have at
-    least one element for each rank.
+    The dims that split them split the axis that leaves the longest blocks instead, if these have
+    at least one element for each rank. Axes that are `closed` keep their splits, and take no other.
 
     Example:
         >>> print(lines_placement(Mesh("a=4"), Placement(["S0"]), (100, 8), 0))
@@ -28,9 +28,10 @@ def lines_placement(
     for dim, spec in enumerate(specs):
         if isinstance(spec, Shard):
             room[spec.axis] //= mesh.dims[dim].size
-    room[axis] = -1
+    for axis in (*axes, *closed):
+        room[axis] = -1
     for dim, spec in enumerate(specs):
-        if not isinstance(spec, Shard) or spec.axis != axis:
+        if not isinstance(spec, Shard) or spec.axis not in axes:
             continue
         best = max(range(len(room)), key=lambda one: room[one])
         if mesh.dims[dim].size == 1:
