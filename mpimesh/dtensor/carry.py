@@ -137,7 +137,14 @@ def _carry(
     move = prepared_move(source, target, shape, dtype.itemsize, mesh.rank, numbering, nodes)
     meshes = "" if source.mesh == target.mesh else f"{source.mesh!r} to {target.mesh!r}, "
     rule = f"shape {shape}, {dtype}, {meshes}{source} -> {target}"
-    return _Carry(source, target, group, move, rule, _reduced_by(mesh, source, target))
+    return _Carry(
+        source,
+        target,
+        group,
+        move,
+        rule,
+        _reduced_by(mesh, source, target) if goal is mesh else None,
+    )
 
 
 def _reduced_by(mesh: DeviceMesh, source: Layout, target: Layout) -> ProcessGroup | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime.received import each, parts
 from mpimesh.transport import Steps
 from mpimesh.transport.regions import Give, Part, Regions, Take
 
@@ -57,11 +58,13 @@ def exchange_pieces(
         at += piece.size
     target = mesh.shared_empty((int(counts[:, me].sum()),), dtype)
     takes, found, into = [], {}, 0
+    received: list[int] = []
     for rank in np.flatnonzero(counts[:, me]).tolist():
         size, start = int(counts[rank, me]), int(counts[rank, :me].sum())
         part = Part(rank, (int(counts[rank].sum()),), (slice(start, start + size),))
         takes.append(Take((slice(into, into + size),), (part,)))
         found[rank] = target[into : into + size]
+        received += rank, size * dtype.itemsize, 1
         into += size
     regions = Regions(tuple(takes), tuple(gives))
     group = mesh.group()
@@ -73,7 +76,13 @@ def exchange_pieces(
         else:
             yield started
 
-    group.compose(name, steps, rule=f"{name} of {dtype}", nbytes=packed.nbytes).resolve()
+    group.compose(
+        name,
+        steps,
+        rule=f"{name} of {dtype}",
+        nbytes=packed.nbytes,
+        receives=(parts, tuple(received)) if received else None,
+    ).resolve()
     return found
 
 
@@ -91,7 +100,10 @@ def exchange_counts(mesh: DeviceMesh, name: str, row: Integers) -> Integers:
         side = group.communicator
         yield side.all_gather(row.astype(np.int64), table.reshape(-1), [len(row)] * side.size)
 
-    group.compose(name, steps, rule=f"{name}: {len(row)} counts", nbytes=8 * len(row)).resolve()
+    nbytes = 8 * len(row)
+    group.compose(
+        name, steps, rule=f"{name}: {len(row)} counts", nbytes=nbytes, receives=(each, nbytes)
+    ).resolve()
     return table
 
 

@@ -208,3 +208,32 @@ def test_functions_without_a_rule_work_on_copies():
             np.linalg.solve(x.redistribute("S0"), y)
 
     on("a=2", main)
+
+
+def test_what_is_sent_in_pieces_counts():
+    """It was in no count of what is received, so no budget saw it."""
+
+    def main(mesh):
+        x = mm.distribute(np.arange(32.0).reshape(8, 4), mesh, "S0")
+        before = mesh.traffic().snapshot()
+        np.roll(x, 1, axis=0)
+        assert (mesh.traffic() - before).received_bytes == x[0].nbytes
+        with pytest.raises(BudgetError), mesh.budget(bytes=x[0].nbytes - 1):
+            np.roll(x, 1, axis=0)
+
+    on("a=4", main)
+
+
+@pytest.mark.parametrize("checks", ["0", "1"])
+def test_sums_on_one_of_two_equal_meshes_that_leave_ranks_out(monkeypatch, checks):
+    """Only their members took part in the way back, by another collective than the rest."""
+    monkeypatch.setenv("MPIMESH_CHECKS", checks)
+
+    def main():
+        small = mm.Mesh("d=2")
+        with mm.DeviceMesh(small) as here, mm.DeviceMesh(small) as there:
+            x = mm.distribute(np.arange(4.0), here, ["R"])
+            back = x.redistribute(["P"], mesh=there).redistribute(["R"], mesh=here)
+            return back.local.tolist() if back.is_member else None
+
+    assert mm.run_virtual(3, main) == [[0.0, 1.0, 2.0, 3.0]] * 2 + [None]

@@ -223,7 +223,7 @@ def test_what_is_refused_says_what_to_do():
         with mm.DeviceMesh("a=2") as mesh:
             x: Any = mm.zeros((4, 4), mesh, "S0")
             for call, advice in [
-                (lambda: np.save("x.npy", x), "checkpoint"),
+                (lambda: np.save("x.npy", x), "root=0"),
                 (lambda: np.apply_along_axis(np.sum, 0, x), "local_map"),
                 (lambda: np.polyadd(x[:, 0], [1]), "allow_gather"),
                 (lambda: np.place(x, x > 0, [1]), r"x\[mask\] = value"),
