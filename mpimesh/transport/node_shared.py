@@ -7,7 +7,8 @@ through the stage or by messages, whichever is faster for their size; and a
 rank with an ordinary array need not wait to know.
 
 What the ranks post is compared: a rank in another operation, or with an array of
-another size or dtype, is an error on all of them, at no cost.
+another size or dtype, is an error on all of them, at no cost. In an exchange of regions a rank
+compares only with those of which it takes something.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mpimesh.transport.choice import NEVER, OPERATIONS, Choice
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.entering import NOT_READ, enter
 from mpimesh.transport.quick import InPlaces, OneShot, Quick, Staging
-from mpimesh.transport.region_moves import move_regions
+from mpimesh.transport.region_reading import Reading, Ready
 from mpimesh.transport.regions import Regions
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import (
@@ -45,14 +46,7 @@ from mpimesh.transport.team_reduce import (
     reduce_scatter_staged,
     reduce_scatter_work,
 )
-from mpimesh.transport.team_regions import (
-    COPIED_BYTES,
-    Copies,
-    Offer,
-    Reading,
-    described,
-    reading_work,
-)
+from mpimesh.transport.team_regions import Copies
 from mpimesh.transport.team_work import Work
 from mpimesh.transport.what import Operation, operation_number
 
@@ -86,6 +80,7 @@ class NodeShared:
         self._one_shot_bytes = self._stage_bytes // _ONE_SHOT_SHARE
         self._copies = Copies(team)
         self._plans: dict[tuple[object, ...], list[Work]] = {}
+        self._exchanges: dict[tuple[object, ...], Ready] = {}
         self.use(Choice([NEVER] * len(OPERATIONS), ""))
 
     def use(self, choice: Choice) -> None:
@@ -338,54 +333,33 @@ class NodeShared:
         max_bytes: int,
     ) -> Request:
         team = self._team
-
-        def otherwise() -> Request:
-            steps = move_regions(self._messages, source, target, regions, max_bytes=max_bytes)
-            return StagedRequest(steps, self._engine)
-
-        room = self._copies.room
-        offer = Offer(team, source, regions, room, copied_bytes=COPIED_BYTES)
-        if offer.at < 0:
-            team.board.decline()
-            team.ring()
-            return otherwise()
+        source_at = -1 if source is None else team.find(source)
+        target_at = -1 if target is None else team.find(target)
+        ready = self._ready_for(regions, source, target)
         return Reading(
             team,
             self._engine,
-            offer,
-            described(source, target),
-            lambda entry: self._reading_plan(entry, source, target, regions),
-            otherwise,
+            self._messages,
+            ready,
+            ready.offer(self._copies, source, source_at),
+            (source, target),
+            (source_at, target_at),
+            max_bytes,
         )
 
-    def _reading_plan(
-        self, entry: Entry, source: HostArray | None, target: HostArray | None, regions: Regions
-    ) -> list[Work]:
-        """Return what this rank is to read; from the last time if the arrays are the same.
-
-        Only of arrays in shared memory: nothing that is kept refers to the arrays themselves.
-        """
-        arrays = source, target
-        places = [0 if one is None else self._team.find(one) for one in arrays]
-        if min(places) < 0:
-            return reading_work(self._team, entry, source, target, regions)
-        shapes = [None if one is None else (one.shape, one.dtype) for one in arrays]
-        key = (regions.number, *places, *shapes, *entry.sources, *entry.targets)
-        plan = self._plans.get(key)
-        if plan is None:
-            source, target = (
-                self._reached(one, at) for one, at in zip(arrays, places, strict=True)
-            )
-            plan = reading_work(self._team, entry, source, target, regions)
-            self._keep(key, plan)
-        return plan
-
-    def _reached(self, array: HostArray | None, at: int) -> HostArray | None:
-        """Return an array of this rank's arena as one that does not keep it alive."""
-        if array is None:
-            return None
-        team = self._team
-        return team.view(team.rank, at, array.nbytes, array.dtype).reshape(array.shape)
+    def _ready_for(
+        self, regions: Regions, source: HostArray | None, target: HostArray | None
+    ) -> Ready:
+        """Return what is worked out once for such an exchange."""
+        given = None if source is None else (source.shape, source.dtype)
+        taken = None if target is None else (target.shape, target.dtype)
+        key = (regions.number, given, taken)
+        ready = self._exchanges.get(key)
+        if ready is None:
+            if len(self._exchanges) >= _MOST_PLANS:
+                self._exchanges.clear()
+            ready = self._exchanges[key] = Ready(self._team, regions, source, target)
+        return ready
 
     def _keep(self, key: tuple[object, ...], plan: list[Work]) -> None:
         if len(self._plans) >= _MOST_PLANS:
