@@ -28,7 +28,8 @@ from mpimesh.transport.choice import NEVER, OPERATIONS, Choice
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.entering import NOT_READ, enter
 from mpimesh.transport.quick import InPlaces, OneShot, Quick, Staging
-from mpimesh.transport.region_reading import Reading, Ready
+from mpimesh.transport.region_reading import COPIED_BYTES, Reading
+from mpimesh.transport.region_ready import Ready
 from mpimesh.transport.regions import Regions
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import (
@@ -69,6 +70,10 @@ class NodeShared:
         engine: Moves the operations along.
         messages: Moves ordinary arrays for which the stage is too slow. What is started there
             must queue while :attr:`busy`.
+
+    Attributes:
+        copied_bytes: Up to this size a block is copied before others take of it, though they could
+            read it where it lies.
     """
 
     def __init__(self, team: Team, engine: Engine, messages: Communicator) -> None:
@@ -80,6 +85,7 @@ class NodeShared:
         self._one_shot_bytes = self._stage_bytes // _ONE_SHOT_SHARE
         self._copies = Copies(team)
         self._plans: dict[tuple[object, ...], list[Work]] = {}
+        self.copied_bytes = COPIED_BYTES
         self._exchanges: dict[tuple[object, ...], Ready] = {}
         self.use(Choice([NEVER] * len(OPERATIONS), ""))
 
@@ -341,7 +347,7 @@ class NodeShared:
             self._engine,
             self._messages,
             ready,
-            ready.offer(self._copies, source, source_at),
+            ready.offer(self._copies, source, source_at, self.copied_bytes),
             (source, target),
             (source_at, target_at),
             max_bytes,

@@ -16,15 +16,13 @@ from mpimesh.transport.team_work import do_at_once
 from tests.contract.regions import gives_of, ring
 from tests.contract.shared_memory import done, opened, put
 
-LATE_S = 1.0
-WAYS = ["in place", "copied"]
 
-
-@pytest.fixture(params=WAYS)
-def way(request, monkeypatch):
-    """Have blocks in shared memory read where they lie, or small ones copied first."""
-    most = 1 << 20 if request.param == "copied" else 0
-    monkeypatch.setattr(region_reading, "COPIED_BYTES", most)
+@pytest.fixture(params=[0, 1 << 20], ids=["in place", "copied"])
+def ranks(request, comm):
+    """Read blocks in shared memory where they lie, or copy small ones first."""
+    with opened(comm) as ranks:
+        ranks._shared.copied_bytes = request.param
+        yield ranks
 
 
 def chain(ranks, size):
@@ -44,29 +42,26 @@ def pairs(ranks, size):
 
 
 @pytest.mark.nprocs(3, 4, 8)
-def test_a_late_rank_that_is_no_neighbour_delays_nobody(comm, way):
-    with opened(comm) as ranks:
-        me = ranks.rank
-        regions = pairs(ranks.size, 100)[me]
-        source = put(np.full(100, float(me)), "shared", ranks)
-        target = put(np.zeros(100), "shared", ranks)
-        comm.Barrier()
-        if me == 2:
-            time.sleep(LATE_S)
-        start_s = time.monotonic()
-        for number in range(SLOTS // 2):
-            source[...] = 100 * number + me
-            done(ranks, ranks.exchange_regions(source, target, regions))
-            if me ^ 1 < ranks.size:
-                assert np.all(target == 100 * number + (me ^ 1))
-        spent_s = time.monotonic() - start_s
-        if me < 2:
-            assert spent_s < LATE_S / 2
-        comm.Barrier()
+def test_a_late_rank_that_is_no_neighbour_delays_nobody(comm, ranks):
+    me = ranks.rank
+    regions = pairs(ranks.size, 100)[me]
+    source = put(np.full(100, float(me)), "shared", ranks)
+    target = put(np.zeros(100), "shared", ranks)
+    if me == 2:
+        # So late that it comes when the first pair is done, or never.
+        for first in (0, 1):
+            comm.recv(source=first)
+    for number in range(SLOTS // 2):
+        source[...] = 100 * number + me
+        done(ranks, ranks.exchange_regions(source, target, regions))
+        if me ^ 1 < ranks.size:
+            assert np.all(target == 100 * number + (me ^ 1))
+    if me < 2:
+        comm.send("done", 2)
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)
-def test_a_block_is_written_again_when_its_readers_are_through(comm, way, monkeypatch):
+def test_a_block_is_written_again_when_its_readers_are_through(comm, ranks, monkeypatch):
     """And no earlier: the ranks dawdle anywhere, also between two pieces of what they read."""
     slow = random.Random(comm.rank)
 
@@ -76,42 +71,40 @@ def test_a_block_is_written_again_when_its_readers_are_through(comm, way, monkey
         do_at_once(*arguments)
 
     monkeypatch.setattr(region_reading, "do_at_once", dawdling)
-    with opened(comm) as ranks:
-        me, n = ranks.rank, ranks.size
-        regions = ring(n, 3, 50)[me]
-        flat = put(np.zeros(250), "shared", ranks)
-        array = flat.reshape(5, 50)
-        for step in range(1, 3 * SLOTS):
-            array[1:-1] = 100 * step + 10 * me + np.arange(1, 4)[:, None]
-            if slow.random() < 0.1:
-                time.sleep(slow.random() * 2e-3)
-            done(ranks, ranks.exchange_regions(array, array, regions))
-            array[1:-1] = -1
-            assert (array[0] == 100 * step + 10 * ((me - 1) % n) + 3).all()
-            assert (array[4] == 100 * step + 10 * ((me + 1) % n) + 1).all()
+    me, n = ranks.rank, ranks.size
+    regions = ring(n, 3, 50)[me]
+    flat = put(np.zeros(250), "shared", ranks)
+    array = flat.reshape(5, 50)
+    for step in range(1, 3 * SLOTS):
+        array[1:-1] = 100 * step + 10 * me + np.arange(1, 4)[:, None]
+        if slow.random() < 0.1:
+            time.sleep(slow.random() * 2e-3)
+        done(ranks, ranks.exchange_regions(array, array, regions))
+        array[1:-1] = -1
+        assert (array[0] == 100 * step + 10 * ((me - 1) % n) + 3).all()
+        assert (array[4] == 100 * step + 10 * ((me + 1) % n) + 1).all()
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)
-def test_a_rank_that_reads_nobody_runs_ahead_and_not_too_far(comm, way):
+def test_a_rank_that_reads_nobody_runs_ahead_and_not_too_far(comm, ranks):
     """What it has said and copied stays until the slowest has read it."""
-    with opened(comm) as ranks:
-        me, n = ranks.rank, ranks.size
-        regions = chain(n, 10)[me]
-        source = put(np.zeros(10), "shared", ranks)
-        target = put(np.zeros(10), "shared", ranks)
-        for step in range(3 * SLOTS):
-            source[...] = 10 * step + me
-            request = ranks.exchange_regions(source, target, regions)
-            if me == n - 1 and step % SLOTS == 0:
-                time.sleep(0.02)
-            done(ranks, request)
-            source[...] = -1
-            if me:
-                assert (target == 10 * step + me - 1).all()
-            assert ranks._team.board.posted == step + 1
-        total = put(np.ones(100_000), "shared", ranks)
-        done(ranks, ranks.all_reduce(None, total, "sum"))
-        assert (total == n).all()
+    me, n = ranks.rank, ranks.size
+    regions = chain(n, 10)[me]
+    source = put(np.zeros(10), "shared", ranks)
+    target = put(np.zeros(10), "shared", ranks)
+    for step in range(3 * SLOTS):
+        source[...] = 10 * step + me
+        request = ranks.exchange_regions(source, target, regions)
+        if me == n - 1 and step % SLOTS == 0:
+            time.sleep(0.02)
+        done(ranks, request)
+        source[...] = -1
+        if me:
+            assert (target == 10 * step + me - 1).all()
+        assert ranks._team.board.posted == step + 1
+    total = put(np.ones(100_000), "shared", ranks)
+    done(ranks, ranks.all_reduce(None, total, "sum"))
+    assert (total == n).all()
 
 
 @pytest.mark.nprocs(4, 8)
