@@ -30,7 +30,7 @@ from mpimesh.transport.entering import NOT_READ, enter
 from mpimesh.transport.quick import InPlaces, OneShot, Quick, Staging
 from mpimesh.transport.region_reading import COPIED_BYTES, Reading
 from mpimesh.transport.region_ready import Ready
-from mpimesh.transport.regions import Regions
+from mpimesh.transport.regions import Regions, check_contiguous
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import (
     agreed_counts,
@@ -141,8 +141,13 @@ class NodeShared:
         regions: Regions,
         max_bytes: int,
     ) -> Request:
-        """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
-        return self._start(self._begin_exchange, source, target, regions, max_bytes)
+        """Copy or reduce boxes of the ranks' blocks into boxes of `target`.
+
+        Raises:
+            MpimeshError: At once, on this rank alone, if the arrays do not fit.
+        """
+        ready = self._ready_for(regions, source, target)
+        return self._start(self._begin_exchange, ready, source, target, max_bytes)
 
     def close(self) -> None:
         """End what has not ended; what was started by then raises when it is tested."""
@@ -333,15 +338,14 @@ class NodeShared:
 
     def _begin_exchange(
         self,
+        ready: Ready,
         source: HostArray | None,
         target: HostArray | None,
-        regions: Regions,
         max_bytes: int,
     ) -> Request:
         team = self._team
         source_at = -1 if source is None else team.find(source)
         target_at = -1 if target is None else team.find(target)
-        ready = self._ready_for(regions, source, target)
         return Reading(
             team,
             self._engine,
@@ -361,7 +365,10 @@ class NodeShared:
         taken = None if target is None else (target.shape, target.dtype)
         key = (regions.number, given, taken)
         ready = self._exchanges.get(key)
-        if ready is None:
+        if ready is not None:
+            check_contiguous(self._team.rank, source, target)
+        else:
+            regions.check(self._team.rank, self._team.size, source, target)
             if len(self._exchanges) >= _MOST_PLANS:
                 self._exchanges.clear()
             ready = self._exchanges[key] = Ready(self._team, regions, source, target)

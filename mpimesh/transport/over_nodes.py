@@ -109,6 +109,7 @@ class OverNodes:
         max_bytes: int,
     ) -> StagedRequest:
         """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
+        regions.check(self._crossing.rank, self._crossing.size, source, target)
         steps = self._exchange_regions(source, target, regions, max_bytes)
         return self._engine.stage(self, steps)
 

@@ -50,7 +50,7 @@ from mpimesh.transport.region_moves import RegionMoves
 from mpimesh.transport.region_ready import Ready
 from mpimesh.transport.regions import Regions
 from mpimesh.transport.team import Team
-from mpimesh.transport.team_regions import NOTHING, Offer, compare
+from mpimesh.transport.team_regions import NOTHING, Offer
 from mpimesh.transport.team_work import Work, do_at_once
 from mpimesh.transport.what import EXCHANGE
 
@@ -159,9 +159,8 @@ class Reading(Quick):
             self._offer = NOTHING  # nor may the readers ever come
             return ()
         try:
-            told = {rank: note[2] for rank, note in zip(ready.owners, notes, strict=True)}
-            compare({self._team.rank: ready.told, **told})
-            if self._offer.at < 0 or any(note[1] < 0 for note in notes):
+            if self._offer.at < 0 or -1 in [note[1] for note in notes]:
+                ready.compare(notes)
                 self._rest = self._by_messages(notes, source, target)
                 return ()
             return ready.work(notes, source, self._places[0], target, self._places[1])

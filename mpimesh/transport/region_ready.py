@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 
 import numpy as np
@@ -21,7 +21,15 @@ from mpimesh.transport.region_moves import Blocks
 from mpimesh.transport.region_work import Piece, piece_work, pieces_of
 from mpimesh.transport.regions import Regions, raw_dtype
 from mpimesh.transport.team import Team
-from mpimesh.transport.team_regions import Copies, Fill, Offer, copied_boxes, described, size_told
+from mpimesh.transport.team_regions import (
+    Copies,
+    Fill,
+    Offer,
+    compare,
+    copied_boxes,
+    described,
+    size_told,
+)
 from mpimesh.transport.team_work import Work
 
 __all__ = ["Ready"]
@@ -31,6 +39,9 @@ _MOST_WORK = 64
 
 _MOST_PIECES = 64
 """Of larger exchanges, working the pieces out costs nothing beside reading them."""
+
+_AT_ONCE_BYTES = 256 * 1024
+"""What is no larger as a whole is read at once."""
 
 
 class Ready:
@@ -53,10 +64,12 @@ class Ready:
     """
 
     __slots__ = (
+        "_at_once",
         "_boxes",
         "_fills",
         "_groups",
         "_team",
+        "_wholes",
         "_work",
         "owner_bells",
         "owner_boards",
@@ -89,6 +102,8 @@ class Ready:
             itemsize = target.dtype.itemsize
             pieces = pieces_of(regions, range(len(regions.takes)), team.rank + 1, itemsize)
             self._groups = [(ranks, list(row)) for ranks, row in groupby(pieces, _ranks_of)]
+        self._at_once = target is not None and target.nbytes <= _AT_ONCE_BYTES
+        self._wholes: dict[tuple[object, ...], list[Work]] = {}
         self._work: dict[tuple[int, ...], list[Work]] | None = None
         if sum(len(row) for _, row in self._groups) <= _MOST_PIECES:
             self._work = {}
@@ -115,8 +130,40 @@ class Ready:
         """Return what to read, once the owners have said where their blocks lie.
 
         Raises:
-            MismatchError: On this rank alone, if a block has not the size that it takes of.
+            MismatchError: On this rank alone, if a block has another dtype, or not the size that it
+                takes of.
         """
+        key = (source_at, target_at, *notes)
+        whole = self._wholes.get(key)
+        if whole is None:
+            self.compare(notes)
+            whole = self._of_all(notes, source, source_at, target, target_at)
+            if self._at_once and whole:
+                whole = [tuple(chain.from_iterable(whole))]
+            if target_at >= 0 and (source_at >= 0 or source is None) and self._work is not None:
+                if len(self._wholes) >= _MOST_WORK:
+                    self._wholes.clear()
+                self._wholes[key] = whole
+        return whole
+
+    def compare(self, notes: Sequence[Note]) -> None:
+        """See whether the owners' arrays have the dtype of this rank's.
+
+        Raises:
+            MismatchError: If not.
+        """
+        told = {owner: note[2] for owner, note in zip(self.owners, notes, strict=True)}
+        compare({self._team.rank: self.told, **told})
+
+    def _of_all(
+        self,
+        notes: Sequence[Note],
+        source: HostArray | None,
+        source_at: int,
+        target: HostArray | None,
+        target_at: int,
+    ) -> list[Work]:
+        """Return all pieces of work, of which those that came before are not made again."""
         if target is None:
             return []
         team = self._team
