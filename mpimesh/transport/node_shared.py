@@ -149,6 +149,11 @@ class NodeShared:
         ready = self._ready_for(regions, source, target)
         return self._start(self._begin_exchange, ready, source, target, max_bytes)
 
+    @property
+    def read_copies(self) -> list[HostArray]:
+        """Copies of this rank's blocks that others may yet read."""
+        return self._copies.memories
+
     def close(self) -> None:
         """End what has not ended; what was started by then raises when it is tested."""
         self._team.close()

@@ -40,6 +40,10 @@ _MOST_WORK = 64
 _MOST_PIECES = 64
 """Of larger exchanges, working the pieces out costs nothing beside reading them."""
 
+_EDGE_SHARE = 8
+_EDGES_OF = 16
+"""Of blocks of so many times the size up to which they are copied, so small a part is copied."""
+
 _AT_ONCE_BYTES = 256 * 1024
 """What is no larger as a whole is read at once."""
 
@@ -67,7 +71,9 @@ class Ready:
         "_at_once",
         "_boxes",
         "_fills",
+        "_given_bytes",
         "_groups",
+        "_nbytes",
         "_team",
         "_wholes",
         "_work",
@@ -95,6 +101,10 @@ class Ready:
         self.reader_boards = team.board.of(readers)
         self.reader_bells = team.bells_of(readers)
         self._boxes = copied_boxes(regions, source.shape) if readers and source is not None else ()
+        self._nbytes = self._given_bytes = 0
+        if source is not None:
+            self._nbytes = source.nbytes
+            self._given_bytes = source.itemsize * sum(map(volume, self._boxes))
         self._fills: dict[tuple[int, int], Fill] = {}
         # Pieces of the same ranks in a row: their work depends on where these ranks' blocks lie.
         self._groups: list[tuple[tuple[int, ...], list[Piece]]] = []
@@ -115,8 +125,19 @@ class Ready:
             self._boxes,
             self.reader_boards,
             at=at,
-            copied_bytes=copied_bytes,
+            copied=self._is_copied(copied_bytes),
             kept=self._fills,
+        )
+
+    def _is_copied(self, copied_bytes: int) -> bool:
+        """Tell whether a block is copied that lies in the arena.
+
+        It is if that is small, or if what is taken of it is very small: of a large block, the
+        copy of its edges is, but takes as much address space as the block.
+        """
+        return self._nbytes <= copied_bytes or (
+            self._given_bytes <= copied_bytes // _EDGE_SHARE
+            and self._nbytes <= copied_bytes * _EDGES_OF
         )
 
     def work(

@@ -116,7 +116,7 @@ class Copies:
         readers: Boards = (),
         *,
         at: int | None = None,
-        copied_bytes: int = 0,
+        copied: bool = False,
         kept: dict[tuple[int, int], Fill] | None = None,
     ) -> Offer:
         """Offer a block for the next operation.
@@ -127,14 +127,14 @@ class Copies:
                 none takes of it.
             readers: The boards of those who take of it, if operations do not end with a meeting.
             at: Where it begins in the arena, if that is known; -1 for an ordinary array.
-            copied_bytes: Up to this size a block is copied though it lies in the arena.
+            copied: Whether it is copied though it lies in the arena.
             kept: Where to keep what is copied of a block that lies in the arena.
         """
         if source is None or not boxes or not source.nbytes:
             return NOTHING
         if at is None:
             at = self._team.find(source)
-        if at >= 0 and source.nbytes > copied_bytes:
+        if at >= 0 and not copied:
             return Offer(at, is_read=True)
         room = self._room(source.nbytes, readers)
         if room is None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpimesh.errors import MismatchError
-from mpimesh.transport import region_reading
+from mpimesh.transport import region_reading, routed
 from mpimesh.transport.board import SLOTS
 from mpimesh.transport.regions import Part, Regions, Take
 from mpimesh.transport.team_work import do_at_once
@@ -137,3 +137,26 @@ def test_a_neighbour_in_another_operation_is_found(comm, memory):
             if me:
                 wrong = ranks._plain.all_gather(np.ones(9), np.zeros(9 * n), [9] * n)
             done(ranks, wrong)
+
+
+@pytest.mark.nprocs(2, 3)
+def test_a_copy_outlives_the_communicator_of_its_rank(comm, monkeypatch):
+    """A rank has left, and uses its memory again, when another one reads what it has given."""
+    monkeypatch.setattr(routed, "_LEAVE_TOGETHER_S", 0.01)
+    size = 5000
+    with opened(comm) as ranks:
+        me, n = ranks.rank, ranks.size
+        regions = chain(n, size)[me]
+        source = put(np.full(size, me + 1.0), "shared", ranks)
+        target = put(np.zeros(size), "shared", ranks)
+        if me:
+            comm.recv(source=me - 1)
+        done(ranks, ranks.exchange_regions(source, target, regions))
+        arena = ranks._node.arena
+        if me:
+            assert (target == me).all()
+    if me + 1 < n:
+        others = [arena.empty(source.nbytes) for _ in range(20)]
+        for other in others:
+            other[...] = 255
+        comm.send("I have left", me + 1)
