@@ -28,7 +28,7 @@ from mpimesh.transport.choice import NEVER, OPERATIONS, Choice
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.entering import NOT_READ, enter
 from mpimesh.transport.quick import InPlaces, OneShot, Quick, Staging
-from mpimesh.transport.region_reading import COPIED_BYTES, Reading
+from mpimesh.transport.region_reading import Reading
 from mpimesh.transport.region_ready import Ready
 from mpimesh.transport.regions import Regions, check_contiguous
 from mpimesh.transport.team import Team
@@ -47,7 +47,7 @@ from mpimesh.transport.team_reduce import (
     reduce_scatter_staged,
     reduce_scatter_work,
 )
-from mpimesh.transport.team_regions import Copies
+from mpimesh.transport.team_regions import Copies, CopyRule
 from mpimesh.transport.team_work import Work
 from mpimesh.transport.what import Operation, operation_number
 
@@ -72,8 +72,8 @@ class NodeShared:
             must queue while :attr:`busy`.
 
     Attributes:
-        copied_bytes: Up to this size a block is copied before others take of it, though they could
-            read it where it lies.
+        copied: Which blocks are copied before others take of them, though they could read them
+            where they lie.
     """
 
     def __init__(self, team: Team, engine: Engine, messages: Communicator) -> None:
@@ -85,7 +85,7 @@ class NodeShared:
         self._one_shot_bytes = self._stage_bytes // _ONE_SHOT_SHARE
         self._copies = Copies(team)
         self._plans: dict[tuple[object, ...], list[Work]] = {}
-        self.copied_bytes = COPIED_BYTES
+        self.copied = CopyRule.for_ranks(team.size)
         self._exchanges: dict[tuple[object, ...], Ready] = {}
         self.use(Choice([NEVER] * len(OPERATIONS), ""))
 
@@ -356,7 +356,7 @@ class NodeShared:
             self._engine,
             self._messages,
             ready,
-            ready.offer(self._copies, source, source_at, self.copied_bytes),
+            ready.offer(self._copies, source, source_at, self.copied),
             (source, target),
             (source_at, target_at),
             max_bytes,

@@ -54,13 +54,10 @@ from mpimesh.transport.team_regions import NOTHING, Offer
 from mpimesh.transport.team_work import Work, do_at_once
 from mpimesh.transport.what import EXCHANGE
 
-__all__ = ["COPIED_BYTES", "Reading"]
+__all__ = ["Reading"]
 
 _AT_A_TIME = 4
 """How many pieces are read before other operations have a turn."""
-
-COPIED_BYTES = 1 << 20
-"""Up to this size blocks are copied though they could be read where they lie."""
 
 
 class Reading(Quick):

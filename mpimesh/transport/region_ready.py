@@ -23,6 +23,7 @@ from mpimesh.transport.regions import Regions, raw_dtype
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_regions import (
     Copies,
+    CopyRule,
     Fill,
     Offer,
     compare,
@@ -39,10 +40,6 @@ _MOST_WORK = 64
 
 _MOST_PIECES = 64
 """Of larger exchanges, working the pieces out costs nothing beside reading them."""
-
-_EDGE_SHARE = 8
-_EDGES_OF = 16
-"""Of blocks of so many times the size up to which they are copied, so small a part is copied."""
 
 _AT_ONCE_BYTES = 256 * 1024
 """What is no larger as a whole is read at once."""
@@ -118,26 +115,15 @@ class Ready:
         if sum(len(row) for _, row in self._groups) <= _MOST_PIECES:
             self._work = {}
 
-    def offer(self, copies: Copies, source: HostArray | None, at: int, copied_bytes: int) -> Offer:
+    def offer(self, copies: Copies, source: HostArray | None, at: int, rule: CopyRule) -> Offer:
         """Offer this rank's block, which begins at `at` of its arena, to its readers."""
         return copies.offer(
             source,
             self._boxes,
             self.reader_boards,
             at=at,
-            copied=self._is_copied(copied_bytes),
+            copied=rule.copies(self._nbytes, self._given_bytes),
             kept=self._fills,
-        )
-
-    def _is_copied(self, copied_bytes: int) -> bool:
-        """Tell whether a block is copied that lies in the arena.
-
-        It is if that is small, or if what is taken of it is very small: of a large block, the
-        copy of its edges is, but takes as much address space as the block.
-        """
-        return self._nbytes <= copied_bytes or (
-            self._given_bytes <= copied_bytes // _EDGE_SHARE
-            and self._nbytes <= copied_bytes * _EDGES_OF
         )
 
     def work(

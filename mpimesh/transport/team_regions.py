@@ -7,7 +7,9 @@ lies there, for its rank need then not wait until all others have read it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import TypeAlias
@@ -25,6 +27,7 @@ from mpimesh.transport.team import Team
 __all__ = [
     "NOTHING",
     "Copies",
+    "CopyRule",
     "Fill",
     "Offer",
     "compare",
@@ -40,6 +43,10 @@ _MOST = 0.6
 _KEPT_BYTES = 32 << 20
 """Largest copy whose memory is kept for the next, for fresh memory costs more than the copy."""
 
+_SMALL_PART = 8
+_LARGEST = 16 << 20
+"""No more than an eighth of a block up to this size counts as its edges."""
+
 _MOST_FREE = 2
 _MOST_FILLS = 16
 
@@ -48,6 +55,37 @@ _DTYPE_BITS = _SIZE_BITS + 7
 
 Fill: TypeAlias = Sequence[tuple[HostArray, HostArray]]
 """What is copied, and before it where to."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRule:
+    """Which blocks are copied though others could read them where they lie.
+
+    Attributes:
+        block_bytes: Those up to this size.
+        part_bytes: Larger ones of which no more than this, and a small part, is taken: the edges
+            of a block, for a halo. The copy takes as much address space as the block.
+    """
+
+    block_bytes: int
+    part_bytes: int
+
+    @staticmethod
+    def for_ranks(ranks: int) -> CopyRule:
+        """Return the rule for so many ranks on this node.
+
+        To wait until all readers are through is worth a copy where ranks share cores. Where each
+        has its own, they read at the same time, and only the smallest blocks are copied.
+        """
+        # Not the cores that this process may use: a rank that is bound has but one.
+        crowded = ranks > (os.cpu_count() or 1)
+        return CopyRule(1 << 20 if crowded else 64 << 10, 128 << 10)
+
+    def copies(self, nbytes: int, given_bytes: int) -> bool:
+        """Tell whether a block is copied, of which the others take so much."""
+        return nbytes <= self.block_bytes or (
+            given_bytes <= self.part_bytes and _SMALL_PART * given_bytes <= nbytes <= _LARGEST
+        )
 
 
 class Offer:

@@ -12,16 +12,17 @@ from mpimesh.errors import MismatchError
 from mpimesh.transport import region_reading, routed
 from mpimesh.transport.board import SLOTS
 from mpimesh.transport.regions import Part, Regions, Take
+from mpimesh.transport.team_regions import CopyRule
 from mpimesh.transport.team_work import do_at_once
 from tests.contract.regions import gives_of, ring
 from tests.contract.shared_memory import done, opened, put
 
 
-@pytest.fixture(params=[0, 1 << 20], ids=["in place", "copied"])
+@pytest.fixture(params=[CopyRule(0, 0), CopyRule(1 << 20, 0)], ids=["in place", "copied"])
 def ranks(request, comm):
     """Read blocks in shared memory where they lie, or copy small ones first."""
     with opened(comm) as ranks:
-        ranks._shared.copied_bytes = request.param
+        ranks._shared.copied = request.param
         yield ranks
 
 
