@@ -25,7 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpimesh as mm
-from benchmarks import gloo
+from benchmarks import gloo, halo
 from benchmarks.measure import FULL, Effort, in_turns
 from benchmarks.rows import make_rows, size_text
 
@@ -51,7 +51,7 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
             for side in SIDES:
                 if effort.sizes([side * side * _ITEM_BYTES]):
                     rows += _axes_swapped(grid, comm, side, effort)
-    return rows + _products(mesh, comm, effort)
+    return rows + halo.run(comm, effort) + _products(mesh, comm, effort)
 
 
 def _rows_to_columns(

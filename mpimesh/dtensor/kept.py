@@ -18,10 +18,11 @@ def fitting_layout(mesh: DeviceMesh, placements: PlacementLike, shape: tuple[int
     Raises:
         LayoutError: If it does not fit the mesh, or an array of this shape.
     """
-    if not isinstance(placements, Placement | str | tuple):
+    if not isinstance(placements, (str, Placement, tuple)):
         placements = Placement.of(placements, mesh.dim_names)
+    kept = mesh.kept
     key: Hashable = ("fits", placements, shape)
-    layout = mesh.kept.get(key)
+    layout = kept.get(key)
     if isinstance(layout, Layout):
         return layout
     given = Placement.of(placements, mesh.dim_names)

@@ -81,6 +81,12 @@ class Move:
             empty: Gives memory that the ranks of the node can reach.
             max_bytes: Most packed bytes at a time; 0 for no limit.
         """
+        if len(self.stages) == 1 and not self.plan.fill and self.plan.divisor == 1:
+            # Most moves are one exchange and nothing else.
+            regions, shape = self.stages[0]
+            target = None if shape is None else empty(shape, dtype)
+            only = partial(side.exchange_regions, block, target, regions, max_bytes=max_bytes)
+            return only, lambda: target
         targets = [
             self._target(number, shape, dtype, empty)
             for number, (_, shape) in enumerate(self.stages)

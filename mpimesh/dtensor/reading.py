@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mpimesh.arrays import HostArray
@@ -11,7 +12,7 @@ from mpimesh.layout import Box, Layout
 from mpimesh.layout.reads import Reads
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.received import parts
-from mpimesh.transport import Steps
+from mpimesh.transport import Request, Steps
 from mpimesh.transport.regions import Give, Part, Regions, Take
 
 __all__ = ["Reading", "slices"]
@@ -108,25 +109,24 @@ class Reading:
         """
         group = mesh.everyone.alone() if source is None else mesh.group()
 
-        def steps() -> Steps:
-            if self.moves and group.size > 1:
-                started = group.communicator.exchange_regions(source, target, self.regions)
-                if isinstance(started, Generator):
-                    yield from started
-                else:
-                    yield started
-            elif source is not None and target is not None:
+        def alone() -> Steps:
+            if source is not None and target is not None:
                 for take in self.regions.takes:
                     target[take.box] = source[take.parts[0].box]
+            yield from ()
 
+        begin: Callable[[], Request | Steps] = alone
+        if self.moves and group.size > 1:
+            side = group.communicator
+            begin = partial(side.exchange_regions, source, target, self.regions)
         size = 0 if source is None else source.itemsize
         # All that comes from a rank counts as one message.
         received = tuple(
-            number for place, count in self.taken for number in (place, count * size, 1)
+            [number for place, count in self.taken for number in (place, count * size, 1)]
         )
         return group.compose(
             name,
-            steps,
+            begin,
             rule=rule,
             nbytes=self.given * size,
             finish=finish,

@@ -188,10 +188,9 @@ class DTensor(Held, Methods):
             See :meth:`plan`, which tells without moving anything.
         """
         target = self._target(placements, mesh)
-        if target == self.layout and mesh in (None, self.mesh):
+        if (mesh is None or mesh is self._mesh) and target == self._layout:
             return self
-        started = self.start_redistribute(placements, mesh=mesh, max_bytes=max_bytes)
-        moved: DTensor = started.resolve()
+        moved: DTensor = self._start(target, mesh, max_bytes).resolve()
         return moved
 
     def start_redistribute(
@@ -205,12 +204,14 @@ class DTensor(Held, Methods):
 
         Do not write into `local` before.
         """
-        target = self._target(placements, mesh)
-        goal = self.mesh if mesh is None else mesh
-        shape, dtype = self.shape, self.dtype
+        return self._start(self._target(placements, mesh), mesh, max_bytes)
+
+    def _start(self, target: Layout, mesh: DeviceMesh | None, max_bytes: int) -> CollectiveTensor:
+        goal = self._mesh if mesh is None else mesh
+        shape, dtype = self._shape, self._dtype
         return start_carry(
-            self.mesh,
-            self.layout,
+            self._mesh,
+            self._layout,
             goal,
             target,
             shape,
@@ -262,11 +263,11 @@ class DTensor(Held, Methods):
         return DTensor(self.mesh, self.layout, self.shape, self.dtype, block)
 
     def _target(self, placements: PlacementLike | None, mesh: DeviceMesh | None) -> Layout:
-        goal = self.mesh if mesh is None else mesh
+        goal = self._mesh if mesh is None else mesh
         if not isinstance(goal, DeviceMesh):
             raise LayoutError(f"an array is moved to a DeviceMesh, got {goal!r}")
         return fitting_layout(
-            goal, self.placement if placements is None else placements, self.shape
+            goal, self.placement if placements is None else placements, self._shape
         )
 
     # -- NumPy -----------------------------------------------------------------------

@@ -11,14 +11,23 @@ Order, on which this rests
    The number is written last: where it stands, the note is whole.
 2. Note s stands in slot ``s % SLOTS``. It is written over by note ``s + SLOTS``, once every
    rank has said that it is through with note s of all others.
+3. A rank says so of note s once it has looked at all notes s that it needs, and for an exchange of
+   regions once it has read what lies where they say. It is through with all earlier ones by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-__all__ = ["BOARD_NUMBERS", "SLOTS", "Board", "Entry", "Room"]
+__all__ = ["BOARD_NUMBERS", "SLOTS", "Board", "Boards", "Entry", "Note", "Room"]
+
+Boards: TypeAlias = tuple[memoryview, ...]
+"""The boards of some ranks, in their order."""
+
+Note: TypeAlias = tuple[int, int, int]
+"""An operation's number, and where its input and its result begin, or what else they stand for."""
 
 SLOTS = 64
 """How many operations a rank may be ahead of another."""
@@ -79,13 +88,41 @@ class Board:
         self._fence()
         return self.posted < self._through + SLOTS
 
-    def are_through(self, number: int) -> bool:
-        """Tell whether all other ranks are through with the notes up to this number."""
-        for board in self._others:
+    def of(self, places: Iterable[int]) -> Boards:
+        """Return the boards of some ranks."""
+        return tuple([self._boards[place] for place in places])
+
+    def are_through(self, number: int, of: Boards) -> bool:
+        """Tell whether these ranks are through with the notes up to this number."""
+        for board in of:
             if board[_THROUGH] < number:
                 return False
         self._fence()
         return True
+
+    def have_posted(self, number: int, of: Boards) -> bool:
+        """Tell whether these ranks have posted their notes of this number, whatever they say."""
+        at = _at(number) + _NUMBER
+        for board in of:
+            if abs(board[at]) != number:
+                return False
+        self._fence()
+        return True
+
+    def notes(self, number: int, of: Boards) -> list[Note]:
+        """Return the notes of ranks that have posted them, and that this one is not through with.
+
+        The operation is -1 for a rank that has declined to say.
+        """
+        at = _at(number)
+        return [
+            (
+                board[at + _WHAT] if board[at + _NUMBER] == number else -1,
+                board[at + _SOURCE],
+                board[at + _TARGET],
+            )
+            for board in of
+        ]
 
     def post(self, number: int, what: int, source: int, target: int) -> None:
         """Post where this rank's arrays lie. A second call with the same number changes nothing.

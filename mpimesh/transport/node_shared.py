@@ -7,7 +7,8 @@ through the stage or by messages, whichever is faster for their size; and a
 rank with an ordinary array need not wait to know.
 
 What the ranks post is compared: a rank in another operation, or with an array of
-another size or dtype, is an error on all of them, at no cost.
+another size or dtype, is an error on all of them, at no cost. In an exchange of regions a rank
+compares only with those of which it takes something.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from mpimesh.transport.choice import NEVER, OPERATIONS, Choice
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.entering import NOT_READ, enter
 from mpimesh.transport.quick import InPlaces, OneShot, Quick, Staging
-from mpimesh.transport.region_moves import move_regions
-from mpimesh.transport.regions import Regions
+from mpimesh.transport.region_reading import Reading
+from mpimesh.transport.region_ready import Ready
+from mpimesh.transport.regions import Regions, check_contiguous
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import (
     agreed_counts,
@@ -45,14 +47,7 @@ from mpimesh.transport.team_reduce import (
     reduce_scatter_staged,
     reduce_scatter_work,
 )
-from mpimesh.transport.team_regions import (
-    COPIED_BYTES,
-    Copies,
-    Offer,
-    Reading,
-    described,
-    reading_work,
-)
+from mpimesh.transport.team_regions import Copies, CopyRule
 from mpimesh.transport.team_work import Work
 from mpimesh.transport.what import Operation, operation_number
 
@@ -75,6 +70,10 @@ class NodeShared:
         engine: Moves the operations along.
         messages: Moves ordinary arrays for which the stage is too slow. What is started there
             must queue while :attr:`busy`.
+
+    Attributes:
+        copied: Which blocks are copied before others take of them, though they could read them
+            where they lie.
     """
 
     def __init__(self, team: Team, engine: Engine, messages: Communicator) -> None:
@@ -86,6 +85,8 @@ class NodeShared:
         self._one_shot_bytes = self._stage_bytes // _ONE_SHOT_SHARE
         self._copies = Copies(team)
         self._plans: dict[tuple[object, ...], list[Work]] = {}
+        self.copied = CopyRule.for_ranks(team.size)
+        self._exchanges: dict[tuple[object, ...], Ready] = {}
         self.use(Choice([NEVER] * len(OPERATIONS), ""))
 
     def use(self, choice: Choice) -> None:
@@ -140,8 +141,18 @@ class NodeShared:
         regions: Regions,
         max_bytes: int,
     ) -> Request:
-        """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
-        return self._start(self._begin_exchange, source, target, regions, max_bytes)
+        """Copy or reduce boxes of the ranks' blocks into boxes of `target`.
+
+        Raises:
+            MpimeshError: At once, on this rank alone, if the arrays do not fit.
+        """
+        ready = self._ready_for(regions, source, target)
+        return self._start(self._begin_exchange, ready, source, target, max_bytes)
+
+    @property
+    def read_copies(self) -> list[HostArray]:
+        """Copies of this rank's blocks that others may yet read."""
+        return self._copies.memories
 
     def close(self) -> None:
         """End what has not ended; what was started by then raises when it is tested."""
@@ -332,60 +343,41 @@ class NodeShared:
 
     def _begin_exchange(
         self,
+        ready: Ready,
         source: HostArray | None,
         target: HostArray | None,
-        regions: Regions,
         max_bytes: int,
     ) -> Request:
         team = self._team
-
-        def otherwise() -> Request:
-            steps = move_regions(self._messages, source, target, regions, max_bytes=max_bytes)
-            return StagedRequest(steps, self._engine)
-
-        room = self._copies.room
-        offer = Offer(team, source, regions, room, copied_bytes=COPIED_BYTES)
-        if offer.at < 0:
-            team.board.decline()
-            team.ring()
-            return otherwise()
+        source_at = -1 if source is None else team.find(source)
+        target_at = -1 if target is None else team.find(target)
         return Reading(
             team,
             self._engine,
-            offer,
-            described(source, target),
-            lambda entry: self._reading_plan(entry, source, target, regions),
-            otherwise,
+            self._messages,
+            ready,
+            ready.offer(self._copies, source, source_at, self.copied),
+            (source, target),
+            (source_at, target_at),
+            max_bytes,
         )
 
-    def _reading_plan(
-        self, entry: Entry, source: HostArray | None, target: HostArray | None, regions: Regions
-    ) -> list[Work]:
-        """Return what this rank is to read; from the last time if the arrays are the same.
-
-        Only of arrays in shared memory: nothing that is kept refers to the arrays themselves.
-        """
-        arrays = source, target
-        places = [0 if one is None else self._team.find(one) for one in arrays]
-        if min(places) < 0:
-            return reading_work(self._team, entry, source, target, regions)
-        shapes = [None if one is None else (one.shape, one.dtype) for one in arrays]
-        key = (regions.number, *places, *shapes, *entry.sources, *entry.targets)
-        plan = self._plans.get(key)
-        if plan is None:
-            source, target = (
-                self._reached(one, at) for one, at in zip(arrays, places, strict=True)
-            )
-            plan = reading_work(self._team, entry, source, target, regions)
-            self._keep(key, plan)
-        return plan
-
-    def _reached(self, array: HostArray | None, at: int) -> HostArray | None:
-        """Return an array of this rank's arena as one that does not keep it alive."""
-        if array is None:
-            return None
-        team = self._team
-        return team.view(team.rank, at, array.nbytes, array.dtype).reshape(array.shape)
+    def _ready_for(
+        self, regions: Regions, source: HostArray | None, target: HostArray | None
+    ) -> Ready:
+        """Return what is worked out once for such an exchange."""
+        given = None if source is None else (source.shape, source.dtype)
+        taken = None if target is None else (target.shape, target.dtype)
+        key = (regions.number, given, taken)
+        ready = self._exchanges.get(key)
+        if ready is not None:
+            check_contiguous(self._team.rank, source, target)
+        else:
+            regions.check(self._team.rank, self._team.size, source, target)
+            if len(self._exchanges) >= _MOST_PLANS:
+                self._exchanges.clear()
+            ready = self._exchanges[key] = Ready(self._team, regions, source, target)
+        return ready
 
     def _keep(self, key: tuple[object, ...], plan: list[Work]) -> None:
         if len(self._plans) >= _MOST_PLANS:

@@ -35,8 +35,8 @@ from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import agreed_counts
 from mpimesh.transport.team_pass import pass_on, reduce_parts, share
 from mpimesh.transport.team_reduce import chunks_of, part_of
-from mpimesh.transport.team_regions import EXCHANGE, Copies, Offer, compare, described, near_blocks
-from mpimesh.transport.what import Operation, operation_number
+from mpimesh.transport.team_regions import Copies, compare, copied_boxes, described, near_blocks
+from mpimesh.transport.what import EXCHANGE, Operation, operation_number
 from mpimesh.transport.windows import length
 
 __all__ = ["OverNodes"]
@@ -109,6 +109,7 @@ class OverNodes:
         max_bytes: int,
     ) -> StagedRequest:
         """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
+        regions.check(self._crossing.rank, self._crossing.size, source, target)
         steps = self._exchange_regions(source, target, regions, max_bytes)
         return self._engine.stage(self, steps)
 
@@ -275,11 +276,11 @@ class OverNodes:
     ) -> Steps:
         """Blocks of this node are read where they lie, while those of others come by messages."""
         team = self._team
-        offer = Offer(team, source, regions, self._copies.room)
-        if offer.at >= 0:
-            offer.fill()
+        boxes = () if source is None else copied_boxes(regions, source.shape)
+        offer = self._copies.offer(source, boxes)
+        offer.fill()
         entry = yield from self._enter(EXCHANGE, offer.at, described(source, target))
-        compare(entry.targets, on_all=False)
+        compare(dict(enumerate(entry.targets)))
         blocks = near_blocks(team, entry, self._lanes.here, source, target)
         yield RegionMoves(self._crossing, source, target, regions, blocks, max_bytes)
         yield team.meet()

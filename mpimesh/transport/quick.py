@@ -22,7 +22,7 @@ from mpimesh.transport.engine import Engine
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_reduce import reduce_into
 from mpimesh.transport.team_work import Work, do_at_once
-from mpimesh.transport.what import operation_text
+from mpimesh.transport.what import EXCHANGE, operation_text
 
 __all__ = ["InPlaces", "OneShot", "Staging", "mismatch"]
 
@@ -198,7 +198,8 @@ class InPlaces(Quick):
             entry = board.entry(self._number)
             if entry.what.count(self._what) != self._team.size:
                 board.pass_by(self._number)
-                raise mismatch(entry.what)
+                # A rank in an exchange looks at those only of which it takes something.
+                raise mismatch(entry.what, on_all=EXCHANGE not in entry.what)
             try:
                 parts = self._plan(entry)
             except MpimeshError as error:
@@ -249,14 +250,18 @@ class InPlaces(Quick):
         return True
 
 
-def mismatch(what: Sequence[int], *, on_all: bool = True) -> MismatchError:
+def mismatch(
+    what: Sequence[int], *, ranks: Sequence[int] = (), on_all: bool = True
+) -> MismatchError:
     """Return the error of ranks that are in different operations.
 
     Args:
         what: The operation of each rank of a node.
-        on_all: Whether these are all ranks, which then raise it alike.
+        ranks: Which ranks these are; all of the node if empty.
+        on_all: Whether all ranks raise it alike.
     """
-    each = "; ".join(f"rank {rank}: {operation_text(one)}" for rank, one in enumerate(what[:16]))
+    rows = list(zip(ranks or range(len(what)), what, strict=True))
+    each = "; ".join(f"rank {rank}: {operation_text(one)}" for rank, one in rows[:16])
     error = MismatchError(
         f"the ranks of a group started different collectives, or with different arrays: {each}"
     )

@@ -20,7 +20,15 @@ from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import DTypeError, RankError, ReduceOpError, ShapeError
 from mpimesh.transport.boxes import Box, extent, fits, is_box
 
-__all__ = ["Give", "Part", "Regions", "Take", "raw_dtype", "sum_dtype"]
+__all__ = [
+    "Give",
+    "Part",
+    "Regions",
+    "Take",
+    "check_contiguous",
+    "raw_dtype",
+    "sum_dtype",
+]
 
 T = TypeVar("T")
 
@@ -162,12 +170,7 @@ class Regions:
             DTypeError: If the arrays have different dtypes, hold Python objects, or cannot be
                 reduced as asked for.
         """
-        for array in (source, target):
-            if array is not None and not array.flags.c_contiguous:
-                raise ShapeError(
-                    f"regions are exchanged between C-contiguous arrays, got one of shape "
-                    f"{array.shape} with strides {array.strides} on rank {rank}"
-                )
+        check_contiguous(rank, source, target)
         given = None if source is None else (source.shape, source.dtype)
         taken = None if target is None else (target.shape, target.dtype)
         key = ("check", rank, size, given, taken)
@@ -216,6 +219,20 @@ class Regions:
                     f"box {box} does not lie in the {name} of rank {rank}, which has "
                     f"{'none' if array is None else f'shape {array[0]}'}"
                 )
+
+
+def check_contiguous(rank: int, source: HostArray | None, target: HostArray | None) -> None:
+    """See whether the arrays of a rank are in one run of memory each. Local.
+
+    Raises:
+        ShapeError: If not.
+    """
+    for array in (source, target):
+        if array is not None and not array.flags.c_contiguous:
+            raise ShapeError(
+                f"regions are exchanged between C-contiguous arrays, got one of shape "
+                f"{array.shape} with strides {array.strides} on rank {rank}"
+            )
 
 
 def raw_dtype(dtype: DType) -> DType:

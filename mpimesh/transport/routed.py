@@ -297,7 +297,6 @@ class RoutedCommunicator(MPICommunicator):
         """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
         if self._shared is None or not self._reads_regions:
             return super().exchange_regions(source, target, regions, max_bytes=max_bytes)
-        regions.check(self.rank, self.size, source, target)
         return self._shared.exchange_regions(source, target, regions, max_bytes)
 
     def barrier(self) -> Request:
@@ -327,7 +326,9 @@ class RoutedCommunicator(MPICommunicator):
             if not poll(self._comm.Ibarrier().Test, _LEAVE_TOGETHER_S):
                 # A rank may yet look at this one's counter, or read what it has offered; and the
                 # barrier goes on, which Open MPI does not survive on a communicator it has freed.
-                for memory in (self._kept, *self._once):
+                shared = self._shared
+                copies = shared.read_copies if isinstance(shared, NodeShared) else ()
+                for memory in (self._kept, *self._once, *copies):
                     self._node.keep(memory)
                 self._freed = True
         if self.lending is not None:

@@ -184,6 +184,11 @@ class Team:
         for bell in self._others_bells:
             bell.ring()
 
+    def bells_of(self, places: Sequence[int]) -> tuple[Doorbell, ...]:
+        """Return the bells of some members, as far as they have any."""
+        found = [self.bells[place] for place in places if self.bells]
+        return tuple([bell for bell in found if bell is not None])
+
     def have_come(self, number: int) -> bool:
         """Tell whether all have come to a meeting.
 

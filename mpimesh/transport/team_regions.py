@@ -1,121 +1,135 @@
-"""Regions exchanged in memory that the ranks of a node share: each reads what it takes.
+"""What a rank offers of its block to the others of its node, and what they say of theirs.
 
 A block that others take of and that does not lie in the arena is copied there first,
-as far as they take of it: one copy more, where messages have three. So is a small one, for
-its rank need then not wait until all others have read it: that takes longer than the copy.
+as far as they take of it: one copy more, where messages have three. So may be a small one that
+lies there, for its rank need then not wait until all others have read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 
 from mpimesh.arrays.types import HostArray
-from mpimesh.errors import MismatchError, on_all_ranks
-from mpimesh.transport.base import Request
-from mpimesh.transport.board import Entry
-from mpimesh.transport.boxes import view, volume
-from mpimesh.transport.engine import Engine
+from mpimesh.errors import MismatchError
+from mpimesh.transport.board import Boards, Entry
+from mpimesh.transport.boxes import Box, view, volume
 from mpimesh.transport.entering import NOT_READ
-from mpimesh.transport.quick import InPlaces
-from mpimesh.transport.region_work import Piece, piece_work, pieces_of
 from mpimesh.transport.regions import Regions, raw_dtype
 from mpimesh.transport.team import Team
-from mpimesh.transport.team_work import Work, do_at_once
-from mpimesh.transport.what import Operation, operation_number
 
 __all__ = [
-    "COPIED_BYTES",
-    "EXCHANGE",
+    "NOTHING",
     "Copies",
+    "CopyRule",
+    "Fill",
     "Offer",
-    "Reading",
     "compare",
+    "copied_boxes",
     "described",
     "near_blocks",
-    "reading_work",
+    "size_told",
 ]
-
-EXCHANGE = operation_number(Operation.EXCHANGE_REGIONS, np.empty(0, np.uint8))
-"""Its number: the ranks' arrays differ, and a rank may have none."""
-
-_NOTHING = Regions()
 
 _MOST = 0.6
 """From this part of a block on it is copied as a whole."""
 
-_AT_A_TIME = 4
-"""How many pieces are read before other operations have a turn."""
-
 _KEPT_BYTES = 32 << 20
 """Largest copy whose memory is kept for the next, for fresh memory costs more than the copy."""
 
-COPIED_BYTES = 1 << 20
-"""Up to this size blocks are copied though they could be read where they lie."""
+_SMALL_PART = 8
+_LARGEST = 16 << 20
+"""No more than an eighth of a block up to this size counts as its edges."""
+
+_MOST_FREE = 2
+_MOST_FILLS = 16
 
 _SIZE_BITS = 12
 _DTYPE_BITS = _SIZE_BITS + 7
 
+Fill: TypeAlias = Sequence[tuple[HostArray, HostArray]]
+"""What is copied, and before it where to."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRule:
+    """Which blocks are copied though others could read them where they lie.
+
+    Attributes:
+        block_bytes: Those up to this size.
+        part_bytes: Larger ones of which no more than this, and a small part, is taken: the edges
+            of a block, for a halo. The copy takes as much address space as the block.
+    """
+
+    block_bytes: int
+    part_bytes: int
+
+    @staticmethod
+    def for_ranks(ranks: int) -> CopyRule:
+        """Return the rule for so many ranks on this node.
+
+        To wait until all readers are through is worth a copy where ranks share cores. Where each
+        has its own, they read at the same time, and only the smallest blocks are copied.
+        """
+        # Not the cores that this process may use: a rank that is bound has but one.
+        crowded = ranks > (os.cpu_count() or 1)
+        return CopyRule(1 << 20 if crowded else 64 << 10, 128 << 10)
+
+    def copies(self, nbytes: int, given_bytes: int) -> bool:
+        """Tell whether a block is copied, of which the others take so much."""
+        return nbytes <= self.block_bytes or (
+            given_bytes <= self.part_bytes and _SMALL_PART * given_bytes <= nbytes <= _LARGEST
+        )
+
 
 class Offer:
     """A rank's block, where the others of its node can read it.
-
-    Args:
-        team: The ranks of the node.
-        source: The block.
-        regions: What they take of it.
-        room: Gives so many bytes of the arena; None if there are none.
-        copied_bytes: Up to this size a block is copied though it lies in the arena.
 
     Attributes:
         at: Where it begins in the arena; -1 if there is no room.
         is_read: Whether others read the block itself, and no copy of it.
     """
 
-    __slots__ = ("_copy", "_regions", "_source", "at", "is_read")
+    __slots__ = ("_fill", "at", "is_read")
 
-    def __init__(
-        self,
-        team: Team,
-        source: HostArray | None,
-        regions: Regions,
-        room: Callable[[int], HostArray | None],
-        *,
-        copied_bytes: int = 0,
-    ) -> None:
-        self._regions = regions
-        self._source = self._copy = None
-        self.at = NOT_READ
-        self.is_read = False
-        if source is None or not source.nbytes or not regions.gives:
-            return
-        self.at = team.find(source)
-        self.is_read = self.at >= 0
-        if self.at < 0 or source.nbytes <= copied_bytes:
-            memory = room(source.nbytes)
-            if memory is not None:
-                self.is_read = False
-                self.at = team.find(memory)
-                raw = raw_dtype(source.dtype)
-                self._source = source.view(raw)
-                self._copy = memory.view(raw).reshape(source.shape)
+    def __init__(self, at: int, *, is_read: bool = False, fill: Fill = ()) -> None:
+        self.at = at
+        self.is_read = is_read
+        self._fill = fill
 
     def fill(self) -> None:
         """Copy what others take, if it is not there yet. Doing it again is harmless."""
-        source, copy = self._source, self._copy
-        if source is None or copy is None:
-            return
-        gives = self._regions.gives
-        if sum(volume(give.box) for give in gives) > _MOST * source.size:
-            # In one run: of large blocks that is half the traffic, for the processor need not
-            # read what it writes over.
-            np.copyto(copy, source)
-            return
-        for give in gives:
-            copy[give.box] = source[give.box]
+        for to, what in self._fill:
+            np.copyto(to, what)
+
+
+NOTHING = Offer(NOT_READ)
+"""What a rank offers of which nobody takes."""
+
+
+class _Room:
+    """Memory for a copy.
+
+    Attributes:
+        memory: The bytes.
+        at: Where they begin in the arena.
+        number: The number of the last operation that lent it.
+        readers: The boards of those who read it then.
+    """
+
+    __slots__ = ("at", "memory", "number", "readers")
+
+    def __init__(self, memory: HostArray, at: int) -> None:
+        self.memory = memory
+        self.at = at
+        self.number = 0
+        self.readers: Boards = ()
 
 
 class Copies:
@@ -131,98 +145,105 @@ class Copies:
     def __init__(self, team: Team, *, meets: bool = False) -> None:
         self._team = team
         self._meets = meets
-        self._lent: list[tuple[int, HostArray]] = []  # until all are through with this number
+        self._lent: list[_Room] = []
 
-    def room(self, nbytes: int) -> HostArray | None:
-        """Return so many bytes that nobody reads, for the next operation; None for no room."""
-        board = self._team.board
-        over = [self._meets or board.are_through(number) for number, _ in self._lent]
-        free = [memory for (_, memory), one in zip(self._lent, over, strict=True) if one]
-        self._lent = [row for row, one in zip(self._lent, over, strict=True) if not one]
-        fitting = [memory for memory in free if nbytes <= memory.nbytes <= _KEPT_BYTES]
-        memory = min(fitting, key=len) if fitting else self._team.room(nbytes)
-        if memory is None:
-            return None
-        self._lent.append((board.posted + 1, memory))
-        return memory[:nbytes]
-
-
-class _Over:
-    """A request that is done."""
-
-    def test(self) -> bool:
-        """Tell so."""
-        return True
-
-
-def _no_work(entry: Entry) -> Sequence[Work]:
-    return ()
-
-
-class Reading(InPlaces):
-    """An exchange of regions that all lie in shared memory, or else by messages.
-
-    Args:
-        team: The ranks, of which none has an unfinished operation.
-        engine: Moves it along until it is settled.
-        offer: This rank's block.
-        told: What it says of its arrays.
-        plan: Gives what this rank is to do, once it is known where all blocks lie.
-        otherwise: Begins the exchange by messages.
-    """
-
-    __slots__ = ("_offer",)
-
-    def __init__(
+    def offer(
         self,
-        team: Team,
-        engine: Engine,
-        offer: Offer,
-        told: int,
-        plan: Callable[[Entry], Sequence[Work]],
-        otherwise: Callable[[], Request],
-    ) -> None:
-        super().__init__(team, engine, EXCHANGE, (offer.at, told), plan, otherwise)
-        self._offer = offer
+        source: HostArray | None,
+        boxes: Sequence[Box],
+        readers: Boards = (),
+        *,
+        at: int | None = None,
+        copied: bool = False,
+        kept: dict[tuple[int, int], Fill] | None = None,
+    ) -> Offer:
+        """Offer a block for the next operation.
 
-    def _move(self) -> bool:
-        over = super()._move()
-        if over:
-            # The engine may hold this request for a while yet; not so the arrays.
-            self._plan, self._otherwise, self._parts = _no_work, _Over, ()
-            self._offer = Offer(self._team, None, _NOTHING, self._team.room)
-        return over
+        Args:
+            source: The block.
+            boxes: What is to be copied of it where others do not read the block itself; nothing if
+                none takes of it.
+            readers: The boards of those who take of it, if operations do not end with a meeting.
+            at: Where it begins in the arena, if that is known; -1 for an ordinary array.
+            copied: Whether it is copied though it lies in the arena.
+            kept: Where to keep what is copied of a block that lies in the arena.
+        """
+        if source is None or not boxes or not source.nbytes:
+            return NOTHING
+        if at is None:
+            at = self._team.find(source)
+        if at >= 0 and not copied:
+            return Offer(at, is_read=True)
+        room = self._room(source.nbytes, readers)
+        if room is None:
+            return Offer(at, is_read=at >= 0)
+        if at < 0 or kept is None:
+            return Offer(room.at, fill=_fill(room.memory[: source.nbytes], source, boxes))
+        fill = kept.get((at, room.at))
+        if fill is None:
+            # Through the team's views, which keep neither the block nor the copy alive.
+            team, nbytes = self._team, source.nbytes
+            block = team.view(team.rank, at, nbytes, source.dtype).reshape(source.shape)
+            memory = team.view(team.rank, room.at, nbytes, room.memory.dtype)
+            fill = _fill(memory, block, boxes)
+            if len(kept) >= _MOST_FILLS:
+                kept.clear()
+            kept[at, room.at] = fill
+        return Offer(room.at, fill=fill)
 
-    def _read(self) -> bool:
-        if self._team.board.posted < self._number:
-            self._offer.fill()
-        return super()._read()
+    @property
+    def memories(self) -> list[HostArray]:
+        """The copies that others may still read."""
+        return [room.memory for room in self._lent if not self._is_over(room)]
 
-    def _worked(self, parts: Sequence[Work]) -> bool:
-        if not self._work(parts):
-            return False
-        self._team.board.pass_by(self._number)
-        self._team.ring()
-        return True
+    def _is_over(self, room: _Room) -> bool:
+        return self._meets or self._team.board.are_through(room.number, room.readers)
 
-    def _over(self) -> bool:
-        """Tell whether nobody reads this rank's block any more."""
-        if self._offer.is_read and not self._team.board.are_through(self._number):
-            self._team.look_elsewhere()
-            return False
-        self._engine.steps += 1
-        if self._refusal is not None:
-            raise self._refusal
-        return True
+    def _room(self, nbytes: int, readers: Boards) -> _Room | None:
+        """Return so many bytes that nobody reads, for the next operation; None for no room."""
+        lent = self._lent
+        found: _Room | None = None
+        if lent and len(lent) <= _MOST_FREE:
+            # Most exchanges are like the last one, and need as much.
+            oldest = lent[0]
+            if _fits(nbytes, oldest) and self._is_over(oldest):
+                found = lent.pop(0)
+        if found is None:
+            free = [room for room in lent if self._is_over(room)]
+            self._lent = lent = [room for room in lent if room not in free]
+            fitting = [room for room in free if _fits(nbytes, room)]
+            if fitting:
+                found = min(fitting, key=lambda room: room.memory.nbytes)
+            else:
+                memory = self._team.room(nbytes)
+                if memory is None:
+                    return None
+                found = _Room(memory, self._team.find(memory))
+        found.number = self._team.board.posted + 1
+        found.readers = readers
+        lent.append(found)
+        return found
 
-    def _work(self, parts: Sequence[Work]) -> bool:
-        stop = min(self._done_parts + _AT_A_TIME, len(parts))
-        with np.errstate(all="ignore"):
-            while self._done_parts < stop:
-                note = partial(setattr, self, "_done_parts", self._done_parts + 1)
-                do_at_once(parts[self._done_parts], note)
-        self._engine.steps += 1
-        return stop == len(parts)
+
+def _fits(nbytes: int, room: _Room) -> bool:
+    return nbytes <= room.memory.nbytes <= _KEPT_BYTES
+
+
+def _fill(memory: HostArray, source: HostArray, boxes: Sequence[Box]) -> Fill:
+    raw = raw_dtype(source.dtype)
+    copy, block = memory.view(raw).reshape(source.shape), source.view(raw)
+    return [(view(copy, box), view(block, box)) for box in boxes]
+
+
+def copied_boxes(regions: Regions, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """Return what to copy of a block of which others take: that, or all in one run.
+
+    Of large blocks a run is half the traffic, for the processor need not read what it writes over.
+    """
+    boxes = tuple([give.box for give in regions.gives])
+    if sum(map(volume, boxes)) > _MOST * prod(shape):
+        return (tuple([slice(0, size) for size in shape]),)
+    return boxes
 
 
 def described(*arrays: HostArray | None) -> int:
@@ -237,96 +258,27 @@ def described(*arrays: HostArray | None) -> int:
     return 0
 
 
-def compare(told: Sequence[int], *, on_all: bool = True) -> None:
-    """See whether the ranks' arrays have one dtype.
+def size_told(told: int) -> int:
+    """Return how many bytes a rank's source has, by what it says of it."""
+    return told >> _DTYPE_BITS
 
-    Args:
-        told: What each rank says of its arrays.
-        on_all: Whether these are all ranks.
+
+def compare(told: Mapping[int, int]) -> None:
+    """See whether the arrays of ranks have one dtype, by what they say of them.
 
     Raises:
-        MismatchError: If not, on all of these ranks.
+        MismatchError: If not.
     """
-    codes = {one % (1 << _DTYPE_BITS) for one in told if one}
+    codes = {one % (1 << _DTYPE_BITS) for one in told.values() if one}
     if len(codes) > 1:
         each = ", ".join(
             f"rank {rank}: {chr(one % (1 << _DTYPE_BITS) >> _SIZE_BITS)}{one % (1 << _SIZE_BITS)}"
-            for rank, one in enumerate(told[:16])
+            for rank, one in sorted(told.items())[:16]
             if one
         )
-        error = MismatchError(
+        raise MismatchError(
             f"an exchange of regions has one dtype on all ranks; kinds and bytes are: {each}"
         )
-        raise on_all_ranks(error) if on_all else error
-
-
-def reading_work(
-    team: Team,
-    entry: Entry,
-    source: HostArray | None,
-    target: HostArray | None,
-    regions: Regions,
-) -> list[Work]:
-    """Return what to read of all ranks' blocks, which lie in shared memory.
-
-    Raises:
-        MismatchError: If the dtypes differ, on all ranks; or, on this rank alone, if a block has
-            not the size that it takes of.
-    """
-    compare(entry.targets)
-    if target is None or not target.nbytes:
-        return []
-    dtype, raw = target.dtype, raw_dtype(target.dtype)
-    itemsize = dtype.itemsize
-    pieces: list[Piece] = regions.prepared(
-        ("pieces", team.rank, itemsize),
-        lambda: pieces_of(regions, range(len(regions.takes)), team.rank + 1, itemsize),
-    )
-    blocks: dict[tuple[int, tuple[int, ...]], HostArray] = {}
-    targets = target.view(raw), target
-
-    def block(rank: int, shape: tuple[int, ...]) -> HostArray:
-        found = blocks.get((rank, shape))
-        if found is None:
-            found = blocks[rank, shape] = _block(team, entry, source, rank, shape, target)
-        return found
-
-    work: list[Work] = []
-    for op, box, parts in pieces:
-        if op:
-            sources = [view(block(rank, shape), there) for rank, shape, there in parts]
-            work.append(piece_work(op, view(targets[1], box), sources, dtype, team.scratch))
-        else:
-            rank, shape, there = parts[0]
-            work.append(
-                (
-                    partial(
-                        np.copyto, view(targets[0], box), view(block(rank, shape).view(raw), there)
-                    ),
-                )
-            )
-    return work
-
-
-def _block(
-    team: Team,
-    entry: Entry,
-    source: HostArray | None,
-    rank: int,
-    shape: tuple[int, ...],
-    target: HostArray,
-) -> HostArray:
-    """Return a rank's block."""
-    if rank == team.rank and source is not None:
-        return source
-    nbytes = prod(shape) * target.itemsize
-    has = entry.targets[rank] >> _DTYPE_BITS
-    if has != nbytes:
-        raise MismatchError(
-            f"rank {team.rank} takes of a block of shape {shape} of rank {rank}, {nbytes} bytes "
-            f"of dtype {target.dtype}, but that block has {has}"
-        )
-    return team.view(rank, entry.sources[rank], nbytes, target.dtype).reshape(shape)
 
 
 def near_blocks(

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpimesh.arrays.types import HostArray
 
-__all__ = ["Operation", "operation_number", "operation_text"]
+__all__ = ["EXCHANGE", "Operation", "operation_number", "operation_text"]
 
 _FUNCTIONS = ("", "sum", "prod", "min", "max", "mean")
 _CODES = np.typecodes["AllInteger"] + "?fdgFDG"
@@ -46,8 +46,14 @@ def operation_number(operation: Operation, array: HostArray, op: str = "", root:
     return number << _NBYTES_BITS | array.nbytes & ((1 << _NBYTES_BITS) - 1)
 
 
+EXCHANGE = operation_number(Operation.EXCHANGE_REGIONS, np.empty(0, np.uint8))
+"""An exchange of regions: the ranks' arrays differ, and a rank may have none."""
+
+
 def operation_text(number: int) -> str:
-    """Return what a number stands for, for error messages."""
+    """Return what a number stands for, for error messages; -1 for one that nobody has told."""
+    if number < 0:
+        return "another operation, with an array that is not in shared memory"
     number, nbytes = divmod(number, 1 << _NBYTES_BITS)
     number, root = divmod(number, 1 << _ROOT_BITS)
     number, dtype = divmod(number, 1 << _DTYPE_BITS)

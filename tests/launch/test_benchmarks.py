@@ -69,6 +69,8 @@ def test_all_suites_on_the_host():
     assert {f"{moved}: {way}" for way in ("pack + Alltoall", "mpimesh", "mpimesh, messages")} < set(
         tables["redistribute"]
     )
+    around = "halo around 64 x 64 float64, grid of 1 dim"
+    assert {f"{around}: {way}" for way in ("Sendrecv", "mpimesh")} < set(tables["redistribute"])
     assert "product of two 64 x 64, rows split: mpimesh" in tables["redistribute"]
 
 
