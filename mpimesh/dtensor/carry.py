@@ -10,12 +10,13 @@ from typing import Any
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.move import Move, prepared_move
 from mpimesh.errors import ClosedError, LayoutError, ReduceOpError, ShapeError
-from mpimesh.layout import Layout, Partial, Replicate
+from mpimesh.layout import Layout, Partial, RedistributionPlan, Replicate, plan_redistribution
+from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.received import parts
 from mpimesh.transport import Request, Steps
 
-__all__ = ["start_carry"]
+__all__ = ["plan_carry", "start_carry"]
 
 _MOST_KEPT = 256
 
@@ -123,21 +124,43 @@ def _carry(
     for layout in (source, target):
         if layout.partial_op == "mean" and dtype.kind not in "fcV":
             raise ReduceOpError(f"a mean of {dtype} would be cut off; {layout} needs floats")
-    numbering = None
+    group, numbering = _who(mesh, goal)
+    nodes = _nodes(group)
+    move = prepared_move(
+        source, target, shape, dtype.itemsize, mesh.rank, numbering, nodes, mesh.links
+    )
+    meshes = "" if source.mesh == target.mesh else f"{source.mesh!r} to {target.mesh!r}, "
+    rule = f"shape {shape}, {dtype}, {meshes}{source} -> {target}"
+    return _Carry(source, target, group, move, rule, _reduced_by(mesh, source, target))
+
+
+def _who(mesh: DeviceMesh, goal: DeviceMesh) -> tuple[ProcessGroup, Mesh | None]:
+    """Return who takes part, and the mesh whose places are their numbers; None for the ranks."""
     if goal is not mesh:
         if goal.closed:
             raise ClosedError(f"rank {mesh.rank} cannot move an array to {goal!r}: it is closed")
         _check_same_ranks(mesh, goal)
-        group = mesh.everyone
-    elif mesh.contains_rank(mesh.rank):
-        group, numbering = mesh.group(), mesh.value
-    else:
-        group = mesh.everyone.alone()  # it holds nothing, and takes no part
-    nodes = _nodes(group)
-    move = prepared_move(source, target, shape, dtype.itemsize, mesh.rank, numbering, nodes)
-    meshes = "" if source.mesh == target.mesh else f"{source.mesh!r} to {target.mesh!r}, "
-    rule = f"shape {shape}, {dtype}, {meshes}{source} -> {target}"
-    return _Carry(source, target, group, move, rule, _reduced_by(mesh, source, target))
+        return mesh.everyone, None
+    if mesh.contains_rank(mesh.rank):
+        return mesh.group(), mesh.value
+    return mesh.everyone.alone(), None  # it holds nothing, and takes no part
+
+
+def plan_carry(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+) -> RedistributionPlan:
+    """Return the plan by which :func:`start_carry` would carry an array. Local."""
+    nodes: tuple[int, ...] = ()
+    if not mesh.closed and not goal.closed:
+        inside = mesh.contains_rank(mesh.rank)
+        # A rank that is left out knows the nodes of all by the communicator of all.
+        nodes = _nodes(_who(mesh, goal)[0] if inside else mesh.everyone)
+    return plan_redistribution(source, target, shape, itemsize, nodes=nodes, links=mesh.links)
 
 
 def _reduced_by(mesh: DeviceMesh, source: Layout, target: Layout) -> ProcessGroup | None:

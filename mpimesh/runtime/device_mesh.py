@@ -13,6 +13,7 @@ from mpimesh.errors import (
     RankError,
     TransportError,
 )
+from mpimesh.layout import ASSUMED_LINKS, Links
 from mpimesh.mesh import WORLD, DimsLike, GroupBackend, Mesh, MeshTopology
 from mpimesh.runtime.agreement import agreed
 from mpimesh.runtime.allocator import aligned_empty
@@ -82,6 +83,7 @@ class DeviceMesh(MeshShape):
         settings = world.read_settings()
         control = world.open_communicator(comm, settings)
         self._control = control
+        self._links = ASSUMED_LINKS
         self._progress = world.progress
         self._context = MeshContext(world, settings, control.rank)
         if tracer is not None:
@@ -129,6 +131,11 @@ class DeviceMesh(MeshShape):
     def closed(self) -> bool:
         """Whether :meth:`close` has been called."""
         return self._closed
+
+    @property
+    def links(self) -> Links:
+        """How fast bytes get from rank to rank, the same on all: as assumed, or as measured."""
+        return self._links
 
     @property
     def everyone(self) -> ProcessGroup:
