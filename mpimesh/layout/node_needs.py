@@ -218,11 +218,17 @@ class NodeNeeds:
         order = np.argsort(begins, axis=1, kind="stable")
         return np.take_along_axis(begins, order, 1), np.take_along_axis(elements, order, 1)
 
+    def _held_by_all(self, groups: Integers) -> tuple[Integers, Integers]:
+        """Return the same, worked out once for each group however often it is there."""
+        unique, inverse = np.unique(groups, return_inverse=True)
+        where, elements = self._held(unique)
+        return where[inverse.reshape(-1)], elements[inverse.reshape(-1)]
+
     def _held_before(self, groups: Integers, begins: Integers) -> tuple[Integers, Integers]:
         """Return the elements, and the boxes, that nodes hold before `begins`."""
         found = np.zeros((2, len(groups)), np.int64)
         for rows in self._steps(groups):
-            where, elements = self._held(groups[rows])
+            where, elements = self._held_by_all(groups[rows])
             before = (where < begins[rows][:, None]) & (elements > 0)
             found[:, rows] = (elements * before).sum(axis=1), before.sum(axis=1)
         return found[0], found[1]
@@ -242,7 +248,7 @@ class NodeNeeds:
         source = self.phase.source
         total = self.elements[groups]
         at = places * total // np.maximum(self.counts(groups), 1)
-        where, elements = self._held(groups)
+        where, elements = self._held_by_all(groups)
         # Where the row of far elements is interrupted by each tile that the node holds.
         breaks = where - (np.cumsum(elements, axis=1) - elements)
         passed = (breaks <= at[:, None]) & (elements > 0)

@@ -96,6 +96,7 @@ class Phase:
         partial: The dims of the source's mesh along which ranks hold summands.
         tied: Dims along which a rank takes only from ranks at its own coordinate.
         nodes: The node of each rank; empty if all count as near.
+        inside: Whether nothing comes from other nodes, as who made it knows.
     """
 
     source: Tiling
@@ -104,6 +105,7 @@ class Phase:
     partial: tuple[int, ...] = ()
     tied: tuple[int, ...] = ()
     nodes: tuple[int, ...] = field(default=(), repr=False)
+    inside: bool = False
 
     in_place: ClassVar[bool] = False
     """Whether what the ranks hold lies in the same memory as what they are to hold."""

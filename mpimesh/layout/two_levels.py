@@ -137,8 +137,8 @@ class Sharing:
         held = needs.groups >= 0
         groups = needs.groups[held]
         of_group = np.zeros((2, len(needs.elements)), np.int64)
-        np.add.at(of_group[0], groups, elements[held])
-        np.add.at(of_group[1], groups, boxes[held])
+        for total, mine in zip(of_group, (elements[held], boxes[held]), strict=True):
+            total += np.bincount(groups, mine, len(total)).astype(np.int64)
         elements[held] = of_group[0, groups] - elements[held]
         boxes[held] = of_group[1, groups] - boxes[held]
         return elements, boxes

@@ -79,10 +79,14 @@ class Way:
 
 def ways(task: Task, itemsize: int, links: Links) -> list[Way]:
     """Return the ways that there are, the fastest first; of equal ones, the simplest."""
-    found = [
-        Way(name, phases, sum(exchange_s(phase, itemsize, links) for phase in phases))
-        for name, phases in _candidates(task)
-    ]
+    known: dict[Exchange, float] = {}  # by their identity; several ways begin alike
+
+    def seconds(phase: Exchange) -> float:
+        if phase not in known:
+            known[phase] = exchange_s(phase, itemsize, links)
+        return known[phase]
+
+    found = [Way(name, phases, sum(map(seconds, phases))) for name, phases in _candidates(task)]
     return sorted(found, key=lambda way: way.predicted_s)
 
 
@@ -158,7 +162,7 @@ def _reductions(task: Task) -> Iterator[tuple[str, tuple[Exchange, ...]]]:
         bases.append(_kept(last, set(cutting)))
     for axis in range(len(first.shape)):
         here = _cut(first, axis, cutting)
-        inside = Phase(first, here, task.op, near, (*tied, *far), task.nodes)
+        inside = Phase(first, here, task.op, near, (*tied, *far), task.nodes, inside=True)
         for base in bases:
             there = _cut(base, axis, cutting)
             free = [dim for dim in there.free_dims if dim in far]
