@@ -180,6 +180,7 @@ def prepared_move(
     numbering: Mesh | None,
     nodes: tuple[int, ...],
     links: Links = ASSUMED_LINKS,
+    collectives: bool = False,
 ) -> Move:
     """Return what `rank` has to do; the same object for the same question.
 
@@ -192,8 +193,11 @@ def prepared_move(
         numbering: The mesh whose offsets are the communicator's ranks; None if the ranks are.
         nodes: The node of each rank.
         links: How fast bytes get from rank to rank.
+        collectives: Whether a collective of a group may do it.
     """
-    plan = plan_redistribution(source, target, shape, itemsize, nodes=nodes, links=links)
+    plan = plan_redistribution(
+        source, target, shape, itemsize, nodes=nodes, links=links, collectives=collectives
+    )
     number_of = (lambda who: who) if numbering is None else numbering.offset_of
     stages = []
     block = plan.block(rank)

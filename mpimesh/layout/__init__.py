@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpimesh.layout.axis_layout import AxisLayout
 from mpimesh.layout.axis_specs import MATCH, UNSHARDED
+from mpimesh.layout.collectives import Collective
 from mpimesh.layout.dtensor_type import DTensorType
 from mpimesh.layout.halo import HaloPlan, plan_halo
 from mpimesh.layout.layout import Layout
@@ -23,6 +24,7 @@ __all__ = [
     "UNSHARDED",
     "AxisLayout",
     "Box",
+    "Collective",
     "DTensorType",
     "Exchange",
     "HaloPlan",

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpimesh.errors import LayoutError
 from mpimesh.layout.checks import as_shape, as_whole
+from mpimesh.layout.collectives import Collective, collective_of
 from mpimesh.layout.cuts import Cut
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.links import ASSUMED_LINKS, Links
@@ -48,6 +49,8 @@ class RedistributionPlan:
         links: What times were reckoned with.
         ways: The ways that there were, each with the seconds that it is said to take; the first
             was taken.
+        collective: The collective of a group that does it in place of the exchanges, and moves the
+            same; None if the exchanges are done.
     """
 
     source: Layout
@@ -59,6 +62,7 @@ class RedistributionPlan:
     fill: str = ""
     links: Links = ASSUMED_LINKS
     ways: tuple[tuple[str, float], ...] = ()
+    collective: Collective | None = None
 
     def block(self, rank: int) -> Box | None:
         """Return the box that `rank` has in the end; None if it is not in the target's mesh."""
@@ -164,7 +168,8 @@ class RedistributionPlan:
         Args:
             links: What a message costs and how fast bytes come; those of the plan if None.
         """
-        links = self.links if links is None else links
+        if links is None:
+            return self.ways[0][1] if self.ways else 0.0
         return sum(exchange_s(phase, self.itemsize, links) for phase in self.phases)
 
     def __repr__(self) -> str:
@@ -188,6 +193,7 @@ def plan_redistribution(
     *,
     nodes: Sequence[int] | Integers = (),
     links: Links = ASSUMED_LINKS,
+    collectives: bool = False,
 ) -> RedistributionPlan:
     """Plan how an array gets from `source` to `target`.
 
@@ -201,6 +207,8 @@ def plan_redistribution(
             from other nodes come to each node once where that is faster.
         links: How fast bytes get from rank to rank. The same on all ranks that plan, as are all
             arguments.
+        collectives: Whether the ranks have groups along the dims of the mesh, so that a
+            collective of theirs may do it.
 
     Raises:
         LayoutError: If a layout does not fit `shape`, `itemsize` is no whole number of bytes, or
@@ -223,7 +231,7 @@ def plan_redistribution(
     if len(nodes) and len(nodes) <= largest:
         raise LayoutError(f"nodes must have every rank, 0 to {largest}, but has {len(nodes)}")
     near = tuple(map(int, nodes)) if len(set(nodes)) > 1 else ()
-    return _plan(source, target, shape, itemsize, near, links)
+    return _plan(source, target, shape, itemsize, near, links, collectives)
 
 
 @lru_cache(maxsize=256)
@@ -234,6 +242,7 @@ def _plan(
     itemsize: int,
     nodes: tuple[int, ...],
     links: Links,
+    collectives: bool,
 ) -> RedistributionPlan:
     same_mesh = source.mesh.dims == target.mesh.dims and source.mesh.ids == target.mesh.ids
     pairs = list(zip(source.placement, target.placement, strict=True)) if same_mesh else []
@@ -259,13 +268,33 @@ def _plan(
         nodes,
         same_mesh,
         prod(shape) * itemsize <= _ONE_SHOT_BYTES,
+        _collective(source, target, shape, nodes) if collectives and same_mesh else None,
     )
     found = ways(task, itemsize, links)
     fastest = {way.name: way.predicted_s for way in reversed(found)}
-    told = tuple(sorted(fastest.items(), key=lambda row: row[1]))
+    taken = found[0].name
+    others = sorted(fastest.items(), key=lambda row: row[1])
+    told = ((taken, fastest[taken]), *(row for row in others if row[0] != taken))
     return RedistributionPlan(
-        source, target, shape, itemsize, found[0].phases, divisor, fill, links, told
+        source,
+        target,
+        shape,
+        itemsize,
+        found[0].phases,
+        divisor,
+        fill,
+        links,
+        told,
+        found[0].collective,
     )
+
+
+def _collective(
+    source: Layout, target: Layout, shape: tuple[int, ...], nodes: tuple[int, ...]
+) -> Collective | None:
+    """Return the collective that may do it: inside a node only an all-reduce is better."""
+    found = collective_of(source, target, shape)
+    return found if found is not None and (nodes or found.kind == "all_reduce") else None
 
 
 @lru_cache(maxsize=256)

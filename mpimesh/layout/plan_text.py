@@ -60,7 +60,7 @@ def _over_nodes(plan: RedistributionPlan) -> list[str]:
     if len(plan.ways) < 2:
         return []
     (name, _), (other, other_s), *_ = plan.ways
-    return [f"  over nodes {name}: {other} it would take about {_seconds(other_s)}"]
+    return [f"  done {name}; {other} it would take about {_seconds(other_s)}"]
 
 
 def _speeds(links: Links) -> str:

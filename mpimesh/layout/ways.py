@@ -5,6 +5,8 @@ value are wanted, each is reduced once and then passed on. Over nodes there are 
 ranks of a node share its link to the others:
 
 * what is only moved comes to each node once (`two_levels`);
+* what one collective of a group does, where messages are short, is left to that
+  (`collectives`);
 * what is reduced is reduced inside each node first, each rank a piece; then between the nodes; and
   then it is brought to where it is to be. It takes dims that run inside nodes (`node_dims`).
 
@@ -14,12 +16,13 @@ All ranks reckon with the same numbers, so all find the same way.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
 import numpy as np
 
+from mpimesh.layout.collectives import Collective
 from mpimesh.layout.cuts import Cut, cut_further
 from mpimesh.layout.links import Links
 from mpimesh.layout.node_dims import node_dims
@@ -50,6 +53,7 @@ class Task:
         nodes: The node of each rank; empty if all share one.
         same_mesh: Whether both are tilings over one mesh.
         one_shot: Whether each rank may reduce for itself what several are to have.
+        collective: The collective of a group that does it all; None if there is none.
     """
 
     first: Tiling
@@ -60,6 +64,7 @@ class Task:
     nodes: tuple[int, ...]
     same_mesh: bool
     one_shot: bool
+    collective: Collective | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,11 +75,13 @@ class Way:
         name: What it is called.
         phases: Its exchanges, one after the other.
         predicted_s: How long it is said to take.
+        collective: What does it in place of its exchanges, and moves the same; None if nothing.
     """
 
     name: str
     phases: tuple[Exchange, ...]
     predicted_s: float
+    collective: Collective | None = None
 
 
 def ways(task: Task, itemsize: int, links: Links) -> list[Way]:
@@ -87,7 +94,26 @@ def ways(task: Task, itemsize: int, links: Links) -> list[Way]:
         return known[phase]
 
     found = [Way(name, phases, sum(map(seconds, phases))) for name, phases in _candidates(task)]
-    return sorted(found, key=lambda way: way.predicted_s)
+    if task.collective is not None:
+        found.append(_as_collective(task.collective, found[0], itemsize, links))
+    by_time = sorted(found, key=lambda way: way.predicted_s)
+    # An all-reduce takes the fastest way that was measured, also for few bytes and over nodes.
+    return sorted(by_time, key=lambda way: "all_reduce" not in way.name)
+
+
+def _as_collective(
+    collective: Collective,
+    at_once: Way,
+    itemsize: int,
+    links: Links,
+) -> Way:
+    """Return the way by a collective: its bytes are those of all at once, its messages fewer."""
+    only_bytes = Links(replace(links.near, latency_s=0.0), replace(links.far, latency_s=0.0))
+    bytes_s = sum(exchange_s(phase, itemsize, only_bytes) for phase in at_once.phases)
+    link = links.far if at_once.phases[0].nodes else links.near
+    return Way(
+        str(collective), at_once.phases, bytes_s + collective.steps * link.latency_s, collective
+    )
 
 
 def exchange_s(phase: Exchange, itemsize: int, links: Links) -> float:
