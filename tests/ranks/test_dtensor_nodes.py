@@ -44,7 +44,8 @@ def test_on_two_levels(dims, node_ranks, monkeypatch):
                 if moved.calls.get("redistribute"):
                     assert moved.received_bytes == plan.received_bytes(mesh.rank), (a, row)
                 assert np.array_equal(b.full(), x), (a, row, max_bytes)
-    assert len(levels) > 1
+    # The last of unequal nodes may lack so much that nothing is gained for it.
+    assert len(levels) > 1 or RANKS % node_ranks
 
 
 @pytest.mark.parametrize("axis", [0, 1])
