@@ -48,7 +48,7 @@ class RedistributionPlan:
             written into it; empty if the last exchange fills the block.
         links: What times were reckoned with.
         ways: The ways that there were, each with the seconds that it is said to take; the first
-            was taken.
+            was taken. Empty if there was one only.
         collective: The collective of a group that does it in place of the exchanges, and moves the
             same; None if the exchanges are done.
     """
@@ -150,12 +150,12 @@ class RedistributionPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes that all ranks together get from others."""
-        return self.itemsize * sum(int(phase.received()[0].sum()) for phase in self.phases)
+        return _totals(self)[0]
 
     @property
     def total_messages(self) -> int:
         """Boxes that all ranks together get from others."""
-        return sum(int(phase.received()[1].sum()) for phase in self.phases)
+        return _totals(self)[1]
 
     @property
     def crossing_bytes(self) -> int:
@@ -168,8 +168,9 @@ class RedistributionPlan:
         Args:
             links: What a message costs and how fast bytes come; those of the plan if None.
         """
-        if links is None:
-            return self.ways[0][1] if self.ways else 0.0
+        if links is None and self.ways:
+            return self.ways[0][1]
+        links = self.links if links is None else links
         return sum(exchange_s(phase, self.itemsize, links) for phase in self.phases)
 
     def __repr__(self) -> str:
@@ -271,10 +272,9 @@ def _plan(
         _collective(source, target, shape, nodes) if collectives and same_mesh else None,
     )
     found = ways(task, itemsize, links)
-    fastest = {way.name: way.predicted_s for way in reversed(found)}
-    taken = found[0].name
-    others = sorted(fastest.items(), key=lambda row: row[1])
-    told = ((taken, fastest[taken]), *(row for row in others if row[0] != taken))
+    told: dict[str, float] = {}
+    for way in found:
+        told.setdefault(way.name, way.predicted_s)  # of several by one name, the fastest
     return RedistributionPlan(
         source,
         target,
@@ -284,7 +284,7 @@ def _plan(
         divisor,
         fill,
         links,
-        told,
+        tuple(told.items()) if len(found) > 1 else (),
         found[0].collective,
     )
 
@@ -295,6 +295,13 @@ def _collective(
     """Return the collective that may do it: inside a node only an all-reduce is better."""
     found = collective_of(source, target, shape)
     return found if found is not None and (nodes or found.kind == "all_reduce") else None
+
+
+@lru_cache(maxsize=256)
+def _totals(plan: RedistributionPlan) -> tuple[int, int]:
+    rows = [phase.received() for phase in plan.phases]
+    elements, messages = (sum(int(column.sum()) for column in both) for both in zip(*rows))  # noqa: B905
+    return elements * plan.itemsize, messages
 
 
 @lru_cache(maxsize=256)

@@ -74,18 +74,21 @@ class Way:
     Attributes:
         name: What it is called.
         phases: Its exchanges, one after the other.
-        predicted_s: How long it is said to take.
+        predicted_s: How long it is said to take; 0.0 where there is no other, and none reckoned.
         collective: What does it in place of its exchanges, and moves the same; None if nothing.
     """
 
     name: str
     phases: tuple[Exchange, ...]
-    predicted_s: float
+    predicted_s: float = 0.0
     collective: Collective | None = None
 
 
 def ways(task: Task, itemsize: int, links: Links) -> list[Way]:
     """Return the ways that there are, the fastest first; of equal ones, the simplest."""
+    candidates = list(_candidates(task))
+    if len(candidates) == 1 and task.collective is None:
+        return [Way(*candidates[0])]
     known: dict[Exchange, float] = {}  # by their identity; several ways begin alike
 
     def seconds(phase: Exchange) -> float:
@@ -93,7 +96,7 @@ def ways(task: Task, itemsize: int, links: Links) -> list[Way]:
             known[phase] = exchange_s(phase, itemsize, links)
         return known[phase]
 
-    found = [Way(name, phases, sum(map(seconds, phases))) for name, phases in _candidates(task)]
+    found = [Way(name, phases, sum(map(seconds, phases))) for name, phases in candidates]
     if task.collective is not None:
         found.append(_as_collective(task.collective, found[0], itemsize, links))
     by_time = sorted(found, key=lambda way: way.predicted_s)
