@@ -6,7 +6,6 @@ They tell the order of magnitude, not the last tenth.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,18 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import HostArray
 from mpimesh.errors import TransportError
 from mpimesh.transport.node import Node
+from mpimesh.transport.ping import best_s, ping_pong
 
 __all__ = ["SHARED_MEMORY", "Measurement", "measure", "measure_device"]
 
 SHARED_MEMORY = "shared memory, in place"
 
 _LARGE_BYTES = 16 << 20
-_LARGE_TIMES = 4
-_SMALL_BYTES = 8
-_SMALL_TIMES = 100
 _TAG = 7
 
 
@@ -74,54 +70,28 @@ def measure(comm: Any, nodes: Sequence[Sequence[int]]) -> tuple[Measurement, ...
 
 def _copy() -> Measurement:
     source, target = np.ones(_LARGE_BYTES, np.uint8), np.empty(_LARGE_BYTES, np.uint8)
-    seconds = _best(lambda: np.copyto(target, source))
+    seconds = best_s(lambda: np.copyto(target, source))
     return Measurement("within a rank", "copy by NumPy", (0,), bytes_per_s=_LARGE_BYTES / seconds)
-
-
-def _best(step: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of a few steps; the first, which warms up, does not count.
-
-    Of several, the fastest is least disturbed by others on the machine.
-    """
-    step()
-    times = []
-    for _ in range(_LARGE_TIMES):
-        start_s = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start_s)
-    return max(min(times), 1e-9)
 
 
 def _messages(comm: Any, other: int, level: str) -> Measurement:
     """Send to `other` and back; ranks that are neither go on at once."""
     if comm.rank not in (0, other):
         return Measurement(level, "MPI messages", (0, other))
-    small, large = np.zeros(_SMALL_BYTES, np.uint8), np.zeros(_LARGE_BYTES, np.uint8)
-    step = _ping if comm.rank == 0 else _pong
     peer = other if comm.rank == 0 else 0
-    times = []
-    for _ in range(_SMALL_TIMES):
-        start_s = time.perf_counter()
-        step(comm, small, peer)
-        times.append(time.perf_counter() - start_s)
-    round_s = _best(lambda: step(comm, large, peer))
+    latency_s, bytes_per_s = ping_pong(
+        lambda buffer: comm.Send(buffer, peer, _TAG),
+        lambda buffer: comm.Recv(buffer, peer, _TAG),
+        first=comm.rank == 0,
+        large_bytes=_LARGE_BYTES,
+    )
     return Measurement(
         level,
         "MPI messages",
         (0, other),
-        latency_s=float(np.median(times)) / 2,
-        bytes_per_s=2 * _LARGE_BYTES / round_s,
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
     )
-
-
-def _ping(comm: Any, buffer: HostArray, peer: int) -> None:
-    comm.Send(buffer, peer, _TAG)
-    comm.Recv(buffer, peer, _TAG)
-
-
-def _pong(comm: Any, buffer: HostArray, peer: int) -> None:
-    comm.Recv(buffer, peer, _TAG)
-    comm.Send(buffer, peer, _TAG)
 
 
 def _shared_memory(comm: Any, other: int) -> Measurement:
@@ -147,7 +117,7 @@ def _shared_memory(comm: Any, other: int) -> Measurement:
             raise TransportError(node.why_not or f"rank {other} has no memory for others")
         theirs = node.open(tuple(address))[at : at + _LARGE_BYTES]
         mine = np.empty(_LARGE_BYTES, np.uint8)
-        seconds = _best(lambda: np.copyto(mine, theirs))
+        seconds = best_s(lambda: np.copyto(mine, theirs))
         if not mine.all():
             raise TransportError(f"rank 0 does not read what rank {other} has written")
         return Measurement(level, how, (0, other), bytes_per_s=_LARGE_BYTES / seconds)
@@ -185,6 +155,6 @@ def _device_copies() -> list[Measurement]:
         return step
 
     return [
-        Measurement(level, "copy by CUDA", (0,), bytes_per_s=_LARGE_BYTES / _best(finished(copy)))
+        Measurement(level, "copy by CUDA", (0,), bytes_per_s=_LARGE_BYTES / best_s(finished(copy)))
         for level, copy in copies.items()
     ]

@@ -10,12 +10,13 @@ from typing import Any
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.move import Move, prepared_move
 from mpimesh.errors import ClosedError, LayoutError, ReduceOpError, ShapeError
-from mpimesh.layout import Layout, Partial, Replicate
+from mpimesh.layout import Layout, RedistributionPlan, plan_redistribution
+from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.received import parts
 from mpimesh.transport import Request, Steps
 
-__all__ = ["start_carry"]
+__all__ = ["plan_carry", "start_carry"]
 
 _MOST_KEPT = 256
 
@@ -30,7 +31,6 @@ class _Carry:
         group: The ranks that take part.
         move: What this rank does.
         rule: What must agree over ranks.
-        reduced_by: The group whose all-reduce is all that there is to do; None if it is not.
     """
 
     source: Layout
@@ -38,7 +38,6 @@ class _Carry:
     group: ProcessGroup
     move: Move
     rule: str
-    reduced_by: ProcessGroup | None
 
 
 def start_carry(
@@ -85,9 +84,8 @@ def start_carry(
             mesh.kept.clear()
         mesh.kept[key] = carry
     group, move = carry.group, carry.move
-    if carry.reduced_by is not None and block is not None and not max_bytes:
-        whole = mesh.shared_empty(block.shape, dtype)
-        return carry.reduced_by.all_reduce(block, source.partial_op, out=whole).map(finish)
+    if move.plan.collective is not None and block is not None and not max_bytes:
+        return _start_collective(carry, mesh, block).map(finish)
     held = block if block is None or block.flags.c_contiguous else block.copy()
     begin: Callable[[], Request | Steps]
     end: Callable[[], HostArray | None]
@@ -123,49 +121,77 @@ def _carry(
     for layout in (source, target):
         if layout.partial_op == "mean" and dtype.kind not in "fcV":
             raise ReduceOpError(f"a mean of {dtype} would be cut off; {layout} needs floats")
-    numbering = None
+    group, numbering = _who(mesh, goal)
+    nodes = _nodes(group)
+    groups = _has_groups(mesh, goal, source, target)
+    move = prepared_move(
+        source, target, shape, dtype.itemsize, mesh.rank, numbering, nodes, mesh.links, groups
+    )
+    meshes = "" if source.mesh == target.mesh else f"{source.mesh!r} to {target.mesh!r}, "
+    rule = f"shape {shape}, {dtype}, {meshes}{source} -> {target}"
+    return _Carry(source, target, group, move, rule)
+
+
+def _who(mesh: DeviceMesh, goal: DeviceMesh) -> tuple[ProcessGroup, Mesh | None]:
+    """Return who takes part, and the mesh whose places are their numbers; None for the ranks."""
     if goal is not mesh:
         if goal.closed:
             raise ClosedError(f"rank {mesh.rank} cannot move an array to {goal!r}: it is closed")
         _check_same_ranks(mesh, goal)
-        group = mesh.everyone
-    elif mesh.contains_rank(mesh.rank):
-        group, numbering = mesh.group(), mesh.value
-    else:
-        group = mesh.everyone.alone()  # it holds nothing, and takes no part
-    nodes = _nodes(group)
-    move = prepared_move(source, target, shape, dtype.itemsize, mesh.rank, numbering, nodes)
-    meshes = "" if source.mesh == target.mesh else f"{source.mesh!r} to {target.mesh!r}, "
-    rule = f"shape {shape}, {dtype}, {meshes}{source} -> {target}"
-    return _Carry(
+        return mesh.everyone, None
+    if mesh.contains_rank(mesh.rank):
+        return mesh.group(), mesh.value
+    return mesh.everyone.alone(), None  # it holds nothing, and takes no part
+
+
+def plan_carry(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+) -> RedistributionPlan:
+    """Return the plan by which :func:`start_carry` would carry an array. Local."""
+    nodes: tuple[int, ...] = ()
+    if not mesh.closed and not goal.closed:
+        inside = mesh.contains_rank(mesh.rank)
+        # A rank that is left out knows the nodes of all by the communicator of all.
+        nodes = _nodes(_who(mesh, goal)[0] if inside else mesh.everyone)
+    return plan_redistribution(
         source,
         target,
-        group,
-        move,
-        rule,
-        _reduced_by(mesh, source, target) if goal is mesh else None,
+        shape,
+        itemsize,
+        nodes=nodes,
+        links=mesh.links,
+        collectives=_has_groups(mesh, goal, source, target),
     )
 
 
-def _reduced_by(mesh: DeviceMesh, source: Layout, target: Layout) -> ProcessGroup | None:
-    """Return the group along the dims that were partial, if there is one and nothing else changes.
+def _has_groups(mesh: DeviceMesh, goal: DeviceMesh, source: Layout, target: Layout) -> bool:
+    """Tell whether both layouts are of the live mesh as it is, which has a group for each dim."""
+    return goal is mesh and source.mesh == target.mesh == mesh.value
 
-    Its all-reduce takes the fastest way that was measured, also for few bytes and over nodes.
-    """
-    if source.mesh != target.mesh or source.mesh != mesh.value or not mesh.contains_rank(mesh.rank):
-        return None
-    changed = []
-    for dim, before, after in zip(mesh.dim_names, source.placement, target.placement, strict=True):
-        if before == after:
-            continue
-        if not isinstance(before, Partial) or not isinstance(after, Replicate):
-            return None
-        changed.append(dim)
-    long = [dim for dim in changed if mesh.dim_size(dim) > 1]
-    if len(long) == 1:
-        return mesh.group(long[0])
-    everyone = [dim for dim in mesh.dim_names if mesh.dim_size(dim) > 1]
-    return mesh.group() if changed and long == everyone else None
+
+def _start_collective(carry: _Carry, mesh: DeviceMesh, block: HostArray) -> CollectiveTensor:
+    """Start the collective of a group that does it all."""
+    plan = carry.move.plan
+    collective, source = plan.collective, plan.source
+    names = () if collective is None else collective.dims
+    group = mesh.group(names[0]) if len(names) == 1 else mesh.group()
+    out = mesh.shared_empty(carry.move.block_shape or (), block.dtype)
+    if collective is None or collective.kind == "all_reduce":
+        return group.all_reduce(block, source.partial_op, out=out)
+    axis = collective.axis
+    if collective.kind == "all_gather":
+        boxes = [source.box(plan.shape, rank) for rank in group.ranks]
+    else:
+        boxes = [plan.target.box(plan.shape, rank) for rank in group.ranks]
+    sizes = [box[axis][1] - box[axis][0] for box in boxes]
+    if collective.kind == "all_gather":
+        return group.all_gather(block, axis=axis, sizes=sizes, out=out)
+    return group.reduce_scatter(block, collective.op, axis=axis, sizes=sizes, out=out)
 
 
 def _nodes(group: ProcessGroup) -> tuple[int, ...]:

@@ -11,14 +11,37 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.errors import DTypeError
-from mpimesh.layout import Box, Layout, Phase, RedistributionPlan, plan_redistribution
+from mpimesh.layout import (
+    ASSUMED_LINKS,
+    Box,
+    Exchange,
+    Layout,
+    Links,
+    RedistributionPlan,
+    plan_redistribution,
+)
 from mpimesh.layout import Take as Wanted
 from mpimesh.mesh import Mesh
 from mpimesh.transport import Communicator, Request, Steps
 from mpimesh.transport.boxes import volume
 from mpimesh.transport.regions import Give, Part, Regions, Take
 
-__all__ = ["Move", "identity_of", "prepared_move"]
+__all__ = ["Move", "Stage", "identity_of", "prepared_move"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """One exchange as a rank sees it.
+
+    Attributes:
+        regions: What it takes and gives.
+        shape: The shape of what it takes into; None if it has no such array.
+        in_place: Whether it takes into the array that it gives of.
+    """
+
+    regions: Regions
+    shape: tuple[int, ...] | None
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,9 +51,7 @@ class Move:
     Attributes:
         plan: The plan.
         rank: The rank.
-        stages: For each exchange what it takes and gives, and the shape of what it takes into; a
-            rank that takes nothing has no shape.
-        kept: Where what this rank contributes lies in its last block; None for all of it.
+        stages: Its exchanges, one after the other.
         moves: Whether any rank gets anything from another.
         sent_bytes: What others get from this rank.
         received: What this rank gets: the place of a rank, bytes and messages, one after the other.
@@ -38,7 +59,7 @@ class Move:
 
     plan: RedistributionPlan
     rank: int
-    stages: tuple[tuple[Regions, tuple[int, ...] | None], ...]
+    stages: tuple[Stage, ...]
     moves: bool
     sent_bytes: int
     received: tuple[int, ...]
@@ -46,7 +67,7 @@ class Move:
     @property
     def block_shape(self) -> tuple[int, ...] | None:
         """The shape of the block in the end; None if this rank is to have none."""
-        return self.stages[-1][1]
+        return self.stages[-1].shape
 
     def alone(
         self,
@@ -56,9 +77,9 @@ class Move:
     ) -> HostArray | None:
         """Do what needs no other rank: only if nothing moves."""
         held = block
-        for number, (regions, shape) in enumerate(self.stages):
-            target = self._target(number, shape, dtype, empty)
-            for take in regions.takes:
+        for number, stage in enumerate(self.stages):
+            target = self._target(number, held, dtype, empty)
+            for take in stage.regions.takes:
                 if target is not None and held is not None:
                     target[take.box] = held[take.parts[0].box]
             held = self._reduced(number, target)
@@ -81,52 +102,51 @@ class Move:
             empty: Gives memory that the ranks of the node can reach.
             max_bytes: Most packed bytes at a time; 0 for no limit.
         """
-        if len(self.stages) == 1 and not self.plan.fill and self.plan.divisor == 1:
-            # Most moves are one exchange and nothing else.
-            regions, shape = self.stages[0]
-            target = None if shape is None else empty(shape, dtype)
-            only = partial(side.exchange_regions, block, target, regions, max_bytes=max_bytes)
-            return only, lambda: target
-        targets = [
-            self._target(number, shape, dtype, empty)
-            for number, (_, shape) in enumerate(self.stages)
-        ]
+        last = len(self.stages) - 1
+        held = block
 
         def exchange(number: int) -> Request | Steps:
-            held = block if number == 0 else self._reduced(number - 1, targets[number - 1])
-            regions, _ = self.stages[number]
-            return side.exchange_regions(held, targets[number], regions, max_bytes=max_bytes)
+            """Start one; what it takes into is `held` from then on, and the next one's source."""
+            nonlocal held
+            source, held = held, self._target(number, held, dtype, empty)
+            regions = self.stages[number].regions
+            return side.exchange_regions(source, held, regions, max_bytes=max_bytes)
 
         def steps() -> Steps:
-            for number in range(len(targets)):
+            for number in range(last + 1):
                 started = exchange(number)
                 if isinstance(started, Generator):
                     yield from started
                 else:
                     yield started
+                self._reduced(number, held)
 
-        last = len(targets) - 1
-        start = partial(exchange, 0) if last == 0 else steps
-        return start, lambda: self._reduced(last, targets[last])
+        if last:
+            return steps, lambda: held
+        return partial(exchange, 0), lambda: self._reduced(0, held)
 
     def _target(
         self,
         number: int,
-        shape: tuple[int, ...] | None,
+        held: HostArray | None,
         dtype: DType,
         empty: Callable[[Sequence[int], DType], HostArray],
     ) -> HostArray | None:
         """Return what an exchange is to write into."""
-        if shape is None:
+        stage = self.stages[number]
+        if stage.shape is None:
             return None
-        target = empty(shape, dtype)
-        if self.plan.fill and number + 1 == len(self.stages):
+        if stage.in_place:
+            return held
+        target = empty(stage.shape, dtype)
+        if self.plan.fill and number == self.plan.into_block:
             target[...] = identity_of(self.plan.fill, dtype)
         return target
 
     def _reduced(self, number: int, target: HostArray | None) -> HostArray | None:
         """Make the mean of what an exchange has summed."""
-        if number == 0 and self.plan.divisor > 1 and target is not None:
+        divides = self.plan.divisor > 1 and number == self.plan.last_reduction
+        if divides and target is not None:
             np.divide(target, self.plan.divisor, out=target, casting="unsafe")
         return target
 
@@ -159,6 +179,8 @@ def prepared_move(
     rank: int,
     numbering: Mesh | None,
     nodes: tuple[int, ...],
+    links: Links = ASSUMED_LINKS,
+    collectives: bool = False,
 ) -> Move:
     """Return what `rank` has to do; the same object for the same question.
 
@@ -170,25 +192,32 @@ def prepared_move(
         rank: This rank.
         numbering: The mesh whose offsets are the communicator's ranks; None if the ranks are.
         nodes: The node of each rank.
+        links: How fast bytes get from rank to rank.
+        collectives: Whether a collective of a group may do it.
     """
-    plan = plan_redistribution(source, target, shape, itemsize, nodes=nodes)
+    plan = plan_redistribution(
+        source, target, shape, itemsize, nodes=nodes, links=links, collectives=collectives
+    )
     number_of = (lambda who: who) if numbering is None else numbering.offset_of
     stages = []
-    for phase in plan.phases:
+    block = plan.block(rank)
+    for number, phase in enumerate(plan.phases):
         into = phase.target.box(rank) if phase.target.holds(rank) else None
-        if phase is plan.phases[-1]:
-            into = plan.block(rank)
         mine = phase.source.box(rank) if phase.source.holds(rank) else ()
+        if number >= plan.into_block:
+            into = block
+        if phase.in_place and block is not None:
+            mine = block
         takes = (
             []
             if into is None
-            else [_take(phase, take, into, number_of) for take in phase.takes(rank)]
+            else [_take(plan, phase, take, into, number_of) for take in phase.takes(rank)]
         )
         gives = [Give(number_of(who), _inside(box, mine)) for who, box in phase.gives(rank)]
         shape_of = None if into is None else _extent(into)
-        stages.append((Regions(tuple(takes), tuple(gives)), shape_of))
-    moves = bool(plan.traffic()[1].any())
-    exchanges = [regions for regions, _ in stages]
+        stages.append(Stage(Regions(tuple(takes), tuple(gives)), shape_of, phase.in_place))
+    moves = plan.total_messages > 0
+    exchanges = [stage.regions for stage in stages]
     sent = itemsize * sum(volume(give.box) for regions in exchanges for give in regions.gives)
     place = number_of(rank) if numbering is None or numbering.contains_rank(rank) else -1
     received = _received(exchanges, itemsize, place)
@@ -206,10 +235,17 @@ def _received(stages: Iterable[Regions], itemsize: int, place: int) -> tuple[int
     return tuple(rows)
 
 
-def _take(phase: Phase, take: Wanted, into: Box, number_of: Callable[[int], int]) -> Take:
+def _take(
+    plan: RedistributionPlan,
+    phase: Exchange,
+    take: Wanted,
+    into: Box,
+    number_of: Callable[[int], int],
+) -> Take:
     parts = []
     for who in take.ranks:
-        tile = phase.source.box(who)
+        held = plan.block(who) if phase.in_place else None
+        tile = phase.source.box(who) if held is None else held
         parts.append(Part(number_of(who), _extent(tile), _inside(take.box, tile)))
     return Take(_inside(take.box, into), tuple(parts), phase.op if len(parts) > 1 else "")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpimesh.arrays import Array, DType, HostArray
 from mpimesh.dtensor.blocks import agreed_blocks, host_block, writable_block
-from mpimesh.dtensor.carry import start_carry
+from mpimesh.dtensor.carry import plan_carry, start_carry
 from mpimesh.dtensor.held import Held
 from mpimesh.dtensor.kept import fitting_layout
 from mpimesh.dtensor.methods import Methods
@@ -22,7 +22,6 @@ from mpimesh.layout import (
     PlacementLike,
     RedistributionPlan,
     Replicate,
-    plan_redistribution,
 )
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
@@ -151,13 +150,14 @@ class DTensor(Held, Methods):
     def plan(
         self, placements: PlacementLike | None = None, *, mesh: DeviceMesh | None = None
     ) -> RedistributionPlan:
-        """Return what :meth:`redistribute` would move. Local.
+        """Return what :meth:`redistribute` would move, between which nodes, and how. Local.
 
         Raises:
             LayoutError: If the placements do not fit.
         """
         target = self._target(placements, mesh)
-        return plan_redistribution(self.layout, target, self.shape, self.itemsize)
+        goal = self.mesh if mesh is None else mesh
+        return plan_carry(self.mesh, self.layout, goal, target, self.shape, self.itemsize)
 
     def redistribute(
         self,

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from mpimesh.layout.axis_layout import AxisLayout
 from mpimesh.layout.axis_specs import MATCH, UNSHARDED
+from mpimesh.layout.collectives import Collective
 from mpimesh.layout.dtensor_type import DTensorType
 from mpimesh.layout.halo import HaloPlan, plan_halo
 from mpimesh.layout.layout import Layout
+from mpimesh.layout.links import ASSUMED_LINKS, Link, Links
 from mpimesh.layout.phase import Phase, Take
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.plan import RedistributionPlan, plan_redistribution
 from mpimesh.layout.rule import Operand, OpRule, cheapest
 from mpimesh.layout.spec import PARTIAL_OPS, Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.tiling import Box, Tiling
+from mpimesh.layout.ways import Exchange
 
 __all__ = [
+    "ASSUMED_LINKS",
     "MATCH",
     "PARTIAL_OPS",
     "UNSHARDED",
     "AxisLayout",
     "Box",
+    "Collective",
     "DTensorType",
+    "Exchange",
     "HaloPlan",
     "Layout",
+    "Link",
+    "Links",
     "OpRule",
     "Operand",
     "Partial",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from mpimesh.layout.tiling import Box, Tiling
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
 
-__all__ = ["Phase", "Take"]
+__all__ = ["Given", "Phase", "Take", "Wanted", "boxes_of", "counted", "ravel"]
 
 _TABLE_ENTRIES = 1 << 20
 """Most entries of a table of ranks and copies that is looked through at a time."""
@@ -43,6 +43,49 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What a rank gets, as tables of one row for each tile of the source that it meets.
+
+    Attributes:
+        leaves: For each axis (rows,): the intervals of those tiles.
+        starts: Where the boxes begin: (rows, axes).
+        stops: Where they end: (rows, axes).
+        ranks: Who holds them: (rows, summands).
+    """
+
+    leaves: list[Integers]
+    starts: Integers
+    stops: Integers
+    ranks: Integers
+
+    def takes(self) -> list[Take]:
+        """Return the rows as values."""
+        boxes = boxes_of(self.starts, self.stops)
+        return [Take(box, tuple(who)) for box, who in zip(boxes, self.ranks.tolist(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """What other ranks take of a rank's tile, as tables of one row for each of them.
+
+    Attributes:
+        ranks: Who takes: (rows,).
+        leaves: For each axis (rows,): the interval of the tile, the same in all rows.
+        starts: Where the boxes begin: (rows, axes).
+        stops: Where they end: (rows, axes).
+    """
+
+    ranks: Integers
+    leaves: list[Integers]
+    starts: Integers
+    stops: Integers
+
+    def gives(self) -> list[tuple[int, Box]]:
+        """Return the rows as values."""
+        return list(zip(self.ranks.tolist(), boxes_of(self.starts, self.stops), strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Phase:
     """An exchange.
 
@@ -53,6 +96,7 @@ class Phase:
         partial: The dims of the source's mesh along which ranks hold summands.
         tied: Dims along which a rank takes only from ranks at its own coordinate.
         nodes: The node of each rank; empty if all count as near.
+        inside: Whether nothing comes from other nodes, as who made it knows.
     """
 
     source: Tiling
@@ -61,62 +105,63 @@ class Phase:
     partial: tuple[int, ...] = ()
     tied: tuple[int, ...] = ()
     nodes: tuple[int, ...] = field(default=(), repr=False)
+    inside: bool = False
+
+    in_place: ClassVar[bool] = False
+    """Whether what the ranks hold lies in the same memory as what they are to hold."""
 
     # -- one rank --------------------------------------------------------------------
 
     def takes(self, rank: int) -> list[Take]:
         """Return what `rank` gets, also from itself; in row-major order of the source's tiles."""
+        wanted = self.wanted(rank)
+        return [] if wanted is None else wanted.takes()
+
+    def wanted(self, rank: int) -> Wanted | None:
+        """Return what :meth:`takes` does, as tables; None for nothing."""
         if not self.target.holds(rank):
-            return []
+            return None
         box = self.target.box(rank)
         grid = self.source.meeting(box)
-        leaves = [axis.reshape(-1) for axis in np.meshgrid(*grid, indexing="ij")] if grid else []
         count = prod(len(axis) for axis in grid)
         if not count:
-            return []
-        coords = self._chosen(leaves, np.full(count, rank, np.int64))
-        ranks = self._with_partial(coords).tolist()
-        starts, stops = [], []
-        for bounds, leaf, (start, stop) in zip(self.source.bounds, leaves, box, strict=True):
-            starts.append(np.maximum(bounds[leaf], start).tolist())
-            stops.append(np.minimum(bounds[leaf + 1], stop).tolist())
-        boxes: list[Box] = (
-            [tuple(zip(*row, strict=True)) for row in zip(zip(*starts), zip(*stops))]  # noqa: B905
-            if leaves
-            else [()]
-        )
-        return [Take(part, tuple(who)) for part, who in zip(boxes, ranks, strict=True)]
+            return None
+        leaves = [axis.reshape(-1) for axis in np.meshgrid(*grid, indexing="ij")] if grid else []
+        coords = self.chosen(leaves, np.full(count, rank, np.int64))
+        edges = np.empty((2, count, len(box)), np.int64)
+        for axis, (bounds, leaf) in enumerate(zip(self.source.bounds, leaves, strict=True)):
+            edges[0, :, axis] = np.maximum(bounds[leaf], box[axis][0])
+            edges[1, :, axis] = np.minimum(bounds[leaf + 1], box[axis][1])
+        return Wanted(leaves, edges[0], edges[1], self._with_partial(coords))
 
     def gives(self, rank: int) -> list[tuple[int, Box]]:
         """Return which other ranks take what of the tile of `rank`, in the order of the target."""
+        given = self.given(rank)
+        return [] if given is None else given.gives()
+
+    def given(self, rank: int) -> Given | None:
+        """Return what :meth:`gives` does, as tables; None for nothing."""
         if not self.source.holds(rank):
-            return []
+            return None
         box = self.source.box(rank)
         if any(start >= stop for start, stop in box):
-            return []
+            return None
         mine = self.source.mesh.coords_of(rank)
         coords = self._receivers(box, mine)
-        receivers = places_of(self.target.mesh).ranks[_ravel(coords, self.target.mesh.shape())]
+        receivers = places_of(self.target.mesh).ranks[ravel(coords, self.target.mesh.shape())]
         own = self.source.leaves_of(np.array([mine], np.int64).reshape(1, -1))
         leaves = [np.broadcast_to(leaf, len(receivers)) for leaf in own]
-        chosen = self._chosen(leaves, receivers)
+        chosen = self.chosen(leaves, receivers)
         asked = receivers != rank
-        for dim in self._copies():
+        for dim in self.copies():
             asked &= chosen[:, dim] == mine[dim]
-        target_leaves = self.target.leaves_of(coords[asked])
-        edges = [
-            (
-                np.maximum(bounds[leaf], start).tolist(),
-                np.minimum(bounds[leaf + 1], stop).tolist(),
-            )
-            for bounds, leaf, (start, stop) in zip(
-                self.target.bounds, target_leaves, box, strict=True
-            )
-        ]
-        return [
-            (who, tuple((starts[row], stops[row]) for starts, stops in edges))
-            for row, who in enumerate(receivers[asked].tolist())
-        ]
+        receivers = receivers[asked]
+        edges = np.empty((2, len(receivers), len(box)), np.int64)
+        rows = zip(self.target.bounds, self.target.leaves_of(coords[asked]), strict=True)
+        for axis, (bounds, leaf) in enumerate(rows):
+            edges[0, :, axis] = np.maximum(bounds[leaf], box[axis][0])
+            edges[1, :, axis] = np.minimum(bounds[leaf + 1], box[axis][1])
+        return Given(receivers, [leaf[asked] for leaf in leaves], edges[0], edges[1])
 
     # -- all ranks -------------------------------------------------------------------
 
@@ -136,7 +181,7 @@ class Phase:
             bounds, source = self.target.bounds[axis], self.source.bounds[axis]
             start, stop = bounds[leaf], bounds[leaf + 1]
             elements *= stop - start
-            full = _counted(source)
+            full = counted(source)
             first = np.searchsorted(source, start, "right") - 1
             last = np.searchsorted(source, stop, "left")
             messages *= np.where(start < stop, full[np.maximum(first, last)] - full[first], 0)
@@ -149,13 +194,19 @@ class Phase:
             messages[places.coords[:, dim] > 0] = 0
         return elements, messages
 
+    def crossing(self) -> tuple[Integers, Integers]:
+        """Return how much of that comes from other nodes."""
+        from mpimesh.layout.crossing import crossing
+
+        return crossing(self)
+
     # -- who takes from whom -----------------------------------------------------------
 
-    def _copies(self) -> list[int]:
-        """The source's dims of which one coordinate has to be chosen."""
+    def copies(self) -> list[int]:
+        """Return the source's dims of which one coordinate has to be chosen."""
         return [dim for dim in self.source.free_dims if dim not in self.partial]
 
-    def _chosen(self, leaves: Sequence[Integers], receivers: Integers) -> Integers:
+    def chosen(self, leaves: Sequence[Integers], receivers: Integers) -> Integers:
         """Return the coordinates of whom each receiver takes a tile from; 0 along partial dims.
 
         Shapes:
@@ -163,7 +214,7 @@ class Phase:
             receivers: (pairs,), ranks.
             result: (pairs, mesh dims).
         """
-        mesh, copies = self.source.mesh, self._copies()
+        mesh, copies = self.source.mesh, self.copies()
         coords = np.zeros((len(receivers), mesh.ndim), np.int64)
         for dim, column in self.source.coords_of_leaves(leaves).items():
             coords[:, dim] = column
@@ -194,7 +245,7 @@ class Phase:
             bounds, source = target.bounds[axis], self.source.bounds[axis]
             first = np.searchsorted(bounds, source[leaf], "right") - 1
             last = np.searchsorted(bounds, source[leaf + 1], "left")
-            full = _counted(bounds)  # blocks without elements have no turn
+            full = counted(bounds)  # blocks without elements have no turn
             turn = turn * np.maximum(full[last] - full[first], 1) + full[own] - full[first]
         for dim in target.free_dims:
             turn = turn * target.mesh.dims[dim].size + coords[:, dim]
@@ -204,17 +255,17 @@ class Phase:
         """Take a copy on the receiver's node where there is one, in place."""
         mesh = self.source.mesh
         places, node_of = places_of(mesh), np.array(self.nodes, np.int64)
-        copies = [dim for dim in self._copies() if dim not in self.tied]
+        copies = [dim for dim in self.copies() if dim not in self.tied]
         sizes = [mesh.dims[dim].size for dim in copies]
         choices = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes or [1]), axis=1)
-        chosen = places.ranks[_ravel(coords, mesh.shape())]
+        chosen = places.ranks[ravel(coords, mesh.shape())]
         far = np.flatnonzero(node_of[chosen] != node_of[receivers])
         step = max(1, _TABLE_ENTRIES // len(choices))
         for rows in (far[at : at + step] for at in range(0, len(far), step)):
             base = coords[rows].copy()
             base[:, copies] = 0
             weights = np.array([mesh.strides[dim] for dim in copies], np.int64)
-            offsets = _ravel(base, mesh.shape())[:, None] + choices[:, : len(copies)] @ weights
+            offsets = ravel(base, mesh.shape())[:, None] + choices[:, : len(copies)] @ weights
             near = node_of[places.ranks[offsets]] == node_of[receivers[rows]][:, None]
             count = near.sum(axis=1)
             some = np.flatnonzero(count)
@@ -227,7 +278,7 @@ class Phase:
     def _with_partial(self, coords: Integers) -> Integers:
         """Return the ranks at `coords`, at all coordinates along partial dims: (pairs, parts)."""
         mesh = self.source.mesh
-        offsets = _ravel(coords, mesh.shape())
+        offsets = ravel(coords, mesh.shape())
         sizes = [mesh.dims[dim].size for dim in self.partial]
         weights = np.array([mesh.strides[dim] for dim in self.partial], np.int64)
         parts = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes or [1]), axis=1)
@@ -254,12 +305,22 @@ class Phase:
         return coords
 
 
-def _counted(bounds: Integers) -> Integers:
+def boxes_of(starts: Integers, stops: Integers) -> list[Box]:
+    """Return the boxes that begin and end so: (rows, axes) each."""
+    if not starts.shape[1]:
+        return [()] * len(starts)
+    axes = range(starts.shape[1])
+    edges = [zip(starts[:, axis].tolist(), stops[:, axis].tolist(), strict=True) for axis in axes]
+    return list(zip(*edges, strict=True))
+
+
+def counted(bounds: Integers) -> Integers:
     """Return, for each interval and the end, how many before it have elements."""
     return np.concatenate([[0], np.cumsum(bounds[:-1] < bounds[1:])])
 
 
-def _ravel(coords: Integers, shape: Sequence[int]) -> Integers:
+def ravel(coords: Integers, shape: Sequence[int]) -> Integers:
+    """Return the row-major offsets of coordinates: (rows, dims) gives (rows,)."""
     offsets = np.zeros(len(coords), np.int64)
     for dim, size in enumerate(shape):
         offsets = offsets * size + coords[:, dim]

@@ -12,11 +12,14 @@ import numpy as np
 
 from mpimesh.errors import LayoutError
 from mpimesh.layout.checks import as_shape, as_whole
-from mpimesh.layout.cuts import Cut, cut_further
+from mpimesh.layout.collectives import Collective, collective_of
+from mpimesh.layout.cuts import Cut
 from mpimesh.layout.layout import Layout
-from mpimesh.layout.phase import Phase
+from mpimesh.layout.links import ASSUMED_LINKS, Links
+from mpimesh.layout.places import places_of
 from mpimesh.layout.spec import Partial, Replicate, Shard
 from mpimesh.layout.tiling import Box, Tiling
+from mpimesh.layout.ways import Exchange, Task, exchange_s, ways
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
@@ -43,15 +46,23 @@ class RedistributionPlan:
         divisor: By what the result of the reduction is to be divided, for ``Partial("mean")``.
         fill: The reduction with whose identity a block is filled before what it contributes is
             written into it; empty if the last exchange fills the block.
+        links: What times were reckoned with.
+        ways: The ways that there were, each with the seconds that it is said to take; the first
+            was taken. Empty if there was one only.
+        collective: The collective of a group that does it in place of the exchanges, and moves the
+            same; None if the exchanges are done.
     """
 
     source: Layout
     target: Layout
     shape: tuple[int, ...]
     itemsize: int
-    phases: tuple[Phase, ...]
+    phases: tuple[Exchange, ...]
     divisor: int = 1
     fill: str = ""
+    links: Links = ASSUMED_LINKS
+    ways: tuple[tuple[str, float], ...] = ()
+    collective: Collective | None = None
 
     def block(self, rank: int) -> Box | None:
         """Return the box that `rank` has in the end; None if it is not in the target's mesh."""
@@ -95,28 +106,38 @@ class RedistributionPlan:
         """
         held = 0 if (box := self.held(rank)) is None else _elements(box)
         last = 0 if (box := self.block(rank)) is None else _elements(box)
-        peak, before = held, held
+        peak, before = held, 0
         for number, phase in enumerate(self.phases):
-            end = number + 1 == len(self.phases)
-            after = last
-            if not end:
+            if not phase.in_place:
                 here = phase.target.mesh.contains_rank(rank)
                 after = _elements(phase.target.box(rank)) if here else 0
+                after = last if number >= self.into_block else after
+                blocks, before = before + after, after
+            else:
+                blocks = before
             packed = sum(_elements(box) for _, box in phase.gives(rank)) + sum(
                 _elements(take.box) * sum(who != rank for who in take.ranks)
                 for take in phase.takes(rank)
             )
             if max_bytes:
                 packed = min(packed, max_bytes // self.itemsize)
-            kept = held if number else 0
-            peak = max(peak, kept + before + after + packed)
-            before = after
+            peak = max(peak, held + blocks + packed)
         return self.itemsize * peak
+
+    @property
+    def into_block(self) -> int:
+        """The number of the first exchange that writes into the block that each rank is to have."""
+        return len(self.phases) - 1 - self.phases[-1].in_place
+
+    @property
+    def last_reduction(self) -> int:
+        """The number of the last exchange that reduces; -1 if none does."""
+        return max((at for at, phase in enumerate(self.phases) if phase.op), default=-1)
 
     # -- all ranks -------------------------------------------------------------------------
 
     def traffic(self) -> tuple[Integers, Integers]:
-        """Return the bytes and the messages that each rank gets from others.
+        """Return the bytes and the messages that each rank of the target's mesh gets from others.
 
         Shapes:
             result: (ranks of the target's mesh,) each, in row-major order.
@@ -129,26 +150,28 @@ class RedistributionPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes that all ranks together get from others."""
-        return int(self.traffic()[0].sum())
+        return _totals(self)[0]
 
     @property
     def total_messages(self) -> int:
         """Boxes that all ranks together get from others."""
-        return int(self.traffic()[1].sum())
+        return _totals(self)[1]
 
-    def predicted_s(self, *, latency_s: float = 2e-6, bytes_per_s: float = 5e9) -> float:
-        """Return about how long it takes: the longest, over the ranks, of what they receive.
+    @property
+    def crossing_bytes(self) -> int:
+        """Bytes that all nodes together get from other nodes; 0 where all ranks share one."""
+        return self.itemsize * sum(int(phase.crossing()[0].sum()) for phase in self.phases)
+
+    def predicted_s(self, links: Links | None = None) -> float:
+        """Return about how long it takes: of each exchange the longest of what a rank receives.
 
         Args:
-            latency_s: What a message costs however short it is.
-            bytes_per_s: How fast a rank receives.
+            links: What a message costs and how fast bytes come; those of the plan if None.
         """
-        seconds = 0.0
-        for phase in self.phases:
-            elements, messages = phase.received()
-            times = messages * latency_s + elements * (self.itemsize / bytes_per_s)
-            seconds += float(times.max(initial=0.0))
-        return seconds
+        if links is None and self.ways:
+            return self.ways[0][1]
+        links = self.links if links is None else links
+        return sum(exchange_s(phase, self.itemsize, links) for phase in self.phases)
 
     def __repr__(self) -> str:
         return (
@@ -170,6 +193,8 @@ def plan_redistribution(
     itemsize: int = 1,
     *,
     nodes: Sequence[int] | Integers = (),
+    links: Links = ASSUMED_LINKS,
+    collectives: bool = False,
 ) -> RedistributionPlan:
     """Plan how an array gets from `source` to `target`.
 
@@ -179,7 +204,12 @@ def plan_redistribution(
             some of them, or none.
         shape: The array's global shape.
         itemsize: Bytes of an element.
-        nodes: The node of each rank, so that copies on the same node are taken first.
+        nodes: The node of each rank, so that copies on the same node are taken first, and bytes
+            from other nodes come to each node once where that is faster.
+        links: How fast bytes get from rank to rank. The same on all ranks that plan, as are all
+            arguments.
+        collectives: Whether the ranks have groups along the dims of the mesh, so that a
+            collective of theirs may do it.
 
     Raises:
         LayoutError: If a layout does not fit `shape`, `itemsize` is no whole number of bytes, or
@@ -202,7 +232,7 @@ def plan_redistribution(
     if len(nodes) and len(nodes) <= largest:
         raise LayoutError(f"nodes must have every rank, 0 to {largest}, but has {len(nodes)}")
     near = tuple(map(int, nodes)) if len(set(nodes)) > 1 else ()
-    return _plan(source, target, shape, itemsize, near)
+    return _plan(source, target, shape, itemsize, near, links, collectives)
 
 
 @lru_cache(maxsize=256)
@@ -211,7 +241,9 @@ def _plan(
     target: Layout,
     shape: tuple[int, ...],
     itemsize: int,
-    near: tuple[int, ...],
+    nodes: tuple[int, ...],
+    links: Links,
+    collectives: bool,
 ) -> RedistributionPlan:
     same_mesh = source.mesh.dims == target.mesh.dims and source.mesh.ids == target.mesh.ids
     pairs = list(zip(source.placement, target.placement, strict=True)) if same_mesh else []
@@ -227,32 +259,62 @@ def _plan(
     )
     op = source.partial_op if partial else ""
     divisor = prod(source.mesh.dims[d].size for d in partial) if op == "mean" else 1
-    first = source.tiling(shape)
     last, fill = _contributed(source, target, shape, same_mesh=same_mesh, tied=tied)
-    wire_op = "sum" if op == "mean" else op
-
-    def phase(before: Tiling, after: Tiling, *, reducing: bool = True) -> Phase:
-        if reducing:
-            return Phase(before, after, wire_op, partial, tied, near)
-        return Phase(before, after, tied=tied, nodes=near)
-
-    spread = _spread(last, tied) if partial and prod(shape) * itemsize > _ONE_SHOT_BYTES else None
-    phases = (
-        (phase(first, last),)
-        if spread is None
-        else (phase(first, spread), phase(spread, last, reducing=False))
+    task = Task(
+        source.tiling(shape),
+        last,
+        "sum" if op == "mean" else op,
+        partial,
+        tied,
+        nodes,
+        same_mesh,
+        prod(shape) * itemsize <= _ONE_SHOT_BYTES,
+        _collective(source, target, shape, nodes) if collectives and same_mesh else None,
     )
-    return RedistributionPlan(source, target, shape, itemsize, phases, divisor, fill)
+    found = ways(task, itemsize, links)
+    told: dict[str, float] = {}
+    for way in found:
+        told.setdefault(way.name, way.predicted_s)  # of several by one name, the fastest
+    return RedistributionPlan(
+        source,
+        target,
+        shape,
+        itemsize,
+        found[0].phases,
+        divisor,
+        fill,
+        links,
+        tuple(told.items()) if len(found) > 1 else (),
+        found[0].collective,
+    )
+
+
+def _collective(
+    source: Layout, target: Layout, shape: tuple[int, ...], nodes: tuple[int, ...]
+) -> Collective | None:
+    """Return the collective that may do it: inside a node only an all-reduce is better."""
+    found = collective_of(source, target, shape)
+    return found if found is not None and (nodes or found.kind == "all_reduce") else None
+
+
+@lru_cache(maxsize=256)
+def _totals(plan: RedistributionPlan) -> tuple[int, int]:
+    rows = [phase.received() for phase in plan.phases]
+    elements, messages = (sum(int(column.sum()) for column in both) for both in zip(*rows))  # noqa: B905
+    return elements * plan.itemsize, messages
 
 
 @lru_cache(maxsize=256)
 def _traffic(plan: RedistributionPlan) -> tuple[Integers, Integers]:
-    nbytes = np.zeros(plan.target.mesh.size, np.int64)
+    ranks = places_of(plan.target.mesh).ranks
+    nbytes = np.zeros(len(ranks), np.int64)
     messages = nbytes.copy()
     for phase in plan.phases:
-        here = phase.received()
-        nbytes += here[0] * plan.itemsize
-        messages += here[1]
+        offsets = places_of(phase.target.mesh).offsets_of(ranks)
+        here = offsets >= 0
+        elements, boxes = phase.received()
+        nbytes[here] += elements[offsets[here]] * plan.itemsize
+        messages[here] += boxes[offsets[here]]
     nbytes.flags.writeable = messages.flags.writeable = False
     return nbytes, messages
 
@@ -294,25 +356,6 @@ def _contributed(
         splits[axis].append((dim, cut))
     fill = target.partial_op if parts or first_only else ""
     return Tiling.of_cuts(mesh, shape, splits, tuple(first_only)), fill
-
-
-def _spread(last: Tiling, tied: tuple[int, ...]) -> Tiling | None:
-    """Return `last` with its copies split, so that nothing is reduced twice; None if it has none.
-
-    What is split innermost stays inside the block that its rank is to have.
-    """
-    mesh = last.mesh
-    free = [dim for dim in last.free_dims if dim not in tied and mesh.dims[dim].size > 1]
-    if not free or not last.shape:
-        return None
-    axis_dims = [list(dims) for dims in last.axis_dims]
-    bounds = list(last.bounds)
-    for dim in free:
-        # The axis whose longest block can be cut best.
-        axis = max(range(len(bounds)), key=lambda a: (int(np.diff(bounds[a]).max(initial=0)), -a))
-        bounds[axis] = cut_further(bounds[axis], Cut(mesh.dims[dim].size))
-        axis_dims[axis].append(dim)
-    return Tiling(mesh, last.shape, tuple(map(tuple, axis_dims)), tuple(bounds), last.first_only)
 
 
 def _box_of(layout: Layout, shape: tuple[int, ...], rank: int) -> Box | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from mpimesh.layout.phase import Phase
+from mpimesh.layout.links import Link, Links
 from mpimesh.layout.plan import RedistributionPlan
+from mpimesh.layout.two_levels import Fetching, Sharing
+from mpimesh.layout.ways import Exchange
 
 __all__ = ["plan_text"]
 
@@ -28,22 +30,48 @@ def plan_text(plan: RedistributionPlan) -> str:
         )
         lines.append(
             f"  peak memory of rank {rank}: {_size(plan.peak_bytes(rank))}; "
-            f"about {_seconds(plan.predicted_s())} at 2 us a message and 5 GB/s"
+            f"about {_seconds(plan.predicted_s())} at {_speeds(plan.links)}"
         )
+        lines += _over_nodes(plan)
     else:
         lines.append("  nothing moves between ranks")
     return "\n".join(lines)
 
 
-def _phase_line(phase: Phase, itemsize: int) -> str:
+def _phase_line(phase: Exchange, itemsize: int) -> str:
     elements, messages = phase.received()
     if not elements.any():
         return "each rank keeps or cuts what it has"
     what = f"{_size(int(elements.sum()) * itemsize)} in {int(messages.sum())} messages"
+    if phase.nodes and (far := int(phase.crossing()[0].sum())):
+        what += f", {_size(far * itemsize)} of it between nodes"
     if phase.op:
         dims = ", ".join(phase.source.mesh.dim_names[dim] for dim in phase.partial)
         return f"reduce ({phase.op}) over {dims} on the way: {what}"
+    if isinstance(phase, Fetching):
+        return f"each rank takes what is near, and a part of what its node lacks: {what}"
+    if isinstance(phase, Sharing):
+        return f"ranks of a node read these parts of each other: {what}"
     return f"each rank takes what it lacks: {what}"
+
+
+def _over_nodes(plan: RedistributionPlan) -> list[str]:
+    """Say which way was taken over nodes, if there was a choice."""
+    if len(plan.ways) < 2:
+        return []
+    (name, _), (other, other_s), *_ = plan.ways
+    return [f"  done {name}; {other} it would take about {_seconds(other_s)}"]
+
+
+def _speeds(links: Links) -> str:
+    how = "as measured" if links.measured else "as assumed"
+    if links.near == links.far:
+        return f"{_speed(links.near)}, {how}"
+    return f"{_speed(links.near)} in a node, {_speed(links.far)} between nodes, {how}"
+
+
+def _speed(link: Link) -> str:
+    return f"{link.latency_s * 1e6:.3g} us a message and {link.bytes_per_s / 1e9:.3g} GB/s"
 
 
 def _size(nbytes: int) -> str:

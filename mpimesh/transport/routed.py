@@ -105,12 +105,12 @@ class RoutedCommunicator(MPICommunicator):
         small = bool(self._chunk_setting)
         found = find_neighbours(self._comm, self._node, self._choices.number, small)
         self._why, self._kept = found.why_not, found.kept
-        if found.team is None:
-            return {}
         self._several_nodes = len(found.nodes) > 1
         if self._several_nodes:
             node_of = {rank: node for node, ranks in enumerate(found.nodes) for rank in ranks}
             self.nodes = tuple(node_of[rank] for rank in range(self.size))
+        if found.team is None:
+            return {}
         self.lending = found.team.lending(next(r for r in found.nodes if self.rank in r))
         self._team = found.team
         self._neighbours = next(ranks for ranks in found.nodes if self.rank in ranks)

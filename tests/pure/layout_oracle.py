@@ -74,17 +74,16 @@ def first_blocks(layout, shape, rng):
     return (reduced(layout.partial_op, values) if waiting else values[0]), blocks
 
 
-def exchanged(phase, held, received):
+def exchanged(phase, held, counts, nodes=None):
     """What the ranks hold after one phase; both sides must speak of the same boxes.
 
-    Adds to the (elements, messages) that each rank has in `received`.
+    Adds to the (elements, messages, those of them from other nodes) of each rank in `counts`.
     """
-    given = {
-        (giver, taker): box
-        for giver in phase.source.mesh.ids
-        for taker, box in phase.gives(giver)
-        if elements(box) or not box
-    }
+    given: dict[tuple[int, int], list[Any]] = {}
+    for giver in phase.source.mesh.ids:
+        for taker, box in phase.gives(giver):
+            if elements(box) or not box:
+                given.setdefault((giver, taker), []).append(box)
     boxes = {rank: phase.source.box(rank) for rank in phase.source.mesh.ids}
     after = {}
     for rank in phase.target.mesh.ids:
@@ -92,35 +91,41 @@ def exchanged(phase, held, received):
             assert phase.takes(rank) == []
             continue
         own = phase.target.box(rank)
-        block = np.full([stop - start for start, stop in own], np.nan)
+        fresh = np.full([stop - start for start, stop in own], np.nan)
+        block = held[rank].copy() if phase.in_place else fresh
         for take in phase.takes(rank):
             values = []
             for who in take.ranks:
                 values.append(cut(held[who], take.box, boxes[who]))
                 if who != rank:
-                    assert given.pop((who, rank)) == take.box
-                    received[rank] += (elements(take.box), 1)
+                    assert given[who, rank].pop(0) == take.box
+                    far = nodes is not None and nodes[who] != nodes[rank]
+                    size = elements(take.box)
+                    counts[rank] += (size, 1, size * far, int(far))
             value = reduce(COMBINE[phase.op], values) if phase.op else values[0]
             assert phase.op or len(values) == 1
             assert np.isnan(cut(block, take.box, own)).all(), "taken twice"
+            assert not np.isnan(value).any(), "taken of what is not there"
             cut(block, take.box, own)[...] = value
-        assert not np.isnan(block).any(), "never taken"
         after[rank] = block
-    assert not given, f"given, but not taken: {given}"
+    assert not any(given.values()), f"given, but not taken: {given}"
     return after
 
 
-def simulate(plan, blocks):
+def simulate(plan, blocks, nodes=None):
     """The blocks in the end: each phase in turn, the division, and what fills the rest.
 
-    Also, for each rank of the target's mesh in order, the elements and messages it received.
+    Also, for each rank of both meshes, the elements and messages it received, and how many of
+    them from other nodes.
     """
-    received = {rank: np.zeros(2, np.int64) for rank in plan.target.mesh.ids}
-    for phase in plan.phases:
-        blocks = exchanged(phase, blocks, received)
-        if phase.op:
+    ranks = dict.fromkeys([*plan.source.mesh.ids, *plan.target.mesh.ids])
+    counts = {rank: np.zeros(4, np.int64) for rank in ranks}
+    reducing = [number for number, phase in enumerate(plan.phases) if phase.op]
+    for number, phase in enumerate(plan.phases):
+        blocks = exchanged(phase, blocks, counts, nodes)
+        if number in reducing[-1:]:
             blocks = {rank: block / plan.divisor for rank, block in blocks.items()}
-    counts = np.stack(list(received.values()))
+    assert not any(np.isnan(block).any() for block in blocks.values()), "never taken"
     if not plan.fill:
         return blocks, counts
     full = {}
@@ -130,6 +135,17 @@ def simulate(plan, blocks):
         if rank in blocks:
             cut(full[rank], plan.phases[-1].target.box(rank), box)[...] = blocks[rank]
     return full, counts
+
+
+def crossing_at_least(source, target, shape, nodes):
+    """How many elements come to nodes at least: what a node needs, and none of its ranks has."""
+    wanted = {nodes[rank]: np.zeros(shape, bool) for rank in target.mesh.ids}
+    for rank in target.mesh.ids:
+        cut(wanted[nodes[rank]], oracle_box(target, shape, rank))[...] = True
+    for rank in source.mesh.ids:
+        if nodes[rank] in wanted:
+            cut(wanted[nodes[rank]], oracle_box(source, shape, rank))[...] = False
+    return sum(int(lacking.sum()) for lacking in wanted.values())
 
 
 def assert_holds(layout, shape, blocks, array):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpimesh.errors import LayoutError
-from mpimesh.layout import Layout, Partial, plan_redistribution
+from mpimesh.layout import Layout, Link, Links, Partial, plan_redistribution
 from mpimesh.mesh import Mesh
 
 PAIR = Mesh("a=2")
@@ -106,9 +106,10 @@ def plan_bytes_of_mean(source):
 
 def test_the_time_is_that_of_the_busiest_rank_of_each_exchange():
     plan = plan_redistribution(Layout(PAIR, "S0"), Layout(PAIR, "R"), (5,), 8)
-    assert plan.predicted_s(latency_s=1.0, bytes_per_s=8.0) == 1 + 3
+    slow = Links(near=Link(latency_s=1.0, bytes_per_s=8.0))
+    assert plan.predicted_s(slow) == 1 + 3
     both = plan_redistribution(Layout(PAIR, "P"), Layout(PAIR, "R"), (8000,), 8)
-    assert both.predicted_s(latency_s=1.0, bytes_per_s=8.0) == 2 * (1 + 4000)
+    assert both.predicted_s(slow) == 2 * (1 + 4000)
     assert plan_redistribution(Layout(PAIR, "R"), Layout(PAIR, "S0"), (5,)).predicted_s() == 0
 
 
@@ -119,7 +120,7 @@ def test_texts():
         "2048 x 2048, 8 bytes each: dp=S0, tp=R on dp=2,tp=2 -> dp=R, tp=S1 on dp=2,tp=2",
         "  1. each rank takes what it lacks: 32.0 MiB in 4 messages",
         "  all ranks receive 32.0 MiB in 4 messages; rank 0 the most: 8.0 MiB in 1",
-        "  peak memory of rank 0: 48.0 MiB; about 1.7 ms at 2 us a message and 5 GB/s",
+        "  peak memory of rank 0: 48.0 MiB; about 1.7 ms at 2 us a message and 5 GB/s, as assumed",
     ]
     reduced = plan_redistribution(Layout(mesh, "P,R"), Layout(mesh, "R,R"), (2048, 2048), 8)
     assert "  1. reduce (sum) over dp on the way: 32.0 MiB in 4 messages" in str(reduced)

@@ -9,11 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.layout import Layout, Shard, plan_redistribution
+from mpimesh.layout import (
+    ASSUMED_LINKS,
+    Layout,
+    Link,
+    Links,
+    Phase,
+    Shard,
+    plan_redistribution,
+)
+from mpimesh.layout.two_levels import Fetching, Sharing
 from mpimesh.mesh import Mesh
 from tests.pure.layout_oracle import (
     MAX_RANK,
     assert_holds,
+    crossing_at_least,
     elements,
     first_blocks,
     lacking,
@@ -28,18 +38,22 @@ LARGE = 4096  # bytes of an element: what is reduced for several ranks goes in t
 node_lists = st.lists(st.integers(0, 2), min_size=MAX_RANK + 1, max_size=MAX_RANK + 1)
 
 
-def walk(source, target, shape, *, array, blocks, itemsize=8, nodes=()):
+def walk(source, target, shape, *, array, blocks, itemsize=8, nodes=(), links=ASSUMED_LINKS):
     """Walk through the plan; check values and bytes."""
-    plan = plan_redistribution(source, target, shape, itemsize, nodes=nodes)
-    after, counts = simulate(plan, blocks)
+    plan = plan_redistribution(source, target, shape, itemsize, nodes=nodes, links=links)
+    after, counts = simulate(plan, blocks, nodes or None)
     assert_holds(target, shape, after, array)
     received, messages = plan.traffic()
-    assert np.array_equal(received, itemsize * counts[:, 0])
-    assert np.array_equal(messages, counts[:, 1])
+    assert received.tolist() == [itemsize * counts[rank][0] for rank in target.mesh.ids]
+    assert messages.tolist() == [counts[rank][1] for rank in target.mesh.ids]
+    assert plan.crossing_bytes == itemsize * sum(row[2] for row in counts.values())
     if not partial_dims(source) and not partial_dims(target):
-        assert len(plan.phases) == 1
+        assert [type(phase) for phase in plan.phases] in ([Phase], [Fetching, Sharing])
         least = [itemsize * lacking(source, target, shape, rank) for rank in target.mesh.ids]
         assert received.tolist() == least
+        if len(plan.phases) == 2:
+            at_least = crossing_at_least(source, target, shape, nodes)
+            assert plan.crossing_bytes == itemsize * at_least
     return plan
 
 
@@ -75,11 +89,22 @@ def test_every_pair_of_placements_over_nodes(nodes, itemsize):
             walk(source, Layout(mesh, others), shape, **options)
 
 
-@given(moves(), st.sampled_from([1, 8, LARGE]), st.just(()) | node_lists, st.integers(0, 9))
-def test_any_layout_to_any_layout(move, itemsize, nodes, seed):
+SLOW_BETWEEN = Links(Link(1e-9, 1e12), Link(1e-9, 1e3))
+"""Where what crosses the network is all that counts."""
+
+
+@given(
+    moves(),
+    st.sampled_from([1, 8, LARGE]),
+    st.just(()) | node_lists,
+    st.integers(0, 9),
+    st.sampled_from([ASSUMED_LINKS, SLOW_BETWEEN]),
+)
+def test_any_layout_to_any_layout(move, itemsize, nodes, seed, links):
     source, target, shape = move
     array, blocks = first_blocks(source, shape, np.random.default_rng(seed))
-    plan = walk(source, target, shape, array=array, blocks=blocks, itemsize=itemsize, nodes=nodes)
+    options = {"array": array, "blocks": blocks, "itemsize": itemsize, "nodes": nodes}
+    plan = walk(source, target, shape, **options, links=links)
     for number, rank in enumerate(target.mesh.ids):
         assert plan.received_bytes(rank) == plan.traffic()[0][number]
         assert plan.messages(rank) == plan.traffic()[1][number]
@@ -98,7 +123,7 @@ def test_any_layout_to_any_layout(move, itemsize, nodes, seed):
 @given(moves(partial=False), node_lists)
 def test_a_copy_on_the_same_node_is_taken(move, nodes):
     source, target, shape = move
-    (phase,) = plan_redistribution(source, target, shape, nodes=nodes).phases
+    phase = plan_redistribution(source, target, shape, nodes=nodes).phases[0]
     held = {rank: oracle_box(source, shape, rank) for rank in source.mesh.ids}
     for rank in target.mesh.ids:
         for take in phase.takes(rank):

@@ -1,0 +1,344 @@
+"""What each node lacks of the tiles that its ranks are to have, and which rank fetches what.
+
+*Mates* are the ranks of a node that are to have the same tile. What the node holds no copy of is
+*far*, and so it is for all of them. Each byte of it is fetched once: the far boxes stand in
+row-major order of the source's tiles, all their elements in one row, and each mate has an equal
+stretch of that row. Where a stretch would end inside a box, it ends at the last slice of the
+box before, slices being taken along its longest axis.
+
+Nobody lists the far boxes of others. A node holds few tiles, as many as it has ranks at most, so
+where a far box stands in the row is where it stands among all boxes, which is arithmetic, less
+what the node holds before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpimesh.layout.phase import Phase, counted, ravel
+from mpimesh.layout.places import places_of
+
+if TYPE_CHECKING:
+    from mpimesh.layout.tiling import Integers
+
+__all__ = ["Marks", "NodeNeeds", "node_needs"]
+
+_TABLE_ENTRIES = 1 << 19
+"""Most entries of a table of groups and tiles of their nodes that is looked through at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Marks:
+    """Where far boxes stand in the row of all, one entry for each of them.
+
+    Attributes:
+        begins: How many far elements stand before.
+        axes: Their longest axis.
+        lengths: How long that is.
+        slices: The elements of a slice across it.
+    """
+
+    begins: Integers
+    axes: Integers
+    lengths: Integers
+    slices: Integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeNeeds:
+    """The far boxes of one exchange that reduces nothing.
+
+    Mates form a *group*. Whoever holds nothing is in none.
+
+    Attributes:
+        phase: The exchange.
+        groups: The group of each rank of the target's mesh, in its order; -1 for none.
+        places: Its place among its mates.
+        mates: The mates of all groups one after the other, as offsets in the target's mesh.
+        first: Where those of a group begin, and at last the end.
+        starts: Where the tile of each group begins: (groups, axes).
+        stops: Where it ends.
+        near: The source's tiles that a group's node holds: (groups, most of a node, axes) is
+            ``tiles[node_of_group]``.
+        elements: How many far elements a group has.
+        boxes: How many far boxes.
+    """
+
+    phase: Phase
+    groups: Integers
+    places: Integers
+    mates: Integers
+    first: Integers
+    starts: Integers
+    stops: Integers
+    elements: Integers
+    boxes: Integers
+    _node_of: Integers
+    _tied_of: Integers
+    _tiles: Integers
+    _tied: Integers
+
+    # -- groups --------------------------------------------------------------------------
+
+    def counts(self, groups: Integers) -> Integers:
+        """Return how many mates groups have."""
+        return self.first[groups + 1] - self.first[groups]
+
+    @property
+    def shares(self) -> bool:
+        """Whether any far box has several ranks to fetch it."""
+        return bool(((np.diff(self.first) > 1) & (self.elements > 0)).any())
+
+    # -- far boxes -------------------------------------------------------------------------
+
+    def marks(self, groups: Integers, leaves: Sequence[Integers]) -> Marks:
+        """Return where far boxes stand.
+
+        Shapes:
+            groups: (boxes,): who lacks each.
+            leaves: For each axis (boxes,): the intervals of the source's tiles.
+        """
+        begins, lengths = self._stand(groups, leaves)
+        elements = lengths.prod(axis=-1)
+        before, _ = self._held_before(groups, begins)
+        # An array without axes is one slice.
+        axes = lengths.argmax(axis=-1) if lengths.shape[-1] else np.zeros(len(groups), np.int64)
+        longest = lengths.max(axis=-1, initial=1)
+        return Marks(begins - before, axes, longest, elements // np.maximum(longest, 1))
+
+    def pieces(
+        self, groups: Integers, places: Integers, marks: Marks, starts: Integers, stops: Integers
+    ) -> Integers:
+        """Cut far boxes to what mates fetch of them, in place; tell which have anything.
+
+        Shapes:
+            groups: (boxes,).
+            places: (boxes,): of the mate.
+            starts: (boxes, axes).
+            stops: (boxes, axes).
+            result: (boxes,) of bool.
+        """
+        rows = np.arange(len(groups))
+        count = np.maximum(self.counts(groups), 1)
+        cuts = [
+            np.clip(
+                (place * self.elements[groups] // count - marks.begins) // marks.slices,
+                0,
+                marks.lengths,
+            )
+            for place in (places, places + 1)
+        ]
+        if starts.shape[1]:
+            begin = starts[rows, marks.axes]
+            starts[rows, marks.axes], stops[rows, marks.axes] = begin + cuts[0], begin + cuts[1]
+        has: Integers = cuts[0] < cuts[1]
+        return has
+
+    def fetched(self) -> tuple[Integers, Integers]:
+        """Return how many far elements, in how many boxes, each rank of the target's mesh fetches.
+
+        In the row-major order of the mesh.
+        """
+        held = np.flatnonzero(self.groups >= 0)
+        groups, places = self.groups[held], self.places[held]
+        elements = np.zeros(len(self.groups), np.int64)
+        boxes = elements.copy()
+        begin, first, _ = self._cut(groups, places)
+        end, _, last = self._cut(groups, places + 1)
+        elements[held] = end - begin
+        boxes[held] = np.where(end > begin, last - first, 0)
+        return elements, boxes
+
+    def count(self) -> None:
+        """Work out how much each group lacks, once."""
+        groups = np.arange(len(self.elements))
+        self.elements[...] = (self.stops - self.starts).prod(axis=1)
+        self.boxes[...] = 1
+        for axis, bounds in enumerate(self.phase.source.bounds):
+            low, high, _ = self._meets(bounds, self.starts[:, axis], self.stops[:, axis])
+            self.boxes[...] *= high - low
+        for rows in self._steps(groups):
+            _, held = self._held(groups[rows])
+            self.elements[rows] -= held.sum(axis=1)
+            self.boxes[rows] -= (held > 0).sum(axis=1)
+        self.boxes[self.elements == 0] = 0
+
+    # -- arithmetic ------------------------------------------------------------------------
+
+    def _stand(self, groups: Integers, leaves: Sequence[Integers]) -> tuple[Integers, Integers]:
+        """Return what stands before tiles in the boxes of groups, and how long they are there.
+
+        Shapes:
+            result: as `leaves`, and with the axes at the end.
+        """
+        shape = np.broadcast_shapes(groups.shape, *(leaf.shape for leaf in leaves))
+        begins: Integers = np.zeros(shape, np.int64)
+        slab = np.ones_like(begins)
+        lengths: Integers = np.ones((*shape, len(leaves)), np.int64)
+        rest = self._rest
+        for axis, leaf in enumerate(leaves):
+            bounds = self.phase.source.bounds[axis]
+            start, stop = self.starts[groups, axis], self.stops[groups, axis]
+            first = np.maximum(bounds[leaf], start)
+            lengths[..., axis] = np.maximum(np.minimum(bounds[leaf + 1], stop) - first, 0)
+            begins += (first - start) * slab * rest[groups, axis]
+            slab *= lengths[..., axis]
+        return begins, lengths
+
+    @property
+    def _rest(self) -> Integers:
+        """For each group and axis the elements of a slice of one along it and those before."""
+        lengths = self.stops - self.starts
+        behind = np.cumprod(lengths[:, ::-1], axis=1)[:, ::-1]
+        return np.concatenate([behind[:, 1:], np.ones((len(lengths), 1), np.int64)], axis=1)
+
+    def _held(self, groups: Integers) -> tuple[Integers, Integers]:
+        """Return where the tiles that groups' nodes hold stand, in order, and their elements.
+
+        Shapes:
+            result: (groups, most tiles of a node) each; those without elements stand last.
+        """
+        nodes = self._node_of[groups]
+        tiles = self._tiles[nodes]
+        leaves = [tiles[..., axis] for axis in range(tiles.shape[-1])]
+        begins, lengths = self._stand(groups[:, None], leaves)
+        if not leaves:
+            begins, lengths = (
+                np.broadcast_to(one, tiles.shape[:2] + one.shape[2:]) for one in (begins, lengths)
+            )
+        elements = np.where(
+            self._tied[nodes] == self._tied_of[groups][:, None], lengths.prod(axis=-1), 0
+        )
+        begins = np.where(elements > 0, begins, np.iinfo(np.int64).max)
+        order = np.argsort(begins, axis=1, kind="stable")
+        return np.take_along_axis(begins, order, 1), np.take_along_axis(elements, order, 1)
+
+    def _held_by_all(self, groups: Integers) -> tuple[Integers, Integers]:
+        """Return the same, worked out once for each group however often it is there."""
+        unique, inverse = np.unique(groups, return_inverse=True)
+        where, elements = self._held(unique)
+        return where[inverse.reshape(-1)], elements[inverse.reshape(-1)]
+
+    def _held_before(self, groups: Integers, begins: Integers) -> tuple[Integers, Integers]:
+        """Return the elements, and the boxes, that nodes hold before `begins`."""
+        found = np.zeros((2, len(groups)), np.int64)
+        for rows in self._steps(groups):
+            where, elements = self._held_by_all(groups[rows])
+            before = (where < begins[rows][:, None]) & (elements > 0)
+            found[:, rows] = (elements * before).sum(axis=1), before.sum(axis=1)
+        return found[0], found[1]
+
+    def _cut(self, groups: Integers, places: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return where the stretches of mates begin, in far elements and in far boxes.
+
+        Returns:
+            The elements before; the boxes that end before; those that begin before.
+        """
+        found = np.zeros((3, len(groups)), np.int64)
+        for rows in self._steps(groups):
+            found[:, rows] = self._cut_rows(groups[rows], places[rows])
+        return found[0], found[1], found[2]
+
+    def _cut_rows(self, groups: Integers, places: Integers) -> tuple[Integers, ...]:
+        source = self.phase.source
+        total = self.elements[groups]
+        at = places * total // np.maximum(self.counts(groups), 1)
+        where, elements = self._held_by_all(groups)
+        # Where the row of far elements is interrupted by each tile that the node holds.
+        breaks = where - (np.cumsum(elements, axis=1) - elements)
+        passed = (breaks <= at[:, None]) & (elements > 0)
+        skipped, near = (elements * passed).sum(axis=1), passed.sum(axis=1)
+        left = at + skipped
+        index, slab = np.zeros_like(at), np.ones_like(at)
+        lengths = np.ones((len(at), max(1, len(source.bounds))), np.int64)
+        rest = self._rest
+        for axis, bounds in enumerate(source.bounds):
+            start, stop = self.starts[groups, axis], self.stops[groups, axis]
+            unit = np.maximum(slab * rest[groups, axis], 1)
+            leaf = np.searchsorted(bounds, start + left // unit, "right") - 1
+            leaf = np.clip(leaf, 0, len(bounds) - 2)
+            first = np.maximum(bounds[leaf], start)
+            lengths[:, axis] = np.minimum(bounds[leaf + 1], stop) - first
+            left -= (first - start) * unit
+            slab *= lengths[:, axis]
+            low, high, full = self._meets(bounds, start, stop)
+            index = index * (high - low) + full[leaf] - low
+        box = slab // np.maximum(lengths.max(axis=1), 1)
+        inside = left // np.maximum(box, 1) * box
+        begun = index - near
+        is_end = at >= total
+        return (
+            np.where(is_end, total, at - left + inside),
+            np.where(is_end, self.boxes[groups], begun),
+            np.where(is_end, self.boxes[groups], begun + (inside > 0)),
+        )
+
+    @staticmethod
+    def _meets(bounds: Integers, start: Integers, stop: Integers) -> tuple[Integers, ...]:
+        """Return the first interval with elements that is met, that after the last, all counts."""
+        full = counted(bounds)
+        low = full[np.searchsorted(bounds, start, "right") - 1]
+        return low, np.maximum(full[np.searchsorted(bounds, stop, "left")], low), full
+
+    def _steps(self, groups: Integers) -> list[slice]:
+        step = max(1, _TABLE_ENTRIES // max(1, self._tiles.shape[1]))
+        return [slice(at, at + step) for at in range(0, len(groups), step)]
+
+
+@lru_cache(maxsize=64)
+def node_needs(phase: Phase) -> NodeNeeds:
+    """Work out what the nodes need of each other in an exchange that reduces nothing.
+
+    Cost:
+        O(ranks) integers, and O(ranks of a node) for each group while it is looked at.
+    """
+    source, target = phase.source, phase.target
+    node_of = np.array(phase.nodes, np.int64)
+    _, numbers = np.unique(node_of, return_inverse=True)
+    numbers = numbers.reshape(-1)
+    givers, takers = places_of(source.mesh), places_of(target.mesh)
+
+    # The tiles that each node holds: rows (node, coordinates along tied dims, intervals).
+    holds = ~givers.coords[:, list(source.first_only)].any(axis=1)
+    sizes = [source.mesh.dims[dim].size for dim in phase.tied]
+    tied = ravel(givers.coords[:, list(phase.tied)], sizes)
+    rows = np.stack([numbers[givers.ranks], tied, *source.leaves_of(givers.coords)], axis=1)
+    rows = np.unique(rows[holds], axis=0)
+    nodes, begins, counts = np.unique(rows[:, 0], return_index=True, return_counts=True)
+    places = np.arange(len(rows)) - np.repeat(begins, counts)
+    most = int(counts.max(initial=0))
+    tiles = np.zeros((len(node_of), most, rows.shape[1] - 2), np.int64)[: numbers.max() + 1]
+    tied_of_tiles = np.full(tiles.shape[:2], -1, np.int64)
+    of_rows = np.repeat(nodes, counts)
+    tiles[of_rows, places] = rows[:, 2:]
+    tied_of_tiles[of_rows, places] = rows[:, 1]
+
+    # The mates: ranks alike in node, coordinates along tied dims, and intervals.
+    has = np.flatnonzero(~takers.coords[:, list(target.first_only)].any(axis=1))
+    coords = takers.coords[has]
+    same = ravel(coords[:, list(phase.tied)], sizes)
+    leaves = target.leaves_of(coords)
+    keys = np.stack([numbers[takers.ranks[has]], same, *leaves], axis=1)
+    unique, index, group = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    group = group.reshape(-1)
+    order = np.argsort(group, kind="stable")
+    first = np.searchsorted(group[order], np.arange(len(unique) + 1))
+    groups = np.full(target.mesh.size, -1, np.int64)
+    groups[has] = group
+    place = np.zeros(target.mesh.size, np.int64)
+    place[has[order]] = np.arange(len(has)) - first[group[order]]
+    edges = np.empty((2, len(unique), len(leaves)), np.int64)
+    for axis, (bounds, leaf) in enumerate(zip(target.bounds, leaves, strict=True)):
+        edges[:, :, axis] = bounds[leaf[index]], bounds[leaf[index] + 1]
+    nothing = np.zeros(len(unique), np.int64)
+    needs = NodeNeeds(
+        phase, groups, place, has[order], first, edges[0], edges[1], nothing, nothing.copy(),
+        unique[:, 0], unique[:, 1], tiles, tied_of_tiles,
+    )  # fmt: skip
+    needs.count()
+    return needs

@@ -1,0 +1,248 @@
+"""The ways to carry a redistribution out, of which the one that is said to be fastest is taken.
+
+At once: every rank takes what it is to have from whoever holds it, and where copies of a reduced
+value are wanted, each is reduced once and then passed on. Over nodes there are further ways, for
+ranks of a node share its link to the others:
+
+* what is only moved comes to each node once (`two_levels`);
+* what one collective of a group does, where messages are short, is left to that
+  (`collectives`);
+* what is reduced is reduced inside each node first, each rank a piece; then between the nodes; and
+  then it is brought to where it is to be. It takes dims that run inside nodes (`node_dims`).
+
+All ranks reckon with the same numbers, so all find the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
+
+import numpy as np
+
+from mpimesh.layout.collectives import Collective
+from mpimesh.layout.cuts import Cut, cut_further
+from mpimesh.layout.links import Links
+from mpimesh.layout.node_dims import node_dims
+from mpimesh.layout.node_needs import node_needs
+from mpimesh.layout.phase import Phase
+from mpimesh.layout.places import places_of
+from mpimesh.layout.tiling import Tiling
+from mpimesh.layout.two_levels import Fetching, Sharing
+
+__all__ = ["AT_ONCE", "TWO_LEVELS", "Exchange", "Task", "Way", "cut_copies", "exchange_s", "ways"]
+
+Exchange: TypeAlias = Phase | Fetching | Sharing
+
+AT_ONCE = "each rank from each"
+TWO_LEVELS = "on two levels"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """What is to be done.
+
+    Attributes:
+        first: What the ranks hold.
+        last: What they are to hold.
+        op: The reduction over `partial`; empty for none.
+        partial: The dims of the first mesh along which ranks hold summands.
+        tied: The dims along which both stay summands.
+        nodes: The node of each rank; empty if all share one.
+        same_mesh: Whether both are tilings over one mesh.
+        one_shot: Whether each rank may reduce for itself what several are to have.
+        collective: The collective of a group that does it all; None if there is none.
+    """
+
+    first: Tiling
+    last: Tiling
+    op: str
+    partial: tuple[int, ...]
+    tied: tuple[int, ...]
+    nodes: tuple[int, ...]
+    same_mesh: bool
+    one_shot: bool
+    collective: Collective | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Way:
+    """One way to do it.
+
+    Attributes:
+        name: What it is called.
+        phases: Its exchanges, one after the other.
+        predicted_s: How long it is said to take; 0.0 where there is no other, and none reckoned.
+        collective: What does it in place of its exchanges, and moves the same; None if nothing.
+    """
+
+    name: str
+    phases: tuple[Exchange, ...]
+    predicted_s: float = 0.0
+    collective: Collective | None = None
+
+
+def ways(task: Task, itemsize: int, links: Links) -> list[Way]:
+    """Return the ways that there are, the fastest first; of equal ones, the simplest."""
+    candidates = list(_candidates(task))
+    if len(candidates) == 1 and task.collective is None:
+        return [Way(*candidates[0])]
+    known: dict[Exchange, float] = {}  # by their identity; several ways begin alike
+
+    def seconds(phase: Exchange) -> float:
+        if phase not in known:
+            known[phase] = exchange_s(phase, itemsize, links)
+        return known[phase]
+
+    found = [Way(name, phases, sum(map(seconds, phases))) for name, phases in candidates]
+    if task.collective is not None:
+        found.append(_as_collective(task.collective, found[0], itemsize, links))
+    by_time = sorted(found, key=lambda way: way.predicted_s)
+    # An all-reduce takes the fastest way that was measured, also for few bytes and over nodes.
+    return sorted(by_time, key=lambda way: "all_reduce" not in way.name)
+
+
+def _as_collective(
+    collective: Collective,
+    at_once: Way,
+    itemsize: int,
+    links: Links,
+) -> Way:
+    """Return the way by a collective: its bytes are those of all at once, its messages fewer."""
+    only_bytes = Links(replace(links.near, latency_s=0.0), replace(links.far, latency_s=0.0))
+    bytes_s = sum(exchange_s(phase, itemsize, only_bytes) for phase in at_once.phases)
+    link = links.far if at_once.phases[0].nodes else links.near
+    return Way(
+        str(collective), at_once.phases, bytes_s + collective.steps * link.latency_s, collective
+    )
+
+
+def exchange_s(phase: Exchange, itemsize: int, links: Links) -> float:
+    """Return about how long an exchange takes: the longest, over the ranks, of what comes.
+
+    What comes to a node from others comes over one link, and its ranks meet before and after.
+    """
+    elements, messages = phase.received()
+    if not phase.nodes:
+        near = links.near
+        times = messages * near.latency_s + elements * (itemsize / near.bytes_per_s)
+        return float(times.max(initial=0.0))
+    if not messages.any():
+        return 0.0
+    far_elements, far_messages = phase.crossing()
+    node_of = np.array(phase.nodes, np.int64)[places_of(phase.target.mesh).ranks]
+    _, nodes = np.unique(node_of, return_inverse=True)
+    nodes = nodes.reshape(-1)
+    of_node = np.bincount(nodes, weights=far_elements)
+    times = (
+        far_messages * links.far.latency_s
+        + of_node[nodes] * (itemsize / links.far.bytes_per_s)
+        + (messages - far_messages) * links.near.latency_s
+        + (elements - far_elements) * (itemsize / links.near.bytes_per_s)
+    )
+    return float(times.max(initial=0.0)) + 2 * links.near.latency_s
+
+
+def _candidates(task: Task) -> Iterator[tuple[str, tuple[Exchange, ...]]]:
+    first, last = task.first, task.last
+    if not task.partial:
+        yield from _moves(Phase(first, last, tied=task.tied, nodes=task.nodes))
+        return
+    spread = None if task.one_shot else cut_copies(last, task.tied)
+    reduced = Phase(first, spread or last, task.op, task.partial, task.tied, task.nodes)
+    if spread is None:
+        yield AT_ONCE, (reduced,)
+    else:
+        for name, phases in _moves(Phase(spread, last, tied=task.tied, nodes=task.nodes)):
+            yield name, (reduced, *phases)
+    if task.nodes:
+        yield from _reductions(task)
+
+
+def _moves(phase: Phase) -> Iterator[tuple[str, tuple[Exchange, ...]]]:
+    """Yield the ways to move what is not to be reduced."""
+    yield AT_ONCE, (phase,)
+    if phase.nodes and node_needs(phase).shares:
+        yield TWO_LEVELS, (Fetching(phase), Sharing(phase))
+
+
+def _reductions(task: Task) -> Iterator[tuple[str, tuple[Exchange, ...]]]:
+    """Yield the ways to reduce inside nodes first.
+
+    Each rank reduces a piece of its node's sum, so the tiles are cut along an axis; the pieces of
+    all nodes are reduced by whoever is to have them, or by who is nearest to that.
+    """
+    split = node_dims(task.first.mesh, task.nodes)
+    partial, tied = split.dims(task.partial), split.dims(task.tied)
+    sizes = [dim.size for dim in split.mesh.dims]
+    near = tuple(dim for dim in partial if dim in split.near)
+    far = tuple(dim for dim in partial if dim not in split.near and sizes[dim] > 1)
+    if not near or not far or not task.first.shape:
+        return
+    first = split.tiling(task.first)
+    last = split.tiling(task.last) if task.same_mesh else task.last
+    # Copies inside a node reduce a piece each, too.
+    cutting = [dim for dim in (*near, *first.free_dims) if dim in split.near and dim not in tied]
+    cutting = list(dict.fromkeys(cutting))
+    bases = [first]
+    if task.same_mesh:
+        bases.append(_kept(last, set(cutting)))
+    for axis in range(len(first.shape)):
+        here = _cut(first, axis, cutting)
+        inside = Phase(first, here, task.op, near, (*tied, *far), task.nodes, inside=True)
+        for base in bases:
+            there = _cut(base, axis, cutting)
+            free = [dim for dim in there.free_dims if dim in far]
+            there = _cut_longest(there, free)
+            between = Phase(here, there, task.op, far, tied, task.nodes)
+            if task.same_mesh and _are_alike(there, last):
+                yield TWO_LEVELS, (inside, between)
+                continue
+            for _, phases in _moves(Phase(there, last, tied=tied, nodes=task.nodes)):
+                yield TWO_LEVELS, (inside, between, *phases)
+
+
+def cut_copies(last: Tiling, tied: tuple[int, ...]) -> Tiling | None:
+    """Return a tiling with its copies split, so that nothing is reduced twice; None if it has none.
+
+    What is split innermost stays inside the block that its rank is to have.
+    """
+    free = [dim for dim in last.free_dims if dim not in tied and last.mesh.dims[dim].size > 1]
+    return _cut_longest(last, free) if free and last.shape else None
+
+
+def _cut_longest(tiling: Tiling, dims: list[int]) -> Tiling:
+    """Cut by each of `dims` the axis whose longest block can be cut best."""
+    for dim in dims:
+        lengths = [int(np.diff(bounds).max(initial=0)) for bounds in tiling.bounds]
+        tiling = _cut(tiling, lengths.index(max(lengths)), [dim])
+    return tiling
+
+
+def _cut(tiling: Tiling, axis: int, dims: list[int]) -> Tiling:
+    """Cut the blocks of one axis by `dims`, innermost."""
+    axis_dims, bounds = list(tiling.axis_dims), list(tiling.bounds)
+    for dim in dims:
+        bounds[axis] = cut_further(bounds[axis], Cut(tiling.mesh.dims[dim].size))
+        axis_dims[axis] = (*axis_dims[axis], dim)
+    return Tiling(tiling.mesh, tiling.shape, tuple(axis_dims), tuple(bounds), tiling.first_only)
+
+
+def _kept(tiling: Tiling, without: set[int]) -> Tiling:
+    """Return a tiling that is cut only as far as none of the dims `without` cuts an axis."""
+    axis_dims, bounds = [], []
+    for dims, edges in zip(tiling.axis_dims, tiling.bounds, strict=True):
+        kept = next((at for at, dim in enumerate(dims) if dim in without), len(dims))
+        axis_dims.append(dims[:kept])
+        bounds.append(edges[:: prod(tiling.mesh.dims[dim].size for dim in dims[kept:])])
+    return Tiling(tiling.mesh, tiling.shape, tuple(axis_dims), tuple(bounds))
+
+
+def _are_alike(one: Tiling, other: Tiling) -> bool:
+    return (
+        one.axis_dims == other.axis_dims
+        and one.first_only == other.first_only
+        and all(map(np.array_equal, one.bounds, other.bounds))
+    )
