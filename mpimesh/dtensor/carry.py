@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -183,15 +183,27 @@ def _start_collective(carry: _Carry, mesh: DeviceMesh, block: HostArray) -> Coll
     out = mesh.shared_empty(carry.move.block_shape or (), block.dtype)
     if collective is None or collective.kind == "all_reduce":
         return group.all_reduce(block, source.partial_op, out=out)
-    axis = collective.axis
+    axis, joined = collective.axis, collective.joined_axis
+    shape, target = plan.shape, plan.target
     if collective.kind == "all_gather":
-        boxes = [source.box(plan.shape, rank) for rank in group.ranks]
-    else:
-        boxes = [plan.target.box(plan.shape, rank) for rank in group.ranks]
-    sizes = [box[axis][1] - box[axis][0] for box in boxes]
-    if collective.kind == "all_gather":
+        sizes = _sizes(source, shape, group.ranks, axis)
         return group.all_gather(block, axis=axis, sizes=sizes, out=out)
-    return group.reduce_scatter(block, collective.op, axis=axis, sizes=sizes, out=out)
+    sizes = _sizes(target, shape, group.ranks, axis)
+    if collective.kind == "reduce_scatter":
+        return group.reduce_scatter(block, collective.op, axis=axis, sizes=sizes, out=out)
+    return group.all_to_all(
+        block,
+        split_axis=axis,
+        concat_axis=joined,
+        sizes=sizes,
+        recv_sizes=_sizes(source, shape, group.ranks, joined),
+        out=out,
+    )
+
+
+def _sizes(layout: Layout, shape: tuple[int, ...], ranks: Sequence[int], axis: int) -> list[int]:
+    """Return how long the blocks of some ranks are along an axis."""
+    return [layout.local_shape(shape, rank)[axis] for rank in ranks]
 
 
 def _nodes(group: ProcessGroup) -> tuple[int, ...]:

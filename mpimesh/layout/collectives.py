@@ -1,13 +1,11 @@
 """Redistributions that a collective of one group does: what it is called there, and its time.
 
 A small all-gather or reduce-scatter of MPI takes about ``log2(n)`` messages one after the other,
-where each rank from each takes ``n - 1``.
-
-An all-to-all is not among them: in both MPIs an ``Alltoallv`` is a send and a receive for each
-pair of ranks, as ours is, so it has as many messages, and those inside nodes as well, where ours
-are reads. What it saves is calls from Python: with 64 KiB and less for each pair it took
-0.2 to 0.75 of the time of ordered pairs under Open MPI, and as long under MPICH; with 1 MiB as long
-under both, on 4 and 8 ranks of 2 cores.
+where each rank from each takes ``n - 1``. An all-to-all has as many messages as there are pairs, in
+both MPIs, but starts them from C: with 64 KiB and less for each pair it took 0.2 to 0.75 of the
+time of ordered pairs under Open MPI and as long under MPICH; with 1 MiB 0.85 to 1.2 of it under
+both, on 4 and 8 ranks of 2 cores. Against that stands packing: ranks of a node read boxes where
+they lie, and only what goes by an all-to-all is packed on both sides.
 """
 
 from __future__ import annotations
@@ -32,11 +30,12 @@ class Collective:
     """A collective over the ranks along some dims of a mesh, at each place of the others.
 
     Attributes:
-        kind: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"all_to_all"``.
         dims: The names of the dims along which there are several ranks.
         size: How many ranks take part in one of them.
         axis: The array axis that is gathered or scattered; 0 for none.
         op: The reduction; empty for none.
+        joined_axis: The axis that an all-to-all makes whole, while it cuts `axis`.
     """
 
     kind: str
@@ -44,11 +43,22 @@ class Collective:
     size: int
     axis: int = 0
     op: str = ""
+    joined_axis: int = 0
 
     @property
-    def steps(self) -> int:
-        """How many messages a rank waits for one after the other, if they are short."""
+    def steps(self) -> float:
+        """How many messages a rank waits for one after the other, if they are short.
+
+        Those of an all-to-all count half, as they were measured.
+        """
+        if self.kind == "all_to_all":
+            return (self.size - 1) / 2
         return ceil(log2(self.size)) * (2 if self.kind == "all_reduce" else 1)
+
+    @property
+    def packs(self) -> bool:
+        """Whether all that moves is packed and unpacked."""
+        return self.kind == "all_to_all"
 
     def __str__(self) -> str:
         """Say it as a person does: ``by all_gather over dp``."""
@@ -87,6 +97,13 @@ def collective_of(source: Layout, target: Layout, shape: tuple[int, ...]) -> Col
         cut, uncut = target.tiling(shape), source.tiling(shape)
         if _only_cut(cut, uncut, new.axis, dim):
             return Collective("reduce_scatter", names, size, new.axis, old.op)
+    if isinstance(old, Shard) and isinstance(new, Shard) and old.axis != new.axis:
+        whole_there = list(source.placement)
+        whole_there[dim] = Replicate()
+        uncut = Layout(mesh, whole_there).tiling(shape)
+        before, after = source.tiling(shape), target.tiling(shape)
+        if _only_cut(before, uncut, old.axis, dim) and _only_cut(after, uncut, new.axis, dim):
+            return Collective("all_to_all", names, size, new.axis, joined_axis=old.axis)
     return None
 
 

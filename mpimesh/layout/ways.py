@@ -98,13 +98,14 @@ def ways(task: Task, itemsize: int, links: Links) -> list[Way]:
 
     found = [Way(name, phases, sum(map(seconds, phases))) for name, phases in candidates]
     if task.collective is not None:
-        found.append(_as_collective(task.collective, found[0], itemsize, links))
+        found.append(_as_collective(task, task.collective, found[0], itemsize, links))
     by_time = sorted(found, key=lambda way: way.predicted_s)
     # An all-reduce takes the fastest way that was measured, also for few bytes and over nodes.
     return sorted(by_time, key=lambda way: "all_reduce" not in way.name)
 
 
 def _as_collective(
+    task: Task,
     collective: Collective,
     at_once: Way,
     itemsize: int,
@@ -114,9 +115,13 @@ def _as_collective(
     only_bytes = Links(replace(links.near, latency_s=0.0), replace(links.far, latency_s=0.0))
     bytes_s = sum(exchange_s(phase, itemsize, only_bytes) for phase in at_once.phases)
     link = links.far if at_once.phases[0].nodes else links.near
-    return Way(
-        str(collective), at_once.phases, bytes_s + collective.steps * link.latency_s, collective
-    )
+    seconds = bytes_s + collective.steps * link.latency_s
+    if collective.packs:
+        copied = sum(
+            prod(int(np.diff(b).max(initial=0)) for b in t.bounds) for t in (task.first, task.last)
+        )
+        seconds += itemsize * copied / links.near.bytes_per_s
+    return Way(str(collective), at_once.phases, seconds, collective)
 
 
 def exchange_s(phase: Exchange, itemsize: int, links: Links) -> float:

@@ -189,7 +189,8 @@ def test_the_text_says_the_way_and_why():
         ("S1", "R", "by all_gather over a"),
         ("P", "S1", "by reduce_scatter over a"),
         ("P", "R", "by all_reduce over a"),
-        ("S0", "S1", None),
+        ("S0", "S1", "by all_to_all over a"),
+        ("S0", "S0(2,2,2,2,2,2,4,0)", None),
         ("R", "S0", None),
     ],
 )
@@ -202,6 +203,15 @@ def test_collectives_that_do_it_all(source, target, found):
     assert plan.collective is None if found is None else str(plan.collective) == found
     assert found is None or plan.ways[0][0] == found
     assert plan_redistribution(*layouts, (16, 16), 8, **options).collective is None
+
+
+def test_large_blocks_are_not_packed_for_an_all_to_all():
+    layouts = Layout(Mesh("a=8"), "S0"), Layout(Mesh("a=8"), "S1")
+    kinds = [
+        plan_redistribution(*layouts, (n, n), 8, nodes=range(8), collectives=True).collective
+        for n in (16, 1024)
+    ]
+    assert [one and one.kind for one in kinds] == ["all_to_all", None]
 
 
 def test_blocks_that_do_not_lie_in_a_row_are_not_gathered():

@@ -56,7 +56,11 @@ def test_by_a_collective_of_the_group(axis, monkeypatch):
     with mm.DeviceMesh("a=-1") as mesh:
         mesh._links = LATE_BETWEEN
         cut, summands = mm.distribute(x, mesh, f"S{axis}"), split(x, mesh, ("P",))
-        for a, row, kind in ((cut, "R", "all_gather"), (summands, f"S{axis}", "reduce_scatter")):
+        for a, row, kind in (
+            (cut, "R", "all_gather"),
+            (summands, f"S{axis}", "reduce_scatter"),
+            (cut, f"S{1 - axis}", "all_to_all"),
+        ):
             plan = a.plan(row)
             assert str(plan.collective) == (f"by {kind} over a" if RANKS > 3 else "None")
             before = mesh.traffic().snapshot()
