@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import HostArray, is_cupy
+from mpimesh.arrays.reduction import is_half
 from mpimesh.errors import DTypeError, ModuleError
 
-__all__ = ["plain_array"]
+__all__ = ["host_array", "plain_array"]
 
 
 class _Memory:
@@ -29,10 +30,8 @@ class _Memory:
         self.owner = owner
 
 
-def plain_array(x: Any) -> HostArray:
-    """Return `x` as an array that any library takes: aligned, native, not marked as read-only.
-
-    It is the same memory, unless that has strides or a byte order which others do not know.
+def host_array(x: Any) -> HostArray:
+    """Return `x`, if it is an array of numbers in the host's memory; in the native byte order.
 
     Raises:
         ModuleError: If it is memory of a device.
@@ -44,10 +43,21 @@ def plain_array(x: Any) -> HostArray:
             "the model with xp=numpy"
         )
     array: HostArray = np.asarray(x)
-    if array.dtype.kind not in "biufc":
+    if array.dtype.kind not in "biufc" and not is_half(array.dtype):
         raise DTypeError(f"modules of other libraries take numbers, got dtype {array.dtype}")
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def plain_array(x: Any) -> HostArray:
+    """Return `x` as an array that any library takes: aligned, native, not marked as read-only.
+
+    It is the same memory, unless that has strides or a byte order which others do not know.
+
+    Raises:
+        ModuleError: If it is memory of a device.
+        DTypeError: If it holds no numbers.
+    """
+    array = host_array(x)
     odd = any(step < 0 or step % array.itemsize for step in array.strides)
     if odd or not array.flags.aligned:
         array = array.copy()

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.errors import DTypeError, ModuleError
-from mpimesh.interop.host_memory import plain_array
+from mpimesh.interop.host_memory import host_array, plain_array
 from mpimesh.interop.torch_library import torch
 
 __all__ = ["as_array", "as_tensor"]
@@ -23,11 +23,12 @@ def as_tensor(x: Any) -> torch.Tensor:
         ModuleError: If it is memory of a device.
         DTypeError: If PyTorch has no such dtype.
     """
-    dtype = np.dtype(x.dtype)
+    array = host_array(x)
+    dtype = array.dtype
     if dtype.name == _BFLOAT16:
-        return torch.from_numpy(plain_array(x.view(np.uint16))).view(torch.bfloat16)
+        return torch.from_numpy(plain_array(array.view(np.uint16))).view(torch.bfloat16)
     try:
-        return torch.from_numpy(plain_array(x))
+        return torch.from_numpy(plain_array(array))
     except TypeError:
         raise DTypeError(f"PyTorch has no dtype {dtype}") from None
 

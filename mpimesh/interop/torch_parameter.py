@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpimesh.arrays import Array, HostArray
-from mpimesh.arrays.reduction import is_half
-from mpimesh.errors import DTypeError, ModuleError, ShapeError
+from mpimesh.errors import DTypeError, ModuleError
 from mpimesh.interop.torch_arrays import as_array, as_tensor
 from mpimesh.interop.torch_library import torch
 from mpimesh.nn import Constant, Parameter
@@ -140,17 +139,6 @@ class TorchParameter(Parameter):
             self.tensor.grad = self._torch_grad
         if self.on_ready is not None:
             self.on_ready(self)
-
-    def _check(self, what: str, g: Array) -> None:
-        if tuple(g.shape) != self.shape:
-            raise ShapeError(
-                f"{what} of parameter {self.name!r} must have its shape {self.shape}, "
-                f"got {tuple(g.shape)}"
-            )
-        if g.dtype.kind != "f" and not is_half(g.dtype):
-            raise DTypeError(
-                f"{what} of parameter {self.name!r} must be of a float dtype, got {g.dtype}"
-            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchParameter:
         """Return the parameter of a copy of the tensor."""
