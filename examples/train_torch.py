@@ -134,6 +134,11 @@ def train(mesh: mm.DeviceMesh, model: nn.Sequential, options: argparse.Namespace
     ]
 
 
+def show(what: str, losses: list[float]) -> None:
+    """Print the first and the last loss."""
+    print(f"{what}: loss {losses[0]:.6f}, after {len(losses)} steps {losses[-1]:.6f}")
+
+
 def main() -> None:
     """Train, and with --check compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -152,12 +157,10 @@ def main() -> None:
         plain = copy.deepcopy(model)
         losses = train(mesh, model, options)
         if mesh.rank == 0:
-            print(f"{mesh.dims_text}: loss {losses[0]:.6f}, after {options.steps} steps ", end="")
-            print(f"{losses[-1]:.6f}")
+            show(mesh.dims_text, losses)
             if options.check:
                 expected = train_plainly(plain, options)
-                print(f"plain PyTorch: loss {expected[0]:.6f}, after {options.steps} steps ", end="")
-                print(f"{expected[-1]:.6f}")
+                show("plain PyTorch", expected)
                 np.testing.assert_allclose(losses, expected, rtol=1e-3)
         mesh.barrier()
 

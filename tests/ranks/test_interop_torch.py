@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ def make_model():
     """Wide enough that what passes between stages is read where it lies."""
     torch.manual_seed(2)
     sizes = [16, *[WIDTH] * 3, 5]
-    pairs = zip(sizes[:-1], sizes[1:], strict=True)
+    pairs = pairwise(sizes)
     modules = [one for a, b in pairs for one in (torch.nn.Linear(a, b), torch.nn.Tanh())]
     return torch.nn.Sequential(*modules[:-1]).double()
 
