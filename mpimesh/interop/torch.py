@@ -36,8 +36,9 @@ the first replica.
 **Threads.** Ranks of a node share its cores. PyTorch takes them all for each rank unless
 ``OMP_NUM_THREADS`` is set before it starts, or ``torch.set_num_threads`` says how many.
 
-**Halves.** Autograd computes both halves of a backward at once: schedules that put off weight
-gradients, as ``zb1p`` does, are correct and gain nothing from wrapped modules.
+**Halves.** Schedules that put off weight gradients, as ``zb1p`` does, run both halves of a backward
+apart where nothing is computed twice by that: in modules without modules in them, as
+:func:`wrap_each` often makes them. Others compute all in the first half, unless ``halves=True``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from mpimesh.interop.torch_layer import TorchLayer
 from mpimesh.interop.torch_library import torch
 from mpimesh.interop.torch_loss import TorchLoss, wrap_loss
 from mpimesh.interop.torch_parameter import TorchParameter
-from mpimesh.interop.torch_state import full_state_dict
+from mpimesh.interop.torch_state import full_state_dict, load_full_state_dict
 from mpimesh.parallel.model import ParallelModel
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "TorchLoss",
     "TorchParameter",
     "full_state_dict",
+    "load_full_state_dict",
     "tensors",
     "wrap",
     "wrap_each",
@@ -62,7 +64,7 @@ __all__ = [
 ]
 
 
-def wrap(module: torch.nn.Module, *, spread: bool = True) -> TorchLayer:
+def wrap(module: torch.nn.Module, *, spread: bool = True, halves: bool | None = None) -> TorchLayer:
     """Return `module` as a layer, for a stage or a :class:`~mpimesh.DataParallel`. Local.
 
     It may take and give arrays, tuples and dicts of them. Rows must be independent, as everywhere
@@ -72,12 +74,15 @@ def wrap(module: torch.nn.Module, *, spread: bool = True) -> TorchLayer:
         module: The module, in the host's memory or on the "meta" device.
         spread: Whether a tuple goes to the module as several arguments, and a dict as named ones.
             Else as one.
+        halves: Whether the two halves of a backward run apart, where a schedule wants that. The
+            second then goes through the module once more. None says yes for a module without
+            modules in it, which gains by it in any case.
 
     Raises:
         ModuleError: If it is no module, or its parameters are on a GPU or have no shape yet.
         DTypeError: If a parameter is not of a float dtype.
     """
-    return TorchLayer(module, spread=spread)
+    return TorchLayer(module, spread=spread, halves=halves)
 
 
 def wrap_each(modules: torch.nn.Sequential) -> list[TorchLayer]:

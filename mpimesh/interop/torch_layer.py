@@ -39,7 +39,9 @@ class TorchLayer(Module):
         module: The module.
     """
 
-    def __init__(self, module: torch.nn.Module, *, spread: bool = True) -> None:
+    def __init__(
+        self, module: torch.nn.Module, *, spread: bool = True, halves: bool | None = None
+    ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise ModuleError(f"wrap takes an object of torch.nn.Module, got {module!r}")
         self.module = module
@@ -56,6 +58,8 @@ class TorchLayer(Module):
                 parameter.add_place(owner, at)
                 found[id(parameter)] = (names[id(tensor)], parameter)
         self._named = list(found.values())
+        whole = not any(True for _ in module.children()) if halves is None else bool(halves)
+        self._halves = whole and bool(self._named)
 
     # -- parameters: the module's --------------------------------------------------------
 
@@ -124,10 +128,17 @@ class TorchLayer(Module):
         """Return the module's output; with a context, keep what autograd has recorded.
 
         Raises:
+            ModuleStateError: If a parameter of the module was replaced by another one.
             ModuleError: If the module gives anything but tensors, or tuples and dicts of them, or
                 has written into its input.
             DTypeError: If PyTorch or NumPy lacks a dtype.
         """
+        moved = [name for name, parameter in self._named if not parameter.is_in_place]
+        if moved:
+            raise ModuleStateError(
+                f"parameters {moved} of {self!r} were replaced after it was wrapped, and would not "
+                "be trained: wrap the module when it is complete, or copy values into them"
+            )
         leaves, structure = flatten(x, name="the input")
         wants = ctx is not None and self.input_grad
         tensors = [_input(leaf, wants=wants) for leaf in leaves]
@@ -164,18 +175,59 @@ class TorchLayer(Module):
             DTypeError: If an array has another dtype.
             ModuleStateError: If forward did not run with `ctx`, or its backward ran already.
         """
+        tensors, structure, gradients = self._take_record(dy, ctx)
+        for _, parameter in self._named:
+            _ = parameter.grad  # ties the tensor's gradient to it
+        if gradients:
+            torch.autograd.backward(*zip(*gradients, strict=True))
+        return _gradients_of(tensors, structure, [one.grad for one in tensors])
+
+    def backward_input(self, dy: Tree, ctx: Context) -> Tree | None:
+        """Return the gradient of the input; keep what autograd recorded for the other half.
+
+        Without halves it is all of `backward`, which see for what it raises.
+        """
+        if not self._halves:
+            return self.backward(dy, ctx)
+        tensors, structure, gradients = self._take_record(dy, ctx)
+        ctx.defer(self, gradients)
+        wanted = [one for one in tensors if one.requires_grad]
+        if not gradients or not wanted:
+            return _gradients_of(tensors, structure, [None] * len(tensors))
+        outputs, given = zip(*gradients, strict=True)
+        found = iter(
+            torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
+        )
+        return _gradients_of(
+            tensors, structure, [next(found) if one.requires_grad else None for one in tensors]
+        )
+
+    def backward_weight(self, ctx: Context) -> None:
+        """Add to the gradients of the parameters; nothing without halves.
+
+        Raises:
+            ModuleStateError: If there was no `backward_input` with `ctx`, or this ran already.
+        """
+        if not self._halves:
+            return
+        (gradients,) = ctx.take_deferred(self)
+        trained = [one.tensor for _, one in self._named if one.requires_grad]
+        for _, parameter in self._named:
+            _ = parameter.grad  # ties the tensor's gradient to it
+        if gradients and trained:
+            outputs, given = zip(*gradients, strict=True)
+            torch.autograd.backward(outputs, given, inputs=trained)
+
+    def _take_record(
+        self, dy: Tree, ctx: Context
+    ) -> tuple[list[torch.Tensor], Structure, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Give up what forward kept, if `dy` fits it; return the inputs, and where to go back."""
         if ctx is None:
             raise ModuleStateError(f"{self!r}: backward needs the Context that forward was given")
         tensors, structure, outputs, form = ctx.peek(self)
         gradients = self._gradients(dy, outputs, form)
         ctx.take(self)
-        for _, parameter in self._named:
-            _ = parameter.grad  # ties the tensor's gradient to it
-        if gradients:
-            torch.autograd.backward(*zip(*gradients, strict=True))
-        if not any(tensor.requires_grad for tensor in tensors):
-            return None
-        return structure.unflatten([_gradient(tensor) for tensor in tensors])
+        return tensors, structure, gradients
 
     def _call(self, x: Any) -> Any:
         if self._spread and isinstance(x, tuple):
@@ -233,7 +285,9 @@ class TorchLayer(Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchLayer:
         """Return a layer of a copy of the module, with memory of its own."""
-        twin = TorchLayer(copy.deepcopy(self.module, memo), spread=self._spread)
+        twin = TorchLayer(
+            copy.deepcopy(self.module, memo), spread=self._spread, halves=self._halves
+        )
         twin._place = self._place
         twin.input_grad = self.input_grad
         return twin
@@ -263,7 +317,17 @@ def _output(tensor: torch.Tensor, locked: set[int]) -> HostArray:
     return array
 
 
-def _gradient(tensor: torch.Tensor) -> HostArray | None:
-    if not tensor.requires_grad:
+def _gradients_of(
+    tensors: list[torch.Tensor], structure: Structure, found: list[torch.Tensor | None]
+) -> Tree | None:
+    """Return the gradients of the inputs, put together; None if there are none."""
+    if not any(one.requires_grad for one in tensors):
         return None
-    return as_array(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+    return structure.unflatten(
+        [
+            None
+            if not tensor.requires_grad
+            else as_array(torch.zeros_like(tensor) if gradient is None else gradient)
+            for tensor, gradient in zip(tensors, found, strict=True)
+        ]
+    )

@@ -92,6 +92,11 @@ class TorchParameter(Parameter):
     def requires_grad(self, wanted: bool) -> None:
         self.tensor.requires_grad_(wanted)
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the tensor still stands in the modules that it was found in."""
+        return all(owner._parameters.get(name) is self.tensor for owner, name in self._places)
+
     # -- for layers ---------------------------------------------------------------------
 
     def add_place(self, owner: torch.nn.Module, name: str) -> None:

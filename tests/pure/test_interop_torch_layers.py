@@ -166,15 +166,23 @@ def test_on_the_meta_device_a_rank_gives_memory_to_its_own_stages_only():
         memory = [not one.is_meta for one in model.parameters()]
         state = pipe.full_state_dict()
         loss = pipe.train_step(*batch(0, 6), loss=LOSS, optimizer=adamw(mt.tensors(pipe)))
-        return memory, state, loss
+        # A state of PyTorch's is loaded on any mesh, and read again.
+        plain = layers().to_empty(device="cpu")
+        plain.load_state_dict(
+            {name: torch.full_like(v, 0.1) for name, v in plain.state_dict().items()}
+        )
+        mt.load_full_state_dict(pipe, model, plain.state_dict())
+        assert_state(mt.full_state_dict(pipe, model), plain.state_dict())
+        return memory, state, loss, pipe.train_step(*batch(0, 6), loss=LOSS)
 
     before = torch.get_rng_state()
-    ((memory, expected, loss),) = on_ranks("pp=1", body)
+    ((memory, expected, loss, again),) = on_ranks("pp=1", body)
     assert all(memory)
     assert torch.equal(torch.get_rng_state(), before)
     assert 0 < np.abs(expected["0.weight"]).max() <= FEATURES**-0.5
     assert len({values.tobytes() for values in expected.values()}) == len(expected)
-    for memory, state, same in on_ranks("pp=3", body):
+    for memory, state, same, same_again in on_ranks("pp=3", body):
+        assert again == pytest.approx(same_again, rel=1e-12)
         assert not all(memory)
         assert same == pytest.approx(loss, rel=1e-12)
         assert state.keys() == expected.keys()
@@ -291,6 +299,32 @@ def test_a_layer_by_itself_and_its_copy():
     assert twin.state_dict().keys() == layer.state_dict().keys() == model.state_dict().keys()
     assert not np.shares_memory(twin.parameters()[0].data, layer.parameters()[0].data)
     layer.backward(np.zeros_like(y), other)
+
+
+@pytest.mark.parametrize("halves", [True, None, False])
+def test_the_halves_of_a_backward(halves):
+    """A module of several layers goes apart only if it is told to; a single one by itself."""
+    for module, apart in ((make_model(), halves is True), (Two().double().a, halves is not False)):
+        layer, whole = mt.wrap(copy.deepcopy(module), halves=halves), mt.wrap(module)
+        x, _ = batch(0, 4)
+        one, two, all_at_once = nn.Context(), nn.Context(), nn.Context()
+        y = whole(x, all_at_once)
+        dx = whole.backward(y, all_at_once)
+        for context in (one, two):
+            layer(x, context)
+        for context in (one, two):
+            np.testing.assert_array_equal(layer.backward_input(y, context), dx)
+        parameters = [(p, q) for p, q in zip(layer.parameters(), whole.parameters(), strict=True)]
+        assert all((p.grad is None) == apart for p, _ in parameters)
+        ready: list[nn.Parameter] = []
+        for parameter, _ in parameters:
+            parameter.on_ready = ready.append
+        for context in (two, one):
+            layer.backward_weight(context)
+            assert context.is_empty
+        assert len(ready) == (2 * len(parameters) if apart else 0)
+        for parameter, other in parameters:
+            np.testing.assert_allclose(parameter.grad, 2 * other.grad)
 
 
 def test_layers_are_measured_and_cut():

@@ -122,3 +122,31 @@ def test_tensors_of_a_mixed_model_are_refused():
         return replicas.train_step(x.astype(np.float32), target)
 
     assert on_ranks("dp=1", body)[0] > 0
+
+
+def test_a_parameter_that_is_replaced_after_wrapping_is_noticed():
+    model = make_model()
+    layer = mt.wrap(model)
+    model[0].weight = torch.nn.Parameter(torch.zeros(8, FEATURES))
+    with pytest.raises(ModuleStateError, match=r"'0.weight'.*replaced"):
+        layer(batch(0, 4)[0])
+
+
+def test_states_that_do_not_fit_are_refused_and_change_nothing():
+    def body(mesh):
+        model = make_model()
+        replicas = mm.DataParallel(mt.wrap(model), mesh, loss=LOSS)
+        state = model.state_dict()
+        before = copy.deepcopy(state)
+        for wrong, error, message in (
+            ({**before, "more": before["0.bias"]}, ModuleError, "unknown: .'more'"),
+            ({"0.bias": before["0.bias"]}, ModuleError, "missing: .'0.weight'"),
+            ({**before, "5.bias": before["0.bias"]}, ShapeError, r"'5.bias'.*\(5,\), got \(8,\)"),
+        ):
+            with pytest.raises(error, match=message):
+                mt.load_full_state_dict(replicas, model, wrong)
+        with pytest.raises(ModuleError, match="no part of the root"):
+            mt.full_state_dict(replicas, make_model())
+        assert all(torch.equal(state[name], before[name]) for name in before)
+
+    on_ranks("dp=1", body)
