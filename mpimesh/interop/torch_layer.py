@@ -133,11 +133,11 @@ class TorchLayer(Module):
                 has written into its input.
             DTypeError: If PyTorch or NumPy lacks a dtype.
         """
-        moved = [name for name, parameter in self._named if not parameter.is_in_place]
-        if moved:
+        replaced = [name for name, parameter in self._named if not parameter.is_in_place]
+        if replaced:
             raise ModuleStateError(
-                f"parameters {moved} of {self!r} were replaced after it was wrapped, and would not "
-                "be trained: wrap the module when it is complete, or copy values into them"
+                f"parameters {replaced} of {self!r} were replaced after it was wrapped, and would "
+                "not be trained: wrap the module when it is complete, or copy values into them"
             )
         leaves, structure = flatten(x, name="the input")
         wants = ctx is not None and self.input_grad

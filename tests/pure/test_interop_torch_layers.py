@@ -191,12 +191,12 @@ def test_on_the_meta_device_a_rank_gives_memory_to_its_own_stages_only():
 
 
 def test_what_is_drawn_depends_on_seed_place_step_and_row():
-    template = torch.nn.Sequential(
-        torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Dropout(0.5)
-    ).double()
+    # The first has values of its own, and draws, too.
+    first = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+    template = torch.nn.Sequential(first, torch.nn.Dropout(0.5), torch.nn.Dropout(0.5)).double()
     with torch.no_grad():
-        template[0].weight.copy_(torch.eye(4))
-        template[0].bias.zero_()
+        first[0].weight.copy_(torch.eye(4))
+        first[0].bias.zero_()
 
     def draws(dims, seed=0, steps=2):
         def body(mesh):
