@@ -1,13 +1,13 @@
 """All figures in one go: `python benchmarks/run.py [suite ...]`, or `make bench`.
 
 Starts 2 and 4 ranks with the mpiexec of this Python's MPI, and prints a table for each. The
-suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, gloo and device;
-all of them if none is named.
+suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, gloo, torch_ddp
+and device; all of them if none is named.
 
-gloo is left out where there is no PyTorch; the variable TORCH_PYTHON names another Python to
-measure it with. device measures device memory, on 1 rank, too, and is left out where there is no
-GPU. With `--python PATH`, once or several times, these Pythons measure instead of this one: make
-bench gives one with MPICH and one with Open MPI.
+gloo and torch_ddp are left out where there is no PyTorch; the variable TORCH_PYTHON names another
+Python to measure them with. device measures device memory, on 1 rank, too, and is left out where
+there is no GPU. With `--python PATH`, once or several times, these Pythons measure instead of this
+one: make bench gives one with MPICH and one with Open MPI.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import device, gloo, startup  # noqa: E402
+from benchmarks import device, gloo, startup, torch_ddp  # noqa: E402
 from benchmarks.measure import FULL, TINY  # noqa: E402
 from benchmarks.rows import format_table  # noqa: E402
 from mpimesh.testing.launch import launch  # noqa: E402
 
 _ON_HOST = ("all_reduce", "shared", "buckets", "pipeline", "training", "redistribute")
-SUITES = ("startup", *_ON_HOST, "gloo", "device")
+_WITH_TORCH = ("gloo", "torch_ddp")
+SUITES = ("startup", *_ON_HOST, *_WITH_TORCH, "device")
 RANKS = (2, 4)
 _LIMIT_S = 1800.0
 
@@ -39,15 +40,16 @@ def main(arguments: list[str]) -> None:
     """Measure with this Python, or with those that are named."""
     options = _parse(arguments)
     suites = options.suites or list(SUITES)
-    torch_python = os.environ.pop("TORCH_PYTHON", "") if "gloo" in suites else ""
-    here = [name for name in suites if not (torch_python and name == "gloo")]
+    with_torch = [name for name in suites if name in _WITH_TORCH]
+    torch_python = os.environ.pop("TORCH_PYTHON", "") if with_torch else ""
+    here = [name for name in suites if not (torch_python and name in with_torch)]
     if not options.python:
         _measure(here, tiny=options.tiny)
     for number, python in enumerate(options.python):
         # What is measured in one process without MPI is the same with every MPI.
         _measure_with(python, [s for s in here if not number or s != "startup"], options.tiny)
     if torch_python:
-        _measure_with(torch_python, ["gloo"], options.tiny)
+        _measure_with(torch_python, with_torch, options.tiny)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -84,7 +86,11 @@ def _measure(suites: list[str], *, tiny: bool) -> None:
     if on_host:
         for size in ranks:
             _run(size, on_host, tiny)
-    for name, suite, sizes in (("gloo", gloo, ranks), ("device", device, (1, *ranks))):
+    for name, suite, sizes in (
+        ("gloo", gloo, ranks),
+        ("torch_ddp", torch_ddp, ranks),
+        ("device", device, (1, *ranks)),
+    ):
         if name not in suites:
             continue
         if why_not := suite.available():

@@ -20,6 +20,7 @@ from benchmarks import (
     pipeline,
     redistribute,
     shared,
+    torch_ddp,
     training,
 )
 from benchmarks.measure import FULL, TINY
@@ -33,6 +34,7 @@ SUITES = {
     "training": training.run,
     "redistribute": redistribute.run,
     "gloo": gloo.run,
+    "torch_ddp": torch_ddp.run,
     "device": device.run,
 }
 

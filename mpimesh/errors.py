@@ -24,6 +24,7 @@ __all__ = [
     "LayoutError",
     "MeshError",
     "MismatchError",
+    "MissingPackageError",
     "ModuleError",
     "ModuleStateError",
     "MpimeshError",
@@ -214,3 +215,7 @@ class ModuleError(MpimeshError, ValueError):
 
 class ModuleStateError(MpimeshError, RuntimeError):
     """A layer, loss or optimizer was used out of order, such as backward before forward."""
+
+
+class MissingPackageError(MpimeshError, ImportError):
+    """A part of mpimesh was asked for that needs a package which is not installed."""

@@ -218,6 +218,17 @@ class Module(ABC):
             protocol.materialize(child, seed=seed, dtype=dtype, xp=xp, index=index, settled=settled)
             index += protocol.num_layers(child)
 
+    def set_place(self, *, seed: int, index: int) -> None:
+        """Tell all layers under this one where they stand, which :meth:`materialize` tells, too.
+
+        A model calls it for layers that keep the values that they have.
+        """
+        children = self.named_children()
+        index += 1 if self._own_parameters() or not children else 0
+        for _, child in children:
+            protocol.set_place(child, seed=seed, index=index)
+            index += protocol.num_layers(child)
+
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters."""
         for parameter in self.parameters():

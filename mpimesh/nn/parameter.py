@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.initializers import Initializer, first_values
@@ -209,7 +210,7 @@ class Parameter:
                 f"{what} of parameter {self.name!r} must have its shape {self.shape}, "
                 f"got {tuple(g.shape)}"
             )
-        if g.dtype.kind != "f":
+        if g.dtype.kind != "f" and not is_half(g.dtype):
             raise DTypeError(
                 f"{what} of parameter {self.name!r} must be of a float dtype, got {g.dtype}"
             )

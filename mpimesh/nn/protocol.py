@@ -7,6 +7,7 @@ Anything with the three methods of `SupportsLayer` is a layer: it may stand in a
 |---|---|
 | ``backward_input``, ``backward_weight`` | `backward` runs for the first, nothing for the second |
 | ``materialize(seed=, dtype=, xp=, index=)`` | its parameters are taken as they are |
+| ``set_place(seed=, index=)`` | with values of its own it is not told where it stands |
 | ``num_layers`` | it takes one place in the numbering of layers |
 | ``named_parameters()`` | its parameters are called ``param_0``, ``param_1``, ... |
 | ``set_training(flag)`` | it is not told |
@@ -39,6 +40,7 @@ __all__ = [
     "materialize",
     "named_parameters",
     "num_layers",
+    "set_place",
     "set_training",
 ]
 
@@ -132,6 +134,19 @@ def materialize(
     for parameter, data in kept:
         parameter.data = data
     settled.add(layer, *(one for one in layer.parameters() if one.data is not None))
+
+
+def set_place(layer: SupportsLayer, *, seed: int, index: int) -> None:
+    """Tell `layer`, which keeps the values that it has, where it stands, if it wants to know.
+
+    Args:
+        layer: The layer.
+        seed: The seed of the whole model.
+        index: Number of layers before this one in the whole model.
+    """
+    method = getattr(layer, "set_place", None)
+    if method is not None:
+        method(seed=seed, index=index)
 
 
 def num_layers(layer: SupportsLayer) -> int:

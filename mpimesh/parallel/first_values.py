@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from mpimesh.nn import Module, SupportsLayer
-from mpimesh.nn.protocol import Settled, materialize, num_layers
+from mpimesh.nn.protocol import Settled, materialize, num_layers, set_place
 from mpimesh.parallel.stage import PipelineStage
 
 __all__ = ["give_values", "is_used_again"]
@@ -61,6 +61,8 @@ def give_values(
             materialize(layer, seed=seed, dtype=dtype, xp=xp, index=index, settled=settled)
             for parameter, data in before:
                 parameter.data = data
+        elif id(layer) in mine:
+            set_place(layer, seed=seed, index=index)
         index += num_layers(layer)
 
 

@@ -85,6 +85,13 @@ def test_gloo():
     assert expected < set(table)
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_torch_ddp():
+    (table,) = measure("torch_ddp").values()
+    ways = ("DistributedDataParallel over gloo", "mpimesh", "nothing summed")
+    assert [what.split(": ")[1] for what in table] == list(ways)
+
+
 @pytest.mark.skipif(find_spec("torch") is not None, reason="torch is here")
 def test_without_torch_it_says_how_to_get_it(monkeypatch):
     monkeypatch.delenv("TORCH_PYTHON", raising=False)

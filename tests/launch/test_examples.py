@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,17 @@ def test_hello_mesh(launch):
         place = f"rank {rank} at dp={rank // 2}, pp={rank % 2}"
         expected.append(f"{place}: mean over dp {mean}, from the stage before {before}")
     assert sorted(lines) == expected
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_train_torch(launch):
+    """Both losses are printed to six digits; the first is the same, and training goes on alike."""
+    path = next(path for path in EXAMPLES if path.name == "train_torch.py")
+    result = launch(4, [str(path), "--mesh", "dp=2,pp=2", "--steps", "4", "--check"])
+    assert result.returncode == 0, str(result)
+    ours, plain = (line.split(": ") for line in result.stdout.splitlines())
+    assert (ours[0], plain[0]) == ("dp=2,pp=2", "plain PyTorch")
+    assert ours[1].split(",")[0] == plain[1].split(",")[0]
 
 
 @pytest.mark.parametrize(("ends", "numbers"), HEAT.items())

@@ -19,11 +19,13 @@ def python(text: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("module", ["mpimesh", *(f"mpimesh.{room}" for room in NO_MPI_ROOMS)])
+@pytest.mark.parametrize(
+    "module", ["mpimesh", "mpimesh.interop", *(f"mpimesh.{room}" for room in NO_MPI_ROOMS)]
+)
 def test_importing_starts_no_mpi_and_looks_for_no_gpu(module):
     result = python(
         f"import sys, {module}\n"
-        "late = {'mpi4py.MPI', 'cupy', 'ml_dtypes', 'rich', 'typer', 'pytest'}\n"
+        "late = {'mpi4py.MPI', 'cupy', 'ml_dtypes', 'rich', 'typer', 'pytest', 'torch', 'jax'}\n"
         "print(sorted(late & {*sys.modules}))"
     )
     assert result.returncode == 0, result.stderr
@@ -50,6 +52,19 @@ def test_the_library_works_where_mpi4py_and_cupy_are_missing():
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "4\n"
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_interop_says_how_to_get_what_is_missing(library):
+    result = python(
+        "import sys\n"
+        f"sys.modules[{library!r}] = None  # an import of it now fails\n"
+        "from mpimesh.errors import MissingPackageError\n"
+        f"try:\n    import mpimesh.interop.{library}\n"
+        "except MissingPackageError as error:\n    print(error)"
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"pip install 'mpimesh[{library}]'" in result.stdout
 
 
 def test_an_unknown_name_is_an_attribute_error():

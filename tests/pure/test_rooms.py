@@ -28,6 +28,7 @@ ROOMS = [
     {"runtime"},
     {"dtensor"},
     {"parallel"},
+    {"interop"},
     {"checkpoint"},
     {"testing"},
     {"cli"},
@@ -40,6 +41,7 @@ LIBRARIES = {
     "errors": set(),
     "settings": set(),
     "trace": set(),
+    "interop": {"numpy", "torch", "jax"},
     "testing": {"numpy", "mpi4py", "pytest"},
     "cli": {"numpy", "mpi4py", "rich", "typer"},
 }

@@ -1,0 +1,121 @@
+"""Data parallelism of one PyTorch model: mpimesh beside DistributedDataParallel over gloo.
+
+The same processes are ranks of both. Each rank has so many rows that its forward and backward take
+about as long as gloo takes for the gradients, one after the other: half of the step is
+communication, if nothing overlaps. Both have their gradients in buckets that are reduced while
+backward runs, and PyTorch's own SGD.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpimesh as mm
+from benchmarks import gloo
+from benchmarks.measure import FULL, TINY, Effort, in_turns
+from benchmarks.rows import make_rows
+
+__all__ = ["available", "run"]
+
+LAYERS = 7
+_WIDTH, _TINY_WIDTH = 2048, 64  # 29.4 million parameters
+_MOST_ROWS = 512
+_ROUNDS = 5
+
+available = gloo.available
+
+
+def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
+    """Return a row for each way; none without PyTorch."""
+    if available():
+        return []
+    comm = mesh.group().communicator.native  # type: ignore[attr-defined]
+    with gloo.opened(comm) as (torch, distributed):
+        width = _TINY_WIDTH if effort is TINY else _WIDTH
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            *(
+                one
+                for _ in range(LAYERS)
+                for one in (torch.nn.Linear(width, width), torch.nn.ReLU())
+            )
+        )
+        rows = _rows(comm, model, torch, distributed)
+        x = np.random.default_rng(0).normal(size=(rows * comm.size, width)).astype(np.float32)
+        ways = {
+            "DistributedDataParallel over gloo": _ddp(mesh, model, x, torch),
+            "mpimesh": _own(mesh, model, x, torch),
+            "nothing summed": _alone(mesh, model, x, torch),
+        }
+        timings = in_turns(comm, ways, calls=1, rounds=min(_ROUNDS, effort.rounds))
+    number = sum(one.numel() for one in model.parameters())
+    return make_rows(f"a step, {number:,} parameters, {rows} rows a rank", timings)
+
+
+def _rows(comm: MPI.Intracomm, model: Any, torch: Any, distributed: Any) -> int:
+    """Return with how many rows computing takes as long as gloo's sums. Collective."""
+    flat = torch.zeros(sum(one.numel() for one in model.parameters()))
+    rows = 16
+    x = torch.zeros(rows, model[0].in_features)
+
+    def compute() -> None:
+        model(x).square().mean().backward()
+
+    sums_s = _seconds(comm, lambda: distributed.all_reduce(flat))
+    compute_s = _seconds(comm, compute)
+    model.zero_grad()
+    return max(1, min(_MOST_ROWS, round(rows * sums_s / compute_s)))
+
+
+def _seconds(comm: MPI.Intracomm, way: Callable[[], object]) -> float:
+    spent_s = []
+    for _ in range(4):
+        comm.Barrier()
+        start_s = time.perf_counter()
+        way()
+        spent_s.append(comm.allreduce(time.perf_counter() - start_s, MPI.MAX))
+    return statistics.median(spent_s[1:])
+
+
+def _ddp(mesh: mm.DeviceMesh, model: Any, x: Any, torch: Any) -> Callable[[], object]:
+    replica = torch.nn.parallel.DistributedDataParallel(
+        copy.deepcopy(model), gradient_as_bucket_view=True
+    )
+    return _step(replica, _mine(mesh, x, torch), torch)
+
+
+def _alone(mesh: mm.DeviceMesh, model: Any, x: Any, torch: Any) -> Callable[[], object]:
+    return _step(copy.deepcopy(model), _mine(mesh, x, torch), torch)
+
+
+def _mine(mesh: mm.DeviceMesh, x: Any, torch: Any) -> Any:
+    rows = len(x) // mesh.size
+    return torch.from_numpy(x[mesh.rank * rows : (mesh.rank + 1) * rows])
+
+
+def _step(replica: Any, rows: Any, torch: Any) -> Callable[[], object]:
+    optimizer = torch.optim.SGD(replica.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        torch.nn.functional.mse_loss(replica(rows), rows).backward()
+        optimizer.step()
+
+    return step
+
+
+def _own(mesh: mm.DeviceMesh, model: Any, x: Any, torch: Any) -> Callable[[], object]:
+    from mpimesh.interop import torch as mt
+
+    own = copy.deepcopy(model)
+    loss = mt.wrap_loss(torch.nn.functional.mse_loss)
+    replicas = mm.DataParallel(mt.wrap(own), mesh, mesh.dim_names[0], loss=loss)
+    optimizer = torch.optim.SGD(own.parameters(), lr=1e-3)
+    return lambda: replicas.train_step(x, x, optimizer=optimizer)

@@ -1,0 +1,186 @@
+"""A parameter of PyTorch that is one of mpimesh, too: one memory for values, one for gradients.
+
+Either side's optimizer may change the values. The gradient lies where the bucket wants it: PyTorch
+has a view of that as ``tensor.grad``, into which its backward adds.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from mpimesh.arrays import Array, HostArray
+from mpimesh.errors import DTypeError, ModuleError
+from mpimesh.interop.torch_arrays import as_array, as_tensor
+from mpimesh.interop.torch_library import torch
+from mpimesh.nn import Constant, Parameter
+
+__all__ = ["TorchParameter", "parameter_of"]
+
+
+class TorchParameter(Parameter):
+    """What :func:`parameter_of` makes of a `torch.nn.Parameter`.
+
+    Attributes:
+        tensor: The parameter of PyTorch. Another one stands here once a parameter of the "meta"
+            device has got memory.
+    """
+
+    __slots__ = ("__weakref__", "_grad", "_made", "_places", "_seen", "_torch_grad", "tensor")
+
+    def __init__(self, name: str, tensor: torch.nn.Parameter) -> None:
+        self._grad: Array = None
+        self._torch_grad: torch.Tensor | None = None
+        self._seen: tuple[int, HostArray] | None = None
+        self._places: list[tuple[torch.nn.Module, str]] = []
+        self._made = False
+        self._take(tensor)
+        # What it starts with is the module's affair: the initializer is never asked.
+        super().__init__(
+            name, tuple(tensor.shape), Constant(0.0), requires_grad=tensor.requires_grad
+        )
+        self._made = True
+
+    # -- what the base keeps in slots is read off the tensor --------------------------
+
+    @property
+    def data(self) -> Array:
+        """The values: the tensor's memory; None while it is on the "meta" device."""
+        tensor = self.tensor
+        if tensor.is_meta:
+            return None
+        address = tensor.data_ptr()
+        if self._seen is None or self._seen[0] != address:
+            if not tensor.is_contiguous():
+                with torch.no_grad():
+                    tensor.data = tensor.detach().contiguous()
+            self._seen = (tensor.data_ptr(), as_array(tensor))
+        return self._seen[1]
+
+    @data.setter
+    def data(self, array: Array) -> None:
+        if array is None:
+            if self._made and not self.tensor.is_meta:
+                self._replace(torch.empty_like(self.tensor, device="meta"))
+        elif self.tensor.is_meta:
+            self._replace(as_tensor(array))
+        elif array is not self.data:
+            self.tensor.data = as_tensor(array)
+
+    @property
+    def grad(self) -> Array:
+        """The gradient. Whoever looks at it ties the tensor's to it again."""
+        if self._grad is not None and self.tensor.grad is not self._torch_grad:
+            self.tensor.grad = self._torch_grad
+        return self._grad
+
+    @grad.setter
+    def grad(self, array: Array) -> None:
+        self._grad = array
+        self._torch_grad = None if array is None else as_tensor(array)
+        self.tensor.grad = self._torch_grad
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained; the tensor's own flag."""
+        return bool(self.tensor.requires_grad)
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self.tensor.requires_grad_(wanted)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the tensor still stands in the modules that it was found in."""
+        return all(owner._parameters.get(name) is self.tensor for owner, name in self._places)
+
+    # -- for layers ---------------------------------------------------------------------
+
+    def add_place(self, owner: torch.nn.Module, name: str) -> None:
+        """Note where the tensor stands, so that another one can be put there."""
+        if not any(known is owner and at == name for known, at in self._places):
+            self._places.append((owner, name))
+
+    def give_memory(self) -> None:
+        """Put a tensor with memory, of any values, in the place of one without."""
+        if self.tensor.is_meta:
+            self._replace(torch.empty_like(self.tensor, device="cpu"))
+
+    def _replace(self, values: torch.Tensor) -> None:
+        trained = self.requires_grad
+        _FOUND.pop(id(self.tensor), None)
+        self._take(torch.nn.Parameter(values, requires_grad=trained))
+        _FOUND[id(self.tensor)] = self
+        for owner, name in self._places:
+            owner._parameters[name] = self.tensor
+
+    def _take(self, tensor: torch.nn.Parameter) -> None:
+        self.tensor = tensor
+        self._seen = None
+        if tensor.is_meta:
+            return
+        me = weakref.ref(self)
+        flag = tensor.requires_grad
+        tensor.requires_grad_(True)  # PyTorch refuses hooks of frozen tensors
+        hook = tensor.register_post_accumulate_grad_hook(lambda _: _added(me))
+        tensor.requires_grad_(flag)
+        weakref.finalize(self, hook.remove).atexit = False
+
+    def _was_added_to(self) -> None:
+        """Note that PyTorch's backward has added to the gradient."""
+        found = self.tensor.grad
+        if self._grad is None:
+            if not found.is_contiguous() or found.layout != torch.strided:
+                found = found.to_dense() if found.layout != torch.strided else found
+                self.grad = as_array(found.contiguous())
+            else:
+                self._grad, self._torch_grad = as_array(found), found
+        elif found is not self._torch_grad:
+            # As with create_graph=True: the sum of the old and the new lies elsewhere.
+            self._torch_grad.copy_(found.detach())  # type: ignore[union-attr]
+            self.tensor.grad = self._torch_grad
+        if self.on_ready is not None:
+            self.on_ready(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchParameter:
+        """Return the parameter of a copy of the tensor."""
+        return parameter_of(self.name, copy.deepcopy(self.tensor, memo))
+
+
+# By the id of the tensor. An entry goes with the parameter, which keeps the tensor alive.
+_FOUND: weakref.WeakValueDictionary[int, TorchParameter] = weakref.WeakValueDictionary()
+_FINDING = threading.Lock()
+
+
+def parameter_of(name: str, tensor: torch.nn.Parameter) -> TorchParameter:
+    """Return the parameter of `tensor`: the same one whoever asks, so that ties are kept.
+
+    Raises:
+        ModuleError: If it is not in the host's memory, or has no shape yet.
+        DTypeError: If it is not of a float dtype.
+    """
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise ModuleError(
+            f"parameter {name!r} has no shape yet: run a lazy module once before it is wrapped"
+        )
+    if tensor.device.type not in ("cpu", "meta"):
+        raise ModuleError(
+            f"parameter {name!r} must be in the host's memory (or on the meta device), it is on "
+            f"{tensor.device}: use module.cpu()"
+        )
+    if not tensor.is_floating_point():
+        raise DTypeError(f"parameter {name!r} must be of a float dtype, got {tensor.dtype}")
+    with _FINDING:
+        found = _FOUND.get(id(tensor))
+        if found is None:
+            found = _FOUND[id(tensor)] = TorchParameter(name, tensor)
+        return found
+
+
+def _added(parameter: Callable[[], TorchParameter | None]) -> None:
+    found = parameter()
+    if found is not None:
+        found._was_added_to()

@@ -1,0 +1,102 @@
+"""The state of a whole model that is spread over stages, as PyTorch names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mpimesh.arrays import to_numpy
+from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.interop.torch_arrays import as_array, as_tensor
+from mpimesh.interop.torch_layer import TorchLayer
+from mpimesh.interop.torch_library import torch
+from mpimesh.nn import Module
+from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.parallel.model import ParallelModel
+
+__all__ = ["full_state_dict", "load_full_state_dict"]
+
+
+def full_state_dict(model: ParallelModel, root: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what ``root.state_dict()`` is in one process: all values, and buffers. Collective.
+
+    ``root.load_state_dict`` takes it, on this mesh or without any.
+
+    Args:
+        model: A pipeline or replicas of wrapped modules.
+        root: The module whose parts were wrapped, the same on every rank; parts that were not are
+            taken as they are here.
+
+    Raises:
+        ModuleError: If a wrapped module is no part of `root`.
+
+    Cost:
+        Two broadcasts for each parameter and buffer, over the stages.
+    """
+    engine = model._engine
+    state = {name: value.detach().clone() for name, value in root.state_dict().items()}
+    for number, prefix, layer in _places(model, root):
+        buffers = {name for name, _ in layer.module.named_buffers()}
+        for name, value in layer.module.state_dict().items():
+            mine = as_array(value).copy() if number in engine.local else None
+            whole = engine.pipe.broadcast(mine, root=None).resolve()
+            if name in buffers:  # those of replicas differ
+                whole = engine.data.broadcast(whole, root=0).resolve()
+            state[prefix + name] = as_tensor(to_numpy(whole)).clone()
+    return state
+
+
+def load_full_state_dict(
+    model: ParallelModel, root: torch.nn.Module, state: Mapping[str, torch.Tensor]
+) -> None:
+    """Take over a state of the whole model, into the modules of this rank's stages. Local.
+
+    What ``root.load_state_dict(state)`` does in one process, also where modules of other stages
+    have no memory here. Load on all ranks, or the replicas differ.
+
+    Args:
+        model: A pipeline or replicas of wrapped modules.
+        root: The module whose parts were wrapped.
+        state: What :func:`full_state_dict` gave, or ``root.state_dict()`` of any process.
+
+    Raises:
+        ModuleError: If names are missing or unknown, or a wrapped module is no part of `root`.
+        ShapeError: If a shape differs.
+    """
+    expected = root.state_dict()
+    if expected.keys() != state.keys():
+        missing, unknown = expected.keys() - state.keys(), state.keys() - expected.keys()
+        raise ModuleError(
+            f"a state must name each value of the root module once; missing: "
+            f"{sorted(missing) or 'none'}, unknown: {sorted(unknown) or 'none'}"
+        )
+    for name, value in expected.items():
+        if value.shape != state[name].shape:
+            raise ShapeError(
+                f"state of {name!r} must have its shape {tuple(value.shape)}, got "
+                f"{tuple(state[name].shape)}"
+            )
+    for number, prefix, layer in _places(model, root):
+        if number in model._engine.local:
+            own = layer.module.state_dict()
+            layer.module.load_state_dict({name: state[prefix + name] for name in own})
+
+
+def _places(model: ParallelModel, root: torch.nn.Module) -> list[tuple[int, str, TorchLayer]]:
+    """Return each wrapped module with its stage, and what its names begin with in `root`."""
+    names = {id(module): name for name, module in root.named_modules()}
+    found = []
+    for number, stage in enumerate(model._engine.stages):
+        for layer in _wrapped(stage):
+            if id(layer.module) not in names:
+                raise ModuleError(f"{layer!r} of stage {number} is no part of the root module")
+            name = names[id(layer.module)]
+            found.append((number, f"{name}." if name else "", layer))
+    return found
+
+
+def _wrapped(layer: SupportsLayer) -> list[TorchLayer]:
+    if isinstance(layer, TorchLayer):
+        return [layer]
+    if not isinstance(layer, Module):
+        return []
+    return [one for _, child in layer.named_children() for one in _wrapped(child)]

@@ -1,0 +1,152 @@
+"""What the adapter of PyTorch refuses, and how it says so."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh import nn
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError, StageError
+from tests.pure.parallel_models import on_ranks
+from tests.pure.torch_models import CLASSES, FEATURES, Two, batch, deal, make_model, mt, torch
+
+LOSS = mt.wrap_loss(torch.nn.functional.cross_entropy)
+
+
+class Inplace(torch.nn.Module):
+    def forward(self, x):
+        return x.add_(1.0)
+
+
+@pytest.mark.parametrize("context", [None, nn.Context()])
+@pytest.mark.parametrize("writeable", [True, False])
+def test_a_module_that_writes_into_its_input_is_refused(context, writeable):
+    layer = mt.wrap(Inplace())
+    layer.input_grad = False
+    x = np.ones((2, 3))
+    x.flags.writeable = writeable
+    with pytest.raises(ModuleError, match="written into its input"):
+        layer(x, context)
+    assert writeable or (x == 1).all()
+    layer.input_grad = True
+    with pytest.raises((RuntimeError, ModuleError), match=r"in-place|into its input"):
+        layer(np.ones((2, 3)), nn.Context())
+
+
+def test_an_output_that_is_the_read_only_input_stays_read_only():
+    x = np.ones((2, 3))
+    x.flags.writeable = False
+    y = mt.wrap(torch.nn.Identity())(x, nn.Context())
+    assert np.shares_memory(x, y)
+    assert not y.flags.writeable
+
+
+class Gives(torch.nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return self.what(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda x: [x], "make a list a tuple"),
+        (lambda x: None, "must be an array"),
+        (lambda x: x.numpy(), "gave a ndarray"),
+        (lambda x: x.to_sparse(), "dense"),
+    ],
+)
+def test_odd_outputs_are_refused(what, message):
+    with pytest.raises(ModuleError, match=message):
+        mt.wrap(Gives(what))(np.ones((2, 3)))
+
+
+def test_odd_modules_are_refused():
+    with pytest.raises(ModuleError, match=r"torch\.nn\.Module"):
+        mt.wrap(torch.relu)
+    with pytest.raises(ModuleError, match="lazy"):
+        mt.wrap(torch.nn.LazyLinear(3))
+    whole = torch.nn.Module()
+    whole.number = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(DTypeError, match="complex64"):
+        mt.wrap(whole)
+    with torch.device("meta"):
+        made = Two()
+    with pytest.raises(ModuleError, match=r"Two .*reset_parameters"):
+        mt.wrap(made).materialize(seed=0)
+    with pytest.raises(ModuleStateError, match="no memory"):
+        mt.wrap(made).parameters()[0].value()
+
+
+def test_a_gradient_that_does_not_fit_is_refused_and_may_come_again():
+    layer = mt.wrap(make_model())
+    context = nn.Context()
+    y = layer(batch(0, 4)[0], context)
+    with pytest.raises(ShapeError, match=r"\(4, 5\)"):
+        layer.backward(y[:2], context)
+    with pytest.raises(DTypeError, match="float64"):
+        layer.backward(y.astype(np.float32), context)
+    with pytest.raises(ShapeError, match="tuple"):
+        layer.backward((y,), context)
+    layer.backward(y, context)
+
+
+def test_an_error_of_pytorch_ends_the_step_on_all_ranks():
+    template = make_model()
+
+    def body(mesh):
+        model = copy.deepcopy(template)
+        pipe = mm.PipelineParallel(deal(mt.wrap_each(model), 2), 2, mesh=mesh)
+        x, target = batch(0, 4)
+        with pytest.raises(StageError, match="mat1 and mat2"):
+            pipe.train_step(x[:, :-1], target, loss=LOSS)
+        return pipe.train_step(x, target, loss=LOSS)
+
+    losses = on_ranks("pp=2", body)
+    assert losses[0] == losses[1] > 0
+
+
+def test_tensors_of_a_mixed_model_are_refused():
+    def body(mesh):
+        model = nn.Sequential(nn.Linear(FEATURES, 4), mt.wrap(torch.nn.Linear(4, CLASSES)))
+        replicas = mm.DataParallel(model, mesh, loss=LOSS)
+        with pytest.raises(ModuleError, match=r"'0.weight', '0.bias'"):
+            mt.tensors(replicas)
+        x, target = batch(0, 4)
+        return replicas.train_step(x.astype(np.float32), target)
+
+    assert on_ranks("dp=1", body)[0] > 0
+
+
+def test_a_parameter_that_is_replaced_after_wrapping_is_noticed():
+    model = make_model()
+    layer = mt.wrap(model)
+    model[0].weight = torch.nn.Parameter(torch.zeros(8, FEATURES))
+    with pytest.raises(ModuleStateError, match=r"'0.weight'.*replaced"):
+        layer(batch(0, 4)[0])
+
+
+def test_states_that_do_not_fit_are_refused_and_change_nothing():
+    def body(mesh):
+        model = make_model()
+        replicas = mm.DataParallel(mt.wrap(model), mesh, loss=LOSS)
+        state = model.state_dict()
+        before = copy.deepcopy(state)
+        for wrong, error, message in (
+            ({**before, "more": before["0.bias"]}, ModuleError, "unknown: .'more'"),
+            ({"0.bias": before["0.bias"]}, ModuleError, "missing: .'0.weight'"),
+            ({**before, "5.bias": before["0.bias"]}, ShapeError, r"'5.bias'.*\(5,\), got \(8,\)"),
+        ):
+            with pytest.raises(error, match=message):
+                mt.load_full_state_dict(replicas, model, wrong)
+        with pytest.raises(ModuleError, match="no part of the root"):
+            mt.full_state_dict(replicas, make_model())
+        assert all(torch.equal(state[name], before[name]) for name in before)
+
+    on_ranks("dp=1", body)
