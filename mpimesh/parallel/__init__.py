@@ -11,6 +11,7 @@ from mpimesh.parallel.microbatch import (
     replica_rows,
     split_microbatches,
 )
+from mpimesh.parallel.optimizer import ParallelOptimizer
 from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
@@ -21,6 +22,7 @@ __all__ = [
     "DataParallel",
     "GradientBuckets",
     "Microbatches",
+    "ParallelOptimizer",
     "PipelineParallel",
     "PipelineStage",
     "StepReport",

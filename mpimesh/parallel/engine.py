@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, exchange
 from mpimesh.runtime.call import Call
 from mpimesh.trace import NULL_TRACER, Tracer
+
+if TYPE_CHECKING:
+    from mpimesh.parallel.optimizer import ParallelOptimizer
 
 __all__ = ["Engine", "Options"]
 
@@ -80,6 +83,7 @@ class Engine:
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
             on the devices, else NumPy.
         ties: The parameters that several ranks of a pipeline hold.
+        optimizer: What the model is trained by, if that needs to know how it is cut.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Engine:
         self.tracer = NULL_TRACER if options.tracer is None else options.tracer
         self.step = 0
         self.accumulating = False
+        self.optimizer: ParallelOptimizer | None = None
         self.why_no_step = ""
         self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
         self.input_names = sorted({name for stage in self.stages for name in stage.inputs})
@@ -146,6 +151,11 @@ class Engine:
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
         return len(self.stages) - 1 in self.local
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses, and so gradients, are multiplied by."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
     @property
     def replicas_are_all(self) -> bool:
@@ -216,8 +226,11 @@ class Engine:
     def rebuild_buckets(self) -> None:
         """Make the buckets anew after parameters were frozen or unfrozen. Collective."""
         self.ties.agree(values=False)
+        states = None if self.optimizer is None else self.optimizer.release()
         self.buckets.close()
         self.buckets = self._new_buckets()
+        if self.optimizer is not None and states is not None:
+            self.optimizer.resume(states)
 
     # -- helpers ----------------------------------------------------------------------------
 

@@ -54,6 +54,8 @@ class ParallelModel:
         :func:`mpimesh.parallel.clip_grad_norm`. A parameter that several ranks hold counts once.
         """
         engine = self._engine
+        if engine.optimizer is not None:
+            return engine.optimizer.clip_grad_norm(max_norm)
         return clip_grad_norm(
             self.parameters(), max_norm, group=engine.pipe, copies=engine.ties.copies
         )

@@ -1,0 +1,223 @@
+"""What a ParallelOptimizer refuses, and what is left when something fails."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh import nn, optim
+from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, ShapeError, StageError
+from tests.pure.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
+from tests.pure.parallel_traps import assert_nothing_left, error_of, trapped_stages
+
+
+def make(mesh, **options):
+    pipe = make_pipeline(mesh)
+    return pipe, mm.ParallelOptimizer(optim.Adam(pipe.parameters(), lr=0.01), pipe, **options)
+
+
+@pytest.mark.parametrize(("kind", "failing"), [("F", 0), ("B", 3), ("B", 2)])
+def test_a_failure_anywhere_leaves_all_parameters(kind, failing):
+    def body(mesh):
+        stages, traps = trapped_stages(2)
+        pipe = make_pipeline(mesh, stages=stages)
+        optimizer = mm.ParallelOptimizer(optim.Adam(pipe.parameters(), lr=0.1), pipe)
+        train = partial(pipe.train_step, loss=nn.cross_entropy, optimizer=optimizer)
+        train(*batch(0, 16))
+        before = state_of(pipe), optimizer.state_dict()
+        if mesh.rank == failing:
+            # In the last backward, when the sums of others may have begun.
+            traps[mesh.coord("pp")].arm(kind, 3)
+        assert type(error_of(partial(train, *batch(1, 16)))) is StageError
+        assert_equal(state_of(pipe), before[0])
+        assert_nothing_left(mesh)
+        for trap in traps:
+            trap.disarm()
+        with pytest.raises(ModuleStateError, match="no sums of gradients to step by"):
+            optimizer.step()
+        with pytest.raises(ModuleStateError, match="no sums of gradients to clip"):
+            pipe.clip_grad_norm(1.0)
+        train(*batch(1, 16))
+        assert any(np.any(state_of(pipe)[name] != before[0][name]) for name in before[0])
+        pipe.check_replicas()
+
+    on_ranks("dp=2,pp=2", body, rendezvous=True)
+
+
+class Breaks(optim.SGD):
+    """Fails at one update of one rank."""
+
+    left = -1
+
+    def _update(self, *arguments):
+        self.left -= 1
+        if not self.left:
+            raise FloatingPointError("broken")
+        super()._update(*arguments)
+
+
+def test_an_update_that_raises_keeps_nobody_waiting_and_the_replicas_equal():
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        broken = Breaks(pipe.parameters(), lr=0.1)
+        broken.left = 2 if mesh.rank == 1 else -1
+        optimizer = mm.ParallelOptimizer(broken, pipe)
+        pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+        if mesh.rank == 1:
+            with pytest.raises(FloatingPointError):
+                optimizer.step()
+        else:
+            optimizer.step()
+        pipe.check_replicas()
+
+    on_ranks("dp=3", body)
+
+
+def test_gradients_are_hidden_between_steps_and_states_say_when():
+    def body(mesh):
+        pipe, optimizer = make(mesh)
+        with pytest.raises(ModuleStateError, match="call train_step"):
+            optimizer.step()
+        pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        optimizer.step()
+        with pytest.raises(ModuleStateError, match="call train_step"):
+            optimizer.step()
+        with pipe.no_sync():
+            pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+            with pytest.raises(ModuleStateError, match="not under no_sync"):
+                optimizer.step()
+            assert all(parameter.grad is not None for parameter in pipe.parameters())
+        # What was added up is forgotten, and does not come into the next step.
+        optimizer.zero_grad()
+        before = state_of(pipe)
+        pipe.train_step(*batch(1, 16), loss=nn.cross_entropy, denominator=1e300)
+        assert pipe.clip_grad_norm(1.0) < 1e-290
+        pipe.parameters()[0].data = pipe.parameters()[0].data.copy()
+        with pytest.raises(ModuleStateError, match="another array for its values"):
+            optimizer.step()
+        assert_equal(state_of(pipe), before)
+        assert optimizer.lr == 0.01
+        assert "Adam" in repr(optimizer)
+
+    on_ranks("dp=2", body)
+
+
+class WholeNorm(optim.SGD):
+    elementwise = False
+
+
+def test_wrong_arguments_are_refused():
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        parameters = pipe.parameters()
+        other = nn.Linear(2, 2)
+        wrong: dict[str, tuple[Any, dict[str, Any]]] = {
+            "zero must be 0 or 1": ([optim.SGD(parameters, lr=1)], {"zero": 2}),
+            "does not change each element by itself": ([WholeNorm(parameters, lr=1)], {}),
+            "none of model.parameters": ([optim.SGD(other.parameters(), lr=1)], {}),
+            "belongs to two optimizers": ([optim.SGD(parameters, lr=1)] * 2, {}),
+            "takes optimizers of mpimesh.optim, got str": (["adam"], {}),
+            "at least one": ([], {}),
+        }
+        for message, (optimizers, options) in wrong.items():
+            with pytest.raises(ModuleError, match=message):
+                mm.ParallelOptimizer(optimizers, pipe, **options)
+        pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+        plain = optim.SGD(parameters, lr=1)
+        optimizer = mm.ParallelOptimizer(WholeNorm(parameters, lr=1), pipe, zero=0)
+        with pytest.raises(ModuleError, match="the model has a ParallelOptimizer"):
+            mm.ParallelOptimizer(plain, pipe)
+        with pytest.raises(ModuleError, match="which alone knows"):
+            pipe.train_step(*batch(0, 16), loss=nn.cross_entropy, optimizer=plain)
+        pipe.train_step(*batch(0, 16), loss=nn.cross_entropy, optimizer=optimizer)
+        with pytest.raises(ModuleError, match="max_norm must be above 0"):
+            pipe.clip_grad_norm(0)
+
+    on_ranks("dp=2", body)
+
+
+def test_gradients_under_way_are_not_divided():
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        with pipe.no_sync():
+            pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+        with pytest.raises(ModuleStateError, match="divide buckets between steps"):
+            mm.ParallelOptimizer(optim.Adam(pipe.parameters()), pipe)
+
+    on_ranks("dp=2", body)
+
+
+@pytest.mark.parametrize("what", ["kind", "zero", "order"])
+def test_ranks_that_differ_are_told(what):
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        odd = mesh.rank == 1
+        kind = optim.AdamW if odd and what == "kind" else optim.Adam
+        zero = 0 if odd and what == "zero" else 1
+        parameters = pipe.parameters()
+        # The same numbers of parameters, but others.
+        at = 2 if odd and what == "order" else 4
+        two = [kind(parameters[:at]), kind(parameters[at:])]
+        with pytest.raises(MismatchError):
+            mm.ParallelOptimizer(two, pipe, zero=zero)
+
+    on_ranks("dp=2", body)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_state_that_does_not_fit_changes_nothing(zero):
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        parameters = pipe.parameters()
+        two = [optim.Adam(parameters[:4], lr=0.01), optim.SGD(parameters[4:], lr=0.1, momentum=0.9)]
+        optimizer = mm.ParallelOptimizer(two, pipe, zero=zero)
+        train = partial(pipe.train_step, loss=nn.cross_entropy, optimizer=optimizer)
+        train(*batch(0, 16))
+        good = optimizer.state_dict()
+        good = [{**one, "params": [copied(state) for state in one["params"]]} for one in good]
+        adam, sgd = good
+        bad = [
+            (ModuleError, [adam]),
+            (ModuleError, [sgd, adam]),
+            (ModuleError, [adam, {**sgd, "params": sgd["params"][1:]}]),
+            (ModuleError, [{**adam, "lr": 0.5}, {**sgd, "lr": -1.0}]),
+            (ShapeError, [adam, {**sgd, "params": sgd["params"][::-1]}]),
+        ]
+        for error, states in bad:
+            with pytest.raises(error):
+                optimizer.load_state_dict(states)
+            assert two[0].lr == 0.01
+            for one, before in zip(optimizer.state_dict(), good, strict=True):
+                for state, expected in zip(one["params"], before["params"], strict=True):
+                    assert_equal(state, expected)
+        train(*batch(1, 16))
+        pipe.check_replicas()
+
+    on_ranks("dp=2", body)
+
+
+def copied(state):
+    return {name: np.copy(value) for name, value in state.items()}
+
+
+def test_a_whole_model_loads_into_divided_memory():
+    def body(mesh):
+        pipe, optimizer = make(mesh)
+        values = pipe.full_state_dict()
+        pipe.train_step(*batch(0, 16), loss=nn.cross_entropy, optimizer=optimizer)
+        pipe.load_state_dict(values)
+        pipe.train_step(*batch(0, 16), loss=nn.cross_entropy, optimizer=optimizer)
+        other = make_pipeline(mesh)
+        adam = optim.Adam(other.parameters(), lr=0.01)
+        other.train_step(*batch(0, 16), loss=nn.cross_entropy, optimizer=adam)
+        other.load_state_dict(values)
+        other.step = pipe.step - 1
+        other.train_step(*batch(0, 16), loss=nn.cross_entropy, optimizer=adam)
+        assert_equal(state_of(pipe), state_of(other))
+
+    on_ranks("dp=2,pp=2", body)
