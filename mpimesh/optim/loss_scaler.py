@@ -44,7 +44,7 @@ class LossScaler:
         ModuleError: If a number is out of range.
 
     Example:
-        >>> scaler = LossScaler(scale=8.0, growth_interval=2)
+        >>> scaler = optim.LossScaler(scale=8.0, growth_interval=2)
         >>> for overflowed in (False, False, True):
         ...     scaler.update(overflowed)
         ...     print(scaler.scale)

@@ -158,6 +158,11 @@ class Engine:
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
     @property
+    def scales_losses(self) -> bool:
+        """Whether there is a loss scale, of whatever size now."""
+        return self.optimizer is not None and self.optimizer.scaler is not None
+
+    @property
     def replicas_are_all(self) -> bool:
         """Whether sums over the replicas go among the ranks that agree on steps."""
         return 1 < self.data.size == self.scope.size

@@ -156,7 +156,7 @@ class Step:
             where = " everywhere" if self._arguments.everywhere else ""
             return f"forward{where} of {engine.num_microbatches} microbatches"
         kept = " without reducing gradients" if engine.accumulating else ""
-        if engine.loss_scale != 1:
+        if engine.scales_losses:
             kept += f", losses times {engine.loss_scale:g}"
         return (
             f"train_step {engine.step} of {engine.num_microbatches} microbatches by "
@@ -213,8 +213,8 @@ class Step:
         self._inbox.open(plan.actions)
         self._executor = self._new_executor(task, known, self._inbox, self._outbox)
         self._outside = False
-        # With a scale, overflow is expected: the step is left out.
-        scaled = engine.loss_scale != 1
+        # Where losses are scaled, overflow is expected: the optimizer leaves out the step.
+        scaled = engine.scales_losses
         with np.errstate(over="ignore", invalid="ignore") if scaled else nullcontext():
             self._executor.run(plan.actions)
         if self._executor.outputs:
