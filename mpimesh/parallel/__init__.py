@@ -15,10 +15,12 @@ from mpimesh.parallel.optimizer import ParallelOptimizer
 from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
+from mpimesh.parallel.tuning import BucketTuning
 
 __all__ = [
     "BUCKET_BYTES",
     "Bucket",
+    "BucketTuning",
     "DataParallel",
     "GradientBuckets",
     "Microbatches",

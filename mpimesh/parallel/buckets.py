@@ -31,12 +31,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from time import perf_counter
 
 from mpimesh.arrays import ReduceOp, as_reduce_op
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.parallel.bucket import Bucket
-from mpimesh.parallel.entries import Entry, check_frozen, make_bucket, make_entries, plan_of
+from mpimesh.parallel.entries import Entry, Plan, check_frozen, make_bucket, make_entries, plan_of
 from mpimesh.parallel.reductions import Reductions
 from mpimesh.parallel.replicas import agree_parameters, agree_touched
 from mpimesh.parallel.shard import Shard
@@ -69,6 +70,8 @@ class GradientBuckets:
             Another one holds all of `group` and has the same parameters on all its ranks; where
             a rank has several others, they stand in one order on all ranks. They are reduced
             in :meth:`synchronize`, whatever `overlap` says.
+        plan: For each bucket the numbers of its parameters, counting those that are trained and
+            reduced over `group`; planned by `bucket_bytes` if None.
 
     Raises:
         ModuleError: If a parameter stands twice or is registered with other buckets, or `op` or
@@ -103,6 +106,7 @@ class GradientBuckets:
         overlap: bool = True,
         tracer: Tracer = NULL_TRACER,
         groups: Sequence[ProcessGroup | None] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self._group = group
         self._op = as_reduce_op(op)
@@ -120,8 +124,11 @@ class GradientBuckets:
         members: dict[int, list[Entry]] = {id(group): []}
         for entry in self._entries.values():
             members.setdefault(id(entry.group), []).append(entry)
-        plans = [(those, plan_of(those, bucket_bytes)) for those in members.values()]
-        rule = f"{self._op}, bucket_bytes {bucket_bytes}"
+        plans = [
+            (those, plan_of(those, bucket_bytes, plan if key == id(group) else None))
+            for key, those in members.items()
+        ]
+        rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}"
         named = [(entry.name, entry.parameter) for entry in self._entries.values()]
         agree_parameters(named, group, rule)
         own, *others = [
@@ -156,6 +163,11 @@ class GradientBuckets:
     def is_open(self) -> bool:
         """Whether gradients are being added up that no :meth:`synchronize` has reduced yet."""
         return self._open
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """What is counted for the parameters that are reduced over the replicas, in order."""
+        return tuple(entry for entry in self._entries.values() if entry.group is self._group)
 
     @property
     def sums(self) -> int | None:
@@ -265,6 +277,7 @@ class GradientBuckets:
                 "backward"
             )
         entry.count += 1
+        entry.ready_s = perf_counter()
         bucket = entry.bucket
         if bucket is None:
             return

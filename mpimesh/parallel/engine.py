@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from mpimesh.arrays import HostArray
 from mpimesh.nn import Parameter
 from mpimesh.parallel.buckets import GradientBuckets
+from mpimesh.parallel.entries import Plan
 from mpimesh.parallel.first_values import give_values, is_used_again
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
@@ -136,8 +138,8 @@ class Engine:
         if options.broadcast:
             self._broadcast()
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
-        self._new_buckets: Callable[[], GradientBuckets] = lambda: self._buckets_of(options)
-        self.buckets = self._new_buckets()
+        self._new_buckets = partial(self._buckets_of, options)
+        self.buckets = self._new_buckets(None)
         agree_values(self.named_parameters(), data)
 
     # -- what is where: local -------------------------------------------------------------
@@ -228,12 +230,15 @@ class Engine:
         finally:
             self.accumulating = before
 
-    def rebuild_buckets(self) -> None:
-        """Make the buckets anew after parameters were frozen or unfrozen. Collective."""
+    def rebuild_buckets(self, plan: Plan | None = None) -> None:
+        """Make the buckets anew, after parameters were frozen or unfrozen or by a plan. Collective.
+
+        Without a plan those over the replicas are planned by size.
+        """
         self.ties.agree(values=False)
         states = None if self.optimizer is None else self.optimizer.release()
         self.buckets.close()
-        self.buckets = self._new_buckets()
+        self.buckets = self._new_buckets(plan)
         if self.optimizer is not None and states is not None:
             self.optimizer.resume(states)
 
@@ -269,7 +274,7 @@ class Engine:
             values = parameter.value()
             self.data.broadcast(values, out=values, label=f"parameter {name}").resolve()
 
-    def _buckets_of(self, options: Options) -> GradientBuckets:
+    def _buckets_of(self, options: Options, plan: Plan | None) -> GradientBuckets:
         named = self.named_parameters()
         return GradientBuckets(
             [parameter for _, parameter in named],
@@ -280,6 +285,7 @@ class Engine:
             groups=[self.ties.group(parameter) for _, parameter in named],
             overlap=options.overlap,
             tracer=self.tracer,
+            plan=plan,
         )
 
 

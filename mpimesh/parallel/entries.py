@@ -13,7 +13,10 @@ from mpimesh.parallel.bucket import Bucket
 from mpimesh.parallel.bucket_plan import plan_buckets
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 
-__all__ = ["Entry", "check_frozen", "make_bucket", "make_entries", "plan_of"]
+__all__ = ["Entry", "Plan", "check_frozen", "make_bucket", "make_entries", "plan_of"]
+
+Plan = Sequence[Sequence[int]]
+"""For each bucket the numbers of its parameters."""
 
 
 class Entry:
@@ -27,9 +30,10 @@ class Entry:
         count: How often the gradient was added to in this cycle.
         uses: How often in each backward of earlier cycles; None while that is not known.
         complete: Whether nothing more is added in this cycle, as far as its bucket knows.
+        ready_s: When something was last added to the gradient, on this rank's clock.
     """
 
-    __slots__ = ("bucket", "complete", "count", "group", "name", "parameter", "uses")
+    __slots__ = ("bucket", "complete", "count", "group", "name", "parameter", "ready_s", "uses")
 
     def __init__(self, parameter: Parameter, name: str, group: ProcessGroup) -> None:
         self.parameter = parameter
@@ -39,6 +43,7 @@ class Entry:
         self.count = 0
         self.uses: int | None = None
         self.complete = False
+        self.ready_s = 0.0
 
     def end_cycle(self, backwards: int) -> None:
         """Note how often the gradient was added to in each of so many backwards.
@@ -97,13 +102,31 @@ def check_frozen(
         )
 
 
-def plan_of(entries: Sequence[Entry], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Deal parameters of one group to buckets; to none, if the group has one rank."""
-    plan = plan_buckets(
-        [int(entry.parameter.value().nbytes) for entry in entries],
-        [entry.parameter.dtype for entry in entries],
-        bucket_bytes,
-    )
+def plan_of(
+    entries: Sequence[Entry], bucket_bytes: int, forced: Plan | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Deal parameters of one group to buckets; to none, if the group has one rank.
+
+    Args:
+        entries: The parameters.
+        bucket_bytes: Most bytes of a bucket.
+        forced: The plan, if it is made already.
+
+    Raises:
+        ModuleError: If `bucket_bytes` is less than 1, or the forced plan has not each parameter
+            once, or different dtypes in a bucket.
+    """
+    dtypes = [entry.parameter.dtype for entry in entries]
+    sizes_bytes = [int(entry.parameter.value().nbytes) for entry in entries]
+    plan = plan_buckets(sizes_bytes, dtypes, bucket_bytes)
+    if forced is not None:
+        plan = tuple(tuple(members) for members in forced)
+        once = sorted(number for members in plan for number in members) == [*range(len(entries))]
+        if not once or any(len({dtypes[number] for number in one}) != 1 for one in plan):
+            raise ModuleError(
+                f"a plan of buckets has each of the {len(entries)} parameters once, and in a "
+                f"bucket those of one dtype, got {plan}"
+            )
     return () if not entries or entries[0].group.size == 1 else plan
 
 

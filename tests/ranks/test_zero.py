@@ -94,3 +94,23 @@ def test_all_ranks_leave_out_the_step_in_which_one_overflows(comm):
         assert scales == [64, 32, 32, 64]
         assert optimizer.skipped_steps == 1
         model.check_replicas()
+
+
+def test_tuned_buckets_train_the_same(comm):
+    with mm.DeviceMesh(f"dp={comm.size}", comm) as mesh:
+        states = []
+        for tuned in (False, True):
+            layers = [nn.Linear(6, 900), nn.ReLU(), nn.Linear(900, 40), nn.Linear(40, 5)]
+            model = DataParallel(
+                nn.Sequential(layers), mesh, loss=nn.cross_entropy, dtype="float64", seed=SEED
+            )
+            adam = optim.Adam(model.parameters(), lr=0.01)
+            optimizer = mm.ParallelOptimizer(adam, model)
+            for step in range(4):
+                model.train_step(*batch(step, 13), optimizer=optimizer)
+                if tuned and step == 1:
+                    assert (model.tune_buckets() is None) == (comm.size == 1)
+            model.check_replicas()
+            states.append(state_of(model))
+        for name, values in states[0].items():
+            np.testing.assert_allclose(values, states[1][name], rtol=1e-10, atol=1e-12)
