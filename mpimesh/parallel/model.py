@@ -81,7 +81,7 @@ class ParallelModel:
 
         From when each gradient was complete in the last step, on the slowest of the replicas, and
         how long reductions take, follows the cut by which all are summed earliest; see
-        :func:`mpimesh.parallel.bucket_plan.merge_buckets`. Call it between steps: gradients are
+        :func:`mpimesh.parallel.bucket_merge.merge_buckets`. Call it between steps: gradients are
         dropped. Making the model with ``bucket_bytes`` forces the size instead, and
         :meth:`rebuild_buckets` goes back to it.
 
@@ -93,7 +93,7 @@ class ParallelModel:
             ModuleStateError: On every rank, if there was no training step yet.
 
         Cost:
-            Reductions of up to 16 MiB, 8 of each size.
+            Some exchanges of small texts, and 24 sums of up to 16 MiB.
 
         Example:
             >>> for x, target in first_batches:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
-from types import ModuleType
 
-import numpy as np
-
-from mpimesh.arrays import Array, namespace
+from mpimesh.arrays import namespace
 from mpimesh.errors import ModuleStateError, on_all_ranks
-from mpimesh.parallel.bucket_plan import merge_buckets, reduced_s
+from mpimesh.parallel.bucket_merge import Reduction, merge_buckets, reduced_s
 from mpimesh.parallel.engine import Engine
-from mpimesh.parallel.shard import shard_sizes
-from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.parallel.reduction_times import measure_reduction
 from mpimesh.runtime.agreement import exchange
 
 __all__ = ["BucketTuning", "tune_buckets"]
 
 _LEAST_BYTES = 1 << 14
 _MOST_BYTES = 1 << 24
-_REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +22,7 @@ class BucketTuning:
     """What a tuning of buckets has found, the same on every replica.
 
     Attributes:
-        latency_s: What a reduction takes beside its bytes.
-        bytes_per_s: How fast its bytes pass.
+        reduction: What it takes to sum a bucket.
         buckets: How many buckets there are now.
         before: How many there were.
         end_s: When the last is reduced now, as predicted, counted from the first gradient.
@@ -40,8 +30,7 @@ class BucketTuning:
         last_ready_s: When the last gradient was there: no cut ends earlier.
     """
 
-    latency_s: float
-    bytes_per_s: float
+    reduction: Reduction
     buckets: int
     before: int
     end_s: float
@@ -52,8 +41,10 @@ class BucketTuning:
         return (
             f"{self.buckets} buckets in place of {self.before}: gradients summed after "
             f"{1e3 * self.end_s:.3g} ms in place of {1e3 * self.before_end_s:.3g} ms, the last one "
-            f"there after {1e3 * self.last_ready_s:.3g} ms, by reductions of "
-            f"{1e6 * self.latency_s:.3g} us and {self.bytes_per_s / 1e9:.3g} GB/s"
+            f"there after {1e3 * self.last_ready_s:.3g} ms, by sums of "
+            f"{1e6 * self.reduction.latency_s:.3g} us and "
+            f"{self.reduction.bytes_per_s / 1e9:.3g} GB/s, a share of "
+            f"{self.reduction.busy:.0%} of which nothing hides"
         )
 
 
@@ -69,7 +60,7 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
         ModuleStateError: On every rank, if on any no training step was done with these buckets.
 
     Cost:
-        Some exchanges of small texts, of a number for each parameter at most; 16 reductions of up
+        Some exchanges of small texts, of a number for each parameter at most; 32 reductions of up
         to 16 MiB; new memory for the buckets.
     """
     group, buckets = engine.data, engine.buckets
@@ -96,15 +87,14 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
         sizes_bytes = [int(entry.parameter.value().nbytes) for entry in entries]
         dtypes = [entry.parameter.dtype for entry in entries]
         divided = any(bucket.shard is not None for bucket in buckets.buckets)
-        latency_s, bytes_per_s = measure_reduction(
+        reduction = measure_reduction(
             engine.mesh,
             group,
             min(max(sum(sizes_bytes), _LEAST_BYTES * 2), _MOST_BYTES),
             xp=namespace(entries[0].parameter.value()),
             divided=divided,
         )
-        link = {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
-        plan = merge_buckets(ready_s, sizes_bytes, dtypes, **link)
+        plan = merge_buckets(ready_s, sizes_bytes, dtypes, reduction)
         numbers = {id(entry.parameter): number for number, entry in enumerate(entries)}
         before = [
             [numbers[id(parameter)] for parameter in bucket.parameters]
@@ -112,63 +102,12 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
             if bucket.group is group
         ]
         found = BucketTuning(
-            latency_s,
-            bytes_per_s,
+            reduction,
             len(plan),
             len(before),
-            reduced_s(plan, ready_s, sizes_bytes, **link),
-            reduced_s(before, ready_s, sizes_bytes, **link),
+            reduced_s(plan, ready_s, sizes_bytes, reduction),
+            reduced_s(before, ready_s, sizes_bytes, reduction),
             max(ready_s),
         )
     engine.rebuild_buckets(plan)
     return found
-
-
-def measure_reduction(
-    mesh: DeviceMesh, group: ProcessGroup, nbytes: int, *, xp: ModuleType, divided: bool
-) -> tuple[float, float]:
-    """Time the sums of gradients of two sizes. Collective over `group`.
-
-    Args:
-        mesh: Gives memory as buckets have it.
-        group: The replicas.
-        nbytes: The larger size.
-        xp: Whose arrays.
-        divided: Whether each rank gets the sums of its part only.
-
-    Returns:
-        The seconds of a reduction of no bytes, and the bytes that pass in a second: medians of
-        the ranks' fastest, the same on each.
-    """
-    sizes_bytes = (_LEAST_BYTES, nbytes)
-    mine = [_reduction_s(mesh, group, size, xp, divided) for size in sizes_bytes]
-    everyone = exchange(group.progress, group.communicator, mine, what="the times of reductions")
-    small_s, large_s = map(median, zip(*everyone, strict=True))
-    longer_s = large_s - small_s
-    bytes_per_s = (sizes_bytes[1] - sizes_bytes[0]) / longer_s if longer_s > 0 else math.inf
-    return max(0.0, small_s - sizes_bytes[0] / bytes_per_s), bytes_per_s
-
-
-def _reduction_s(
-    mesh: DeviceMesh, group: ProcessGroup, nbytes: int, xp: ModuleType, divided: bool
-) -> float:
-    size = nbytes // 4
-    empty = mesh.shared_empty if xp is np else xp.empty
-    flat = empty(size, np.float32)
-    flat[...] = 0
-    sizes = shard_sizes(size, 4, group.size)
-    part = empty(sizes[group.rank or 0], np.float32)
-
-    def reduce() -> Array:
-        if divided:
-            return group.reduce_scatter(flat, sizes=sizes, out=part, label="tuning").resolve()
-        return group.all_reduce(flat, out=flat, label="tuning").resolve()
-
-    return min(_timed_s(reduce, group) for _ in range(1 + _REPEATS))
-
-
-def _timed_s(work: Callable[[], Array], group: ProcessGroup) -> float:
-    group.barrier(label="tuning")
-    start_s = time.perf_counter()
-    work()
-    return time.perf_counter() - start_s

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.errors import ModuleError
-from mpimesh.parallel.bucket_plan import merge_buckets, plan_buckets, reduced_s
+from mpimesh.parallel.bucket_plan import plan_buckets
 
 SIZES = st.lists(st.integers(0, 50), max_size=40)
 
@@ -39,57 +39,3 @@ def test_an_example():
 def test_a_bucket_has_room(bucket_bytes):
     with pytest.raises(ModuleError, match="at least 1"):
         plan_buckets([1], ["f"], bucket_bytes)
-
-
-def cuts_of(order, kinds):
-    """Yield every way to cut `order` into buckets of one kind."""
-    for borders in product([False, True], repeat=max(0, len(order) - 1)):
-        plan = [[order[0]]] if order else []
-        for number, border in zip(order[1:], borders, strict=True):
-            if border or kinds[number] != kinds[plan[-1][-1]]:
-                plan.append([])
-            plan[-1].append(number)
-        yield plan
-
-
-def end_of(plan, ready, sizes, latency, rate):
-    """When all is reduced, by a clock that runs: nothing of the planner's own arithmetic."""
-    clock = 0.0
-    for members in plan:
-        clock = max([clock, *(ready[number] for number in members)]) + latency
-        clock += sum(sizes[number] / rate for number in members)
-    return clock
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20), st.sampled_from("aab")), max_size=8),
-    st.integers(0, 8),
-    st.sampled_from([0.25, 1.0, 4.0]),
-)
-@settings(max_examples=120, deadline=None)
-def test_the_merge_is_the_best_of_all_cuts(parameters, latency, rate):
-    ready, sizes, kinds = ([one[i] for one in parameters] for i in range(3))
-    plan = merge_buckets(ready, sizes, kinds, latency_s=latency, bytes_per_s=rate)
-    order = [number for members in plan for number in members]
-    assert sorted(order) == list(range(len(parameters)))
-    assert [ready[number] for number in order] == sorted(ready)
-    assert all(len({kinds[number] for number in members}) == 1 for members in plan)
-    best = min(
-        (end_of(cut, ready, sizes, latency, rate) for cut in cuts_of(order, kinds)), default=0.0
-    )
-    end = reduced_s(plan, ready, sizes, latency_s=latency, bytes_per_s=rate)
-    if parameters:
-        assert end == end_of(plan, ready, sizes, latency, rate) == best
-
-
-def test_latency_merges_and_waiting_splits():
-    ready, sizes, kinds = [3.0, 2.0, 1.0], [1, 1, 1], ["f"] * 3
-    every = merge_buckets(ready, sizes, kinds, latency_s=0.0, bytes_per_s=1e9)
-    assert every == ((2,), (1,), (0,))
-    one = merge_buckets(ready, sizes, kinds, latency_s=10.0, bytes_per_s=1e9)
-    assert one == ((2, 1, 0),)
-    # The first is reduced while the others are computed; those come too close together.
-    some = merge_buckets([3.0, 2.9, 1.0], sizes, kinds, latency_s=0.5, bytes_per_s=10)
-    assert some == ((2,), (1, 0))
-    assert merge_buckets([], [], [], latency_s=1.0, bytes_per_s=1.0) == ()
-    assert reduced_s((), [], [], latency_s=1.0, bytes_per_s=1.0) == 0.0

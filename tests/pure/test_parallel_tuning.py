@@ -12,6 +12,8 @@ from mpimesh import nn, optim
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel import GradientBuckets, tuning
+from mpimesh.parallel.bucket_merge import Reduction
+from mpimesh.parallel.reduction_times import measure_reduction
 from tests.pure.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 
 
@@ -19,7 +21,7 @@ def set_link(monkeypatch, latency_s, bytes_per_s):
     """Pretend that reductions take so long."""
 
     def measured(mesh, group, nbytes, *, xp, divided):
-        return latency_s, bytes_per_s
+        return Reduction(latency_s, bytes_per_s)
 
     monkeypatch.setattr(tuning, "measure_reduction", measured)
 
@@ -49,7 +51,7 @@ def test_training_goes_on_the_same(monkeypatch, dims, zero, latency_s):
                         assert found.buckets == len(cuts)
                         assert sum(cuts) == len(pipe.parameters())
                         if latency_s is not None:
-                            assert len(cuts) == (1 if latency_s else len(pipe.parameters()))
+                            assert len(cuts) == (1 if latency_s else 2)  # the last comes alone
                         assert found.end_s <= found.before_end_s * (1 + 1e-12)
                         assert found.end_s >= found.last_ready_s
                         assert f"{len(cuts)} buckets in place of" in str(found)
@@ -101,12 +103,15 @@ def test_times_are_needed_on_all_ranks():
 
 def test_a_measured_reduction_has_a_latency_and_a_rate():
     def body(mesh):
-        measure = partial(tuning.measure_reduction, mesh, mesh.group("dp"), 1 << 18, xp=np)
+        measure = partial(measure_reduction, mesh, mesh.group("dp"), 1 << 18, xp=np)
         return measure(divided=False), measure(divided=True)
 
     found = on_ranks("dp=2", body)
     assert found[0] == found[1]
-    assert all(latency_s >= 0 and bytes_per_s > 0 for latency_s, bytes_per_s in found[0])
+    for one in found[0]:
+        assert one.latency_s >= 0
+        assert one.bytes_per_s > 0
+        assert 0 <= one.busy <= 1
 
 
 @pytest.mark.parametrize("plan", [[[0]], [[0, 1], [1]], [[0, 2], [1]], [[0, 1, 2]]])
