@@ -141,6 +141,8 @@ class ParallelOptimizer:
         Raises:
             ModuleStateError: If there are no sums of gradients to step by, or somebody has put
                 another array in the place of a parameter's values.
+            BudgetError: After the step, on its rank alone, if a rank received more than
+                :meth:`DeviceMesh.budget` allows.
 
         Cost:
             With `zero`, one all-gather of the values of each bucket. With a scaler, one all-reduce
@@ -154,16 +156,16 @@ class ParallelOptimizer:
                 "each step(), the last time not under no_sync()"
             )
         self._check_values()
-        if self._scaler is not None and self._has_overflowed():
+        # A rank that refused to take part in the middle would be missed.
+        with self._engine.mesh.traffic().late() as over_budget:
+            overflowed = self._scaler is not None and self._has_overflowed()
             buckets.use_up()
-            self._scaler.update(True)
-            return
-        clipped, factor = self._clipped
-        factor = (factor if clipped == sums else 1.0) / self.loss_scale
-        buckets.use_up()
-        self._pieces.step(factor)
-        if self._scaler is not None:
-            self._scaler.update(False)
+            if not overflowed:
+                clipped, factor = self._clipped
+                self._pieces.step((factor if clipped == sums else 1.0) / self.loss_scale)
+            if self._scaler is not None:
+                self._scaler.update(overflowed)
+        over_budget.check()
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Have the next step clip the gradients to a norm over the whole model. Collective.

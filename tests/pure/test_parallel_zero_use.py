@@ -10,7 +10,14 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, ShapeError, StageError
+from mpimesh.errors import (
+    BudgetError,
+    MismatchError,
+    ModuleError,
+    ModuleStateError,
+    ShapeError,
+    StageError,
+)
 from tests.pure.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 from tests.pure.parallel_traps import assert_nothing_left, error_of, trapped_stages
 
@@ -72,6 +79,22 @@ def test_an_update_that_raises_keeps_nobody_waiting_and_the_replicas_equal():
                 optimizer.step()
         else:
             optimizer.step()
+        pipe.check_replicas()
+
+    on_ranks("dp=3", body)
+
+
+def test_a_budget_of_one_rank_is_told_when_the_step_is_done():
+    def body(mesh):
+        pipe, optimizer = make(mesh, scaler=optim.LossScaler(2.0))
+        pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+        if mesh.rank == 1:
+            with mesh.budget(bytes=0), pytest.raises(BudgetError):
+                optimizer.step()
+        else:
+            optimizer.step()
+        pipe.check_replicas()
+        pipe.train_step(*batch(1, 16), loss=nn.cross_entropy, optimizer=optimizer)
         pipe.check_replicas()
 
     on_ranks("dp=3", body)
