@@ -26,7 +26,7 @@ import numpy as np
 
 from mpimesh.arrays.namespace import namespace, to_numpy
 from mpimesh.arrays.types import Array, DType
-from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.parameter import Parameter
 
 __all__ = ["MASTER", "Optimizer", "check_number", "state_dtype"]
@@ -85,6 +85,7 @@ class Optimizer(ABC):
         self.lr = lr
         self._slots: dict[int, _Slot] = {}
         self._scratch: dict[tuple[ModuleType, DType], Array] = {}
+        self._is_lent = False
 
     @property
     def lr(self) -> float:
@@ -122,8 +123,14 @@ class Optimizer(ABC):
 
         Raises:
             ModuleStateError: If a parameter with a gradient has no memory.
+                Or if somebody else steps it, such as a :class:`~mpimesh.ParallelOptimizer`.
             ShapeError: If a parameter's memory is not C-contiguous.
         """
+        if self._is_lent:
+            raise ModuleStateError(
+                f"this {type(self).__name__} was given to a ParallelOptimizer, which knows what "
+                "its parameters and gradients are: call step() of that"
+            )
         for place in range(len(self.params)):
             self.step_at(place)
 
@@ -189,9 +196,10 @@ class Optimizer(ABC):
             raise
 
     def exchange_params(self, params: Iterable[Parameter], state: Mapping[str, Any]) -> None:
-        """Go on with other parameters, and the state that they have.
+        """Go on with other parameters, and the state that they have, lent to somebody else.
 
-        For whoever divides parameters among ranks. Nothing is changed if it raises.
+        For whoever divides parameters among ranks, and steps them by :meth:`step_at` from now on.
+        Nothing is changed if it raises.
 
         Raises:
             ModuleError: As :meth:`load_state_dict`, and so do all errors.
@@ -203,6 +211,7 @@ class Optimizer(ABC):
         except BaseException:
             self.params, self._slots = before
             raise
+        self._is_lent = True
 
     def check_kind(self, state: Mapping[str, Any], num_params: int) -> None:
         """Check that a state is of such an optimizer, of so many parameters.

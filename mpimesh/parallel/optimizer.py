@@ -16,7 +16,7 @@ from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.optimizer_checks import is_finite, problem_with
 from mpimesh.parallel.pieces import Pieces
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.agreement import agree, agreed
 from mpimesh.runtime.call import Call
 
 __all__ = ["ParallelOptimizer"]
@@ -41,7 +41,7 @@ class ParallelOptimizer:
     Making it is collective over the ranks that step together. Afterwards
 
     - the optimizers that were given are this object's: set ``lr`` on them as ever, but leave
-      stepping and states to it;
+      steps, which they refuse, and states to it;
     - the values of the parameters live in other memory: ``parameter.data`` is a new array;
     - with ``zero=1`` and several replicas there are no whole gradients: ``parameter.grad`` is None
       between steps. :meth:`ParallelModel.clip_grad_norm` works;
@@ -58,8 +58,9 @@ class ParallelOptimizer:
             ranks along other dims hold other parts of the same parameters, give ``mesh.group()``.
 
     Raises:
-        ModuleError: If an optimizer has other parameters, or one twice, or changes elements not
-            each by itself; if `zero` is not 0 or 1; or if the model has such an optimizer.
+        ModuleError: On every rank, if an optimizer has other parameters, or one twice, or changes
+            elements not each by itself; if `zero` is not 0 or 1; or if the model has such an
+            optimizer.
         ModuleStateError: If gradients are being added up under :meth:`ParallelModel.no_sync`.
         MismatchError: On every rank, if the ranks have different ones.
 
@@ -71,6 +72,13 @@ class ParallelOptimizer:
         ...     loss = model.train_step(x, target)
         ...     model.clip_grad_norm(1.0)
         ...     optimizer.step()
+
+        A batch in four parts, that is of the gradients of four steps:
+
+        >>> with model.no_sync():
+        ...     for x, target in parts[:3]:
+        ...         model.train_step(x, target, denominator=rows_of_all_parts)
+        >>> model.train_step(*parts[3], denominator=rows_of_all_parts, optimizer=optimizer)
     """
 
     def __init__(
@@ -89,13 +97,10 @@ class ParallelOptimizer:
         self._zero = zero
         self._scaler = scaler
         self._agreeing = engine.scope if group is None else group
-        self._clipped: tuple[int, float] = (-1, 1.0)
-        problem = problem_with(self._optimizers, engine, zero)
-        if problem:
-            raise ModuleError(f"{self._who}: {problem}")
+        self._clipped: tuple[int, float] | None = None
+        scope = engine.scope
+        agreed(scope.progress, scope.communicator, "ParallelOptimizer", self._checked_rule)
         self._owned = [tuple(one.params) for one in self._optimizers]
-        call = Call("optimizer", engine.scope.name, rule=self._rule())
-        agree(engine.scope.progress, engine.scope.communicator, call)
         self._divide([one.state_dict() for one in self._optimizers])
         engine.optimizer = self
 
@@ -161,8 +166,7 @@ class ParallelOptimizer:
             overflowed = self._scaler is not None and self._has_overflowed()
             buckets.use_up()
             if not overflowed:
-                clipped, factor = self._clipped
-                self._pieces.step((factor if clipped == sums else 1.0) / self.loss_scale)
+                self._pieces.step(self._clip_factor(sums) / self.loss_scale)
             if self._scaler is not None:
                 self._scaler.update(overflowed)
         over_budget.check()
@@ -259,6 +263,7 @@ class ParallelOptimizer:
     def _divide(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Divide the model's buckets, and the state with them, if it is to be so. Collective."""
         engine = self._engine
+        self._clipped = None  # by sums of other buckets
         if self._zero:
             engine.buckets.divide()
         self._pieces = self._cut(states)
@@ -306,7 +311,16 @@ class ParallelOptimizer:
             )
         return self._optimizers[0]
 
-    def _rule(self) -> str:
+    def _clip_factor(self, sums: int) -> float:
+        """Return what gradients are multiplied by, if these were clipped."""
+        clipped, self._clipped = self._clipped, None
+        return 1.0 if clipped is None or clipped[0] != sums else clipped[1]
+
+    def _checked_rule(self) -> str:
+        """Return what must be alike on all ranks, if all is well."""
+        problem = problem_with(self._optimizers, self._engine, self._zero)
+        if problem:
+            raise ModuleError(f"ParallelOptimizer: {problem}")
         kinds = ", ".join(type(one).__name__ for one in self._optimizers)
         scale = "" if self._scaler is None else f", {self._scaler!r}"
         return f"{kinds}, zero={self._zero}{scale}"

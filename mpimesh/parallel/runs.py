@@ -73,6 +73,7 @@ def piece_of(run: Run, bucket: Bucket, shard: Shard) -> Parameter:
     piece.data = shard.values[inside]
     start = inside.start - shard.part.start
     piece.grad = shard.memory[start : start + size]
+    piece.attach_grad(piece.grad)  # for good: zeros are written into it
     return piece
 
 

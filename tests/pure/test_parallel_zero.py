@@ -266,7 +266,7 @@ def test_the_state_takes_a_part_of_the_memory(ranks):
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (2, 1), (1, 3)])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_a_state_fits_any_number_of_replicas(before, after, data):
     make = OPTIMIZERS[data.draw(st.sampled_from(sorted(OPTIMIZERS)))]

@@ -126,6 +126,8 @@ def test_gradients_are_hidden_between_steps_and_states_say_when():
         assert_equal(state_of(pipe), before)
         assert optimizer.lr == 0.01
         assert "Adam" in repr(optimizer)
+        with pytest.raises(ModuleStateError, match="was given to a ParallelOptimizer"):
+            optimizer.optimizers[0].step()
 
     on_ranks("dp=2", body)
 
@@ -160,6 +162,40 @@ def test_wrong_arguments_are_refused():
         pipe.train_step(*batch(0, 16), loss=nn.cross_entropy, optimizer=optimizer)
         with pytest.raises(ModuleError, match="max_norm must be above 0"):
             pipe.clip_grad_norm(0)
+
+    on_ranks("dp=2", body)
+
+
+def test_what_is_wrong_on_one_rank_is_told_on_all():
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        with pytest.raises(MismatchError, match="zero must be 0 or 1"):
+            mm.ParallelOptimizer(optim.Adam(pipe.parameters()), pipe, zero=1 + mesh.rank)
+
+    on_ranks("dp=2", body)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_clipping_is_of_one_step_only(zero):
+    """Also where buckets are made anew, whose sums are counted from the first again."""
+
+    def body(mesh):
+        states = []
+        for then in ("", "other sums", "other buckets"):
+            pipe = make_pipeline(mesh)
+            sgd = optim.SGD(pipe.parameters(), lr=0.1)
+            optimizer = mm.ParallelOptimizer(sgd, pipe, zero=zero)
+            if then:
+                pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+                pipe.clip_grad_norm(1e-3)
+                pipe.step = 0
+            if then == "other buckets":
+                pipe.rebuild_buckets()
+            pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+            optimizer.step()
+            states.append(state_of(pipe))
+        assert_equal(states[0], states[1])
+        assert_equal(states[0], states[2])
 
     on_ranks("dp=2", body)
 
@@ -226,6 +262,21 @@ def test_a_state_that_does_not_fit_changes_nothing(zero):
 
 def copied(state):
     return {name: np.copy(value) for name, value in state.items()}
+
+
+def test_zero_grad_of_the_optimizer_that_was_given_does_no_harm():
+    def body(mesh):
+        states = []
+        for zeroed in (False, True):
+            pipe, optimizer = make(mesh)
+            for step in range(2):
+                if zeroed:
+                    optimizer.optimizers[0].zero_grad()
+                pipe.train_step(*batch(step, 16), loss=nn.cross_entropy, optimizer=optimizer)
+            states.append(state_of(pipe))
+        assert_equal(*states)
+
+    on_ranks("dp=2", body)
 
 
 def test_a_whole_model_loads_into_divided_memory():
