@@ -28,10 +28,11 @@ class ParallelOptimizer:
     With ``zero=1``, the default, the replicas divide the optimizer's state among them: stage 1 of
     ZeRO (Rajbhandari et al. 2020), in PyTorch ``ZeroRedundancyOptimizer``. Each rank gets the sums
     of its part of each gradient bucket, changes that part of the parameters, and gives the
-    new values to all; while those of one bucket are on their way, the next is changed. The state
-    takes a rank ``1 / replicas`` of the memory. The same bytes move as without. In memory that
-    ranks share, parameters are the same bit for bit; over messages up to the order of
-    sums.
+    new values to all; while those of one bucket are on their way, the next is changed. On each rank
+    the state takes ``1 / replicas`` of its memory; beside it there is a copy of so large a
+    part of the parameters, for what is on its way. The same bytes move as without. What comes out
+    is the same up to the order in which the transport adds up: bit for bit on virtual ranks,
+    and on one node mostly.
 
     With a `scaler`, losses are scaled while gradients are computed, so that those of a float16
     model do not vanish, and a step is left out, on all ranks together, if a gradient overflowed on

@@ -127,7 +127,7 @@ def assert_same_state(one, other):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
 def test_parameters_and_state_are_the_same_bit_for_bit(make, bucket_bytes):
-    """On virtual ranks, as in shared memory, sums go in the order of the ranks either way."""
+    """On virtual ranks sums go in the order of the ranks either way."""
 
     def body(mesh):
         one, other = train_both(mesh, make, bucket_bytes=bucket_bytes)

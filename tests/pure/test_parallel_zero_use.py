@@ -295,3 +295,32 @@ def test_a_whole_model_loads_into_divided_memory():
         assert_equal(state_of(pipe), state_of(other))
 
     on_ranks("dp=2,pp=2", body)
+
+
+def test_stages_with_nothing_to_train():
+    """One has no parameters, one frozen ones only."""
+
+    def body(mesh):
+        stages = [
+            mm.PipelineStage(0).add_layer(nn.Linear(6, 8)),
+            mm.PipelineStage(1).add_layer(nn.ReLU()),
+            mm.PipelineStage(2).add_layer(nn.Linear(8, 5)),
+        ]
+        for parameter in stages[0].parameters():
+            parameter.requires_grad = False
+        pipe = make_pipeline(mesh, stages=stages)
+        adam = optim.Adam(pipe.parameters(), lr=0.01)
+        optimizer = mm.ParallelOptimizer(adam, pipe, scaler=optim.LossScaler(4.0))
+        before = state_of(pipe)
+        for step in range(2):
+            pipe.train_step(*batch(step, 16), loss=nn.cross_entropy)
+            assert pipe.clip_grad_norm(1.0) > 0
+            optimizer.step()
+            tuned = pipe.tune_buckets()
+            assert (tuned is not None) == (mesh.coord("pp") == 2)
+        changed = [bool((before[name] != values).any()) for name, values in state_of(pipe).items()]
+        assert changed == [[False] * 2, [], [True] * 2][mesh.coord("pp")]
+        optimizer.load_state_dict(optimizer.state_dict())
+        pipe.check_replicas()
+
+    on_ranks("dp=2,pp=3", body)
