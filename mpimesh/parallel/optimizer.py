@@ -229,6 +229,8 @@ class ParallelOptimizer:
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Take over what :meth:`state_dict` gave; all of it or, on an error, nothing. Local.
 
+        All replicas are to load the same state, from any number of replicas.
+
         Raises:
             ModuleError: If it is of other optimizers, or lacks something.
             ShapeError: If an array has another shape than its parameter.
