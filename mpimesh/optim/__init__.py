@@ -2,7 +2,8 @@
 
 from mpimesh.optim.adam import Adam, AdamW
 from mpimesh.optim.clip import clip_grad_norm
+from mpimesh.optim.loss_scaler import LossScaler
 from mpimesh.optim.optimizer import Optimizer
 from mpimesh.optim.sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "Optimizer", "clip_grad_norm"]
+__all__ = ["SGD", "Adam", "AdamW", "LossScaler", "Optimizer", "clip_grad_norm"]

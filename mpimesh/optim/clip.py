@@ -12,7 +12,7 @@ from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn.parameter import Parameter
 
-__all__ = ["clip_grad_norm"]
+__all__ = ["clip_grad_norm", "sum_of_squares"]
 
 _BLOCK_ELEMENTS = 1 << 14
 
@@ -62,7 +62,7 @@ def clip_grad_norm(
     # Added up where the gradients live: a device is waited for once, not for each.
     squares = float(
         sum(
-            (_sum_of_squares(one.grad) for key, one in trained.items() if key not in elsewhere),
+            (sum_of_squares(one.grad) for key, one in trained.items() if key not in elsewhere),
             start=0.0,
         )
     )
@@ -76,7 +76,7 @@ def clip_grad_norm(
     return norm
 
 
-def _sum_of_squares(grad: Array) -> Array:
+def sum_of_squares(grad: Array) -> Array:
     """Return the sum of squares as a float64 of the array's library."""
     xp = namespace(grad)
     flat = grad.reshape(-1)

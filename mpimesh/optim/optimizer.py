@@ -8,7 +8,10 @@ Parameters without a gradient (``grad is None``) and frozen ones are skipped: no
 decay, no momentum, no count of the step. Gradient memory that a data-parallel
 bucket attached counts as a gradient, on each of its ranks alike.
 
-float16 parameters have float32 state and are updated in float32, then rounded.
+Parameters of fewer than 32 bits have float32 state, and with it their values in float32, the
+*master* values: steps change those, so that changes too small for the parameter's own dtype add up,
+and the parameter is what they round to. Where somebody else gave a parameter other values, as
+loading a model does, the master values follow.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ import numpy as np
 
 from mpimesh.arrays.namespace import namespace, to_numpy
 from mpimesh.arrays.types import Array, DType
-from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.parameter import Parameter
 
-__all__ = ["Optimizer", "check_number"]
+__all__ = ["MASTER", "Optimizer", "check_number", "state_dtype"]
 
 _BLOCK_ELEMENTS = 1 << 16
+
+MASTER = "master"
+"""How a state calls the float32 values of a parameter of a smaller dtype."""
 
 
 class _Slot:
@@ -62,6 +68,10 @@ class Optimizer(ABC):
     num_scratch: ClassVar[int] = 1
     """Blocks of scratch memory that `_update` needs."""
 
+    elementwise: ClassVar[bool] = True
+    """Whether `_update` does to each element what it would do to it in any other block. Only then
+    may ranks divide a parameter among them. One that takes norms of blocks says False."""
+
     def __init__(self, params: Iterable[Parameter], *, lr: float) -> None:
         self.params: Sequence[Parameter] = tuple(params)
         for parameter in self.params:
@@ -75,6 +85,7 @@ class Optimizer(ABC):
         self.lr = lr
         self._slots: dict[int, _Slot] = {}
         self._scratch: dict[tuple[ModuleType, DType], Array] = {}
+        self._is_lent = False
 
     @property
     def lr(self) -> float:
@@ -112,15 +123,36 @@ class Optimizer(ABC):
 
         Raises:
             ModuleStateError: If a parameter with a gradient has no memory.
+                Or if somebody else steps it, such as a :class:`~mpimesh.ParallelOptimizer`.
             ShapeError: If a parameter's memory is not C-contiguous.
         """
-        for place, parameter in enumerate(self.params):
-            if parameter.grad is None or not parameter.requires_grad:
-                continue
-            slot = self._slot(place)
-            slot.steps += 1
-            for data, grad, state, scratch in self._blocks(parameter, slot):
-                self._update(data, grad, state, scratch, slot.steps)
+        if self._is_lent:
+            raise ModuleStateError(
+                f"this {type(self).__name__} was given to a ParallelOptimizer, which knows what "
+                "its parameters and gradients are: call step() of that"
+            )
+        for place in range(len(self.params)):
+            self.step_at(place)
+
+    def step_at(self, place: int, *, grad_factor: float = 1.0) -> None:
+        """Change one parameter, if it has a gradient and is not frozen.
+
+        Args:
+            place: Its place in `params`.
+            grad_factor: What its gradient is multiplied by, which stays as it is in memory: undoes
+                the scale of a loss, or clips. The product is taken in the dtype of the state.
+
+        Raises:
+            ModuleStateError: If it has no memory.
+            ShapeError: If its memory is not C-contiguous.
+        """
+        parameter = self.params[place]
+        if parameter.grad is None or not parameter.requires_grad:
+            return
+        slot = self._slot(place)
+        slot.steps += 1
+        for data, grad, state, scratch in self._blocks(parameter, slot, float(grad_factor)):
+            self._update(data, grad, state, scratch, slot.steps)
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters."""
@@ -151,7 +183,7 @@ class Optimizer(ABC):
             ShapeError: If an array has another shape than its parameter.
             ModuleStateError: If a parameter has no memory yet.
         """
-        self._check_kind(state)
+        self.check_kind(state, len(self.params))
         before = {name: getattr(self, name) for name in self.numbers}
         try:
             # First the numbers: they decide which arrays there are.
@@ -163,12 +195,35 @@ class Optimizer(ABC):
                 setattr(self, name, value)
             raise
 
-    def _check_kind(self, state: Mapping[str, Any]) -> None:
+    def exchange_params(self, params: Iterable[Parameter], state: Mapping[str, Any]) -> None:
+        """Go on with other parameters, and the state that they have, lent to somebody else.
+
+        For whoever divides parameters among ranks, and steps them by :meth:`step_at` from now on.
+        Nothing is changed if it raises.
+
+        Raises:
+            ModuleError: As :meth:`load_state_dict`, and so do all errors.
+        """
+        before = self.params, self._slots
+        self.params, self._slots = tuple(params), {}
+        try:
+            self.load_state_dict(state)
+        except BaseException:
+            self.params, self._slots = before
+            raise
+        self._is_lent = True
+
+    def check_kind(self, state: Mapping[str, Any], num_params: int) -> None:
+        """Check that a state is of such an optimizer, of so many parameters.
+
+        Raises:
+            ModuleError: If it is not, or lacks something.
+        """
         kind = type(self).__name__
         missing = [name for name in ("optimizer", "params", *self.numbers) if name not in state]
-        if missing or state["optimizer"] != kind or len(state["params"]) != len(self.params):
+        if missing or state["optimizer"] != kind or len(state["params"]) != num_params:
             raise ModuleError(
-                f"this state does not fit {kind} of {len(self.params)} parameters: it is of "
+                f"this state does not fit {kind} of {num_params} parameters: it is of "
                 f"{state.get('optimizer')} of {len(state.get('params', ()))} parameters, "
                 f"and lacks {missing or 'nothing'}"
             )
@@ -181,6 +236,8 @@ class Optimizer(ABC):
             slots[place] = slot = self._new_slot(parameter)
             slot.steps = int(given["steps"])
             for name, array in slot.arrays.items():
+                if name == MASTER and name not in given:
+                    continue  # of a state that was made without: the parameter's own values
                 if name not in given or tuple(given[name].shape) != parameter.shape:
                     got = tuple(given[name].shape) if name in given else "nothing"
                     raise ShapeError(
@@ -200,11 +257,14 @@ class Optimizer(ABC):
     def _new_slot(self, parameter: Parameter) -> _Slot:
         data = parameter.value()
         zeros = namespace(data).zeros
-        dtype = _compute_dtype(data.dtype)
-        return _Slot({name: zeros(data.shape, dtype) for name in self._state_names()})
+        dtype = state_dtype(data.dtype)
+        arrays = {name: zeros(data.shape, dtype) for name in self._state_names()}
+        if dtype != data.dtype:
+            arrays[MASTER] = data.astype(dtype)
+        return _Slot(arrays)
 
     def _blocks(
-        self, parameter: Parameter, slot: _Slot
+        self, parameter: Parameter, slot: _Slot, grad_factor: float
     ) -> Iterator[tuple[Array, Array, list[Array], Array]]:
         data = parameter.value()
         if not data.flags.c_contiguous:
@@ -212,25 +272,37 @@ class Optimizer(ABC):
         xp = namespace(data)
         flat, grad = data.reshape(-1), parameter.grad.reshape(-1)
         state = [slot.arrays[name].reshape(-1) for name in self._state_names()]
+        master = slot.arrays[MASTER].reshape(-1) if MASTER in slot.arrays else None
         # A device has no use for blocks: each would cost its own launches.
         length = min(flat.size, _BLOCK_ELEMENTS) if xp is np else flat.size
-        scratch = self._scratch_of(xp, _compute_dtype(data.dtype), length)
+        scratch = self._scratch_of(xp, state_dtype(data.dtype), length)
         for start in range(0, flat.size, max(length, 1)):
             block = slice(start, min(start + length, flat.size))
-            size = block.stop - start
             values, gradient = flat[block], grad[block]
-            if data.dtype != scratch.dtype:
-                values, gradient = scratch[-1, :size], scratch[-2, :size]
-                values[...] = flat[block]
+            if master is not None:
+                values = master[block]
+                self._follow(values, flat[block], scratch[-1, : values.size])
+            if master is not None or grad_factor != 1.0:
+                gradient = scratch[-2, : values.size]
                 gradient[...] = grad[block]
-            yield values, gradient, [array[block] for array in state], scratch[:, :size]
-            if data.dtype != scratch.dtype:
+                gradient *= grad_factor
+            yield values, gradient, [array[block] for array in state], scratch[:, : values.size]
+            if master is not None:
                 flat[block] = values
+
+    @staticmethod
+    def _follow(master: Array, data: Array, work: Array) -> None:
+        """Give `master` the values of `data` where it no longer rounds to them."""
+        xp = namespace(data)
+        with np.errstate(over="ignore"):  # what rounds to infinity is infinity in `data`, too
+            stale = master.astype(data.dtype) != data
+        work[...] = data
+        xp.copyto(master, work, where=stale)
 
     def _scratch_of(self, xp: ModuleType, dtype: DType, length: int) -> Array:
         scratch = self._scratch.get((xp, dtype))
         if scratch is None or scratch.shape[1] < length:
-            # Two more rows for the values and the gradient of float16 parameters.
+            # Two more rows for the values and the gradient in another dtype or multiplied.
             scratch = self._scratch[xp, dtype] = xp.empty((self.num_scratch + 2, length), dtype)
         return scratch
 
@@ -259,5 +331,6 @@ def check_number(name: str, value: float, *, below: float = math.inf) -> float:
     return number
 
 
-def _compute_dtype(dtype: DType) -> DType:
+def state_dtype(dtype: DType) -> DType:
+    """Return the dtype of the state of parameters of `dtype`, in which they are changed."""
     return np.dtype(np.float32) if dtype.itemsize < 4 else np.dtype(dtype)

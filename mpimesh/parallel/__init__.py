@@ -11,16 +11,20 @@ from mpimesh.parallel.microbatch import (
     replica_rows,
     split_microbatches,
 )
+from mpimesh.parallel.optimizer import ParallelOptimizer
 from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
+from mpimesh.parallel.tuning import BucketTuning
 
 __all__ = [
     "BUCKET_BYTES",
     "Bucket",
+    "BucketTuning",
     "DataParallel",
     "GradientBuckets",
     "Microbatches",
+    "ParallelOptimizer",
     "PipelineParallel",
     "PipelineStage",
     "StepReport",

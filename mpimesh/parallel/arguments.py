@@ -119,6 +119,11 @@ class Arguments:
             raise ModuleError(
                 f"{who}: optimizer= needs an object with a method step(), got {self.optimizer!r}"
             )
+        if engine.optimizer is not None and self.optimizer is not engine.optimizer:
+            raise ModuleError(
+                f"{who}: the model has a ParallelOptimizer, which alone knows what its gradients "
+                f"are; give that as optimizer=, got {self.optimizer!r}"
+            )
         if engine.accumulating:
             raise ModuleError(
                 f"{who}: a step under no_sync leaves gradients that are not summed over the "
@@ -182,7 +187,11 @@ class Batch:
         if denominator is None:
             denominator = target.denominator(arguments.loss)
         return replace(
-            task, target=self._cut("target", share), loss=arguments.loss, denominator=denominator
+            task,
+            target=self._cut("target", share),
+            loss=arguments.loss,
+            # So the loss is scaled before anything is rounded to the model's dtype.
+            denominator=denominator / engine.loss_scale,
         )
 
     def share(self, engine: Engine, size: Size) -> Share:

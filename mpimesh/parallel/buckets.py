@@ -31,16 +31,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from time import perf_counter
 
-import numpy as np
-
-from mpimesh.arrays import ReduceOp, as_reduce_op, namespace
+from mpimesh.arrays import ReduceOp, as_reduce_op
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
-from mpimesh.parallel.bucket import Bucket, Entry, make_entries
-from mpimesh.parallel.bucket_plan import plan_buckets
+from mpimesh.parallel.bucket import Bucket
+from mpimesh.parallel.entries import Entry, Plan, check_frozen, make_bucket, make_entries, plan_of
 from mpimesh.parallel.reductions import Reductions
 from mpimesh.parallel.replicas import agree_parameters, agree_touched
+from mpimesh.parallel.shard import Shard
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import NULL_TRACER, Tracer
 
@@ -70,6 +70,8 @@ class GradientBuckets:
             Another one holds all of `group` and has the same parameters on all its ranks; where
             a rank has several others, they stand in one order on all ranks. They are reduced
             in :meth:`synchronize`, whatever `overlap` says.
+        plan: For each bucket the numbers of its parameters, counting those that are trained and
+            reduced over `group`; planned by `bucket_bytes` if None.
 
     Raises:
         ModuleError: If a parameter stands twice or is registered with other buckets, or `op` or
@@ -104,6 +106,7 @@ class GradientBuckets:
         overlap: bool = True,
         tracer: Tracer = NULL_TRACER,
         groups: Sequence[ProcessGroup | None] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self._group = group
         self._op = as_reduce_op(op)
@@ -121,13 +124,16 @@ class GradientBuckets:
         members: dict[int, list[Entry]] = {id(group): []}
         for entry in self._entries.values():
             members.setdefault(id(entry.group), []).append(entry)
-        plans = [(those, _plan(those, bucket_bytes)) for those in members.values()]
-        rule = f"{self._op}, bucket_bytes {bucket_bytes}"
+        plans = [
+            (those, plan_of(those, bucket_bytes, plan if key == id(group) else None))
+            for key, those in members.items()
+        ]
+        rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}"
         named = [(entry.name, entry.parameter) for entry in self._entries.values()]
         agree_parameters(named, group, rule)
         own, *others = [
             [
-                self._bucket([those[i] for i in numbers], place, mesh)
+                make_bucket([those[i] for i in numbers], place, group, mesh)
                 for place, numbers in enumerate(plan)
             ]
             for those, plan in plans
@@ -136,9 +142,12 @@ class GradientBuckets:
         self._late = Reductions(list(chain(*others)), self._op, tracer)
         for _, parameter in named:
             parameter.on_ready = self.submit
+        self._mesh = mesh
         self._backwards = 0
         self._open = False
         self._accumulating = False
+        self._cycles = 0
+        self._has_sums = False
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -155,6 +164,54 @@ class GradientBuckets:
         """Whether gradients are being added up that no :meth:`synchronize` has reduced yet."""
         return self._open
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """What is counted for the parameters that are reduced over the replicas, in order."""
+        return tuple(entry for entry in self._entries.values() if entry.group is self._group)
+
+    @property
+    def sums(self) -> int | None:
+        """The number of the cycle whose sums are here; None while there are none to step by."""
+        return self._cycles if self._has_sums else None
+
+    def divide(self) -> None:
+        """From now on give each rank the sums of its part of each bucket only. Local.
+
+        To be done by all ranks alike. The values of the parameters move into flat memory, and
+        outside of a cycle their gradients are None; see :mod:`mpimesh.parallel.shard`.
+
+        Raises:
+            ModuleStateError: If gradients are being added up.
+        """
+        if self._open:
+            raise ModuleStateError(
+                f"rank {self._group.world_rank}: gradients are being added up that no "
+                "synchronize() has summed yet; divide buckets between steps, not under no_sync()"
+            )
+        self._has_sums = False
+        for bucket in self.buckets:
+            bucket.shard = Shard(bucket.parameters, bucket.flat, bucket.group, self._mesh)
+            bucket.hide()
+
+    def forget(self) -> None:
+        """Forget the gradients, also those of steps under :meth:`no_sync`. Local.
+
+        Raises:
+            ModuleStateError: If reductions are under way; call :meth:`synchronize` first.
+        """
+        if self._line.started:
+            raise ModuleStateError(
+                f"rank {self._group.world_rank}: zeros would be written into {self._line.started} "
+                "buckets that are being reduced; call synchronize() first"
+            )
+        self._clear()
+        self._end()
+        self._has_sums = False
+
+    def use_up(self) -> None:
+        """Note that a step has been done by the sums. Local."""
+        self._has_sums = False
+
     # -- a cycle: local until synchronize ---------------------------------------------
 
     def begin(self, backwards: int = 1) -> None:
@@ -165,10 +222,13 @@ class GradientBuckets:
         Raises:
             ModuleStateError: If a parameter was frozen or unfrozen since the buckets were made.
         """
-        self._check_frozen()
+        check_frozen(self._entries.values(), self._frozen, self._group)
         if not self._open:
             self._clear()
             self._open = True
+            for bucket in self.buckets:
+                bucket.show()
+        self._has_sums = False
         self._backwards += backwards
         for bucket in self.buckets:
             bucket.incomplete = len(bucket.parameters)
@@ -181,12 +241,7 @@ class GradientBuckets:
         Raises:
             ModuleStateError: If reductions are under way; call :meth:`synchronize` first.
         """
-        if self._line.started:
-            raise ModuleStateError(
-                f"rank {self._group.world_rank}: zero_grad would write into {self._line.started} "
-                "buckets that are being reduced; call synchronize() first"
-            )
-        self._open = False
+        self.forget()
         self.begin()
 
     @contextmanager
@@ -222,6 +277,7 @@ class GradientBuckets:
                 "backward"
             )
         entry.count += 1
+        entry.ready_s = perf_counter()
         bucket = entry.bucket
         if bucket is None:
             return
@@ -272,9 +328,11 @@ class GradientBuckets:
         untouched = self.untouched() if strict else []
         self._line.finish()
         self._late.finish()
-        self._learn()
-        self._fill()
-        self._open = False
+        for entry in self._entries.values():
+            entry.end_cycle(self._backwards)
+        self._end()
+        self._cycles += 1
+        self._has_sums = True
         if strict:
             agree_touched(untouched, self._group)
 
@@ -294,7 +352,7 @@ class GradientBuckets:
             self.start()
         self._line.finish()
         self._clear()
-        self._open = False
+        self._end()
 
     @property
     def started(self) -> bool:
@@ -324,27 +382,6 @@ class GradientBuckets:
             if not bucket.incomplete:
                 self._line.start_complete()
 
-    def _bucket(self, entries: list[Entry], place: int, mesh: DeviceMesh) -> Bucket:
-        parameters = [entry.parameter for entry in entries]
-        size = sum(parameter.size for parameter in parameters)
-        xp, dtype = namespace(parameters[0].value()), parameters[0].dtype
-        flat = mesh.shared_empty(size, dtype) if xp is np else xp.empty(size, dtype)
-        group = entries[0].group
-        name = f"bucket {place}" + (f" of {group.name}" if group is not self._group else "")
-        bucket = Bucket(parameters, flat, group, name)
-        for entry in entries:
-            entry.bucket = bucket
-        return bucket
-
-    def _check_frozen(self) -> None:
-        changed = [e.name for e in self._entries.values() if not e.parameter.requires_grad]
-        changed += [name for name, parameter in self._frozen if parameter.requires_grad]
-        if changed:
-            raise ModuleStateError(
-                f"rank {self._group.world_rank}: parameters {changed} were frozen or unfrozen "
-                "after the buckets were made; make them anew"
-            )
-
     def _clear(self) -> None:
         for bucket in self.buckets:
             bucket.flat[...] = 0
@@ -354,26 +391,9 @@ class GradientBuckets:
                 entry.parameter.zero_grad()
         self._backwards = 0
 
-    def _learn(self) -> None:
-        """Note how often each gradient was added to in a backward."""
-        if self._backwards:
-            for entry in self._entries.values():
-                uses, rest = divmod(entry.count, self._backwards)
-                entry.uses = None if rest else uses
-
-    def _fill(self) -> None:
-        """Give parameters without a gradient one of zeros, as in a bucket."""
-        for entry in self._entries.values():
-            parameter = entry.parameter
-            if parameter.grad is None:
-                parameter.grad = namespace(parameter.data).zeros_like(parameter.data)
-
-
-def _plan(entries: list[Entry], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Deal parameters of one group to buckets; to none, if the group has one rank."""
-    plan = plan_buckets(
-        [int(entry.parameter.value().nbytes) for entry in entries],
-        [entry.parameter.dtype for entry in entries],
-        bucket_bytes,
-    )
-    return () if not entries or entries[0].group.size == 1 else plan
+    def _end(self) -> None:
+        """End a cycle: there is no whole sum to show where the ranks divide the buckets."""
+        self._open = False
+        for bucket in self.buckets:
+            if bucket.shard is not None:
+                bucket.hide()

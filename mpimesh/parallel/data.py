@@ -40,7 +40,8 @@ class DataParallel(ParallelModel):
         seed: Seed of first values and dropout.
         dtype: Dtype of parameters that have no memory yet.
         xp: `numpy` or `cupy`.
-        bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`.
+        bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`;
+            :meth:`tune_buckets` finds a cut by measured times.
         overlap: Whether buckets are reduced while backward still runs.
         broadcast: Whether all replicas start with the values of the first. Else different values
             are an error.
@@ -120,7 +121,9 @@ class DataParallel(ParallelModel):
             target: Its targets, on every rank.
             loss: The loss; that given to the constructor if None.
             denominator: What to divide the loss by instead of what this batch counts.
-            optimizer: Changes the parameters, if the step went well on every rank.
+            optimizer: Changes the parameters, if the step went well on every rank: one of
+                :mod:`mpimesh.optim`, or the model's :class:`ParallelOptimizer`, which divides the
+                optimizer's state among the replicas.
 
         Raises:
             ModuleError: On every rank, if there is no loss, or an optimizer under :meth:`no_sync`.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.nn import Parameter
 from mpimesh.parallel.buckets import GradientBuckets
+from mpimesh.parallel.entries import Plan
 from mpimesh.parallel.first_values import give_values, is_used_again
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
@@ -26,6 +28,9 @@ from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, exchange
 from mpimesh.runtime.call import Call
 from mpimesh.trace import NULL_TRACER, Tracer
+
+if TYPE_CHECKING:
+    from mpimesh.parallel.optimizer import ParallelOptimizer
 
 __all__ = ["Engine", "Options"]
 
@@ -80,6 +85,7 @@ class Engine:
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
             on the devices, else NumPy.
         ties: The parameters that several ranks of a pipeline hold.
+        optimizer: What the model is trained by, if that needs to know how it is cut.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class Engine:
         self.tracer = NULL_TRACER if options.tracer is None else options.tracer
         self.step = 0
         self.accumulating = False
+        self.optimizer: ParallelOptimizer | None = None
         self.why_no_step = ""
         self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
         self.input_names = sorted({name for stage in self.stages for name in stage.inputs})
@@ -131,8 +138,8 @@ class Engine:
         if options.broadcast:
             self._broadcast()
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
-        self._new_buckets: Callable[[], GradientBuckets] = lambda: self._buckets_of(options)
-        self.buckets = self._new_buckets()
+        self._new_buckets = partial(self._buckets_of, options)
+        self.buckets = self._new_buckets(None)
         agree_values(self.named_parameters(), data)
 
     # -- what is where: local -------------------------------------------------------------
@@ -146,6 +153,16 @@ class Engine:
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
         return len(self.stages) - 1 in self.local
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses, and so gradients, are multiplied by."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
+
+    @property
+    def scales_losses(self) -> bool:
+        """Whether there is a loss scale, of whatever size now."""
+        return self.optimizer is not None and self.optimizer.scaler is not None
 
     @property
     def replicas_are_all(self) -> bool:
@@ -213,11 +230,17 @@ class Engine:
         finally:
             self.accumulating = before
 
-    def rebuild_buckets(self) -> None:
-        """Make the buckets anew after parameters were frozen or unfrozen. Collective."""
+    def rebuild_buckets(self, plan: Plan | None = None) -> None:
+        """Make the buckets anew, after parameters were frozen or unfrozen or by a plan. Collective.
+
+        Without a plan those over the replicas are planned by size.
+        """
         self.ties.agree(values=False)
+        states = None if self.optimizer is None else self.optimizer.release()
         self.buckets.close()
-        self.buckets = self._new_buckets()
+        self.buckets = self._new_buckets(plan)
+        if self.optimizer is not None and states is not None:
+            self.optimizer.resume(states)
 
     # -- helpers ----------------------------------------------------------------------------
 
@@ -251,7 +274,7 @@ class Engine:
             values = parameter.value()
             self.data.broadcast(values, out=values, label=f"parameter {name}").resolve()
 
-    def _buckets_of(self, options: Options) -> GradientBuckets:
+    def _buckets_of(self, options: Options, plan: Plan | None) -> GradientBuckets:
         named = self.named_parameters()
         return GradientBuckets(
             [parameter for _, parameter in named],
@@ -262,6 +285,7 @@ class Engine:
             groups=[self.ties.group(parameter) for _, parameter in named],
             overlap=options.overlap,
             tracer=self.tracer,
+            plan=plan,
         )
 
 

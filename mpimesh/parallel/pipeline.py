@@ -72,7 +72,8 @@ class PipelineParallel(PipelineSteps):
             several layers.
         dtype: Dtype of the parameters.
         xp: `numpy` or `cupy`.
-        bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`.
+        bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`;
+            :meth:`tune_buckets` finds a cut by measured times.
         overlap: Whether buckets are reduced while backward still runs.
         broadcast: Whether all replicas start with the values of the first. Else different values
             are an error.

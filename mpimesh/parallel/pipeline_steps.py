@@ -48,7 +48,8 @@ class PipelineSteps(ParallelModel):
             inputs: Inputs that enter at stages with those names, ``PipelineStage(i, inputs=...)``.
             denominator: What to divide the loss by instead of what this batch counts: give the
                 rows of k batches together to accumulate over k steps.
-            optimizer: That of this rank's parameters; on every rank or on none. Its ``step()``
+            optimizer: That of this rank's parameters, of :mod:`mpimesh.optim`, or the model's
+                :class:`ParallelOptimizer`; on every rank or on none. Its ``step()``
                 is called once it is known that the step went well on every rank, and the
                 gradients are summed: if a stage, the loss or a message failed anywhere, no
                 parameter has changed. An error of ``step()`` itself is raised on its rank alone.

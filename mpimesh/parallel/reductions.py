@@ -12,7 +12,7 @@ __all__ = ["Reductions"]
 
 
 class Reductions:
-    """The all-reduces of one cycle.
+    """The all-reduces of one cycle; reduce-scatters of buckets that the ranks divide.
 
     Args:
         buckets: What is reduced, in order, each over its group.
@@ -58,8 +58,9 @@ class Reductions:
             finally:
                 bucket.handle = None
             if self._tracer.enabled:
+                kind = "all_reduce" if bucket.shard is None else "reduce_scatter"
                 self._tracer.record(
-                    f"all_reduce {bucket.name}",
+                    f"{kind} {bucket.name}",
                     "collective",
                     start_s=bucket.start_s,
                     duration_s=self._tracer.clock() - bucket.start_s,
@@ -71,5 +72,10 @@ class Reductions:
         bucket = self.buckets[self.started]
         bucket.start_s = self._tracer.clock()
         label = f"gradient {bucket.name}"
-        bucket.handle = bucket.group.all_reduce(bucket.flat, self._op, out=bucket.flat, label=label)
+        flat, shard = bucket.flat, bucket.shard
+        bucket.handle = (
+            bucket.group.all_reduce(flat, self._op, out=flat, label=label)
+            if shard is None
+            else shard.reduce(flat, self._op, label)
+        )
         self.started += 1

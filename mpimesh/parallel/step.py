@@ -21,6 +21,7 @@ every rank is then known to have started.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NoReturn
 
 import numpy as np
@@ -155,6 +156,8 @@ class Step:
             where = " everywhere" if self._arguments.everywhere else ""
             return f"forward{where} of {engine.num_microbatches} microbatches"
         kept = " without reducing gradients" if engine.accumulating else ""
+        if engine.scales_losses:
+            kept += f", losses times {engine.loss_scale:g}"
         return (
             f"train_step {engine.step} of {engine.num_microbatches} microbatches by "
             f"{engine.plans.name}, stages from {self._first_trained} on trained{kept}"
@@ -210,7 +213,10 @@ class Step:
         self._inbox.open(plan.actions)
         self._executor = self._new_executor(task, known, self._inbox, self._outbox)
         self._outside = False
-        self._executor.run(plan.actions)
+        # Where losses are scaled, overflow is expected: the optimizer leaves out the step.
+        scaled = engine.scales_losses
+        with np.errstate(over="ignore", invalid="ignore") if scaled else nullcontext():
+            self._executor.run(plan.actions)
         if self._executor.outputs:
             outputs = [tree_map(_own, self._executor.outputs[i]) for i in range(task.count)]
             self.outputs = outputs if free else [self._join(outputs)]
@@ -273,7 +279,7 @@ class Step:
             with engine.tracer.span(GRADIENTS, "wait"):
                 engine.buckets.synchronize()
             engine.step += 1
-        return float(status[1])
+        return float(status[1]) / engine.loss_scale
 
     def _agreed(self) -> bool:
         """Wait until every rank has begun the step; tell whether all were given what fits."""

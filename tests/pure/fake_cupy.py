@@ -27,8 +27,8 @@ FUNCTIONS = {
         "dot",
         "empty",
     ),
-    *("empty_like", "exp", "flatnonzero", "floor", "full", "greater_equal", "log", "maximum"),
-    *("minimum",),
+    *("empty_like", "exp", "flatnonzero", "floor", "full", "greater_equal", "isfinite", "log"),
+    *("maximum", "minimum"),
     *("multiply", "negative", "ones", "right_shift", "sqrt", "square", "subtract", "take", "tanh"),
     *("unique", "where", "zeros", "zeros_like"),
 }

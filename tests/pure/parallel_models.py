@@ -136,8 +136,9 @@ def train_by(
     clip: Callable[[], float],
     state: Callable[[], dict[str, np.ndarray]],
     outputs: Callable[[np.ndarray], Any],
+    optimizer: Any = None,
 ) -> Trained:
-    optimizer = optim.Adam(parameters, lr=0.01)
+    optimizer = optimizer or optim.Adam(parameters, lr=0.01)
     losses, norms = [], []
     for step in range(steps):
         optimizer.zero_grad()

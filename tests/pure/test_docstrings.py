@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh import dtensor, layout, nn, schedule
+from mpimesh import dtensor, layout, nn, optim, schedule
 
 
 def run_examples(thing: Any) -> tuple[int, int, str]:
@@ -17,7 +17,7 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
     # Names as a reader has them after `import mpimesh as mm`, and those of the class's own room.
     room = vars(layout if thing.__module__.startswith(layout.__name__) else schedule)
     others = {"PipelineStage": mm.PipelineStage, "Mesh": mm.Mesh, "AxisLayout": layout.AxisLayout}
-    names = {"mm": mm, "np": np, "nn": nn, **room, **others}
+    names = {"mm": mm, "np": np, "nn": nn, "optim": optim, **room, **others}
     parsed = doctest.DocTestParser().get_doctest(thing.__doc__, names, thing.__name__, None, None)
     report: list[str] = []
     runner = doctest.DocTestRunner(verbose=False)
@@ -49,6 +49,7 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         layout.plan_redistribution,
         nn.Add,
         nn.Concat,
+        optim.LossScaler,
         schedule.Schedule,
         schedule.lower,
         schedule.Edges,

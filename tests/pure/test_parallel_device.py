@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh import nn
+from mpimesh import nn, optim
 from mpimesh.parallel import PipelineStage
 from tests.devices.fake_cuda import installed
 from tests.pure.fake_cupy import FakeArray, FakeCupy
@@ -54,6 +54,36 @@ def test_training_on_a_device(cupy, dims):
         state = on_device.full_state_dict()
         assert all(isinstance(values, np.ndarray) for values in state.values())
         on_device.load_state_dict(on_host.full_state_dict())
+
+    on_ranks(dims, body)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("dims", ["dp=3", "dp=2,pp=2"])
+def test_divided_state_on_a_device(cupy, dims, dtype):
+    def body(mesh):
+        trained = []
+        for xp in (np, cupy):
+            pipe = make_pipeline(mesh, xp=xp, dtype=dtype)
+            adam = optim.Adam(pipe.parameters(), lr=0.01)
+            scaler = optim.LossScaler(16.0)
+            optimizer = mm.ParallelOptimizer(adam, pipe, scaler=scaler)
+            for step in range(3):
+                x, target = batch(step, 13)
+                x = x.astype(dtype)
+                pipe.train_step(xp.asarray(x), xp.asarray(target), loss=nn.cross_entropy)
+                pipe.clip_grad_norm(0.1)
+                optimizer.step()
+                if step == 1:
+                    optimizer.load_state_dict(optimizer.state_dict())
+                    assert pipe.tune_buckets() is not None
+            assert all(isinstance(p.data, np.ndarray) == (xp is np) for p in pipe.parameters())
+            trained.append((pipe.full_state_dict(), scaler.skipped_steps))
+        assert trained[0][1] == trained[1][1]
+        for name, values in trained[0][0].items():
+            np.testing.assert_allclose(trained[1][0][name], values, rtol=1e-2, atol=1e-3)
+            if dtype == "float64":
+                np.testing.assert_allclose(trained[1][0][name], values, rtol=1e-9, atol=1e-12)
 
     on_ranks(dims, body)
 

@@ -1,0 +1,146 @@
+"""What buckets count for each parameter, and which parameters share one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from mpimesh.arrays import namespace
+from mpimesh.errors import ModuleError, ModuleStateError
+from mpimesh.nn import Parameter
+from mpimesh.parallel.bucket import Bucket
+from mpimesh.parallel.bucket_plan import plan_buckets
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+
+__all__ = ["Entry", "Plan", "check_frozen", "make_bucket", "make_entries", "plan_of"]
+
+Plan = Sequence[Sequence[int]]
+"""For each bucket the numbers of its parameters."""
+
+
+class Entry:
+    """What is counted for one parameter.
+
+    Attributes:
+        parameter: Whose gradient it is.
+        name: Its name in messages.
+        group: The ranks over which the gradient is reduced.
+        bucket: Where the gradient lives; None in a group of one rank.
+        count: How often the gradient was added to in this cycle.
+        uses: How often in each backward of earlier cycles; None while that is not known.
+        complete: Whether nothing more is added in this cycle, as far as its bucket knows.
+        ready_s: When something was last added to the gradient, on this rank's clock.
+    """
+
+    __slots__ = ("bucket", "complete", "count", "group", "name", "parameter", "ready_s", "uses")
+
+    def __init__(self, parameter: Parameter, name: str, group: ProcessGroup) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.group = group
+        self.bucket: Bucket | None = None
+        self.count = 0
+        self.uses: int | None = None
+        self.complete = False
+        self.ready_s = 0.0
+
+    def end_cycle(self, backwards: int) -> None:
+        """Note how often the gradient was added to in each of so many backwards.
+
+        A parameter without a gradient gets one of zeros, as in a bucket.
+        """
+        if backwards:
+            uses, rest = divmod(self.count, backwards)
+            self.uses = None if rest else uses
+        parameter = self.parameter
+        if parameter.grad is None and self.bucket is None:
+            parameter.grad = namespace(parameter.data).zeros_like(parameter.data)
+
+
+def make_entries(
+    parameters: list[Parameter], names: Sequence[str] | None, groups: Sequence[ProcessGroup]
+) -> tuple[dict[int, Entry], list[tuple[str, Parameter]]]:
+    """Return an entry for each parameter to train, by its id, in order; and the frozen ones."""
+    if names is not None and len(names) != len(parameters):
+        raise ModuleError(f"got {len(names)} names for {len(parameters)} parameters")
+    if len(groups) != len(parameters):
+        raise ModuleError(f"got {len(groups)} groups for {len(parameters)} parameters")
+    entries: dict[int, Entry] = {}
+    frozen: list[tuple[str, Parameter]] = []
+    for place, parameter in enumerate(parameters):
+        name = parameter.name if names is None else names[place]
+        if id(parameter) in entries:
+            raise ModuleError(f"parameter {name!r} is registered twice, the second time as {place}")
+        if parameter.on_ready is not None:
+            raise ModuleError(
+                f"parameter {name!r} is registered with other buckets: call buckets.close() of the "
+                "model that trains it, or make new layers"
+            )
+        if parameter.requires_grad:
+            parameter.value()
+            entries[id(parameter)] = Entry(parameter, name, groups[place])
+        else:
+            frozen.append((name, parameter))
+    return entries, frozen
+
+
+def check_frozen(
+    entries: Iterable[Entry], frozen: Sequence[tuple[str, Parameter]], group: ProcessGroup
+) -> None:
+    """Check that the parameters to train are still those to train.
+
+    Raises:
+        ModuleStateError: If one was frozen or unfrozen.
+    """
+    changed = [entry.name for entry in entries if not entry.parameter.requires_grad]
+    changed += [name for name, parameter in frozen if parameter.requires_grad]
+    if changed:
+        raise ModuleStateError(
+            f"rank {group.world_rank}: parameters {changed} were frozen or unfrozen "
+            "after the buckets were made; make them anew"
+        )
+
+
+def plan_of(
+    entries: Sequence[Entry], bucket_bytes: int, forced: Plan | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Deal parameters of one group to buckets; to none, if the group has one rank.
+
+    Args:
+        entries: The parameters.
+        bucket_bytes: Most bytes of a bucket.
+        forced: The plan, if it is made already.
+
+    Raises:
+        ModuleError: If `bucket_bytes` is less than 1, or the forced plan has not each parameter
+            once, or different dtypes in a bucket.
+    """
+    dtypes = [entry.parameter.dtype for entry in entries]
+    sizes_bytes = [int(entry.parameter.value().nbytes) for entry in entries]
+    plan = plan_buckets(sizes_bytes, dtypes, bucket_bytes)
+    if forced is not None:
+        plan = tuple(tuple(members) for members in forced)
+        once = sorted(number for members in plan for number in members) == [*range(len(entries))]
+        if not once or any(len({dtypes[number] for number in one}) != 1 for one in plan):
+            raise ModuleError(
+                f"a plan of buckets has each of the {len(entries)} parameters once, and in a "
+                f"bucket those of one dtype, got {plan}"
+            )
+    return () if not entries or entries[0].group.size == 1 else plan
+
+
+def make_bucket(
+    entries: Sequence[Entry], place: int, replicas: ProcessGroup, mesh: DeviceMesh
+) -> Bucket:
+    """Return the bucket of some parameters, the `place`-th of their group's. Local."""
+    parameters = [entry.parameter for entry in entries]
+    size = sum(parameter.size for parameter in parameters)
+    xp, dtype = namespace(parameters[0].value()), parameters[0].dtype
+    flat = mesh.shared_empty(size, dtype) if xp is np else xp.empty(size, dtype)
+    group = entries[0].group
+    name = f"bucket {place}" + (f" of {group.name}" if group is not replicas else "")
+    bucket = Bucket(parameters, flat, group, name)
+    for entry in entries:
+        entry.bucket = bucket
+    return bucket

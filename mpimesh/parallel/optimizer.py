@@ -1,0 +1,329 @@
+"""An optimizer for a model that is cut over ranks: state divided among replicas, scaled losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import Array
+from mpimesh.errors import ModuleError, ModuleStateError
+from mpimesh.optim import LossScaler, Optimizer
+from mpimesh.optim.clip import sum_of_squares
+from mpimesh.parallel.model import ParallelModel
+from mpimesh.parallel.optimizer_checks import is_finite, problem_with
+from mpimesh.parallel.pieces import Pieces
+from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime.agreement import agree, agreed
+from mpimesh.runtime.call import Call
+
+__all__ = ["ParallelOptimizer"]
+
+
+class ParallelOptimizer:
+    """An optimizer of a :class:`DataParallel` or :class:`PipelineParallel` model.
+
+    With ``zero=1``, the default, the replicas divide the optimizer's state among them: stage 1 of
+    ZeRO (Rajbhandari et al. 2020), in PyTorch ``ZeroRedundancyOptimizer``. Each rank gets the sums
+    of its part of each gradient bucket, changes that part of the parameters, and gives the
+    new values to all; while those of one bucket are on their way, the next is changed. On each rank
+    the state takes ``1 / replicas`` of its memory; beside it there is a copy of so large a
+    part of the parameters, for what is on its way. The same bytes move as without. What comes out
+    is the same up to the order in which the transport adds up: bit for bit on virtual ranks,
+    and on one node mostly.
+
+    With a `scaler`, losses are scaled while gradients are computed, so that those of a float16
+    model do not vanish, and a step is left out, on all ranks together, if a gradient overflowed on
+    any. ``train_step`` returns the loss without the scale. Parameters of fewer than 32 bits have
+    float32 master values in the state of every optimizer, scaler or not.
+
+    Making it is collective over the ranks that step together. Afterwards
+
+    - the optimizers that were given are this object's: set ``lr`` on them as ever, but leave
+      steps, which they refuse, and states to it;
+    - the values of the parameters live in other memory: ``parameter.data`` is a new array;
+    - with ``zero=1`` and several replicas there are no whole gradients: ``parameter.grad`` is None
+      between steps. :meth:`ParallelModel.clip_grad_norm` works;
+    - gradients that stay in memory, without `zero`, are scaled.
+
+    Args:
+        optimizer: Optimizers of :mod:`mpimesh.optim`, one or several; together they have each
+            parameter of this rank once, or not at all. Several serve parameters that are to be
+            changed differently, such as those without decay.
+        model: The model.
+        zero: 1 to divide the state; 0 to have all of it on every replica.
+        scaler: Scales losses; None does not.
+        group: The ranks that leave out a step together: those that step together if None. Where
+            ranks along other dims hold other parts of the same parameters, give ``mesh.group()``.
+
+    Raises:
+        ModuleError: On every rank, if an optimizer has other parameters, or one twice, or changes
+            elements not each by itself; if `zero` is not 0 or 1; or if the model has such an
+            optimizer.
+        ModuleStateError: If gradients are being added up under :meth:`ParallelModel.no_sync`.
+        MismatchError: On every rank, if the ranks have different ones.
+
+    Example:
+        >>> model = mm.DataParallel(net, mesh, loss=nn.cross_entropy, dtype="float16")
+        >>> adam = optim.Adam(model.parameters(), lr=1e-3)
+        >>> optimizer = mm.ParallelOptimizer(adam, model, scaler=optim.LossScaler())
+        >>> for x, target in batches:
+        ...     loss = model.train_step(x, target)
+        ...     model.clip_grad_norm(1.0)
+        ...     optimizer.step()
+
+        A batch in four parts, that is of the gradients of four steps:
+
+        >>> with model.no_sync():
+        ...     for x, target in parts[:3]:
+        ...         model.train_step(x, target, denominator=rows_of_all_parts)
+        >>> model.train_step(*parts[3], denominator=rows_of_all_parts, optimizer=optimizer)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        model: ParallelModel,
+        *,
+        zero: int = 1,
+        scaler: LossScaler | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._engine = engine = model._engine
+        self._single = isinstance(optimizer, Optimizer)
+        self._optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        self._who = f"rank {engine.mesh.rank}"
+        self._zero = zero
+        self._scaler = scaler
+        self._agreeing = engine.scope if group is None else group
+        self._clipped: tuple[int, float] | None = None
+        scope = engine.scope
+        agreed(scope.progress, scope.communicator, "ParallelOptimizer", self._checked_rule)
+        self._owned = [tuple(one.params) for one in self._optimizers]
+        self._divide([one.state_dict() for one in self._optimizers])
+        engine.optimizer = self
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that were given."""
+        return self._optimizers
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """What scales the losses."""
+        return self._scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by now."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because a gradient had overflowed."""
+        return 0 if self._scaler is None else self._scaler.skipped_steps
+
+    @property
+    def lr(self) -> float:
+        """The learning rate, where there is one optimizer; of several, set that of each."""
+        return self._one().lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._one().lr = value
+
+    # -- collective --------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Change the parameters by the gradients of the last ``train_step``. Collective.
+
+        Over the replicas, and with a scaler over all ranks that leave out a step together.
+        ``train_step(..., optimizer=this)`` does it, too. If an update itself raises, it does so on
+        its rank alone, and that rank's parts of the parameters that were to follow keep their
+        values, on all replicas.
+
+        Raises:
+            ModuleStateError: If there are no sums of gradients to step by, or somebody has put
+                another array in the place of a parameter's values.
+            BudgetError: After the step, on its rank alone, if a rank received more than
+                :meth:`DeviceMesh.budget` allows.
+
+        Cost:
+            With `zero`, one all-gather of the values of each bucket. With a scaler, one all-reduce
+            of a byte.
+        """
+        buckets = self._engine.buckets
+        sums = buckets.sums
+        if sums is None:
+            raise ModuleStateError(
+                f"{self._who}: there are no sums of gradients to step by: call train_step() before "
+                "each step(), the last time not under no_sync()"
+            )
+        self._check_values()
+        # A rank that refused to take part in the middle would be missed.
+        with self._engine.mesh.traffic().late() as over_budget:
+            overflowed = self._scaler is not None and self._has_overflowed()
+            buckets.use_up()
+            if not overflowed:
+                self._pieces.step(self._clip_factor(sums) / self.loss_scale)
+            if self._scaler is not None:
+                self._scaler.update(overflowed)
+        over_budget.check()
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Have the next step clip the gradients to a norm over the whole model. Collective.
+
+        That of the model calls this. Gradients in memory stay as they are: they are multiplied when
+        the step reads them.
+
+        Returns:
+            The norm, without the scale of the loss. Where it is infinite or NaN, nothing is
+            clipped; with a scaler the step is left out.
+
+        Raises:
+            ModuleError: If `max_norm` is not above 0.
+            ModuleStateError: If there are no sums of gradients.
+
+        Cost:
+            Two all-reduces of 8 bytes, over stages and replicas; without `zero` one.
+        """
+        if not max_norm > 0:
+            raise ModuleError(f"max_norm must be above 0, got {max_norm!r}")
+        engine = self._engine
+        sums = engine.buckets.sums
+        if sums is None:
+            raise ModuleStateError(
+                f"{self._who}: there are no sums of gradients to clip: call train_step() before "
+                "clip_grad_norm(), and step() after it"
+            )
+        copies = set() if self._zero else {id(one) for one in engine.ties.copies}
+        squares = math.fsum(float(sum_of_squares(one)) for one in self._gradients(copies))
+        # Of a parameter that several stages hold each has a part of its own, so all add up.
+        for group in (engine.pipe, engine.data) if self._zero else (engine.pipe,):
+            if group.size > 1:
+                squares = float(group.all_reduce(np.array(squares)).resolve())
+        norm = math.sqrt(squares) / self.loss_scale if squares >= 0 else math.nan
+        self._clipped = (sums, max_norm / norm if max_norm < norm < math.inf else 1.0)
+        return norm
+
+    def state_dict(self) -> Any:
+        """Return the state of this rank's whole parameters. Collective over the replicas.
+
+        The same as that of the optimizers without this object, so either loads the other's, on
+        any number of replicas. The scaler has a state of its own.
+
+        Returns:
+            The state of the optimizer; a list of states if a list of them was given.
+
+        Cost:
+            One all-gather for each bucket and array of the state; the whole state has room on
+            every rank.
+        """
+        states = self._pieces.states()
+        return states[0] if self._single else states
+
+    # -- local -------------------------------------------------------------------------------
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Take over what :meth:`state_dict` gave; all of it or, on an error, nothing. Local.
+
+        All replicas are to load the same state, from any number of replicas.
+
+        Raises:
+            ModuleError: If it is of other optimizers, or lacks something.
+            ShapeError: If an array has another shape than its parameter.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        if len(states) != len(self._optimizers):
+            raise ModuleError(
+                f"{self._who}: got {len(states)} states for {len(self._optimizers)} optimizers"
+            )
+        self._pieces = self._cut(states)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; those of steps under ``no_sync``, too. Local."""
+        self._engine.buckets.forget()
+
+    def __repr__(self) -> str:
+        inside = ", ".join(map(repr, self._optimizers))
+        scaler = "" if self._scaler is None else f", scaler={self._scaler!r}"
+        return f"<ParallelOptimizer of {inside}, zero={self._zero}{scaler}>"
+
+    # -- for the model -----------------------------------------------------------------------
+
+    def release(self) -> list[dict[str, Any]]:
+        """Return the state before the buckets are made anew. Collective."""
+        return self._pieces.states()
+
+    def resume(self, states: list[dict[str, Any]]) -> None:
+        """Go on with the model's new buckets. Collective."""
+        self._divide(states)
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _divide(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Divide the model's buckets, and the state with them, if it is to be so. Collective."""
+        engine = self._engine
+        self._clipped = None  # by sums of other buckets
+        if self._zero:
+            engine.buckets.divide()
+        self._pieces = self._cut(states)
+        told = self._pieces.describe()
+        groups = {bucket.group.name: bucket.group for bucket in engine.buckets.buckets}
+        for name, runs in told.items():
+            group = groups[name]
+            call = Call("divided buckets", name, rule="; ".join(runs))
+            agree(group.progress, group.communicator, call)
+
+    def _cut(self, states: Sequence[Mapping[str, Any]]) -> Pieces:
+        return Pieces(self._optimizers, self._owned, self._engine.buckets.buckets, states)
+
+    def _gradients(self, without: set[int]) -> list[Array]:
+        """Return all sums of gradients of this rank: of its parts, or whole."""
+        buckets = self._engine.buckets
+        parts = [bucket.shard.memory for bucket in buckets.buckets if bucket.shard is not None]
+        return parts + [
+            parameter.grad
+            for parameter in buckets.parameters
+            if parameter.grad is not None and id(parameter) not in without
+        ]
+
+    def _has_overflowed(self) -> bool:
+        """Tell whether a gradient is infinite or NaN on any rank. Collective."""
+        mine = np.array([not all(map(is_finite, self._gradients(set())))], np.uint8)
+        label = "overflow of gradients"
+        return bool(self._agreeing.all_reduce(mine, "max", label=label).resolve()[0])
+
+    def _check_values(self) -> None:
+        for bucket in self._engine.buckets.buckets:
+            views = [] if bucket.shard is None else bucket.shard.views
+            for parameter, view in zip(bucket.parameters, views, strict=False):
+                if parameter.data is not view:
+                    raise ModuleStateError(
+                        f"{self._who}: {parameter!r} has got another array for its values, and the "
+                        "replicas divide those that it had: write into it, parameter.data[...] = "
+                    )
+
+    def _one(self) -> Optimizer:
+        if len(self._optimizers) != 1:
+            raise ModuleError(
+                f"there are {len(self._optimizers)} optimizers, each with a learning rate: see "
+                "ParallelOptimizer.optimizers"
+            )
+        return self._optimizers[0]
+
+    def _clip_factor(self, sums: int) -> float:
+        """Return what gradients are multiplied by, if these were clipped."""
+        clipped, self._clipped = self._clipped, None
+        return 1.0 if clipped is None or clipped[0] != sums else clipped[1]
+
+    def _checked_rule(self) -> str:
+        """Return what must be alike on all ranks, if all is well."""
+        problem = problem_with(self._optimizers, self._engine, self._zero)
+        if problem:
+            raise ModuleError(f"ParallelOptimizer: {problem}")
+        kinds = ", ".join(type(one).__name__ for one in self._optimizers)
+        scale = "" if self._scaler is None else f", {self._scaler!r}"
+        return f"{kinds}, zero={self._zero}{scale}"

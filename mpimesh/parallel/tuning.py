@@ -1,0 +1,113 @@
+"""Buckets cut by what was measured: when gradients come, and how fast they are reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpimesh.arrays import namespace
+from mpimesh.errors import ModuleStateError, on_all_ranks
+from mpimesh.parallel.bucket_merge import Reduction, merge_buckets, reduced_s
+from mpimesh.parallel.engine import Engine
+from mpimesh.parallel.reduction_times import measure_reduction
+from mpimesh.runtime.agreement import exchange
+
+__all__ = ["BucketTuning", "tune_buckets"]
+
+_LEAST_BYTES = 1 << 14
+_MOST_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTuning:
+    """What a tuning of buckets has found, the same on every replica.
+
+    Attributes:
+        reduction: What it takes to sum a bucket.
+        buckets: How many buckets there are now.
+        before: How many there were.
+        end_s: When the last is reduced now, as predicted, counted from the first gradient.
+        before_end_s: When the last would have been with the buckets before.
+        last_ready_s: When the last gradient was there: no cut ends earlier.
+    """
+
+    reduction: Reduction
+    buckets: int
+    before: int
+    end_s: float
+    before_end_s: float
+    last_ready_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.buckets} buckets in place of {self.before}: gradients summed after "
+            f"{1e3 * self.end_s:.3g} ms in place of {1e3 * self.before_end_s:.3g} ms, the last one "
+            f"there after {1e3 * self.last_ready_s:.3g} ms, by sums of "
+            f"{1e6 * self.reduction.latency_s:.3g} us and "
+            f"{self.reduction.bytes_per_s / 1e9:.3g} GB/s, a share of "
+            f"{self.reduction.busy:.0%} of which nothing hides"
+        )
+
+
+def tune_buckets(engine: Engine) -> BucketTuning | None:
+    """Cut the buckets over the replicas anew, by times that are measured. Collective.
+
+    Every replica gets the same cut, each stage its own. Gradients that are there are dropped.
+
+    Returns:
+        What was found; None where there are no buckets over replicas.
+
+    Raises:
+        ModuleStateError: On every rank, if on any no training step was done with these buckets.
+
+    Cost:
+        Some exchanges of small texts, of a number for each parameter at most; 32 reductions of up
+        to 16 MiB; new memory for the buckets.
+    """
+    group, buckets = engine.data, engine.buckets
+    entries = buckets.entries
+    scope = engine.scope
+    times_s = [entry.ready_s for entry in entries]
+    trained = not times_s or any(times_s)
+    everyone = exchange(scope.progress, scope.communicator, trained, what="the tuning of buckets")
+    if not all(everyone):
+        raise on_all_ranks(
+            ModuleStateError(
+                "gradients are timed in a training step, and no buckets can be tuned before the "
+                "first one: call train_step(), then tune_buckets()"
+            )
+        )
+    plan = found = None
+    if entries and group.size > 1:
+        # One that no backward touched is known to be complete at the end.
+        times_s = [one_s or max(times_s) for one_s in times_s]
+        mine_s = [one_s - min(times_s) for one_s in times_s]
+        everyone_s = exchange(group.progress, group.communicator, mine_s, what="gradient times")
+        # A reduction waits for the last of the ranks.
+        ready_s = [max(times) for times in zip(*everyone_s, strict=True)]
+        sizes_bytes = [int(entry.parameter.value().nbytes) for entry in entries]
+        dtypes = [entry.parameter.dtype for entry in entries]
+        divided = any(bucket.shard is not None for bucket in buckets.buckets)
+        reduction = measure_reduction(
+            engine.mesh,
+            group,
+            min(max(sum(sizes_bytes), _LEAST_BYTES * 2), _MOST_BYTES),
+            xp=namespace(entries[0].parameter.value()),
+            divided=divided,
+        )
+        plan = merge_buckets(ready_s, sizes_bytes, dtypes, reduction)
+        numbers = {id(entry.parameter): number for number, entry in enumerate(entries)}
+        before = [
+            [numbers[id(parameter)] for parameter in bucket.parameters]
+            for bucket in buckets.buckets
+            if bucket.group is group
+        ]
+        found = BucketTuning(
+            reduction,
+            len(plan),
+            len(before),
+            reduced_s(plan, ready_s, sizes_bytes, reduction),
+            reduced_s(before, ready_s, sizes_bytes, reduction),
+            max(ready_s),
+        )
+    engine.rebuild_buckets(plan)
+    return found

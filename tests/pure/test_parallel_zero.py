@@ -1,0 +1,345 @@
+"""Optimizer state divided among replicas: the same training, in a part of the memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpimesh as mm
+from mpimesh import nn, optim
+from mpimesh.parallel.runs import Run, runs_of
+from mpimesh.parallel.shard import shard_sizes
+from tests.pure.parallel_models import (
+    assert_equal,
+    assert_same,
+    batch,
+    cut,
+    layers,
+    make_pipeline,
+    on_ranks,
+    state_of,
+    train_alone,
+    train_by,
+)
+from tests.pure.parallel_tied import tied_batch, tied_pipeline, train_tied_alone
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: optim.SGD(
+        parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
+    "adam": lambda parameters: optim.Adam(parameters, lr=0.01, weight_decay=0.01),
+    "adamw": lambda parameters: optim.AdamW(parameters, lr=0.01),
+}
+
+
+@given(st.integers(0, 500), st.sampled_from([1, 4, 8]), st.integers(1, 9))
+def test_shards_cover_a_bucket_in_order(size, itemsize, ranks):
+    sizes = shard_sizes(size, itemsize, ranks)
+    assert len(sizes) == ranks
+    assert sum(sizes) == size
+    assert all(one >= other for one, other in pairwise(sizes))
+    assert all(one * itemsize % 64 == 0 for one, after in pairwise(sizes) if after)
+    assert max(sizes) - size / ranks < 64 / itemsize + 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([None, 0, 1]), st.integers(0, 9), st.integers(0, 1)), max_size=12
+    ),
+    st.integers(0, 60),
+    st.integers(0, 60),
+)
+def test_runs_are_neighbours_of_one_kind(parameters, start, size):
+    owners = [
+        None if owner is None else (owner, place) for place, (owner, _, _) in enumerate(parameters)
+    ]
+    sizes = [size for _, size, _ in parameters]
+    steps = [count for _, _, count in parameters]
+    runs = runs_of(owners, sizes, steps)
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    assert [(run.optimizer, place) for run in runs for place in run.places] == [
+        owner for owner in owners if owner is not None
+    ]
+    for run in runs:
+        assert list(run.starts[:-1]) == [starts[place] for place in run.places]
+        assert run.starts[-1] == run.starts[-2] + sizes[run.places[-1]]
+        assert {parameters[place][0] for place in run.places} == {run.optimizer}
+        assert len({steps[place] for place in run.places}) == 1
+        inside = run.within(slice(start, start + size))
+        both = set(range(*run.starts[:: len(run.places)])) & set(range(start, start + size))
+        assert set(range(inside.start, inside.stop)) == both
+    for one, after in pairwise(runs):
+        kinds = (one.optimizer, steps[one.places[0]]), (after.optimizer, steps[after.places[0]])
+        assert kinds[0] != kinds[1] or after.places[0] > one.places[-1] + 1
+
+
+def test_an_example_of_runs():
+    owners = [(0, 2), (0, 1), None, (0, 0), (1, 0)]
+    assert runs_of(owners, [2, 3, 4, 5, 6], [1, 1, 0, 1, 1]) == [
+        Run(0, (2, 1), (0, 2, 5)),
+        Run(0, (0,), (9, 14)),
+        Run(1, (0,), (14, 20)),
+    ]
+
+
+def train_both(mesh, make, *, rows=13, steps=3, inside=False, wrap=None, **options):
+    """Train with whole state and with divided state, clipping; return both courses and states."""
+    found = []
+    num_stages = options.pop("num_stages", None)
+    for zero in (None, 1):
+        stages = None if num_stages is None else cut(num_stages)
+        pipe = make_pipeline(mesh, stages=stages, **options)
+        optimizer = make(pipe.parameters())
+        if zero is not None:
+            optimizer = mm.ParallelOptimizer(optimizer, pipe, zero=zero)
+        losses = []
+        for step in range(steps):
+            given = optimizer if inside else None
+            x, target = batch(step, rows)
+            x = x.astype(options.get("dtype", "float64"))
+            losses.append(pipe.train_step(x, target, loss=nn.cross_entropy, optimizer=given))
+            if not inside:
+                # Bits hang on how squares are added up, so nothing is to be clipped here.
+                assert pipe.clip_grad_norm(1e9) > 0
+                optimizer.step()
+        pipe.check_replicas()
+        found.append((losses, state_of(pipe), optimizer.state_dict()))
+    return found
+
+
+def assert_same_state(one, other):
+    assert {key: one[key] for key in one if key != "params"} == {
+        key: other[key] for key in other if key != "params"
+    }
+    for mine, theirs in zip(one["params"], other["params"], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, values in mine.items():
+            np.testing.assert_array_equal(values, theirs[name], err_msg=name, strict=True)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
+def test_parameters_and_state_are_the_same_bit_for_bit(make, bucket_bytes):
+    """On virtual ranks sums go in the order of the ranks either way."""
+
+    def body(mesh):
+        one, other = train_both(mesh, make, bucket_bytes=bucket_bytes)
+        assert one[0] == other[0]
+        assert_equal(one[1], other[1])
+        assert_same_state(one[2], other[2])
+
+    on_ranks("dp=3", body, rendezvous=True)
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        ("dp=1", {}),
+        ("dp=2", {"overlap": False}),
+        ("dp=4", {"dtype": "float16"}),
+        ("pp=2", {"schedule": "zb1p"}),
+        ("dp=2,pp=2", {"schedule": "interleaved", "num_stages": 4}),
+        ("dp=2,pp=2", {"rows": 1}),
+    ],
+)
+def test_any_mesh_and_schedule(dims, options):
+    def body(mesh):
+        one, other = train_both(mesh, OPTIMIZERS["adam"], inside=True, **options)
+        assert one[0] == other[0]
+        assert_equal(one[1], other[1])
+        assert_same_state(one[2], other[2])
+
+    on_ranks(dims, body, rendezvous=True)
+
+
+def train_divided(mesh, make_model, batch_of, rows, steps=3):
+    pipe = make_model(mesh)
+    optimizer = mm.ParallelOptimizer(optim.Adam(pipe.parameters(), lr=0.01), pipe)
+
+    def train_step(step):
+        return pipe.train_step(*batch_of(step, rows), loss=nn.cross_entropy)
+
+    trained = train_by(
+        steps,
+        pipe.parameters(),
+        train_step,
+        clip=lambda: pipe.clip_grad_norm(0.5),
+        state=lambda: state_of(pipe),
+        outputs=lambda x: pipe.forward(x, everywhere=True),
+        optimizer=optimizer,
+    )
+    pipe.check_replicas()
+    return trained
+
+
+@pytest.mark.parametrize("dims", ["dp=2", "dp=3", "dp=2,pp=2"])
+def test_it_trains_like_one_process_with_clipping(dims):
+    expected = train_alone(3, 13)
+    for trained in on_ranks(dims, partial(train_divided, make_model=make_pipeline, **LIKE_ONE)):
+        assert_same(trained, expected)
+
+
+LIKE_ONE = {"batch_of": batch, "rows": 13}
+
+
+@pytest.mark.parametrize("dims", ["pp=2", "dp=2,pp=2", "pp=4"])
+def test_tied_parameters_are_divided_by_all_that_hold_them(dims):
+    expected = train_tied_alone(3, 13)
+
+    def body(mesh):
+        pipe = tied_pipeline(mesh)
+        optimizer = mm.ParallelOptimizer(optim.Adam(pipe.parameters(), lr=0.01), pipe)
+        norms, losses = [], []
+        for step in range(3):
+            losses.append(pipe.train_step(*tied_batch(step, 13), loss=nn.cross_entropy))
+            norms.append(pipe.clip_grad_norm(0.5))
+            optimizer.step()
+        pipe.check_replicas()
+        np.testing.assert_allclose(losses, expected.losses, rtol=1e-12)
+        np.testing.assert_allclose(norms, expected.norms, rtol=1e-11)
+        for name, values in state_of(pipe).items():
+            np.testing.assert_allclose(values, expected.state[name], rtol=1e-8, atol=1e-11)
+
+    on_ranks(dims, body, rendezvous=True)
+
+
+@pytest.mark.parametrize("dims", ["dp=2", "dp=2,pp=2"])
+def test_steps_that_accumulate_are_one_large_batch(dims):
+    def body(mesh):
+        x, target = batch(0, 20)
+        states = []
+        for parts in ([slice(0, 20)], [slice(0, 7), slice(7, 12), slice(12, 20)]):
+            pipe = make_pipeline(mesh, stages=without_dropout(mesh))
+            optimizer = mm.ParallelOptimizer(optim.SGD(pipe.parameters(), lr=0.1), pipe)
+            for _ in range(2):
+                train = partial(pipe.train_step, loss=nn.cross_entropy, denominator=20)
+                with pipe.no_sync():
+                    for part in parts[:-1]:
+                        train(x[part], target[part])
+                train(x[parts[-1]], target[parts[-1]], optimizer=optimizer)
+            states.append(state_of(pipe))
+        for name, values in states[0].items():
+            np.testing.assert_allclose(values, states[1][name], rtol=1e-12, atol=1e-15)
+
+    on_ranks(dims, body)
+
+
+def without_dropout(mesh):
+    num_stages = mesh.dim_size("pp") if mesh.contains_dim("pp") else 1
+    return cut(num_stages, [layer for layer in layers() if not isinstance(layer, nn.Dropout)])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_state_takes_a_part_of_the_memory(ranks):
+    def body(mesh):
+        model = mm.DataParallel(
+            nn.Sequential(nn.Linear(100, 150), nn.ReLU(), nn.Linear(150, 10)),
+            mesh,
+            loss=nn.mse,
+            dtype="float64",
+            bucket_bytes=40_000,
+        )
+        adam = optim.Adam(model.parameters())
+        optimizer = mm.ParallelOptimizer(adam, model)
+        rng = np.random.default_rng(0)
+        model.train_step(rng.normal(size=(8, 100)), rng.normal(size=(8, 10)), optimizer=optimizer)
+        held = [
+            array.nbytes
+            for state in adam.state_dict()["params"]
+            for name, array in state.items()
+            if name != "steps"
+        ]
+        whole = sum(parameter.data.nbytes for parameter in model.parameters())
+        assert sum(parameter.size for parameter in adam.params) <= whole / 8 / ranks + 100
+        return sum(held), 2 * whole
+
+    held, whole = zip(*on_ranks(f"dp={ranks}", body), strict=True)
+    assert sum(held) == whole[0]
+    assert max(held) < 1.1 * whole[0] / ranks
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (2, 1), (1, 3)])
+@settings(max_examples=3)
+@given(data=st.data())
+def test_a_state_fits_any_number_of_replicas(before, after, data):
+    make = OPTIMIZERS[data.draw(st.sampled_from(sorted(OPTIMIZERS)))]
+    bucket_bytes = data.draw(st.sampled_from([1, 300, 10**6]))
+
+    def start(mesh):
+        pipe = make_pipeline(mesh, bucket_bytes=bucket_bytes)
+        optimizer = mm.ParallelOptimizer(make(pipe.parameters()), pipe)
+        for step in range(2):
+            pipe.train_step(*batch(step, 12), loss=nn.cross_entropy, optimizer=optimizer)
+        return pipe.full_state_dict(), optimizer.state_dict()
+
+    def go_on(mesh, divided):
+        pipe = make_pipeline(mesh)
+        pipe.load_state_dict(values)
+        pipe.step = 2
+        optimizer: Any = make(pipe.parameters())
+        if divided:
+            optimizer = mm.ParallelOptimizer(optimizer, pipe)
+        optimizer.load_state_dict(state)
+        pipe.train_step(*batch(2, 12), loss=nn.cross_entropy, optimizer=optimizer)
+        return state_of(pipe), optimizer.state_dict()
+
+    values, state = on_ranks(f"dp={before}", start)[0]
+    divided = on_ranks(f"dp={after}", partial(go_on, divided=True))
+    whole = on_ranks(f"dp={after}", partial(go_on, divided=False))
+    for one, other in zip(divided, whole, strict=True):
+        assert_equal(one[0], other[0])
+        assert_same_state(one[1], other[1])
+
+
+def test_several_optimizers_for_parameters_of_several_kinds():
+    def body(mesh):
+        states = []
+        for zero in (0, 1):
+            pipe = make_pipeline(mesh)
+            named = pipe.named_parameters()
+            kinds = [
+                optim.AdamW([p for name, p in named if name.endswith("weight")], weight_decay=0.1),
+                optim.SGD([p for name, p in named if name.endswith("bias")], lr=0.5, momentum=0.5),
+            ]
+            optimizer = mm.ParallelOptimizer(kinds, pipe, zero=zero)
+            for step in range(3):
+                if step == 2:
+                    kinds[0].lr = 0.1
+                pipe.train_step(*batch(step, 13), loss=nn.cross_entropy, optimizer=optimizer)
+            states.append((state_of(pipe), optimizer.state_dict()))
+        assert_equal(states[0][0], states[1][0])
+        for one, other in zip(states[0][1], states[1][1], strict=True):
+            assert_same_state(one, other)
+
+    on_ranks("dp=3", body)
+
+
+def test_freezing_and_thawing_keeps_the_state():
+    """Parameters have other counts of steps afterwards, and the state is that of whole ones."""
+
+    def body(mesh):
+        states = []
+        for zero in (0, 1):
+            pipe = make_pipeline(mesh)
+            optimizer = mm.ParallelOptimizer(
+                optim.Adam(pipe.parameters(), lr=0.01), pipe, zero=zero
+            )
+            frozen = pipe.parameters()[2]
+            for step in range(4):
+                if step in (1, 2):
+                    frozen.requires_grad = step == 2
+                    pipe.rebuild_buckets()
+                pipe.train_step(*batch(step, 13), loss=nn.cross_entropy, optimizer=optimizer)
+            states.append((state_of(pipe), optimizer.state_dict()))
+        assert_equal(states[0][0], states[1][0])
+        assert_same_state(states[0][1], states[1][1])
+        assert [one["steps"] for one in states[1][1]["params"]].count(3) == 1
+
+    on_ranks("dp=2", body)
