@@ -2,11 +2,12 @@
 
 from mpimesh.models.batches import Batch, plan_batches
 from mpimesh.models.config import BertConfig, find_minilm
-from mpimesh.models.minilm import Embedded, MiniLM
+from mpimesh.models.minilm import BATCH_TOKENS, Embedded, MiniLM
 from mpimesh.models.shares import Share
 from mpimesh.models.weights import Weights
 
 __all__ = [
+    "BATCH_TOKENS",
     "Batch",
     "BertConfig",
     "Embedded",

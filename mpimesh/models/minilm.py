@@ -19,7 +19,7 @@ from mpimesh.errors import MismatchError, ModelError, MpimeshError, on_all_ranks
 from mpimesh.models.batches import Batch, deal, plan_batches
 from mpimesh.models.config import BertConfig, find_minilm
 from mpimesh.models.shares import Part, Share, load_block, load_embedding
-from mpimesh.models.tokens import Tokenizer
+from mpimesh.models.tokens import Tokenized, Tokenizer
 from mpimesh.models.weights import Weights
 from mpimesh.nn.parameter import float_dtype
 from mpimesh.parallel import Microbatches, PipelineParallel, PipelineStage
@@ -28,12 +28,14 @@ from mpimesh.parallel.microbatch import replica_rows
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import exchange
 
-__all__ = ["Embedded", "MiniLM"]
+__all__ = ["BATCH_TOKENS", "Embedded", "MiniLM"]
 
 Progress = Callable[[int, int], None]
 
 BATCH_TOKENS = 1024
-_ROUND_BATCHES = 256
+"""About how many tokens are computed at a time: enough for the matrix products to be fast."""
+_ROUND_BATCHES = 64
+# Batches of a replica that go through the stages in one step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,13 @@ class MiniLM:
             problem = str(error)
         self._agree(problem)
         self._pipe = PipelineParallel(
-            stages, 1, mesh=mesh, dim=dim, data_dim=data_dim, dtype=self._dtype, schedule="gpipe"
+            stages,
+            _ROUND_BATCHES,
+            mesh=mesh,
+            dim=dim,
+            data_dim=data_dim,
+            dtype=self._dtype,
+            schedule="gpipe",
         )
 
     def embed(self, sentences: Sequence[str], *, progress: Progress | None = None) -> Embedded:
@@ -142,15 +150,23 @@ class MiniLM:
             The vectors, in the order of the sentences, on every rank.
 
         Raises:
-            MismatchError: On every rank, if the ranks give different numbers of sentences.
+            ModelError: On every rank, if any has something else than texts that UTF-8 can say.
+            MismatchError: On every rank, if the ranks give different sentences.
             StageError: On every rank, if computing fails on any.
 
         Cost:
             Each rank turns all sentences into ids. Activations go once between neighbouring stages,
             twice through an all-reduce in each block, and the vectors to all ranks.
         """
-        tokens = self._tokenizer(sentences)
-        self._agree("", zlib.crc32("\n".join(sentences).encode(errors="replace")), len(sentences))
+        problem, digest, tokens = "", 0, Tokenized((), (), ())
+        try:
+            if isinstance(sentences, str):
+                raise ModelError("sentences must be a list of texts, got one text")
+            tokens = self._tokenizer(sentences)
+            digest = zlib.crc32("\n".join(sentences).encode())
+        except (ModelError, TypeError, ValueError) as error:
+            problem = f"cannot read the sentences: {error}"
+        self._agree(problem, digest, len(sentences))
         lengths = [len(one) for one in tokens.ids]
         batches = plan_batches(lengths, batch_tokens=self._batch_tokens, replicas=self._replicas)
         vectors = np.zeros((len(lengths), self.config.features), self._dtype)
