@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -43,28 +44,46 @@ class Batch:
 def plan_batches(lengths: Sequence[int], *, batch_tokens: int, replicas: int = 1) -> list[Batch]:
     """Cut sentences into batches of about the same cost, the longest sentences first.
 
-    Sentences of like lengths stand together, so that little is padded. The number of batches is a
-    multiple of that of the replicas, if there are sentences enough, and the same number of
-    tokens goes into each, up to a sentence.
+    The cost of a batch is that of its tokens with padding: its rows times its length. Sentences of
+    like lengths stand together, so that little is padded. There are as many batches as are needed
+    for none to cost more than `batch_tokens`, or than its only sentence, rounded up to a multiple
+    of the replicas; and among these cuts the dearest batch costs as little as it can.
 
     Args:
         lengths: Tokens of each sentence, at least 1.
-        batch_tokens: About how many tokens a batch should have, and hardly more.
+        batch_tokens: Most tokens of a batch of several sentences.
         replicas: How many work side by side.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    ordered = [lengths[row] for row in order]
     if not order:
         return []
-    ends = np.cumsum([lengths[row] for row in order])
-    count = math.ceil(int(ends[-1]) / batch_tokens)
+    longest = ordered[0]
+    most = max(batch_tokens, longest)
+    count = len(_starts(ordered, most))
     count = min(math.ceil(count / replicas) * replicas, len(order))
-    # The batch of a sentence is that in which the middle of its tokens lies.
-    middles = ends - np.array([lengths[row] for row in order]) / 2
-    which = (middles * count / ends[-1]).astype(np.int64)
-    groups: dict[int, list[int]] = {}
-    for row, batch in zip(order, which.tolist(), strict=True):
-        groups.setdefault(batch, []).append(row)
-    return [Batch(tuple(rows), lengths[rows[0]]) for rows in groups.values()]
+    # More may go into a batch that may cost more: the least limit for this number, by halving.
+    least = longest
+    while least < most:
+        limit = (least + most) // 2
+        if len(_starts(ordered, limit)) <= count:
+            most = limit
+        else:
+            least = limit + 1
+    starts = _starts(ordered, most)
+    return [
+        Batch(tuple(order[start:stop]), ordered[start])
+        for start, stop in pairwise([*starts, len(order)])
+    ]
+
+
+def _starts(ordered: Sequence[int], limit: int) -> list[int]:
+    """Return where batches begin, each filled up to `limit`; lengths from long to short."""
+    starts, place = [], 0
+    while place < len(ordered):
+        starts.append(place)
+        place += limit // ordered[place]
+    return starts
 
 
 def deal(batches: Sequence[Batch], replicas: int) -> list[Batch]:
