@@ -98,11 +98,12 @@ def attend(
                 # -inf less -inf is no number: a query without any key so far counts from 0.
                 base = xp.where(higher == -math.inf, wide.type(0), higher)
                 scores = _exp_less(scores, base)
-                top -= base
-                fade = xp.exp(top, out=top)
-                total *= fade
+                if keys.start:  # what the blocks before have given counts from the new base
+                    top -= base
+                    fade = xp.exp(top, out=top)
+                    total *= fade
+                    mixed *= fade
                 total += scores.sum(axis=-1, keepdims=True)
-                mixed *= fade
                 mixed += scores @ v_rows[..., keys, :].astype(wide, copy=False)
                 top = higher
             none = total == 0
