@@ -4,7 +4,7 @@ Named meshes of ranks, collectives with deferred results, and pipelines of stage
 NumPy and CuPy, on any MPI. Importing this package starts no MPI.
 """
 
-from mpimesh import nn, optim
+from mpimesh import models, nn, optim
 from mpimesh.arrays import ReduceOp
 from mpimesh.dtensor import (
     BlockPlace,
@@ -113,6 +113,7 @@ __all__ = [
     "full",
     "linspace",
     "local_map",
+    "models",
     "nn",
     "ones",
     "optim",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.fused import fused
+from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
+from mpimesh.nn import kernels
 from mpimesh.nn.checks import check_floats, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.erf import erf
 from mpimesh.nn.module import Module
 
-__all__ = ["GELU", "ReLU"]
+__all__ = ["GELU", "ReLU", "SiLU", "sigmoid", "silu_slope"]
 
 
 class ReLU(Module):
@@ -88,10 +90,66 @@ class GELU(Module):
         return f"GELU(approximate={self.approximate!r})"
 
 
+class SiLU(Module):
+    """``y = x * sigmoid(x)``, also called swish.
+
+    float16 is computed in float32.
+
+    Shapes:
+        x, result: any, the same.
+
+    Cost:
+        Saves the derivative, one array like `x`, instead of `x`: backward is one product.
+    """
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return ``x * sigmoid(x)``."""
+        check_floats(self, x)
+        wide = x.astype(sum_dtype(x.dtype), copy=False)
+        share = sigmoid(wide)
+        y = (wide * share).astype(x.dtype, copy=False)
+        if ctx is not None:
+            ctx.save(self, y.shape, y.dtype, silu_slope(wide, share).astype(x.dtype, copy=False))
+        return y
+
+    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
+        """Return `dy` times the derivative."""
+        (derivative,) = self._take(dy, ctx)
+        # The derivative's memory is nobody else's: it becomes the result.
+        derivative *= dy
+        return derivative
+
+
+def sigmoid(x: Array) -> Array:
+    """Return ``1 / (1 + exp(-x))``, a new array; no exponential of it overflows."""
+    xp = namespace(x)
+    e = xp.abs(x)
+    xp.negative(e, out=e)
+    xp.exp(e, out=e)
+    share = xp.where(x >= 0, x.dtype.type(1), e)
+    e += 1.0
+    share /= e
+    return share
+
+
+def silu_slope(x: Array, share: Array) -> Array:
+    """Return the derivative of SiLU at `x`, of which `share` is the sigmoid, a new array."""
+    slope = 1.0 - share
+    slope *= x
+    slope += 1.0
+    slope *= share
+    return slope
+
+
 def _by_erf(x: Array, derivative: bool) -> tuple[Array, Array | None]:
     """Return x * Phi(x), and Phi(x) + x * phi(x) if wanted; phi is the density."""
     xp = namespace(x)
     phi_sum = erf(x * math.sqrt(0.5))
+    if is_cupy(x):
+        if derivative:
+            both: tuple[Array, Array] = fused(xp, kernels.gelu_slope)(x, phi_sum)
+            return both
+        return fused(xp, kernels.gelu)(x, phi_sum), None
     phi_sum += 1.0
     phi_sum *= 0.5
     y = x * phi_sum
@@ -113,6 +171,11 @@ def _by_tanh(x: Array, derivative: bool) -> tuple[Array, Array | None]:
     y' = (1 + tanh u) / 2 + x * (1 - tanh(u)^2) / 2 * u'
     """
     xp = namespace(x)
+    if is_cupy(x):
+        if derivative:
+            both: tuple[Array, Array] = fused(xp, kernels.gelu_tanh_slope)(x)
+            return both
+        return fused(xp, kernels.gelu_tanh)(x), None
     scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
     square = xp.square(x)
     u = square * (scale * cubic)

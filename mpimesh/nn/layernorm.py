@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.fused import fused
+from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
+from mpimesh.nn import kernels
 from mpimesh.nn.checks import check_extent, check_features, check_floats, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Constant
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter
+from mpimesh.nn.rows import column_sum, row_mean
 
 __all__ = ["LayerNorm"]
 
@@ -60,13 +63,17 @@ class LayerNorm(Module):
         # Twice over the data: the mean of squares less the square of the mean
         # would lose all digits where the mean is large.
         centred = x - x.mean(axis=-1, keepdims=True, dtype=wide)
-        spread = _row_mean(centred, centred)
+        spread = row_mean(centred, centred)
         spread += self.eps
         scale = 1.0 / namespace(x).sqrt(spread)
-        centred *= scale
-        normal = centred.astype(x.dtype, copy=False)
-        y = normal * weight
-        y += bias
+        if is_cupy(x) and x.dtype == wide:
+            steps = fused(namespace(x), kernels.scale_and_shift)
+            normal, y = steps(centred, scale, weight, bias)
+        else:
+            centred *= scale
+            normal = centred.astype(x.dtype, copy=False)
+            y = normal * weight
+            y += bias
         if ctx is not None:
             ctx.save(self, y.shape, y.dtype, normal, scale)
         return y
@@ -86,7 +93,7 @@ class LayerNorm(Module):
         if not self.input_grad:
             return None
         g = namespace(dy).multiply(dy, self.weight.value(), dtype=scale.dtype)
-        towards = _row_mean(g, normal)
+        towards = row_mean(g, normal)
         g -= g.mean(axis=-1, keepdims=True)
         g -= normal * towards
         g *= scale
@@ -96,19 +103,10 @@ class LayerNorm(Module):
         """Add the sums of ``dy * normalised x`` and of `dy` to the gradients."""
         normal, dy = ctx.take_deferred(self)
         if self.bias.requires_grad:
-            self.bias.accumulate(_column_sum(dy), owned=True)
+            self.bias.accumulate(column_sum(dy), owned=True)
         if self.weight.requires_grad:
             product = namespace(dy).multiply(dy, normal, dtype=sum_dtype(dy.dtype))
-            self.weight.accumulate(_column_sum(product), owned=True)
+            self.weight.accumulate(column_sum(product), owned=True)
 
     def __repr__(self) -> str:
         return f"LayerNorm({self.features}, eps={self.eps:g})"
-
-
-def _row_mean(a: Array, b: Array) -> Array:
-    """Return the mean of ``a * b`` along the last axis, which stays, in the wider dtype."""
-    return (a * b).mean(axis=-1, keepdims=True)
-
-
-def _column_sum(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1]).sum(axis=0, dtype=sum_dtype(x.dtype))
