@@ -43,12 +43,17 @@ from mpimesh.mesh import (
     device_mesh,
 )
 from mpimesh.parallel import (
+    ColumnParallelLinear,
     DataParallel,
     GradientBuckets,
     Microbatches,
     PipelineParallel,
     PipelineStage,
+    RowParallelLinear,
+    SequenceSplit,
     clip_grad_norm,
+    split_sequence,
+    sum_shared_gradients,
 )
 from mpimesh.runtime import (
     CollectiveTensor,
@@ -66,6 +71,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockPlace",
     "CollectiveTensor",
+    "ColumnParallelLinear",
     "DTensor",
     "DataParallel",
     "Device",
@@ -93,6 +99,8 @@ __all__ = [
     "Random",
     "ReduceOp",
     "Replicate",
+    "RowParallelLinear",
+    "SequenceSplit",
     "Shard",
     "Tracer",
     "Traffic",
@@ -116,5 +124,7 @@ __all__ = [
     "optim",
     "run_virtual",
     "shift",
+    "split_sequence",
+    "sum_shared_gradients",
     "zeros",
 ]

@@ -12,21 +12,29 @@ from mpimesh.parallel.microbatch import (
     split_microbatches,
 )
 from mpimesh.parallel.pipeline import PipelineParallel
+from mpimesh.parallel.sequence import SequenceSplit, split_sequence
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
+from mpimesh.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinear
+from mpimesh.parallel.tensor_model import sum_shared_gradients
 
 __all__ = [
     "BUCKET_BYTES",
     "Bucket",
+    "ColumnParallelLinear",
     "DataParallel",
     "GradientBuckets",
     "Microbatches",
     "PipelineParallel",
     "PipelineStage",
+    "RowParallelLinear",
+    "SequenceSplit",
     "StepReport",
     "clip_grad_norm",
     "measure_layers",
     "microbatch_rows",
     "replica_rows",
     "split_microbatches",
+    "split_sequence",
+    "sum_shared_gradients",
 ]

@@ -21,6 +21,8 @@ from mpimesh.parallel.plans import Plans, ScheduleLike
 from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
+from mpimesh.parallel.tensor_model import TensorModel
+from mpimesh.parallel.tensor_parameter import whole_shape
 from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, exchange
@@ -80,6 +82,7 @@ class Engine:
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
             on the devices, else NumPy.
         ties: The parameters that several ranks of a pipeline hold.
+        tensor: The layers that are split over a group of ranks.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Engine:
         self.local = {number: self.stages[number] for number in self.plans.stages}
         self._in_backward: set[int] = set()  # local stages to whose gradients more may come
         self._named = named_places(self.stages)
+        self.tensor = TensorModel(self.stages)
         ties = find_ties(self.stages, self.plans.placement)
         call = Call("pipeline", scope.name, rule=self._rule(options))
         agree(scope.progress, scope.communicator, call)
@@ -134,6 +138,7 @@ class Engine:
         self._new_buckets: Callable[[], GradientBuckets] = lambda: self._buckets_of(options)
         self.buckets = self._new_buckets()
         agree_values(self.named_parameters(), data)
+        self.tensor.agree_values(self.named_parameters())
 
     # -- what is where: local -------------------------------------------------------------
 
@@ -201,6 +206,12 @@ class Engine:
             if id(parameter) not in waiting
         )
 
+    def synchronize(self) -> None:
+        """Wait for the sums of all gradients. Collective; under `no_sync` does nothing."""
+        self.buckets.synchronize()
+        if not self.accumulating:
+            self.tensor.sum_gradients(parameter for _, parameter in self.named_parameters())
+
     # -- between steps ----------------------------------------------------------------------
 
     @contextmanager
@@ -236,7 +247,7 @@ class Engine:
             for stage in self.stages
         )
         shapes = [
-            (name, parameter.shape, parameter.requires_grad, numbers)
+            (name, whole_shape(parameter), parameter.requires_grad, numbers)
             for name, parameter, numbers in self._named
         ]
         return (

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Self
 
-import numpy as np
-
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.errors import ModuleError
 from mpimesh.nn import Parameter
@@ -20,6 +18,8 @@ from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.join import joined_output
 from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.step import Step
+from mpimesh.parallel.tensor_model import local_part
+from mpimesh.parallel.tensor_parameter import TensorParameter
 from mpimesh.parallel.tree import Tree
 
 __all__ = ["ParallelModel"]
@@ -54,8 +54,13 @@ class ParallelModel:
         :func:`mpimesh.parallel.clip_grad_norm`. A parameter that several ranks hold counts once.
         """
         engine = self._engine
+        parameters, tied = self.parameters(), engine.ties.copies
         return clip_grad_norm(
-            self.parameters(), max_norm, group=engine.pipe, copies=engine.ties.copies
+            parameters,
+            max_norm,
+            group=engine.pipe,
+            copies=[*tied, *engine.tensor.copies(parameters)],
+            inner_sum=engine.tensor.inner_sum(parameters, tied),
         )
 
     def check_replicas(self) -> None:
@@ -68,6 +73,7 @@ class ParallelModel:
         """
         self._engine.ties.agree(values=True)
         agree_values(self._engine.named_parameters(), self._engine.data)
+        self._engine.tensor.agree_values(self._engine.named_parameters())
 
     def rebuild_buckets(self) -> None:
         """Make the gradient buckets anew, after freezing or unfreezing. Collective."""
@@ -77,7 +83,7 @@ class ParallelModel:
         """Return the values of the whole model on every rank, as host arrays. Collective.
 
         Cost:
-            Two broadcasts for each parameter, over the stages.
+            Two broadcasts for each parameter, over the stages; and an all-gather of what is split.
         """
         engine = self._engine
         # Of the ranks that hold a tied parameter, the first one gives it.
@@ -86,7 +92,7 @@ class ParallelModel:
         return {
             name: to_numpy(
                 engine.pipe.broadcast(
-                    np.array(to_numpy(parameter.value())) if id(parameter) in local else None,
+                    engine.tensor.whole(parameter) if id(parameter) in local else None,
                     root=None,
                 ).resolve()
             )
@@ -115,8 +121,10 @@ class ParallelModel:
                 f"{sorted(missing) or 'none'}, unknown: {sorted(unknown) or 'none'}"
             )
         for name, parameter in expected.items():
-            check_shape(name, parameter, state[name])
-        load_values(dict(engine.named_parameters()), state)
+            if not isinstance(parameter, TensorParameter):
+                check_shape(name, parameter, state[name])
+        mine = dict(engine.named_parameters())
+        load_values(mine, {name: local_part(name, one, state[name]) for name, one in mine.items()})
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which steps add up gradients without reducing them.

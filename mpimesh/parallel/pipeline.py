@@ -56,7 +56,8 @@ class PipelineParallel(PipelineSteps):
     Args:
         stages: All stages in order, on every rank. A rank gives memory to its own only.
         num_microbatches: Most microbatches of a replica's rows.
-        mesh: The mesh. Ranks along its other dims repeat each other's work.
+        mesh: The mesh. Ranks along its other dims repeat each other's work, or share it, where
+            layers are split over them, such as a :class:`ColumnParallelLinear`.
         dim: The dim of the stages. A mesh without it is a pipeline of one rank.
         data_dim: The dim of the replicas. A mesh without it has one.
         schedule: The name of one, see :func:`~mpimesh.schedule.make_schedule`: ``"1f1b"``,

@@ -112,6 +112,7 @@ class Step:
         engine = self._engine
         problem = self._look_at_arguments()
         self._header = StepHeader(engine.scope, self._given, self._names)
+        engine.tensor.begin(self._look, self._arguments.loss)
         engine.why_no_step = _UNDER_WAY
         try:
             loss = self._end(self._try(problem))
@@ -126,6 +127,7 @@ class Step:
             raise
         finally:
             engine.pool.end_step()
+            engine.tensor.end()
             # Each of them knows this step, and holds arrays.
             self._executor = self._inbox = self._outbox = None
             del problem  # whose traceback may hold this frame, as in the methods below
@@ -271,7 +273,7 @@ class Step:
             self._outbox.finish()
         if self._training:
             with engine.tracer.span(GRADIENTS, "wait"):
-                engine.buckets.synchronize()
+                engine.synchronize()
             engine.step += 1
         return float(status[1])
 
