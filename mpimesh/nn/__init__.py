@@ -1,9 +1,12 @@
 """Layers with a backward in two halves, and losses: local maths for NumPy and CuPy."""
 
-from mpimesh.nn.activations import GELU, ReLU
+from mpimesh.nn.activations import GELU, ReLU, SiLU
+from mpimesh.nn.attention import Attention
+from mpimesh.nn.blocks import BertBlock, GptBlock
 from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import Dropout
 from mpimesh.nn.embedding import Embedding
+from mpimesh.nn.feedforward import FeedForward, SwiGLU
 from mpimesh.nn.initializers import Constant, Initializer, Normal, Uniform
 from mpimesh.nn.layernorm import LayerNorm
 from mpimesh.nn.linear import Linear
@@ -11,29 +14,41 @@ from mpimesh.nn.losses import CrossEntropy, Loss, MeanSquaredError, cross_entrop
 from mpimesh.nn.merge import Add, Concat
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter
+from mpimesh.nn.positions import LearnedPositions
 from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.nn.rmsnorm import RMSNorm
+from mpimesh.nn.rotary import Rotary
 from mpimesh.nn.sequential import Sequential
 
 __all__ = [
     "GELU",
     "Add",
+    "Attention",
+    "BertBlock",
     "Concat",
     "Constant",
     "Context",
     "CrossEntropy",
     "Dropout",
     "Embedding",
+    "FeedForward",
+    "GptBlock",
     "Initializer",
     "LayerNorm",
+    "LearnedPositions",
     "Linear",
     "Loss",
     "MeanSquaredError",
     "Module",
     "Normal",
     "Parameter",
+    "RMSNorm",
     "ReLU",
+    "Rotary",
     "Sequential",
+    "SiLU",
     "SupportsLayer",
+    "SwiGLU",
     "Uniform",
     "cross_entropy",
     "mse",

@@ -13,7 +13,7 @@ from mpimesh.nn.context import Context
 from mpimesh.nn.erf import erf
 from mpimesh.nn.module import Module
 
-__all__ = ["GELU", "ReLU"]
+__all__ = ["GELU", "ReLU", "SiLU", "sigmoid", "silu_slope"]
 
 
 class ReLU(Module):
@@ -86,6 +86,57 @@ class GELU(Module):
 
     def __repr__(self) -> str:
         return f"GELU(approximate={self.approximate!r})"
+
+
+class SiLU(Module):
+    """``y = x * sigmoid(x)``, also called swish.
+
+    float16 is computed in float32.
+
+    Shapes:
+        x, result: any, the same.
+
+    Cost:
+        Saves the derivative, one array like `x`, instead of `x`: backward is one product.
+    """
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return ``x * sigmoid(x)``."""
+        check_floats(self, x)
+        wide = x.astype(sum_dtype(x.dtype), copy=False)
+        share = sigmoid(wide)
+        y = (wide * share).astype(x.dtype, copy=False)
+        if ctx is not None:
+            ctx.save(self, y.shape, y.dtype, silu_slope(wide, share).astype(x.dtype, copy=False))
+        return y
+
+    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
+        """Return `dy` times the derivative."""
+        (derivative,) = self._take(dy, ctx)
+        # The derivative's memory is nobody else's: it becomes the result.
+        derivative *= dy
+        return derivative
+
+
+def sigmoid(x: Array) -> Array:
+    """Return ``1 / (1 + exp(-x))``, a new array; no exponential of it overflows."""
+    xp = namespace(x)
+    e = xp.abs(x)
+    xp.negative(e, out=e)
+    xp.exp(e, out=e)
+    share = xp.where(x >= 0, x.dtype.type(1), e)
+    e += 1.0
+    share /= e
+    return share
+
+
+def silu_slope(x: Array, share: Array) -> Array:
+    """Return the derivative of SiLU at `x`, of which `share` is the sigmoid, a new array."""
+    slope = 1.0 - share
+    slope *= x
+    slope += 1.0
+    slope *= share
+    return slope
 
 
 def _by_erf(x: Array, derivative: bool) -> tuple[Array, Array | None]:

@@ -10,6 +10,7 @@ from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Constant
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter
+from mpimesh.nn.rows import column_sum, row_mean
 
 __all__ = ["LayerNorm"]
 
@@ -60,7 +61,7 @@ class LayerNorm(Module):
         # Twice over the data: the mean of squares less the square of the mean
         # would lose all digits where the mean is large.
         centred = x - x.mean(axis=-1, keepdims=True, dtype=wide)
-        spread = _row_mean(centred, centred)
+        spread = row_mean(centred, centred)
         spread += self.eps
         scale = 1.0 / namespace(x).sqrt(spread)
         centred *= scale
@@ -86,7 +87,7 @@ class LayerNorm(Module):
         if not self.input_grad:
             return None
         g = namespace(dy).multiply(dy, self.weight.value(), dtype=scale.dtype)
-        towards = _row_mean(g, normal)
+        towards = row_mean(g, normal)
         g -= g.mean(axis=-1, keepdims=True)
         g -= normal * towards
         g *= scale
@@ -96,19 +97,10 @@ class LayerNorm(Module):
         """Add the sums of ``dy * normalised x`` and of `dy` to the gradients."""
         normal, dy = ctx.take_deferred(self)
         if self.bias.requires_grad:
-            self.bias.accumulate(_column_sum(dy), owned=True)
+            self.bias.accumulate(column_sum(dy), owned=True)
         if self.weight.requires_grad:
             product = namespace(dy).multiply(dy, normal, dtype=sum_dtype(dy.dtype))
-            self.weight.accumulate(_column_sum(product), owned=True)
+            self.weight.accumulate(column_sum(product), owned=True)
 
     def __repr__(self) -> str:
         return f"LayerNorm({self.features}, eps={self.eps:g})"
-
-
-def _row_mean(a: Array, b: Array) -> Array:
-    """Return the mean of ``a * b`` along the last axis, which stays, in the wider dtype."""
-    return (a * b).mean(axis=-1, keepdims=True)
-
-
-def _column_sum(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1]).sum(axis=0, dtype=sum_dtype(x.dtype))

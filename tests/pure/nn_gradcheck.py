@@ -65,6 +65,31 @@ CASES = {
     "gelu by tanh": Case(lambda: nn.GELU(approximate="tanh"), (5,)),
     "layernorm": Case(lambda: nn.LayerNorm(5), (5,)),
     "layernorm on more axes": Case(lambda: nn.LayerNorm(4), (2, 4)),
+    "silu": Case(nn.SiLU, (5,)),
+    "rmsnorm": Case(lambda: nn.RMSNorm(5), (5,)),
+    "rmsnorm on more axes": Case(lambda: nn.RMSNorm(4), (2, 4)),
+    "rotary": Case(lambda: nn.Rotary(4), (3, 2, 4)),
+    "rotary interleaved": Case(lambda: nn.Rotary(6, base=100.0, interleaved=True), (3, 1, 6)),
+    "learned positions": Case(lambda: nn.LearnedPositions(4, 3), (3, 3)),
+    "feed forward": Case(lambda: nn.FeedForward(3, 5), (2, 3)),
+    "swiglu": Case(lambda: nn.SwiGLU(3, 5, bias=True), (2, 3)),
+    "attention": Case(lambda: nn.Attention(4, 2), (3, 4)),
+    "attention by groups": Case(
+        lambda: nn.Attention(
+            8, 4, num_kv_heads=2, causal=True, rotary=nn.Rotary(2), head_dim=2, bias=False
+        ),
+        (3, 8),
+    ),
+    "bert block": Case(
+        lambda: nn.BertBlock(4, 2, hidden=5, dropout=0.3), (3, 4), context={"step": 2}
+    ),
+    "gpt block": Case(lambda: nn.GptBlock(4, 2, hidden=6), (3, 4)),
+    "llama block": Case(
+        lambda: nn.GptBlock(
+            4, 2, num_kv_heads=1, hidden=5, norm="rms", mlp="swiglu", rotary=True, bias=False
+        ),
+        (3, 4),
+    ),
     "embedding": Case(lambda: nn.Embedding(6, 3), (), integers_below=6),
     "embedding on more axes": Case(lambda: nn.Embedding(3, 2), (2, 3), integers_below=3),
     "dropout": Case(lambda: nn.Dropout(0.4), (3, 3), context={"step": 2, "first_row": 5}),

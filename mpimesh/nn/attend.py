@@ -1,0 +1,298 @@
+"""Attention in blocks: memory linear in the number of tokens, forward and backward.
+
+The scores of all queries with all keys are never held at once. For a block of queries, the keys
+come block by block, and beside the weighted sum of the values so far only the largest score and
+the sum of the exponentials are kept, and corrected when a larger score turns up: the online
+softmax of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Backward
+computes the scores once more, block by block, from the logarithm of that sum, as in Dao, Fu,
+Ermon, Rudra and Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness"
+(2022), with the queries in the outer loop, as in Dao, "FlashAttention-2" (2023).
+
+Groups of query heads may share the key and value heads: Ainslie et al., "GQA" (2023). Query head h
+reads key head ``h // (heads // kv_heads)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+
+from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.types import Array
+from mpimesh.errors import DTypeError, ShapeError
+from mpimesh.nn.checks import sum_dtype
+
+__all__ = ["attend", "attend_backward"]
+
+_TOKENS = 128
+_SCORES = 1 << 18
+# On the host a block of scores, 1 MiB in float32, should stay in a cache of its core.
+_DEVICE_TOKENS = 2048
+_DEVICE_SCORES = 1 << 27
+# On a device a block should be large enough to fill it.
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    mask: Array | None = None,
+    block: int | None = None,
+) -> tuple[Array, Array]:
+    """Return ``softmax(q @ k.T / sqrt(head_dim)) @ v`` for each head, and what backward needs.
+
+    float16 is computed in float32. Where a query may read no key at all, the result is 0.
+
+    Shapes:
+        q: (batch, tokens, heads, head_dim).
+        k, v: (batch, keys, kv_heads, head_dim), where kv_heads divides heads.
+        mask: (batch, keys), True where there is a token, False where there is padding.
+        result: that of `q`; and (batch, heads, tokens), float32 at least, the logarithms of the
+            sums of the exponentials of the scores, 0 where there are none.
+
+    Cost:
+        ``4 * batch * heads * tokens * keys * head_dim`` flops, half of that with `causal`, and as
+        memory the results and a few blocks of 1 MiB.
+
+    Args:
+        q: The queries.
+        k: The keys.
+        v: The values.
+        causal: Whether a query reads only the keys up to its own place, where the last query and
+            the last key have the same place.
+        mask: Which keys are tokens; None if all are.
+        block: Most queries, and keys, of a block; None for what suits the library.
+
+    Raises:
+        ShapeError: If the shapes do not fit each other.
+        DTypeError: If `mask` is not boolean.
+    """
+    plan = _Plan.of(q, k, v, causal=causal, mask=mask, block=block)
+    xp, wide = plan.xp, sum_dtype(q.dtype)
+    out = xp.empty(q.shape, q.dtype)
+    sums = xp.empty((q.shape[0], q.shape[2], q.shape[1]), wide)
+    by_head = plan.sums(sums)
+    for rows in plan.row_blocks():
+        q_rows, out_rows = plan.queries(q[rows]), plan.queries(out[rows])
+        k_rows, v_rows = plan.keys(k[rows]), plan.keys(v[rows])
+        for first in range(0, plan.tokens, plan.block):
+            part = slice(first, min(first + plan.block, plan.tokens))
+            place = (slice(None), slice(None), slice(None), part)
+            scaled = q_rows[place].astype(wide, order="C")
+            scaled *= plan.scale
+            shape = (*scaled.shape[:-1], 1)
+            top = xp.full(shape, -math.inf, wide)
+            total = xp.zeros(shape, wide)
+            mixed = xp.zeros(scaled.shape, wide)
+            for keys in plan.key_blocks(part):
+                scores = plan.scores(scaled, k_rows, rows, part, keys)
+                higher = xp.maximum(top, scores.max(axis=-1, keepdims=True))
+                # -inf less -inf is no number: a query without any key so far counts from 0.
+                base = xp.where(higher == -math.inf, wide.type(0), higher)
+                scores -= base
+                xp.exp(scores, out=scores)
+                top -= base
+                fade = xp.exp(top, out=top)
+                total *= fade
+                total += scores.sum(axis=-1, keepdims=True)
+                mixed *= fade
+                mixed += scores @ v_rows[..., keys, :].astype(wide, copy=False)
+                top = higher
+            none = total == 0
+            total = xp.where(none, wide.type(1), total)
+            mixed /= total
+            out_rows[place] = mixed
+            xp.log(total, out=total)
+            total += xp.where(none, wide.type(0), top)
+            by_head[rows][place] = total[..., 0]
+    return out, sums
+
+
+def attend_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    sums: Array,
+    *,
+    causal: bool = False,
+    mask: Array | None = None,
+    block: int | None = None,
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of `q`, `k` and `v`, given that of the result of :func:`attend`.
+
+    With P the softmax, ``dP = dout @ v.T`` and D the sum of ``dout * out`` over a head, the
+    gradient of the scores is ``P * (dP - D)``: D is the sum of ``P * dP`` over the keys, so no sum
+    over all keys is needed.
+
+    Shapes:
+        dout, out: that of `q`.
+        q, k, v, sums, mask: as in :func:`attend`, and what it returned.
+        result: those of `q`, `k` and `v`, and their dtype.
+
+    Cost:
+        ``10 * batch * heads * tokens * keys * head_dim`` flops, half of that with `causal`.
+
+    Args:
+        dout: The gradient of the result.
+        q: The queries.
+        k: The keys.
+        v: The values.
+        out: The result.
+        sums: The logarithms that came with it.
+        causal: As in :func:`attend`.
+        mask: As in :func:`attend`.
+        block: Most queries, and keys, of a block.
+    """
+    plan = _Plan.of(q, k, v, causal=causal, mask=mask, block=block)
+    xp, wide = plan.xp, sum_dtype(q.dtype)
+    dq, dk, dv = (xp.empty(one.shape, one.dtype) for one in (q, k, v))
+    by_head = plan.sums(sums)
+    for rows in plan.row_blocks():
+        q_rows, dq_rows = plan.queries(q[rows]), plan.queries(dq[rows])
+        out_rows, dout_rows = plan.queries(out[rows]), plan.queries(dout[rows])
+        k_rows, v_rows = plan.keys(k[rows]), plan.keys(v[rows])
+        dk_rows, dv_rows = xp.zeros(k_rows.shape, wide), xp.zeros(v_rows.shape, wide)
+        for first in range(0, plan.tokens, plan.block):
+            part = slice(first, min(first + plan.block, plan.tokens))
+            place = (slice(None), slice(None), slice(None), part)
+            scaled = q_rows[place].astype(wide, order="C")
+            scaled *= plan.scale
+            d_part = dout_rows[place].astype(wide, copy=False)
+            towards = (d_part * out_rows[place]).sum(axis=-1, keepdims=True)
+            base = by_head[rows][place][..., None]
+            dq_part = xp.zeros(scaled.shape, wide)
+            for keys in plan.key_blocks(part):
+                weights = plan.scores(scaled, k_rows, rows, part, keys)
+                weights -= base
+                xp.exp(weights, out=weights)
+                dv_rows[..., keys, :] += _over_group(weights.swapaxes(-1, -2) @ d_part)
+                v_part = v_rows[..., keys, :].astype(wide, copy=False)
+                slopes = d_part @ v_part.swapaxes(-1, -2)
+                slopes -= towards
+                slopes *= weights
+                dq_part += slopes @ k_rows[..., keys, :].astype(wide, copy=False)
+                dk_rows[..., keys, :] += _over_group(slopes.swapaxes(-1, -2) @ scaled)
+            dq_part *= plan.scale
+            dq_rows[place] = dq_part
+        plan.keys(dk[rows])[...] = dk_rows
+        plan.keys(dv[rows])[...] = dv_rows
+    return dq, dk, dv
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How the work is cut. Arrays of rows have the axes (rows, kv heads, group, tokens, dim)."""
+
+    xp: ModuleType
+    batch: int
+    tokens: int
+    num_keys: int
+    kv_heads: int
+    scale: float
+    causal: bool
+    mask: Array | None
+    block: int
+    rows: int
+
+    @classmethod
+    def of(
+        cls, q: Array, k: Array, v: Array, *, causal: bool, mask: Array | None, block: int | None
+    ) -> _Plan:
+        """Check the arrays and choose the blocks."""
+        shapes = [tuple(one.shape) for one in (q, k, v)]
+        if any(len(shape) != 4 for shape in shapes) or shapes[1] != shapes[2]:
+            raise ShapeError(
+                "queries must have shape (batch, tokens, heads, head_dim), keys and values "
+                f"(batch, keys, kv_heads, head_dim); got {', '.join(map(str, shapes))}"
+            )
+        (batch, tokens, heads, dim), (k_batch, num_keys, kv_heads, k_dim) = shapes[0], shapes[1]
+        if batch != k_batch or dim != k_dim or not dim or not kv_heads or heads % kv_heads:
+            raise ShapeError(
+                "queries and keys must have the same batch and head_dim, and the heads of the "
+                f"queries be a multiple of those of the keys; got {shapes[0]} and {shapes[1]}"
+            )
+        if causal and tokens > num_keys:
+            raise ShapeError(
+                f"with causal=True there must be a key for each query, got {tokens} queries and "
+                f"{num_keys} keys"
+            )
+        if mask is not None:
+            check_mask(mask, (batch, num_keys))
+        xp = namespace(q, k, v)
+        usual, scores = (_TOKENS, _SCORES) if xp is np else (_DEVICE_TOKENS, _DEVICE_SCORES)
+        block = usual if block is None else block
+        each = heads * min(block, max(tokens, 1)) * min(block, max(num_keys, 1))
+        rows = max(1, scores // max(each, 1))
+        scale = 1.0 / math.sqrt(dim)
+        return cls(xp, batch, tokens, num_keys, kv_heads, scale, causal, mask, block, rows)
+
+    def row_blocks(self) -> Iterator[slice]:
+        """Yield the rows of the batch that are computed together."""
+        for first in range(0, self.batch, self.rows):
+            yield slice(first, min(first + self.rows, self.batch))
+
+    def key_blocks(self, part: slice) -> Iterator[slice]:
+        """Yield the blocks of keys of which the queries of `part` may read any."""
+        last = self.num_keys - self.tokens + part.stop if self.causal else self.num_keys
+        for first in range(0, last, self.block):
+            yield slice(first, min(first + self.block, last))
+
+    def queries(self, x: Array) -> Array:
+        """Return `x`, queries or what has their shape, as (rows, kv heads, group, tokens, dim)."""
+        rows, tokens, heads, dim = x.shape
+        grouped = x.reshape(rows, tokens, self.kv_heads, heads // self.kv_heads, dim)
+        return grouped.transpose(0, 2, 3, 1, 4)
+
+    def keys(self, x: Array) -> Array:
+        """Return `x`, keys or values, as (rows, kv heads, 1, keys, dim)."""
+        return x.transpose(0, 2, 1, 3)[:, :, None]
+
+    def sums(self, x: Array) -> Array:
+        """Return `x`, one number for each head and query, as (rows, kv heads, group, tokens)."""
+        rows, heads, tokens = x.shape
+        return x.reshape(rows, self.kv_heads, heads // self.kv_heads, tokens)
+
+    def scores(self, scaled: Array, k: Array, rows: slice, part: slice, keys: slice) -> Array:
+        """Return the scores of a block, new memory; -inf where a query may not read a key."""
+        xp = self.xp
+        block = k[..., keys, :].astype(scaled.dtype, copy=False)
+        scores = scaled @ block.swapaxes(-1, -2)
+        seen = None if self.mask is None else self.mask[rows, None, None, None, keys]
+        offset = self.num_keys - self.tokens
+        if self.causal and keys.stop > part.start + offset + 1:
+            places = xp.arange(part.start + offset, part.stop + offset)
+            earlier = xp.arange(keys.start, keys.stop) <= places[:, None]
+            seen = earlier if seen is None else seen & earlier
+        if seen is not None:
+            scores = xp.where(seen, scores, scores.dtype.type(-math.inf))
+        return scores
+
+
+def check_mask(mask: Array, shape: tuple[int, int]) -> None:
+    """Refuse a mask that is not boolean or of another shape.
+
+    Raises:
+        ShapeError: If its shape differs.
+        DTypeError: If it is not boolean.
+    """
+    if getattr(mask, "dtype", None) != np.dtype(bool):
+        got = getattr(mask, "dtype", type(mask).__name__)
+        raise DTypeError(
+            "a mask must be a boolean array, True where there is a token, False where there is "
+            f"padding, got {got}; use mask != 0 on one of numbers"
+        )
+    if tuple(mask.shape) != shape:
+        raise ShapeError(f"the mask must have shape (batch, keys), {shape}, got {mask.shape}")
+
+
+def _over_group(x: Array) -> Array:
+    """Return the sum over the query heads that share a key head; the axis stays."""
+    return x if x.shape[2] == 1 else x.sum(axis=2, keepdims=True)

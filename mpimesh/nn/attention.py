@@ -1,0 +1,159 @@
+"""Multi-head self-attention."""
+
+from __future__ import annotations
+
+from mpimesh.arrays.types import Array
+from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.nn import protocol
+from mpimesh.nn.attend import attend, attend_backward
+from mpimesh.nn.checks import check_extent
+from mpimesh.nn.composite import Composite
+from mpimesh.nn.context import Context
+from mpimesh.nn.linear import Linear
+from mpimesh.nn.masked import check_sequence, parted
+from mpimesh.nn.rotary import Rotary
+
+__all__ = ["Attention"]
+
+
+class Attention(Composite):
+    """Self-attention of several heads, of Vaswani et al., "Attention Is All You Need" (2017).
+
+    The tokens' queries, keys and values are linear in `x`; each head gives each token the mean of
+    the values, weighted with the softmax of the products of its query and the keys; and the heads'
+    results side by side go through one linear layer more. It is computed in blocks, so that memory
+    is linear in the number of tokens; see :mod:`mpimesh.nn.attend`.
+
+    `query`, `key`, `value` and `output` may be replaced by other layers, such as layers split over
+    ranks: there are as many heads as the first three give features for.
+
+    Shapes:
+        x: (batch, tokens, features), or that and a mask of shape (batch, tokens), in a tuple;
+            True in it where there is a token, False where there is padding.
+        result: (batch, tokens, features), without the mask. Where no token may be read, as if all
+            heads gave 0.
+        query.weight: (num_heads * head_dim, features); head h has the rows from
+            ``h * head_dim``. key.weight, value.weight: (num_kv_heads * head_dim, features).
+        output.weight: (features, num_heads * head_dim).
+
+    Cost:
+        Saves `x`, the queries, keys, values and the heads' results, and one number for each head
+        and token.
+
+    Args:
+        features: Length of the last axis of `x`.
+        num_heads: Number of heads.
+        num_kv_heads: Number of heads of the keys and values; as many query heads share each. None
+            for `num_heads`.
+        head_dim: Length of a head; None for ``features / num_heads``.
+        causal: Whether a token reads only itself and those before it.
+        rotary: Turns queries and keys, see :class:`Rotary`.
+        bias: Whether the linear layers have biases.
+
+    Raises:
+        ModuleError: If an extent is not a whole number of at least 1, or the heads do not divide
+            the features, or the key heads the heads, or the rotary is for other heads.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = False,
+        rotary: Rotary | None = None,
+        bias: bool = True,
+    ) -> None:
+        self.features = check_extent("features", features)
+        self.num_heads = check_extent("num_heads", num_heads)
+        kv_heads = self.num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = check_extent("num_kv_heads", kv_heads)
+        if self.num_heads % self.num_kv_heads:
+            raise ModuleError(
+                f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+            )
+        if head_dim is None and self.features % self.num_heads:
+            raise ModuleError(
+                f"num_heads must divide features, got {num_heads} and {features}; or give head_dim"
+            )
+        dim = self.features // self.num_heads if head_dim is None else head_dim
+        self.head_dim = check_extent("head_dim", dim)
+        if rotary is not None and rotary.head_dim != self.head_dim:
+            raise ModuleError(f"{rotary!r} does not turn heads of length {self.head_dim}")
+        self.causal = causal
+        inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.query: protocol.SupportsLayer = Linear(self.features, inner, bias=bias)
+        self.key: protocol.SupportsLayer = Linear(self.features, kv_inner, bias=bias)
+        self.value: protocol.SupportsLayer = Linear(self.features, kv_inner, bias=bias)
+        self.rotary = rotary
+        self.output: protocol.SupportsLayer = Linear(inner, self.features, bias=bias)
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return what the tokens read from each other.
+
+        Raises:
+            ShapeError: If `x` has another shape, or the mask does not fit it.
+            DTypeError: If `x` has another dtype than the weights, or the mask is not boolean.
+            ModuleError: If `x` is a tuple of something else than an array and a mask.
+            ModuleStateError: If the layer is not materialised.
+        """
+        x, mask = parted(self, x)
+        check_sequence(self, x, mask)
+        q, k, v = (
+            self._heads(layer.forward(x, ctx)) for layer in (self.query, self.key, self.value)
+        )
+        if self.rotary is not None:
+            q, k = self.rotary.forward(q, ctx), self.rotary.forward(k, ctx)
+        read, sums = attend(q, k, v, causal=self.causal, mask=mask)
+        y = self.output.forward(_flat(read), ctx)
+        if ctx is not None:
+            ctx.save(self, y.shape, y.dtype, q, k, v, read, sums, mask)
+        return y
+
+    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
+        """Return the gradient of `x`; with a mask, a tuple of that and None.
+
+        Raises:
+            ShapeError: If `dy` has another shape than the result.
+            DTypeError: If `dy` has another dtype.
+            ModuleStateError: If forward did not run with `ctx`, or its backward ran already.
+        """
+        q, k, v, read, sums, mask = self._take(dy, ctx)
+        d_flat = self._back(self.output, dy, ctx)
+        d_read = self._heads(d_flat)
+        dq, dk, dv = attend_backward(d_read, q, k, v, read, sums, causal=self.causal, mask=mask)
+        if self.rotary is not None:
+            # In the order opposite to forward's.
+            dk = self.rotary.backward_input(dk, ctx)
+            dq = self.rotary.backward_input(dq, ctx)
+        parts = [
+            self._back(layer, _flat(one), ctx)
+            for layer, one in ((self.value, dv), (self.key, dk), (self.query, dq))
+        ]
+        dx = parts[0] + parts[1]
+        dx += parts[2]
+        return dx if mask is None else (dx, None)
+
+    def _heads(self, x: Array) -> Array:
+        """Return (batch, tokens, heads, head_dim), with as many heads as `x` is long for."""
+        dim = self.head_dim
+        if x.shape[-1] % dim:
+            raise ShapeError(f"{self!r}: {x.shape[-1]} features are no whole heads of {dim}")
+        return x.reshape(*x.shape[:-1], x.shape[-1] // dim, dim)
+
+    def __repr__(self) -> str:
+        grouped = self.num_kv_heads != self.num_heads
+        options = [
+            f"num_kv_heads={self.num_kv_heads}" if grouped else "",
+            "causal=True" if self.causal else "",
+            f"rotary={self.rotary!r}" if self.rotary is not None else "",
+        ]
+        inside = [str(self.features), str(self.num_heads), *filter(None, options)]
+        return f"Attention({', '.join(inside)})"
+
+
+def _flat(x: Array) -> Array:
+    """Return the heads of `x` side by side: (batch, tokens, heads * head_dim)."""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])

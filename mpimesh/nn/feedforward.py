@@ -1,0 +1,121 @@
+"""The layers of a transformer that treat each token alone."""
+
+from __future__ import annotations
+
+from mpimesh.arrays.types import Array
+from mpimesh.nn import protocol
+from mpimesh.nn.activations import GELU, sigmoid, silu_slope
+from mpimesh.nn.checks import check_extent, sum_dtype
+from mpimesh.nn.composite import Composite
+from mpimesh.nn.context import Context
+from mpimesh.nn.linear import Linear
+
+__all__ = ["FeedForward", "SwiGLU"]
+
+
+class FeedForward(Composite):
+    """``y = down(activation(up(x)))``, with two linear layers.
+
+    Shapes:
+        x, result: (..., features).
+        up.weight: (hidden, features). down.weight: (features, hidden).
+
+    Args:
+        features: Length of the last axis of `x`.
+        hidden: Length of what is between.
+        activation: The layer between; None for :class:`GELU`.
+        bias: Whether the linear layers have biases.
+
+    Raises:
+        ModuleError: If an extent is not a whole number of at least 1.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        activation: protocol.SupportsLayer | None = None,
+        bias: bool = True,
+    ) -> None:
+        self.features = check_extent("features", features)
+        self.hidden = check_extent("hidden", hidden)
+        self.up: protocol.SupportsLayer = Linear(self.features, self.hidden, bias=bias)
+        self.activation: protocol.SupportsLayer = GELU() if activation is None else activation
+        self.down: protocol.SupportsLayer = Linear(self.hidden, self.features, bias=bias)
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return ``down(activation(up(x)))``; raises what these do."""
+        for layer in (self.up, self.activation, self.down):
+            x = layer.forward(x, ctx)
+        return x
+
+    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
+        """Return the gradient of `x`."""
+        for layer in (self.down, self.activation, self.up):
+            dy = self._back(layer, dy, ctx)
+        return dy
+
+    def __repr__(self) -> str:
+        return f"FeedForward({self.features}, {self.hidden}, activation={self.activation!r})"
+
+
+class SwiGLU(Composite):
+    """``y = down(silu(gate(x)) * up(x))``, with three linear layers.
+
+    Of Shazeer, "GLU Variants Improve Transformer" (2020).
+
+    Shapes:
+        x, result: (..., features).
+        gate.weight, up.weight: (hidden, features). down.weight: (features, hidden).
+
+    Cost:
+        Saves `x`, what `gate` and `up` give, and their product. Backward computes the sigmoid
+        again.
+
+    Args:
+        features: Length of the last axis of `x`.
+        hidden: Length of what is between; two thirds of that of a :class:`FeedForward` is as
+            many parameters.
+        bias: Whether the linear layers have biases.
+
+    Raises:
+        ModuleError: If an extent is not a whole number of at least 1.
+    """
+
+    def __init__(self, features: int, hidden: int, *, bias: bool = False) -> None:
+        self.features = check_extent("features", features)
+        self.hidden = check_extent("hidden", hidden)
+        self.gate: protocol.SupportsLayer = Linear(self.features, self.hidden, bias=bias)
+        self.up: protocol.SupportsLayer = Linear(self.features, self.hidden, bias=bias)
+        self.down: protocol.SupportsLayer = Linear(self.hidden, self.features, bias=bias)
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return ``down(silu(gate(x)) * up(x))``; raises what these layers do."""
+        gate, up = self.gate.forward(x, ctx), self.up.forward(x, ctx)
+        wide = gate.astype(sum_dtype(gate.dtype), copy=False)
+        mixed = sigmoid(wide)
+        mixed *= wide
+        mixed *= up
+        mixed = mixed.astype(gate.dtype, copy=False)
+        if ctx is not None:
+            ctx.save(self, mixed.shape, mixed.dtype, gate, up)
+        return self.down.forward(mixed, ctx)
+
+    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
+        """Return the gradient of `x`."""
+        d_mixed = self._back(self.down, dy, ctx)
+        gate, up = self._take(d_mixed, ctx)
+        wide = gate.astype(sum_dtype(gate.dtype), copy=False)
+        share = sigmoid(wide)
+        d_gate = silu_slope(wide, share)
+        d_gate *= up
+        d_gate *= d_mixed
+        share *= wide
+        share *= d_mixed
+        d_up, d_gate = (one.astype(gate.dtype, copy=False) for one in (share, d_gate))
+        dx = self._back(self.up, d_up, ctx)
+        return dx + self._back(self.gate, d_gate, ctx)
+
+    def __repr__(self) -> str:
+        return f"SwiGLU({self.features}, {self.hidden})"
