@@ -2,6 +2,7 @@
 
 from mpimesh.nn.activations import GELU, ReLU, SiLU
 from mpimesh.nn.attention import Attention
+from mpimesh.nn.bert import BertEmbedding
 from mpimesh.nn.blocks import BertBlock, GptBlock
 from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import Dropout
@@ -14,6 +15,7 @@ from mpimesh.nn.losses import CrossEntropy, Loss, MeanSquaredError, cross_entrop
 from mpimesh.nn.merge import Add, Concat
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter
+from mpimesh.nn.pooling import MeanPool, Normalize
 from mpimesh.nn.positions import LearnedPositions
 from mpimesh.nn.protocol import SupportsLayer
 from mpimesh.nn.rmsnorm import RMSNorm
@@ -25,6 +27,7 @@ __all__ = [
     "Add",
     "Attention",
     "BertBlock",
+    "BertEmbedding",
     "Concat",
     "Constant",
     "Context",
@@ -38,9 +41,11 @@ __all__ = [
     "LearnedPositions",
     "Linear",
     "Loss",
+    "MeanPool",
     "MeanSquaredError",
     "Module",
     "Normal",
+    "Normalize",
     "Parameter",
     "RMSNorm",
     "ReLU",

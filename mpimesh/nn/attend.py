@@ -226,6 +226,8 @@ class _Plan:
             )
         if mask is not None:
             check_mask(mask, (batch, num_keys))
+            # On a device the look would make the host wait.
+            mask = None if isinstance(mask, np.ndarray) and mask.all() else mask
         xp = namespace(q, k, v)
         usual, scores = (_TOKENS, _SCORES) if xp is np else (_DEVICE_TOKENS, _DEVICE_SCORES)
         block = usual if block is None else block

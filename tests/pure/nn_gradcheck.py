@@ -90,6 +90,11 @@ CASES = {
         ),
         (3, 4),
     ),
+    "mean pool": Case(nn.MeanPool, (3, 2)),
+    "normalize": Case(nn.Normalize, (2, 3)),
+    "bert embedding": Case(
+        lambda: nn.BertEmbedding(6, 4, 3, dropout=0.3), (3,), integers_below=6, context={"step": 1}
+    ),
     "embedding": Case(lambda: nn.Embedding(6, 3), (), integers_below=6),
     "embedding on more axes": Case(lambda: nn.Embedding(3, 2), (2, 3), integers_below=3),
     "dropout": Case(lambda: nn.Dropout(0.4), (3, 3), context={"step": 2, "first_row": 5}),
