@@ -15,8 +15,14 @@ from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.sequence import SequenceSplit, split_sequence
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
+from mpimesh.parallel.tensor_attention import ParallelAttention
+from mpimesh.parallel.tensor_embedding import VocabParallelEmbedding
+from mpimesh.parallel.tensor_feedforward import ParallelFeedForward, ParallelSwiGLU
+from mpimesh.parallel.tensor_gpt import gpt_layers
 from mpimesh.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinear
+from mpimesh.parallel.tensor_loss import VocabParallelCrossEntropy
 from mpimesh.parallel.tensor_model import sum_shared_gradients
+from mpimesh.parallel.tensor_split import tensor_parallel
 
 __all__ = [
     "BUCKET_BYTES",
@@ -25,16 +31,23 @@ __all__ = [
     "DataParallel",
     "GradientBuckets",
     "Microbatches",
+    "ParallelAttention",
+    "ParallelFeedForward",
+    "ParallelSwiGLU",
     "PipelineParallel",
     "PipelineStage",
     "RowParallelLinear",
     "SequenceSplit",
     "StepReport",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
     "clip_grad_norm",
+    "gpt_layers",
     "measure_layers",
     "microbatch_rows",
     "replica_rows",
     "split_microbatches",
     "split_sequence",
     "sum_shared_gradients",
+    "tensor_parallel",
 ]

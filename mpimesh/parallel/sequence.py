@@ -27,16 +27,19 @@ M = TypeVar("M", bound=Module)
 
 
 class SequenceSplit:
-    """How the ranks of a tensor-parallel group share the places of a sequence.
+    """How the ranks of a tensor-parallel group share the places of sequences.
+
+    Shapes:
+        x: (rows, places, ...); a rank has consecutive places of each row.
 
     Args:
         group: The ranks.
         length: Places of each sequence. Then any number will do, and the first ranks have one
             more. Without it, sequences may have any length that the ranks can share evenly.
-        axis: The axis of the places.
 
     Raises:
-        ModuleError: If `length` is not a whole number of at least 1, or `axis` that of the rows.
+        ModuleError: If `length` is not a whole number of at least 1.
+        GroupError: If this rank is not in the group.
 
     Example:
         >>> sequence = SequenceSplit(mesh.group("tp"))
@@ -44,14 +47,9 @@ class SequenceSplit:
         >>> out = RowParallelLinear(256, 64, group=mesh.group("tp"), sequence=sequence)
     """
 
-    def __init__(
-        self, group: ProcessGroup | TensorGroup, *, length: int | None = None, axis: int = 1
-    ) -> None:
+    def __init__(self, group: ProcessGroup | TensorGroup, *, length: int | None = None) -> None:
         self.tensor = TensorGroup(group)
         self.length = None if length is None else check_extent("length", length)
-        if not isinstance(axis, int) or axis < 1:
-            raise ModuleError(f"the axis of a sequence comes after that of the rows, got {axis!r}")
-        self.axis = axis
 
     def sizes(self, extent: int) -> list[int]:
         """Return how many of `extent` places each rank has.
@@ -76,23 +74,26 @@ class SequenceSplit:
 
     def here(self, x: Array) -> tuple[slice, ...]:
         """Return the index of this rank's places in the whole `x`."""
-        self._check_axis(x)
-        return (slice(None),) * self.axis + (self.places(int(x.shape[self.axis])),)
+        _check_axis(x)
+        return (slice(None), self.places(int(x.shape[1])))
+
+    def first_place(self, x: Array) -> int:
+        """Return which place of the sequence is the first of `x`, this rank's places."""
+        return sum(self._sizes_by(x)[: self.tensor.rank])
 
     def gather(self, x: Array) -> Pending:
         """Start to join the places of all ranks. Collective."""
-        self._check_axis(x)
-        return self.tensor.all_gather(x, axis=self.axis, sizes=self._sizes_by(x))
+        return self.tensor.all_gather(x, axis=1, sizes=self._sizes_by(x))
 
     def reduce_scatter(self, x: Array) -> Pending:
         """Start to sum `x` over the ranks, each of which gets its places. Collective."""
-        self._check_axis(x)
-        sizes = self.sizes(int(x.shape[self.axis]))
-        return self.tensor.reduce_scatter(x, axis=self.axis, sizes=sizes)
+        _check_axis(x)
+        return self.tensor.reduce_scatter(x, axis=1, sizes=self.sizes(int(x.shape[1])))
 
     def _sizes_by(self, x: Array) -> Sequence[int]:
         """Return the sizes of all ranks' parts, `x` being this rank's."""
-        mine = int(x.shape[self.axis])
+        _check_axis(x)
+        mine = int(x.shape[1])
         if self.length is None:
             return [mine] * self.tensor.size
         sizes = self.tensor.sizes(self.length)
@@ -103,13 +104,6 @@ class SequenceSplit:
             )
         return sizes
 
-    def _check_axis(self, x: Array) -> None:
-        if x.ndim < self.axis + 2:
-            raise ShapeError(
-                f"a split sequence lies along axis {self.axis}, before the features, got shape "
-                f"{tuple(x.shape)}"
-            )
-
     def __deepcopy__(self, memo: object) -> SequenceSplit:
         """Return this: the copy of a layer is split over the same ranks."""
         return self
@@ -117,6 +111,13 @@ class SequenceSplit:
     def __repr__(self) -> str:
         length = "" if self.length is None else f", length={self.length}"
         return f"SequenceSplit({self.tensor.group.name!r}{length})"
+
+
+def _check_axis(x: Array) -> None:
+    if x.ndim < 2:
+        raise ShapeError(
+            f"a sequence that is split lies along axis 1, behind the rows; got {tuple(x.shape)}"
+        )
 
 
 def repeated(parameter: Parameter, tensor: TensorGroup, *, partial: bool) -> Parameter:

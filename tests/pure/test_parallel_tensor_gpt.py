@@ -1,0 +1,24 @@
+"""A GPT split over ranks, trained like the whole one in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pure.parallel_models import on_ranks
+from tests.pure.tensor_models import assert_same, trained, trained_alone
+
+MESHES = ["tp=1", "tp=3", "tp=4", "dp=2,tp=2", "pp=2,tp=2"]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "llama"])
+@pytest.mark.parametrize("dims", MESHES)
+def test_a_split_gpt_trains_like_the_whole_one(dims, kind, sequence_parallel):
+    """Three steps: losses, norms, and all weights, with dropout, tied weights, shared key heads."""
+    expected = trained_alone(kind)
+
+    def body(mesh):
+        got = trained(mesh, kind, sequence_parallel=sequence_parallel)
+        assert_same(got, expected)
+
+    on_ranks(dims, body, rendezvous=True)
