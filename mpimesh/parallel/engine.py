@@ -127,6 +127,7 @@ class Engine:
         call = Call("pipeline", scope.name, rule=self._rule(options))
         agree(scope.progress, scope.communicator, call)
         self.library = self._library(call)
+        self.tensor.keep_apart(mesh, scope)
         self.ties = Ties(ties, mesh=mesh, pipe=pipe, data=data)
         if not is_used_again(self.stages):
             # Nobody reads the gradient of the model's input.

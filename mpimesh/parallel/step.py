@@ -175,7 +175,9 @@ class Step:
     def _work(self) -> None:
         engine = self._engine
         size = self._given.size(self._names)
-        if size is None or (self._training and engine.replicas_are_all):
+        # Ranks in different steps would meet in the sums of replicas or in split layers.
+        meets = (self._training and engine.replicas_are_all) or engine.tensor.is_split
+        if size is None or meets:
             waited = Guarded(self._header, self._alarm.look)
             engine.scope.wait_for(waited, what="the size of the batch")
             size = self._header.read()

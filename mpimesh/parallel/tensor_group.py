@@ -91,9 +91,10 @@ class TensorGroup:
     def _start(self, call: _Call, x: Array, owned: bool = False) -> Pending:
         if self.size == 1:
             return Pending(None, x, None)
-        handle = call.start(self.group, x, x if owned else None)
-        if self.watch is not None:
-            self.watch.note(call, handle)
+        watch = self.watch
+        handle = call.start(watch.group if watch else self.group, x, x if owned else None)
+        if watch is not None:
+            watch.note(call, handle)
         return Pending(handle, None, self.watch)
 
     def __deepcopy__(self, memo: object) -> TensorGroup:
@@ -163,12 +164,12 @@ class TensorWatch:
     """What a step knows of the collectives of its layers on this rank.
 
     Args:
-        group: The ranks that share the layers.
+        group: The ranks that share the layers, for their collectives in this step.
         look: Raises if the step is to be left.
     """
 
     def __init__(self, group: ProcessGroup, look: Callable[[], None]) -> None:
-        self._group = group
+        self.group = group
         self._look = look
         self._count = 0
         self._recent: deque[_Call] = deque(maxlen=_REMEMBERED)
@@ -187,7 +188,7 @@ class TensorWatch:
     def wait(self, handle: CollectiveTensor) -> None:
         """Wait for `handle`, or leave the step. Its resolving raises what went wrong with it."""
         if not handle.done():
-            self._group.wait_for(_Watched(handle, self._look), what=handle)
+            self.group.wait_for(_Watched(handle, self._look), what=handle)
 
     def notes(self) -> list[Any]:
         """Return what other ranks are to know after a failure: how many, and the last of them."""
@@ -208,7 +209,7 @@ class TensorWatch:
         handles = list(self._open.values())
         for name, shape, dtype, op, axis, sizes in missed:
             call = _Call(name, tuple(shape), dtype, op, axis, tuple(sizes))
-            handles.append(call.start_missed(self._group))
+            handles.append(call.start_missed(self.group))
         for handle in handles:
             try:
                 handle.resolve()

@@ -22,7 +22,7 @@ from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor_group import TensorGroup, TensorWatch
 from mpimesh.parallel.tensor_parameter import TensorParameter
-from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime import DeviceMesh, ProcessGroup
 
 __all__ = ["TensorModel", "local_part", "sum_shared_gradients", "tensor_groups"]
 
@@ -59,16 +59,38 @@ class TensorModel:
             names = sorted(group.name for group in groups.values())
             raise ModuleError(f"the layers of one model are split over one group, got {names}")
         self.group: ProcessGroup | None = next(iter(groups.values()), None)
+        self._apart = self.group
         self._watched: list[TensorGroup] = []
         self._watch: TensorWatch | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether layers are split over several ranks."""
+        return self.group is not None and self.group.size > 1
+
+    def keep_apart(self, mesh: DeviceMesh, scope: ProcessGroup) -> None:
+        """Let the layers' collectives have an order of their own. Collective over the mesh.
+
+        After a failure some are under way when all ranks meet; where the layers are split over
+        all ranks of `scope`, and these were one order, what they meet in would never begin.
+        """
+        group = self.group
+        if group is None or not self.is_split or group.communicator is not scope.communicator:
+            return
+        name = f"layers of {group.name}"
+        # Another model on this mesh may have made it: on all ranks alike.
+        found = mesh.get_group(name)
+        if found is None:
+            found = mesh.add_group(name, list(group.ranks), apart=True)
+        self._apart = found
 
     # -- in a step ------------------------------------------------------------------------
 
     def begin(self, look: Callable[[], None], loss: object) -> None:
         """Let the waits of the layers, and of the loss, look for news. Local."""
-        if self.group is None:
+        if self._apart is None:
             return
-        self._watch = TensorWatch(self.group, look)
+        self._watch = TensorWatch(self._apart, look)
         self._watched = self._groups + tensor_groups(loss)
         for one in self._watched:
             one.watch = self._watch
@@ -102,7 +124,7 @@ class TensorModel:
 
     def copies(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Return those that other ranks of the group count in norms, or `inner_sum` does."""
-        if self.group is None or self.group.size == 1:
+        if self.group is None or not self.is_split:
             return []
         return [
             one
@@ -120,7 +142,7 @@ class TensorModel:
             tied: Of these, what another stage counts.
         """
         group = self.group
-        if group is None or group.size == 1:
+        if group is None or not self.is_split:
             return None
         elsewhere = {id(one) for one in tied}
         mine = [one for one in parameters if id(one) not in elsewhere]

@@ -7,17 +7,21 @@ from typing import Any, TypeVar
 
 from mpimesh.errors import ModuleError
 from mpimesh.nn import (
+    GELU,
     Attention,
+    BertBlock,
     Dropout,
     Embedding,
     FeedForward,
+    GptBlock,
     LayerNorm,
     LearnedPositions,
     Linear,
     Module,
-    Parameter,
+    ReLU,
     RMSNorm,
     Sequential,
+    SiLU,
     SwiGLU,
 )
 from mpimesh.nn.protocol import SupportsLayer
@@ -45,7 +49,8 @@ def tensor_parallel(
 
     :class:`~mpimesh.nn.Attention`, :class:`~mpimesh.nn.FeedForward`, :class:`~mpimesh.nn.SwiGLU`
     and :class:`~mpimesh.nn.Embedding` are split, wherever they stand; all else is done by every
-    rank, or with `sequence` by each rank for its places. A linear layer by itself is not split: use
+    rank. With `sequence` each rank does that for its places, if the layer is one of this library
+    that treats each place by itself. A linear layer by itself is not split: use
     :class:`ColumnParallelLinear` for an output layer, before a
     :class:`VocabParallelCrossEntropy`.
 
@@ -57,8 +62,8 @@ def tensor_parallel(
             What enters the model must be so then, unless an embedding comes first.
 
     Raises:
-        ModuleError: If a rank would have no head, or with `sequence` a layer has parameters and
-            is not known to treat each place by itself.
+        ModuleError: If a rank would have no head, or with `sequence` a layer is not known to treat
+            each place by itself.
         ModuleStateError: If a layer has memory.
         GroupError: If this rank is not in the group.
 
@@ -80,18 +85,21 @@ def _split(layer: Any, tensor: TensorGroup, sequence: SequenceSplit | None) -> A
         layers: list[SupportsLayer] = layer._layers
         layers[:] = [_split(one, tensor, sequence) for one in layers]
         return layer
+    if sequence is not None and not isinstance(layer, _PLACEWISE):
+        raise ModuleError(
+            f"{layer!r}: it is not known whether it treats each place of a sequence by itself, so "
+            "it cannot be used between split layers; leave it out, or give none of sequence"
+        )
     for name, value in vars(layer).items():
-        if isinstance(value, Parameter) and sequence is not None:
-            raise ModuleError(
-                f"{layer!r} has the parameter {value.name!r}, and it is not known whether it "
-                "treats each place of a sequence by itself; if so, give it to split_sequence"
-            )
         if isinstance(value, Module):
             setattr(layer, name, _split(value, tensor, sequence))
         elif isinstance(value, list | tuple) and any(isinstance(one, Module) for one in value):
             setattr(layer, name, type(value)(_split(one, tensor, sequence) for one in value))
     return layer
 
+
+_PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock)
+# With a split sequence these need no change, or only of the layers within.
 
 _Make = Callable[[Any, TensorGroup, "SequenceSplit | None"], Any]
 
