@@ -9,6 +9,7 @@ import numpy as np
 
 import mpimesh as mm
 from mpimesh import nn, optim
+from tests.pure.parallel_traps import Trap
 
 SEED = 5
 VOCAB = 13
@@ -95,6 +96,38 @@ def trained(
         optimizer.step()
     model.check_replicas()
     return losses, norms, model.full_state_dict()
+
+
+class TrappedLoss(mm.VocabParallelCrossEntropy):
+    """Fails between its two all-reduces on one rank."""
+
+    armed = False
+
+    def _compute(self, y, target, denominator, *, grad):
+        if self.armed and self.tensor.rank == 1:
+            self.tensor.all_reduce(np.zeros(target.size), "max")  # never resolved
+            raise ValueError("boom in the loss")
+        return super()._compute(y, target, denominator, grad=grad)
+
+
+def trapped(
+    mesh: mm.DeviceMesh, sequence_parallel: bool
+) -> tuple[mm.PipelineParallel, list[dict[str, Trap]], TrappedLoss]:
+    """The plain model with traps in the mlp of each block, and before it."""
+    tp = mesh.group("tp")
+    made = layers("plain", tp=tp, sequence_parallel=sequence_parallel)
+    traps = []
+    for block in (layer for layer in made if isinstance(layer, nn.GptBlock)):
+        inside, outside = Trap(), Trap()
+        block.mlp.activation = nn.Sequential(block.mlp.activation, inside)  # type: ignore[union-attr]
+        block.mlp_norm = nn.Sequential(block.mlp_norm, outside)  # type: ignore[assignment]
+        traps.append({"inside": inside, "outside": outside})
+    pp = mesh.dim_size("pp") if mesh.contains_dim("pp") else 1
+    stages = [mm.PipelineStage(number) for number in range(pp)]
+    for number, layer in enumerate(made):
+        stages[number * pp // len(made)].add_layer(layer)
+    model = mm.PipelineParallel(stages, 3, mesh=mesh, seed=SEED, dtype=np.float64)
+    return model, traps, TrappedLoss(VOCAB, group=tp)
 
 
 def assert_same(

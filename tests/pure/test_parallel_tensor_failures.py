@@ -5,47 +5,12 @@ from __future__ import annotations
 import time
 from functools import partial
 
-import numpy as np
 import pytest
 
-import mpimesh as mm
-from mpimesh import nn
 from mpimesh.errors import BudgetError, StageError
 from tests.pure.parallel_models import on_ranks
-from tests.pure.parallel_traps import Trap, assert_nothing_left, error_of
-from tests.pure.tensor_models import SEED, VOCAB, batch, layers, trained_alone
-
-
-class TrappedLoss(mm.VocabParallelCrossEntropy):
-    """Fails between its two all-reduces on one rank."""
-
-    armed = False
-
-    def _compute(self, y, target, denominator, *, grad):
-        if self.armed and self.tensor.rank == 1:
-            self.tensor.all_reduce(np.zeros(target.size), "max")  # never resolved
-            raise ValueError("boom in the loss")
-        return super()._compute(y, target, denominator, grad=grad)
-
-
-def make(mesh, sequence_parallel, schedule="1f1b"):
-    """The model with a trap in the middle of a block of each stage, and after its norm."""
-    tp = mesh.group("tp")
-    made = layers("plain", tp=tp, sequence_parallel=sequence_parallel)
-    traps = []
-    for block in (layer for layer in made if isinstance(layer, nn.GptBlock)):
-        inside, outside = Trap(), Trap()
-        block.mlp.activation = nn.Sequential(block.mlp.activation, inside)  # type: ignore[union-attr]
-        block.mlp_norm = nn.Sequential(block.mlp_norm, outside)  # type: ignore[assignment]
-        traps.append({"inside": inside, "outside": outside})
-    pp = mesh.dim_size("pp") if mesh.contains_dim("pp") else 1
-    stages = [mm.PipelineStage(number) for number in range(pp)]
-    for number, layer in enumerate(made):
-        stages[number * pp // len(made)].add_layer(layer)
-    model = mm.PipelineParallel(
-        stages, 3, mesh=mesh, schedule=schedule, seed=SEED, dtype=np.float64
-    )
-    return model, traps, TrappedLoss(VOCAB, group=tp)
+from tests.pure.parallel_traps import assert_nothing_left, error_of
+from tests.pure.tensor_models import batch, trained_alone, trapped
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -54,7 +19,7 @@ def test_wherever_it_fails(dims, sequence_parallel):
     expected = trained_alone("plain")[0][0]
 
     def body(mesh):
-        model, traps, loss = make(mesh, sequence_parallel)
+        model, traps, loss = trapped(mesh, sequence_parallel)
         failing = mesh.coord("tp") == 1 and not (mesh.contains_dim("dp") and mesh.coord("dp"))
         step = partial(model.train_step, *batch(0), loss=loss)
         for block in (0, 1):
@@ -84,7 +49,7 @@ def test_a_step_over_its_budget_ends_alike_on_all_ranks(checks, monkeypatch):
     monkeypatch.setenv("MPIMESH_CHECKS", checks)
 
     def body(mesh):
-        model, _, loss = make(mesh, sequence_parallel=False)
+        model, _, loss = trapped(mesh, sequence_parallel=False)
         with mesh.budget(bytes=1000 if mesh.rank == 1 else None):
             error = error_of(partial(model.train_step, *batch(0), loss=loss))
         assert type(error) is BudgetError
@@ -100,7 +65,7 @@ def test_ranks_given_different_batches_are_told(checks, monkeypatch):
     monkeypatch.setenv("MPIMESH_CHECKS", checks)
 
     def body(mesh):
-        model, _, loss = make(mesh, sequence_parallel=False)
+        model, _, loss = trapped(mesh, sequence_parallel=False)
         x, target = batch(0)
         rows = 5 if mesh.rank else 6
         text = str(error_of(partial(model.train_step, x[:rows], target[:rows], loss=loss)))
