@@ -1,4 +1,4 @@
-"""Data and pipeline parallelism: models cut over replicas and stages, trained as one."""
+"""Data, tensor and pipeline parallelism: models cut over replicas, ranks and stages, as one."""
 
 from mpimesh.parallel.bucket import Bucket
 from mpimesh.parallel.buckets import BUCKET_BYTES, GradientBuckets

@@ -20,7 +20,7 @@ from mpimesh.parallel.tensor_group import Pending, TensorGroup
 from mpimesh.parallel.tensor_part import ColumnPart
 from mpimesh.runtime import ProcessGroup
 
-__all__ = ["Entered", "Entrance"]
+__all__ = ["Around", "Entered", "Entrance"]
 
 
 class Entrance:
@@ -83,9 +83,15 @@ class Entered(Composite):
     To be listed before the unsplit composite among the bases, which does the maths: its forward
     and backward see all of the input, and give a part of its gradient. The first layers are
     each a :class:`~mpimesh.parallel.tensor_part.ColumnPart`.
+
+    Attributes:
+        eager: Whether `backward_input` runs the weights' half, too, while the gradient of the
+            input is summed, so that `backward_weight` has nothing left to do. Set by what is
+            around it, while its own `backward` runs both halves.
     """
 
     entrance: Entrance
+    eager: bool = False
 
     def forward(self, x: Any, ctx: Context | None = None) -> Any:
         """Do what the unsplit layer does. Collective over the group; raises what that does."""
@@ -98,18 +104,24 @@ class Entered(Composite):
     def backward_input(self, dy: Array, ctx: Context) -> Any:
         """Return the gradient of the input. Collective over the group."""
         pending, masked = self._start(dy, ctx)
+        if self.eager:
+            self._add_gradients(ctx)
         dx = pending.resolve()
         return (dx, None) if masked else dx
 
     def backward(self, dy: Array, ctx: Context) -> Any:
         """Run both halves; the weights' are computed while the input's is summed. Collective."""
         pending, masked = self._start(dy, ctx)
-        self.backward_weight(ctx)
+        self._add_gradients(ctx)
         dx = pending.resolve()
         return (dx, None) if masked else dx
 
     def backward_weight(self, ctx: Context) -> None:
         """Add the parameters' gradients. Collective if the input is split along the sequence."""
+        if not self.eager:
+            self._add_gradients(ctx)
+
+    def _add_gradients(self, ctx: Context) -> None:
         children = [child for _, child in reversed(self.named_children())]
         first = [child for child in children if isinstance(child, ColumnPart)]
         wanted = any(layer.weight.requires_grad for layer in first)
@@ -126,3 +138,22 @@ class Entered(Composite):
         found = super().backward_input(dy, ctx)
         dx, _ = parted(self, found)
         return self.entrance.leave(dx, ctx), isinstance(found, tuple)
+
+
+class Around(Composite):
+    """A composite with layers within that are :class:`Entered`.
+
+    To be listed before the unsplit composite among the bases. Its backward computes the weights'
+    gradients of each of these layers while the gradient of that layer's input is summed.
+    """
+
+    def backward(self, dy: Any, ctx: Context) -> Any:
+        """Run both halves, with the same bits as one after the other. Collective."""
+        within = [child for _, child in self.named_children() if isinstance(child, Entered)]
+        for child in within:
+            child.eager = True
+        try:
+            return super().backward(dy, ctx)
+        finally:
+            for child in within:
+                child.eager = False

@@ -11,14 +11,16 @@ order, so a rank is never further ahead than the few collectives that it has not
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, Self
 
 import numpy as np
 
 from mpimesh.arrays import Array
+from mpimesh.arrays.namespace import is_cupy
 from mpimesh.errors import GroupError, MpimeshError
 from mpimesh.parallel.microbatch import replica_sizes
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
@@ -76,17 +78,15 @@ class TensorGroup:
             op: As in :meth:`ProcessGroup.all_reduce`.
             owned: Nobody else holds `x`, so that the result may be written into it.
         """
-        return self._start(_Call("all_reduce", tuple(x.shape), str(x.dtype), op), x, owned)
+        return self._start(_Call.of("all_reduce", x, op=op), x, owned)
 
     def all_gather(self, x: Array, *, axis: int, sizes: Sequence[int]) -> Pending:
         """Start to join the blocks of all ranks. Collective; see :meth:`ProcessGroup`'s."""
-        shape = tuple(x.shape)
-        return self._start(_Call("all_gather", shape, str(x.dtype), "", axis, tuple(sizes)), x)
+        return self._start(_Call.of("all_gather", x, axis=axis, sizes=sizes), x)
 
     def reduce_scatter(self, x: Array, *, axis: int, sizes: Sequence[int]) -> Pending:
         """Start to sum `x` and give each rank its block. Collective; see :meth:`ProcessGroup`'s."""
-        shape = tuple(x.shape)
-        return self._start(_Call("reduce_scatter", shape, str(x.dtype), "", axis, tuple(sizes)), x)
+        return self._start(_Call.of("reduce_scatter", x, axis=axis, sizes=sizes), x)
 
     def _start(self, call: _Call, x: Array, owned: bool = False) -> Pending:
         if self.size == 1:
@@ -141,9 +141,24 @@ class _Call:
     name: str
     shape: tuple[int, ...]
     dtype: str
+    on_device: bool
     op: str
-    axis: int = 0
-    sizes: tuple[int, ...] = ()
+    axis: int
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, name: str, x: Array, *, op: str = "", axis: int = 0, sizes: Sequence[int] = ()
+    ) -> Self:
+        return cls(name, tuple(x.shape), str(x.dtype), is_cupy(x), op, axis, tuple(sizes))
+
+    def to_json(self) -> list[Any]:
+        return list(astuple(self))
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Self:
+        name, shape, dtype, on_device, op, axis, sizes = values
+        return cls(name, tuple(shape), dtype, on_device, op, axis, tuple(sizes))
 
     def start(self, group: ProcessGroup, x: Array, out: Array | None = None) -> CollectiveTensor:
         if self.name == "all_reduce":
@@ -157,7 +172,8 @@ class _Call:
         shape = list(self.shape)
         if self.name == "all_gather":
             shape[self.axis] = self.sizes[group.rank or 0]
-        return self.start(group, np.zeros(shape, self.dtype))
+        xp = sys.modules["cupy"] if self.on_device else np
+        return self.start(group, xp.zeros(shape, self.dtype))
 
 
 class TensorWatch:
@@ -192,11 +208,7 @@ class TensorWatch:
 
     def notes(self) -> list[Any]:
         """Return what other ranks are to know after a failure: how many, and the last of them."""
-        calls = [
-            (call.name, list(call.shape), call.dtype, call.op, call.axis, list(call.sizes))
-            for call in self._recent
-        ]
-        return [self._count, calls]
+        return [self._count, [call.to_json() for call in self._recent]]
 
     def finish(self, everyone: Sequence[list[Any]]) -> None:
         """Do what this rank has missed, and wait for all that is under way. Collective.
@@ -207,9 +219,7 @@ class TensorWatch:
         most, calls = max(everyone, key=lambda notes: notes[0])
         missed = [] if most == self._count else calls[self._count - most :]
         handles = list(self._open.values())
-        for name, shape, dtype, op, axis, sizes in missed:
-            call = _Call(name, tuple(shape), dtype, op, axis, tuple(sizes))
-            handles.append(call.start_missed(self.group))
+        handles += [_Call.from_json(call).start_missed(self.group) for call in missed]
         for handle in handles:
             try:
                 handle.resolve()

@@ -29,7 +29,7 @@ from mpimesh.parallel.sequence import SequenceSplit, split_sequence
 from mpimesh.parallel.sequence_layers import SequenceDropout, SequencePositions
 from mpimesh.parallel.tensor_attention import ParallelAttention
 from mpimesh.parallel.tensor_embedding import VocabParallelEmbedding
-from mpimesh.parallel.tensor_entrance import Entrance
+from mpimesh.parallel.tensor_entrance import Around, Entrance
 from mpimesh.parallel.tensor_feedforward import ParallelFeedForward, ParallelSwiGLU
 from mpimesh.parallel.tensor_group import TensorGroup
 from mpimesh.runtime import ProcessGroup
@@ -37,6 +37,17 @@ from mpimesh.runtime import ProcessGroup
 __all__ = ["tensor_parallel"]
 
 L = TypeVar("L", bound=Module)
+
+
+class ParallelGptBlock(Around, GptBlock):
+    """A :class:`~mpimesh.nn.GptBlock` with split layers within."""
+
+
+class ParallelBertBlock(Around, BertBlock):
+    """A :class:`~mpimesh.nn.BertBlock` with split layers within."""
+
+
+_AROUND: dict[type, type[Module]] = {GptBlock: ParallelGptBlock, BertBlock: ParallelBertBlock}
 
 
 def tensor_parallel(
@@ -56,7 +67,7 @@ def tensor_parallel(
 
     Args:
         model: The model; its layers are replaced in place. If it is itself a layer that is split,
-            the result is another one.
+            or a block, the result is another one.
         group: The ranks, such as ``mesh.group("tp")``.
         sequence: How activations between split layers are split along the sequence, if they are.
             What enters the model must be so then, unless an embedding comes first.
@@ -85,6 +96,10 @@ def _split(layer: Any, tensor: TensorGroup, sequence: SequenceSplit | None) -> A
         layers: list[SupportsLayer] = layer._layers
         layers[:] = [_split(one, tensor, sequence) for one in layers]
         return layer
+    if type(layer) in _AROUND:
+        made = _AROUND[type(layer)].__new__(_AROUND[type(layer)])
+        vars(made).update(vars(layer))
+        layer = made
     if sequence is not None and not isinstance(layer, _PLACEWISE):
         raise ModuleError(
             f"{layer!r}: it is not known whether it treats each place of a sequence by itself, so "

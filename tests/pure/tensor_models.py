@@ -71,6 +71,7 @@ def trained(
     schedule: str = "1f1b",
     tokens: int = TOKENS,
     uneven: bool = False,
+    per_rank: int = 1,
 ) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
     """As `trained_alone`, over the ranks of a mesh with a dim tp."""
     tp = mesh.group("tp")
@@ -80,10 +81,10 @@ def trained(
         sequence_parallel=sequence_parallel,
         tokens=tokens if uneven else None,
     )
-    pp = mesh.dim_size("pp") if mesh.contains_dim("pp") else 1
-    stages = [mm.PipelineStage(number) for number in range(pp)]
+    count = per_rank * (mesh.dim_size("pp") if mesh.contains_dim("pp") else 1)
+    stages = [mm.PipelineStage(number) for number in range(count)]
     for number, layer in enumerate(made):
-        stages[number * pp // len(made)].add_layer(layer)
+        stages[number * count // len(made)].add_layer(layer)
     model = mm.PipelineParallel(
         stages, 3, mesh=mesh, schedule=schedule, seed=SEED, dtype=np.float64, bucket_bytes=4000
     )
