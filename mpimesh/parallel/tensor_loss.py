@@ -82,15 +82,16 @@ class VocabParallelCrossEntropy(CrossEntropy):
         mine = (picked >= self._start) & (picked < self._stop)
         if kept is not None:
             mine &= kept
-        (rows,) = xp.nonzero(mine)
-        columns = picked[rows].astype(xp.int64) - self._start
+        every = xp.arange(picked.size)
+        columns = xp.where(mine, picked - self._start, 0)
         # Less the largest of all ranks, so that exp cannot overflow. A rank may have no classes.
         none = xp.full(picked.size, -math.inf, wide)
         largest = logits.max(axis=1) if logits.shape[1] else none
         largest = self.tensor.all_reduce(largest, "max", owned=True).resolve()
         softmax = logits - largest[:, None]
         known = xp.zeros((2, picked.size), wide)
-        known[1, rows] = softmax[rows, columns]
+        if logits.shape[1]:
+            known[1] = xp.where(mine, softmax[every, columns], 0)
         softmax = xp.exp(softmax, out=softmax)
         softmax.sum(axis=1, out=known[0])
         total, of_target = self.tensor.all_reduce(known, owned=True).resolve()
@@ -102,7 +103,8 @@ class VocabParallelCrossEntropy(CrossEntropy):
         if not grad:
             return value, None
         softmax /= total[:, None]
-        softmax[rows, columns] -= 1
+        if logits.shape[1]:
+            softmax[every, columns] -= mine.astype(wide)
         if kept is not None:
             softmax[~kept] = 0
         softmax *= scale
