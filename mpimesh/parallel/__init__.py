@@ -21,8 +21,8 @@ from mpimesh.parallel.tensor_feedforward import ParallelFeedForward, ParallelSwi
 from mpimesh.parallel.tensor_gpt import gpt_layers
 from mpimesh.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinear
 from mpimesh.parallel.tensor_loss import VocabParallelCrossEntropy
-from mpimesh.parallel.tensor_model import sum_shared_gradients
 from mpimesh.parallel.tensor_split import tensor_parallel
+from mpimesh.parallel.tensor_sums import sum_shared_gradients
 
 __all__ = [
     "BUCKET_BYTES",

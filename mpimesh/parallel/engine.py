@@ -22,7 +22,7 @@ from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
 from mpimesh.parallel.tensor_model import TensorModel
-from mpimesh.parallel.tensor_parameter import whole_shape
+from mpimesh.parallel.tensor_parameter import describe_parts
 from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, exchange
@@ -127,8 +127,9 @@ class Engine:
         call = Call("pipeline", scope.name, rule=self._rule(options))
         agree(scope.progress, scope.communicator, call)
         self.library = self._library(call)
-        self.tensor.keep_apart(mesh, scope)
         self.ties = Ties(ties, mesh=mesh, pipe=pipe, data=data)
+        everything = [parameter for _, parameter, _ in self._named]
+        self.tensor.make_groups(mesh, scope, data, everything, [tie.parameter for tie in ties])
         if not is_used_again(self.stages):
             # Nobody reads the gradient of the model's input.
             self.stages[0].input_grad = False
@@ -207,12 +208,6 @@ class Engine:
             if id(parameter) not in waiting
         )
 
-    def synchronize(self) -> None:
-        """Wait for the sums of all gradients. Collective; under `no_sync` does nothing."""
-        self.buckets.synchronize()
-        if not self.accumulating:
-            self.tensor.sum_gradients(parameter for _, parameter in self.named_parameters())
-
     # -- between steps ----------------------------------------------------------------------
 
     @contextmanager
@@ -248,7 +243,7 @@ class Engine:
             for stage in self.stages
         )
         shapes = [
-            (name, whole_shape(parameter), parameter.requires_grad, numbers)
+            (name, describe_parts(parameter), parameter.requires_grad, numbers)
             for name, parameter, numbers in self._named
         ]
         return (
@@ -271,7 +266,10 @@ class Engine:
             mesh=self.mesh,
             bucket_bytes=options.bucket_bytes,
             names=[name for name, _ in named],
-            groups=[self.ties.group(parameter) for _, parameter in named],
+            groups=[
+                self.tensor.group_of(parameter) or self.ties.group(parameter)
+                for _, parameter in named
+            ],
             overlap=options.overlap,
             tracer=self.tracer,
         )

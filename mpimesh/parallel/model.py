@@ -54,13 +54,13 @@ class ParallelModel:
         :func:`mpimesh.parallel.clip_grad_norm`. A parameter that several ranks hold counts once.
         """
         engine = self._engine
-        parameters, tied = self.parameters(), engine.ties.copies
+        parameters = self.parameters()
         return clip_grad_norm(
             parameters,
             max_norm,
             group=engine.pipe,
-            copies=[*tied, *engine.tensor.copies(parameters)],
-            inner_sum=engine.tensor.inner_sum(parameters, tied),
+            copies=[*engine.ties.copies, *engine.tensor.copies(parameters)],
+            inner_sum=engine.tensor.all_sum if engine.tensor.is_split else None,
         )
 
     def check_replicas(self) -> None:

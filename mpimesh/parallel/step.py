@@ -275,7 +275,7 @@ class Step:
             self._outbox.finish()
         if self._training:
             with engine.tracer.span(GRADIENTS, "wait"):
-                engine.synchronize()
+                engine.buckets.synchronize()
             engine.step += 1
         return float(status[1])
 

@@ -2,19 +2,19 @@
 
 Such a model is trained by :class:`~mpimesh.DataParallel` or :class:`~mpimesh.PipelineParallel`
 like any other: the ranks along the group's dim of the mesh do the same actions in the same order,
-each on its part of the layers. What differs stands here: some gradients are summed over the group
-once a step, parameters are counted once in norms, states are put together and cut, and a rank
-that fails in a layer does not leave the others waiting in it.
+each on its part of the layers. What differs stands here: some gradients are summed over ranks of
+the group, too, once a step, parameters are counted once in norms, states are put together and
+cut, and a rank that fails in a layer does not leave the others waiting in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import Array, HostArray, namespace, to_numpy
+from mpimesh.arrays import Array, HostArray, to_numpy
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn import Parameter
 from mpimesh.parallel.first_values import leaves
@@ -22,9 +22,10 @@ from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor_group import TensorGroup, TensorWatch
 from mpimesh.parallel.tensor_parameter import TensorParameter
+from mpimesh.parallel.tensor_sums import group_named, shared_groups, shared_parameters
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 
-__all__ = ["TensorModel", "local_part", "sum_shared_gradients", "tensor_groups"]
+__all__ = ["TensorModel", "local_part", "tensor_groups"]
 
 
 def tensor_groups(*layers: object) -> list[TensorGroup]:
@@ -60,6 +61,7 @@ class TensorModel:
             raise ModuleError(f"the layers of one model are split over one group, got {names}")
         self.group: ProcessGroup | None = next(iter(groups.values()), None)
         self._apart = self.group
+        self._shared: dict[tuple[int, ...], ProcessGroup] = {}
         self._watched: list[TensorGroup] = []
         self._watch: TensorWatch | None = None
 
@@ -68,21 +70,58 @@ class TensorModel:
         """Whether layers are split over several ranks."""
         return self.group is not None and self.group.size > 1
 
-    def keep_apart(self, mesh: DeviceMesh, scope: ProcessGroup) -> None:
-        """Let the layers' collectives have an order of their own. Collective over the mesh.
+    def make_groups(
+        self,
+        mesh: DeviceMesh,
+        scope: ProcessGroup,
+        data: ProcessGroup,
+        parameters: Sequence[Parameter],
+        tied: Iterable[Parameter],
+    ) -> None:
+        """Make the groups that the model needs beside those of the mesh. Collective over the mesh.
 
-        After a failure some are under way when all ranks meet; where the layers are split over
-        all ranks of `scope`, and these were one order, what they meet in would never begin.
+        The layers' collectives have an order of their own: after a failure some are under way when
+        all ranks meet, and where the layers are split over all ranks of `scope`, what they meet in
+        would never begin. And there is a group for each set of ranks that have the same part of
+        a parameter, with their replicas.
+
+        Args:
+            mesh: The mesh.
+            scope: The ranks that step together.
+            data: The replicas of this rank's stages.
+            parameters: Those of the whole model, alike on all ranks.
+            tied: Of these, what several stages hold.
+
+        Raises:
+            ModuleError: If a parameter is tied and shared.
         """
         group = self.group
-        if group is None or not self.is_split or group.communicator is not scope.communicator:
+        if group is None or not self.is_split:
             return
-        name = f"layers of {group.name}"
-        # Another model on this mesh may have made it: on all ranks alike.
-        found = mesh.get_group(name)
-        if found is None:
-            found = mesh.add_group(name, list(group.ranks), apart=True)
-        self._apart = found
+        if group.communicator is scope.communicator:
+            name = f"layers of {group.name}"
+            self._apart = group_named(mesh, name, list(group.ranks), apart=True)
+        shared = shared_parameters(parameters)
+        both = {id(one) for one in tied} & {id(one) for one in shared}
+        if both:
+            names = sorted({one.name for one in shared if id(one) in both})
+            raise ModuleError(
+                f"parameters {names} stand in several stages, and several ranks of group "
+                f"{group.name!r} have the same part of them: their gradients cannot be summed both "
+                "ways; give each stage a parameter of its own"
+            )
+        if shared:
+            sets = dict.fromkeys(holders for one in shared for holders in one.all_holders)
+            self._shared = shared_groups(mesh, scope, data, group, list(sets))
+
+    def group_of(self, parameter: Parameter) -> ProcessGroup | None:
+        """Return all ranks that have this rank's part of a parameter; None if it is the only one.
+
+        Their replicas are in it, too.
+        """
+        return (
+            self._shared.get(parameter.holders) if isinstance(parameter, TensorParameter) else None
+        )
 
     # -- in a step ------------------------------------------------------------------------
 
@@ -115,42 +154,26 @@ class TensorModel:
         if self.group is not None and self._watch is not None:
             self._watch.finish([notes[rank] for rank in self.group.ranks])
 
-    def sum_gradients(self, parameters: Iterable[Parameter]) -> None:
-        """Sum over the group what several of its ranks have computed parts of. Collective."""
-        if self.group is not None:
-            sum_shared_gradients(parameters, self.group)
-
     # -- norms ----------------------------------------------------------------------------
 
     def copies(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        """Return those that other ranks of the group count in norms, or `inner_sum` does."""
+        """Return those that another rank of the group counts in norms. Local."""
         if self.group is None or not self.is_split:
             return []
-        return [
-            one
-            for one in parameters
-            if (one.shared() if isinstance(one, TensorParameter) else self.group.rank != 0)
-        ]
+        rank = self.group.rank
 
-    def inner_sum(
-        self, parameters: Sequence[Parameter], tied: Iterable[Parameter]
-    ) -> Callable[[float], float] | None:
-        """Return what adds a sum of squares up over the group, with that of shared parameters.
+        def counts(one: Parameter) -> bool:
+            return (
+                one.holders[:1] in ((), (rank,)) if isinstance(one, TensorParameter) else not rank
+            )
 
-        Args:
-            parameters: This rank's.
-            tied: Of these, what another stage counts.
-        """
-        group = self.group
-        if group is None or not self.is_split:
-            return None
-        elsewhere = {id(one) for one in tied}
-        mine = [one for one in parameters if id(one) not in elsewhere]
+        return [one for one in parameters if not counts(one)]
 
-        def inner_sum(squares: float) -> float:
-            return float(group.all_reduce(np.array(squares + _shared_squares(mine))).resolve())
-
-        return inner_sum
+    def all_sum(self, number: float) -> float:
+        """Return the sum of a number over the group. Collective."""
+        if self.group is None or not self.is_split:
+            return number
+        return float(self.group.all_reduce(np.array(number)).resolve())
 
     # -- values ---------------------------------------------------------------------------
 
@@ -186,73 +209,6 @@ def local_part(name: str, parameter: Parameter, whole: Array) -> Array:
         return parameter.part_of(to_numpy(whole))
     except ShapeError as error:
         raise ShapeError(f"state of parameter {name!r}: {error}") from None
-
-
-def sum_shared_gradients(parameters: Iterable[Parameter], group: ProcessGroup) -> None:
-    """Sum the gradients of which several ranks of a group have parts: norms', biases', and such.
-
-    Collective over `group`. Training by :class:`~mpimesh.DataParallel` or
-    :class:`~mpimesh.PipelineParallel` does this once a step; a loop of one's own calls it
-    after backward, once, on all parameters of the model.
-
-    Args:
-        parameters: Those of the model, in the same order on every rank.
-        group: The ranks over which its layers are split.
-
-    Cost:
-        One all-reduce for each dtype, if anything is shared.
-    """
-    pieces: dict[Any, list[tuple[Array, int, int]]] = {}
-    ends: dict[Any, int] = {}
-    for one, start, stop in _shared_runs(parameters):
-        place = one.place_of(start, stop)
-        if place is not None and one.grad is None:
-            one.grad = namespace(one.value()).zeros_like(one.data)
-        # What other ranks hold has its place, too, and gets zeros from here.
-        first = ends.get(one.dtype, 0)
-        end = ends[one.dtype] = first + (stop - start) * _inner(one)
-        if place is not None:
-            pieces.setdefault(one.dtype, []).append((one.grad[place], first, end))
-    for dtype, size in ends.items():
-        mine = pieces.get(dtype, [])
-        xp = namespace(mine[0][0]) if mine else np
-        flat = xp.zeros(size, dtype)
-        for grad, first, end in mine:
-            flat[first:end] = grad.reshape(-1)
-        summed = group.all_reduce(flat, out=flat, label="shared gradients").resolve()
-        for grad, first, end in mine:
-            grad[...] = summed[first:end].reshape(grad.shape)
-
-
-def _shared_squares(parameters: Iterable[Parameter]) -> float:
-    """Return the sum of squares of shared parameters' gradients; the first holder counts each."""
-    total = 0.0
-    for one in parameters:
-        if not isinstance(one, TensorParameter) or not one.requires_grad or one.grad is None:
-            continue
-        runs = one.shared()
-        if not runs:
-            continue
-        counts = np.ones(one.shape[one.axis], bool)
-        for start, stop, first in runs:
-            place = one.place_of(start, stop)
-            if place is not None and first != one.rank:
-                counts[place[one.axis]] = False
-        counted = to_numpy(one.grad).compress(counts, axis=one.axis).astype(np.float64)
-        total += float((counted**2).sum())
-    return total
-
-
-def _shared_runs(parameters: Iterable[Parameter]) -> Iterator[tuple[TensorParameter, int, int]]:
-    for one in parameters:
-        if isinstance(one, TensorParameter) and one.requires_grad:
-            for start, stop, _ in one.shared():
-                yield one, start, stop
-
-
-def _inner(parameter: TensorParameter) -> int:
-    """Return how many elements stand at each place of the split axis."""
-    return int(np.prod([n for i, n in enumerate(parameter.whole_shape) if i != parameter.axis]))
 
 
 def _is_split(parameter: Parameter) -> bool:

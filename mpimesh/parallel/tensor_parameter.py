@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +23,7 @@ from mpimesh.nn.initializers import Initializer
 from mpimesh.nn.parameter import float_dtype
 from mpimesh.parallel.microbatch import replica_rows
 
-__all__ = ["Runs", "TensorParameter", "even_parts", "whole_shape"]
+__all__ = ["Runs", "TensorParameter", "describe_parts", "even_parts", "whole_shape"]
 
 _CHUNK_ELEMENTS = 1 << 16
 # As in mpimesh.nn.initializers: even, so that Normal's pairs do not straddle two chunks.
@@ -42,7 +41,7 @@ def even_parts(extent: int, size: int, unit: int = 1) -> tuple[Runs, ...]:
 class TensorParameter(Parameter):
     """This rank's part of a parameter that is split over a group, or repeated on it.
 
-    Several ranks may hold the same places. They have equal values, and each of them has the
+    Several ranks may hold the same part. They have equal values, and each of them has the
     gradient of what it has computed itself: the true one is the sum over these ranks, which
     training makes once a step, see :func:`~mpimesh.parallel.sum_shared_gradients`.
 
@@ -61,7 +60,7 @@ class TensorParameter(Parameter):
         rank: As given.
 
     Raises:
-        ModuleError: If a run of a part does not lie in the axis, or a place is in no part.
+        ModuleError: If two parts overlap and are not the same, or a place is in no part.
     """
 
     __slots__ = ("axis", "parts", "rank", "whole_shape")
@@ -76,15 +75,13 @@ class TensorParameter(Parameter):
         parts: Sequence[Runs],
         rank: int,
     ) -> None:
-        extent = whole_shape[axis]
-        found = [0] * (extent + 1)
-        for start, stop in (run for part in parts for run in part):
-            if not 0 <= start <= stop <= extent:
-                raise ModuleError(f"parameter {name!r}: {start}:{stop} is not within 0:{extent}")
-            found[start] += 1
-            found[stop] -= 1
-        if extent and not all(np.cumsum(found[:-1])):
-            raise ModuleError(f"parameter {name!r}: the parts {parts} leave out some of {extent}")
+        runs = sorted({run for part in set(parts) for run in part if run[0] < run[1]})
+        edges = [0, *(edge for run in runs for edge in run), whole_shape[axis]]
+        if any(one != other for one, other in zip(edges[::2], edges[1::2], strict=True)):
+            raise ModuleError(
+                f"parameter {name!r} of shape {whole_shape}: parts must be alike or apart, and "
+                f"together all of axis {axis}, got {parts}"
+            )
         self.whole_shape = tuple(whole_shape)
         self.axis = axis
         self.parts = tuple(parts)
@@ -129,28 +126,27 @@ class TensorParameter(Parameter):
                 done += stop - start
         return whole
 
-    def shared(self) -> list[tuple[int, int, int]]:
-        """Return the runs (start, stop, first holder) of the axis that several ranks hold."""
-        edges = sorted({edge for part in self.parts for run in part for edge in run})
-        found = []
-        for start, stop in pairwise(edges):
-            holders = [
-                rank
-                for rank, part in enumerate(self.parts)
-                if any(low <= start and stop <= high for low, high in part)
-            ]
-            if len(holders) > 1:
-                found.append((start, stop, holders[0]))
-        return found
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks that have the same part as this rank, with it; none if it has nothing."""
+        return self._holders_of(self.parts[self.rank])
 
-    def place_of(self, start: int, stop: int) -> tuple[slice, ...] | None:
-        """Return where in this rank's part a run of the whole axis lies; None if it does not."""
-        done = 0
-        for low, high in self.parts[self.rank]:
-            if low <= start and stop <= high:
-                return self._at(done + start - low, done + stop - low)
-            done += high - low
-        return None
+    @property
+    def all_holders(self) -> list[tuple[int, ...]]:
+        """The sets of several ranks that have the same part, in the order of the parts."""
+        sets = map(self._holders_of, dict.fromkeys(self.parts))
+        return [holders for holders in sets if len(holders) > 1]
+
+    def _holders_of(self, part: Runs) -> tuple[int, ...]:
+        if not any(start < stop for start, stop in part):
+            return ()  # nothing is nobody's
+        return tuple(rank for rank, other in enumerate(self.parts) if other == part)
+
+    def size_of(self, part: Runs) -> int:
+        """Return the number of elements of a part."""
+        width = sum(stop - start for start, stop in part)
+        inner = [extent for axis, extent in enumerate(self.whole_shape) if axis != self.axis]
+        return width * math.prod(inner)
 
     def _at(self, start: int, stop: int) -> tuple[slice, ...]:
         return (slice(None),) * self.axis + (slice(start, stop),)
@@ -173,6 +169,13 @@ class TensorParameter(Parameter):
         for outer in range(math.prod(self.whole_shape[: self.axis])):
             for start, stop in self.parts[self.rank]:
                 yield outer * stride + start * inner, outer * stride + stop * inner
+
+
+def describe_parts(parameter: Parameter) -> object:
+    """Return what must be alike on all ranks that share a model: nothing of the rank itself."""
+    if not isinstance(parameter, TensorParameter):
+        return parameter.shape
+    return parameter.whole_shape, parameter.axis, parameter.parts
 
 
 def whole_shape(parameter: Parameter) -> tuple[int, ...]:

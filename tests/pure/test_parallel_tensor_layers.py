@@ -254,7 +254,7 @@ def test_first_values_are_those_of_the_whole_parameter(shape, axis, size, kind, 
         assert np.array_equal(one.part_of(whole), one.data)
         made.append(one)
     assert np.array_equal(made[0].joined([one.data for one in made]), whole)
-    assert not made[0].shared()
+    assert not made[0].all_holders
 
 
 def test_an_initializer_of_ones_own_is_drawn_in_full():
