@@ -4,7 +4,7 @@ Named meshes of ranks, collectives with deferred results, and pipelines of stage
 NumPy and CuPy, on any MPI. Importing this package starts no MPI.
 """
 
-from mpimesh import nn, optim
+from mpimesh import models, nn, optim
 from mpimesh.arrays import ReduceOp
 from mpimesh.dtensor import (
     BlockPlace,
@@ -132,6 +132,7 @@ __all__ = [
     "gpt_layers",
     "linspace",
     "local_map",
+    "models",
     "nn",
     "ones",
     "optim",

@@ -24,6 +24,7 @@ __all__ = [
     "LayoutError",
     "MeshError",
     "MismatchError",
+    "ModelError",
     "ModuleError",
     "ModuleStateError",
     "MpimeshError",
@@ -210,6 +211,10 @@ class StageShapeError(StageError, ShapeError):
 
 class ModuleError(MpimeshError, ValueError):
     """A layer, loss or optimizer was given a value that it refuses."""
+
+
+class ModelError(MpimeshError, ValueError):
+    """The files of a published model are missing, or are not of the model that is computed."""
 
 
 class ModuleStateError(MpimeshError, RuntimeError):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.fused import fused
+from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
+from mpimesh.nn import kernels
 from mpimesh.nn.checks import check_floats, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.erf import erf
@@ -143,6 +145,11 @@ def _by_erf(x: Array, derivative: bool) -> tuple[Array, Array | None]:
     """Return x * Phi(x), and Phi(x) + x * phi(x) if wanted; phi is the density."""
     xp = namespace(x)
     phi_sum = erf(x * math.sqrt(0.5))
+    if is_cupy(x):
+        if derivative:
+            both: tuple[Array, Array] = fused(xp, kernels.gelu_slope)(x, phi_sum)
+            return both
+        return fused(xp, kernels.gelu)(x, phi_sum), None
     phi_sum += 1.0
     phi_sum *= 0.5
     y = x * phi_sum
@@ -164,6 +171,11 @@ def _by_tanh(x: Array, derivative: bool) -> tuple[Array, Array | None]:
     y' = (1 + tanh u) / 2 + x * (1 - tanh(u)^2) / 2 * u'
     """
     xp = namespace(x)
+    if is_cupy(x):
+        if derivative:
+            both: tuple[Array, Array] = fused(xp, kernels.gelu_tanh_slope)(x)
+            return both
+        return fused(xp, kernels.gelu_tanh)(x), None
     scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
     square = xp.square(x)
     u = square * (scale * cubic)

@@ -21,9 +21,11 @@ from types import ModuleType
 
 import numpy as np
 
-from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.fused import fused
+from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ShapeError
+from mpimesh.nn import kernels
 from mpimesh.nn.checks import sum_dtype
 
 __all__ = ["attend", "attend_backward"]
@@ -95,13 +97,13 @@ def attend(
                 higher = xp.maximum(top, scores.max(axis=-1, keepdims=True))
                 # -inf less -inf is no number: a query without any key so far counts from 0.
                 base = xp.where(higher == -math.inf, wide.type(0), higher)
-                scores -= base
-                xp.exp(scores, out=scores)
-                top -= base
-                fade = xp.exp(top, out=top)
-                total *= fade
+                scores = _exp_less(scores, base)
+                if keys.start:  # what the blocks before have given counts from the new base
+                    top -= base
+                    fade = xp.exp(top, out=top)
+                    total *= fade
+                    mixed *= fade
                 total += scores.sum(axis=-1, keepdims=True)
-                mixed *= fade
                 mixed += scores @ v_rows[..., keys, :].astype(wide, copy=False)
                 top = higher
             none = total == 0
@@ -170,9 +172,7 @@ def attend_backward(
             base = by_head[rows][place][..., None]
             dq_part = xp.zeros(scaled.shape, wide)
             for keys in plan.key_blocks(part):
-                weights = plan.scores(scaled, k_rows, rows, part, keys)
-                weights -= base
-                xp.exp(weights, out=weights)
+                weights = _exp_less(plan.scores(scaled, k_rows, rows, part, keys), base)
                 dv_rows[..., keys, :] += _over_group(weights.swapaxes(-1, -2) @ d_part)
                 v_part = v_rows[..., keys, :].astype(wide, copy=False)
                 slopes = d_part @ v_part.swapaxes(-1, -2)
@@ -293,6 +293,15 @@ def check_mask(mask: Array, shape: tuple[int, int]) -> None:
         )
     if tuple(mask.shape) != shape:
         raise ShapeError(f"the mask must have shape (batch, keys), {shape}, got {mask.shape}")
+
+
+def _exp_less(scores: Array, base: Array) -> Array:
+    """Return ``exp(scores - base)``; `scores` is given up."""
+    xp = namespace(scores)
+    if is_cupy(scores):
+        return fused(xp, kernels.exp_less)(scores, base)
+    scores -= base
+    return xp.exp(scores, out=scores)
 
 
 def _over_group(x: Array) -> Array:

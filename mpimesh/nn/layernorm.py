@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.fused import fused
+from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
+from mpimesh.nn import kernels
 from mpimesh.nn.checks import check_extent, check_features, check_floats, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Constant
@@ -64,10 +66,14 @@ class LayerNorm(Module):
         spread = row_mean(centred, centred)
         spread += self.eps
         scale = 1.0 / namespace(x).sqrt(spread)
-        centred *= scale
-        normal = centred.astype(x.dtype, copy=False)
-        y = normal * weight
-        y += bias
+        if is_cupy(x) and x.dtype == wide:
+            steps = fused(namespace(x), kernels.scale_and_shift)
+            normal, y = steps(centred, scale, weight, bias)
+        else:
+            centred *= scale
+            normal = centred.astype(x.dtype, copy=False)
+            y = normal * weight
+            y += bias
         if ctx is not None:
             ctx.save(self, y.shape, y.dtype, normal, scale)
         return y

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
 
-from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.fused import fused
+from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn.parameter import Parameter
@@ -76,6 +79,11 @@ class Adam(Optimizer):
             decayed = xp.multiply(data, self.weight_decay, out=scratch[1])
             decayed += grad
             grad = decayed
+        scale, rate = 1.0 / math.sqrt(1.0 - beta2**steps), self.lr / (1.0 - beta1**steps)
+        if is_cupy(data):
+            betas = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
+            fused(xp, _adam)(data, grad, mean, square, *betas, scale, self.eps, rate)
+            return
         work = scratch[0]
         mean *= beta1
         mean += xp.multiply(grad, 1.0 - beta1, out=work)
@@ -85,10 +93,10 @@ class Adam(Optimizer):
         square += work
         # lr / correction1 * mean / (sqrt(square) / sqrt(correction2) + eps)
         xp.sqrt(square, out=work)
-        work *= 1.0 / math.sqrt(1.0 - beta2**steps)
+        work *= scale
         work += self.eps
         xp.divide(mean, work, out=work)
-        work *= self.lr / (1.0 - beta1**steps)
+        work *= rate
         data -= work
 
 
@@ -120,3 +128,28 @@ class AdamW(Adam):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def _adam(xp: ModuleType) -> Callable[..., None]:
+    """Return the step as one kernel for CuPy; it changes the data, the mean and the square."""
+
+    def formula(
+        data: Any,
+        grad: Any,
+        mean: Any,
+        square: Any,
+        beta1: float,
+        rest1: float,
+        beta2: float,
+        rest2: float,
+        scale: float,
+        eps: float,
+        rate: float,
+    ) -> None:
+        mean *= beta1
+        mean += grad * rest1
+        square *= beta2
+        square += grad * grad * rest2
+        data -= mean / (xp.sqrt(square) * scale + eps) * rate
+
+    return formula

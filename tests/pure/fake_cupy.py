@@ -163,6 +163,11 @@ class FakeCupy(ModuleType):
         raise AttributeError(f"the fake CuPy has no {name}")
 
     @staticmethod
+    def fuse(formula: Any, kernel_name: str | None = None) -> Any:
+        """Return the formula: its operations one after the other."""
+        return formula
+
+    @staticmethod
     def asarray(values: Any) -> FakeArray:
         return values if isinstance(values, FakeArray) else FakeArray(np.array(values))
 

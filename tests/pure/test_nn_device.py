@@ -73,6 +73,31 @@ def test_erf_is_the_devices_own_where_it_has_one(cupy, monkeypatch):
     assert len(calls) == 1
 
 
+def test_formulas_are_fused_and_kept(cupy, monkeypatch):
+    made: list[str] = []
+
+    def fuse(formula, kernel_name=None):
+        made.append(kernel_name)
+        return formula
+
+    monkeypatch.setattr(cupy, "fuse", fuse, raising=False)
+    layers = nn.Sequential(
+        nn.Attention(4, 2), nn.GELU(), nn.GELU(approximate="tanh"), nn.LayerNorm(4)
+    )
+    layers.materialize(seed=0, xp=cupy)
+    x = cupy.asarray(np.ones((1, 2, 4), "float32"))
+    optimizer = optim.AdamW(layers.parameters())
+    for _ in range(2):
+        layers(x)
+        ctx = nn.Context()
+        layers.backward(layers(x, ctx), ctx)
+        optimizer.step()
+    assert sorted(made) == [
+        *("adam", "exp_less", "gelu", "gelu_slope", "gelu_tanh", "gelu_tanh_slope"),
+        "scale_and_shift",
+    ]
+
+
 @pytest.mark.parametrize(
     "loss", [nn.cross_entropy, nn.CrossEntropy(ignore_index=1), nn.mse], ids=repr
 )

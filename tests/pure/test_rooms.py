@@ -28,6 +28,7 @@ ROOMS = [
     {"runtime"},
     {"dtensor"},
     {"parallel"},
+    {"models"},
     {"checkpoint"},
     {"testing"},
     {"cli"},
@@ -47,6 +48,8 @@ BEFORE_TRANSPORT = {"numpy", "ml_dtypes"}
 FROM_TRANSPORT_ON = {"numpy", "ml_dtypes", "mpi4py"}
 # Inside a function of any room but those of the standard library.
 LAZY = {"cupy", "cupyx", "ml_dtypes", "nvidia", "rich"}
+# And inside a function of these rooms, where a library of the field reads a format better.
+LAZY_OF_ROOM = {"models": {"safetensors", "tokenizers"}}
 
 PICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 MOST_LINES = 400
@@ -161,7 +164,7 @@ def _import_breach(room: str, name: str, *, at_top: bool) -> str | None:
     default = BEFORE_TRANSPORT if LEVEL[room] < LEVEL["transport"] else FROM_TRANSPORT_ON
     allowed = LIBRARIES.get(room, default)
     if allowed and not at_top:
-        allowed = allowed | LAZY
+        allowed = allowed | LAZY | LAZY_OF_ROOM.get(room, set())
     return None if package in allowed else f"{room} may not import {package} here"
 
 

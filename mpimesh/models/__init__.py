@@ -1,0 +1,19 @@
+"""Published models, run on a mesh: each rank reads its own part of the weights."""
+
+from mpimesh.models.batches import Batch, plan_batches
+from mpimesh.models.config import BertConfig, find_minilm
+from mpimesh.models.minilm import BATCH_TOKENS, Embedded, MiniLM
+from mpimesh.models.shares import Share
+from mpimesh.models.weights import Weights
+
+__all__ = [
+    "BATCH_TOKENS",
+    "Batch",
+    "BertConfig",
+    "Embedded",
+    "MiniLM",
+    "Share",
+    "Weights",
+    "find_minilm",
+    "plan_batches",
+]

@@ -1,0 +1,124 @@
+"""``python -m mpimesh embed``: what it reads, writes, tells and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh.cli.embed import EmbedRequest, SentencesError, embed_lines
+from mpimesh.models import MiniLM
+from tests.pure.bert_reference import write_model
+
+pytest.importorskip("safetensors")
+pytest.importorskip("tokenizers")
+
+ROOT = Path(__file__).parents[2]
+LINES = ["a man is eating food .", "", "b c", "a " * 30]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    def main():
+        with mm.DeviceMesh("dp=1") as mesh:
+            return MiniLM(mesh, model).embed(LINES).vectors
+
+    return mm.run_virtual(1, main)[0]
+
+
+def embed(*arguments, stdin=b""):
+    return subprocess.run(
+        [sys.executable, "-m", "mpimesh", "embed", *map(str, arguments)],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def request(model, lines, out=None, mesh="dp=1", as_json=True):
+    return EmbedRequest(str(lines), mesh, out, model, 64, as_json)
+
+
+def test_a_file_becomes_vectors_and_what_is_odd_is_told(model, expected, tmp_path):
+    lines, out = tmp_path / "lines.txt", tmp_path / "vectors.npy"
+    # As some editors write it: with a mark of the byte order, and two characters a line end.
+    lines.write_bytes(("\ufeff" + "\r\n".join(LINES) + "\r\n").encode())
+    result = embed(lines, "--model", model, "--out", out)
+    assert result.returncode == 0, result.stderr
+    told = result.stdout.decode()
+    assert "4 sentences, 26 tokens, mesh dp=1: " in told
+    assert "lines without a word: 1, namely 2\n" in told
+    assert "lines cut to fit the model: 1, namely 4\n" in told
+    assert f"wrote {out}: (4, 12), float32" in told
+    np.testing.assert_allclose(np.load(out), expected, atol=1e-6)
+    assert [path.name for path in tmp_path.iterdir()].count("vectors.npy.part") == 0
+
+
+def test_standard_input_becomes_one_json_object(model):
+    result = embed("-", "--model", model, "--json", stdin="\n".join(LINES).encode())
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert (told["sentences"], told["features"], told["tokens"]) == (4, 12, 26)
+    assert (told["empty"], told["cut"], told["out"]) == ([2], [4], None)
+    assert told["sentences_per_s"] == pytest.approx(4 / told["seconds"])
+    assert result.stderr == b""
+
+
+def test_what_cannot_be_used_ends_with_2(model, tmp_path):
+    result = embed(tmp_path / "none.txt", "--model", model)
+    assert result.returncode == 2
+    assert result.stdout == b""
+    assert result.stderr.startswith(b"error: cannot read the sentences: ")
+
+
+@pytest.mark.parametrize("dims", ["dp=2", "dp=2,pp=2", "tp=3"])
+def test_rank_0_reads_and_writes_for_all(model, expected, tmp_path, dims):
+    lines, out = tmp_path / "lines.txt", tmp_path / "vectors.npy"
+    lines.write_text("\n".join(LINES))
+
+    def main():
+        with mm.DeviceMesh(dims) as mesh:
+            return embed_lines(request(model, lines, out, dims), mesh)
+
+    first, *others = mm.run_virtual(mm.Mesh(dims).size, main)
+    assert json.loads(first)["ranks"] == len(others) + 1
+    assert others == [None] * len(others)
+    np.testing.assert_allclose(np.load(out), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("content", "out", "words"),
+    [
+        (b"good\n\xff\xfe bad\n", None, "line 2: not UTF-8"),
+        (b"good\n", "no/such/folder/x.npy", "it is a folder, or in none that exists"),
+        (b"good\n", ".", "it is a folder, or in none that exists"),
+    ],
+)
+def test_all_ranks_hear_what_rank_0_cannot_do(model, tmp_path, content, out, words):
+    lines = tmp_path / "lines.txt"
+    lines.write_bytes(content)
+
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            embed_lines(request(model, lines, out and tmp_path / out), mesh)
+
+    def told():
+        try:
+            main()
+        except SentencesError as error:
+            return str(error)
+        return ""
+
+    for text in mm.run_virtual(2, told):
+        assert words in text
