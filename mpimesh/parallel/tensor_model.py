@@ -156,16 +156,22 @@ class TensorModel:
 
     # -- norms ----------------------------------------------------------------------------
 
-    def copies(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        """Return those that another rank of the group counts in norms. Local."""
+    def copies(self, parameters: Iterable[Parameter], *, divided: bool = False) -> list[Parameter]:
+        """Return those that another rank of the group counts in norms. Local.
+
+        Args:
+            parameters: This rank's.
+            divided: Whether ranks that share a parameter divide its gradient, so that each counts
+                its own part.
+        """
         if self.group is None or not self.is_split:
             return []
         rank = self.group.rank
 
         def counts(one: Parameter) -> bool:
-            return (
-                one.holders[:1] in ((), (rank,)) if isinstance(one, TensorParameter) else not rank
-            )
+            if not isinstance(one, TensorParameter):
+                return rank == 0
+            return divided or one.holders[:1] in ((), (rank,))
 
         return [one for one in parameters if not counts(one)]
 
