@@ -9,7 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import MismatchError
+from mpimesh.errors import MismatchError, ModuleError
 from mpimesh.parallel.tensor_parameter import TensorParameter
 from tests.pure.parallel_models import on_ranks
 from tests.pure.tensor_models import (
@@ -155,6 +155,18 @@ def test_what_is_repeated_is_compared():
             model.check_replicas()
 
     on_ranks("tp=2", body)
+
+
+def test_what_is_shared_by_ranks_and_by_stages_is_refused():
+    def body(mesh):
+        sequence = mm.SequenceSplit(mesh.group("tp"))
+        norms = [mm.split_sequence(nn.LayerNorm(4), sequence) for _ in range(2)]
+        norms[1].weight = norms[0].weight
+        stages = [mm.PipelineStage(number).add_layer(norm) for number, norm in enumerate(norms)]
+        with pytest.raises(ModuleError, match=r"parameters \['weight'\] stand in several stages"):
+            mm.PipelineParallel(stages, 1, mesh=mesh)
+
+    on_ranks("pp=2,tp=2", body)
 
 
 def test_more_ranks_than_there_is_to_share():
