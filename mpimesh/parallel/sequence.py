@@ -166,4 +166,6 @@ def split_sequence(layer: M, sequence: SequenceSplit) -> M:
     for _, child in layer.named_children():
         if isinstance(child, Module):
             split_sequence(child, sequence)
+    # By it a model finds the ranks, also if it has no other layer that knows them.
+    vars(layer)["sequence"] = sequence
     return layer
