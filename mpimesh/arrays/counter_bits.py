@@ -54,8 +54,8 @@ def key_of(*numbers: int) -> int:
     return key
 
 
-def random_words(xp: ModuleType, key: int, rows: Array, count: int) -> Array:
-    """Return the first `count` words of the streams of `rows`.
+def random_words(xp: ModuleType, key: int, rows: Array, count: int, *, first: int = 0) -> Array:
+    """Return `count` words of the streams of `rows`, from word `first` on.
 
     Shapes:
         rows: (n,), uint64.
@@ -65,7 +65,7 @@ def random_words(xp: ModuleType, key: int, rows: Array, count: int) -> Array:
     starts = rows * gamma
     starts += np.uint64(key)
     _mix(xp, starts, xp.empty_like(starts))
-    steps = xp.arange(1, count + 1, dtype=xp.uint64)
+    steps = xp.arange(first + 1, first + count + 1, dtype=xp.uint64)
     steps *= gamma
     words = starts[:, None] + steps
     _mix(xp, words, xp.empty_like(words))

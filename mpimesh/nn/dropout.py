@@ -101,7 +101,8 @@ class Dropout(Module):
         if not x.size:
             return mask
         rows = mask.reshape(x.shape[0], -1)
-        words = (rows.shape[1] + 1) // 2
+        first, odd = divmod(self._first_value(x), 2)
+        words = (odd + rows.shape[1] + 1) // 2
         key = key_of(*self._place, ctx.step)
         least = np.uint32(min(round(self.p * 2**32), 2**32 - 1))
         length = max(1, _BLOCK_WORDS // words) if xp is np else rows.shape[0]
@@ -110,9 +111,14 @@ class Dropout(Module):
             numbers = xp.arange(block.shape[0], dtype=xp.uint64)
             numbers += np.uint64(ctx.first_row + start)
             # Two values share a word: the lower half comes first, on any machine.
-            halves = random_words(xp, key, numbers, words).astype("<u8", copy=False).view("<u4")
-            xp.greater_equal(halves[:, : block.shape[1]], least, out=block)
+            drawn = random_words(xp, key, numbers, words, first=first)
+            halves = drawn.astype("<u8", copy=False).view("<u4")
+            xp.greater_equal(halves[:, odd : odd + block.shape[1]], least, out=block)
         return mask
+
+    def _first_value(self, x: Array) -> int:
+        """Return the place in the whole row of the first value of each row of `x`."""
+        return 0
 
     def __repr__(self) -> str:
         return f"Dropout({self.p:g})"

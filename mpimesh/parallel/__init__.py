@@ -1,4 +1,4 @@
-"""Data and pipeline parallelism: models cut over replicas and stages, trained as one."""
+"""Data, tensor and pipeline parallelism: models cut over replicas, ranks and stages, as one."""
 
 from mpimesh.parallel.bucket import Bucket
 from mpimesh.parallel.buckets import BUCKET_BYTES, GradientBuckets
@@ -13,24 +13,45 @@ from mpimesh.parallel.microbatch import (
 )
 from mpimesh.parallel.optimizer import ParallelOptimizer
 from mpimesh.parallel.pipeline import PipelineParallel
+from mpimesh.parallel.sequence import SequenceSplit, split_sequence
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
+from mpimesh.parallel.tensor_attention import ParallelAttention
+from mpimesh.parallel.tensor_embedding import VocabParallelEmbedding
+from mpimesh.parallel.tensor_feedforward import ParallelFeedForward, ParallelSwiGLU
+from mpimesh.parallel.tensor_gpt import gpt_layers
+from mpimesh.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinear
+from mpimesh.parallel.tensor_loss import VocabParallelCrossEntropy
+from mpimesh.parallel.tensor_split import tensor_parallel
+from mpimesh.parallel.tensor_sums import sum_shared_gradients
 from mpimesh.parallel.tuning import BucketTuning
 
 __all__ = [
     "BUCKET_BYTES",
     "Bucket",
     "BucketTuning",
+    "ColumnParallelLinear",
     "DataParallel",
     "GradientBuckets",
     "Microbatches",
+    "ParallelAttention",
+    "ParallelFeedForward",
     "ParallelOptimizer",
+    "ParallelSwiGLU",
     "PipelineParallel",
     "PipelineStage",
+    "RowParallelLinear",
+    "SequenceSplit",
     "StepReport",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
     "clip_grad_norm",
+    "gpt_layers",
     "measure_layers",
     "microbatch_rows",
     "replica_rows",
     "split_microbatches",
+    "split_sequence",
+    "sum_shared_gradients",
+    "tensor_parallel",
 ]

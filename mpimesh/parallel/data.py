@@ -14,6 +14,7 @@ from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.tensor_model import tensor_groups
 from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh
 from mpimesh.trace import Tracer
@@ -29,6 +30,9 @@ class DataParallel(ParallelModel):
     every rank; the rows are dealt to the replicas in order, uneven ones and fewer rows than
     replicas too, and the loss is the mean over all. An exception on one replica ends the step
     on all of them with the same :class:`StageError`.
+
+    Layers of the model may be split over the ranks of another dim, such as a
+    :class:`ColumnParallelLinear`. Then all of these calls are collective over the mesh.
 
     Args:
         module: The model, the same on every rank. Layers without memory are materialised.
@@ -83,13 +87,15 @@ class DataParallel(ParallelModel):
         for layer in module.layers if isinstance(module, Sequential) else [module]:
             stage.add_layer(layer)
         group = mesh.group(dim)
+        is_split = bool(tensor_groups(stage))
+        others = set(mesh.dim_names) - {dim}
         self._engine = Engine(
             [stage],
             mesh,
-            scope=group,
+            scope=mesh.group() if is_split else group,
             pipe=group.alone(),
             data=group,
-            counts_loss=True,
+            counts_loss=not is_split or not any(mesh.coord(other) for other in others),
             options=Options(
                 num_microbatches=num_microbatches,
                 schedule="1f1b",

@@ -23,6 +23,8 @@ from mpimesh.parallel.plans import Plans, ScheduleLike
 from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
+from mpimesh.parallel.tensor_model import TensorModel
+from mpimesh.parallel.tensor_parameter import describe_parts
 from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, exchange
@@ -86,6 +88,7 @@ class Engine:
             on the devices, else NumPy.
         ties: The parameters that several ranks of a pipeline hold.
         optimizer: What the model is trained by, if that needs to know how it is cut.
+        tensor: The layers that are split over a group of ranks.
     """
 
     def __init__(
@@ -126,11 +129,14 @@ class Engine:
         self.local = {number: self.stages[number] for number in self.plans.stages}
         self._in_backward: set[int] = set()  # local stages to whose gradients more may come
         self._named = named_places(self.stages)
+        self.tensor = TensorModel(self.stages)
         ties = find_ties(self.stages, self.plans.placement)
         call = Call("pipeline", scope.name, rule=self._rule(options))
         agree(scope.progress, scope.communicator, call)
         self.library = self._library(call)
         self.ties = Ties(ties, mesh=mesh, pipe=pipe, data=data)
+        everything = [parameter for _, parameter, _ in self._named]
+        self.tensor.make_groups(mesh, scope, data, everything, [tie.parameter for tie in ties])
         if not is_used_again(self.stages):
             # Nobody reads the gradient of the model's input.
             self.stages[0].input_grad = False
@@ -141,6 +147,7 @@ class Engine:
         self._new_buckets = partial(self._buckets_of, options)
         self.buckets = self._new_buckets(None)
         agree_values(self.named_parameters(), data)
+        self.tensor.agree_values(self.named_parameters())
 
     # -- what is where: local -------------------------------------------------------------
 
@@ -259,7 +266,7 @@ class Engine:
             for stage in self.stages
         )
         shapes = [
-            (name, parameter.shape, parameter.requires_grad, numbers)
+            (name, describe_parts(parameter), parameter.requires_grad, numbers)
             for name, parameter, numbers in self._named
         ]
         return (
@@ -282,7 +289,10 @@ class Engine:
             mesh=self.mesh,
             bucket_bytes=options.bucket_bytes,
             names=[name for name, _ in named],
-            groups=[self.ties.group(parameter) for _, parameter in named],
+            groups=[
+                self.tensor.group_of(parameter) or self.ties.group(parameter)
+                for _, parameter in named
+            ],
             overlap=options.overlap,
             tracer=self.tracer,
             plan=plan,

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from mpimesh.nn import Module, SupportsLayer
+from mpimesh.nn import Module
 from mpimesh.nn.protocol import Settled, materialize, num_layers, set_place
 from mpimesh.parallel.stage import PipelineStage
 
-__all__ = ["give_values", "is_used_again"]
+__all__ = ["give_values", "is_used_again", "leaves"]
 
 
 def give_values(
@@ -72,12 +72,12 @@ def is_used_again(stages: Sequence[PipelineStage]) -> bool:
     There somebody reads the gradient of its input.
     """
     first = stages[0].first_layer
-    return sum(leaf is first for stage in stages for leaf in _leaves(stage)) > 1
+    return sum(leaf is first for stage in stages for leaf in leaves(stage)) > 1
 
 
-def _leaves(layer: SupportsLayer) -> Iterator[SupportsLayer]:
+def leaves(layer: Any) -> Iterator[Any]:
     """Yield `layer` and all below it, each as often as it stands there."""
     yield layer
     if isinstance(layer, Module):
         for _, child in layer.named_children():
-            yield from _leaves(child)
+            yield from leaves(child)

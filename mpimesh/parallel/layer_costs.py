@@ -20,6 +20,7 @@ from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.layer_times import LayerTime, time_layers
 from mpimesh.parallel.link import Link, measure_link
+from mpimesh.parallel.tensor_parameter import whole_shape
 from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agreed, exchange
@@ -144,7 +145,7 @@ def flat_layers(layers: Sequential | Sequence[SupportsLayer]) -> Sequence[Suppor
 def describe_layers(layers: Sequence[SupportsLayer]) -> str:
     """Return the text by which two ranks compare their layers."""
     kinds = [
-        (type(layer).__name__, [(name, one.shape) for name, one in named_parameters(layer)])
+        (type(layer).__name__, [(name, whole_shape(one)) for name, one in named_parameters(layer)])
         for layer in layers
     ]
     return f"{len(layers)} layers, digest {fingerprint(str(kinds)):x}"

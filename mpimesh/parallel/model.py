@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Self
 
-import numpy as np
-
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.errors import ModuleError
 from mpimesh.nn import Parameter
@@ -20,6 +18,8 @@ from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.join import joined_output
 from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.step import Step
+from mpimesh.parallel.tensor_model import local_part
+from mpimesh.parallel.tensor_parameter import TensorParameter
 from mpimesh.parallel.tree import Tree
 from mpimesh.parallel.tuning import BucketTuning, tune_buckets
 
@@ -57,8 +57,13 @@ class ParallelModel:
         engine = self._engine
         if engine.optimizer is not None:
             return engine.optimizer.clip_grad_norm(max_norm)
+        parameters = self.parameters()
         return clip_grad_norm(
-            self.parameters(), max_norm, group=engine.pipe, copies=engine.ties.copies
+            parameters,
+            max_norm,
+            group=engine.pipe,
+            copies=[*engine.ties.copies, *engine.tensor.copies(parameters)],
+            inner_sum=engine.tensor.all_sum if engine.tensor.is_split else None,
         )
 
     def check_replicas(self) -> None:
@@ -71,6 +76,7 @@ class ParallelModel:
         """
         self._engine.ties.agree(values=True)
         agree_values(self._engine.named_parameters(), self._engine.data)
+        self._engine.tensor.agree_values(self._engine.named_parameters())
 
     def rebuild_buckets(self) -> None:
         """Make the gradient buckets anew, after freezing or unfreezing. Collective."""
@@ -106,7 +112,7 @@ class ParallelModel:
         """Return the values of the whole model on every rank, as host arrays. Collective.
 
         Cost:
-            Two broadcasts for each parameter, over the stages.
+            Two broadcasts for each parameter, over the stages; and an all-gather of what is split.
         """
         engine = self._engine
         # Of the ranks that hold a tied parameter, the first one gives it.
@@ -115,7 +121,7 @@ class ParallelModel:
         return {
             name: to_numpy(
                 engine.pipe.broadcast(
-                    np.array(to_numpy(parameter.value())) if id(parameter) in local else None,
+                    engine.tensor.whole(parameter) if id(parameter) in local else None,
                     root=None,
                 ).resolve()
             )
@@ -144,8 +150,10 @@ class ParallelModel:
                 f"{sorted(missing) or 'none'}, unknown: {sorted(unknown) or 'none'}"
             )
         for name, parameter in expected.items():
-            check_shape(name, parameter, state[name])
-        load_values(dict(engine.named_parameters()), state)
+            if not isinstance(parameter, TensorParameter):
+                check_shape(name, parameter, state[name])
+        mine = dict(engine.named_parameters())
+        load_values(mine, {name: local_part(name, one, state[name]) for name, one in mine.items()})
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which steps add up gradients without reducing them.

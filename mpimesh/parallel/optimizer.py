@@ -12,6 +12,7 @@ from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.clip import sum_of_squares
+from mpimesh.parallel.bucket import Bucket
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.optimizer_checks import is_finite, problem_with
 from mpimesh.parallel.pieces import Pieces
@@ -20,6 +21,23 @@ from mpimesh.runtime.agreement import agree, agreed
 from mpimesh.runtime.call import Call
 
 __all__ = ["ParallelOptimizer"]
+
+
+def _parts(bucket: Bucket, without: set[int]) -> list[Array]:
+    """Return this rank's part of the sums of a divided bucket, but for some parameters."""
+    shard = bucket.shard
+    if shard is None:
+        return []
+    if not any(id(parameter) in without for parameter in bucket.parameters):
+        return [shard.memory]
+    parts, end = [], 0
+    for parameter in bucket.parameters:
+        begin, end = end, end + parameter.size
+        if id(parameter) not in without:
+            start = max(begin, shard.part.start) - shard.part.start
+            stop = min(end, shard.part.stop) - shard.part.start
+            parts.append(shard.memory[start : max(start, stop)])
+    return parts
 
 
 class ParallelOptimizer:
@@ -198,9 +216,14 @@ class ParallelOptimizer:
                 f"{self._who}: there are no sums of gradients to clip: call train_step() before "
                 "clip_grad_norm(), and step() after it"
             )
-        copies = set() if self._zero else {id(one) for one in engine.ties.copies}
+        zero = bool(self._zero)
+        mine = [parameter for _, parameter in engine.named_parameters()]
+        copies = {id(one) for one in engine.tensor.copies(mine, divided=zero)}
+        if not zero:
+            copies |= {id(one) for one in engine.ties.copies}
         squares = math.fsum(float(sum_of_squares(one)) for one in self._gradients(copies))
         # Of a parameter that several stages hold each has a part of its own, so all add up.
+        squares = engine.tensor.all_sum(squares)
         for group in (engine.pipe, engine.data) if self._zero else (engine.pipe,):
             if group.size > 1:
                 squares = float(group.all_reduce(np.array(squares)).resolve())
@@ -283,7 +306,7 @@ class ParallelOptimizer:
     def _gradients(self, without: set[int]) -> list[Array]:
         """Return all sums of gradients of this rank: of its parts, or whole."""
         buckets = self._engine.buckets
-        parts = [bucket.shard.memory for bucket in buckets.buckets if bucket.shard is not None]
+        parts = [part for bucket in buckets.buckets for part in _parts(bucket, without)]
         return parts + [
             parameter.grad
             for parameter in buckets.parameters

@@ -53,10 +53,16 @@ class PipelineParallel(PipelineSteps):
     the backward of all ranks has ended. For each set of such ranks the mesh gets a group, called
     ``"tied ..."``. Freeze it on all ranks or on none.
 
+    Layers may be split over the ranks of one dim more, see :func:`tensor_parallel`. For each set of
+    ranks that have the same part of a parameter, such as a norm's on a split sequence, the mesh
+    gets a group called ``"shared by ..."``; and if that dim is the whole mesh, a group
+    ``"layers of ..."`` for what its layers move.
+
     Args:
         stages: All stages in order, on every rank. A rank gives memory to its own only.
         num_microbatches: Most microbatches of a replica's rows.
-        mesh: The mesh. Ranks along its other dims repeat each other's work.
+        mesh: The mesh. Ranks along its other dims repeat each other's work, or share it, where
+            layers are split over them, such as a :class:`ColumnParallelLinear`.
         dim: The dim of the stages. A mesh without it is a pipeline of one rank.
         data_dim: The dim of the replicas. A mesh without it has one.
         schedule: The name of one, see :func:`~mpimesh.schedule.make_schedule`: ``"1f1b"``,

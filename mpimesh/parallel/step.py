@@ -113,6 +113,7 @@ class Step:
         engine = self._engine
         problem = self._look_at_arguments()
         self._header = StepHeader(engine.scope, self._given, self._names)
+        engine.tensor.begin(self._look, self._arguments.loss)
         engine.why_no_step = _UNDER_WAY
         try:
             loss = self._end(self._try(problem))
@@ -127,6 +128,7 @@ class Step:
             raise
         finally:
             engine.pool.end_step()
+            engine.tensor.end()
             # Each of them knows this step, and holds arrays.
             self._executor = self._inbox = self._outbox = None
             del problem  # whose traceback may hold this frame, as in the methods below
@@ -176,7 +178,9 @@ class Step:
     def _work(self) -> None:
         engine = self._engine
         size = self._given.size(self._names)
-        if size is None or (self._training and engine.replicas_are_all):
+        # Ranks in different steps would meet in the sums of replicas or in split layers.
+        meets = (self._training and engine.replicas_are_all) or engine.tensor.is_split
+        if size is None or meets:
             waited = Guarded(self._header, self._alarm.look)
             engine.scope.wait_for(waited, what="the size of the batch")
             size = self._header.read()

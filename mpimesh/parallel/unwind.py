@@ -38,8 +38,8 @@ def unwind(
     """Clear up with all other ranks. Collective over the engine's scope.
 
     Every message that is on its way is taken in, every receive that has none is taken back, and
-    the reductions that any rank has started are made by all. The gradients are 0
-    afterwards, unless all ranks were in inference.
+    the reductions that any rank has started are made by all, those of split layers, too. The
+    gradients are 0 afterwards, unless all ranks were in inference.
 
     Returns:
         The error that every rank is to raise.
@@ -54,9 +54,11 @@ def unwind(
         "failure": None if note.failure is None else asdict(note.failure),
         "sounded": alarm.sounded,
         "started": engine.buckets.started,
+        "tensor": engine.tensor.notes(),
         "sent": [] if outbox is None else _by_rank(engine, outbox),
     }
     notes = exchange(scope.progress, scope.communicator, mine, what="the end of a failed step")
+    engine.tensor.finish(dict(zip(scope.ranks, (one["tensor"] for one in notes), strict=True)))
     waiting = alarm.collect(place for place, one in enumerate(notes) if one["sounded"])
     if outbox is not None:
         waiting += outbox.drain()

@@ -34,6 +34,7 @@ class _Family:
         forced: The way that its bytes have to go; None leaves that to the communicator. A family
             with one is not shared with other groups of the same ranks.
         why_not: Why they cannot, as far as this rank knows.
+        apart: Whether its operations have an order of their own: it is not shared, either.
     """
 
     ranks: tuple[int, ...]
@@ -43,10 +44,11 @@ class _Family:
     owned: bool = True
     forced: GroupBackend | None = None
     why_not: str = ""
+    apart: bool = False
 
     def has(self, ranks: tuple[int, ...]) -> bool:
         """Tell whether it has a group of just these ranks: the same answer on every rank."""
-        if self.forced is not None:
+        if self.forced is not None or self.apart:
             return False
         if self.mesh is None:
             return self.ranks == ranks
@@ -58,7 +60,7 @@ class _Family:
         A listed group may be the group along `dims` for its own ranks and for no others, so
         it counts only if there is no other group along `dims`.
         """
-        if self.forced is not None:
+        if self.forced is not None or self.apart:
             return False
         if self.mesh is None:
             return self.ranks == tuple(mesh.group_ranks(mesh.ids[0], dims)) and (
@@ -156,20 +158,25 @@ class LiveGroups:
         return self._add_lines(name, self._mesh, dims, custom=custom, forced=forced)
 
     def add_ranks(
-        self, spec: GroupSpec, *, custom: bool = False, forced: GroupBackend | None = None
+        self,
+        spec: GroupSpec,
+        *,
+        custom: bool = False,
+        forced: GroupBackend | None = None,
+        apart: bool = False,
     ) -> ProcessGroup:
         """Make one group of listed ranks, which keep their order."""
         self._check_name(spec.name)
         ranks = tuple(spec.ranks)
         family = None
-        if forced is None:
+        if forced is None and not apart:
             family = next((family for family in self._families if family.has(ranks)), None)
         if len(ranks) == 1:
             family = _Family(ranks, solo_communicator(), owned=False)
         elif family is None:
             place = spec.group_rank(self._context.rank)
             communicator = self._communicator.split(None if place is None else 0, place or 0)
-            family = _forced(_Family(ranks, communicator, forced=forced))
+            family = _forced(_Family(ranks, communicator, forced=forced, apart=apart))
             self._families.append(family)
         communicator = family.communicator if self._context.rank in ranks else None
         return self._keep(spec.name, spec.ranks, communicator, family, custom=custom)
@@ -208,7 +215,7 @@ class LiveGroups:
             else:
                 ranks = other._groups[name].ranks
                 spec = GroupSpec(name, ranks, self.backend)
-                self.add_ranks(spec, custom=True, forced=family.forced)
+                self.add_ranks(spec, custom=True, forced=family.forced, apart=family.apart)
 
     def rebuild(self, mesh: Mesh) -> LiveGroups:
         """Return a table for another mesh over the same ranks, with the user's own groups.

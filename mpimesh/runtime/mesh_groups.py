@@ -72,6 +72,7 @@ class MeshGroups(DeviceQueries):
         *,
         dims: NamesLike | None = None,
         backend: GroupBackend | str | None = None,
+        apart: bool = False,
     ) -> ProcessGroup:
         """Make a group of listed ranks, or one for each line of ranks along several dims.
 
@@ -85,6 +86,9 @@ class MeshGroups(DeviceQueries):
                 memory; the ranks must share a node) or ``"nccl"`` (device memory; what lies on
                 the host goes as it would without). If None, the fastest of all that the ranks
                 have, for each operation and size; :meth:`ProcessGroup.routes` tells.
+            apart: Give listed ranks an order of operations of their own, even if another group
+                has the same ranks: for collectives that may be under way when those ranks meet
+                otherwise. It takes a communicator more.
 
         Returns:
             The group. On a rank that is no member, only its description can be used.
@@ -101,14 +105,14 @@ class MeshGroups(DeviceQueries):
             groups.communicator,
             "add_group",
             lambda: (
-                self._checked_spec(groups, name, ranks, dims),
+                self._checked_spec(groups, name, ranks, dims, apart),
                 _checked_backend(groups, name, backend),
             ),
-            lambda found: f"{name!r}: {found}",
+            lambda found: f"{name!r}: {found}{', apart' if apart else ''}",
         )
         spec, forced = found
         if isinstance(spec, GroupSpec):
-            group = groups.add_ranks(spec, custom=True, forced=forced)
+            group = groups.add_ranks(spec, custom=True, forced=forced, apart=apart)
         else:
             group = groups.add_dims(name, spec, custom=True, forced=forced)
         if forced is not None:
@@ -150,9 +154,12 @@ class MeshGroups(DeviceQueries):
         name: str,
         ranks: Sequence[int] | None,
         dims: NamesLike | None,
+        apart: bool,
     ) -> GroupSpec | tuple[str, ...]:
         if (ranks is None) == (dims is None):
             raise GroupError(f"add_group({name!r}) takes ranks or dims, one of them")
+        if apart and ranks is None:
+            raise GroupError(f"add_group({name!r}) takes ranks, not dims, to set them apart")
         if groups.get(name) is not None:
             raise GroupError(f"there is already a group called {name!r}; choose another name")
         if ranks is None:

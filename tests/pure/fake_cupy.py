@@ -7,6 +7,7 @@ array's own namespace. It knows only functions that CuPy has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -99,6 +100,12 @@ class FakeArray:
 
     def __bool__(self) -> bool:
         return bool(self.on_host)
+
+    def __invert__(self) -> FakeArray:
+        return FakeArray(~self.on_host)
+
+    def __iter__(self) -> Iterator[FakeArray]:
+        return map(FakeArray, self.on_host)
 
     def __int__(self) -> int:
         return int(self.on_host)

@@ -15,7 +15,10 @@ from mpimesh.parallel import PipelineStage
 from tests.devices.fake_cuda import installed
 from tests.pure.fake_cupy import FakeArray, FakeCupy
 from tests.pure.parallel_models import batch, make_pipeline, on_ranks
-from tests.pure.parallel_traps import assert_nothing_left, error_of, trapped_stages
+from tests.pure.parallel_traps import Trap, assert_nothing_left, error_of, trapped_stages
+from tests.pure.tensor_models import VOCAB
+from tests.pure.tensor_models import batch as tokens
+from tests.pure.tensor_models import layers as split_layers
 
 
 @pytest.fixture
@@ -223,3 +226,58 @@ class Flat(nn.Module):
     def backward_input(self, dy, ctx):
         first, ids, skip = self.concat.backward_input(dy, ctx)
         return (first, ids), skip
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("dims", ["tp=3", "pp=2,tp=2"])
+def test_a_split_model_on_a_device(cupy, dims, sequence_parallel):
+    def body(mesh):
+        tp = mesh.group("tp")
+        loss = mm.VocabParallelCrossEntropy(VOCAB, group=tp)
+
+        def made(xp):
+            layers = split_layers("llama", tp=tp, sequence_parallel=sequence_parallel)
+            count = mesh.dim_size("pp") if mesh.contains_dim("pp") else 1
+            stages = [PipelineStage(number) for number in range(count)]
+            for number, layer in enumerate(layers):
+                stages[number * count // len(layers)].add_layer(layer)
+            return mm.PipelineParallel(stages, 2, mesh=mesh, xp=xp, dtype=np.float64)
+
+        on_host, on_device = made(np), made(cupy)
+        x, target = tokens(0)
+        expected = on_host.train_step(x, target, loss=loss)
+        got = on_device.train_step(cupy.asarray(x), cupy.asarray(target), loss=loss)
+        assert got == pytest.approx(expected, rel=1e-12)
+        for one, other in zip(on_device.parameters(), on_host.parameters(), strict=True):
+            assert isinstance(one.grad, FakeArray)
+            np.testing.assert_allclose(one.grad.on_host, other.grad, rtol=1e-9, atol=1e-13)
+        assert on_device.clip_grad_norm(0.1) == pytest.approx(on_host.clip_grad_norm(0.1))
+        on_device.load_state_dict(on_host.full_state_dict())
+        state = on_device.full_state_dict()
+        assert all(isinstance(values, np.ndarray) for values in state.values())
+
+    on_ranks(dims, body)
+
+
+def test_a_rank_that_fails_within_a_split_model_on_a_device(device):
+    """What the others have started is made by all, from where their arrays are."""
+
+    def body(mesh):
+        def model(xp):
+            tp, trap = mesh.group("tp"), Trap()
+            stage = PipelineStage(0).add_layer(mm.ColumnParallelLinear(4, 6, group=tp))
+            stage.add_layer(trap).add_layer(mm.RowParallelLinear(6, 4, group=tp))
+            return trap, mm.PipelineParallel([stage], 2, mesh=mesh, xp=xp, dtype=np.float64)
+
+        trap, on_device = model(device)
+        x = np.random.default_rng(0).normal(size=(5, 4))
+        given = device.asarray(x), device.asarray(-x)
+        for kind, microbatch in (("F", 1), ("B", 0), ("B", 1)):
+            if mesh.rank == 1:
+                trap.arm(kind, microbatch)
+            assert "boom" in str(error_of(lambda: on_device.train_step(*given, loss=nn.mse)))
+            trap.disarm()
+        expected = model(np)[1].train_step(x, -x, loss=nn.mse)
+        assert on_device.train_step(*given, loss=nn.mse) == pytest.approx(expected, rel=1e-12)
+
+    on_ranks("tp=3", body)

@@ -115,3 +115,20 @@ def test_a_rank_that_a_split_leaves_out_is_told(comm):
     with mm.DeviceMesh("x=-1", part) as mesh:
         assert mesh.world_size == comm.size - 1
     part.Free()
+
+
+@pytest.mark.nprocs(2, 3, 4)
+def test_a_group_apart_has_an_order_of_its_own(comm):
+    """One of the first rank's operations waits, and those of the mesh go on, and of a copy, too."""
+    with mm.DeviceMesh("x=-1", comm) as mesh:
+        with pytest.raises(MpimeshError, match="takes ranks, not dims, to set them apart"):
+            mesh.add_group("apart", dims="x", apart=True)
+        apart = mesh.add_group("apart", range(comm.size), apart=True)
+        assert mesh.add_group("same", range(comm.size)).communicator is mesh.group().communicator
+        copied = mesh.copy()
+        assert copied.group("apart").communicator is not copied.group().communicator
+        copied.close()
+        early = apart.all_reduce(1) if mesh.rank == 0 else None
+        assert mesh.group().all_reduce(2).resolve() == 2 * comm.size
+        late = apart.all_reduce(1) if early is None else early
+        assert late.resolve() == comm.size

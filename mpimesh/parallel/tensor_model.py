@@ -1,0 +1,221 @@
+"""What a model has to do about those of its layers that are split over a group.
+
+Such a model is trained by :class:`~mpimesh.DataParallel` or :class:`~mpimesh.PipelineParallel`
+like any other: the ranks along the group's dim of the mesh do the same actions in the same order,
+each on its part of the layers. What differs stands here: some gradients are summed over ranks of
+the group, too, once a step, parameters are counted once in norms, states are put together and
+cut, and a rank that fails in a layer does not leave the others waiting in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import Array, HostArray, to_numpy
+from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.nn import Parameter
+from mpimesh.parallel.first_values import leaves
+from mpimesh.parallel.replicas import agree_values
+from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.tensor_group import TensorGroup, TensorWatch
+from mpimesh.parallel.tensor_parameter import TensorParameter
+from mpimesh.parallel.tensor_sums import group_named, shared_groups, shared_parameters
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+
+__all__ = ["TensorModel", "local_part", "tensor_groups"]
+
+
+def tensor_groups(*layers: object) -> list[TensorGroup]:
+    """Return the groups over which `layers`, and those under them, are split. Local."""
+    found: dict[int, TensorGroup] = {}
+    for top in layers:
+        for layer in leaves(top):
+            for value in getattr(layer, "__dict__", {}).values():
+                one = value if isinstance(value, TensorGroup) else getattr(value, "tensor", None)
+                if isinstance(one, TensorGroup):
+                    found[id(one)] = one
+    return list(found.values())
+
+
+class TensorModel:
+    """The layers of a model that are split over a group of ranks, as one of these sees them.
+
+    Args:
+        stages: All stages of the model.
+
+    Attributes:
+        group: The ranks; None if no layer is split.
+
+    Raises:
+        ModuleError: If layers are split over different groups.
+    """
+
+    def __init__(self, stages: Sequence[PipelineStage]) -> None:
+        self._groups = tensor_groups(*stages)
+        groups = {id(one.group): one.group for one in self._groups}
+        if len(groups) > 1:
+            names = sorted(group.name for group in groups.values())
+            raise ModuleError(f"the layers of one model are split over one group, got {names}")
+        self.group: ProcessGroup | None = next(iter(groups.values()), None)
+        self._apart = self.group
+        self._shared: dict[tuple[int, ...], ProcessGroup] = {}
+        self._watched: list[TensorGroup] = []
+        self._watch: TensorWatch | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether layers are split over several ranks."""
+        return self.group is not None and self.group.size > 1
+
+    def make_groups(
+        self,
+        mesh: DeviceMesh,
+        scope: ProcessGroup,
+        data: ProcessGroup,
+        parameters: Sequence[Parameter],
+        tied: Iterable[Parameter],
+    ) -> None:
+        """Make the groups that the model needs beside those of the mesh. Collective over the mesh.
+
+        The layers' collectives have an order of their own: after a failure some are under way when
+        all ranks meet, and where the layers are split over all ranks of `scope`, what they meet in
+        would never begin. And there is a group for each set of ranks that have the same part of
+        a parameter, with their replicas.
+
+        Args:
+            mesh: The mesh.
+            scope: The ranks that step together.
+            data: The replicas of this rank's stages.
+            parameters: Those of the whole model, alike on all ranks.
+            tied: Of these, what several stages hold.
+
+        Raises:
+            ModuleError: If a parameter is tied and shared.
+        """
+        group = self.group
+        if group is None or not self.is_split:
+            return
+        if group.communicator is scope.communicator:
+            name = f"layers of {group.name}"
+            self._apart = group_named(mesh, name, list(group.ranks), apart=True)
+        shared = shared_parameters(parameters)
+        both = {id(one) for one in tied} & {id(one) for one in shared}
+        if both:
+            names = sorted({one.name for one in shared if id(one) in both})
+            raise ModuleError(
+                f"parameters {names} stand in several stages, and several ranks of group "
+                f"{group.name!r} have the same part of them: their gradients cannot be summed both "
+                "ways; give each stage a parameter of its own"
+            )
+        if shared:
+            sets = dict.fromkeys(holders for one in shared for holders in one.all_holders)
+            self._shared = shared_groups(mesh, scope, data, group, list(sets))
+
+    def group_of(self, parameter: Parameter) -> ProcessGroup | None:
+        """Return all ranks that have this rank's part of a parameter; None if it is the only one.
+
+        Their replicas are in it, too.
+        """
+        return (
+            self._shared.get(parameter.holders) if isinstance(parameter, TensorParameter) else None
+        )
+
+    # -- in a step ------------------------------------------------------------------------
+
+    def begin(self, look: Callable[[], None], loss: object) -> None:
+        """Let the waits of the layers, and of the loss, look for news. Local."""
+        if self._apart is None:
+            return
+        self._watch = TensorWatch(self._apart, look)
+        self._watched = self._groups + tensor_groups(loss)
+        for one in self._watched:
+            one.watch = self._watch
+
+    def end(self) -> None:
+        """Let go of the step. Local."""
+        for one in self._watched:
+            one.watch = None
+        self._watched = []
+        self._watch = None
+
+    def notes(self) -> list[Any]:
+        """Return what the other ranks are to know after a failure. Local."""
+        return [] if self._watch is None else self._watch.notes()
+
+    def finish(self, notes: Mapping[int, list[Any]]) -> None:
+        """Leave nothing of a failed step on the group. Collective over it.
+
+        Args:
+            notes: The `notes` of all ranks, by their numbers in the mesh.
+        """
+        if self.group is not None and self._watch is not None:
+            self._watch.finish([notes[rank] for rank in self.group.ranks])
+
+    # -- norms ----------------------------------------------------------------------------
+
+    def copies(self, parameters: Iterable[Parameter], *, divided: bool = False) -> list[Parameter]:
+        """Return those that another rank of the group counts in norms. Local.
+
+        Args:
+            parameters: This rank's.
+            divided: Whether ranks that share a parameter divide its gradient, so that each counts
+                its own part.
+        """
+        if self.group is None or not self.is_split:
+            return []
+        rank = self.group.rank
+
+        def counts(one: Parameter) -> bool:
+            if not isinstance(one, TensorParameter):
+                return rank == 0
+            return divided or one.holders[:1] in ((), (rank,))
+
+        return [one for one in parameters if not counts(one)]
+
+    def all_sum(self, number: float) -> float:
+        """Return the sum of a number over the group. Collective."""
+        if self.group is None or not self.is_split:
+            return number
+        return float(self.group.all_reduce(np.array(number)).resolve())
+
+    # -- values ---------------------------------------------------------------------------
+
+    def agree_values(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        """Return if all ranks of the group hold the same values of what is not split. Collective.
+
+        Raises:
+            MismatchError: On every rank, naming the first parameter that differs.
+        """
+        if self.group is not None:
+            whole = [(name, one) for name, one in named if not _is_split(one)]
+            agree_values(whole, self.group)
+
+    def whole(self, parameter: Parameter) -> HostArray:
+        """Return the values of a parameter, put together if it is split. Collective if so."""
+        values = np.array(to_numpy(parameter.value()))
+        if self.group is None or not isinstance(parameter, TensorParameter):
+            return values
+        sizes = [sum(stop - start for start, stop in part) for part in parameter.parts]
+        joined = self.group.all_gather(values, axis=parameter.axis, sizes=sizes).resolve()
+        return parameter.joined(np.split(joined, np.cumsum(sizes)[:-1], axis=parameter.axis))
+
+
+def local_part(name: str, parameter: Parameter, whole: Array) -> Array:
+    """Return what this rank holds of the values `whole` of a parameter.
+
+    Raises:
+        ShapeError: If they have another shape.
+    """
+    if not isinstance(parameter, TensorParameter):
+        return whole
+    try:
+        return parameter.part_of(to_numpy(whole))
+    except ShapeError as error:
+        raise ShapeError(f"state of parameter {name!r}: {error}") from None
+
+
+def _is_split(parameter: Parameter) -> bool:
+    return isinstance(parameter, TensorParameter) and len(set(parameter.parts)) > 1

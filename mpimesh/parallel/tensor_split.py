@@ -1,0 +1,150 @@
+"""A whole model split over the ranks of a group, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mpimesh.errors import ModuleError
+from mpimesh.nn import (
+    GELU,
+    Attention,
+    BertBlock,
+    Dropout,
+    Embedding,
+    FeedForward,
+    GptBlock,
+    LayerNorm,
+    LearnedPositions,
+    Linear,
+    Module,
+    ReLU,
+    RMSNorm,
+    Sequential,
+    SiLU,
+    SwiGLU,
+)
+from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.parallel.sequence import SequenceSplit, split_sequence
+from mpimesh.parallel.sequence_layers import SequenceDropout, SequencePositions
+from mpimesh.parallel.tensor_attention import ParallelAttention
+from mpimesh.parallel.tensor_embedding import VocabParallelEmbedding
+from mpimesh.parallel.tensor_entrance import Around, Entrance
+from mpimesh.parallel.tensor_feedforward import ParallelFeedForward, ParallelSwiGLU
+from mpimesh.parallel.tensor_group import TensorGroup
+from mpimesh.runtime import ProcessGroup
+
+__all__ = ["tensor_parallel"]
+
+L = TypeVar("L", bound=Module)
+
+
+class ParallelGptBlock(Around, GptBlock):
+    """A :class:`~mpimesh.nn.GptBlock` with split layers within."""
+
+
+class ParallelBertBlock(Around, BertBlock):
+    """A :class:`~mpimesh.nn.BertBlock` with split layers within."""
+
+
+_AROUND: dict[type, type[Module]] = {GptBlock: ParallelGptBlock, BertBlock: ParallelBertBlock}
+
+
+def tensor_parallel(
+    model: L, group: ProcessGroup | TensorGroup, *, sequence: SequenceSplit | None = None
+) -> L:
+    """Split the layers of `model` over the ranks of a group, and return it. Local.
+
+    To be done on every rank of the group, before the model has memory. Numbers of layers and names
+    of parameters stay, so that first values, dropout and states are those of the unsplit model.
+
+    :class:`~mpimesh.nn.Attention`, :class:`~mpimesh.nn.FeedForward`, :class:`~mpimesh.nn.SwiGLU`
+    and :class:`~mpimesh.nn.Embedding` are split, wherever they stand; all else is done by every
+    rank. With `sequence` each rank does that for its places, if the layer is one of this library
+    that treats each place by itself. A linear layer by itself is not split: use
+    :class:`ColumnParallelLinear` for an output layer, before a
+    :class:`VocabParallelCrossEntropy`.
+
+    Args:
+        model: The model; its layers are replaced in place. If it is itself a layer that is split,
+            or a block, the result is another one.
+        group: The ranks, such as ``mesh.group("tp")``.
+        sequence: How activations between split layers are split along the sequence, if they are.
+            What enters the model must be so then, unless an embedding comes first.
+
+    Raises:
+        ModuleError: If a rank would have no head, or with `sequence` a layer is not known to treat
+            each place by itself.
+        ModuleStateError: If a layer has memory.
+        GroupError: If this rank is not in the group.
+
+    Example:
+        >>> tp = mesh.group("tp")
+        >>> blocks = [tensor_parallel(nn.GptBlock(64, 8), tp) for _ in range(12)]
+    """
+    split: L = _split(model, TensorGroup(group), sequence)
+    return split
+
+
+def _split(layer: Any, tensor: TensorGroup, sequence: SequenceSplit | None) -> Any:
+    make = _MAKE.get(type(layer))
+    if make is not None:
+        return make(layer, tensor, sequence)
+    if not isinstance(layer, Module):
+        return layer
+    if isinstance(layer, Sequential):
+        layers: list[SupportsLayer] = layer._layers
+        layers[:] = [_split(one, tensor, sequence) for one in layers]
+        return layer
+    if type(layer) in _AROUND:
+        made = _AROUND[type(layer)].__new__(_AROUND[type(layer)])
+        vars(made).update(vars(layer))
+        layer = made
+    if sequence is not None and not isinstance(layer, _PLACEWISE):
+        raise ModuleError(
+            f"{layer!r}: it is not known whether it treats each place of a sequence by itself, so "
+            "it cannot be used between split layers; leave it out, or give none of sequence"
+        )
+    for name, value in vars(layer).items():
+        if isinstance(value, Module):
+            setattr(layer, name, _split(value, tensor, sequence))
+        elif isinstance(value, list | tuple) and any(isinstance(one, Module) for one in value):
+            setattr(layer, name, type(value)(_split(one, tensor, sequence) for one in value))
+    return layer
+
+
+_PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock)
+# With a split sequence these need no change, or only of the layers within.
+
+_Make = Callable[[Any, TensorGroup, "SequenceSplit | None"], Any]
+
+
+def _placewise(layer: Module, tensor: TensorGroup, sequence: SequenceSplit | None) -> Module:
+    return layer if sequence is None else split_sequence(layer, sequence)
+
+
+def _dropout(layer: Dropout, tensor: TensorGroup, sequence: SequenceSplit | None) -> Dropout:
+    return layer if sequence is None else SequenceDropout.of(layer, sequence)
+
+
+def _positions(
+    layer: LearnedPositions, tensor: TensorGroup, sequence: SequenceSplit | None
+) -> LearnedPositions:
+    return layer if sequence is None else SequencePositions.of(layer, sequence)
+
+
+def _entered(cls: Any) -> _Make:
+    return lambda layer, tensor, sequence: cls.of(layer, Entrance(tensor, sequence))
+
+
+_MAKE: dict[type, _Make] = {
+    Attention: _entered(ParallelAttention),
+    FeedForward: _entered(ParallelFeedForward),
+    SwiGLU: _entered(ParallelSwiGLU),
+    Embedding: VocabParallelEmbedding.of,
+    LayerNorm: _placewise,
+    RMSNorm: _placewise,
+    Linear: _placewise,
+    Dropout: _dropout,
+    LearnedPositions: _positions,
+}

@@ -1,0 +1,114 @@
+"""Gradients of which several ranks of a tensor-parallel group have parts, and who sums them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mpimesh.arrays import Array, namespace
+from mpimesh.nn import Parameter
+from mpimesh.parallel.header import fingerprint
+from mpimesh.parallel.tensor_parameter import TensorParameter
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.call import Call
+
+__all__ = ["group_named", "shared_groups", "shared_parameters", "sum_shared_gradients"]
+
+_LONGEST_NAME = 40
+
+
+def sum_shared_gradients(parameters: Iterable[Parameter], group: ProcessGroup) -> None:
+    """Sum the gradients of which several ranks of a group have parts: norms', biases', and such.
+
+    Collective over `group`. Training by :class:`~mpimesh.DataParallel` or
+    :class:`~mpimesh.PipelineParallel` does this once a step; a loop of one's own calls it
+    after backward, once, on all parameters of the model.
+
+    Args:
+        parameters: Those of the model, in the same order on every rank.
+        group: The ranks over which its layers are split.
+
+    Cost:
+        One all-reduce for each dtype, if anything is shared.
+    """
+    pieces: dict[Any, list[tuple[Array, int]]] = {}
+    sizes: dict[Any, int] = {}
+    for one in shared_parameters(parameters):
+        if not one.requires_grad:
+            continue
+        if one.grad is None:
+            one.grad = namespace(one.value()).zeros_like(one.data)
+        # What other ranks hold has its place, too, and gets zeros from here.
+        for part in dict.fromkeys(one.parts):
+            start = sizes.get(one.dtype, 0)
+            sizes[one.dtype] = start + one.size_of(part)
+            if part == one.parts[one.rank]:
+                pieces.setdefault(one.dtype, []).append((one.grad, start))
+    for dtype, size in sizes.items():
+        mine = pieces[dtype]
+        flat = namespace(mine[0][0]).zeros(size, dtype)
+        for grad, start in mine:
+            flat[start : start + grad.size] = grad.reshape(-1)
+        summed = group.all_reduce(flat, out=flat, label="shared gradients").resolve()
+        for grad, start in mine:
+            grad[...] = summed[start : start + grad.size].reshape(grad.shape)
+
+
+def shared_parameters(parameters: Iterable[Parameter]) -> list[TensorParameter]:
+    """Return those of which several ranks have the same part, whichever ranks. Local."""
+    return [one for one in parameters if isinstance(one, TensorParameter) and one.all_holders]
+
+
+def shared_groups(
+    mesh: DeviceMesh,
+    scope: ProcessGroup,
+    data: ProcessGroup,
+    group: ProcessGroup,
+    sets: Sequence[tuple[int, ...]],
+) -> dict[tuple[int, ...], ProcessGroup]:
+    """Return this rank's groups of ranks that have the same part, with their replicas.
+
+    Collective over the mesh.
+
+    Args:
+        mesh: The mesh, which gets a group for each set and stage.
+        scope: The ranks that step together.
+        data: The replicas of this rank's stages.
+        group: The ranks over which the layers are split.
+        sets: The places in `group` of the ranks that have something in common, alike on all ranks.
+
+    Cost:
+        An all-gather of some 20 bytes for each rank, and for each set and stage a split of the
+        mesh's communicator, unless there is a group of these ranks.
+    """
+    everyone: list[list[int]] = exchange(
+        scope.progress,
+        scope.communicator,
+        [data.ranks[0], group.ranks[0], group.rank or 0],
+        what=Call("shared parameters", scope.name),
+    )
+    told = dict(zip(scope.ranks, everyone, strict=True))
+    found = {}
+    for holders in sets:
+        lines: dict[int, list[int]] = {}
+        for rank, (_, first, place) in told.items():
+            if place in holders:
+                # The ranks of one stage have one corner: the first replica of the first rank.
+                lines.setdefault(told[first][0], []).append(rank)
+        for line in lines.values():
+            name = f"shared by {','.join(map(str, line))}"
+            if len(name) > _LONGEST_NAME:
+                name = f"shared by {line[0]},...,{line[-1]} {fingerprint(str(line)):x}"
+            made = group_named(mesh, name, line)
+            if mesh.rank in line:
+                found[holders] = made
+    return found
+
+
+def group_named(
+    mesh: DeviceMesh, name: str, ranks: list[int], *, apart: bool = False
+) -> ProcessGroup:
+    """Return a group; another model on this mesh may have made it, on all ranks alike."""
+    found = mesh.get_group(name)
+    return mesh.add_group(name, ranks, apart=apart) if found is None else found

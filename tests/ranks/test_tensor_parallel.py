@@ -1,0 +1,48 @@
+"""A GPT split over real MPI ranks, against the whole one in one process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+import mpimesh as mm
+from mpimesh.errors import StageError
+from tests.pure.parallel_traps import assert_nothing_left, error_of
+from tests.pure.tensor_models import assert_same, batch, trained, trained_alone, trapped
+
+MESHES = {
+    1: ["tp=1"],
+    2: ["tp=2"],
+    3: ["tp=3"],
+    4: ["tp=4", "dp=2,tp=2", "pp=2,tp=2"],
+    8: ["dp=2,pp=2,tp=2"],
+}
+
+
+@pytest.mark.parametrize(("kind", "sequence_parallel"), [("plain", False), ("llama", True)])
+def test_it_trains_like_the_whole_one(comm, kind, sequence_parallel):
+    for dims in MESHES[comm.size]:
+        with mm.DeviceMesh(dims, comm) as mesh:
+            got = trained(mesh, kind, sequence_parallel=sequence_parallel)
+            assert_same(got, trained_alone(kind))
+
+
+@pytest.mark.nprocs(2, 3, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_rank_that_fails_within_a_layer_ends_the_step_on_all(comm, sequence_parallel):
+    dims = "pp=2,tp=2" if comm.size == 4 else f"tp={comm.size}"
+    with mm.DeviceMesh(dims, comm) as mesh:
+        model, traps, loss = trapped(mesh, sequence_parallel)
+        step = partial(model.train_step, *batch(0), loss=loss)
+        for place in ("inside", "outside"):
+            for kind, microbatch in (("F", 1), ("B", 0)):
+                if mesh.coord("tp") == 1:
+                    traps[0][place].arm(kind, microbatch)
+                assert type(error_of(step)) is StageError
+                assert_nothing_left(mesh)
+                traps[0][place].disarm()
+        loss.armed = True
+        assert "boom in the loss" in str(error_of(step))
+        loss.armed = False
+        assert step() == pytest.approx(trained_alone("plain")[0][0], rel=1e-11)
