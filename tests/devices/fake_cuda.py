@@ -257,6 +257,11 @@ class FakeCupy(ModuleType):
     def identity(self, name: str) -> None:
         self.library.identity = name
 
+    @staticmethod
+    def fuse(formula: Any, kernel_name: str | None = None) -> Any:
+        """Return the formula: its operations one after the other."""
+        return formula
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(np, name):
             raise AttributeError(f"the fake CuPy has no {name}")
