@@ -63,6 +63,20 @@ def test_arrays_over_a_mesh(capsys):
     assert printed.count("my block is (3, 4) of (6, 8), all add up to 480.0") == 4
 
 
+def test_a_gpt_split_over_ranks(capsys):
+    program = compile(PYTHON[3], "README.md", "exec")
+
+    def main():
+        names: dict[str, object] = {"mm": mm, "np": np}
+        exec(program, names)
+        return names["mean"]
+
+    losses = set(mm.run_virtual(4, main))
+    assert len(losses) == 1
+    assert losses.pop() < 2.0  # from log(256) = 5.5
+    assert capsys.readouterr().out.count("loss") == 1
+
+
 @pytest.mark.parametrize("command", SHELL)
 def test_a_command_names_what_is_there(command, tmp_path, monkeypatch):
     program, *arguments = command.split()
