@@ -116,8 +116,9 @@ test-openmpi: $(RANKS:%=test-openmpi-%)
 $(RANKS:%=test-openmpi-%): test-openmpi-%: $(VENV_OPENMPI)/.dev
 	$(call step,contract$(,) pipelines and split arrays on $* rank(s)$(,) Open MPI)
 	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/mpiexec -n $* $(VENV_OPENMPI)/bin/python -m pytest --with-mpi \
-		tests/ranks/test_contract*.py tests/ranks/test_pipeline*.py tests/ranks/test_dtensor*.py \
-		tests/ranks/test_stencil.py $(PYTEST_ARGS)
+		tests/ranks/test_contract*.py tests/ranks/test_pipeline*.py tests/ranks/test_dtensor.py \
+		tests/ranks/test_dtensor_nodes.py tests/ranks/test_stencil.py \
+		tests/ranks/test_transport_neighbours.py tests/ranks/test_tensor_parallel.py $(PYTEST_ARGS)
 
 .torch/.done: $(VENV)/.dev
 	$(if $(TORCH),,$(error say which: make test-torch TORCH=torch==2.13.0))

@@ -10,7 +10,8 @@ ranks of a node share its link to the others:
 * what is reduced is reduced inside each node first, each rank a piece; then between the nodes; and
   then it is brought to where it is to be. It takes dims that run inside nodes (`node_dims`).
 
-All ranks reckon with the same numbers, so all find the same way.
+All ranks reckon with the same numbers, so all find the same way. A reduction on two levels rounds
+elsewhere than one at once, and elements of half types once more; on all ranks alike.
 """
 
 from __future__ import annotations
