@@ -104,4 +104,10 @@ class Held:
         """Show this rank's block, too. Local."""
         if self._block is None:
             return f"{self!r}, without a block on rank {self.mesh.rank}"
-        return f"{self!r}, the block of rank {self.mesh.rank}:\n{self._block}"
+        what = f"the block of rank {self.mesh.rank}"
+        if self.layout.partial_op:
+            what = (
+                f"what rank {self.mesh.rank} has, not yet reduced ({self.layout.partial_op}) with "
+                "what others have; x.full() is the result"
+            )
+        return f"{self!r}, {what}:\n{self._block}"

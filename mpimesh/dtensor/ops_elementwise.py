@@ -61,7 +61,10 @@ def where(condition: Any, *choices: Any) -> Any:
     """
     if len(choices) != 2:
         raise on_all_ranks(
-            DTypeError("np.where on split arrays takes a condition and two arrays to choose from")
+            DTypeError(
+                "np.where on split arrays takes a condition and two arrays to choose from; "
+                "np.argwhere and np.nonzero tell where it is true"
+            )
         )
     return blockwise(np.where, [condition, *choices], (Linear((1, 2), _SUMS),))
 

@@ -124,7 +124,7 @@ def reduce(
     shape = shape_of(a)
     axes = axes_of(axis, len(shape))
     options = {} if dtype is None else {"dtype": np.dtype(dtype)}
-    begins = initial is not np._NoValue
+    begins = initial is not np._NoValue and initial is not None
     # Arrays of one element show what NumPy would make of these dtypes and options, or refuse.
     probe = dict(options, initial=initial) if begins else options
     one = np.ones((1,) * len(shape), a.dtype)

@@ -264,6 +264,7 @@ def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> No
         x = resolved(a)
         if x.dtype.kind != "f":
             return reduce(ufunc, x, axis, None, out, keepdims, initial, where)
+        initial = np._NoValue if initial is None else initial
         if initial is np._NoValue and any(x.shape[one] == 0 for one in axes_of(axis, x.ndim)):
             raise on_all_ranks(
                 ShapeError(f"np.{function.__name__} of no elements: shape {x.shape}, axis {axis}")

@@ -16,7 +16,7 @@ from mpimesh.dtensor.indexing import whole_key
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.pieces import true_anywhere
 from mpimesh.dtensor.registry import implements
-from mpimesh.dtensor.setting import elements_for, set_item
+from mpimesh.dtensor.setting import elements_for, set_item, split_elements
 from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import broadcast_to, row_along
 from mpimesh.dtensor.tensor import DTensor
@@ -69,7 +69,7 @@ def put(a: Any, ind: Any, v: Any, mode: str = "raise") -> None:
         raise on_all_ranks(
             IndexOutOfRangeError(f"a place of {places} is out of bounds for {x.size} elements")
         )
-    values = elements_for(x, np.ravel(whole_key(v)))
+    values = np.ravel(elements_for(x, whole_key(v)))
     if not places.size or not values.size:
         return
     where = np.unravel_index(places % x.size, x.shape)
@@ -88,11 +88,11 @@ def putmask(a: Any, /, mask: Any, values: Any) -> None:
         raise on_all_ranks(ShapeError(f"a mask of shape {where.shape} does not fit {x!r}"))
     flags = moved_to(where, x.placement)
     if isinstance(values, DTensor) and values.shape == x.shape:
-        chosen = moved_to(settled(values), x.placement)
+        chosen = moved_to(split_elements(x, settled(values)), x.placement)
         if x.is_member:
             np.putmask(x.local, flags.local, chosen.local)
         return
-    row = elements_for(x, np.ravel(whole_key(values)))
+    row = np.ravel(elements_for(x, whole_key(values)))
     if x.is_member and row.size:
         key = np.nonzero(flags.local)
         whole = [one + start for one, start in zip(key, x.global_offset, strict=True)]
@@ -141,7 +141,8 @@ def put_along_axis(arr: Any, indices: Any, values: Any, axis: Any) -> None:
     shape = (*x.shape[:which], rows.shape[which], *x.shape[which + 1 :])
     target = unsplit(x.placement, {which})
     rows = moved_to(broadcast_to(rows, shape), target)
-    given = moved_to(broadcast_to(settled(as_tensor(values, x.mesh)), shape), target)
+    fitting = split_elements(x, settled(as_tensor(values, x.mesh)))
+    given = moved_to(broadcast_to(fitting, shape), target)
     length = x.shape[which]
     wrong = x.is_member and bool(((rows.local < -length) | (rows.local >= length)).any())
     if true_anywhere(x.mesh, "put_along_axis", wrong):

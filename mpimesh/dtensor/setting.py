@@ -57,7 +57,7 @@ def set_item(x: DTensor, key: Any, value: Any) -> None:
     if read.arrays:
         _scatter(x, read, elements_for(x, value.full() if isinstance(value, DTensor) else value))
     elif isinstance(value, DTensor):
-        _put_split(x, read, _split_elements(x, as_tensor(value, x.mesh)))
+        _put_split(x, read, split_elements(x, as_tensor(value, x.mesh)))
     else:
         _put_plain(x, read, elements_for(x, value))
 
@@ -86,15 +86,16 @@ def elements_for(x: DTensor, value: Any) -> HostArray:
     """
     values = np.asarray(value)
     refuse_objects(values.dtype)
-    if _always_fit(values.dtype, x.dtype):
-        return values
+    elements = np.empty((1, *values.shape), x.dtype)
     try:
-        return values.astype(x.dtype)
+        # From what was given: NumPy refuses Python's numbers that do not fit, and casts arrays.
+        elements[0] = value
     except _NO_ELEMENT as error:
         raise _no_element(x, f"{value!r} is none: {error}") from None
+    return elements.reshape(values.shape)
 
 
-def _split_elements(x: DTensor, value: DTensor) -> DTensor:
+def split_elements(x: DTensor, value: DTensor) -> DTensor:
     """Return a split value that can be written into `x`.
 
     Collective, if that depends on its elements.

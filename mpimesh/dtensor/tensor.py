@@ -342,7 +342,13 @@ class DTensor(Held, Methods):
         self._refuse("be looped over")
 
     def _refuse(self, what: str) -> NoReturn:
+        if self.layout.is_replicated:
+            raise LayoutError(
+                f"{self!r} cannot {what}: split arrays cannot, and this one counts as split though "
+                "every rank has all of it; take x.local, which is NumPy's own array"
+            )
+        one = ", or float(x) for the number" if self.size == 1 else ""
         raise LayoutError(
             f"{self!r} cannot {what}: its parts are on several ranks; take x.local for this rank's "
-            "block, x.full() for the whole array, or float(x) for one number; all ranks call these"
+            f"block, x.full() for the whole array{one}; all ranks call x.full() and float(x)"
         )

@@ -47,11 +47,20 @@ class Links:
         near: To one rank from another of its node.
         far: To a node from others. Its ranks share it.
         measured: Whether the numbers are measured, not assumed.
+
+    Raises:
+        LayoutError: If one is no :class:`Link`.
     """
 
     near: Link = Link()
     far: Link = Link()
     measured: bool = False
+
+    def __post_init__(self) -> None:
+        """See whether these are links."""
+        for name in ("near", "far"):
+            if not isinstance(getattr(self, name), Link):
+                raise LayoutError(f"{name} must be a Link, got {getattr(self, name)!r}")
 
 
 ASSUMED_LINKS = Links()

@@ -120,8 +120,8 @@ class Placement(Sequence[PlacementSpec]):
             raise LayoutError(f"placements cannot be {placements!r}; {_GRAMMAR}")
         if len(placement) != len(dim_names):
             raise LayoutError(
-                f"placement {str(placement)!r} has {len(placement)} specs, but the mesh has "
-                f"{len(dim_names)} dims ({', '.join(dim_names)}); {_GRAMMAR}"
+                f"placement {str(placement)!r} has {_many(len(placement), 'spec')}, but the mesh "
+                f"has {_many(len(dim_names), 'dim')} ({', '.join(dim_names)}); {_GRAMMAR}"
             )
         return placement
 
@@ -190,3 +190,7 @@ def _in_order(
                 f"a placement names dim {name!r}, but the mesh has {', '.join(dim_names) or 'none'}"
             )
     return [specs.get(name, Replicate()) for name in dim_names]
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

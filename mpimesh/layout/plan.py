@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -228,11 +228,26 @@ def plan_redistribution(
     shape = as_shape(shape)
     if as_whole(itemsize, "itemsize") == 0:
         raise LayoutError("itemsize must be the bytes of an element, at least 1, got 0")
+    if not isinstance(links, Links):
+        raise LayoutError(f"links must be Links, got {links!r}")
     largest = max(source.mesh.ids.largest, target.mesh.ids.largest)
-    if len(nodes) and len(nodes) <= largest:
-        raise LayoutError(f"nodes must have every rank, 0 to {largest}, but has {len(nodes)}")
-    near = tuple(map(int, nodes)) if len(set(nodes)) > 1 else ()
+    near = _node_numbers(nodes)
+    if near and len(near) <= largest:
+        raise LayoutError(f"nodes must have every rank, 0 to {largest}, but has {len(near)}")
+    near = near if len(set(near)) > 1 else ()
     return _plan(source, target, shape, itemsize, near, links, collectives)
+
+
+def _node_numbers(nodes: Any) -> tuple[int, ...]:
+    try:
+        numbers = np.asarray(nodes)
+        if not numbers.size:
+            return ()
+        if numbers.ndim == 1 and numbers.dtype.kind in "iu":
+            return tuple(numbers.tolist())
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise LayoutError(f"nodes must be a row of whole numbers, one for each rank, got {nodes!r}")
 
 
 @lru_cache(maxsize=256)

@@ -59,8 +59,9 @@ def _over_nodes(plan: RedistributionPlan) -> list[str]:
     """Say which way was taken over nodes, if there was a choice."""
     if len(plan.ways) < 2:
         return []
-    (name, _), (other, other_s), *_ = plan.ways
-    return [f"  done {name}; {other} it would take about {_seconds(other_s)}"]
+    (name, name_s), (other, other_s), *_ = plan.ways
+    why = ", whose own way is measured" if other_s < name_s else ""
+    return [f"  done {name}{why}; {other} it would take about {_seconds(other_s)}"]
 
 
 def _speeds(links: Links) -> str:

@@ -1,9 +1,10 @@
 """Data, tensor and pipeline parallelism: models cut over replicas, ranks and stages, as one."""
 
-from mpimesh.parallel.bucket import Bucket
-from mpimesh.parallel.buckets import BUCKET_BYTES, GradientBuckets
 from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.data import DataParallel
+from mpimesh.parallel.gradients.bucket import Bucket
+from mpimesh.parallel.gradients.buckets import BUCKET_BYTES, GradientBuckets
+from mpimesh.parallel.gradients.tuning import BucketTuning
 from mpimesh.parallel.layer_costs import measure_layers
 from mpimesh.parallel.microbatch import (
     Microbatches,
@@ -13,18 +14,17 @@ from mpimesh.parallel.microbatch import (
 )
 from mpimesh.parallel.optimizer import ParallelOptimizer
 from mpimesh.parallel.pipeline import PipelineParallel
-from mpimesh.parallel.sequence import SequenceSplit, split_sequence
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
-from mpimesh.parallel.tensor_attention import ParallelAttention
-from mpimesh.parallel.tensor_embedding import VocabParallelEmbedding
-from mpimesh.parallel.tensor_feedforward import ParallelFeedForward, ParallelSwiGLU
-from mpimesh.parallel.tensor_gpt import gpt_layers
-from mpimesh.parallel.tensor_linear import ColumnParallelLinear, RowParallelLinear
-from mpimesh.parallel.tensor_loss import VocabParallelCrossEntropy
-from mpimesh.parallel.tensor_split import tensor_parallel
-from mpimesh.parallel.tensor_sums import sum_shared_gradients
-from mpimesh.parallel.tuning import BucketTuning
+from mpimesh.parallel.tensor.attention import ParallelAttention
+from mpimesh.parallel.tensor.embedding import VocabParallelEmbedding
+from mpimesh.parallel.tensor.feedforward import ParallelFeedForward, ParallelSwiGLU
+from mpimesh.parallel.tensor.gpt import gpt_layers
+from mpimesh.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpimesh.parallel.tensor.loss import VocabParallelCrossEntropy
+from mpimesh.parallel.tensor.sequence import SequenceSplit, split_sequence
+from mpimesh.parallel.tensor.split import tensor_parallel
+from mpimesh.parallel.tensor.sums import sum_shared_gradients
 
 __all__ = [
     "BUCKET_BYTES",

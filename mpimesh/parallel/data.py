@@ -10,11 +10,11 @@ import numpy as np
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.nn.protocol import set_training
 from mpimesh.parallel.arguments import Arguments, SupportsStep
-from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.engine import Engine, Options
+from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor_model import tensor_groups
+from mpimesh.parallel.tensor.model import tensor_groups
 from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh
 from mpimesh.trace import Tracer

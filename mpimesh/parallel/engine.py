@@ -13,18 +13,18 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.nn import Parameter
-from mpimesh.parallel.buckets import GradientBuckets
-from mpimesh.parallel.entries import Plan
 from mpimesh.parallel.first_values import give_values, is_used_again
+from mpimesh.parallel.gradients.buckets import GradientBuckets
+from mpimesh.parallel.gradients.entries import Plan
+from mpimesh.parallel.gradients.replicas import agree_values
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
-from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
-from mpimesh.parallel.tensor_model import TensorModel
-from mpimesh.parallel.tensor_parameter import describe_parts
+from mpimesh.parallel.tensor.model import TensorModel
+from mpimesh.parallel.tensor.parameter import describe_parts
 from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, exchange

@@ -20,7 +20,7 @@ from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.layer_times import LayerTime, time_layers
 from mpimesh.parallel.link import Link, measure_link
-from mpimesh.parallel.tensor_parameter import whole_shape
+from mpimesh.parallel.tensor.parameter import whole_shape
 from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agreed, exchange

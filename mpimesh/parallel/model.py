@@ -12,16 +12,16 @@ from mpimesh.nn import Parameter
 from mpimesh.nn.protocol import set_training
 from mpimesh.nn.state import check_shape, load_values
 from mpimesh.parallel.arguments import Arguments
-from mpimesh.parallel.buckets import GradientBuckets
 from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.engine import Engine
+from mpimesh.parallel.gradients.buckets import GradientBuckets
+from mpimesh.parallel.gradients.replicas import agree_values
+from mpimesh.parallel.gradients.tuning import BucketTuning, tune_buckets
 from mpimesh.parallel.join import joined_output
-from mpimesh.parallel.replicas import agree_values
 from mpimesh.parallel.step import Step
-from mpimesh.parallel.tensor_model import local_part
-from mpimesh.parallel.tensor_parameter import TensorParameter
+from mpimesh.parallel.tensor.model import local_part
+from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.parallel.tree import Tree
-from mpimesh.parallel.tuning import BucketTuning, tune_buckets
 
 __all__ = ["ParallelModel"]
 
@@ -86,10 +86,9 @@ class ParallelModel:
         """Cut the gradient buckets by measured times. Collective; after a few training steps.
 
         From when each gradient was complete in the last step, on the slowest of the replicas, and
-        how long reductions take, follows the cut by which all are summed earliest; see
-        :func:`mpimesh.parallel.bucket_merge.merge_buckets`. Call it between steps: gradients are
-        dropped. Making the model with ``bucket_bytes`` forces the size instead, and
-        :meth:`rebuild_buckets` goes back to it.
+        how long reductions take, follows the cut by which all are summed earliest (see
+        `gradients/bucket_merge.py`). Call it between steps: gradients are dropped. Making the model
+        with ``bucket_bytes`` forces the size instead, and :meth:`rebuild_buckets` goes back to it.
 
         Returns:
             What was found, the same on all replicas; None where there are no replicas, or no

@@ -12,10 +12,10 @@ from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.clip import sum_of_squares
-from mpimesh.parallel.bucket import Bucket
+from mpimesh.parallel.gradients.bucket import Bucket
+from mpimesh.parallel.gradients.pieces import Pieces
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.optimizer_checks import is_finite, problem_with
-from mpimesh.parallel.pieces import Pieces
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, agreed
 from mpimesh.runtime.call import Call

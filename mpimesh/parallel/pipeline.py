@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.nn import Sequential, SupportsLayer
-from mpimesh.parallel.buckets import BUCKET_BYTES
 from mpimesh.parallel.engine import Engine, Options
+from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
 from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.layer_costs import REPEATS, measure_layers
 from mpimesh.parallel.partition import partition_layers

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.nn import Parameter
+from mpimesh.parallel.gradients.replicas import describe, digest
 from mpimesh.parallel.header import fingerprint
-from mpimesh.parallel.replicas import describe, digest
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import exchange

@@ -239,13 +239,15 @@ class DeviceMesh(MeshShape):
         section. Without limits a budget only counts: see its `used_bytes`, `used_messages`,
         and `used_by`, by operation.
 
-        The operation that exceeds it raises BudgetError, on the ranks that have not enough left:
-        before it moves anything, and then it can be left out or made smaller; or at its end, from
-        ``resolve()``, where only the sender knew the size (a ``recv`` without shape and dtype,
-        ``shift``, ``scatter``, and ``broadcast`` with ``root=None``). A step of a model ends on
-        all ranks by the same error, before its optimizer changes anything. So give the same budget
-        on all ranks: one that raises alone leaves the others waiting in the operation, unless
-        ``MPIMESH_CHECKS`` is on, which makes them raise MismatchError, too.
+        The operation that exceeds it raises BudgetError: before it moves anything, and then it can
+        be left out or made smaller; or at its end, from ``resolve()``, where only the sender knew
+        the size (a ``recv`` without shape and dtype, ``shift``, ``scatter``, and ``broadcast`` with
+        ``root=None``). Operations on split arrays, of which ranks receive unequally much, raise it
+        on every rank if one has not enough left, and a step of a model ends on all ranks by the
+        same error, before its optimizer changes anything. So give the same budget on all ranks. A
+        collective of a group is refused by the ranks that have not enough left: where they have
+        used unequally much before, that may leave others waiting in it, unless ``MPIMESH_CHECKS``
+        is on, which makes them raise MismatchError, too.
 
         Args:
             bytes: Most bytes that this rank may receive from others.

@@ -116,6 +116,21 @@ class Traffic:
             nbytes, messages = from_others(rule, members, amount).sum(axis=1).tolist()
             self.admit(call, nbytes, messages)
 
+    @property
+    def refuses(self) -> bool:
+        """Whether operations that exceed a budget are refused, and not told of later."""
+        return bool(self.budgets) and self._late is None
+
+    def excess(
+        self, call: Call, rule: Rule, members: Members, amount: Amount
+    ) -> BudgetError | None:
+        """Return the error of the budget that an operation would exceed. Nothing is counted."""
+        nbytes, messages = from_others(rule, members, amount).sum(axis=1).tolist()
+        for budget in reversed(self.budgets):
+            if budget.exceeds(nbytes, messages):
+                return budget.error(call, "would receive", nbytes, messages)
+        return None
+
     def admit(self, call: Call, nbytes: int, messages: int) -> None:
         """Let budgets count an operation that is about to start.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from typing import Any
 
@@ -13,6 +14,8 @@ import mpimesh as mm
 from mpimesh.errors import (
     BudgetError,
     ClosedError,
+    DTypeError,
+    LayoutError,
     MismatchError,
     NoRuleError,
     ShapeError,
@@ -120,15 +123,16 @@ def test_a_closed_mesh_takes_no_array():
     on("a=2", main)
 
 
-def test_a_budget_that_one_rank_breaks(monkeypatch):
-    """The others learn of it: all have checks on."""
-    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+@pytest.mark.parametrize("checks", ["0", "1"])
+def test_a_budget_that_one_rank_breaks(monkeypatch, checks):
+    """The others learn of it, with checks or without: theirs is larger, but there is one."""
+    monkeypatch.setenv("MPIMESH_CHECKS", checks)
 
     def main(mesh):
         x = mm.zeros((4, 4), mesh, "S0")
         limit = 8 if mesh.rank else 1 << 20
-        error = BudgetError if mesh.rank else MismatchError
-        with mesh.budget(bytes=limit), pytest.raises(error, match=r"BudgetError|would receive"):
+        words = "would receive" if mesh.rank else "budget of rank 1"
+        with mesh.budget(bytes=limit), pytest.raises(BudgetError, match=words):
             x.redistribute("S1")
 
     on("a=2", main)
@@ -237,3 +241,88 @@ def test_sums_on_one_of_two_equal_meshes_that_leave_ranks_out(monkeypatch, check
             return back.local.tolist() if back.is_member else None
 
     assert mm.run_virtual(3, main) == [[0.0, 1.0, 2.0, 3.0]] * 2 + [None]
+
+
+@pytest.mark.parametrize("checks", ["0", "1"])
+def test_what_exceeds_the_budget_of_one_rank_is_refused_on_all(monkeypatch, checks):
+    """Those that refused alone left the others in an exchange with their next one: wrong values."""
+    monkeypatch.setenv("MPIMESH_CHECKS", checks)
+    numbers = np.arange(24.0).reshape(6, 4)
+
+    def main(mesh):
+        x = mm.distribute(numbers, mesh, "a=S0, b=R")
+        before = mesh.traffic().snapshot()
+        with mesh.budget(bytes=47) as budget:
+            for _ in range(2):
+                with pytest.raises(BudgetError, match=r"of rank 1, 2|would receive 48 bytes"):
+                    x.redistribute("a=S1, b=S0")  # ranks 0 and 3 have all that they need
+            assert budget.used_bytes == 0
+        assert (mesh.traffic() - before).received_bytes == 0
+        y = (x + 1000).redistribute("a=S1, b=R")
+        assert np.array_equal(y.full(), numbers + 1000)
+        with mesh.budget(bytes=48) as budget:
+            x.redistribute("a=S1, b=S0")
+            assert budget.used_bytes == (48 if mesh.rank in (1, 2) else 0)
+
+    on("a=2,b=2", main)
+
+
+def test_a_sum_that_waits_says_so():
+    def main(mesh):
+        x = mm.distribute(np.arange(4.0), mesh, "a=S0")
+        assert "x.full() is the result" in str(x.sum())
+        assert "the block of rank" in str(x)
+        whole = mm.distribute(np.arange(4.0), mesh, "a=R")
+        for call in (np.asarray, list):
+            with pytest.raises(LayoutError, match=r"take x.local, which is NumPy's own"):
+                call(whole)
+            with pytest.raises(LayoutError, match="its parts are on several ranks"):
+                call(x)
+
+    on("a=2", main)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("i1", 300), ("u1", -1), ("i8", float("nan")), ("i8", float("inf")), ("f8", 5 + 3j)],
+)
+def test_numbers_that_do_not_fit_are_not_written(dtype, value):
+    """They were cast, and stored as something else."""
+
+    def main(mesh):
+        x: Any = mm.zeros((4, 3), mesh, "S0", dtype=dtype)
+        writes = [
+            lambda: operator.setitem(x, 0, value),
+            lambda: operator.setitem(x, (slice(None), 1), [value] * 4),
+            lambda: np.put(x, [1], value),
+            lambda: np.fill_diagonal(x, value),
+        ]
+        for write in writes:
+            with pytest.raises(DTypeError, match="nothing was written"):
+                write()
+        assert not x.full().any()
+
+    on("a=2", main)
+
+
+def test_values_along_an_axis_that_do_not_fit_are_refused_on_all_ranks():
+    def main(mesh):
+        x: Any = mm.zeros((4, 3), mesh, "S0")
+        with pytest.raises(DTypeError, match="nothing was written"):
+            np.put_along_axis(x, np.zeros((4, 3), int), "q", 0)
+
+    on("a=2", main)
+
+
+def test_no_initial_value():
+    """None was taken for NaN."""
+
+    def main(mesh):
+        numbers = np.arange(6.0).reshape(3, 2)
+        x: Any = mm.distribute(numbers, mesh, "S0")
+        functions: Any = (np.sum, np.prod, np.max, np.nansum, np.add.reduce)
+        for function in functions:
+            found = function(x, axis=0, initial=None)
+            np.testing.assert_array_equal(found.full(), function(numbers, axis=0, initial=None))
+
+    on("a=2", main)

@@ -182,7 +182,7 @@ def test_a_name_that_is_no_dim(name):
 
 @pytest.mark.parametrize("placements", ["R", "R, R, R", [Replicate()], "", [], ["S0"] * 3])
 def test_one_spec_for_each_dim(placements):
-    with pytest.raises(LayoutError, match=r"specs, but the mesh has 2 dims \(dp, tp\)"):
+    with pytest.raises(LayoutError, match=r"specs?, but the mesh has 2 dims \(dp, tp\)"):
         Placement.of(placements, ["dp", "tp"])
 
 

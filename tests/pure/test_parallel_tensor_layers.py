@@ -20,9 +20,9 @@ from mpimesh.errors import (
     ShapeError,
 )
 from mpimesh.nn.initializers import first_values
-from mpimesh.parallel.tensor_attention import head_parts
-from mpimesh.parallel.tensor_model import TensorModel
-from mpimesh.parallel.tensor_parameter import TensorParameter, even_parts
+from mpimesh.parallel.tensor.attention import head_parts
+from mpimesh.parallel.tensor.model import TensorModel
+from mpimesh.parallel.tensor.parameter import TensorParameter, even_parts
 from tests.pure.parallel_models import on_ranks
 
 SEED = 5

@@ -18,7 +18,7 @@ from mpimesh.parallel import (
     SequenceSplit,
     split_sequence,
 )
-from mpimesh.parallel.tensor_model import TensorModel
+from mpimesh.parallel.tensor.model import TensorModel
 from tests.pure.parallel_models import on_ranks
 
 SEED = 5

@@ -10,7 +10,7 @@ import pytest
 import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.errors import MismatchError, ModuleError
-from mpimesh.parallel.tensor_parameter import TensorParameter
+from mpimesh.parallel.tensor.parameter import TensorParameter
 from tests.pure.parallel_models import on_ranks
 from tests.pure.tensor_models import (
     ROWS,

@@ -11,9 +11,10 @@ import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Constant, Parameter
-from mpimesh.parallel import GradientBuckets, tuning
-from mpimesh.parallel.bucket_merge import Reduction
-from mpimesh.parallel.reduction_times import measure_reduction
+from mpimesh.parallel import GradientBuckets
+from mpimesh.parallel.gradients import tuning
+from mpimesh.parallel.gradients.bucket_merge import Reduction
+from mpimesh.parallel.gradients.reduction_times import measure_reduction
 from tests.pure.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.parallel.runs import Run, runs_of
-from mpimesh.parallel.shard import shard_sizes
+from mpimesh.parallel.gradients.runs import Run, runs_of
+from mpimesh.parallel.gradients.shard import shard_sizes
 from tests.pure.parallel_models import (
     assert_equal,
     assert_same,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from mpimesh.arrays import namespace
 from mpimesh.errors import ModuleStateError, on_all_ranks
-from mpimesh.parallel.bucket_merge import Reduction, merge_buckets, reduced_s
 from mpimesh.parallel.engine import Engine
-from mpimesh.parallel.reduction_times import measure_reduction
+from mpimesh.parallel.gradients.bucket_merge import Reduction, merge_buckets, reduced_s
+from mpimesh.parallel.gradients.reduction_times import measure_reduction
 from mpimesh.runtime.agreement import exchange
 
 __all__ = ["BucketTuning", "tune_buckets"]

@@ -8,7 +8,7 @@ from typing import Any
 from mpimesh.arrays import Array, namespace
 from mpimesh.nn import Parameter
 from mpimesh.parallel.header import fingerprint
-from mpimesh.parallel.tensor_parameter import TensorParameter
+from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call

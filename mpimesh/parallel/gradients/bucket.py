@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpimesh.arrays import Array
 from mpimesh.nn import Parameter
-from mpimesh.parallel.shard import Shard
+from mpimesh.parallel.gradients.shard import Shard
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
 
 __all__ = ["Bucket"]

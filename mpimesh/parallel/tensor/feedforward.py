@@ -6,11 +6,11 @@ from typing import Self
 
 from mpimesh.nn import FeedForward, SwiGLU
 from mpimesh.nn.protocol import SupportsLayer
-from mpimesh.parallel.sequence import SequenceSplit
-from mpimesh.parallel.tensor_attention import plain
-from mpimesh.parallel.tensor_entrance import Entered, Entrance
-from mpimesh.parallel.tensor_group import TensorGroup
-from mpimesh.parallel.tensor_part import ColumnPart, RowPart
+from mpimesh.parallel.tensor.attention import plain
+from mpimesh.parallel.tensor.entrance import Entered, Entrance
+from mpimesh.parallel.tensor.group import TensorGroup
+from mpimesh.parallel.tensor.part import ColumnPart, RowPart
+from mpimesh.parallel.tensor.sequence import SequenceSplit
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["ParallelFeedForward", "ParallelSwiGLU"]

@@ -16,10 +16,10 @@ from mpimesh.nn import (
     RMSNorm,
 )
 from mpimesh.nn.checks import check_extent
-from mpimesh.parallel.sequence import SequenceSplit
-from mpimesh.parallel.tensor_group import TensorGroup
-from mpimesh.parallel.tensor_linear import ColumnParallelLinear
-from mpimesh.parallel.tensor_split import tensor_parallel
+from mpimesh.parallel.tensor.group import TensorGroup
+from mpimesh.parallel.tensor.linear import ColumnParallelLinear
+from mpimesh.parallel.tensor.sequence import SequenceSplit
+from mpimesh.parallel.tensor.split import tensor_parallel
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["gpt_layers"]

@@ -9,9 +9,9 @@ from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import Context, Linear, Module, Parameter
 from mpimesh.nn.checks import check_features, check_floats, sum_dtype
-from mpimesh.parallel.sequence import SequenceSplit, repeated
-from mpimesh.parallel.tensor_group import TensorGroup
-from mpimesh.parallel.tensor_parameter import Runs, TensorParameter, even_parts
+from mpimesh.parallel.tensor.group import TensorGroup
+from mpimesh.parallel.tensor.parameter import Runs, TensorParameter, even_parts
+from mpimesh.parallel.tensor.sequence import SequenceSplit, repeated
 
 __all__ = ["ColumnPart", "RowPart"]
 

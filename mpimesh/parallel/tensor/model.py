@@ -18,11 +18,11 @@ from mpimesh.arrays import Array, HostArray, to_numpy
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn import Parameter
 from mpimesh.parallel.first_values import leaves
-from mpimesh.parallel.replicas import agree_values
+from mpimesh.parallel.gradients.replicas import agree_values
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor_group import TensorGroup, TensorWatch
-from mpimesh.parallel.tensor_parameter import TensorParameter
-from mpimesh.parallel.tensor_sums import group_named, shared_groups, shared_parameters
+from mpimesh.parallel.tensor.group import TensorGroup, TensorWatch
+from mpimesh.parallel.tensor.parameter import TensorParameter
+from mpimesh.parallel.tensor.sums import group_named, shared_groups, shared_parameters
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 
 __all__ = ["TensorModel", "local_part", "tensor_groups"]

@@ -20,9 +20,16 @@ from mpimesh.arrays import namespace
 from mpimesh.nn import Parameter
 from mpimesh.optim import Optimizer
 from mpimesh.optim.optimizer import state_dtype
-from mpimesh.parallel.bucket import Bucket
-from mpimesh.parallel.runs import Run, check_shapes, own_state, piece_of, runs_of, steps_at
-from mpimesh.parallel.shard import Shard
+from mpimesh.parallel.gradients.bucket import Bucket
+from mpimesh.parallel.gradients.runs import (
+    Run,
+    check_shapes,
+    own_state,
+    piece_of,
+    runs_of,
+    steps_at,
+)
+from mpimesh.parallel.gradients.shard import Shard
 from mpimesh.runtime import CollectiveTensor
 
 __all__ = ["Pieces"]

@@ -25,13 +25,13 @@ from mpimesh.nn import (
     SwiGLU,
 )
 from mpimesh.nn.protocol import SupportsLayer
-from mpimesh.parallel.sequence import SequenceSplit, split_sequence
-from mpimesh.parallel.sequence_layers import SequenceDropout, SequencePositions
-from mpimesh.parallel.tensor_attention import ParallelAttention
-from mpimesh.parallel.tensor_embedding import VocabParallelEmbedding
-from mpimesh.parallel.tensor_entrance import Around, Entrance
-from mpimesh.parallel.tensor_feedforward import ParallelFeedForward, ParallelSwiGLU
-from mpimesh.parallel.tensor_group import TensorGroup
+from mpimesh.parallel.tensor.attention import ParallelAttention
+from mpimesh.parallel.tensor.embedding import VocabParallelEmbedding
+from mpimesh.parallel.tensor.entrance import Around, Entrance
+from mpimesh.parallel.tensor.feedforward import ParallelFeedForward, ParallelSwiGLU
+from mpimesh.parallel.tensor.group import TensorGroup
+from mpimesh.parallel.tensor.sequence import SequenceSplit, split_sequence
+from mpimesh.parallel.tensor.sequence_layers import SequenceDropout, SequencePositions
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["tensor_parallel"]

@@ -11,8 +11,8 @@ import numpy as np
 from mpimesh.arrays import Array, moved
 from mpimesh.errors import ShapeError
 from mpimesh.nn import Constant, Parameter
-from mpimesh.parallel.bucket import Bucket
-from mpimesh.parallel.shard import Shard
+from mpimesh.parallel.gradients.bucket import Bucket
+from mpimesh.parallel.gradients.shard import Shard
 
 __all__ = ["Run", "check_shapes", "own_state", "piece_of", "runs_of", "steps_at"]
 

@@ -9,8 +9,8 @@ import numpy as np
 from mpimesh.arrays import namespace
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
-from mpimesh.parallel.bucket import Bucket
-from mpimesh.parallel.bucket_plan import plan_buckets
+from mpimesh.parallel.gradients.bucket import Bucket
+from mpimesh.parallel.gradients.bucket_plan import plan_buckets
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 
 __all__ = ["Entry", "Plan", "check_frozen", "make_bucket", "make_entries", "plan_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpimesh.arrays import ReduceOp
-from mpimesh.parallel.bucket import Bucket
+from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.trace import Tracer
 
 __all__ = ["Reductions"]

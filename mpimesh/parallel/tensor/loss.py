@@ -8,8 +8,8 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn import CrossEntropy
 from mpimesh.nn.checks import check_extent, check_floats, first_outside, sum_dtype
-from mpimesh.parallel.tensor_group import TensorGroup
-from mpimesh.parallel.tensor_parameter import even_parts
+from mpimesh.parallel.tensor.group import TensorGroup
+from mpimesh.parallel.tensor.parameter import even_parts
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["VocabParallelCrossEntropy"]

@@ -15,9 +15,9 @@ from mpimesh.nn import Context
 from mpimesh.nn.composite import Composite
 from mpimesh.nn.masked import joined, parted
 from mpimesh.nn.protocol import backward_weight
-from mpimesh.parallel.sequence import SequenceSplit
-from mpimesh.parallel.tensor_group import Pending, TensorGroup
-from mpimesh.parallel.tensor_part import ColumnPart
+from mpimesh.parallel.tensor.group import Pending, TensorGroup
+from mpimesh.parallel.tensor.part import ColumnPart
+from mpimesh.parallel.tensor.sequence import SequenceSplit
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["Around", "Entered", "Entrance"]
@@ -82,7 +82,7 @@ class Entered(Composite):
 
     To be listed before the unsplit composite among the bases, which does the maths: its forward
     and backward see all of the input, and give a part of its gradient. The first layers are
-    each a :class:`~mpimesh.parallel.tensor_part.ColumnPart`.
+    each a :class:`~mpimesh.parallel.tensor.part.ColumnPart`.
 
     Attributes:
         eager: Whether `backward_input` runs the weights' half, too, while the gradient of the

@@ -16,10 +16,10 @@ from mpimesh.arrays import Array
 from mpimesh.errors import ShapeError
 from mpimesh.nn import Context, Linear
 from mpimesh.nn.checks import check_features, check_floats
-from mpimesh.parallel.sequence import SequenceSplit
-from mpimesh.parallel.tensor_entrance import Entrance
-from mpimesh.parallel.tensor_group import Pending, TensorGroup
-from mpimesh.parallel.tensor_part import ColumnPart, RowPart
+from mpimesh.parallel.tensor.entrance import Entrance
+from mpimesh.parallel.tensor.group import Pending, TensorGroup
+from mpimesh.parallel.tensor.part import ColumnPart, RowPart
+from mpimesh.parallel.tensor.sequence import SequenceSplit
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]

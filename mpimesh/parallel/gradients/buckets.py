@@ -36,11 +36,12 @@ from time import perf_counter
 from mpimesh.arrays import ReduceOp, as_reduce_op
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
-from mpimesh.parallel.bucket import Bucket
-from mpimesh.parallel.entries import Entry, Plan, check_frozen, make_bucket, make_entries, plan_of
-from mpimesh.parallel.reductions import Reductions
-from mpimesh.parallel.replicas import agree_parameters, agree_touched
-from mpimesh.parallel.shard import Shard
+from mpimesh.parallel.gradients import entries as entry_rules
+from mpimesh.parallel.gradients.bucket import Bucket
+from mpimesh.parallel.gradients.entries import Entry, Plan
+from mpimesh.parallel.gradients.reductions import Reductions
+from mpimesh.parallel.gradients.replicas import agree_parameters, agree_touched
+from mpimesh.parallel.gradients.shard import Shard
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import NULL_TRACER, Tracer
 
@@ -119,13 +120,13 @@ class GradientBuckets:
             if groups is None
             else [group if one is None else one for one in groups]
         )
-        self._entries, self._frozen = make_entries(given, names, over)
+        self._entries, self._frozen = entry_rules.make_entries(given, names, over)
         # By the id of their group, in the order of their first parameters.
         members: dict[int, list[Entry]] = {id(group): []}
         for entry in self._entries.values():
             members.setdefault(id(entry.group), []).append(entry)
         plans = [
-            (those, plan_of(those, bucket_bytes, plan if key == id(group) else None))
+            (those, entry_rules.plan_of(those, bucket_bytes, plan if key == id(group) else None))
             for key, those in members.items()
         ]
         rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}"
@@ -133,7 +134,7 @@ class GradientBuckets:
         agree_parameters(named, group, rule)
         own, *others = [
             [
-                make_bucket([those[i] for i in numbers], place, group, mesh)
+                entry_rules.make_bucket([those[i] for i in numbers], place, group, mesh)
                 for place, numbers in enumerate(plan)
             ]
             for those, plan in plans
@@ -178,7 +179,7 @@ class GradientBuckets:
         """From now on give each rank the sums of its part of each bucket only. Local.
 
         To be done by all ranks alike. The values of the parameters move into flat memory, and
-        outside of a cycle their gradients are None; see :mod:`mpimesh.parallel.shard`.
+        outside of a cycle their gradients are None; see :mod:`mpimesh.parallel.gradients.shard`.
 
         Raises:
             ModuleStateError: If gradients are being added up.
@@ -222,7 +223,7 @@ class GradientBuckets:
         Raises:
             ModuleStateError: If a parameter was frozen or unfrozen since the buckets were made.
         """
-        check_frozen(self._entries.values(), self._frozen, self._group)
+        entry_rules.check_frozen(self._entries.values(), self._frozen, self._group)
         if not self._open:
             self._clear()
             self._open = True

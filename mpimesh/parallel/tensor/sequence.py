@@ -17,8 +17,8 @@ from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn import Module, Parameter
 from mpimesh.nn.checks import check_extent
-from mpimesh.parallel.tensor_group import Pending, TensorGroup
-from mpimesh.parallel.tensor_parameter import TensorParameter
+from mpimesh.parallel.tensor.group import Pending, TensorGroup
+from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["SequenceSplit", "repeated", "split_sequence"]

@@ -8,11 +8,11 @@ from mpimesh.errors import ModuleError
 from mpimesh.nn import Attention, Linear, Rotary
 from mpimesh.nn.protocol import SupportsLayer
 from mpimesh.parallel.microbatch import replica_rows
-from mpimesh.parallel.sequence import SequenceSplit
-from mpimesh.parallel.tensor_entrance import Entered, Entrance
-from mpimesh.parallel.tensor_group import TensorGroup
-from mpimesh.parallel.tensor_parameter import Runs
-from mpimesh.parallel.tensor_part import ColumnPart, RowPart
+from mpimesh.parallel.tensor.entrance import Entered, Entrance
+from mpimesh.parallel.tensor.group import TensorGroup
+from mpimesh.parallel.tensor.parameter import Runs
+from mpimesh.parallel.tensor.part import ColumnPart, RowPart
+from mpimesh.parallel.tensor.sequence import SequenceSplit
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["ParallelAttention", "head_parts"]

@@ -8,10 +8,10 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError
 from mpimesh.nn import Context, Embedding, Parameter
 from mpimesh.nn.checks import first_outside
-from mpimesh.parallel.sequence import SequenceSplit
-from mpimesh.parallel.tensor_entrance import Entrance
-from mpimesh.parallel.tensor_group import TensorGroup
-from mpimesh.parallel.tensor_parameter import TensorParameter, even_parts
+from mpimesh.parallel.tensor.entrance import Entrance
+from mpimesh.parallel.tensor.group import TensorGroup
+from mpimesh.parallel.tensor.parameter import TensorParameter, even_parts
+from mpimesh.parallel.tensor.sequence import SequenceSplit
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["VocabParallelEmbedding"]

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import numpy as np
 
-from mpimesh.parallel.bucket_merge import Reduction
-from mpimesh.parallel.shard import shard_sizes
+from mpimesh.parallel.gradients.bucket_merge import Reduction
+from mpimesh.parallel.gradients.shard import shard_sizes
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import exchange
 

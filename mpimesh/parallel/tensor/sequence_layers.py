@@ -9,7 +9,7 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.errors import ShapeError
 from mpimesh.nn import Context, Dropout, LearnedPositions
 from mpimesh.nn.checks import check_features, check_floats, sum_dtype
-from mpimesh.parallel.sequence import SequenceSplit, repeated
+from mpimesh.parallel.tensor.sequence import SequenceSplit, repeated
 
 __all__ = ["SequenceDropout", "SequencePositions"]
 

@@ -1,0 +1,1 @@
+"""Flat gradients of replicas: buckets, their sums, their parts, and how they are cut."""

@@ -1,0 +1,1 @@
+"""Layers split over the ranks of a group, and activations split along the sequence."""
