@@ -26,10 +26,10 @@ from tests.pure.bert_reference import VOCABULARY, write_model
 
 __all__ = ["available", "run"]
 
-SENTENCES = 512
+SENTENCES = 256
 _TINY_SENTENCES = 16
 _MOST_WORDS = 40
-_ROUNDS = 7
+_ROUNDS = 5
 _SHAPE = {"heads": 12, "head_dim": 32, "blocks": 6, "hidden": 1536, "max_tokens": 256}
 # Of all-MiniLM-L6-v2. Its vocabulary costs memory, but no time.
 
