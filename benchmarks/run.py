@@ -1,13 +1,14 @@
 """All figures in one go: `python benchmarks/run.py [suite ...]`, or `make bench`.
 
 Starts 2 and 4 ranks with the mpiexec of this Python's MPI, and prints a table for each. The
-suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, gloo, torch_ddp
-and device; all of them if none is named.
+suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, minilm, gpt,
+gloo, torch_ddp and device; all of them if none is named.
 
-gloo and torch_ddp are left out where there is no PyTorch; the variable TORCH_PYTHON names another
-Python to measure them with. device measures device memory, on 1 rank, too, and is left out where
-there is no GPU. With `--python PATH`, once or several times, these Pythons measure instead of this
-one: make bench gives one with MPICH and one with Open MPI.
+gpt, on 1 rank, gloo and torch_ddp are left out where there is no PyTorch; the variable TORCH_PYTHON
+names another Python to measure them with. minilm is left out where there is nothing to read models
+with, device where there is no GPU; device measures device memory, on 1 rank, too. With `--python
+PATH`, once or several times, these Pythons measure instead of this one: make bench gives one with
+MPICH and one with Open MPI.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import device, gloo, startup, torch_ddp  # noqa: E402
+from benchmarks import device, gloo, gpt, minilm, startup, torch_ddp  # noqa: E402
 from benchmarks.measure import FULL, TINY  # noqa: E402
 from benchmarks.rows import format_table  # noqa: E402
 from mpimesh.testing.launch import launch  # noqa: E402
 
 _ON_HOST = ("all_reduce", "shared", "buckets", "pipeline", "training", "redistribute")
-_WITH_TORCH = ("gloo", "torch_ddp")
-SUITES = ("startup", *_ON_HOST, *_WITH_TORCH, "device")
+_WITH_TORCH = ("gpt", "gloo", "torch_ddp")
+SUITES = ("startup", *_ON_HOST, "minilm", *_WITH_TORCH, "device")
 RANKS = (2, 4)
 _LIMIT_S = 1800.0
 
@@ -87,6 +88,8 @@ def _measure(suites: list[str], *, tiny: bool) -> None:
         for size in ranks:
             _run(size, on_host, tiny)
     for name, suite, sizes in (
+        ("minilm", minilm, ranks[:1]),
+        ("gpt", gpt, (1,)),
         ("gloo", gloo, ranks),
         ("torch_ddp", torch_ddp, ranks),
         ("device", device, (1, *ranks)),
@@ -109,7 +112,7 @@ def _run(ranks: int, suites: list[str], tiny: bool) -> None:
     if result.returncode:
         raise SystemExit(str(result))
     report = json.loads(result.stdout.strip().splitlines()[-1])
-    title = f"{ranks} ranks, {report['mpi']}, NumPy {report['numpy']}"
+    title = f"{ranks} rank{'s' * (ranks > 1)}, {report['mpi']}, NumPy {report['numpy']}"
     print(f"\n{title}: {report['routes']}")
     for suite, rows in report["tables"].items():
         print(f"\n{suite}, {title}\n\n{format_table(rows)}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 from mpimesh.arrays.fused import fused
@@ -16,6 +17,9 @@ from mpimesh.nn.erf import erf
 from mpimesh.nn.module import Module
 
 __all__ = ["GELU", "ReLU", "SiLU", "sigmoid", "silu_slope"]
+
+_BLOCK_ELEMENTS = 1 << 15
+# What is computed on the way, 128 KiB each in float32, should stay in a cache of the core.
 
 
 class ReLU(Module):
@@ -72,11 +76,9 @@ class GELU(Module):
         """Return ``x * Phi(x)``."""
         check_floats(self, x)
         compute = _by_tanh if self.approximate == "tanh" else _by_erf
-        wide = x.astype(sum_dtype(x.dtype), copy=False)
-        y, derivative = compute(wide, ctx is not None)
-        y = y.astype(x.dtype, copy=False)
-        if ctx is not None and derivative is not None:
-            ctx.save(self, y.shape, y.dtype, derivative.astype(x.dtype, copy=False))
+        y, derivative = _in_blocks(compute, x, ctx is not None)
+        if ctx is not None:
+            ctx.save(self, y.shape, y.dtype, derivative)
         return y
 
     def backward_input(self, dy: Array, ctx: Context) -> Array | None:
@@ -139,6 +141,27 @@ def silu_slope(x: Array, share: Array) -> Array:
     slope += 1.0
     slope *= share
     return slope
+
+
+def _in_blocks(
+    compute: Callable[[Array, bool], tuple[Array, Array | None]], x: Array, derivative: bool
+) -> tuple[Array, Array | None]:
+    """Return what `compute` gives for `x` in the wider dtype, in the dtype of `x`."""
+    xp, wide = namespace(x), sum_dtype(x.dtype)
+    # A device has no use for blocks: each would cost its own launches.
+    length = x.size if is_cupy(x) else _BLOCK_ELEMENTS
+    if x.size <= length:
+        y, slope = compute(x.astype(wide, copy=False), derivative)
+        slope = None if slope is None else slope.astype(x.dtype, copy=False)
+        return y.astype(x.dtype, copy=False), slope
+    flat, y = x.reshape(-1), xp.empty(x.size, x.dtype)
+    slope = xp.empty(x.size, x.dtype) if derivative else None
+    for start in range(0, x.size, length):
+        block = slice(start, start + length)
+        y[block], of_block = compute(flat[block].astype(wide, copy=False), derivative)
+        if slope is not None:
+            slope[block] = of_block
+    return y.reshape(x.shape), None if slope is None else slope.reshape(x.shape)
 
 
 def _by_erf(x: Array, derivative: bool) -> tuple[Array, Array | None]:

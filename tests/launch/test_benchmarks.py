@@ -92,6 +92,22 @@ def test_torch_ddp():
     assert [what.split(": ")[1] for what in table] == list(ways)
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_gpt_has_the_losses_of_torch():
+    """The suite ends with an error where they differ."""
+    (table,) = measure("gpt").values()
+    assert [what.split(": ")[1] for what in table] == ["PyTorch", "mpimesh"]
+
+
+@pytest.mark.skipif(
+    not (find_spec("safetensors") and find_spec("tokenizers")), reason="needs what reads models"
+)
+def test_minilm():
+    (table,) = measure("minilm").values()
+    expected = [f"16 sentences, random weights: {way}" for way in ("one rank", "2 replicas")]
+    assert list(table) == expected
+
+
 @pytest.mark.skipif(find_spec("torch") is not None, reason="torch is here")
 def test_without_torch_it_says_how_to_get_it(monkeypatch):
     monkeypatch.delenv("TORCH_PYTHON", raising=False)

@@ -68,11 +68,19 @@ class Reference:
         return mean / np.linalg.norm(mean)
 
 
-def write_model(folder: Path, *, heads: int = 3, blocks: int = 3, hidden: int = 10) -> Path:
-    """Write a small model with random weights, built as all-MiniLM-L6-v2 is, into `folder`."""
+def write_model(
+    folder: Path,
+    *,
+    heads: int = 3,
+    head_dim: int = 4,
+    blocks: int = 3,
+    hidden: int = 10,
+    max_tokens: int = 12,
+) -> Path:
+    """Write a model with random weights, built as all-MiniLM-L6-v2 is, into `folder`."""
     from safetensors.numpy import save_file
 
-    features, positions = 4 * heads, 16
+    features, positions = head_dim * heads, max_tokens + 4
     rng = np.random.default_rng(0)
     tensors: dict[str, np.ndarray] = {
         "embeddings.word_embeddings.weight": rng.normal(size=(len(VOCABULARY), features)),
@@ -110,7 +118,7 @@ def write_model(folder: Path, *, heads: int = 3, blocks: int = 3, hidden: int = 
         "layer_norm_eps": 1e-12,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 12}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_tokens}))
     write_tokenizer(folder / "tokenizer.json")
     return folder
 
