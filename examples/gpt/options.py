@@ -119,6 +119,11 @@ def _add_model(parser: Parser) -> None:
             f"--{name}", type=positive, default=size, metavar="N", help=f"{text} {DEFAULT}"
         )
     group.add_argument(
+        "--tied",
+        action="store_true",
+        help="let the output layer have the vectors of the bytes for its weight: learns slower",
+    )
+    group.add_argument(
         "--dtype", choices=["float16", "float32", "float64"], default="float32", help=DEFAULT
     )
 

@@ -133,4 +133,4 @@ class StepProgress:
         if line:
             self._start_s, self._shown = now_s, done
             if not self._live:
-                self._console.print(f"step {done:4}/{self._steps}  {text}")
+                self._console.print(f"step {done:4}/{self._steps}  {text}", soft_wrap=True)

@@ -30,7 +30,7 @@ def sample_text(
         seed: The same one draws the same text, up to rounding.
     """
     rng = np.random.default_rng(seed)
-    text = list(prompt.encode())
+    text = list(prompt.encode(errors="surrogateescape"))  # any bytes of a command line
     for _ in range(length):
         y = model(np.array([text[-context:]], np.int64))[0, -1].astype(np.float64) / temperature
         edges = np.exp(y - y.max()).cumsum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -48,15 +49,19 @@ def train(example, monkeypatch, tmp_path):
     return run
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Losses of the steps, and the loss held out after them: one process, nothing parallel."""
+def whole_model(tied=False):
+    return nn.Sequential(mm.gpt_layers(256, 18, 2, 3, max_tokens=11, rotary=True, tied=tied))
+
+
+@cache
+def trained_alone(tied=False):
+    """Losses of the steps, loss held out after them, state: one process, nothing parallel."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     data = np.frombuffer(text, np.uint8)
     size = len(data) - len(data) // 10
-    model = nn.Sequential(mm.gpt_layers(256, 18, 2, 3, max_tokens=11))
+    model = whole_model(tied)
     model.materialize(seed=3, dtype=np.float64)
     optimizer = optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.99))
     losses = []
@@ -79,8 +84,8 @@ def alone():
     return losses, nn.cross_entropy(model(windows[:, :-1]), windows[:, 1:]), model.state_dict()
 
 
-def assert_same(results, alone):
-    losses, held_out, _ = alone
+def assert_same(results, *, tied=False):
+    losses, held_out, _ = trained_alone(tied)
     np.testing.assert_allclose(results["losses"], losses, rtol=0, atol=1e-9)
     assert results["held_out_losses"] == {str(STEPS): pytest.approx(held_out, abs=1e-9)}
 
@@ -94,48 +99,50 @@ def assert_same(results, alone):
         (1, ""),
         (1, "--accumulate 4 --zero 1"),
         (3, "--mesh tp=3 --sequence-parallel"),
-        (4, "--mesh dp=4 --zero 1 --accumulate 3"),
+        (4, "--mesh pp=2,dp=2 --zero 1 --accumulate 3 --tied"),
         (4, "--mesh pp=2,tp=2 --schedule zbv"),
         (6, "--mesh pp=2,tp=3 --microbatches 3"),
         (6, "--mesh tp=2,dp=3 --zero 1"),
-        (8, "--mesh dp=2,pp=2,tp=2 --zero 1 --sequence-parallel --accumulate 2"),
+        (8, "--mesh dp=8 --zero 1"),
+        (8, "--mesh dp=2,pp=2,tp=2 --zero 1 --tied --sequence-parallel --accumulate 2"),
     ],
 )
-def test_virtual_ranks_train_as_one_process_does(train, alone, ranks, options):
+def test_virtual_ranks_train_as_one_process_does(train, ranks, options):
     code, results = train("--virtual", str(ranks), *options.split(), *TINY)
     assert code == 0
-    assert_same(results, alone)
+    assert_same(results, tied="--tied" in options)
 
 
-def test_processes_train_as_one_process_does_and_write_the_same(launch, train, alone, tmp_path):
-    _, results = train(*TINY)
-    assert_same(results, alone)
-    text = results["sample"]
-    assert text.startswith("The ")
-    path = tmp_path / "spread.json"
-    for ranks, options in (
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
         (4, "--mesh dp=2,tp=2"),
         (4, "--mesh dp=2,pp=2 --zero 1 --accumulate 2"),
         (4, "--mesh pp=2,tp=2 --sequence-parallel"),
         (8, "--mesh dp=2,pp=2,tp=2"),
-    ):
-        result = launch(ranks, [str(SCRIPT), *options.split(), *TINY, "--json", str(path)])
-        assert result.returncode == 0, str(result)
-        assert not result.stderr, str(result)
-        results = json.loads(path.read_text())
-        assert_same(results, alone)
-        assert results["sample"] == text
+    ],
+)
+def test_processes_train_as_one_does_and_write_the_same(launch, train, tmp_path, ranks, options):
+    _, alone = train(*TINY)
+    assert alone["sample"].startswith("The ")
+    path = tmp_path / "spread.json"
+    result = launch(ranks, [str(SCRIPT), *options.split(), *TINY, "--json", str(path)])
+    assert result.returncode == 0, str(result)
+    assert not result.stderr, str(result)
+    results = json.loads(path.read_text())
+    assert_same(results)
+    assert results["sample"] == alone["sample"]
 
 
 # -- what a model writes -------------------------------------------------------------------------
 
 
-def test_a_sample_follows_the_model(example, alone):
+def test_a_sample_follows_the_model(example):
     """A cold one takes the likeliest bytes; a seed draws one text, and another seed another."""
     sample_text = importlib.import_module("gpt.sample").sample_text
-    model = nn.Sequential(mm.gpt_layers(256, 18, 2, 3, max_tokens=11))
+    model = whole_model()
     model.materialize(seed=0, dtype=np.float64)
-    model.load_state_dict(alone[2])
+    model.load_state_dict(trained_alone()[2])
     likeliest = list(b"import this")
     for _ in range(5):
         likeliest.append(int(model(np.array([likeliest[-11:]]))[0, -1].argmax()))
@@ -157,7 +164,7 @@ def test_pictures_and_a_text_of_ones_own(train, tmp_path, capsys):
     text.write_bytes(b"abcd" * 500)
     files = ["--text", str(text), "--plot", "new/loss.svg", "--timeline", "new/time.svg"]
     options = "--virtual 4 --mesh pp=2,tp=2 --steps 60 --features 16 --heads 2 --layers 1 "
-    options += "--context 16 --lr 0.03 --sample 12 --prompt ab --evaluate 20 --trace-step 2"
+    options += "--context 16 --lr 0.02 --sample 12 --prompt ab --evaluate 20 --trace-step 2"
     code, results = train(*options.split(), *files)
     assert code == 0
     assert results["sample"] == "ab" + "cdab" * 3
@@ -169,20 +176,20 @@ def test_pictures_and_a_text_of_ones_own(train, tmp_path, capsys):
     for words in ("Training step 2", "rank 3 · dp=0, pp=1, tp=1"):
         assert words in picture
     printed = capsys.readouterr().out
-    assert "stage 1: ParallelGptBlock, LayerNorm, ColumnParallelLinear" in printed or (
-        "stage 1: LayerNorm, ColumnParallelLinear" in printed
-    )
+    assert re.search("^stage 1: .*ColumnParallelLinear$", printed, re.MULTILINE)
     assert len(re.findall(r"^step +\d+/60  loss", printed, re.MULTILINE)) == 11
 
 
-def test_half_the_bits_learn_alike(train):
-    options = [*TINY, "--steps", "20", "--lr", "0.01", "--virtual", "2", "--mesh", "tp=2"]
+def test_half_the_bits_learn_too(train):
+    """A scale that is too large at first costs some steps, which the ranks leave out together."""
+    options = [*TINY, "--steps", "12", "--lr", "0.02", "--virtual", "2", "--mesh", "tp=2"]
     _, wide = train(*options)
     _, half = train(*options, "--dtype", "float16")
-    learned = wide["losses"][half["skipped_steps"] :]
-    assert half["skipped_steps"] < 10
-    assert wide["losses"][-1] < wide["losses"][0] - 0.5
-    np.testing.assert_allclose(half["losses"][: len(learned)][:2], wide["losses"][:2], rtol=0.02)
+    assert half["losses"][0] == pytest.approx(wide["losses"][0], rel=1e-3)
+    assert half["skipped_steps"] < 6
+    learned = wide["losses"][0] - wide["losses"][-1]
+    assert learned > 0.5
+    assert half["losses"][0] - half["losses"][-1] > learned / 2
 
 
 # -- wrong arguments -----------------------------------------------------------------------------
@@ -215,8 +222,8 @@ def test_wrong_arguments_are_one_line_and_code_2(train, capsys, arguments):
     ("arguments", "message"),
     [
         ("--mesh dp=3", "mesh .*needs 3.* ranks.* has 4; .*"),
-        ("--mesh tp=4 --heads 3", "3 heads .* too few for 4 ranks: rank 3 would have none"),
-        ("--mesh pp=4 --layers 1 --schedule zbv", ".*6 layers.* 8 .*"),
+        ("--mesh tp=4 --heads 3", "3 heads .* too few for 4 ranks: rank 1 would have none"),
+        ("--mesh pp=4 --layers 1 --schedule zbv", ".*5 layers.* 8 .*"),
         ("--text missing", "cannot read missing: No such file or directory"),
         ("--context 60000", "a context of 60000 bytes needs a text of 600,011 bytes, got .*"),
     ],
