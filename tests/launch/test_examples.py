@@ -12,8 +12,11 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
-SHORTER = {"train_digits.py": ["--epochs", "2"]}
-"""Its whole length is run by test_train_digits.py."""
+SHORTER = {
+    "train_digits.py": ["--epochs", "2"],
+    "train_gpt.py": ["--steps", "3", "--sample", "8"],
+}
+"""More of them is run by test_train_digits.py and test_train_gpt.py."""
 
 HEAT = {
     "periodic": (
@@ -27,7 +30,8 @@ HEAT = {
 
 
 def test_there_are_examples():
-    assert {"heat2d.py", "hello_mesh.py", "train_digits.py"} <= {path.name for path in EXAMPLES}
+    names = {path.name for path in EXAMPLES}
+    assert {"heat2d.py", "hello_mesh.py", "train_digits.py", "train_gpt.py"} <= names
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

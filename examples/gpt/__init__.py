@@ -1,0 +1,1 @@
+"""What train_gpt.py needs beside the training itself: text, options, reports, samples."""

@@ -1,0 +1,218 @@
+"""The command line of train_gpt.py: every wrong argument is one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from digits.options import DEFAULT, Parser, above_zero, natural, positive
+
+import mpimesh as mm
+from mpimesh.errors import MeshError
+from mpimesh.mesh.dims import parse_dims
+from mpimesh.schedule import schedule_names
+
+DIMS = ("dp", "pp", "tp")
+"""Replicas of the model; its stages; ranks that share each layer."""
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, that of the process if None."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.virtual and mm.Launch.detect().size > 1:
+        parser.error("argument --virtual: is for running without mpiexec")
+    if options.features % options.heads:
+        parser.error(
+            f"argument --heads: must divide --features: {options.heads} heads cannot share "
+            f"{options.features} features evenly"
+        )
+    if options.accumulate > options.batch_size:
+        parser.error(
+            f"argument --accumulate: {options.batch_size} rows (--batch-size) cannot be cut into "
+            f"{options.accumulate} parts"
+        )
+    if options.warmup is None:
+        options.warmup = options.steps // 10
+    if options.warmup > options.steps:
+        parser.error(
+            f"argument --warmup: {options.warmup} steps of warm-up, but --steps {options.steps}"
+        )
+    if options.trace_step is None:
+        options.trace_step = options.steps
+    if options.trace_step > options.steps:
+        parser.error(f"argument --trace-step: there are {options.steps} steps")
+    if options.mesh is None:
+        ranks = options.virtual or mm.Launch.detect().size
+        options.mesh = mesh_dims("dp=-1,tp=2" if ranks % 2 == 0 else "dp=-1")
+    return options
+
+
+def make_parser() -> Parser:
+    """Describe the options."""
+    parser = Parser(
+        prog="train_gpt.py", description="Train a GPT that reads bytes, on a mesh of ranks."
+    )
+    _add_parallel(parser)
+    _add_model(parser)
+    _add_training(parser)
+    _add_files(parser)
+    return parser
+
+
+def _add_parallel(parser: Parser) -> None:
+    group = parser.add_argument_group("how it is spread over ranks")
+    group.add_argument(
+        "--mesh",
+        type=mesh_dims,
+        metavar="DIMS",
+        help="replicas, stages, and ranks that share each layer, such as dp=2,pp=2,tp=2; one size "
+        "may be -1: whatever fits the ranks (default tp=2 where the number of ranks is even)",
+    )
+    group.add_argument(
+        "--virtual", type=positive, metavar="N", help="run on N threads as ranks, without mpiexec"
+    )
+    group.add_argument(
+        "--schedule",
+        choices=[name for name in schedule_names() if name != "forward"],
+        default="1f1b",
+        help=f"the order in which a stage works on its microbatches {DEFAULT}",
+    )
+    group.add_argument(
+        "--microbatches",
+        type=positive,
+        metavar="N",
+        help="parts of a replica's rows (default 4 with several stages, else 1)",
+    )
+    group.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="split what is between the layers that tp ranks share along the sequence, too",
+    )
+    group.add_argument(
+        "--zero",
+        type=int,
+        choices=[0, 1],
+        default=0,
+        help=f"1 divides the optimizer's state among replicas {DEFAULT}",
+    )
+    group.add_argument(
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="N",
+        help=f"add up the gradients of N parts of a batch {DEFAULT}",
+    )
+
+
+def _add_model(parser: Parser) -> None:
+    group = parser.add_argument_group("model")
+    sizes = {
+        "layers": (3, "blocks"),
+        "features": (96, "length of a byte's vector"),
+        "heads": (4, "heads of each attention"),
+        "context": (64, "bytes that it reads at once"),
+    }
+    for name, (size, text) in sizes.items():
+        group.add_argument(
+            f"--{name}", type=positive, default=size, metavar="N", help=f"{text} {DEFAULT}"
+        )
+    group.add_argument(
+        "--tied",
+        action="store_true",
+        help="let the output layer have the vectors of the bytes for its weight: learns slower",
+    )
+    group.add_argument(
+        "--dtype", choices=["float16", "float32", "float64"], default="float32", help=DEFAULT
+    )
+
+
+def _add_training(parser: Parser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--steps", type=positive, default=300, metavar="N", help=DEFAULT)
+    group.add_argument(
+        "--batch-size",
+        type=positive,
+        default=16,
+        metavar="ROWS",
+        help=f"of all replicas and all parts {DEFAULT}",
+    )
+    group.add_argument(
+        "--lr", type=above_zero, default=3e-3, metavar="RATE", help=f"highest one {DEFAULT}"
+    )
+    group.add_argument(
+        "--warmup",
+        type=natural,
+        metavar="STEPS",
+        help="in which the rate rises, before it falls as a cosine (default a tenth of the steps)",
+    )
+    group.add_argument(
+        "--clip",
+        type=above_zero,
+        default=1.0,
+        metavar="NORM",
+        help=f"limit of the gradient's norm {DEFAULT}",
+    )
+    group.add_argument(
+        "--evaluate",
+        type=positive,
+        default=100,
+        metavar="STEPS",
+        help=f"how often to compute the loss on text that is held out {DEFAULT}",
+    )
+    group.add_argument(
+        "--seed", type=natural, default=0, metavar="N", help=f"of weights, order, sample {DEFAULT}"
+    )
+    sample = parser.add_argument_group("sample")
+    sample.add_argument(
+        "--sample", type=natural, default=200, metavar="BYTES", help=f"length of it {DEFAULT}"
+    )
+    sample.add_argument("--prompt", type=some_text, default="The ", help='(default "The ")')
+    sample.add_argument(
+        "--temperature",
+        type=above_zero,
+        default=0.8,
+        metavar="T",
+        help=f"below 1 likely bytes become likelier {DEFAULT}",
+    )
+
+
+def _add_files(parser: Parser) -> None:
+    group = parser.add_argument_group("files")
+    group.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="what to learn (default the help on Python's language that comes with Python)",
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="write settings and results")
+    group.add_argument("--plot", type=Path, metavar="SVG", help="draw the loss of every step")
+    group.add_argument(
+        "--timeline", type=Path, metavar="SVG", help="draw what every rank did when in a step"
+    )
+    group.add_argument(
+        "--trace-step", type=positive, metavar="N", help="the step to draw (default the last)"
+    )
+
+
+def mesh_dims(text: str) -> str:
+    """Read dims such as "dp=2,tp=2"; return them with all of dp, pp and tp named."""
+    try:
+        dims = dict(parse_dims(text))
+    except MeshError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    unknown = [name for name in dims if name not in DIMS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            "this program knows the dims dp (replicas), pp (stages) and tp (ranks that share each "
+            f"layer), got {', '.join(unknown)}"
+        )
+    return ",".join(f"{name}={size}" for name, size in (dict.fromkeys(DIMS, 1) | dims).items())
+
+
+def some_text(text: str) -> str:
+    """Read a text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("needs at least one character to go on from")
+    return text

@@ -1,0 +1,311 @@
+"""Train a GPT that reads bytes, on the help texts that come with Python, and let it write.
+
+    mpiexec -n 4 python examples/train_gpt.py --mesh dp=2,tp=2
+    mpiexec -n 8 python examples/train_gpt.py --mesh dp=2,pp=2,tp=2 --zero 1 --sequence-parallel
+    python examples/train_gpt.py --text FILE        one rank, without mpiexec
+    python examples/train_gpt.py --virtual 4        four ranks as threads of one process
+
+On dp=2,pp=2,tp=2 a layer is shared by two ranks, a stage passes on to the next, and two replicas
+add up their gradients:
+
+                         stage 0: bytes to vectors,      stage 1: blocks, norm,
+                                  blocks                          vectors to bytes
+    replica 0, rows 0-7     rank 0 -- tp -- rank 1   pp >   rank 2 -- tp -- rank 3
+                               |               |               |               |
+                               dp              dp              dp              dp
+                               |               |               |               |
+    replica 1, rows 8-15    rank 4 -- tp -- rank 5   pp >   rank 6 -- tp -- rank 7
+
+It prints the mesh, the losses, of steps and on text that training never sees, and what the model
+writes, which has begun to look like its texts:
+
+    step    1/300  loss 5.587  norm 6.57  rate 0.00010  3,978 bytes/s
+    ...
+    step  300/300  loss 1.904  held out 1.676  norm 1.08  rate 0.00030  3,639 bytes/s
+    loss on 46,627 bytes held out 1.6763: 2.42 bits a byte; all alike would be 8
+    the model writes:
+    The nea(sion, tatcompare are dywith are gusing class to the is an (is as ansited wo sing ...
+
+Whatever the mesh, the training is the same, up to rounding: with --dtype float64 the losses of all
+steps agree to 1e-9. --help shows all options. Beside this file, gpt/ holds what has little to do
+with meshes, and digits/ what it shares with train_digits.py.
+"""
+
+from __future__ import annotations
+
+import os
+
+# The cores are for the ranks: more threads than cores would make all of them slow.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import math
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gpt.data import BYTES, TextError, load_text
+from gpt.options import parse_options
+from gpt.report import Report
+from gpt.sample import sample_text
+
+import mpimesh as mm
+from mpimesh import nn, optim
+from mpimesh.errors import LaunchError, ModuleError, ScheduleError, WorldSizeError
+from mpimesh.runtime.events import gather_events
+from mpimesh.schedule import stages_per_rank
+
+EVALUATION_ROWS = 32
+LOWEST_RATE = 0.1
+"""What is left of the learning rate at the end."""
+
+
+class ModelSizeError(mm.MpimeshError):
+    """The model does not fit the mesh. Raised on every rank."""
+
+    agreed = True
+
+
+def make_layers(
+    options: Namespace, tp: mm.ProcessGroup | None, *, sequence_parallel: bool = False
+) -> list[nn.Module]:
+    """Return the layers of the model, whole or shared by the ranks of `tp`."""
+    return mm.gpt_layers(
+        BYTES,
+        options.features,
+        options.layers,
+        options.heads,
+        max_tokens=options.context,
+        rotary=True,
+        tied=options.tied,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        tokens=options.context if sequence_parallel else None,  # tp ranks may share it unevenly
+    )
+
+
+def layer_times(options: Namespace, layers: Sequence[nn.Module]) -> list[float]:
+    """Return how long layers take, in multiplications for each byte: what stages are cut by."""
+    features = options.features
+    block = 12 * features**2 + 2 * options.context * features
+    times = [float(block if isinstance(layer, nn.GptBlock) else features) for layer in layers]
+    times[-1] = float(features * BYTES)
+    return times
+
+
+def make_model(
+    mesh: mm.DeviceMesh, options: Namespace, tracer: mm.Tracer | None
+) -> mm.PipelineParallel:
+    """Make this rank's part of the model. Collective.
+
+    Raises:
+        ModelSizeError: On every rank, if the model is too small for the mesh.
+    """
+    tp = mesh.group("tp") if mesh.dim_size("tp") > 1 else None
+    split = options.sequence_parallel and tp is not None
+    num_stages = mesh.dim_size("pp") * stages_per_rank(options.schedule)
+    microbatches = options.microbatches or (4 if num_stages > 1 else 1)
+    try:
+        layers = make_layers(options, tp, sequence_parallel=split)
+        stages = mm.PipelineParallel.partition(
+            layers, num_stages, mesh=mesh, times=layer_times(options, layers)
+        )
+        return mm.PipelineParallel(
+            stages,
+            microbatches,
+            mesh=mesh,
+            schedule=options.schedule,
+            seed=options.seed,
+            dtype=options.dtype,
+            tracer=tracer,
+        )
+    except (ModuleError, ScheduleError) as error:
+        # All ranks have the same options, so all of them come here.
+        raise ModelSizeError(str(error)) from error
+
+
+def run_settings(options: Namespace) -> dict[str, Any]:
+    """Return what two runs must have in common to be one training: the mesh is not among it."""
+    names = ("layers", "features", "heads", "context", "tied", "dtype", "steps", "batch_size")
+    names += ("lr", "warmup", "clip", "seed")
+    return {name: getattr(options, name) for name in names}
+
+
+class Training:
+    """The training on one rank. Every rank makes one, and calls the same methods in the same order.
+
+    Args:
+        mesh: The ranks.
+        options: The command line.
+        report: What rank 0 shows.
+    """
+
+    def __init__(self, mesh: mm.DeviceMesh, options: Namespace, report: Report) -> None:
+        self.mesh = mesh
+        self.options = options
+        self.report = report
+        self.text = load_text(mesh, options.text, options.context)
+        self.tracer = mm.Tracer(mesh.rank) if options.timeline else None
+        self.pipe = make_model(mesh, options, self.tracer)
+        self.loss: nn.CrossEntropy = nn.cross_entropy
+        if mesh.dim_size("tp") > 1:
+            self.loss = mm.VocabParallelCrossEntropy(BYTES, group=mesh.group("tp"))
+        # Gradients of float16 would vanish. All ranks leave out a step in which one overflowed.
+        self.optimizer = mm.ParallelOptimizer(
+            optim.AdamW(self.pipe.parameters(), lr=options.lr, betas=(0.9, 0.99)),
+            self.pipe,
+            zero=options.zero,
+            scaler=optim.LossScaler() if options.dtype == "float16" else None,
+            group=mesh.group(),
+        )
+        self.losses: list[float] = []
+        self.held_out: dict[int, float] = {}
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        """Train, and evaluate now and then."""
+        options = self.options
+        with self.report.progress() as progress:
+            for step in range(1, options.steps + 1):
+                traced = self.tracer is not None and step == options.trace_step
+                norm = self.traced_step(step) if traced else self.step(step)
+                if step % options.evaluate == 0 or step == options.steps:
+                    self.held_out[step] = self.evaluate()
+                    progress.evaluated(self.held_out[step])
+                progress.step(self.losses, self.optimizer.lr, norm)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate: it rises evenly at first, then falls as a cosine."""
+        options = self.options
+        if step <= options.warmup:
+            return float(options.lr * step / options.warmup)
+        done = (step - options.warmup) / (options.steps - options.warmup)
+        share = LOWEST_RATE + (1 - LOWEST_RATE) * (1 + math.cos(math.pi * done)) / 2
+        return float(options.lr * share)
+
+    def step(self, number: int) -> float:
+        """Do one training step; return the norm of its gradients."""
+        start_s = time.perf_counter()
+        options = self.options
+        x, target = self.text.batch(options.batch_size, options.seed, number)
+        # Every rank passes all rows; the pipeline takes what is for this rank. Each part is divided
+        # by the rows of all, so that the parts add up to the mean over the batch.
+        train = partial(self.pipe.train_step, loss=self.loss, denominator=options.batch_size)
+        *first, last = zip(
+            np.array_split(x, options.accumulate),
+            np.array_split(target, options.accumulate),
+            strict=True,
+        )
+        with self.pipe.no_sync():
+            losses = [train(*part) for part in first]
+        losses.append(train(*last))
+        norm = self.pipe.clip_grad_norm(options.clip)
+        self.optimizer.lr = self.rate(number)
+        self.optimizer.step()
+        self.losses.append(math.fsum(losses))
+        self.seconds += time.perf_counter() - start_s
+        return norm
+
+    def traced_step(self, number: int) -> float:
+        """Do one training step, and draw what every rank did when."""
+        assert self.tracer is not None
+        self.mesh.barrier()  # the picture is to show a step, not who came late to it
+        self.tracer.clear()
+        norm = self.step(number)
+        self.report.draw_timeline(gather_events(self.mesh, self.tracer), number)
+        return norm
+
+    def evaluate(self) -> float:
+        """Return the loss on the text that is held out. Collective."""
+        x, target = self.text.evaluation(EVALUATION_ROWS)
+        return self.loss(self.pipe.forward(x, everywhere=True), target)
+
+    def sample(self) -> str:
+        """Return a text of the model on rank 0, nothing elsewhere. Collective.
+
+        One rank puts the whole model together and draws alone: simple, and whatever the mesh,
+        the same text.
+        """
+        options = self.options
+        if not options.sample:
+            return ""
+        state = self.pipe.full_state_dict()
+        if self.mesh.rank:
+            return ""
+        model = nn.Sequential(make_layers(options, None))
+        model.materialize(seed=options.seed, dtype=options.dtype)
+        model.load_state_dict(state)
+        return sample_text(
+            model,
+            options.prompt,
+            options.sample,
+            context=options.context,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+
+
+def show_results(training: Training, report: Report) -> None:
+    """Show and write what came out. Collective."""
+    mesh, options = training.mesh, training.options
+    bytes_per_s = options.steps * options.batch_size * options.context / training.seconds
+    held_out = training.held_out[options.steps]
+    report.say(f"trained for {training.seconds:.1f} s: {bytes_per_s:,.0f} bytes/s")
+    report.say(
+        f"loss on {len(training.text.held_out):,} bytes held out {held_out:.4f}: "
+        f"{held_out / math.log(2):.2f} bits a byte; all alike would be {math.log2(BYTES):.0f}"
+    )
+    text = training.sample()
+    if text:
+        report.say(f"the model writes:\n{text}")
+    report.write(
+        {
+            "mesh": mesh.dims_text,
+            "ranks": mesh.size,
+            "schedule": options.schedule,
+            "sequence_parallel": options.sequence_parallel,
+            "zero": options.zero,
+            "accumulate": options.accumulate,
+            **run_settings(options),
+            "losses": training.losses,
+            "held_out_losses": training.held_out,
+            "skipped_steps": training.optimizer.skipped_steps,
+            "sample": text,
+            "seconds": training.seconds,
+            "bytes_per_s": bytes_per_s,
+        }
+    )
+
+
+def train(options: Namespace) -> None:
+    """Run the program of one rank."""
+    with mm.DeviceMesh(options.mesh) as mesh:
+        report = Report(mesh, options)
+        training = Training(mesh, options, report)
+        report.show_model(training.pipe)
+        training.run()
+        show_results(training, report)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run on the ranks of mpiexec, or on virtual ones; return the exit code."""
+    options = parse_options(arguments)
+    try:
+        if options.virtual:
+            mm.run_virtual(options.virtual, train, options)
+        else:
+            train(options)
+    except (WorldSizeError, LaunchError, TextError, ModelSizeError) as error:
+        # All ranks raise it: one of them tells.
+        if mm.Launch.detect().rank == 0:
+            print(f"train_gpt.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    # All ranks end with the same code; a batch system is to see it, whatever the launcher.
+    mm.exit_all(main())
