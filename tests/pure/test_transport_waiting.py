@@ -37,11 +37,11 @@ def test_a_wait_naps_however_long_a_test_takes(naps, test_s):
         return False
 
     looks: list[float] = []
-    start_s = time.perf_counter()
+    start_s = time.thread_time()
     assert not poll(ready, WAIT_S, lambda: looks.append(time.perf_counter()))
-    elapsed_s = time.perf_counter() - start_s
-    # On a loaded machine a wait can lose the core many times; it naps all the same.
-    assert sum(naps) > elapsed_s / 3
+    awake_s = time.thread_time() - start_s
+    # A third of the time, not counting that in which other processes had the core.
+    assert sum(naps) > (sum(naps) + awake_s) / 3
     assert len(looks) >= len(naps)
     assert max(naps) <= 5e-3
 
