@@ -50,7 +50,8 @@ class RedistributionPlan:
         ways: The ways that there were, each with the seconds that it is said to take; the first
             was taken. Empty if there was one only.
         collective: The collective of a group that does it in place of the exchanges, and moves the
-            same; None if the exchanges are done.
+            same, but that a small all-reduce counts as two messages from each rank, each of a part;
+            None if the exchanges are done.
     """
 
     source: Layout

@@ -110,7 +110,7 @@ def test_uneven_and_nested_splits_are_types_too():
 @pytest.mark.parametrize(
     ("shape", "placement", "message"),
     [
-        ((4, 4), "R", "placement 'R' has 1 specs, but the mesh has 2 dims"),
+        ((4, 4), "R", "placement 'R' has 1 spec, but the mesh has 2 dims"),
         ((4, 4), "R, R, R", "has 3 specs, but the mesh has 2 dims"),
         ((4, 4), "S[2], R", r"Sharding dimension should be smaller than tensor ndim: S\[2\] along "
                             r"mesh dim d0=2, but shape \(4, 4\) has 2 axes"),
@@ -155,7 +155,7 @@ def test_half_types_by_object_and_by_name():
         ({"dtype": 4}, LayoutError, "must be a name, got 4"),
         ({"dtype": "nix"}, DTypeError, "got 'nix'"),
         ({"device_mesh": {}}, MeshError, "exactly the fields"),
-        ({"placement": "S[0]"}, LayoutError, "has 1 specs"),
+        ({"placement": "S[0]"}, LayoutError, "has 1 spec"),
         ({"placement": ["S[0]", "R"]}, LayoutError, "text must be a str"),
         ({"more": 1}, LayoutError, "has exactly the fields shape, dtype, device_mesh, placement"),
     ],

@@ -96,7 +96,7 @@ def test_sizes_of_a_later_dim_split_each_block():
         ([Partial("mean"), Partial()], LayoutError, "their order would change the value"),
         ("S0(1,2), R", LayoutError, "has 2 sizes, but mesh dim a=3 has 3 ranks"),
         ("R, S0(1,2,3)", LayoutError, "has 3 sizes, but mesh dim b=2 has 2 ranks"),
-        ("R", LayoutError, "has 1 specs, but the mesh has 2 dims"),
+        ("R", LayoutError, "has 1 spec, but the mesh has 2 dims"),
         ("c=R", UnknownNameError, "names dim 'c', but the mesh has a, b"),
         (5, LayoutError, "placements cannot be 5"),
     ],
