@@ -194,7 +194,7 @@ def _leaf(name: str, leaf: Any) -> tuple[str, Any]:
     if not has_gradient(array):
         return name, array
     parameter = Parameter(name, array.shape, Constant(0.0))
-    parameter.data = np.ascontiguousarray(array)
+    parameter.data = np.array(array, order="C")  # one without axes stays so
     return name, parameter
 
 

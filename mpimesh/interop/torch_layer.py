@@ -177,7 +177,7 @@ class TorchLayer(Module):
         """
         tensors, structure, gradients = self._take_record(dy, ctx)
         for _, parameter in self._named:
-            _ = parameter.grad  # ties the tensor's gradient to it
+            parameter.tie()
         if gradients:
             torch.autograd.backward(*zip(*gradients, strict=True))
         return _gradients_of(tensors, structure, [one.grad for one in tensors])
@@ -213,7 +213,7 @@ class TorchLayer(Module):
         (gradients,) = ctx.take_deferred(self)
         trained = [one.tensor for _, one in self._named if one.requires_grad]
         for _, parameter in self._named:
-            _ = parameter.grad  # ties the tensor's gradient to it
+            parameter.tie()
         if gradients and trained:
             outputs, given = zip(*gradients, strict=True)
             torch.autograd.backward(outputs, given, inputs=trained)

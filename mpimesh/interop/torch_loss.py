@@ -62,10 +62,9 @@ class TorchLoss:
         if self._count is not None:
             return float(self._count(tree_map(lambda leaf, _: as_tensor(leaf), target)))
         leaves, _ = flatten(target, name="the target")
-        if self._is_mean and isinstance(
-            self._function, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss
-        ):
-            counted = _class_count(self._function, as_tensor(leaves[0]))
+        module = _module_of(self._function)
+        if self._is_mean and isinstance(module, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss):
+            counted = _class_count(module, as_tensor(leaves[0]))
             if counted is not None:
                 return counted
         return float(leaves[0].shape[0])
@@ -105,9 +104,9 @@ def wrap_loss(function: Callable[..., Any], *, count: _Count | None = None) -> T
 
     Over the whole batch, however it is cut, it gives what `function` gives for all rows at once:
     for a mean, the parts are weighted by what each counts. That is its rows, or for
-    `torch.nn.CrossEntropyLoss` and `NLLLoss` with class numbers the targets that are not ignored,
-    by their weights. A loss with ``reduction="sum"`` gives the sum divided by the rows;
-    ``denominator=1`` in the step gives the sum itself.
+    `torch.nn.CrossEntropyLoss` and `NLLLoss`, or their functions, with class numbers the targets
+    that are not ignored, by their weights. A loss with ``reduction="sum"`` gives the sum divided by
+    the rows; ``denominator=1`` in the step gives the sum itself.
 
     Args:
         function: A loss of `torch.nn`, or any function of the output and the target that gives a
@@ -118,6 +117,13 @@ def wrap_loss(function: Callable[..., Any], *, count: _Count | None = None) -> T
         ModuleError: If it gives more than one number, by its ``reduction``.
     """
     return TorchLoss(function, count)
+
+
+def _module_of(function: Callable[..., Any]) -> Any:
+    """Return the loss that a function is, with its defaults; the function itself if it is none."""
+    if function is torch.nn.functional.cross_entropy:
+        return torch.nn.CrossEntropyLoss()
+    return torch.nn.NLLLoss() if function is torch.nn.functional.nll_loss else function
 
 
 def _class_count(loss: Any, target: torch.Tensor) -> float | None:

@@ -77,6 +77,15 @@ class TorchParameter(Parameter):
             self.tensor.grad = self._torch_grad
         return self._grad
 
+    def tie(self) -> None:
+        """Tie the tensor's gradient to this one, before autograd adds to it.
+
+        One that PyTorch has dropped, as its `zero_grad` does, begins at 0.
+        """
+        if self._grad is not None and self.tensor.grad is None:
+            self._grad[...] = 0
+        self.tensor.grad = self._torch_grad
+
     @grad.setter
     def grad(self, array: Array) -> None:
         self._grad = array

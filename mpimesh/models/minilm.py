@@ -203,11 +203,14 @@ class MiniLM:
             progress(done, total)
 
         progress(0, total)
-        self._here[-1].seen = count
+        last = self._here[-1:]  # a stage may have no part
+        for part in last:
+            part.seen = count
         try:
             yield
         finally:
-            self._here[-1].seen = None
+            for part in last:
+                part.seen = None
 
     def _stages(
         self, weights: Weights, share: Share, num_stages: int, number: int, group: ProcessGroup

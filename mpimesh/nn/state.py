@@ -13,16 +13,15 @@ from mpimesh.nn.parameter import Parameter
 __all__ = ["check_shape", "load_values"]
 
 
-def check_shape(name: str, parameter: Parameter, value: Array) -> None:
-    """Check that `value` can be that of `parameter`.
+def check_shape(name: str, shape: tuple[int, ...], value: Array) -> None:
+    """Check that `value` can be that of a parameter of this shape.
 
     Raises:
         ShapeError: If its shape differs.
     """
-    shape = np.shape(value)
-    if shape != parameter.shape:
+    if np.shape(value) != shape:
         raise ShapeError(
-            f"state of parameter {name!r} must have its shape {parameter.shape}, got {shape}"
+            f"state of parameter {name!r} must have its shape {shape}, got {np.shape(value)}"
         )
 
 
@@ -37,7 +36,7 @@ def load_values(parameters: Mapping[str, Parameter], state: Mapping[str, Array])
     ready: list[tuple[Array, Array]] = []
     for name, parameter in parameters.items():
         data = parameter.value()
-        check_shape(name, parameter, state[name])
+        check_shape(name, parameter.shape, state[name])
         try:
             values = np.asarray(to_numpy(state[name]), dtype=data.dtype)
         except (TypeError, ValueError) as error:

@@ -68,6 +68,7 @@ class Arguments:
                 f"{who}: loss= needs a method value_and_grad(y, target, denominator=), as "
                 f"mm.nn.cross_entropy has and help(mm.nn.Loss) tells, got {self.loss!r}"
             )
+        engine.tensor.check_loss(self.loss)
         first = next(iter(values.values()), None)
         for value in values.values():
             if first is not None:

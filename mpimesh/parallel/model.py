@@ -20,7 +20,7 @@ from mpimesh.parallel.gradients.tuning import BucketTuning, tune_buckets
 from mpimesh.parallel.join import joined_output
 from mpimesh.parallel.step import Step
 from mpimesh.parallel.tensor.model import local_part
-from mpimesh.parallel.tensor.parameter import TensorParameter
+from mpimesh.parallel.tensor.parameter import whole_shape
 from mpimesh.parallel.tree import Tree
 
 __all__ = ["ParallelModel"]
@@ -149,8 +149,7 @@ class ParallelModel:
                 f"{sorted(missing) or 'none'}, unknown: {sorted(unknown) or 'none'}"
             )
         for name, parameter in expected.items():
-            if not isinstance(parameter, TensorParameter):
-                check_shape(name, parameter, state[name])
+            check_shape(name, whole_shape(parameter), state[name])
         mine = dict(engine.named_parameters())
         load_values(mine, {name: local_part(name, one, state[name]) for name, one in mine.items()})
 

@@ -113,7 +113,7 @@ class Step:
         engine = self._engine
         problem = self._look_at_arguments()
         self._header = StepHeader(engine.scope, self._given, self._names)
-        engine.tensor.begin(self._look, self._arguments.loss)
+        engine.tensor.begin(self._look)
         engine.why_no_step = _UNDER_WAY
         try:
             loss = self._end(self._try(problem))

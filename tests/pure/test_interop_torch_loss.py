@@ -21,6 +21,7 @@ SHARES = np.full((9, 3), 1 / 3)
 
 CASES = {
     "classes": (torch.nn.CrossEntropyLoss(), SCORES, CLASSES),
+    "a function": (F.cross_entropy, SCORES, CLASSES),
     "weighted": (torch.nn.CrossEntropyLoss(weight=WEIGHT), SCORES, CLASSES),
     "smoothed": (
         torch.nn.CrossEntropyLoss(ignore_index=1, label_smoothing=0.1),

@@ -27,6 +27,8 @@ def made_up(monkeypatch, node_ranks):
 @pytest.mark.parametrize("dims", [f"a={RANKS}", *([f"a=2,b={RANKS // 2}"] * (RANKS % 2 == 0))])
 @pytest.mark.parametrize("node_ranks", [2, 3])
 def test_on_two_levels(dims, node_ranks, monkeypatch):
+    if node_ranks >= RANKS:
+        pytest.skip("takes more than one node")
     made_up(monkeypatch, node_ranks)
     x = np.arange(90 * 14.0).reshape(90, 14)
     levels = set()
@@ -62,12 +64,12 @@ def test_by_a_collective_of_the_group(axis, monkeypatch):
             (cut, f"S{1 - axis}", "all_to_all"),
         ):
             plan = a.plan(row)
-            assert str(plan.collective) == (f"by {kind} over a" if RANKS > 3 else "None")
+            assert str(plan.collective) == f"by {kind} over a"
             before = mesh.traffic().snapshot()
             b = a.redistribute(row)
             moved = mesh.traffic() - before
             assert moved.received_bytes == plan.received_bytes(mesh.rank)
-            assert (kind in moved.calls) == (RANKS > 3)
+            assert kind in moved.calls
             assert np.array_equal(b.full(), x)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Self
 
+import numpy as np
+
 from mpimesh.arrays import Array, namespace
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError
 from mpimesh.nn import Context, Embedding, Parameter
@@ -83,6 +85,7 @@ class VocabParallelEmbedding(Embedding):
             axis=0,
             parts=parts,
             rank=self.tensor.rank,
+            requires_grad=whole.requires_grad,
         )
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
@@ -96,6 +99,7 @@ class VocabParallelEmbedding(Embedding):
         weight = self.weight.value()
         self._check_ids(x)
         xp = namespace(weight)
+        x = x.astype(np.int64, copy=False)  # this rank's first id may not fit into their dtype
         mine = (x >= self._start) & (x < self._stop)
         ids = xp.where(mine, x - self._start, 0)
         if self._start < self._stop:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -25,10 +26,22 @@ from mpimesh.errors import GroupError, MpimeshError
 from mpimesh.parallel.microbatch import replica_sizes
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
 
-__all__ = ["Pending", "TensorGroup", "TensorWatch"]
+__all__ = ["Pending", "TensorGroup", "TensorWatch", "watch_over"]
 
 _REMEMBERED = 16
 # More than a layer ever has under way at once.
+
+_watches: WeakKeyDictionary[ProcessGroup, TensorWatch] = WeakKeyDictionary()
+# By the group, so that whatever is split over it is watched, wherever a user's loss or layer keeps
+# it.
+
+
+def watch_over(group: ProcessGroup, watch: TensorWatch | None) -> None:
+    """Let `watch` look after the waits in what is split over `group`; None for nobody. Local."""
+    if watch is None:
+        _watches.pop(group, None)
+    else:
+        _watches[group] = watch
 
 
 class TensorGroup:
@@ -44,7 +57,6 @@ class TensorGroup:
         group: The ranks.
         size: Their number.
         rank: This rank's place among them.
-        watch: What looks after the waits of a step; None outside of one.
 
     Raises:
         GroupError: If this rank is not among them, or `group` is no group.
@@ -64,7 +76,11 @@ class TensorGroup:
         self.group: ProcessGroup = ranks
         self.size: int = ranks.size
         self.rank: int = ranks.rank
-        self.watch: TensorWatch | None = None
+
+    @property
+    def watch(self) -> TensorWatch | None:
+        """What looks after the waits of a step over these ranks; None outside of one."""
+        return _watches.get(self.group)
 
     def sizes(self, extent: int) -> list[int]:
         """Return how `extent` things are dealt to the ranks: the first ones have one more."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from mpimesh.arrays import Array, namespace
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn import CrossEntropy
@@ -77,7 +79,8 @@ class VocabParallelCrossEntropy(CrossEntropy):
         xp = namespace(y)
         wide = sum_dtype(y.dtype)
         logits = y.reshape(math.prod(y.shape[:-1]), y.shape[-1]).astype(wide, copy=False)
-        picked = target.reshape(-1)
+        # This rank's first class may not fit into their dtype.
+        picked = target.reshape(-1).astype(np.int64, copy=False)
         kept = None if self.ignore_index is None else picked != self.ignore_index
         mine = (picked >= self._start) & (picked < self._stop)
         if kept is not None:

@@ -20,7 +20,7 @@ from mpimesh.nn import Parameter
 from mpimesh.parallel.first_values import leaves
 from mpimesh.parallel.gradients.replicas import agree_values
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor.group import TensorGroup, TensorWatch
+from mpimesh.parallel.tensor.group import TensorGroup, TensorWatch, watch_over
 from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.parallel.tensor.sums import group_named, shared_groups, shared_parameters
 from mpimesh.runtime import DeviceMesh, ProcessGroup
@@ -54,15 +54,13 @@ class TensorModel:
     """
 
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
-        self._groups = tensor_groups(*stages)
-        groups = {id(one.group): one.group for one in self._groups}
+        groups = {id(one.group): one.group for one in tensor_groups(*stages)}
         if len(groups) > 1:
             names = sorted(group.name for group in groups.values())
             raise ModuleError(f"the layers of one model are split over one group, got {names}")
         self.group: ProcessGroup | None = next(iter(groups.values()), None)
         self._apart = self.group
         self._shared: dict[tuple[int, ...], ProcessGroup] = {}
-        self._watched: list[TensorGroup] = []
         self._watch: TensorWatch | None = None
 
     @property
@@ -123,22 +121,32 @@ class TensorModel:
             self._shared.get(parameter.holders) if isinstance(parameter, TensorParameter) else None
         )
 
+    def check_loss(self, loss: object) -> None:
+        """See whether the loss fits the layers. Local.
+
+        Raises:
+            ModuleError: If it is split over another group.
+        """
+        for one in tensor_groups(loss):
+            if self.group is not None and one.group is not self.group:
+                raise ModuleError(
+                    f"the loss is split over group {one.group.name!r}, but the layers over "
+                    f"{self.group.name!r}: make both with the same group"
+                )
+
     # -- in a step ------------------------------------------------------------------------
 
-    def begin(self, look: Callable[[], None], loss: object) -> None:
+    def begin(self, look: Callable[[], None]) -> None:
         """Let the waits of the layers, and of the loss, look for news. Local."""
-        if self._apart is None:
+        if self._apart is None or self.group is None:
             return
         self._watch = TensorWatch(self._apart, look)
-        self._watched = self._groups + tensor_groups(loss)
-        for one in self._watched:
-            one.watch = self._watch
+        watch_over(self.group, self._watch)
 
     def end(self) -> None:
         """Let go of the step. Local."""
-        for one in self._watched:
-            one.watch = None
-        self._watched = []
+        if self.group is not None:
+            watch_over(self.group, None)
         self._watch = None
 
     def notes(self) -> list[Any]:

@@ -74,6 +74,7 @@ class TensorParameter(Parameter):
         axis: int,
         parts: Sequence[Runs],
         rank: int,
+        requires_grad: bool = True,
     ) -> None:
         runs = sorted({run for part in set(parts) for run in part if run[0] < run[1]})
         edges = [0, *(edge for run in runs for edge in run), whole_shape[axis]]
@@ -89,6 +90,7 @@ class TensorParameter(Parameter):
         shape = list(whole_shape)
         shape[axis] = sum(stop - start for start, stop in self.parts[rank])
         super().__init__(name, tuple(shape), initializer)
+        self.requires_grad = requires_grad
 
     def materialize(
         self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0

@@ -49,8 +49,8 @@ class _Part(Module):
             axis=axis,
             parts=self.parts,
             rank=self.tensor.rank,
+            requires_grad=whole.requires_grad,
         )
-        made.requires_grad = whole.requires_grad
         return made
 
     def _product(self, x: Array) -> Array:

@@ -138,6 +138,7 @@ def repeated(parameter: Parameter, tensor: TensorGroup, *, partial: bool) -> Par
         axis=0,
         parts=[((0, extent),)] * tensor.size,
         rank=tensor.rank,
+        requires_grad=parameter.requires_grad,
     )
 
 

@@ -35,7 +35,10 @@ class SequenceDropout(Dropout):
     @classmethod
     def of(cls, like: Dropout, sequence: SequenceSplit) -> Self:
         """Return what `like` is on a split sequence."""
-        return cls(like.p, sequence=sequence)
+        made = cls.__new__(cls)
+        vars(made).update(vars(like))
+        made.sequence = sequence
+        return made
 
     def _first_value(self, x: Array) -> int:
         return self.sequence.first_place(x) * int(math.prod(x.shape[2:]))

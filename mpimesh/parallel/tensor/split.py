@@ -18,6 +18,7 @@ from mpimesh.nn import (
     LearnedPositions,
     Linear,
     Module,
+    Parameter,
     ReLU,
     RMSNorm,
     Sequential,
@@ -25,6 +26,7 @@ from mpimesh.nn import (
     SwiGLU,
 )
 from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.parallel.first_values import leaves
 from mpimesh.parallel.tensor.attention import ParallelAttention
 from mpimesh.parallel.tensor.embedding import VocabParallelEmbedding
 from mpimesh.parallel.tensor.entrance import Around, Entrance
@@ -73,8 +75,9 @@ def tensor_parallel(
             What enters the model must be so then, unless an embedding comes first.
 
     Raises:
-        ModuleError: If a rank would have no head, or with `sequence` a layer is not known to treat
-            each place by itself.
+        ModuleError: If a rank would have no head, a parameter stands in layers that are split and
+            in others that are not, or with `sequence` a layer is not known to treat each place by
+            itself.
         ModuleStateError: If a layer has memory.
         GroupError: If this rank is not in the group.
 
@@ -82,11 +85,51 @@ def tensor_parallel(
         >>> tp = mesh.group("tp")
         >>> blocks = [tensor_parallel(nn.GptBlock(64, 8), tp) for _ in range(12)]
     """
-    split: L = _split(model, TensorGroup(group), sequence)
+    before = _places(model)
+    split: L = _split(model, TensorGroup(group), sequence, {})
+    after = _places(split)
+    for number, (parameter, count) in before.items():
+        if 0 < after.get(number, (parameter, 0))[1] < count:
+            raise ModuleError(
+                f"parameter {parameter.name!r} of shape {parameter.shape} stands in several layers "
+                "of which some are split and some are not; give each layer one of its own, or see "
+                "gpt_layers(tied=True). The model is half split now: make another"
+            )
     return split
 
 
-def _split(layer: Any, tensor: TensorGroup, sequence: SequenceSplit | None) -> Any:
+def _places(model: Any) -> dict[int, tuple[Parameter, int]]:
+    """Return in how many layers each parameter stands."""
+    found: dict[int, tuple[Parameter, int]] = {}
+    seen: dict[int, Any] = {}
+    for layer in leaves(model):
+        if id(layer) in seen or not isinstance(layer, Module):
+            continue
+        seen[id(layer)] = layer
+        for parameter in layer._own_parameters():
+            found[id(parameter)] = parameter, found.get(id(parameter), (parameter, 0))[1] + 1
+    return found
+
+
+def _split(
+    layer: Any,
+    tensor: TensorGroup,
+    sequence: SequenceSplit | None,
+    known: dict[int, tuple[Any, Any]],
+) -> Any:
+    """Return what `layer` is when it is split: one that stands twice, the same again."""
+    if id(layer) not in known:
+        # With the layer itself, so that no other one gets its id.
+        known[id(layer)] = layer, _split_once(layer, tensor, sequence, known)
+    return known[id(layer)][1]
+
+
+def _split_once(
+    layer: Any,
+    tensor: TensorGroup,
+    sequence: SequenceSplit | None,
+    known: dict[int, tuple[Any, Any]],
+) -> Any:
     make = _MAKE.get(type(layer))
     if make is not None:
         return make(layer, tensor, sequence)
@@ -94,7 +137,7 @@ def _split(layer: Any, tensor: TensorGroup, sequence: SequenceSplit | None) -> A
         return layer
     if isinstance(layer, Sequential):
         layers: list[SupportsLayer] = layer._layers
-        layers[:] = [_split(one, tensor, sequence) for one in layers]
+        layers[:] = [_split(one, tensor, sequence, known) for one in layers]
         return layer
     if type(layer) in _AROUND:
         made = _AROUND[type(layer)].__new__(_AROUND[type(layer)])
@@ -107,9 +150,10 @@ def _split(layer: Any, tensor: TensorGroup, sequence: SequenceSplit | None) -> A
         )
     for name, value in vars(layer).items():
         if isinstance(value, Module):
-            setattr(layer, name, _split(value, tensor, sequence))
+            setattr(layer, name, _split(value, tensor, sequence, known))
         elif isinstance(value, list | tuple) and any(isinstance(one, Module) for one in value):
-            setattr(layer, name, type(value)(_split(one, tensor, sequence) for one in value))
+            row = (_split(one, tensor, sequence, known) for one in value)
+            setattr(layer, name, type(value)(row))
     return layer
 
 

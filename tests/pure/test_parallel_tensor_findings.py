@@ -1,0 +1,167 @@
+"""What readers have found in layers that are split over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh import nn
+from mpimesh.errors import ModuleError, ShapeError, StageError
+from tests.pure.parallel_models import on_ranks
+
+
+def test_what_is_frozen_stays_frozen():
+    """Split embeddings and norms on a split sequence were trained again."""
+
+    def body(mesh):
+        tp = mesh.group("tp")
+        layers = [nn.Embedding(8, 4).freeze(), nn.LayerNorm(4).freeze(), nn.Linear(4, 8)]
+        model = mm.tensor_parallel(
+            nn.Sequential(*layers), tp, sequence=mm.SequenceSplit(tp, length=4)
+        )
+        return {name: one.requires_grad for name, one in model.named_parameters()}
+
+    for found in on_ranks("tp=2", body):
+        assert not any(flag for name, flag in found.items() if name.startswith(("0.", "1.")))
+        assert all(flag for name, flag in found.items() if name.startswith("2."))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16])
+def test_ids_of_small_dtypes(dtype):
+    """The first id of a later rank did not fit into them, so that rank failed alone."""
+    ids = np.array([[0, 5, 100, 127]], dtype)
+
+    def body(mesh):
+        tp = mesh.group("tp")
+        table = mm.VocabParallelEmbedding(100_000, 2, group=tp)
+        table.materialize(seed=0, dtype=np.float64)
+        scores = np.zeros((1, 4, 25_000))
+        loss = mm.VocabParallelCrossEntropy(100_000, group=tp)(scores, ids)
+        return table(ids), loss
+
+    whole = nn.Embedding(100_000, 2)
+    whole.materialize(seed=0, dtype=np.float64)
+    for rows, loss in on_ranks("tp=4", body):
+        np.testing.assert_array_equal(rows, whole(ids))
+        np.testing.assert_allclose(loss, np.log(100_000))
+
+
+def test_a_loss_over_another_group_is_refused():
+    """It was summed over the layers' group with the parts of another, and gave another number."""
+
+    def body(mesh):
+        layers = mm.gpt_layers(6, 4, 1, 2, max_tokens=4, tp=mesh.group("tp"))
+        loss = mm.VocabParallelCrossEntropy(6, group=mesh.group("dp"))
+        model = mm.DataParallel(nn.Sequential(*layers), mesh, loss=loss)
+        x = np.zeros((4, 4), np.int64)
+        with pytest.raises(mm.MpimeshError, match="the loss is split over group 'dp'") as caught:
+            model.train_step(x, x)
+        return caught.value
+
+    for error in on_ranks("dp=2,tp=2", body):
+        assert isinstance(error, ModuleError) or "ModuleError" in str(error)
+
+
+def test_dropout_that_is_off_stays_off():
+    def body(mesh):
+        tp = mesh.group("tp")
+        layer: Any = nn.Dropout(0.5)
+        layer.set_training(False)
+        return mm.split_sequence(layer, mm.SequenceSplit(tp, length=4))(np.ones((1, 2, 3)))
+
+    for y in on_ranks("tp=2", body):
+        np.testing.assert_array_equal(y, np.ones((1, 2, 3)))
+
+
+def test_a_layer_that_stands_twice_stands_twice_when_it_is_split():
+    """Its second place had parameters of its own."""
+
+    def body(mesh):
+        block = nn.GptBlock(4, 2)
+        model = mm.tensor_parallel(
+            nn.Sequential(nn.Embedding(8, 4), block, block), mesh.group("tp")
+        )
+        layers = model.layers
+        return layers[1] is layers[2], [name for name, _ in model.named_parameters()]
+
+    (twice, names), _ = on_ranks("tp=2", body)
+    assert twice
+    assert not any(name.startswith("2.") for name in names)
+
+
+def test_weights_that_are_split_in_one_place_only_are_refused():
+    """The layers were untied without a word."""
+
+    def body(mesh):
+        embedding, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        head.weight = embedding.weight
+        with pytest.raises(ModuleError, match="some are split and some are not"):
+            mm.tensor_parallel(nn.Sequential(embedding, head), mesh.group("tp"))
+
+    on_ranks("tp=2", body)
+
+
+def test_a_state_of_a_wrong_shape_is_loaded_on_no_rank():
+    def body(mesh):
+        tp = mesh.group("tp")
+        layers = mm.gpt_layers(6, 4, 1, 2, max_tokens=4, tp=tp, tied=False)
+        stages = [mm.PipelineStage(0), mm.PipelineStage(1)]
+        for number, layer in enumerate(layers):
+            stages[number * 2 // len(layers)].add_layer(layer)
+        model = mm.PipelineParallel(stages, 1, mesh=mesh)
+        before = model.full_state_dict()
+        name = list(before)[-1]
+        wrong = {key: one + 1 for key, one in before.items()} | {name: np.zeros((2, 2))}
+        with pytest.raises(ShapeError, match=name):
+            model.load_state_dict(wrong)
+        after = model.full_state_dict()
+        assert all(np.array_equal(before[key], after[key]) for key in before)
+
+    on_ranks("pp=2,tp=2", body)
+
+
+class _Parts:
+    """A loss that keeps another where nobody looks for it."""
+
+    def __init__(self, loss):
+        self.parts = [loss]
+
+    def __call__(self, y, target):
+        return self.parts[0](y, target)
+
+    def value_and_grad(self, y, target, *, denominator):
+        return self.parts[0].value_and_grad(y, target, denominator=denominator)
+
+
+class _Breaks(nn.Module):
+    def __init__(self, rank):
+        self.rank = rank
+
+    def forward(self, x, ctx=None):
+        if self.rank:
+            raise ValueError("broken on purpose")
+        if ctx is not None:
+            ctx.save(self)
+        return x
+
+    def backward(self, dy, ctx):
+        ctx.take(self)
+        return dy
+
+
+def test_a_loss_within_a_loss_is_watched():
+    """The ranks that waited in it waited for ever when another one failed."""
+
+    def body(mesh):
+        tp = mesh.group("tp")
+        layers = mm.gpt_layers(6, 4, 1, 2, max_tokens=4, tp=tp)
+        loss = _Parts(mm.VocabParallelCrossEntropy(6, group=tp))
+        model = mm.DataParallel(nn.Sequential(*layers, _Breaks(tp.rank)), mesh, loss=loss)
+        x = np.zeros((4, 4), np.int64)
+        with pytest.raises(StageError, match="broken on purpose"):
+            model.train_step(x, x)
+
+    on_ranks("dp=1,tp=2", body)
