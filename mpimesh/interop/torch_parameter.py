@@ -77,6 +77,12 @@ class TorchParameter(Parameter):
             self.tensor.grad = self._torch_grad
         return self._grad
 
+    @grad.setter
+    def grad(self, array: Array) -> None:
+        self._grad = array
+        self._torch_grad = None if array is None else as_tensor(array)
+        self.tensor.grad = self._torch_grad
+
     def tie(self) -> None:
         """Tie the tensor's gradient to this one, before autograd adds to it.
 
@@ -84,12 +90,6 @@ class TorchParameter(Parameter):
         """
         if self._grad is not None and self.tensor.grad is None:
             self._grad[...] = 0
-        self.tensor.grad = self._torch_grad
-
-    @grad.setter
-    def grad(self, array: Array) -> None:
-        self._grad = array
-        self._torch_grad = None if array is None else as_tensor(array)
         self.tensor.grad = self._torch_grad
 
     @property
