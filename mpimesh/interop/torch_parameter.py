@@ -88,7 +88,9 @@ class TorchParameter(Parameter):
 
         One that PyTorch has dropped, as its `zero_grad` does, begins at 0.
         """
-        if self._grad is not None and self.tensor.grad is None:
+        if self._grad is None:
+            return
+        if self.tensor.grad is None:
             self._grad[...] = 0
         self.tensor.grad = self._torch_grad
 

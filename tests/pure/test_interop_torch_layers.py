@@ -357,3 +357,26 @@ def test_gradients_are_reduced_while_backward_still_runs():
 
     on_ranks("dp=2", body)
     assert seen == [True]
+
+
+def test_gradients_that_pytorch_drops_are_dropped():
+    """The next backward added to the old ones: `zero_grad` sets them to None."""
+    torch.manual_seed(3)
+    module = torch.nn.Linear(3, 2).double()
+    plain = copy.deepcopy(module)
+    layer = mt.wrap(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    draw = np.random.default_rng(0)
+    for _ in range(3):
+        x, dy = draw.normal(size=(4, 3)), draw.normal(size=(4, 2))
+        for part in (slice(0, 1), slice(1, 4)):  # two backwards add up
+            ctx = nn.Context()
+            layer.forward(x[part], ctx)
+            layer.backward(dy[part], ctx)
+            plain(torch.from_numpy(x[part])).backward(torch.from_numpy(dy[part]))
+        optimizer.step()
+        optimizer.zero_grad()
+        other.step()
+        other.zero_grad()
+        np.testing.assert_allclose(module.weight.detach(), plain.weight.detach(), rtol=1e-12)
