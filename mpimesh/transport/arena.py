@@ -16,6 +16,7 @@ import secrets
 import sys
 import weakref
 from collections import deque
+from collections.abc import Callable
 from ctypes import addressof, c_char
 from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 from threading import Lock
@@ -151,10 +152,13 @@ class Arena:
             at = array.__array_interface__["data"][0] - self._address
         return at if at >= 0 and at + array.nbytes <= self._parts.size else -1
 
-    def _has_ended(self, living: _Living) -> None:
+    def _has_ended(
+        self, living: _Living, *, at_the_end: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
         # The collector may call this anywhere, in the middle of `empty` as well: only note it,
-        # and do the work if nobody else is at it.
-        if sys.is_finalizing():
+        # and do the work if nobody else is at it. At the very end this module has no names left,
+        # only defaults.
+        if at_the_end():
             return  # nobody asks for memory any more
         del self._living[living.at]
         self._ended.append(living.at)

@@ -64,6 +64,7 @@ def test_any_exchange(comm, mode, dtype):
                 check(ranks, seed, dtype, memory, max_bytes=(0, 0, 100)[seed % 3])
 
 
+@pytest.mark.nprocs(1, 2, 3, 4)
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_large_ones(comm, mode):
     """Longer than a piece that is read at a time, and than one message may be."""
