@@ -13,7 +13,7 @@ from mpimesh.runtime.call import Site, site_text
 if TYPE_CHECKING:
     from mpimesh.runtime.traffic import Traffic
 
-__all__ = ["Budget", "Late", "admit", "spend"]
+__all__ = ["Budget", "Late", "admit", "excess", "spend"]
 
 
 class Budget:
@@ -124,11 +124,21 @@ def admit(budgets: tuple[Budget, ...], name: str, what: object, nbytes: int, mes
     Raises:
         BudgetError: If one of the budgets has not so much left; then none counts it.
     """
-    for budget in reversed(budgets):
-        if budget.exceeds(nbytes, messages):
-            raise budget.error(what, "would receive", nbytes, messages)
+    error = excess(budgets, what, nbytes, messages)
+    if error is not None:
+        raise error
     for budget in budgets:
         budget.use(name, nbytes, messages)
+
+
+def excess(
+    budgets: tuple[Budget, ...], what: object, nbytes: int, messages: int
+) -> BudgetError | None:
+    """Return the error of the innermost budget that has not so much left. Nothing is counted."""
+    for budget in reversed(budgets):
+        if budget.exceeds(nbytes, messages):
+            return budget.error(what, "would receive", nbytes, messages)
+    return None
 
 
 def spend(

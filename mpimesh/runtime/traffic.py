@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpimesh.errors import BudgetError
-from mpimesh.runtime.budget import Budget, Late, admit, spend
+from mpimesh.runtime.budget import Budget, Late, admit, excess, spend
 from mpimesh.runtime.call import Call, call_site, site_text
 from mpimesh.runtime.received import Amount, Members, Rule, Tally, from_others
 from mpimesh.runtime.traffic_table import traffic_table
@@ -126,10 +126,7 @@ class Traffic:
     ) -> BudgetError | None:
         """Return the error of the budget that an operation would exceed. Nothing is counted."""
         nbytes, messages = from_others(rule, members, amount).sum(axis=1).tolist()
-        for budget in reversed(self.budgets):
-            if budget.exceeds(nbytes, messages):
-                return budget.error(call, "would receive", nbytes, messages)
-        return None
+        return excess(self.budgets, call, nbytes, messages)
 
     def admit(self, call: Call, nbytes: int, messages: int) -> None:
         """Let budgets count an operation that is about to start.
