@@ -12,6 +12,7 @@ from mpimesh.parallel.tensor.entrance import Entered, Entrance
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.parallel.tensor.parameter import Runs
 from mpimesh.parallel.tensor.part import ColumnPart, RowPart
+from mpimesh.parallel.tensor.retyped import retyped
 from mpimesh.parallel.tensor.sequence import SequenceSplit
 from mpimesh.runtime import ProcessGroup
 
@@ -121,8 +122,7 @@ class ParallelAttention(Entered, Attention):
             ModuleError: If its layers are no plain linear ones, or a rank would have no head.
             ModuleStateError: If it has memory.
         """
-        made = cls.__new__(cls)
-        vars(made).update(vars(like))
+        made = retyped(like, cls)
         made._split(entrance)
         return made
 

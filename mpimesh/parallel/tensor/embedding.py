@@ -13,6 +13,7 @@ from mpimesh.nn.checks import first_outside
 from mpimesh.parallel.tensor.entrance import Entrance
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.parallel.tensor.parameter import TensorParameter, even_parts
+from mpimesh.parallel.tensor.retyped import retyped
 from mpimesh.parallel.tensor.sequence import SequenceSplit
 from mpimesh.runtime import ProcessGroup
 
@@ -65,8 +66,7 @@ class VocabParallelEmbedding(Embedding):
         cls, like: Embedding, group: ProcessGroup | TensorGroup, sequence: SequenceSplit | None
     ) -> Self:
         """Return `like`, an unsplit layer without memory, split over the ranks of `group`."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(like))
+        made = retyped(like, cls)
         made._split(group, sequence)
         return made
 

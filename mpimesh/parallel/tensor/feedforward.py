@@ -10,6 +10,7 @@ from mpimesh.parallel.tensor.attention import plain
 from mpimesh.parallel.tensor.entrance import Entered, Entrance
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.parallel.tensor.part import ColumnPart, RowPart
+from mpimesh.parallel.tensor.retyped import retyped
 from mpimesh.parallel.tensor.sequence import SequenceSplit
 from mpimesh.runtime import ProcessGroup
 
@@ -63,8 +64,7 @@ class ParallelFeedForward(Entered, FeedForward):
             ModuleError: If its layers are no plain linear ones.
             ModuleStateError: If it has memory.
         """
-        made = cls.__new__(cls)
-        vars(made).update(vars(like))
+        made = retyped(like, cls)
         made._split(entrance)
         return made
 
@@ -115,8 +115,7 @@ class ParallelSwiGLU(Entered, SwiGLU):
             ModuleError: If its layers are no plain linear ones.
             ModuleStateError: If it has memory.
         """
-        made = cls.__new__(cls)
-        vars(made).update(vars(like))
+        made = retyped(like, cls)
         made._split(entrance)
         return made
 

@@ -9,6 +9,7 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.errors import ShapeError
 from mpimesh.nn import Context, Dropout, LearnedPositions
 from mpimesh.nn.checks import check_features, check_floats, sum_dtype
+from mpimesh.parallel.tensor.retyped import retyped
 from mpimesh.parallel.tensor.sequence import SequenceSplit, repeated
 
 __all__ = ["SequenceDropout", "SequencePositions"]
@@ -35,8 +36,7 @@ class SequenceDropout(Dropout):
     @classmethod
     def of(cls, like: Dropout, sequence: SequenceSplit) -> Self:
         """Return what `like` is on a split sequence."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(like))
+        made = retyped(like, cls)
         made.sequence = sequence
         return made
 
@@ -72,8 +72,7 @@ class SequencePositions(LearnedPositions):
     @classmethod
     def of(cls, like: LearnedPositions, sequence: SequenceSplit) -> Self:
         """Return what `like`, which has no memory yet, is on a split sequence."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(like))
+        made = retyped(like, cls)
         made._split(sequence)
         return made
 

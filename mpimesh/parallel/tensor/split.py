@@ -32,6 +32,7 @@ from mpimesh.parallel.tensor.embedding import VocabParallelEmbedding
 from mpimesh.parallel.tensor.entrance import Around, Entrance
 from mpimesh.parallel.tensor.feedforward import ParallelFeedForward, ParallelSwiGLU
 from mpimesh.parallel.tensor.group import TensorGroup
+from mpimesh.parallel.tensor.retyped import retyped
 from mpimesh.parallel.tensor.sequence import SequenceSplit, split_sequence
 from mpimesh.parallel.tensor.sequence_layers import SequenceDropout, SequencePositions
 from mpimesh.runtime import ProcessGroup
@@ -140,9 +141,7 @@ def _split_once(
         layers[:] = [_split(one, tensor, sequence, known) for one in layers]
         return layer
     if type(layer) in _AROUND:
-        made = _AROUND[type(layer)].__new__(_AROUND[type(layer)])
-        vars(made).update(vars(layer))
-        layer = made
+        layer = retyped(layer, _AROUND[type(layer)])
     if sequence is not None and not isinstance(layer, _PLACEWISE):
         raise ModuleError(
             f"{layer!r}: it is not known whether it treats each place of a sequence by itself, so "
