@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -22,7 +22,7 @@ from mpimesh.layout import (
 )
 from mpimesh.layout import Take as Wanted
 from mpimesh.mesh import Mesh
-from mpimesh.transport import Communicator, Request, Steps
+from mpimesh.transport import Communicator, Request, Steps, run_steps
 from mpimesh.transport.boxes import volume
 from mpimesh.transport.regions import Give, Part, Regions, Take
 
@@ -114,11 +114,7 @@ class Move:
 
         def steps() -> Steps:
             for number in range(last + 1):
-                started = exchange(number)
-                if isinstance(started, Generator):
-                    yield from started
-                else:
-                    yield started
+                yield from run_steps(partial(exchange, number))
                 self._reduced(number, held)
 
         if last:

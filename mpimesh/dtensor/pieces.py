@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,17 +69,9 @@ def exchange_pieces(
         into += size
     regions = Regions(tuple(takes), tuple(gives))
     group = mesh.group()
-
-    def steps() -> Steps:
-        started = group.communicator.exchange_regions(packed, target, regions)
-        if isinstance(started, Generator):
-            yield from started
-        else:
-            yield started
-
     group.compose(
         name,
-        steps,
+        partial(group.communicator.exchange_regions, packed, target, regions),
         rule=f"{name} of {dtype}",
         nbytes=packed.nbytes,
         receives=(parts, tuple(received)) if received else None,

@@ -13,13 +13,13 @@ only be told apart by a `label`, or by the calling line with ``MPIMESH_CHECKS=2`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import numpy as np
 
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.runtime.call import Call
-from mpimesh.transport import Communicator, Request, Steps
+from mpimesh.transport import Communicator, Request, Steps, run_steps
 
 __all__ = ["checked", "compare"]
 
@@ -69,16 +69,7 @@ def checked(
     yield from compare(communicator, call, compared, with_site=with_site)
     if also is not None:
         yield from also(call)
-    return (yield from run(start))
-
-
-def run(start: Callable[[], Request | Steps]) -> Steps:
-    """Run what `start` starts, be it one request or several steps."""
-    started = start()
-    if isinstance(started, Generator):
-        return (yield from started)
-    yield started
-    return None
+    return (yield from run_steps(start))
 
 
 def _fitted(call: str, note: str) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.received import Amount, Rule
-from mpimesh.transport import Request, Steps
+from mpimesh.transport import Request, Steps, run_steps
 
 __all__ = ["Composed"]
 
@@ -94,8 +94,4 @@ class Composed(GroupCore):
         if receives is not None:
             traffic.admit_by(call, receives[0], self._members, receives[1])
             traffic.tally.add(call.name, receives[0], self._members, receives[1])
-        started = begin()
-        if isinstance(started, Generator):
-            yield from started
-        else:
-            yield started
+        yield from run_steps(begin)

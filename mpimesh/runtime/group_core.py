@@ -23,7 +23,7 @@ from mpimesh.errors import ClosedError, MpimeshError, RankError
 from mpimesh.mesh import GroupBackend
 from mpimesh.runtime.arrival import Arrival
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.checks import checked, compare, run
+from mpimesh.runtime.checks import checked, compare
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.device_operation import DeviceOperation, begin_in
 from mpimesh.runtime.handle import CollectiveTensor
@@ -32,7 +32,7 @@ from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.received import Amount, Members, Rule
 from mpimesh.runtime.solo_side import SoloSide
-from mpimesh.transport import Communicator, Request, StagedRequest, Steps
+from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
 
 __all__ = ["GroupCore", "collective"]
 
@@ -168,7 +168,7 @@ class GroupCore:
             steps = checked(communicator, call, compared, begin, also, with_site=checks > 1)
             request: Request = self.progress.stage(communicator, steps)
         elif self.progress.busy(communicator):
-            request = self.progress.stage(communicator, run(begin))
+            request = self.progress.stage(communicator, run_steps(begin))
         else:
             started = begin()
             if isinstance(started, Generator):

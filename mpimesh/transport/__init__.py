@@ -10,7 +10,7 @@ from mpimesh.transport.base import (
     RecvRequest,
     Request,
 )
-from mpimesh.transport.engine import Engine, StagedRequest, Steps
+from mpimesh.transport.engine import Engine, StagedRequest, Steps, run_steps
 from mpimesh.transport.regions import Give, Part, Regions, Take
 from mpimesh.transport.virtual import VirtualCommunicator, virtual_communicators
 from mpimesh.transport.virtual_world import VirtualWorld
@@ -30,5 +30,6 @@ __all__ = [
     "Take",
     "VirtualCommunicator",
     "VirtualWorld",
+    "run_steps",
     "virtual_communicators",
 ]

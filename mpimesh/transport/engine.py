@@ -15,7 +15,7 @@ order on all ranks. Different chains never wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable
+from collections.abc import Callable, Generator, Hashable
 from contextlib import suppress
 from threading import RLock
 from typing import Any, Protocol, TypeAlias
@@ -24,10 +24,19 @@ from mpimesh.errors import MpimeshError
 from mpimesh.transport.base import Request
 from mpimesh.transport.doorbell import Doorbell
 
-__all__ = ["Engine", "StagedRequest", "Steps"]
+__all__ = ["Engine", "StagedRequest", "Steps", "run_steps"]
 
 Steps: TypeAlias = Generator[Request, None, Any]
 """Yields requests, each to be done before the next step; returns the operation's value."""
+
+
+def run_steps(start: Callable[[], Request | Steps]) -> Steps:
+    """Run what `start` starts when its turn has come, be it one request or several steps."""
+    started = start()
+    if isinstance(started, Generator):
+        return (yield from started)
+    yield started
+    return None
 
 
 class Settling(Request, Protocol):
