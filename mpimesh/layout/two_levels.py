@@ -25,8 +25,8 @@ __all__ = ["Fetching", "Sharing"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fetching:
-    """The first exchange: what is near as a whole, and each rank's part of what is far.
+class _Half:
+    """One of two exchanges.
 
     Attributes:
         whole: The exchange at once, which reduces nothing.
@@ -36,22 +36,28 @@ class Fetching:
 
     op: ClassVar[str] = ""
     partial: ClassVar[tuple[int, ...]] = ()
-    in_place: ClassVar[bool] = False
-
-    @property
-    def source(self) -> Tiling:
-        """What the ranks hold."""
-        return self.whole.source
 
     @property
     def target(self) -> Tiling:
-        """What they are to hold in the end."""
+        """What the ranks are to hold in the end."""
         return self.whole.target
 
     @property
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank."""
         return self.whole.nodes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetching(_Half):
+    """The first exchange: what is near as a whole, and each rank's part of what is far."""
+
+    in_place: ClassVar[bool] = False
+
+    @property
+    def source(self) -> Tiling:
+        """What the ranks hold."""
+        return self.whole.source
 
     def takes(self, rank: int) -> list[Take]:
         """Return what `rank` gets, also from itself."""
@@ -88,33 +94,15 @@ class Fetching:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sharing:
-    """The second exchange: each rank takes from its mates what these have fetched.
+class Sharing(_Half):
+    """The second exchange: each rank takes from its mates what these have fetched."""
 
-    Attributes:
-        whole: The exchange at once, which reduces nothing.
-    """
-
-    whole: Phase
-
-    op: ClassVar[str] = ""
-    partial: ClassVar[tuple[int, ...]] = ()
     in_place: ClassVar[bool] = True
 
     @property
     def source(self) -> Tiling:
         """What the ranks hold a part of."""
         return self.whole.target
-
-    @property
-    def target(self) -> Tiling:
-        """What they are to hold."""
-        return self.whole.target
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """The node of each rank."""
-        return self.whole.nodes
 
     def takes(self, rank: int) -> list[Take]:
         """Return what `rank` gets, from one mate after the other."""
