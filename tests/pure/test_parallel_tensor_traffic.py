@@ -119,3 +119,25 @@ def test_a_step_of_a_gpt(sequence_parallel):
             assert calls["all_reduce"] == around_step + 2 + (1 + 2 * blocks) + (2 * blocks + 1)
 
     on_ranks("tp=2", body)
+
+
+def test_a_mask_is_gathered_once_a_pass():
+    """Not by each of the layers that it passes through."""
+
+    def body(mesh):
+        group = mesh.group("tp")
+        cut = mm.SequenceSplit(group)
+        blocks = nn.Sequential([nn.BertBlock(FEATURES, 2) for _ in range(3)])
+        model = mm.tensor_parallel(blocks, group, sequence=cut)
+        model.materialize(seed=0, dtype=np.float64)
+        x = np.ones((ROWS, TOKENS // 2, FEATURES))
+        mask = np.ones((ROWS, TOKENS // 2), bool)
+        for _ in range(2):
+            before = mesh.traffic().snapshot()
+            y, _ = model((x, mask), nn.Context())
+            calls = (mesh.traffic() - before).calls
+            assert calls["all_gather"] == 2 * 3 + 1
+        alone, _ = model((x, mask))
+        np.testing.assert_array_equal(alone, y)
+
+    on_ranks("tp=2", body)
