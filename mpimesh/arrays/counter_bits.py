@@ -54,17 +54,23 @@ def key_of(*numbers: int) -> int:
     return key
 
 
-def random_words(xp: ModuleType, key: int, rows: Array, count: int, *, first: int = 0) -> Array:
+def random_words(
+    xp: ModuleType, key: int, rows: Array, count: int, *, first: int | Array = 0
+) -> Array:
     """Return `count` words of the streams of `rows`, from word `first` on.
 
     Shapes:
         rows: (n,), uint64.
+        first: a number; or (n,), uint64, one for each row.
         result: (n, count), uint64.
     """
     gamma = np.uint64(_GAMMA)
     starts = rows * gamma
     starts += np.uint64(key)
     _mix(xp, starts, xp.empty_like(starts))
+    if not isinstance(first, int):
+        starts += first * gamma
+        first = 0
     steps = xp.arange(first + 1, first + count + 1, dtype=xp.uint64)
     steps *= gamma
     words = starts[:, None] + steps

@@ -8,6 +8,10 @@ computes the scores once more, block by block, from the logarithm of that sum, a
 Ermon, Rudra and Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness"
 (2022), with the queries in the outer loop, as in Dao, "FlashAttention-2" (2023).
 
+Dropout of weights changes two things: what is summed up to the result is multiplied with the mask,
+not what is summed up to divide by; and the mask is drawn again in backward, see
+:mod:`mpimesh.nn.drops`, so that memory stays linear.
+
 Groups of query heads may share the key and value heads: Ainslie et al., "GQA" (2023). Query head h
 reads key head ``h // (heads // kv_heads)``.
 """
@@ -26,7 +30,8 @@ from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.nn import kernels
-from mpimesh.nn.checks import sum_dtype
+from mpimesh.nn.checks import check_extent, sum_dtype
+from mpimesh.nn.drops import WeightDropout
 
 __all__ = ["attend", "attend_backward"]
 
@@ -45,6 +50,7 @@ def attend(
     *,
     causal: bool = False,
     mask: Array | None = None,
+    dropout: WeightDropout | None = None,
     block: int | None = None,
 ) -> tuple[Array, Array]:
     """Return ``softmax(q @ k.T / sqrt(head_dim)) @ v`` for each head, and what backward needs.
@@ -59,8 +65,11 @@ def attend(
             sums of the exponentials of the scores, 0 where there are none.
 
     Cost:
-        ``4 * batch * heads * tokens * keys * head_dim`` flops, half of that with `causal`, and as
-        memory the results and a few blocks of 1 MiB.
+        ``4 * batch * heads * tokens * keys * head_dim`` flops, half of that with `causal`, and a
+        64-bit hash for two weights with `dropout`. As memory the results, and about three blocks
+        of scores. A block is of ``block ** 2`` numbers for each head of one row of the batch, and
+        of as many rows as 2^18 numbers are room for, one at least: 1 MiB in float32 with up to 16
+        heads and blocks of 128, half a MiB more for each 8 further heads.
 
     Args:
         q: The queries.
@@ -69,11 +78,13 @@ def attend(
         causal: Whether a query reads only the keys up to its own place, where the last query and
             the last key have the same place.
         mask: Which keys are tokens; None if all are.
+        dropout: Which weights are dropped; None if none are.
         block: Most queries, and keys, of a block; None for what suits the library.
 
     Raises:
         ShapeError: If the shapes do not fit each other.
         DTypeError: If `mask` is not boolean.
+        ModuleError: If `block` is not a whole number of at least 1.
     """
     plan = _Plan.of(q, k, v, causal=causal, mask=mask, block=block)
     xp, wide = plan.xp, sum_dtype(q.dtype)
@@ -104,11 +115,15 @@ def attend(
                     total *= fade
                     mixed *= fade
                 total += scores.sum(axis=-1, keepdims=True)
+                if dropout is not None:
+                    scores *= plan.kept(dropout, scores, rows, part, keys)
                 mixed += scores @ v_rows[..., keys, :].astype(wide, copy=False)
                 top = higher
             none = total == 0
             total = xp.where(none, wide.type(1), total)
             mixed /= total
+            if dropout is not None:
+                mixed *= wide.type(dropout.scale)
             out_rows[place] = mixed
             xp.log(total, out=total)
             total += xp.where(none, wide.type(0), top)
@@ -126,13 +141,15 @@ def attend_backward(
     *,
     causal: bool = False,
     mask: Array | None = None,
+    dropout: WeightDropout | None = None,
     block: int | None = None,
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of `q`, `k` and `v`, given that of the result of :func:`attend`.
 
     With P the softmax, ``dP = dout @ v.T`` and D the sum of ``dout * out`` over a head, the
     gradient of the scores is ``P * (dP - D)``: D is the sum of ``P * dP`` over the keys, so no sum
-    over all keys is needed.
+    over all keys is needed. With a dropout dP is multiplied with its mask and scale, and D is still
+    the sum of ``P * dP``.
 
     Shapes:
         dout, out: that of `q`.
@@ -140,7 +157,9 @@ def attend_backward(
         result: those of `q`, `k` and `v`, and their dtype.
 
     Cost:
-        ``10 * batch * heads * tokens * keys * head_dim`` flops, half of that with `causal`.
+        ``10 * batch * heads * tokens * keys * head_dim`` flops, half of that with `causal`. As
+        memory the results, those of keys and values in float32 at least for the rows of a block,
+        and about four blocks of scores.
 
     Args:
         dout: The gradient of the result.
@@ -151,7 +170,13 @@ def attend_backward(
         sums: The logarithms that came with it.
         causal: As in :func:`attend`.
         mask: As in :func:`attend`.
+        dropout: The same as there.
         block: Most queries, and keys, of a block.
+
+    Raises:
+        ShapeError: If the shapes do not fit each other.
+        DTypeError: If `mask` is not boolean.
+        ModuleError: If `block` is not a whole number of at least 1.
     """
     plan = _Plan.of(q, k, v, causal=causal, mask=mask, block=block)
     xp, wide = plan.xp, sum_dtype(q.dtype)
@@ -169,13 +194,21 @@ def attend_backward(
             scaled *= plan.scale
             d_part = dout_rows[place].astype(wide, copy=False)
             towards = (d_part * out_rows[place]).sum(axis=-1, keepdims=True)
+            if dropout is not None:
+                d_part = d_part * wide.type(dropout.scale)
             base = by_head[rows][place][..., None]
             dq_part = xp.zeros(scaled.shape, wide)
             for keys in plan.key_blocks(part):
                 weights = _exp_less(plan.scores(scaled, k_rows, rows, part, keys), base)
-                dv_rows[..., keys, :] += _over_group(weights.swapaxes(-1, -2) @ d_part)
                 v_part = v_rows[..., keys, :].astype(wide, copy=False)
                 slopes = d_part @ v_part.swapaxes(-1, -2)
+                if dropout is None:
+                    read = weights
+                else:
+                    kept = plan.kept(dropout, slopes, rows, part, keys)
+                    slopes *= kept
+                    read = weights * kept
+                dv_rows[..., keys, :] += _over_group(read.swapaxes(-1, -2) @ d_part)
                 slopes -= towards
                 slopes *= weights
                 dq_part += slopes @ k_rows[..., keys, :].astype(wide, copy=False)
@@ -230,7 +263,7 @@ class _Plan:
             mask = None if isinstance(mask, np.ndarray) and mask.all() else mask
         xp = namespace(q, k, v)
         usual, scores = (_TOKENS, _SCORES) if xp is np else (_DEVICE_TOKENS, _DEVICE_SCORES)
-        block = usual if block is None else block
+        block = usual if block is None else check_extent("block", block)
         each = heads * min(block, max(tokens, 1)) * min(block, max(num_keys, 1))
         rows = max(1, scores // max(each, 1))
         scale = 1.0 / math.sqrt(dim)
@@ -276,6 +309,13 @@ class _Plan:
         if seen is not None:
             scores = xp.where(seen, scores, scores.dtype.type(-math.inf))
         return scores
+
+    def kept(
+        self, dropout: WeightDropout, like: Array, rows: slice, part: slice, keys: slice
+    ) -> Array:
+        """Return which weights of a block, of the shape of `like`, are not dropped."""
+        starts = {"row": rows.start, "query": part.start, "key": keys.start}
+        return dropout.kept(self.xp, like.shape, **starts, tokens=self.tokens)
 
 
 def check_mask(mask: Array, shape: tuple[int, int]) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn import protocol
@@ -9,6 +14,7 @@ from mpimesh.nn.attend import attend, attend_backward
 from mpimesh.nn.checks import check_extent
 from mpimesh.nn.composite import Composite
 from mpimesh.nn.context import Context
+from mpimesh.nn.drops import Place, WeightDropout, check_share, key_at
 from mpimesh.nn.linear import Linear
 from mpimesh.nn.masked import check_sequence, parted
 from mpimesh.nn.rotary import Rotary
@@ -24,6 +30,10 @@ class Attention(Composite):
     results side by side go through one linear layer more. It is computed in blocks, so that memory
     is linear in the number of tokens; see :mod:`mpimesh.nn.attend`.
 
+    In training a share `dropout` of the weights of that mean is dropped. Which ones depends on what
+    a :class:`Dropout` depends on, and on the head, the token and the key: so no cut of the batch,
+    the heads or the sequence changes it.
+
     `query`, `key`, `value` and `output` may be replaced by other layers, such as layers split over
     ranks: there are as many heads as the first three give features for.
 
@@ -38,7 +48,7 @@ class Attention(Composite):
 
     Cost:
         Saves `x`, the queries, keys, values and the heads' results, and one number for each head
-        and token.
+        and token. Dropped weights are not saved: backward draws again which ones they are.
 
     Args:
         features: Length of the last axis of `x`.
@@ -49,11 +59,16 @@ class Attention(Composite):
         causal: Whether a token reads only itself and those before it.
         rotary: Turns queries and keys, see :class:`Rotary`.
         bias: Whether the linear layers have biases.
+        dropout: The share of the weights to drop, in [0, 1), exact to 2^-32.
 
     Raises:
         ModuleError: If an extent is not a whole number of at least 1, or the heads do not divide
-            the features, or the key heads the heads, or the rotary is for other heads.
+            the features, or the key heads the heads, or the rotary is for other heads, or the
+            share is out of range.
     """
+
+    _place: Place | None = None
+    _first_head: int = 0
 
     def __init__(
         self,
@@ -65,6 +80,7 @@ class Attention(Composite):
         causal: bool = False,
         rotary: Rotary | None = None,
         bias: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         self.features = check_extent("features", features)
         self.num_heads = check_extent("num_heads", num_heads)
@@ -83,12 +99,30 @@ class Attention(Composite):
         if rotary is not None and rotary.head_dim != self.head_dim:
             raise ModuleError(f"{rotary!r} does not turn heads of length {self.head_dim}")
         self.causal = causal
+        self.dropout = check_share("dropout", dropout)
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.query: protocol.SupportsLayer = Linear(self.features, inner, bias=bias)
         self.key: protocol.SupportsLayer = Linear(self.features, kv_inner, bias=bias)
         self.value: protocol.SupportsLayer = Linear(self.features, kv_inner, bias=bias)
         self.rotary = rotary
         self.output: protocol.SupportsLayer = Linear(inner, self.features, bias=bias)
+
+    def materialize(
+        self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0
+    ) -> None:
+        """Give the layers within memory, and note what masks depend on; see `Module.materialize`.
+
+        Raises:
+            DTypeError: If `dtype` is not a float one.
+            ModuleError: If `seed` or `index` is negative.
+        """
+        super().materialize(seed=seed, dtype=dtype, xp=xp, index=index)
+        self._place = (seed, index)
+
+    def set_place(self, *, seed: int, index: int) -> None:
+        """Take note of the model's seed and of the layer's place; see `Module.set_place`."""
+        super().set_place(seed=seed, index=index)
+        self._place = (seed, index)
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
         """Return what the tokens read from each other.
@@ -106,10 +140,11 @@ class Attention(Composite):
         )
         if self.rotary is not None:
             q, k = self.rotary.forward(q, ctx), self.rotary.forward(k, ctx)
-        read, sums = attend(q, k, v, causal=self.causal, mask=mask)
+        dropout = self._weight_dropout(ctx)
+        read, sums = attend(q, k, v, causal=self.causal, mask=mask, dropout=dropout)
         y = self.output.forward(_flat(read), ctx)
         if ctx is not None:
-            ctx.save(self, y.shape, y.dtype, q, k, v, read, sums, mask)
+            ctx.save(self, y.shape, y.dtype, q, k, v, read, sums, mask, dropout)
         return y
 
     def backward_input(self, dy: Array, ctx: Context) -> Array | None:
@@ -120,10 +155,12 @@ class Attention(Composite):
             DTypeError: If `dy` has another dtype.
             ModuleStateError: If forward did not run with `ctx`, or its backward ran already.
         """
-        q, k, v, read, sums, mask = self._take(dy, ctx)
+        q, k, v, read, sums, mask, dropout = self._take(dy, ctx)
         d_flat = self._back(self.output, dy, ctx)
         d_read = self._heads(d_flat)
-        dq, dk, dv = attend_backward(d_read, q, k, v, read, sums, causal=self.causal, mask=mask)
+        dq, dk, dv = attend_backward(
+            d_read, q, k, v, read, sums, causal=self.causal, mask=mask, dropout=dropout
+        )
         if self.rotary is not None:
             # In the order opposite to forward's.
             dk = self.rotary.backward_input(dk, ctx)
@@ -135,6 +172,14 @@ class Attention(Composite):
         dx = parts[0] + parts[1]
         dx += parts[2]
         return dx if mask is None else (dx, None)
+
+    def _weight_dropout(self, ctx: Context | None) -> WeightDropout | None:
+        """Return which weights are dropped in a pass; None if none are."""
+        if not self.dropout or ctx is None or not ctx.training or not self.is_training():
+            return None
+        # A number more than a Dropout takes, so that none has the same bits, whatever its place.
+        key = key_at(self, self._place, ctx.step, 0)
+        return WeightDropout(self.dropout, key, ctx.first_row, self.num_heads, self._first_head)
 
     def _heads(self, x: Array) -> Array:
         """Return (batch, tokens, heads, head_dim), with as many heads as `x` is long for."""
@@ -149,6 +194,7 @@ class Attention(Composite):
             f"num_kv_heads={self.num_kv_heads}" if grouped else "",
             "causal=True" if self.causal else "",
             f"rotary={self.rotary!r}" if self.rotary is not None else "",
+            f"dropout={self.dropout:g}" if self.dropout else "",
         ]
         inside = [str(self.features), str(self.num_heads), *filter(None, options)]
         return f"Attention({', '.join(inside)})"

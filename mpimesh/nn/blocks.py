@@ -71,7 +71,7 @@ class BertBlock(_Block):
     """``y = norm(x + attention(x))``, then ``norm(y + mlp(y))``: as in BERT, norms come last.
 
     Of Devlin et al., "BERT" (2018). In training, shares `dropout` of what attention and `mlp` give
-    are dropped.
+    are dropped, and a share `attention_dropout` of the attention's weights.
 
     Shapes:
         x, result: (batch, tokens, features), or that and a mask of shape (batch, tokens), True
@@ -83,6 +83,7 @@ class BertBlock(_Block):
         hidden: Length of what is inside the mlp; None for ``4 * features``.
         eps: Of the norms.
         dropout: The share to drop.
+        attention_dropout: The share of the attention's weights to drop.
 
     Raises:
         ModuleError: If an extent is not a whole number of at least 1, or the heads do not divide
@@ -97,8 +98,9 @@ class BertBlock(_Block):
         hidden: int | None = None,
         eps: float = 1e-12,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
     ) -> None:
-        self.attention = Attention(features, num_heads)
+        self.attention = Attention(features, num_heads, dropout=attention_dropout)
         self.attention_dropout = Dropout(dropout)
         self.attention_norm = LayerNorm(features, eps=eps)
         self.mlp = FeedForward(features, 4 * features if hidden is None else hidden)
@@ -130,7 +132,8 @@ class GptBlock(_Block):
 
     As in GPT-2 with the defaults; with ``norm="rms"``, ``mlp="swiglu"``, ``rotary=True`` and
     ``bias=False`` as in Llama. A token reads only itself and those before it. In training, shares
-    `dropout` of what attention and `mlp` give are dropped.
+    `dropout` of what attention and `mlp` give are dropped, and a share `attention_dropout` of the
+    attention's weights.
 
     Shapes:
         x, result: (batch, tokens, features), or that and a mask of shape (batch, tokens), True
@@ -148,6 +151,7 @@ class GptBlock(_Block):
         bias: Whether linear layers have biases.
         eps: Of the norms.
         dropout: The share to drop.
+        attention_dropout: The share of the attention's weights to drop.
 
     Raises:
         ModuleError: If an extent is not a whole number of at least 1, or the heads do not divide
@@ -168,6 +172,7 @@ class GptBlock(_Block):
         bias: bool = True,
         eps: float = 1e-5,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
     ) -> None:
         if norm not in ("layer", "rms") or mlp not in ("gelu", "swiglu"):
             raise ModuleError(
@@ -186,6 +191,7 @@ class GptBlock(_Block):
             causal=causal,
             rotary=turn,
             bias=bias,
+            dropout=attention_dropout,
         )
         self.attention_dropout = Dropout(dropout)
         self.mlp_norm = make_norm(features, eps=eps)

@@ -18,6 +18,8 @@ class Composite(Module):
     are split over ranks.
     """
 
+    mixes_features = True
+
     def backward_weight(self, ctx: Context) -> None:
         """Run the `backward_weight` of the layers within, from last to first."""
         for _, child in reversed(self.named_children()):

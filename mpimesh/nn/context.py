@@ -22,12 +22,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import ModuleError, ModuleStateError
 
 __all__ = ["Context", "Room"]
+
+T = TypeVar("T")
 
 Room: TypeAlias = "Callable[[tuple[int, ...], DType], Array | None]"
 """Returns memory for an array of a shape and dtype; None if it has none to give."""
@@ -59,7 +61,7 @@ class Context:
         ModuleError: If a number is negative.
     """
 
-    __slots__ = ("_for", "_records", "_room", "first_row", "step", "training")
+    __slots__ = ("_for", "_made", "_records", "_room", "first_row", "step", "training")
 
     def __init__(self, *, step: int = 0, first_row: int = 0, training: bool = True) -> None:
         if step < 0 or first_row < 0:
@@ -68,6 +70,7 @@ class Context:
         self.first_row = first_row
         self.training = training
         self._records: dict[int, _Records] = {}
+        self._made: dict[int, tuple[object, object]] = {}
         self._for: object = None
         self._room: Room | None = None
 
@@ -90,6 +93,18 @@ class Context:
         if self._for is not module or self._room is None:
             return None
         return self._room(shape, dtype)
+
+    def once(self, source: object, make: Callable[[], T]) -> T:
+        """Return what `make` gave when it was first called for this very `source`.
+
+        For what several layers make of one and the same array that passes through them all. It is
+        kept as long as the context, or up to :meth:`clear`.
+        """
+        # With the source itself, so that its id stays its own.
+        if id(source) not in self._made:
+            self._made[id(source)] = source, make()
+        found: Any = self._made[id(source)][1]
+        return found  # type: ignore[no-any-return]
 
     def save(self, module: object, *values: Any) -> None:
         """Keep `values` for the backward of `module`."""
@@ -152,6 +167,7 @@ class Context:
     def clear(self) -> None:
         """Drop everything that is kept, for a microbatch whose backward will not run."""
         self._records.clear()
+        self._made.clear()
 
     def drop(self, module: object) -> None:
         """Drop what is kept for `module`."""

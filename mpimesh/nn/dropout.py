@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.counter_bits import key_of, random_words
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
-from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
+from mpimesh.errors import ShapeError
 from mpimesh.nn.checks import check_floats
 from mpimesh.nn.context import Context
+from mpimesh.nn.drops import Place, check_share, draw_kept, key_at
 from mpimesh.nn.module import Module
+from mpimesh.nn.protocol import FeaturePart
 
 __all__ = ["Dropout"]
-
-_BLOCK_WORDS = 1 << 13
-# Words drawn at a time: 64 KiB, which stay in the fast caches.
 
 
 class Dropout(Module):
@@ -32,6 +31,10 @@ class Dropout(Module):
     in the row, and on nothing else: any cut of the batch into microbatches and
     ranks drops the same values. A layer that is used twice in one pass drops the
     same places twice.
+
+    Where a rank has some features only, behind a layer that is split by its
+    outputs, a :class:`Sequential` tells the dropout which ones; in a layer of
+    one's own :class:`mpimesh.ParallelDropout` is the one to take.
 
     Shapes:
         x, result: (rows, ...), the same.
@@ -47,10 +50,8 @@ class Dropout(Module):
     """
 
     def __init__(self, p: float = 0.5) -> None:
-        if not 0 <= p < 1:
-            raise ModuleError(f"p must be in [0, 1), got {p!r}")
-        self.p = float(p)
-        self._place: tuple[int, int] | None = None
+        self.p = check_share("p", p)
+        self._place: Place | None = None
 
     def materialize(
         self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0
@@ -59,11 +60,17 @@ class Dropout(Module):
         super().materialize(seed=seed, dtype=dtype, xp=xp, index=index)
         self._place = (seed, index)
 
+    def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
+        """Take note of which features this rank has; see `Module.set_part`."""
+        self._part = part
+        return part
+
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
         """Return `x` with a share dropped, or in inference `x` itself.
 
         Raises:
-            ShapeError: If `x` has no rows to number, that is no axis.
+            ShapeError: If `x` has no rows to number, that is no axis; or other features than those
+                that this rank was said to have.
             ModuleStateError: If the layer is to drop and is not materialised.
         """
         check_floats(self, x)
@@ -91,34 +98,40 @@ class Dropout(Module):
         """Return which values of `x` stay."""
         if x.ndim == 0:
             raise ShapeError(f"{self!r}: x must have shape (rows, ...), got ()")
-        if self._place is None:
-            raise ModuleStateError(
-                f"{self!r}: its masks depend on the model's seed and its place in it: call "
-                "materialize(seed=...) on it, or on the model or stage that holds it, first"
-            )
+        key = key_at(self, self._place, ctx.step)
         xp = namespace(x)
         mask = xp.empty(x.shape, bool)
         if not x.size:
             return mask
-        rows = mask.reshape(x.shape[0], -1)
-        first, odd = divmod(self._first_value(x), 2)
-        words = (odd + rows.shape[1] + 1) // 2
-        key = key_of(*self._place, ctx.step)
-        least = np.uint32(min(round(self.p * 2**32), 2**32 - 1))
-        length = max(1, _BLOCK_WORDS // words) if xp is np else rows.shape[0]
-        for start in range(0, rows.shape[0], length):
-            block = rows[start : start + length]
-            numbers = xp.arange(block.shape[0], dtype=xp.uint64)
-            numbers += np.uint64(ctx.first_row + start)
-            # Two values share a word: the lower half comes first, on any machine.
-            drawn = random_words(xp, key, numbers, words, first=first)
-            halves = drawn.astype("<u8", copy=False).view("<u4")
-            xp.greater_equal(halves[:, odd : odd + block.shape[1]], least, out=block)
+        first, stride, width = self._runs(x)
+        runs = mask.reshape(-1, width)
+        per_row = runs.shape[0] // x.shape[0]
+        rows = xp.arange(x.shape[0], dtype=xp.uint64)
+        rows += np.uint64(ctx.first_row)
+        begin: int | Array = first
+        if per_row > 1:
+            rows = xp.repeat(rows, per_row)
+            begin = xp.arange(first, first + per_row * stride, stride, dtype=xp.uint64)
+            begin = xp.tile(begin, x.shape[0])
+        draw_kept(xp, runs, p=self.p, key=key, rows=rows, first=begin)
         return mask
 
-    def _first_value(self, x: Array) -> int:
-        """Return the place in the whole row of the first value of each row of `x`."""
-        return 0
+    def _runs(self, x: Array) -> tuple[int, int, int]:
+        """Return where the values of each row of `x` lie in the whole row.
+
+        That is: the place of the first, and by how much runs of how many follow each other.
+        """
+        part = self._part
+        if part is None:
+            size = math.prod(x.shape[1:])
+            return 0, size, size
+        if x.ndim < 2 or x.shape[-1] != part.size:
+            raise ShapeError(
+                f"{self!r}: x must have shape (rows, ..., {part.size}), which are features "
+                f"{part.start} to {part.stop} of {part.extent}, got {tuple(x.shape)}. A layer "
+                "before it that gives others has a method set_part that returns which, None for all"
+            )
+        return part.start, part.extent, part.size
 
     def __repr__(self) -> str:
         return f"Dropout({self.p:g})"

@@ -40,6 +40,8 @@ class LayerNorm(Module):
             not above 0.
     """
 
+    mixes_features = True
+
     def __init__(self, features: int, *, eps: float = 1e-5) -> None:
         self.features = check_extent("features", features)
         self.eps = float(eps)

@@ -42,6 +42,8 @@ class Linear(Module):
         ModuleError: If an extent is not a whole number of at least 1.
     """
 
+    mixes_features = True
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
         self.in_features = check_extent("in_features", in_features)
         self.out_features = check_extent("out_features", out_features)

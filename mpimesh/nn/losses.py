@@ -135,14 +135,17 @@ class CrossEntropy(_RowLoss):
                 f"{self!r}: y must have shape (rows, ..., classes) and target (rows, ...), "
                 f"got {tuple(y.shape)} and {tuple(target.shape)}"
             )
+        self._check_targets(target, int(y.shape[-1]))
+
+    def _check_targets(self, target: Array, num_classes: int) -> None:
         if target.dtype.kind not in "iu":
             raise DTypeError(f"{self!r}: targets must be integers, got {target.dtype}")
-        wrong = (target < 0) | (target >= y.shape[-1])
+        wrong = (target < 0) | (target >= num_classes)
         if self.ignore_index is not None:
             wrong &= target != self.ignore_index
         if wrong.any():
             raise ModuleError(
-                f"{self!r}: targets must be in [0, {y.shape[-1]}), the number of classes, got "
+                f"{self!r}: targets must be in [0, {num_classes}), the number of classes, got "
                 f"{first_outside(target, wrong)}"
             )
 

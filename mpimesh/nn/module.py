@@ -40,7 +40,7 @@ from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
 from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import Parameter, float_dtype
-from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
 from mpimesh.nn.state import load_values
 
 __all__ = ["Module"]
@@ -49,13 +49,16 @@ __all__ = ["Module"]
 class Module(ABC):
     """A layer, or several under one name. ``module(x, ctx)`` is ``module.forward(x, ctx)``.
 
-    Attributes that are a `Parameter`, a `Module`, or a list or tuple of modules
-    are found by themselves, in the order in which they were set.
+    Attributes that are a `Parameter`, a layer, or a list or tuple of layers are
+    found by themselves, in the order in which they were set. Layers are modules
+    and whatever else meets :class:`~mpimesh.nn.protocol.SupportsLayer`.
 
     Attributes:
         input_grad: Set it False on the first layer of a model to spare the
             gradient that nobody reads: where it costs something, `backward_input`
             then returns None.
+        mixes_features: Whether a value of the result depends on several features
+            of the input, so that the layer cannot do with a rank's part of them.
 
     Example:
         >>> class Scale(nn.Module):
@@ -74,7 +77,9 @@ class Module(ABC):
     """
 
     input_grad: bool = True
+    mixes_features: bool = False
     _training: bool = True
+    _part: FeaturePart | None = None
 
     @abstractmethod
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
@@ -123,13 +128,11 @@ class Module(ABC):
         """Return the layers directly under this one, with their names."""
         children: list[tuple[str, SupportsLayer]] = []
         for name, value in vars(self).items():
-            if isinstance(value, Module):
+            if is_layer(value):
                 children.append((name, value))
             elif isinstance(value, list | tuple):
                 children += [
-                    (f"{name}.{i}", item)
-                    for i, item in enumerate(value)
-                    if isinstance(item, Module)
+                    (f"{name}.{i}", item) for i, item in enumerate(value) if is_layer(item)
                 ]
         return children
 
@@ -137,7 +140,8 @@ class Module(ABC):
         """Return all parameters as ("0.weight", parameter), each once, in a fixed order.
 
         Raises:
-            ModuleError: If two parameters of one layer have the same name.
+            ModuleError: If two parameters of one layer have the same name, or a layer within gives
+                something else than parameters.
         """
         found: dict[int, tuple[str, Parameter]] = {}
         for parameter in self._own_parameters():
@@ -228,6 +232,27 @@ class Module(ABC):
         for _, child in children:
             protocol.set_place(child, seed=seed, index=index)
             index += protocol.num_layers(child)
+
+    def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
+        """Tell the layer which features of its input this rank has; return which it gives.
+
+        A :class:`Sequential` tells its layers, and a model those of all its stages. A layer that
+        works on each feature by itself has nothing to do. One whose result has other features
+        than its input defines this, to return which, None for all.
+
+        Args:
+            part: The features, None for all.
+
+        Raises:
+            ModuleError: If the layer needs all of them.
+        """
+        if part is not None and self.mixes_features:
+            raise ModuleError(
+                f"{self!r} needs all {part.extent} features, but stands where this rank has "
+                f"{part.start} to {part.stop} of them: put it behind the RowParallelLinear, or use "
+                "ColumnParallelLinear(..., gather_output=True)"
+            )
+        return part
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters."""

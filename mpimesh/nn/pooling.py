@@ -75,6 +75,8 @@ class Normalize(Module):
         ModuleError: If `eps` is not above 0.
     """
 
+    mixes_features = True
+
     def __init__(self, *, eps: float = 1e-12) -> None:
         self.eps = float(eps)
         if not 0 < self.eps < float("inf"):

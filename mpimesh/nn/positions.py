@@ -35,6 +35,8 @@ class LearnedPositions(Module):
         ModuleError: If an extent is not a whole number of at least 1.
     """
 
+    mixes_features = True
+
     def __init__(self, max_tokens: int, features: int, *, std: float = 0.02) -> None:
         self.max_tokens = check_extent("max_tokens", max_tokens)
         self.features = check_extent("features", features)

@@ -11,6 +11,7 @@ Anything with the three methods of `SupportsLayer` is a layer: it may stand in a
 | ``num_layers`` | it takes one place in the numbering of layers |
 | ``named_parameters()`` | its parameters are called ``param_0``, ``param_1``, ... |
 | ``set_training(flag)`` | it is not told |
+| ``set_part(part)`` | it treats each feature by itself, and gives those that it gets |
 
 Only :class:`~mpimesh.nn.parameter.Parameter` objects belong into `parameters()`;
 a layer without any returns an empty list. What a forward leaves for its
@@ -18,28 +19,36 @@ backward belongs into the context (``ctx.save``, ``ctx.take``), not into the
 layer, or the layer can serve one microbatch at a time only.
 
 A layer may take or give a tuple, or a dict with text keys, of arrays, nested, instead of one array.
-The
-gradient is built alike, with None in the place of an array whose dtype is not floating.
+The gradient is built alike, with None in the place of an array whose dtype is not floating.
+
+Behind a layer that is split by its outputs a rank has some of the features only, a
+:class:`FeaturePart`, up to a layer that is split by its inputs. Who stands between is told so by
+`set_part`, and says which features it gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from mpimesh.arrays.types import Array
+from mpimesh.errors import ModuleError
 from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import Parameter
 
 __all__ = [
+    "FeaturePart",
     "Settled",
     "SupportsLayer",
     "backward_input",
     "backward_weight",
+    "is_layer",
     "materialize",
     "named_parameters",
     "num_layers",
+    "set_part",
     "set_place",
     "set_training",
 ]
@@ -68,6 +77,33 @@ class SupportsLayer(Protocol):
     def parameters(self) -> Sequence[Parameter]:
         """Return the parameters, in an order that never changes."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePart:
+    """Which places of the last axis of an array a rank has, where others have the others.
+
+    Attributes:
+        start: The first.
+        stop: The one behind the last.
+        extent: How many there are over all ranks.
+    """
+
+    start: int
+    stop: int
+    extent: int
+
+    @property
+    def size(self) -> int:
+        """How many this rank has."""
+        return self.stop - self.start
+
+
+def is_layer(one: object) -> TypeGuard[SupportsLayer]:
+    """Tell whether `one` has the methods of a layer. A class is none."""
+    return not isinstance(one, type) and all(
+        callable(getattr(one, name, None)) for name in ("forward", "backward", "parameters")
+    )
 
 
 def backward_input(layer: SupportsLayer, dy: Array, ctx: Context) -> Array | None:
@@ -149,17 +185,43 @@ def set_place(layer: SupportsLayer, *, seed: int, index: int) -> None:
         method(seed=seed, index=index)
 
 
+def set_part(layer: SupportsLayer, part: FeaturePart | None) -> FeaturePart | None:
+    """Tell `layer` which features it gets, None for all; return which it gives.
+
+    Raises:
+        ModuleError: If it needs others.
+    """
+    method = getattr(layer, "set_part", None)
+    if method is None:
+        return part
+    given: FeaturePart | None = method(part)
+    return given
+
+
 def num_layers(layer: SupportsLayer) -> int:
     """Return how many places `layer` takes in the numbering of layers."""
     return int(getattr(layer, "num_layers", 1))
 
 
 def named_parameters(layer: SupportsLayer) -> list[tuple[str, Parameter]]:
-    """Return `layer`'s parameters with names."""
+    """Return `layer`'s parameters with names.
+
+    Raises:
+        ModuleError: If it gives something else.
+    """
     method = getattr(layer, "named_parameters", None)
     if method is not None:
-        return list(method())
-    return [(f"param_{i}", parameter) for i, parameter in enumerate(layer.parameters())]
+        named = list(method())
+    else:
+        named = [(f"param_{i}", one) for i, one in enumerate(layer.parameters())]
+    for name, one in named:
+        if not isinstance(one, Parameter):
+            raise ModuleError(
+                f"{layer!r} has forward, backward and parameters like a layer, but {name!r} is of "
+                f"type {type(one).__name__}, no nn.Parameter. To keep something else than a layer, "
+                "put it into a dict, or behind a function"
+            )
+    return named
 
 
 def set_training(layer: SupportsLayer, training: bool) -> None:

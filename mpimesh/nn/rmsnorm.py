@@ -37,6 +37,8 @@ class RMSNorm(Module):
         ModuleError: If `features` is not a whole number of at least 1, or `eps` not above 0.
     """
 
+    mixes_features = True
+
     def __init__(self, features: int, *, eps: float = 1e-6) -> None:
         self.features = check_extent("features", features)
         self.eps = float(eps)

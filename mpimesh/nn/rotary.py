@@ -40,6 +40,8 @@ class Rotary(Module):
         ModuleError: If `head_dim` is not even and at least 2, or `base` not above 0.
     """
 
+    mixes_features = True
+
     def __init__(self, head_dim: int, *, base: float = 10000.0, interleaved: bool = False) -> None:
         self.head_dim = check_extent("head_dim", head_dim)
         if self.head_dim % 2:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, Self
+
+import numpy as np
 
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import protocol
 from mpimesh.nn.context import Context
 from mpimesh.nn.module import Module
-from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
 
 __all__ = ["Sequential"]
 
@@ -41,7 +44,7 @@ class Sequential(Module):
         Raises:
             ModuleError: If `layer` lacks forward, backward or parameters.
         """
-        if isinstance(layer, type) or not isinstance(layer, SupportsLayer):
+        if not is_layer(layer):
             got = layer.__name__ + " (a class, not an object)" if isinstance(layer, type) else layer
             raise ModuleError(f"a layer has methods forward, backward and parameters, got {got}")
         self._layers.append(layer)
@@ -60,6 +63,44 @@ class Sequential(Module):
     def num_layers(self) -> int:
         """The places of all layers together; none if there are no layers."""
         return sum(protocol.num_layers(layer) for layer in self._layers)
+
+    def materialize(
+        self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0
+    ) -> None:
+        """Give all layers memory and tell them where they stand; see `Module.materialize`.
+
+        Raises:
+            DTypeError: If `dtype` is not a float one.
+            ModuleError: If `seed` or `index` is negative, or a layer needs features that this rank
+                has not.
+        """
+        super().materialize(seed=seed, dtype=dtype, xp=xp, index=index)
+        self.set_part(self._part)
+
+    def set_place(self, *, seed: int, index: int) -> None:
+        """Tell all layers where they stand; raises as :meth:`set_part`."""
+        super().set_place(seed=seed, index=index)
+        self.set_part(self._part)
+
+    def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
+        """Tell each layer which features it gets from the one before; return the last one's.
+
+        Raises:
+            ModuleError: If a layer needs others, or one that stands twice would get some here and
+                others there.
+        """
+        self._part = part
+        told: dict[int, FeaturePart | None] = {}
+        for layer in self._layers:
+            keeps = "_part" in getattr(layer, "__dict__", ())
+            if keeps and told.get(id(layer), part) != part:
+                raise ModuleError(
+                    f"{layer!r} stands where this rank has all features and where it has some, and "
+                    "cannot serve both: give each place a layer of its own"
+                )
+            told[id(layer)] = part
+            part = protocol.set_part(layer, part)
+        return part
 
     @property
     def input_grad(self) -> bool:

@@ -17,6 +17,7 @@ from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
 from mpimesh.parallel.tensor.attention import ParallelAttention
+from mpimesh.parallel.tensor.dropout import ParallelDropout
 from mpimesh.parallel.tensor.embedding import VocabParallelEmbedding
 from mpimesh.parallel.tensor.feedforward import ParallelFeedForward, ParallelSwiGLU
 from mpimesh.parallel.tensor.gpt import gpt_layers
@@ -35,6 +36,7 @@ __all__ = [
     "GradientBuckets",
     "Microbatches",
     "ParallelAttention",
+    "ParallelDropout",
     "ParallelFeedForward",
     "ParallelOptimizer",
     "ParallelSwiGLU",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from mpimesh.nn import Parameter
 from mpimesh.optim import clip_grad_norm as clip_local
 from mpimesh.runtime import ProcessGroup
 
-__all__ = ["clip_grad_norm"]
+__all__ = ["clip_grad_norm", "sum_over_dims"]
 
 
 def clip_grad_norm(
@@ -55,3 +56,33 @@ def clip_grad_norm(
 
     summed = None if group.size == 1 and inner_sum is None else all_sum
     return clip_local(parameters, max_norm, all_sum=summed, copies=copies)
+
+
+def sum_over_dims(
+    number: float,
+    dims: Sequence[ProcessGroup | None],
+    *,
+    repeats: Sequence[ProcessGroup] = (),
+    scope: ProcessGroup,
+) -> float:
+    """Return the sum of a number over all ranks along several dims at once. Collective.
+
+    Args:
+        number: This rank's.
+        dims: The groups of this rank along the dims; None is this rank alone.
+        repeats: Its groups along dims whose ranks have the same number, which counts once.
+        scope: The ranks along all of these dims together, and maybe along others.
+
+    Cost:
+        One all-reduce of 8 bytes: over one dim alone, or over `scope` if it has no other dims. Else
+        one for each dim.
+    """
+    given = [group for group in dims if group is not None and group.size > 1]
+    together = math.prod(group.size for group in (*given, *repeats))
+    if len(given) > 1 and together == scope.size:
+        # Of ranks that repeat each other the first one counts.
+        number = 0.0 if any(group.rank for group in repeats) else number
+        given = [scope]
+    for group in given:
+        number = float(group.all_reduce(np.array(number), label="norm").resolve())
+    return number

@@ -1,11 +1,20 @@
-"""The ranks along a dim of a mesh, where the mesh may lack the usual one."""
+"""Groups of ranks: along a dim that a mesh may lack, and of all ranks that hold one thing."""
 
 from __future__ import annotations
 
-from mpimesh.errors import UnknownNameError
-from mpimesh.runtime import DeviceMesh, ProcessGroup
+from collections.abc import Iterable
 
-__all__ = ["group_along"]
+from mpimesh.errors import UnknownNameError
+from mpimesh.parallel.header import fingerprint
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.call import Call
+
+__all__ = ["group_along", "group_named", "groups_of_lines", "lines_of_holders"]
+
+_LONGEST_NAME = 40
+
+Line = tuple[int, ...]
 
 
 def group_along(mesh: DeviceMesh, dim: str, usual: str) -> ProcessGroup:
@@ -19,3 +28,77 @@ def group_along(mesh: DeviceMesh, dim: str, usual: str) -> ProcessGroup:
     if dim != usual:
         raise UnknownNameError(f"the mesh {mesh.dims_text} has no dim {dim!r}")
     return mesh.group().alone()
+
+
+def group_named(
+    mesh: DeviceMesh, name: str, ranks: list[int], *, apart: bool = False
+) -> ProcessGroup:
+    """Return a group; another model on this mesh may have made it, on all ranks alike."""
+    found = mesh.get_group(name)
+    return mesh.add_group(name, ranks, apart=apart) if found is None else found
+
+
+def lines_of_holders(
+    scope: ProcessGroup,
+    mates: ProcessGroup,
+    data: ProcessGroup,
+    sets: Iterable[tuple[int, ...]],
+    *,
+    what: str,
+) -> dict[tuple[int, ...], list[Line]]:
+    """Return for each set of places which ranks stand there: with their replicas, line by line.
+
+    Collective over `scope`.
+
+    Args:
+        scope: All ranks that may be among them.
+        mates: The ranks among which this rank has a place, such as its pipeline.
+        data: The replicas of this rank.
+        sets: Sets of places in `mates`, alike on all ranks.
+        what: What they hold, as an error calls it.
+
+    Cost:
+        An all-gather of about 20 bytes for each rank.
+    """
+    everyone: list[list[int]] = exchange(
+        scope.progress,
+        scope.communicator,
+        [mates.ranks[0], data.ranks[0], mates.rank or 0],
+        what=Call(what, scope.name),
+    )
+    told = dict(zip(scope.ranks, everyone, strict=True))
+    # Replicas have one corner: of their first place, the first replica.
+    corner = {rank: told[first][1] for rank, (first, _, _) in told.items()}
+    found: dict[tuple[int, ...], list[Line]] = {}
+    for holders in dict.fromkeys(sets):
+        lines: dict[int, list[int]] = {}
+        for rank, (_, _, place) in told.items():
+            if place in holders:
+                lines.setdefault(corner[rank], []).append(rank)
+        found[holders] = [tuple(line) for line in lines.values()]
+    return found
+
+
+def groups_of_lines(
+    mesh: DeviceMesh, lines: dict[tuple[int, ...], list[Line]], *, kind: str
+) -> dict[tuple[int, ...], ProcessGroup]:
+    """Make a group of each line; return those that this rank is in. Collective over the mesh.
+
+    Args:
+        mesh: The mesh, which gets the groups.
+        lines: What :func:`lines_of_holders` gives.
+        kind: The first word of their names.
+
+    Cost:
+        For each line a split of the mesh's communicator, unless there is a group of these ranks.
+    """
+    found = {}
+    for holders, those in lines.items():
+        for line in those:
+            name = f"{kind} {','.join(map(str, line))}"
+            if len(name) > _LONGEST_NAME:
+                name = f"{kind} {line[0]},...,{line[-1]} {fingerprint(str(line)):x}"
+            made = group_named(mesh, name, list(line))
+            if mesh.rank in line:
+                found[holders] = made
+    return found

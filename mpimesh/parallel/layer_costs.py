@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, replace
+from functools import partial
 from statistics import median
 from types import ModuleType
 from typing import Any
@@ -14,12 +15,15 @@ import numpy as np
 from mpimesh.errors import ScheduleError, StageError
 from mpimesh.nn import Sequential, SupportsLayer
 from mpimesh.nn.protocol import named_parameters
+from mpimesh.parallel.alarm import Alarm, AlarmedError
 from mpimesh.parallel.batch import Value, as_value
 from mpimesh.parallel.failure import Failure, agreed_error
 from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.layer_times import LayerTime, time_layers
 from mpimesh.parallel.link import Link, measure_link
+from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.tensor.model import TensorModel
 from mpimesh.parallel.tensor.parameter import whole_shape
 from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh, ProcessGroup
@@ -96,7 +100,7 @@ def measure_layers(
     """
     scope, pipe = mesh.group(), group_along(mesh, dim, "pp")
 
-    def given() -> tuple[Sequence[SupportsLayer], Value]:
+    def given() -> tuple[Sequence[SupportsLayer], Value, TensorModel]:
         _check_options(repeats, bytes_per_s, latency_s)
         value = as_value(x, "x")
         if value is None or value.is_cut:
@@ -104,15 +108,21 @@ def measure_layers(
                 "to measure, x must be one microbatch on every rank: an array, or a tuple or dict "
                 f"of arrays, got {x!r}"
             )
-        return flat_layers(layers), value
+        flat = flat_layers(layers)
+        stage = PipelineStage(0)
+        for layer in flat:
+            stage.add_layer(layer)
+        return flat, value, TensorModel([stage])
 
-    def rule(value: tuple[Sequence[SupportsLayer], Value]) -> str:
-        flat, x = value
+    def rule(value: tuple[Sequence[SupportsLayer], Value, TensorModel]) -> str:
+        flat, x, _ = value
         options = f"{dtype}, {bytes_per_s} bytes/s, latency {latency_s} s, {repeats} repeats"
         return f"{describe_layers(flat)}; x {x.rows} rows of {x.kind()}; {options}"
 
-    flat, value = agreed(scope.progress, scope.communicator, "measure_layers", given, rule)
-    times = _measured_everywhere(flat, value.parts[0], scope, dtype=dtype, xp=xp, repeats=repeats)
+    flat, value, tensor = agreed(scope.progress, scope.communicator, "measure_layers", given, rule)
+    tensor.make_groups(mesh, scope, scope.alone(), (), ())
+    run = partial(time_layers, flat, value.parts[0], dtype=dtype, xp=xp, repeats=repeats)
+    times = _measured_everywhere(flat, run, scope, tensor)
     sizes = [one.output_bytes for one in times[:-1]]
     measured = Link(0.0, math.inf)
     if pipe.size > 1 and (latency_s is None or bytes_per_s is None):
@@ -164,26 +174,43 @@ def _check_options(repeats: int, bytes_per_s: float | None, latency_s: float | N
 
 def _measured_everywhere(
     layers: Sequence[SupportsLayer],
-    x: Tree,
+    run: Callable[[], Iterable[LayerTime]],
     scope: ProcessGroup,
-    *,
-    dtype: Any,
-    xp: ModuleType,
-    repeats: int,
+    tensor: TensorModel,
 ) -> list[LayerTime]:
     """Collective: return the median times over the ranks, or raise the same error on all."""
     mine: list[LayerTime] = []
     problem, failure = None, None
+    # In a split layer the other ranks would wait for one that has failed.
+    alarm = Alarm(scope)
+    tensor.begin(alarm.look)
     try:
-        for one in time_layers(layers, x, dtype=dtype, xp=xp, repeats=repeats):
-            mine.append(one)  # noqa: PERF402 - as many as there were before an error
-    except Exception as error:
-        problem, failed = error, Failure.of(error, scope.world_rank, None)
-        layer = f"layer {len(mine)}, {type(layers[len(mine)]).__name__}"
-        failure = asdict(replace(failed, message=f"{layer}: {failed.message}"))
-    note = {"times": list(map(astuple, mine)), "failure": failure}
-    everyone = exchange(scope.progress, scope.communicator, note, what="measure_layers")
-    failures = [Failure(**one["failure"]) for one in everyone if one["failure"]]
+        try:
+            for one in run():
+                mine.append(one)  # noqa: PERF402 - as many as there were before an error
+        except AlarmedError:
+            pass
+        except Exception as error:
+            alarm.sound()
+            problem, failed = error, Failure.of(error, scope.world_rank, None)
+            layer = f"layer {len(mine)}, {type(layers[len(mine)]).__name__}"
+            failure = asdict(replace(failed, message=f"{layer}: {failed.message}"))
+        note = {
+            "times": list(map(astuple, mine)),
+            "failure": failure,
+            "sounded": alarm.sounded,
+            "tensor": tensor.notes(),
+        }
+        everyone = exchange(scope.progress, scope.communicator, note, what="measure_layers")
+        failures = [Failure(**one["failure"]) for one in everyone if one["failure"]]
+        if failures:
+            notes = zip(scope.ranks, (one["tensor"] for one in everyone), strict=True)
+            tensor.finish(dict(notes))
+            sounders = [place for place, one in enumerate(everyone) if one["sounded"]]
+            for request in alarm.collect(sounders):
+                scope.wait_for(request, what="measure_layers")
+    finally:
+        tensor.end()
     if failures:
         told = agreed_error(failures)
         told.__context__ = problem

@@ -17,15 +17,13 @@ from dataclasses import dataclass
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.nn import Parameter
 from mpimesh.parallel.gradients.replicas import describe, digest
-from mpimesh.parallel.header import fingerprint
+from mpimesh.parallel.groups import groups_of_lines, lines_of_holders
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
 
 __all__ = ["Tie", "Ties", "find_ties", "named_places"]
-
-_LONGEST_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,9 @@ class Ties:
         self._lines: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         if ties:
-            self._make_groups(pipe, data)
+            sets = [tie.holders for tie in ties]
+            self._lines = lines_of_holders(mesh.group(), pipe, data, sets, what="tied parameters")
+            self._groups = groups_of_lines(mesh, self._lines, kind="tied")
 
     @property
     def copies(self) -> list[Parameter]:
@@ -152,39 +152,6 @@ class Ties:
                 texts = {rank: told[rank][tie.name] for rank in line}
                 if len(set(texts.values())) > 1:
                     raise on_all_ranks(_difference(tie.name, texts))
-
-    # -- helpers ----------------------------------------------------------------------------
-
-    def _make_groups(self, pipe: ProcessGroup, data: ProcessGroup) -> None:
-        """Make a group for each set of holders and each line of pipelines. Collective."""
-        scope = self._mesh.group()
-        everyone: list[list[int]] = exchange(
-            scope.progress,
-            scope.communicator,
-            [pipe.ranks[0], data.ranks[0], self._place],
-            what=Call("tied parameters", scope.name),
-        )
-        told = dict(zip(scope.ranks, everyone, strict=True))
-        # Replicas of one pipeline have one corner: their first place, of the first replica.
-        corner = {rank: told[first][1] for rank, (first, _, _) in told.items()}
-        for holders in dict.fromkeys(tie.holders for tie in self._ties):
-            lines: dict[int, list[int]] = {}
-            for rank, (_, _, place) in told.items():
-                if place in holders:
-                    lines.setdefault(corner[rank], []).append(rank)
-            self._lines[holders] = [tuple(line) for line in lines.values()]
-            for line in self._lines[holders]:
-                group = self._group_of(line)
-                if self._mesh.rank in line:
-                    self._groups[holders] = group
-
-    def _group_of(self, line: tuple[int, ...]) -> ProcessGroup:
-        name = "tied " + ",".join(map(str, line))
-        if len(name) > _LONGEST_NAME:
-            name = f"tied {line[0]},...,{line[-1]} {fingerprint(str(line)):x}"
-        # Another pipeline on this mesh may have made it: on all ranks alike.
-        found = self._mesh.get_group(name)
-        return self._mesh.add_group(name, line) if found is None else found
 
 
 def _describe(tie: Tie, values: bool) -> str:

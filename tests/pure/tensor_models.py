@@ -17,7 +17,7 @@ TOKENS = 12
 ROWS = 6
 STEPS = 3
 
-PLAIN = {"features": 12, "num_heads": 6, "dropout": 0.2}
+PLAIN = {"features": 12, "num_heads": 6, "dropout": 0.2, "attention_dropout": 0.3}
 LLAMA = {
     "features": 16,
     "num_heads": 8,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mpimesh import nn
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn.attend import attend, attend_backward
+from mpimesh.nn.drops import WeightDropout
 
 
 def dense(q, k, v, causal, mask):
@@ -89,7 +90,8 @@ def test_scores_too_large_for_an_exponential_do_no_harm():
         assert np.isfinite(gradient).all()
 
 
-def test_memory_is_linear_in_the_tokens():
+@pytest.mark.parametrize("dropout", [None, WeightDropout(0.5, key=1, first_row=0, num_heads=1)])
+def test_memory_is_linear_in_the_tokens(dropout):
     """Four times the tokens take about four times the memory; all scores would take sixteen."""
     peaks = []
     for tokens in (1024, 4096):
@@ -97,8 +99,8 @@ def test_memory_is_linear_in_the_tokens():
         q, k, v = rng.normal(size=(3, 1, tokens, 1, 8)).astype("float32")
         tracemalloc.start()
         try:
-            out, sums = attend(q, k, v, causal=True)
-            attend_backward(out, q, k, v, out, sums, causal=True)
+            out, sums = attend(q, k, v, causal=True, dropout=dropout)
+            attend_backward(out, q, k, v, out, sums, causal=True, dropout=dropout)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()

@@ -3,10 +3,12 @@ from __future__ import annotations
 import gc
 import weakref
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpimesh import nn
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Context
 
@@ -82,3 +84,20 @@ def test_negative_numbers_are_refused(numbers):
 def test_text():
     assert repr(Context()) == "Context(step=0, first_row=0)"
     assert repr(Context(training=False)) == "Context(step=0, first_row=0, training=False)"
+
+
+def test_once_makes_a_thing_once_for_each_source():
+    ctx, made = nn.Context(), list[int]()
+
+    def make():
+        made.append(len(made))
+        return made[-1]
+
+    first, second = np.zeros(2), np.zeros(2)
+    assert [ctx.once(one, make) for one in (first, second, first, second)] == [0, 1, 0, 1]
+    # An array that is gone leaves its id to nobody.
+    assert [ctx.once(np.zeros(3), make) for _ in range(3)] == [2, 3, 4]
+    assert nn.Context().once(first, make) == 5
+    ctx.clear()
+    assert ctx.once(first, make) == 6
+    assert ctx.is_empty

@@ -287,3 +287,54 @@ def test_the_layer_of_the_docstring_is_one():
     np.testing.assert_array_equal(layer.backward(dy, ctx), [[2.0, 3.0, 5.0]] * 2)
     np.testing.assert_array_equal(layer.scale.grad, [3.0, 5.0, 7.0])
     assert ctx.is_empty
+
+
+class Holder(nn.Module):
+    """Has whatever it is given."""
+
+    def __init__(self, **held):
+        vars(self).update(held)
+
+    def forward(self, x, ctx=None):
+        return x
+
+
+def test_attributes_that_meet_the_protocol_are_layers():
+    scale, listed = Scale(), Scale()
+    holder = Holder(scale=scale, rest=[listed, "text"], kind=Scale, number=3)
+    assert dict(holder.named_children()) == {"scale": scale, "rest.0": listed}
+    assert list(holder.state_dict()) == ["scale.param_0", "rest.0.param_0"]
+    assert holder.num_layers == 2
+
+
+@pytest.mark.parametrize("place", ["mlp", "attention"])
+def test_layers_that_meet_only_the_protocol_are_trained_within_others(place):
+    scale = Scale()
+    block: Any
+    if place == "mlp":
+        block = nn.FeedForward(4, 6, activation=scale)
+    else:
+        block = nn.Attention(4, 2)
+        block.value = scale
+    block.materialize(seed=0, dtype="float64")
+    assert scale.factor in block.parameters()
+    x, dy = np.random.default_rng(0).normal(size=(2, 2, 3, 4))
+    ctx = nn.Context()
+    block(x, ctx)
+    block.backward_input(dy, ctx)
+    block.backward_weight(ctx)
+    values = []
+    for step in (1e-6, -1e-6):
+        scale.factor.data += step
+        values.append((block(x) * dy).sum())
+        scale.factor.data -= step
+    assert scale.factor.grad == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
+
+
+def test_what_only_looks_like_a_layer_is_refused():
+    class Lookalike(Scale):
+        def parameters(self):
+            return [np.ones(2)]
+
+    with pytest.raises(ModuleError, match=r"'param_0' is of type ndarray, no nn\.Parameter"):
+        Holder(other=Lookalike()).parameters()

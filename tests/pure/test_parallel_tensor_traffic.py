@@ -10,7 +10,7 @@ import pytest
 import mpimesh as mm
 from mpimesh import nn
 from tests.pure.parallel_models import on_ranks
-from tests.pure.tensor_models import SEED, VOCAB, batch, layers
+from tests.pure.tensor_models import SEED, VOCAB, batch, layers, trained_alone
 
 ROWS, TOKENS, FEATURES = 2, 12, 8
 BYTES = ROWS * TOKENS * FEATURES * 8
@@ -119,3 +119,49 @@ def test_a_step_of_a_gpt(sequence_parallel):
             assert calls["all_reduce"] == around_step + 2 + (1 + 2 * blocks) + (2 * blocks + 1)
 
     on_ranks("tp=2", body)
+
+
+def test_a_mask_is_gathered_once_a_pass():
+    """Not by each of the layers that it passes through."""
+
+    def body(mesh):
+        group = mesh.group("tp")
+        cut = mm.SequenceSplit(group)
+        blocks = nn.Sequential([nn.BertBlock(FEATURES, 2) for _ in range(3)])
+        model = mm.tensor_parallel(blocks, group, sequence=cut)
+        model.materialize(seed=0, dtype=np.float64)
+        x = np.ones((ROWS, TOKENS // 2, FEATURES))
+        mask = np.ones((ROWS, TOKENS // 2), bool)
+        for _ in range(2):
+            before = mesh.traffic().snapshot()
+            y, _ = model((x, mask), nn.Context())
+            calls = (mesh.traffic() - before).calls
+            assert calls["all_gather"] == 2 * 3 + 1
+        alone, _ = model((x, mask))
+        np.testing.assert_array_equal(alone, y)
+
+    on_ranks("tp=2", body)
+
+
+@pytest.mark.parametrize("dims", ["pp=2,tp=2", "dp=2,pp=2,tp=2", "dp=2,tp=2", "other=2,pp=2,tp=2"])
+def test_a_norm_takes_one_all_reduce(dims):
+    """Over stages and split layers together, where there are no dims of somebody else's."""
+    norms = {}
+
+    def body(mesh):
+        made = layers("plain", tp=mesh.group("tp"))
+        pp = mesh.dim_size("pp") if mesh.contains_dim("pp") else 1
+        stages = [mm.PipelineStage(number) for number in range(pp)]
+        for number, layer in enumerate(made):
+            stages[number * pp // len(made)].add_layer(layer)
+        model = mm.PipelineParallel(stages, 2, mesh=mesh, seed=SEED, dtype=np.float64)
+        loss = mm.VocabParallelCrossEntropy(VOCAB, group=mesh.group("tp"))
+        model.train_step(*batch(0), loss=loss)
+        before = mesh.traffic().snapshot()
+        norms[mesh.rank] = model.clip_grad_norm(1e9)
+        calls = (mesh.traffic() - before).calls["all_reduce"]
+        assert calls == (2 if mesh.contains_dim("other") else 1)
+
+    on_ranks(dims, body)
+    assert len(set(norms.values())) == 1
+    assert norms[0] == pytest.approx(trained_alone("plain")[1][0], rel=1e-10)

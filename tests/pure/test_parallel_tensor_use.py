@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,12 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import MismatchError, ModuleError
+from mpimesh.errors import MismatchError, ModuleError, StageError
+from mpimesh.nn import SupportsLayer
+from mpimesh.parallel import measure_layers
 from mpimesh.parallel.tensor.parameter import TensorParameter
 from tests.pure.parallel_models import on_ranks
+from tests.pure.parallel_traps import Trap, assert_nothing_left
 from tests.pure.tensor_models import (
     ROWS,
     SEED,
@@ -157,6 +161,26 @@ def test_what_is_repeated_is_compared():
     on_ranks("tp=2", body)
 
 
+@pytest.mark.parametrize(("rank", "holders"), [(1, [0, 1]), (2, [2, 3])])
+def test_key_heads_that_several_ranks_hold_are_compared(rank, holders):
+    def body(mesh):
+        stage = mm.PipelineStage(0)
+        for layer in layers("llama", tp=mesh.group("tp")):
+            stage.add_layer(layer)
+        model = mm.PipelineParallel([stage], 1, mesh=mesh, seed=SEED)
+        model.check_replicas()
+        name, key = next(one for one in model.named_parameters() if "key.weight" in one[0])
+        if mesh.rank == rank:
+            key.data[0] += 1
+        with pytest.raises(MismatchError, match=name) as caught:
+            model.check_replicas()
+        return str(caught.value)
+
+    texts = on_ranks("tp=4", body)
+    assert texts == texts[:1] * 4
+    assert f"ranks {holders} of group 'tp' hold the same part" in texts[0]
+
+
 def test_what_is_shared_by_ranks_and_by_stages_is_refused():
     def body(mesh):
         sequence = mm.SequenceSplit(mesh.group("tp"))
@@ -243,14 +267,33 @@ def test_layers_are_measured_and_dealt_to_stages():
     assert sum(results[0]) == 6
 
 
-def test_weights_are_computed_while_gradients_are_summed():
-    """Within blocks, too: between the start of a sum and its end."""
+@pytest.mark.parametrize("dims", ["pp=2,tp=2", "tp=3"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("when", ["F", "B"])
+def test_a_split_layer_that_fails_while_it_is_measured_ends_it_on_all_ranks(dims, sequence, when):
+    def body(mesh):
+        trap = Trap()
+        if mesh.rank == 1:
+            trap.arm(when, 1)
+        made = layers("plain", tp=mesh.group("tp"), sequence_parallel=sequence)
+        block: Any = made[4]
+        block.mlp.activation = nn.Sequential(block.mlp.activation, trap)
+        x = batch(0)[0][:2]
+        with pytest.raises(StageError, match="rank 1: ValueError: layer 4, ParallelGptBlock: boom"):
+            measure_layers(made, x, mesh=mesh, repeats=1, latency_s=0, bytes_per_s=1)
+        assert_nothing_left(mesh)
+        trap.disarm()
+        measure_layers(made, x, mesh=mesh, repeats=1, latency_s=0, bytes_per_s=1)
+
+    on_ranks(dims, body)
+
+
+def sums_under_way(make: Callable[[mm.ProcessGroup], SupportsLayer]) -> list[str]:
+    """Return which gradients of a layer are computed between the start of a sum and its end."""
     order: list[str] = []
 
     def body(mesh):
-        tp = mesh.group("tp")
-        block = mm.tensor_parallel(nn.GptBlock(8, 4), tp)
-        stage = mm.PipelineStage(0).add_layer(block)
+        stage = mm.PipelineStage(0).add_layer(make(mesh.group("tp")))
         stage.materialize(seed=0, dtype=np.float64)
         x = np.ones((2, 3, 8))
         ctx = nn.Context()
@@ -264,8 +307,13 @@ def test_weights_are_computed_while_gradients_are_summed():
         return mesh._context.open_operations
 
     on_ranks("tp=2", body)
-    under_way = [line.split()[0] for line in order if line.endswith(" 1")]
-    assert sorted(under_way) == sorted(
+    return sorted(line.split()[0] for line in order if line.endswith(" 1"))
+
+
+def test_weights_are_computed_while_gradients_are_summed():
+    """Within blocks, too."""
+    found = sums_under_way(lambda tp: mm.tensor_parallel(nn.GptBlock(8, 4), tp))
+    assert found == sorted(
         f"0.{layer}.{part}"
         for layer in (
             "attention.query",
@@ -277,3 +325,14 @@ def test_weights_are_computed_while_gradients_are_summed():
         )
         for part in ("weight", "bias")
     )
+
+
+def test_weights_are_computed_while_gradients_are_summed_in_a_sequential():
+    """A layer split by its outputs has its own work for the time of its sum."""
+
+    def pair(tp: mm.ProcessGroup) -> nn.Sequential:
+        return nn.Sequential(
+            mm.ColumnParallelLinear(8, 6, group=tp), nn.GELU(), mm.RowParallelLinear(6, 8, group=tp)
+        )
+
+    assert sums_under_way(pair) == ["0.0.bias", "0.0.weight"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
 import mpimesh as mm
+from mpimesh import nn
 from mpimesh.errors import StageError
-from tests.pure.parallel_traps import assert_nothing_left, error_of
-from tests.pure.tensor_models import assert_same, batch, trained, trained_alone, trapped
+from mpimesh.parallel import measure_layers
+from tests.pure.parallel_traps import Trap, assert_nothing_left, error_of
+from tests.pure.tensor_models import assert_same, batch, layers, trained, trained_alone, trapped
 
 MESHES = {
     1: ["tp=1"],
@@ -46,3 +49,19 @@ def test_a_rank_that_fails_within_a_layer_ends_the_step_on_all(comm, sequence_pa
         assert "boom in the loss" in str(error_of(step))
         loss.armed = False
         assert step() == pytest.approx(trained_alone("plain")[0][0], rel=1e-11)
+
+
+@pytest.mark.nprocs(2, 3, 4)
+def test_a_rank_that_fails_while_layers_are_measured_ends_it_on_all(comm):
+    with mm.DeviceMesh(f"tp={comm.size}", comm) as mesh:
+        made = layers("plain", tp=mesh.group("tp"))
+        trap = Trap()
+        block: Any = made[4]
+        block.mlp.activation = nn.Sequential(block.mlp.activation, trap)
+        measure = partial(measure_layers, made, batch(0)[0][:2], mesh=mesh, repeats=1)
+        if mesh.rank == 1:
+            trap.arm("F", 1)
+        assert "rank 1: ValueError: layer 4" in str(error_of(measure))
+        assert_nothing_left(mesh)
+        trap.disarm()
+        assert len(measure().forward_s) == len(made)

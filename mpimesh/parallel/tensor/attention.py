@@ -83,6 +83,7 @@ class ParallelAttention(Entered, Attention):
         causal: Whether a token reads only itself and those before it.
         rotary: Turns queries and keys.
         bias: Whether the linear layers have biases.
+        dropout: The share of the weights to drop: those that the unsplit layer drops.
         sequence: How `x` and the result are split along the sequence, if they are.
 
     Raises:
@@ -101,6 +102,7 @@ class ParallelAttention(Entered, Attention):
         causal: bool = False,
         rotary: Rotary | None = None,
         bias: bool = True,
+        dropout: float = 0.0,
         sequence: SequenceSplit | None = None,
     ) -> None:
         super().__init__(
@@ -111,6 +113,7 @@ class ParallelAttention(Entered, Attention):
             causal=causal,
             rotary=rotary,
             bias=bias,
+            dropout=dropout,
         )
         self._split(Entrance(group, sequence))
 
@@ -130,6 +133,7 @@ class ParallelAttention(Entered, Attention):
         self.entrance = entrance
         tensor = entrance.tensor
         queries, keys = head_parts(self.num_heads, self.num_kv_heads, self.head_dim, tensor.size)
+        self._first_head = queries[tensor.rank][0][0] // self.head_dim
         self.query = ColumnPart(plain(self, self.query), tensor, queries)
         self.key = ColumnPart(plain(self, self.key), tensor, keys)
         self.value = ColumnPart(plain(self, self.value), tensor, keys)

@@ -51,6 +51,15 @@ class Entrance:
             ctx.save(self, x)
         return x if self.sequence is None else self.sequence.gather(x).resolve()
 
+    def whole_mask(self, mask: Array, ctx: Context | None) -> Array:
+        """Return all of a mask. Collective with a sequence, for the first of a pass that asks."""
+        sequence = self.sequence
+        if sequence is None:
+            return mask
+        if ctx is None:
+            return sequence.gather(mask).resolve()
+        return ctx.once(mask, lambda: sequence.gather(mask).resolve())
+
     def leave(self, dx: Array | None, ctx: Context) -> Pending:
         """Start to sum the ranks' gradients of the input, None if nobody wants it. Collective."""
         ctx.defer(self, *ctx.take(self))
@@ -97,8 +106,8 @@ class Entered(Composite):
         """Do what the unsplit layer does. Collective over the group; raises what that does."""
         x, mask = parted(self, x)
         whole = self.entrance.enter(x, ctx)
-        if mask is not None and self.entrance.sequence is not None:
-            mask = self.entrance.sequence.gather(mask).resolve()
+        if mask is not None:
+            mask = self.entrance.whole_mask(mask, ctx)
         return super().forward(joined(whole, mask), ctx)  # type: ignore[safe-super]  # by then not
 
     def backward_input(self, dy: Array, ctx: Context) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Self
 
 from mpimesh.nn import FeedForward, SwiGLU
-from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.nn.protocol import SupportsLayer, set_part
 from mpimesh.parallel.tensor.attention import plain
+from mpimesh.parallel.tensor.dropout import part_of
 from mpimesh.parallel.tensor.entrance import Entered, Entrance
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.parallel.tensor.part import ColumnPart, RowPart
@@ -34,12 +35,14 @@ class ParallelFeedForward(Entered, FeedForward):
         features: Length of the last axis of `x`.
         hidden: Length of what is between, over all ranks.
         group: The ranks, such as ``mesh.group("tp")``.
-        activation: The layer between, which treats each value alone; None for GELU.
+        activation: The layer between, which treats each value alone; None for GELU. A dropout in
+            it drops what it drops in the unsplit layer.
         bias: Whether the linear layers have biases.
         sequence: How `x` and the result are split along the sequence, if they are.
 
     Raises:
-        ModuleError: If an extent is not a whole number of at least 1.
+        ModuleError: If an extent is not a whole number of at least 1, or the activation needs all
+            hidden values.
         GroupError: If this rank is not in the group.
     """
 
@@ -72,6 +75,7 @@ class ParallelFeedForward(Entered, FeedForward):
         self.entrance = entrance
         self.up = ColumnPart(plain(self, self.up), entrance.tensor)
         self.down = RowPart(plain(self, self.down), entrance.tensor, entrance.sequence)
+        set_part(self.activation, part_of(self.hidden, entrance.tensor))
 
 
 class ParallelSwiGLU(Entered, SwiGLU):

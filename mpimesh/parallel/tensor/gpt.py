@@ -39,6 +39,7 @@ def gpt_layers(
     rotary: bool = False,
     bias: bool = True,
     dropout: float = 0.0,
+    attention_dropout: float = 0.0,
     tied: bool = True,
     tp: ProcessGroup | TensorGroup | None = None,
     sequence_parallel: bool = False,
@@ -69,6 +70,7 @@ def gpt_layers(
         rotary: Whether positions are told by rotation.
         bias: Whether the linear layers of the blocks have biases.
         dropout: The share that is dropped behind the embedding and in the blocks.
+        attention_dropout: The share of the attentions' weights that is dropped.
         tied: Whether the output layer has the embedding's weight.
         tp: The ranks to split over, such as ``mesh.group("tp")``; None for whole layers.
         sequence_parallel: Whether activations between split layers are split along the sequence.
@@ -104,6 +106,7 @@ def gpt_layers(
             rotary=rotary,
             bias=bias,
             dropout=dropout,
+            attention_dropout=attention_dropout,
         )
         for _ in range(check_extent("num_layers", num_layers))
     ]

@@ -6,6 +6,9 @@ lies between works on each output by itself, the second splits its inputs (rows)
     h = activation(into(x))    # ColumnParallelLinear: x is whole, h is split
     y = out(h)                 # RowParallelLinear: y is whole again, after one all-reduce
 
+A dropout between the two drops what it drops of the unsplit h, and what needs all of h, such as a
+norm, is refused: a Sequential tells its layers which features they get, and so does a model.
+
 With a :class:`SequenceSplit` the x and y are split along the sequence instead, by an all-gather
 in front and a reduce-scatter behind.
 """
@@ -13,9 +16,11 @@ in front and a reduce-scatter behind.
 from __future__ import annotations
 
 from mpimesh.arrays import Array
-from mpimesh.errors import ShapeError
+from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn import Context, Linear
 from mpimesh.nn.checks import check_features, check_floats
+from mpimesh.nn.protocol import FeaturePart
+from mpimesh.parallel.tensor.dropout import part_of
 from mpimesh.parallel.tensor.entrance import Entrance
 from mpimesh.parallel.tensor.group import Pending, TensorGroup
 from mpimesh.parallel.tensor.part import ColumnPart, RowPart
@@ -59,6 +64,8 @@ class ColumnParallelLinear(ColumnPart):
         >>> mlp = nn.Sequential(ColumnParallelLinear(64, 256, group=tp), nn.GELU(),
         ...                     RowParallelLinear(256, 64, group=tp))
     """
+
+    mixes_features = True
 
     def __init__(
         self,
@@ -107,6 +114,15 @@ class ColumnParallelLinear(ColumnPart):
         """Add the gradients of weight and bias. Collective with `sequence`."""
         x = self.entrance.again(ctx, wanted=self.weight.requires_grad).resolve()
         self.add_gradients(x, ctx)
+
+    def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
+        """Return which features it gives; see `Module.set_part`.
+
+        Raises:
+            ModuleError: If it gets a part of its input only.
+        """
+        super().set_part(part)
+        return None if self.gather_output else part_of(self.out_features, self.tensor)
 
     def _start(self, dy: Array, ctx: Context) -> Pending:
         if self.gather_output:
@@ -159,3 +175,14 @@ class RowParallelLinear(RowPart):
     ) -> None:
         like = Linear(in_features, out_features, bias=bias)
         super().__init__(like, TensorGroup(group), sequence)
+
+    def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
+        """Return that it gives all features; see `Module.set_part`.
+
+        Raises:
+            ModuleError: If it gets another part than its own.
+        """
+        mine = part_of(self.in_features, self.tensor)
+        if part not in (None, mine):
+            raise ModuleError(f"{self!r} takes {mine}, but gets {part}")
+        return None

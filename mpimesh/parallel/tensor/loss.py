@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from mpimesh.arrays import Array, namespace
-from mpimesh.errors import DTypeError, ModuleError, ShapeError
+from mpimesh.errors import ShapeError
 from mpimesh.nn import CrossEntropy
-from mpimesh.nn.checks import check_extent, check_floats, first_outside, sum_dtype
+from mpimesh.nn.checks import check_extent, check_floats, sum_dtype
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.parallel.tensor.parameter import even_parts
 from mpimesh.runtime import ProcessGroup
@@ -62,16 +62,7 @@ class VocabParallelCrossEntropy(CrossEntropy):
                 f"{self!r}: y must have shape (rows, ..., {mine}), which are this rank's classes, "
                 f"and target (rows, ...), got {tuple(y.shape)} and {tuple(target.shape)}"
             )
-        if target.dtype.kind not in "iu":
-            raise DTypeError(f"{self!r}: targets must be integers, got {target.dtype}")
-        wrong = (target < 0) | (target >= self.num_classes)
-        if self.ignore_index is not None:
-            wrong &= target != self.ignore_index
-        if wrong.any():
-            raise ModuleError(
-                f"{self!r}: targets must be in [0, {self.num_classes}), the number of classes, got "
-                f"{first_outside(target, wrong)}"
-            )
+        self._check_targets(target, self.num_classes)
 
     def _compute(
         self, y: Array, target: Array, denominator: float, *, grad: bool

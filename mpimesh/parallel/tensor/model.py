@@ -15,15 +15,19 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array, HostArray, to_numpy
-from mpimesh.errors import ModuleError, ShapeError
-from mpimesh.nn import Parameter
+from mpimesh.errors import MismatchError, ModuleError, ShapeError, on_all_ranks
+from mpimesh.nn import CrossEntropy, Parameter
+from mpimesh.nn.protocol import FeaturePart
 from mpimesh.parallel.first_values import leaves
-from mpimesh.parallel.gradients.replicas import agree_values
+from mpimesh.parallel.gradients.replicas import agree_values, digest
+from mpimesh.parallel.groups import group_named
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor.group import TensorGroup, TensorWatch, watch_over
 from mpimesh.parallel.tensor.parameter import TensorParameter
-from mpimesh.parallel.tensor.sums import group_named, shared_groups, shared_parameters
+from mpimesh.parallel.tensor.sums import shared_groups, shared_parameters
 from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.call import Call
 
 __all__ = ["TensorModel", "local_part", "tensor_groups"]
 
@@ -50,7 +54,8 @@ class TensorModel:
         group: The ranks; None if no layer is split.
 
     Raises:
-        ModuleError: If layers are split over different groups.
+        ModuleError: If layers are split over different groups, or one needs features of which this
+            rank has a part.
     """
 
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
@@ -62,6 +67,10 @@ class TensorModel:
         self._apart = self.group
         self._shared: dict[tuple[int, ...], ProcessGroup] = {}
         self._watch: TensorWatch | None = None
+        part: FeaturePart | None = None
+        for stage in stages:
+            part = stage.set_part(part)
+        self._output = part
 
     @property
     def is_split(self) -> bool:
@@ -125,8 +134,15 @@ class TensorModel:
         """See whether the loss fits the layers. Local.
 
         Raises:
-            ModuleError: If it is split over another group.
+            ModuleError: If it is split over another group, or needs all logits where each rank has
+                a part of them.
         """
+        if self._output is not None and type(loss) is CrossEntropy:
+            raise ModuleError(
+                f"the last layer gives this rank {self._output}, and {loss!r} needs all classes: "
+                f"take VocabParallelCrossEntropy({self._output.extent}, group=...), or "
+                "gather_output=True for that layer"
+            )
         for one in tensor_groups(loss):
             if self.group is not None and one.group is not self.group:
                 raise ModuleError(
@@ -192,14 +208,26 @@ class TensorModel:
     # -- values ---------------------------------------------------------------------------
 
     def agree_values(self, named: Sequence[tuple[str, Parameter]]) -> None:
-        """Return if all ranks of the group hold the same values of what is not split. Collective.
+        """Return if all ranks that hold the same part of a parameter hold the same. Collective.
 
         Raises:
             MismatchError: On every rank, naming the first parameter that differs.
         """
-        if self.group is not None:
-            whole = [(name, one) for name, one in named if not _is_split(one)]
-            agree_values(whole, self.group)
+        if self.group is None:
+            return
+        agree_values([(name, one) for name, one in named if not _is_split(one)], self.group)
+        # Of what is split, too, several ranks may hold one part, such as a key head.
+        split = [(name, one) for name, one in named if _is_split(one)]
+        shared = [
+            (n, one) for n, one in split if isinstance(one, TensorParameter) and one.all_holders
+        ]
+        if self.is_split and shared:
+            mine = [digest(one) for _, one in shared]
+            what = Call("shared parameters", self.group.name)
+            everyone: list[list[str]] = exchange(
+                self.group.progress, self.group.communicator, mine, what=what
+            )
+            _agree_parts(shared, everyone, self.group)
 
     def whole(self, parameter: Parameter) -> HostArray:
         """Return the values of a parameter, put together if it is split. Collective if so."""
@@ -223,6 +251,31 @@ def local_part(name: str, parameter: Parameter, whole: Array) -> Array:
         return parameter.part_of(to_numpy(whole))
     except ShapeError as error:
         raise ShapeError(f"state of parameter {name!r}: {error}") from None
+
+
+def _agree_parts(
+    shared: Sequence[tuple[str, TensorParameter]],
+    everyone: Sequence[Sequence[str]],
+    group: ProcessGroup,
+) -> None:
+    """Raise if ranks that hold the same part of a parameter told different things of it.
+
+    On every rank of the group: all of them have heard the same.
+
+    Raises:
+        MismatchError: Naming the first such parameter.
+    """
+    for place, (name, one) in enumerate(shared):
+        for holders in one.all_holders:
+            texts = {rank: everyone[rank][place] for rank in holders}
+            if len(set(texts.values())) > 1:
+                rows = "\n".join(f"  rank {rank}: values {text}" for rank, text in texts.items())
+                raise on_all_ranks(
+                    MismatchError(
+                        f"ranks {list(holders)} of group {group.name!r} hold the same part of "
+                        f"parameter {name!r}, and must have the same values of it:\n{rows}"
+                    )
+                )
 
 
 def _is_split(parameter: Parameter) -> bool:

@@ -6,9 +6,10 @@ import math
 from typing import Self
 
 from mpimesh.arrays import Array, namespace
-from mpimesh.errors import ShapeError
+from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn import Context, Dropout, LearnedPositions
 from mpimesh.nn.checks import check_features, check_floats, sum_dtype
+from mpimesh.nn.protocol import FeaturePart
 from mpimesh.parallel.tensor.retyped import retyped
 from mpimesh.parallel.tensor.sequence import SequenceSplit, repeated
 
@@ -33,6 +34,19 @@ class SequenceDropout(Dropout):
         super().__init__(p)
         self.sequence = sequence
 
+    def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
+        """Return that it has all features, of its places.
+
+        Raises:
+            ModuleError: If it gets a part of them.
+        """
+        if part is not None:
+            raise ModuleError(
+                f"{self!r} is for places of a split sequence with all features, but gets {part}; "
+                "between layers that are split by features use ParallelDropout"
+            )
+        return None
+
     @classmethod
     def of(cls, like: Dropout, sequence: SequenceSplit) -> Self:
         """Return what `like` is on a split sequence."""
@@ -40,8 +54,9 @@ class SequenceDropout(Dropout):
         made.sequence = sequence
         return made
 
-    def _first_value(self, x: Array) -> int:
-        return self.sequence.first_place(x) * int(math.prod(x.shape[2:]))
+    def _runs(self, x: Array) -> tuple[int, int, int]:
+        size = int(math.prod(x.shape[1:]))
+        return self.sequence.first_place(x) * int(math.prod(x.shape[2:])), size, size
 
 
 class SequencePositions(LearnedPositions):

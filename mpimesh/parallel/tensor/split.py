@@ -25,13 +25,15 @@ from mpimesh.nn import (
     SiLU,
     SwiGLU,
 )
-from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer, set_part
 from mpimesh.parallel.first_values import leaves
 from mpimesh.parallel.tensor.attention import ParallelAttention
+from mpimesh.parallel.tensor.dropout import ParallelDropout
 from mpimesh.parallel.tensor.embedding import VocabParallelEmbedding
-from mpimesh.parallel.tensor.entrance import Around, Entrance
+from mpimesh.parallel.tensor.entrance import Around, Entered, Entrance
 from mpimesh.parallel.tensor.feedforward import ParallelFeedForward, ParallelSwiGLU
 from mpimesh.parallel.tensor.group import TensorGroup
+from mpimesh.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpimesh.parallel.tensor.retyped import retyped
 from mpimesh.parallel.tensor.sequence import SequenceSplit, split_sequence
 from mpimesh.parallel.tensor.sequence_layers import SequenceDropout, SequencePositions
@@ -66,7 +68,9 @@ def tensor_parallel(
     rank. With `sequence` each rank does that for its places, if the layer is one of this library
     that treats each place by itself. A linear layer by itself is not split: use
     :class:`ColumnParallelLinear` for an output layer, before a
-    :class:`VocabParallelCrossEntropy`.
+    :class:`VocabParallelCrossEntropy`. Layers that are split already stay as they are; what stands
+    in a Sequential between a :class:`ColumnParallelLinear` and a :class:`RowParallelLinear` is told
+    which features it gets, so that dropout there is that of the unsplit model, too.
 
     Args:
         model: The model; its layers are replaced in place. If it is itself a layer that is split,
@@ -77,8 +81,8 @@ def tensor_parallel(
 
     Raises:
         ModuleError: If a rank would have no head, a parameter stands in layers that are split and
-            in others that are not, or with `sequence` a layer is not known to treat each place by
-            itself.
+            in others that are not, with `sequence` a layer is not known to treat each place by
+            itself, or a layer that needs all features stands where ranks have a part of them.
         ModuleStateError: If a layer has memory.
         GroupError: If this rank is not in the group.
 
@@ -87,7 +91,7 @@ def tensor_parallel(
         >>> blocks = [tensor_parallel(nn.GptBlock(64, 8), tp) for _ in range(12)]
     """
     before = _places(model)
-    split: L = _split(model, TensorGroup(group), sequence, {})
+    split: L = _Splitter(TensorGroup(group), sequence).split(model)
     after = _places(split)
     for number, (parameter, count) in before.items():
         if 0 < after.get(number, (parameter, 0))[1] < count:
@@ -112,49 +116,96 @@ def _places(model: Any) -> dict[int, tuple[Parameter, int]]:
     return found
 
 
-def _split(
-    layer: Any,
-    tensor: TensorGroup,
-    sequence: SequenceSplit | None,
-    known: dict[int, tuple[Any, Any]],
-) -> Any:
-    """Return what `layer` is when it is split: one that stands twice, the same again."""
-    if id(layer) not in known:
+class _Splitter:
+    """What makes split layers of unsplit ones.
+
+    Args:
+        tensor: The ranks.
+        sequence: How activations between split layers are split, if they are.
+    """
+
+    def __init__(self, tensor: TensorGroup, sequence: SequenceSplit | None) -> None:
+        self._tensor = tensor
+        self._sequence = sequence
         # With the layer itself, so that no other one gets its id.
-        known[id(layer)] = layer, _split_once(layer, tensor, sequence, known)
-    return known[id(layer)][1]
+        self._known: dict[int, tuple[Any, Any]] = {}
 
+    def split(self, layer: Any, part: FeaturePart | None = None) -> Any:
+        """Return what `layer` is when it is split: one that stands twice, the same again.
 
-def _split_once(
-    layer: Any,
-    tensor: TensorGroup,
-    sequence: SequenceSplit | None,
-    known: dict[int, tuple[Any, Any]],
-) -> Any:
-    make = _MAKE.get(type(layer))
-    if make is not None:
-        return make(layer, tensor, sequence)
-    if not isinstance(layer, Module):
+        Args:
+            layer: The layer.
+            part: Which features it gets, None for all. Those of layers that the user has split: a
+                layer between them stays as it is, and sees all places of a sequence.
+        """
+        if part is None and id(layer) in self._known:
+            return self._known[id(layer)][1]
+        if isinstance(layer, Sequential):
+            if part is None:
+                self._known[id(layer)] = layer, layer
+            layers: list[SupportsLayer] = layer._layers
+            for place, one in enumerate(layers):
+                layers[place] = self.split(one, part)
+                part = set_part(layers[place], part)
+            return layer
+        if part is not None:
+            return layer
+        made = self._split_once(layer)
+        self._known[id(layer)] = layer, made
+        return made
+
+    def _split_once(self, layer: Any) -> Any:
+        sequence = self._sequence
+        make = _MAKE.get(type(layer))
+        if make is not None:
+            return make(layer, self._tensor, sequence)
+        if isinstance(layer, _SPLIT):
+            self._check_sequence(layer)
+            return layer
+        if type(layer) in _AROUND:
+            layer = retyped(layer, _AROUND[type(layer)])
+        if sequence is not None and not isinstance(layer, _PLACEWISE):
+            raise ModuleError(
+                f"{layer!r}: it is not known whether it treats each place of a sequence by itself, "
+                "so it cannot be used between split layers; leave it out, or give none of sequence"
+            )
+        if not isinstance(layer, Module):
+            return layer
+        for name, value in vars(layer).items():
+            if is_layer(value):
+                setattr(layer, name, self.split(value))
+            elif isinstance(value, list | tuple) and any(map(is_layer, value)):
+                row = (self.split(one) if is_layer(one) else one for one in value)
+                setattr(layer, name, type(value)(row))
         return layer
-    if isinstance(layer, Sequential):
-        layers: list[SupportsLayer] = layer._layers
-        layers[:] = [_split(one, tensor, sequence, known) for one in layers]
-        return layer
-    if type(layer) in _AROUND:
-        layer = retyped(layer, _AROUND[type(layer)])
-    if sequence is not None and not isinstance(layer, _PLACEWISE):
-        raise ModuleError(
-            f"{layer!r}: it is not known whether it treats each place of a sequence by itself, so "
-            "it cannot be used between split layers; leave it out, or give none of sequence"
-        )
-    for name, value in vars(layer).items():
-        if isinstance(value, Module):
-            setattr(layer, name, _split(value, tensor, sequence, known))
-        elif isinstance(value, list | tuple) and any(isinstance(one, Module) for one in value):
-            row = (_split(one, tensor, sequence, known) for one in value)
-            setattr(layer, name, type(value)(row))
-    return layer
 
+    def _check_sequence(self, layer: Any) -> None:
+        """Refuse a layer that the user has split if it is for sequences that are split otherwise.
+
+        Raises:
+            ModuleError: If it is.
+        """
+        own = layer.sequence if hasattr(layer, "sequence") else layer.entrance.sequence
+        given = self._sequence
+        alike = (own is None) == (given is None)
+        if own is not None and given is not None:
+            alike = own.tensor.group is given.tensor.group and own.length == given.length
+        if not alike:
+            raise ModuleError(
+                f"{layer!r} is split already, with sequence={own!r}, but the layers around it are "
+                f"to be split with sequence={given!r}: give it the same"
+            )
+
+
+_SPLIT = (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Entered,
+    VocabParallelEmbedding,
+    SequenceDropout,
+    SequencePositions,
+)
+# What users split themselves stays as it is.
 
 _PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock)
 # With a split sequence these need no change, or only of the layers within.
@@ -189,5 +240,6 @@ _MAKE: dict[type, _Make] = {
     RMSNorm: _placewise,
     Linear: _placewise,
     Dropout: _dropout,
+    ParallelDropout: lambda layer, tensor, sequence: layer,
     LearnedPositions: _positions,
 }

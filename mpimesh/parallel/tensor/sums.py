@@ -7,15 +7,11 @@ from typing import Any
 
 from mpimesh.arrays import Array, namespace
 from mpimesh.nn import Parameter
-from mpimesh.parallel.header import fingerprint
+from mpimesh.parallel.groups import groups_of_lines, lines_of_holders
 from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import exchange
-from mpimesh.runtime.call import Call
 
-__all__ = ["group_named", "shared_groups", "shared_parameters", "sum_shared_gradients"]
-
-_LONGEST_NAME = 40
+__all__ = ["shared_groups", "shared_parameters", "sum_shared_gradients"]
 
 
 def sum_shared_gradients(parameters: Iterable[Parameter], group: ProcessGroup) -> None:
@@ -82,33 +78,5 @@ def shared_groups(
         An all-gather of some 20 bytes for each rank, and for each set and stage a split of the
         mesh's communicator, unless there is a group of these ranks.
     """
-    everyone: list[list[int]] = exchange(
-        scope.progress,
-        scope.communicator,
-        [data.ranks[0], group.ranks[0], group.rank or 0],
-        what=Call("shared parameters", scope.name),
-    )
-    told = dict(zip(scope.ranks, everyone, strict=True))
-    found = {}
-    for holders in sets:
-        lines: dict[int, list[int]] = {}
-        for rank, (_, first, place) in told.items():
-            if place in holders:
-                # The ranks of one stage have one corner: the first replica of the first rank.
-                lines.setdefault(told[first][0], []).append(rank)
-        for line in lines.values():
-            name = f"shared by {','.join(map(str, line))}"
-            if len(name) > _LONGEST_NAME:
-                name = f"shared by {line[0]},...,{line[-1]} {fingerprint(str(line)):x}"
-            made = group_named(mesh, name, line)
-            if mesh.rank in line:
-                found[holders] = made
-    return found
-
-
-def group_named(
-    mesh: DeviceMesh, name: str, ranks: list[int], *, apart: bool = False
-) -> ProcessGroup:
-    """Return a group; another model on this mesh may have made it, on all ranks alike."""
-    found = mesh.get_group(name)
-    return mesh.add_group(name, ranks, apart=apart) if found is None else found
+    lines = lines_of_holders(scope, group, data, sets, what="shared parameters")
+    return groups_of_lines(mesh, lines, kind="shared by")
