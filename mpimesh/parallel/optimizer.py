@@ -18,6 +18,7 @@ from mpimesh.parallel.gradients.moves import Spread, moved_states, spread_of
 from mpimesh.parallel.gradients.pieces import Pieces
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.optimizer_checks import is_finite, problem_with, why_no_step
+from mpimesh.parallel.optimizer_state import full_states, local_states
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, agreed, exchange
 from mpimesh.runtime.call import Call
@@ -238,7 +239,8 @@ class ParallelOptimizer:
         """Return the state of this rank's whole parameters. Collective over the replicas.
 
         The same as that of the optimizers without this object, so either loads the other's, on
-        any number of replicas. The scaler has a state of its own.
+        any number of replicas; :meth:`full_state_dict` fits other stages and splits, too. The
+        scaler has a state of its own.
 
         Returns:
             The state of the optimizer; a list of states if a list of them was given.
@@ -250,12 +252,30 @@ class ParallelOptimizer:
         states = self._pieces.states()
         return states[0] if self._single else states
 
+    def full_state_dict(self) -> Any:
+        """Return the state of the whole model's parameters, on every rank. Collective.
+
+        Over all ranks that hold parts of the model. As ``params`` it has a dict: by the name of the
+        parameter in the whole model its count of steps and host arrays of its whole shape. It
+        fits the model on any mesh: other replicas, stages and splits of layers, `zero` or not.
+
+        Returns:
+            The state of the optimizer; a list of states if a list of them was given.
+
+        Cost:
+            That of :meth:`state_dict`; then two broadcasts for each array, over the stages, and an
+            all-gather of each that is split. The state of the whole model has room on every rank.
+        """
+        states = full_states(self._engine, self._owned, self._pieces.states())
+        return states[0] if self._single else states
+
     # -- local -------------------------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Take over what :meth:`state_dict` gave; all of it or, on an error, nothing. Local.
+        """Take over a state; all of it or, on an error, nothing. Local.
 
-        All replicas are to load the same state, from any number of replicas.
+        What :meth:`state_dict` gave fits any number of replicas, which are all to load the same;
+        what :meth:`full_state_dict` gave fits any mesh.
 
         Raises:
             ModuleError: If it is of other optimizers, or lacks something.
@@ -266,7 +286,7 @@ class ParallelOptimizer:
             raise ModuleError(
                 f"{self._who}: got {len(states)} states for {len(self._optimizers)} optimizers"
             )
-        self._cut(whole_states(self._owned, states))
+        self._cut(whole_states(self._owned, local_states(self._engine, self._owned, states)))
 
     def zero_grad(self) -> None:
         """Forget the gradients; those of steps under ``no_sync``, too. Local."""

@@ -143,5 +143,6 @@ def _check_shapes(parameters: Sequence[Parameter], states: Sequence[Mapping[str,
             if name != "steps" and tuple(array.shape) != parameter.shape:
                 raise ShapeError(
                     f"state {name!r} of parameter {place} ({parameter.name!r}) must have its "
-                    f"shape {parameter.shape}, got {tuple(array.shape)}"
+                    f"shape {parameter.shape}, got {tuple(array.shape)}; one that fits other "
+                    "stages and splits comes from ParallelOptimizer.full_state_dict()"
                 )
