@@ -10,18 +10,7 @@ import pytest
 import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.errors import DTypeError, MismatchError
-from tests.pure.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
-
-
-class Total:
-    """The sum of all outputs: the gradient of each is 1."""
-
-    def __call__(self, y, target):
-        return float(y.sum())
-
-    def value_and_grad(self, y, target, *, denominator):
-        return float(y.sum()), np.ones_like(y)
-
+from tests.pure.parallel_models import Total, assert_equal, batch, make_pipeline, on_ranks, state_of
 
 ROWS = np.array([[2048.0], *7 * [[1.0]]], "float16")
 """What the rows of a replica add to the gradient; the first is so large that 1 more is lost."""
