@@ -9,7 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import DTypeError, MismatchError
+from mpimesh.errors import DTypeError, MismatchError, ModuleError
 from tests.pure.parallel_models import Total, assert_equal, batch, make_pipeline, on_ranks, state_of
 
 ROWS = np.array([[2048.0], *7 * [[1.0]]], "float16")
@@ -121,3 +121,19 @@ def test_gradients_without_buckets_are_of_their_dtype_too():
     weight.accumulate_rows(np.array([1]), np.ones((1, 2), "float16"))
     assert weight.grad.tolist() == [[0, 0], [2049, 2049], [0, 0]]
     assert weight.grad.dtype == "float32"
+
+
+class OwnDtype(nn.Parameter):
+    takes_wider_grad = False
+
+
+def test_libraries_that_keep_gradients_in_the_dtype_of_parameters_are_refused_another():
+    def body(mesh):
+        parameter = OwnDtype("weight", (2,), nn.Constant(0.0))
+        parameter.materialize(seed=0, dtype="float16")
+        group = mesh.group("dp")
+        with pytest.raises(ModuleError, match="leave out grad_dtype='float32'"):
+            mm.GradientBuckets([parameter], group, mesh=mesh, grad_dtype="float32")
+        mm.GradientBuckets([parameter], group, mesh=mesh, grad_dtype="float16").close()
+
+    on_ranks("dp=2", body)

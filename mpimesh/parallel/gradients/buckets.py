@@ -129,24 +129,11 @@ class GradientBuckets:
         self._entries, self._frozen = entry_rules.make_entries(
             given, names, over, None if grad_dtype is None else float_dtype(grad_dtype)
         )
-        # By the id of their group, in the order of their first parameters.
-        members: dict[int, list[Entry]] = {id(group): []}
-        for entry in self._entries.values():
-            members.setdefault(id(entry.group), []).append(entry)
-        plans = [
-            (those, entry_rules.plan_of(those, bucket_bytes, plan if key == id(group) else None))
-            for key, those in members.items()
-        ]
+        plans = entry_rules.plans_of([*self._entries.values()], group, bucket_bytes, plan)
         rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}, grad_dtype {grad_dtype}"
         named = [(entry.name, entry.parameter) for entry in self._entries.values()]
         agree_parameters(named, group, rule)
-        own, *others = [
-            [
-                entry_rules.make_bucket([those[i] for i in numbers], place, group, mesh)
-                for place, numbers in enumerate(plan)
-            ]
-            for those, plan in plans
-        ]
+        own, *others = entry_rules.make_buckets(plans, group, mesh)
         self._line = Reductions(own, self._op, tracer)
         self._late = Reductions(list(chain(*others)), self._op, tracer)
         for entry in self._entries.values():

@@ -14,7 +14,7 @@ from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.bucket_plan import plan_buckets
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 
-__all__ = ["Entry", "Plan", "make_bucket", "make_entries", "plan_of"]
+__all__ = ["Entry", "Plan", "make_buckets", "make_entries", "plans_of"]
 
 Plan = Sequence[Sequence[int]]
 """For each bucket the numbers of its parameters."""
@@ -120,7 +120,32 @@ def make_entries(
     return entries, frozen
 
 
-def plan_of(
+def plans_of(
+    entries: Sequence[Entry], replicas: ProcessGroup, bucket_bytes: int, plan: Plan | None = None
+) -> list[tuple[list[Entry], Plan]]:
+    """Return the parameters of each group with their plan: first those of the replicas.
+
+    The other groups stand in the order of their first parameters.
+
+    Args:
+        entries: The parameters.
+        replicas: The replicas.
+        bucket_bytes: Most bytes of a bucket.
+        plan: That of the replicas, if it is made already.
+
+    Raises:
+        ModuleError: If `bucket_bytes` is less than 1, or the plan will not do.
+    """
+    members: dict[int, list[Entry]] = {id(replicas): []}
+    for entry in entries:
+        members.setdefault(id(entry.group), []).append(entry)
+    return [
+        (those, _plan_of(those, bucket_bytes, plan if key == id(replicas) else None))
+        for key, those in members.items()
+    ]
+
+
+def _plan_of(
     entries: Sequence[Entry], bucket_bytes: int, forced: Plan | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Deal parameters of one group to buckets; to none, if the group has one rank.
@@ -148,7 +173,7 @@ def plan_of(
     return () if not entries or entries[0].group.size == 1 else plan
 
 
-def make_bucket(
+def _make_bucket(
     entries: Sequence[Entry], place: int, replicas: ProcessGroup, mesh: DeviceMesh
 ) -> Bucket:
     """Return the bucket of some parameters, the `place`-th of their group's. Local."""
@@ -162,3 +187,16 @@ def make_bucket(
     for entry in entries:
         entry.bucket = bucket
     return bucket
+
+
+def make_buckets(
+    plans: Sequence[tuple[Sequence[Entry], Plan]], replicas: ProcessGroup, mesh: DeviceMesh
+) -> list[list[Bucket]]:
+    """Return the buckets of each group, by its plan. Local."""
+    return [
+        [
+            _make_bucket([those[number] for number in numbers], place, replicas, mesh)
+            for place, numbers in enumerate(plan)
+        ]
+        for those, plan in plans
+    ]
