@@ -31,6 +31,8 @@ class TorchParameter(Parameter):
 
     __slots__ = ("__weakref__", "_grad", "_made", "_places", "_seen", "_torch_grad", "tensor")
 
+    takes_wider_grad = False  # PyTorch refuses one
+
     def __init__(self, name: str, tensor: torch.nn.Parameter) -> None:
         self._grad: Array = None
         self._torch_grad: torch.Tensor | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -28,8 +28,10 @@ class Parameter:
         name: Its name inside its layer, such as ``"weight"``.
         shape: Its shape, known before it has memory.
         data: The values, C-contiguous, or None before `materialize`.
-        grad: The gradient, of the same shape and dtype; None when nothing was
-            added since the last `zero_grad` and no memory is attached.
+        grad: The gradient, of the same shape; None when nothing was added since
+            the last `zero_grad` and no memory is attached.
+        grad_dtype: The dtype of the gradient; that of the values if None. A wider
+            one than theirs keeps what many additions would lose.
         requires_grad: False freezes it: layers compute no gradient for it and
             optimizers leave it alone.
         on_ready: Called with the parameter after each `accumulate`, that is once
@@ -40,12 +42,16 @@ class Parameter:
         "_attached",
         "data",
         "grad",
+        "grad_dtype",
         "initializer",
         "name",
         "on_ready",
         "requires_grad",
         "shape",
     )
+
+    takes_wider_grad: ClassVar[bool] = True
+    """Whether the gradient may be of a wider dtype than the values."""
 
     def __init__(
         self,
@@ -63,6 +69,7 @@ class Parameter:
         self.requires_grad = requires_grad
         self.data: Array = None
         self.grad: Array = None
+        self.grad_dtype: DType | None = None
         self.on_ready: Callable[[Parameter], None] | None = None
         self._attached = False
 
@@ -122,7 +129,7 @@ class Parameter:
 
         Shapes:
             g: the parameter's shape. Another float dtype is rounded to the
-                parameter's.
+                gradient's.
 
         Args:
             g: What to add.
@@ -136,12 +143,13 @@ class Parameter:
         """
         self._check("gradient", g)
         data = self.value()
+        dtype = data.dtype if self.grad_dtype is None else self.grad_dtype
         if self.grad is not None:
             self.grad += g
-        elif owned and isinstance(g, type(data)) and g.dtype == data.dtype and g.flags.c_contiguous:
+        elif owned and isinstance(g, type(data)) and g.dtype == dtype and g.flags.c_contiguous:
             self.grad = g
         else:
-            self.grad = namespace(data).empty_like(data)
+            self.grad = namespace(data).empty_like(data, dtype=dtype)
             self.grad[...] = g
         if self.on_ready is not None:
             self.on_ready(self)
@@ -160,7 +168,7 @@ class Parameter:
         """
         if self.grad is None:
             data = self.value()
-            self.grad = namespace(data).zeros_like(data)
+            self.grad = namespace(data).zeros_like(data, dtype=self.grad_dtype)
         self.grad[rows] += g
         if self.on_ready is not None:
             self.on_ready(self)
@@ -173,18 +181,19 @@ class Parameter:
         of zeros where nothing was added.
 
         Shapes:
-            view: the parameter's shape and dtype, C-contiguous, writable.
+            view: the parameter's shape, and its dtype or a wider one; C-contiguous, writable.
 
         Raises:
             ShapeError: If `view` has another shape or is not contiguous.
-            DTypeError: If `view` has another dtype.
+            DTypeError: If `view` has a narrower dtype.
             ModuleStateError: If the parameter has no memory yet.
         """
         self._check("gradient memory", view)
         data = self.value()
-        if view.dtype != data.dtype:
+        if np.promote_types(view.dtype, data.dtype) != view.dtype:
             raise DTypeError(
-                f"gradient memory of parameter {self.name!r} must be {data.dtype}, got {view.dtype}"
+                f"gradient memory of parameter {self.name!r} must be {data.dtype} or wider, got "
+                f"{view.dtype}"
             )
         if not view.flags.c_contiguous:
             raise ShapeError(f"gradient memory of parameter {self.name!r} must be C-contiguous")
@@ -218,7 +227,7 @@ class Parameter:
     def __getstate__(self) -> object:
         """Return what a copy holds: all but the tie to those who wait for the gradient."""
         own, slots = cast("tuple[object, dict[str, Any]]", super().__getstate__())
-        return own, {**slots, "on_ready": None, "_attached": False}
+        return own, {**slots, "on_ready": None, "_attached": False, "grad_dtype": None}
 
     def __repr__(self) -> str:
         where = "no memory" if self.data is None else str(self.data.dtype)

@@ -12,7 +12,7 @@ from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn.parameter import Parameter
-from mpimesh.optim.optimizer import Optimizer, check_number
+from mpimesh.optim.optimizer import DecayMask, Optimizer, check_number
 
 __all__ = ["Adam", "AdamW"]
 
@@ -34,6 +34,9 @@ class Adam(Optimizer):
         betas: What each step keeps of the mean and of the square, in [0, 1).
         eps: Keeps the quotient finite; above 0.
         weight_decay: Weight of the squared parameters in the loss, twice.
+        decay_mask: Asked once for each parameter whether the decay is for it, such as
+            ``lambda parameter: len(parameter.shape) > 1``, which spares biases and the scales of
+            norms. None is for all.
 
     Raises:
         ModuleError: If a number is out of range.
@@ -51,8 +54,9 @@ class Adam(Optimizer):
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        decay_mask: DecayMask | None = None,
     ) -> None:
-        super().__init__(params, lr=lr)
+        super().__init__(params, lr=lr, decay_mask=decay_mask)
         if len(betas) != 2:
             raise ModuleError(f"betas must be two numbers, got {betas!r}")
         self.betas = (
@@ -68,15 +72,22 @@ class Adam(Optimizer):
         return ("mean", "square")
 
     def _update(
-        self, data: Array, grad: Array, state: Sequence[Array], scratch: Array, steps: int
+        self,
+        data: Array,
+        grad: Array,
+        state: Sequence[Array],
+        scratch: Array,
+        steps: int,
+        decays: bool,
     ) -> None:
         xp = namespace(data)
         mean, square = state
         beta1, beta2 = self.betas
-        if self.weight_decay and self._decoupled:
-            data *= 1.0 - self.lr * self.weight_decay
-        elif self.weight_decay:
-            decayed = xp.multiply(data, self.weight_decay, out=scratch[1])
+        weight_decay = self.weight_decay if decays else 0.0
+        if weight_decay and self._decoupled:
+            data *= 1.0 - self.lr * weight_decay
+        elif weight_decay:
+            decayed = xp.multiply(data, weight_decay, out=scratch[1])
             decayed += grad
             grad = decayed
         scale, rate = 1.0 / math.sqrt(1.0 - beta2**steps), self.lr / (1.0 - beta1**steps)
@@ -111,6 +122,9 @@ class AdamW(Adam):
         betas: What each step keeps of the mean and of the square, in [0, 1).
         eps: Keeps the quotient finite; above 0.
         weight_decay: Share that a learning rate of 1 would take off.
+        decay_mask: Asked once for each parameter whether the decay is for it, such as
+            ``lambda parameter: len(parameter.shape) > 1``, which spares biases and the scales of
+            norms. None is for all.
 
     Raises:
         ModuleError: If a number is out of range.
@@ -126,8 +140,16 @@ class AdamW(Adam):
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        decay_mask: DecayMask | None = None,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decay_mask=decay_mask,
+        )
 
 
 def _adam(xp: ModuleType) -> Callable[..., None]:

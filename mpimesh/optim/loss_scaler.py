@@ -10,7 +10,6 @@ Scales are powers of two, if they are left so: then scaling itself rounds nothin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,8 +129,11 @@ class LossScaler:
             counts = int(state["good_steps"]), int(state["skipped_steps"])
         except (KeyError, TypeError, ValueError) as error:
             raise ModuleError(f"this is no state of a LossScaler: {state!r}, {error!r}") from None
-        if not 0 < scale < math.inf or min(counts) < 0:
-            raise ModuleError(f"a loss scale is above 0 and its counts are not below, got {state}")
+        if not self.min_scale <= scale <= self.max_scale or min(counts) < 0:
+            raise ModuleError(
+                f"the scale of this LossScaler is between {self.min_scale:g} and "
+                f"{self.max_scale:g}, and its counts are not below 0, got {state}"
+            )
         self.scale = scale
         self.good_steps, self.skipped_steps = counts
 

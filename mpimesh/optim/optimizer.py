@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -29,9 +29,12 @@ from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.parameter import Parameter
 
-__all__ = ["MASTER", "Optimizer", "check_number", "state_dtype"]
+__all__ = ["MASTER", "DecayMask", "Optimizer", "check_number", "state_dtype"]
 
 _BLOCK_ELEMENTS = 1 << 16
+
+DecayMask = Callable[[Parameter], bool]
+"""Tells whether weight decay is for a parameter."""
 
 MASTER = "master"
 """How a state calls the float32 values of a parameter of a smaller dtype."""
@@ -57,6 +60,10 @@ class Optimizer(ABC):
         params: The parameters, in an order that is the same whenever the state
             is loaded. There may be none, as on a stage of activations.
         lr: The learning rate; ``optimizer.lr`` may be set between steps.
+        decay_mask: Asked once for each parameter whether weight decay is for it; None is for all.
+
+    Attributes:
+        decays: The answers, in the order of `params`.
 
     Raises:
         ModuleError: If a number is out of range, or a parameter stands twice.
@@ -72,7 +79,13 @@ class Optimizer(ABC):
     """Whether `_update` does to each element what it would do to it in any other block. Only then
     may ranks divide a parameter among them. One that takes norms of blocks says False."""
 
-    def __init__(self, params: Iterable[Parameter], *, lr: float) -> None:
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        *,
+        lr: float,
+        decay_mask: DecayMask | None = None,
+    ) -> None:
         self.params: Sequence[Parameter] = tuple(params)
         for parameter in self.params:
             if not isinstance(parameter, Parameter):
@@ -83,6 +96,9 @@ class Optimizer(ABC):
         if len({id(parameter) for parameter in self.params}) < len(self.params):
             raise ModuleError(f"{type(self).__name__} takes each parameter once, got one twice")
         self.lr = lr
+        self.decays: Sequence[bool] = tuple(
+            decay_mask is None or bool(decay_mask(parameter)) for parameter in self.params
+        )
         self._slots: dict[int, _Slot] = {}
         self._scratch: dict[tuple[ModuleType, DType], Array] = {}
         self._is_lent = False
@@ -103,7 +119,13 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _update(
-        self, data: Array, grad: Array, state: Sequence[Array], scratch: Array, steps: int
+        self,
+        data: Array,
+        grad: Array,
+        state: Sequence[Array],
+        scratch: Array,
+        steps: int,
+        decays: bool,
     ) -> None:
         """Change `data` and `state` in place; `grad` is not to be changed.
 
@@ -116,6 +138,7 @@ class Optimizer(ABC):
             state: Its state, in the order of `_state_names`.
             scratch: `num_scratch` rows to compute in.
             steps: Steps of this parameter, counting this one.
+            decays: Whether weight decay is for this parameter.
         """
 
     def step(self) -> None:
@@ -152,7 +175,7 @@ class Optimizer(ABC):
         slot = self._slot(place)
         slot.steps += 1
         for data, grad, state, scratch in self._blocks(parameter, slot, float(grad_factor)):
-            self._update(data, grad, state, scratch, slot.steps)
+            self._update(data, grad, state, scratch, slot.steps, self.decays[place])
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters."""
@@ -195,21 +218,28 @@ class Optimizer(ABC):
                 setattr(self, name, value)
             raise
 
-    def exchange_params(self, params: Iterable[Parameter], state: Mapping[str, Any]) -> None:
+    def exchange_params(
+        self, params: Iterable[Parameter], decays: Iterable[bool], state: Mapping[str, Any]
+    ) -> None:
         """Go on with other parameters, and the state that they have, lent to somebody else.
 
         For whoever divides parameters among ranks, and steps them by :meth:`step_at` from now on.
         Nothing is changed if it raises.
 
+        Args:
+            params: The parameters.
+            decays: For each whether weight decay is for it.
+            state: Their state.
+
         Raises:
             ModuleError: As :meth:`load_state_dict`, and so do all errors.
         """
-        before = self.params, self._slots
-        self.params, self._slots = tuple(params), {}
+        before = self.params, self.decays, self._slots
+        self.params, self.decays, self._slots = tuple(params), tuple(decays), {}
         try:
             self.load_state_dict(state)
         except BaseException:
-            self.params, self._slots = before
+            self.params, self.decays, self._slots = before
             raise
         self._is_lent = True
 
@@ -282,7 +312,7 @@ class Optimizer(ABC):
             if master is not None:
                 values = master[block]
                 self._follow(values, flat[block], scratch[-1, : values.size])
-            if master is not None or grad_factor != 1.0:
+            if master is not None or grad_factor != 1.0 or grad.dtype != scratch.dtype:
                 gradient = scratch[-2, : values.size]
                 gradient[...] = grad[block]
                 gradient *= grad_factor

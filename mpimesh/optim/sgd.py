@@ -8,7 +8,7 @@ from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn.parameter import Parameter
-from mpimesh.optim.optimizer import Optimizer, check_number
+from mpimesh.optim.optimizer import DecayMask, Optimizer, check_number
 
 __all__ = ["SGD"]
 
@@ -29,6 +29,9 @@ class SGD(Optimizer):
         momentum: Share of the buffer that each step keeps, in [0, 1).
         nesterov: Look one step ahead; needs momentum.
         weight_decay: Weight of the squared parameters in the loss, twice.
+        decay_mask: Asked once for each parameter whether the decay is for it, such as
+            ``lambda parameter: len(parameter.shape) > 1``, which spares biases and the scales of
+            norms. None is for all.
 
     Raises:
         ModuleError: If a number is out of range.
@@ -45,8 +48,9 @@ class SGD(Optimizer):
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
+        decay_mask: DecayMask | None = None,
     ) -> None:
-        super().__init__(params, lr=lr)
+        super().__init__(params, lr=lr, decay_mask=decay_mask)
         self.momentum = check_number("momentum", momentum, below=1.0)
         self.nesterov = bool(nesterov)
         self.weight_decay = check_number("weight_decay", weight_decay)
@@ -57,11 +61,17 @@ class SGD(Optimizer):
         return ("momentum",) if self.momentum else ()
 
     def _update(
-        self, data: Array, grad: Array, state: Sequence[Array], scratch: Array, steps: int
+        self,
+        data: Array,
+        grad: Array,
+        state: Sequence[Array],
+        scratch: Array,
+        steps: int,
+        decays: bool,
     ) -> None:
         xp = namespace(data)
         change = grad
-        if self.weight_decay:
+        if self.weight_decay and decays:
             change = xp.multiply(data, self.weight_decay, out=scratch[0])
             change += grad
         if self.momentum:

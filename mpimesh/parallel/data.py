@@ -43,6 +43,10 @@ class DataParallel(ParallelModel):
             save memory.
         seed: Seed of first values and dropout.
         dtype: Dtype of parameters that have no memory yet.
+        grad_dtype: The dtype in which gradients are added up over microbatches and replicas, where
+            it is wider than the parameter's own: ``"float32"`` keeps the sums of a float16 model
+            from losing digits, for twice the memory and traffic of its gradients. That of the
+            parameters if None.
         xp: `numpy` or `cupy`.
         bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`;
             :meth:`tune_buckets` finds a cut by measured times.
@@ -73,6 +77,7 @@ class DataParallel(ParallelModel):
         num_microbatches: int = 1,
         seed: int = 0,
         dtype: Any = np.float32,
+        grad_dtype: Any = None,
         xp: ModuleType = np,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
@@ -101,6 +106,7 @@ class DataParallel(ParallelModel):
                 schedule="1f1b",
                 seed=seed,
                 dtype=dtype,
+                grad_dtype=grad_dtype,
                 xp=xp,
                 bucket_bytes=bucket_bytes,
                 overlap=overlap,

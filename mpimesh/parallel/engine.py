@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpimesh.arrays import HostArray
+from mpimesh.errors import MismatchError, ModuleStateError, on_all_ranks
 from mpimesh.nn import Parameter
 from mpimesh.parallel.first_values import give_values, is_used_again
 from mpimesh.parallel.gradients.buckets import GradientBuckets
@@ -36,6 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Options"]
 
+_NO_BUCKETS = (
+    "the gradient buckets could not be made anew, and this rank has none by which it would stay "
+    "equal to its replicas: end the job, or close the mesh on all ranks and make mesh and model "
+    "anew"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -46,6 +54,7 @@ class Options:
         schedule: Order of the work.
         seed: Seed of the first values and of dropout.
         dtype: Of the parameters.
+        grad_dtype: Of gradients, where it is wider; None is that of the parameters.
         xp: The array library.
         bucket_bytes: Most bytes of a gradient bucket.
         overlap: Whether buckets are reduced during the backward.
@@ -62,6 +71,7 @@ class Options:
     overlap: bool = True
     broadcast: bool = False
     tracer: Tracer | None = None
+    grad_dtype: Any = None
 
 
 class Engine:
@@ -241,13 +251,23 @@ class Engine:
         """Make the buckets anew, after parameters were frozen or unfrozen or by a plan. Collective.
 
         Without a plan those over the replicas are planned by size.
+
+        Raises:
+            MismatchError: On every rank, with the buckets as before, if ranks that hold the same
+                parameters do not train the same of them.
+            ModuleStateError: If a step was left, or such a rebuilding.
         """
+        if self.why_no_step:
+            raise ModuleStateError(f"rank {self.mesh.rank}: {self.why_no_step}")
         self.ties.agree(values=False)
-        states = None if self.optimizer is None else self.optimizer.release()
+        self._agree_on_trained()
+        held = None if self.optimizer is None else self.optimizer.release()
+        self.why_no_step = _NO_BUCKETS
         self.buckets.close()
         self.buckets = self._new_buckets(plan)
-        if self.optimizer is not None and states is not None:
-            self.optimizer.resume(states)
+        if self.optimizer is not None and held is not None:
+            self.optimizer.resume(*held)
+        self.why_no_step = ""
 
     # -- helpers ----------------------------------------------------------------------------
 
@@ -273,8 +293,31 @@ class Engine:
             f"stages {layers}; {len(shapes)} parameters, digest {fingerprint(str(shapes)):x}; "
             f"schedule {self.plans.name} of {self.num_microbatches} microbatches on ranks "
             f"{self.plans.placement}, skips {list(self.plans.edges.skips)}; "
-            f"seed {options.seed}, {np.dtype(options.dtype)}"
+            f"seed {options.seed}, {np.dtype(options.dtype)}, gradients {options.grad_dtype}"
         )
+
+    def _agree_on_trained(self) -> None:
+        """Return if all ranks that hold a parameter train it, or none does. Collective."""
+        mine: list[list[int]] = [[], []]
+        for number, (_, parameter, stages) in enumerate(self._named):
+            if not self.local.keys().isdisjoint(stages):
+                mine[parameter.requires_grad].append(number)
+        scope = self.scope
+        what = Call("rebuild_buckets", scope.name)
+        everyone = exchange(scope.progress, scope.communicator, mine, what=what)
+        frozen, trained = (set(chain(*numbers)) for numbers in zip(*everyone, strict=True))
+        rows = [
+            f"  {self._named[number][0]}: frozen on ranks "
+            f"{[rank for rank, one in zip(scope.ranks, everyone, strict=True) if number in one[0]]}"
+            for number in sorted(frozen & trained)
+        ]
+        if rows:
+            raise on_all_ranks(
+                MismatchError(
+                    "a parameter is frozen on all ranks that hold it or on none, but\n"
+                    + "\n".join(rows)
+                )
+            )
 
     def _broadcast(self) -> None:
         for name, parameter in self.named_parameters():
@@ -296,6 +339,7 @@ class Engine:
             overlap=options.overlap,
             tracer=self.tracer,
             plan=plan,
+            grad_dtype=options.grad_dtype,
         )
 
 

@@ -175,8 +175,11 @@ class ParallelModel:
         return self._engine.named_parameters()
 
     def zero_grad(self) -> None:
-        """Forget the gradients; those of steps under :meth:`no_sync`, too."""
-        self._engine.buckets.zero_grad()
+        """Forget the gradients; those of steps under :meth:`no_sync`, too.
+
+        Steps do so by themselves, so it is never needed before one.
+        """
+        self._engine.buckets.forget()
 
     @property
     def buckets(self) -> GradientBuckets:

@@ -9,18 +9,25 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array
-from mpimesh.errors import ModuleError, ModuleStateError
+from mpimesh.errors import ModuleError, ModuleStateError, on_all_ranks
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.clip import sum_of_squares
 from mpimesh.parallel.gradients.bucket import Bucket
+from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
+from mpimesh.parallel.gradients.moves import Spread, moved_states, spread_of
 from mpimesh.parallel.gradients.pieces import Pieces
 from mpimesh.parallel.model import ParallelModel
-from mpimesh.parallel.optimizer_checks import is_finite, problem_with
+from mpimesh.parallel.optimizer_checks import is_finite, problem_with, why_no_step
+from mpimesh.parallel.optimizer_state import full_states, local_states
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import agree, agreed
+from mpimesh.runtime.agreement import agree, agreed, exchange
 from mpimesh.runtime.call import Call
 
 __all__ = ["ParallelOptimizer"]
+
+# What the ranks find before a step; the largest counts.
+_OVERFLOWED = 1
+_REFUSED = 2
 
 
 def _parts(bucket: Bucket, without: set[int]) -> list[Array]:
@@ -119,8 +126,10 @@ class ParallelOptimizer:
         self._clipped: tuple[int, float] | None = None
         scope = engine.scope
         agreed(scope.progress, scope.communicator, "ParallelOptimizer", self._checked_rule)
-        self._owned = [tuple(one.params) for one in self._optimizers]
-        self._divide([one.state_dict() for one in self._optimizers])
+        self._owned = [Owned.of(one) for one in self._optimizers]
+        self._divide()
+        self._cut(whole_states(self._owned, [one.state_dict() for one in self._optimizers]))
+        self._agree_on_pieces()
         engine.optimizer = self
 
     @property
@@ -163,26 +172,21 @@ class ParallelOptimizer:
         values, on all replicas.
 
         Raises:
-            ModuleStateError: If there are no sums of gradients to step by, or somebody has put
-                another array in the place of a parameter's values.
+            ModuleStateError: On every rank, and nothing is changed, if on any there are no sums of
+                gradients to step by, or somebody has put another array in the place of a
+                parameter's values.
             BudgetError: After the step, on its rank alone, if a rank received more than
                 :meth:`DeviceMesh.budget` allows.
 
         Cost:
-            With `zero`, one all-gather of the values of each bucket. With a scaler, one all-reduce
-            of a byte.
+            With `zero`, one all-gather of the values of each bucket. With it or a scaler, one
+            all-reduce of a byte.
         """
         buckets = self._engine.buckets
         sums = buckets.sums
-        if sums is None:
-            raise ModuleStateError(
-                f"{self._who}: there are no sums of gradients to step by: call train_step() before "
-                "each step(), the last time not under no_sync()"
-            )
-        self._check_values()
         # A rank that refused to take part in the middle would be missed.
         with self._engine.mesh.traffic().late() as over_budget:
-            overflowed = self._scaler is not None and self._has_overflowed()
+            overflowed = self._agreed_overflow()
             buckets.use_up()
             if not overflowed:
                 self._pieces.step(self._clip_factor(sums) / self.loss_scale)
@@ -235,7 +239,8 @@ class ParallelOptimizer:
         """Return the state of this rank's whole parameters. Collective over the replicas.
 
         The same as that of the optimizers without this object, so either loads the other's, on
-        any number of replicas. The scaler has a state of its own.
+        any number of replicas; :meth:`full_state_dict` fits other stages and splits, too. The
+        scaler has a state of its own.
 
         Returns:
             The state of the optimizer; a list of states if a list of them was given.
@@ -247,12 +252,30 @@ class ParallelOptimizer:
         states = self._pieces.states()
         return states[0] if self._single else states
 
+    def full_state_dict(self) -> Any:
+        """Return the state of the whole model's parameters, on every rank. Collective.
+
+        Over all ranks that hold parts of the model. As ``params`` it has a dict: by the name of the
+        parameter in the whole model its count of steps and host arrays of its whole shape. It
+        fits the model on any mesh: other replicas, stages and splits of layers, `zero` or not.
+
+        Returns:
+            The state of the optimizer; a list of states if a list of them was given.
+
+        Cost:
+            That of :meth:`state_dict`; then two broadcasts for each array, over the stages, and an
+            all-gather of each that is split. The state of the whole model has room on every rank.
+        """
+        states = full_states(self._engine, self._owned, self._pieces.states())
+        return states[0] if self._single else states
+
     # -- local -------------------------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Take over what :meth:`state_dict` gave; all of it or, on an error, nothing. Local.
+        """Take over a state; all of it or, on an error, nothing. Local.
 
-        All replicas are to load the same state, from any number of replicas.
+        What :meth:`state_dict` gave fits any number of replicas, which are all to load the same;
+        what :meth:`full_state_dict` gave fits any mesh.
 
         Raises:
             ModuleError: If it is of other optimizers, or lacks something.
@@ -263,7 +286,7 @@ class ParallelOptimizer:
             raise ModuleError(
                 f"{self._who}: got {len(states)} states for {len(self._optimizers)} optimizers"
             )
-        self._pieces = self._cut(states)
+        self._cut(whole_states(self._owned, local_states(self._engine, self._owned, states)))
 
     def zero_grad(self) -> None:
         """Forget the gradients; those of steps under ``no_sync``, too. Local."""
@@ -276,32 +299,41 @@ class ParallelOptimizer:
 
     # -- for the model -----------------------------------------------------------------------
 
-    def release(self) -> list[dict[str, Any]]:
-        """Return the state before the buckets are made anew. Collective."""
-        return self._pieces.states()
+    def release(self) -> tuple[tuple[HeldState, ...], dict[int, Spread]]:
+        """Return what is held here, and of what, before the buckets are made anew. Local."""
+        return self._pieces.held(), spread_of(self._engine.buckets.buckets)
 
-    def resume(self, states: list[dict[str, Any]]) -> None:
-        """Go on with the model's new buckets. Collective."""
-        self._divide(states)
+    def resume(self, states: Sequence[HeldState], before: Mapping[int, Spread]) -> None:
+        """Go on with the model's new buckets. Collective.
+
+        Args:
+            states: What :meth:`release` gave.
+            before: What else it gave.
+        """
+        self._divide()
+        after = spread_of(self._engine.buckets.buckets)
+        self._cut(moved_states(self._owned, states, before, after))
+        self._agree_on_pieces()
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _divide(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Divide the model's buckets, and the state with them, if it is to be so. Collective."""
-        engine = self._engine
+    def _divide(self) -> None:
+        """Divide the model's buckets, if they are to be divided. Local."""
         self._clipped = None  # by sums of other buckets
         if self._zero:
-            engine.buckets.divide()
-        self._pieces = self._cut(states)
-        told = self._pieces.describe()
-        groups = {bucket.group.name: bucket.group for bucket in engine.buckets.buckets}
-        for name, runs in told.items():
+            self._engine.buckets.divide()
+
+    def _cut(self, states: Sequence[HeldState]) -> None:
+        """Go on with the pieces of the model's buckets, and these states of them. Local."""
+        self._pieces = Pieces(self._owned, self._engine.buckets.buckets, states)
+
+    def _agree_on_pieces(self) -> None:
+        """Return if the ranks that divide a bucket have the same pieces in it. Collective."""
+        groups = {bucket.group.name: bucket.group for bucket in self._engine.buckets.buckets}
+        for name, runs in self._pieces.describe().items():
             group = groups[name]
             call = Call("divided buckets", name, rule="; ".join(runs))
             agree(group.progress, group.communicator, call)
-
-    def _cut(self, states: Sequence[Mapping[str, Any]]) -> Pieces:
-        return Pieces(self._optimizers, self._owned, self._engine.buckets.buckets, states)
 
     def _gradients(self, without: set[int]) -> list[Array]:
         """Return all sums of gradients of this rank: of its parts, or whole."""
@@ -313,21 +345,30 @@ class ParallelOptimizer:
             if parameter.grad is not None and id(parameter) not in without
         ]
 
-    def _has_overflowed(self) -> bool:
-        """Tell whether a gradient is infinite or NaN on any rank. Collective."""
-        mine = np.array([not all(map(is_finite, self._gradients(set())))], np.uint8)
-        label = "overflow of gradients"
-        return bool(self._agreeing.all_reduce(mine, "max", label=label).resolve()[0])
+    def _agreed_overflow(self) -> bool:
+        """Tell whether a gradient is infinite or NaN on any rank. Collective.
 
-    def _check_values(self) -> None:
-        for bucket in self._engine.buckets.buckets:
-            views = [] if bucket.shard is None else bucket.shard.views
-            for parameter, view in zip(bucket.parameters, views, strict=False):
-                if parameter.data is not view:
-                    raise ModuleStateError(
-                        f"{self._who}: {parameter!r} has got another array for its values, and the "
-                        "replicas divide those that it had: write into it, parameter.data[...] = "
-                    )
+        Raises:
+            ModuleStateError: On every rank, if any cannot step.
+        """
+        buckets = self._engine.buckets
+        problem = why_no_step(buckets)
+        verdict = _REFUSED if problem else 0
+        group = self._engine.scope if self._scaler is None else self._agreeing
+        if self._scaler is not None and not problem:
+            verdict = 0 if all(map(is_finite, self._gradients(set()))) else _OVERFLOWED
+        if self._scaler is not None or self._zero:
+            mine = np.array([verdict], np.uint8)
+            label = "overflow of gradients" if self._scaler is not None else "start of the step"
+            verdict = int(group.all_reduce(mine, "max", label=label).resolve()[0])
+        elif problem:
+            raise ModuleStateError(f"{self._who}: {problem}")
+        if verdict == _REFUSED:
+            told = exchange(group.progress, group.communicator, problem, what="refused steps")
+            texts = {text: rank for rank, text in reversed([*zip(group.ranks, told, strict=True)])}
+            reasons = "; ".join(f"rank {rank}: {text}" for text, rank in texts.items() if text)
+            raise on_all_ranks(ModuleStateError(reasons))
+        return verdict == _OVERFLOWED
 
     def _one(self) -> Optimizer:
         if len(self._optimizers) != 1:
@@ -337,16 +378,16 @@ class ParallelOptimizer:
             )
         return self._optimizers[0]
 
-    def _clip_factor(self, sums: int) -> float:
+    def _clip_factor(self, sums: int | None) -> float:
         """Return what gradients are multiplied by, if these were clipped."""
         clipped, self._clipped = self._clipped, None
         return 1.0 if clipped is None or clipped[0] != sums else clipped[1]
 
     def _checked_rule(self) -> str:
         """Return what must be alike on all ranks, if all is well."""
-        problem = problem_with(self._optimizers, self._engine, self._zero)
+        problem = problem_with(self._optimizers, self._engine, self._zero, self._agreeing)
         if problem:
             raise ModuleError(f"ParallelOptimizer: {problem}")
         kinds = ", ".join(type(one).__name__ for one in self._optimizers)
         scale = "" if self._scaler is None else f", {self._scaler!r}"
-        return f"{kinds}, zero={self._zero}{scale}"
+        return f"{kinds}, zero={self._zero}{scale}, group {self._agreeing.name!r}"

@@ -10,16 +10,26 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.nn import Parameter
 from mpimesh.optim import Optimizer
 from mpimesh.parallel.engine import Engine
+from mpimesh.parallel.gradients.buckets import GradientBuckets
+from mpimesh.runtime import ProcessGroup
 
-__all__ = ["is_finite", "problem_with"]
+__all__ = ["is_finite", "problem_with", "why_no_step"]
 
 _BLOCK_ELEMENTS = 1 << 16
 
 
-def problem_with(optimizers: Sequence[object], engine: Engine, zero: object) -> str:
+def problem_with(
+    optimizers: Sequence[object], engine: Engine, zero: object, group: ProcessGroup
+) -> str:
     """Say why these cannot train a model; empty if they can."""
     if zero not in (0, 1):
         return f"zero must be 0 or 1: other stages of ZeRO are not there, got {zero!r}"
+    together = set(engine.scope.ranks)
+    if not together <= set(group.ranks):
+        return (
+            f"{len(together)} ranks step together, and group {group.name!r} has only "
+            f"{len(together & set(group.ranks))} of them: they would not leave out the same steps"
+        )
     if engine.optimizer is not None:
         return "the model has a ParallelOptimizer; give it several optimizers as a list"
     known = {id(parameter) for _, parameter in engine.named_parameters()}
@@ -45,6 +55,24 @@ def _foreign(parameters: Sequence[Parameter], known: set[int], seen: set[int]) -
         if id(parameter) in seen:
             return f"{parameter!r} belongs to two optimizers"
         seen.add(id(parameter))
+    return ""
+
+
+def why_no_step(buckets: GradientBuckets) -> str:
+    """Say why the parameters of these buckets cannot be stepped; empty if they can."""
+    if buckets.sums is None:
+        return (
+            "there are no sums of gradients to step by: call train_step() before each step(), the "
+            "last time not under no_sync()"
+        )
+    for bucket in buckets.buckets:
+        views = [] if bucket.shard is None else bucket.shard.views
+        for parameter, view in zip(bucket.parameters, views, strict=False):
+            if parameter.data is not view:
+                return (
+                    f"{parameter!r} has got another array for its values, and the replicas divide "
+                    "those that it had: write into it, parameter.data[...] = "
+                )
     return ""
 
 

@@ -77,6 +77,10 @@ class PipelineParallel(PipelineSteps):
             memory already is left as it is, and so is a parameter with memory that stands in
             several layers.
         dtype: Dtype of the parameters.
+        grad_dtype: The dtype in which gradients are added up over microbatches and replicas, where
+            it is wider than the parameter's own: ``"float32"`` keeps the sums of a float16 model
+            from losing digits, for twice the memory and traffic of its gradients. That of the
+            parameters if None.
         xp: `numpy` or `cupy`.
         bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`;
             :meth:`tune_buckets` finds a cut by measured times.
@@ -112,6 +116,7 @@ class PipelineParallel(PipelineSteps):
         schedule: ScheduleLike = "1f1b",
         seed: int = 0,
         dtype: Any = np.float32,
+        grad_dtype: Any = None,
         xp: ModuleType = np,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
@@ -131,6 +136,7 @@ class PipelineParallel(PipelineSteps):
                 schedule=schedule,
                 seed=seed,
                 dtype=dtype,
+                grad_dtype=grad_dtype,
                 xp=xp,
                 bucket_bytes=bucket_bytes,
                 overlap=overlap,

@@ -125,7 +125,7 @@ def test_what_was_accumulated_moves_into_attached_memory():
     ("view", "error", "text"),
     [
         (np.zeros(6), ShapeError, "gradient memory of parameter 'weight' must have its shape"),
-        (np.zeros((2, 3), "float32"), DTypeError, "must be float64, got float32"),
+        (np.zeros((2, 3), "float32"), DTypeError, "must be float64 or wider, got float32"),
         (np.zeros((3, 2)).T, ShapeError, "must be C-contiguous"),
     ],
 )

@@ -62,6 +62,9 @@ def test_what_is_no_scale_is_refused(options):
         {"scale": "much", "good_steps": 0, "skipped_steps": 0},
         {"scale": -1.0, "good_steps": 0, "skipped_steps": 0},
         {"scale": 1.0, "good_steps": -1, "skipped_steps": 0},
+        {"scale": 2.0**40, "good_steps": 0, "skipped_steps": 0},
+        {"scale": 0.5, "good_steps": 0, "skipped_steps": 0},
+        {"scale": math.inf, "good_steps": 0, "skipped_steps": 0},
     ],
 )
 def test_a_state_that_is_none_changes_nothing(state):

@@ -102,6 +102,19 @@ def test_times_are_needed_on_all_ranks():
     on_ranks("dp=2,pp=2", body)
 
 
+def test_a_replica_that_never_had_rows_leaves_it_to_the_others():
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        for step in range(2):
+            pipe.train_step(*batch(step, 1), loss=nn.cross_entropy)
+        found = pipe.tune_buckets()
+        pipe.train_step(*batch(2, 1), loss=nn.cross_entropy)
+        pipe.check_replicas()
+        return str(found)
+
+    assert len({*on_ranks("dp=3", body)}) == 1
+
+
 def test_a_measured_reduction_has_a_latency_and_a_rate():
     def body(mesh):
         measure = partial(measure_reduction, mesh, mesh.group("dp"), 1 << 18, xp=np)

@@ -32,11 +32,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from time import perf_counter
+from typing import Any
 
 from mpimesh.arrays import ReduceOp, as_reduce_op
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
+from mpimesh.nn.parameter import float_dtype
 from mpimesh.parallel.gradients import entries as entry_rules
+from mpimesh.parallel.gradients import entry_checks
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.entries import Entry, Plan
 from mpimesh.parallel.gradients.reductions import Reductions
@@ -73,6 +76,8 @@ class GradientBuckets:
             in :meth:`synchronize`, whatever `overlap` says.
         plan: For each bucket the numbers of its parameters, counting those that are trained and
             reduced over `group`; planned by `bucket_bytes` if None.
+        grad_dtype: The dtype in which gradients are added up and reduced, where it is wider than
+            the parameter's own; that of the parameters if None.
 
     Raises:
         ModuleError: If a parameter stands twice or is registered with other buckets, or `op` or
@@ -108,6 +113,7 @@ class GradientBuckets:
         tracer: Tracer = NULL_TRACER,
         groups: Sequence[ProcessGroup | None] | None = None,
         plan: Plan | None = None,
+        grad_dtype: Any = None,
     ) -> None:
         self._group = group
         self._op = as_reduce_op(op)
@@ -120,29 +126,19 @@ class GradientBuckets:
             if groups is None
             else [group if one is None else one for one in groups]
         )
-        self._entries, self._frozen = entry_rules.make_entries(given, names, over)
-        # By the id of their group, in the order of their first parameters.
-        members: dict[int, list[Entry]] = {id(group): []}
-        for entry in self._entries.values():
-            members.setdefault(id(entry.group), []).append(entry)
-        plans = [
-            (those, entry_rules.plan_of(those, bucket_bytes, plan if key == id(group) else None))
-            for key, those in members.items()
-        ]
-        rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}"
+        self._entries, self._frozen = entry_rules.make_entries(
+            given, names, over, None if grad_dtype is None else float_dtype(grad_dtype)
+        )
+        plans = entry_rules.plans_of([*self._entries.values()], group, bucket_bytes, plan)
+        rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}, grad_dtype {grad_dtype}"
         named = [(entry.name, entry.parameter) for entry in self._entries.values()]
         agree_parameters(named, group, rule)
-        own, *others = [
-            [
-                entry_rules.make_bucket([those[i] for i in numbers], place, group, mesh)
-                for place, numbers in enumerate(plan)
-            ]
-            for those, plan in plans
-        ]
+        own, *others = entry_rules.make_buckets(plans, group, mesh)
         self._line = Reductions(own, self._op, tracer)
         self._late = Reductions(list(chain(*others)), self._op, tracer)
-        for _, parameter in named:
-            parameter.on_ready = self.submit
+        for entry in self._entries.values():
+            entry.parameter.on_ready = self.submit
+            entry.parameter.grad_dtype = entry.dtype
         self._mesh = mesh
         self._backwards = 0
         self._open = False
@@ -175,6 +171,11 @@ class GradientBuckets:
         """The number of the cycle whose sums are here; None while there are none to step by."""
         return self._cycles if self._has_sums else None
 
+    @property
+    def cycles(self) -> int:
+        """How many cycles have been summed by these buckets."""
+        return self._cycles
+
     def divide(self) -> None:
         """From now on give each rank the sums of its part of each bucket only. Local.
 
@@ -198,13 +199,11 @@ class GradientBuckets:
         """Forget the gradients, also those of steps under :meth:`no_sync`. Local.
 
         Raises:
-            ModuleStateError: If reductions are under way; call :meth:`synchronize` first.
+            ModuleStateError: If reductions are under way; call :meth:`synchronize` first. Or if a
+                parameter was frozen or unfrozen since the buckets were made.
         """
-        if self._line.started:
-            raise ModuleStateError(
-                f"rank {self._group.world_rank}: zeros would be written into {self._line.started} "
-                "buckets that are being reduced; call synchronize() first"
-            )
+        entry_checks.check_quiet(self._line.started, self._group)
+        self._check_frozen()
         self._clear()
         self._end()
         self._has_sums = False
@@ -223,7 +222,7 @@ class GradientBuckets:
         Raises:
             ModuleStateError: If a parameter was frozen or unfrozen since the buckets were made.
         """
-        entry_rules.check_frozen(self._entries.values(), self._frozen, self._group)
+        self._check_frozen()
         if not self._open:
             self._clear()
             self._open = True
@@ -266,29 +265,12 @@ class GradientBuckets:
             ModuleError: If the parameter is not registered.
             ModuleStateError: If no cycle was begun, or the gradient is being reduced already.
         """
-        entry = self._entries.get(id(parameter))
-        if entry is None:
-            raise ModuleError(
-                f"rank {self._group.world_rank}: {parameter!r} is not registered with these buckets"
-            )
-        if not self._open:
-            raise ModuleStateError(
-                f"rank {self._group.world_rank}: a gradient was added to parameter {entry.name!r} "
-                "after the sums over the replicas; call zero_grad() or begin() before the next "
-                "backward"
-            )
+        entry = entry_checks.registered(self._entries.get(id(parameter)), parameter, self._group)
+        entry_checks.check_addition(entry, is_open=self._open, group=self._group)
         entry.count += 1
         entry.ready_s = perf_counter()
-        bucket = entry.bucket
-        if bucket is None:
+        if entry.bucket is None:
             return
-        if bucket.handle is not None:
-            raise ModuleStateError(
-                f"rank {self._group.world_rank}: gradient {entry.count} of parameter "
-                f"{entry.name!r} came while its bucket is being reduced; earlier cycles had "
-                f"{entry.uses} for each backward. Make the buckets with overlap=False for a model "
-                "whose layers run in some steps and not in others"
-            )
         if entry.uses and entry.count == entry.uses * self._backwards:
             self._complete(entry)
         self._line.move_along()
@@ -364,12 +346,16 @@ class GradientBuckets:
         """Give the parameters free for other buckets; their gradients are dropped. Local."""
         for entry in self._entries.values():
             entry.parameter.on_ready = None
+            entry.parameter.grad_dtype = None
             if entry.bucket is not None:
                 entry.parameter.detach_grad()
         self._entries.clear()
         self._line = self._late = Reductions([], self._op, NULL_TRACER)
 
     # -- helpers -------------------------------------------------------------------------
+
+    def _check_frozen(self) -> None:
+        entry_checks.check_frozen(self._entries.values(), self._frozen, self._group)
 
     @property
     def _may_start(self) -> bool:

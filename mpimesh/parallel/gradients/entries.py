@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from mpimesh.arrays import namespace
-from mpimesh.errors import ModuleError, ModuleStateError
+from mpimesh.arrays.types import DType
+from mpimesh.errors import ModuleError
 from mpimesh.nn import Parameter
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.bucket_plan import plan_buckets
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 
-__all__ = ["Entry", "Plan", "check_frozen", "make_bucket", "make_entries", "plan_of"]
+__all__ = ["Entry", "Plan", "make_buckets", "make_entries", "plans_of"]
 
 Plan = Sequence[Sequence[int]]
 """For each bucket the numbers of its parameters."""
@@ -26,6 +27,7 @@ class Entry:
         parameter: Whose gradient it is.
         name: Its name in messages.
         group: The ranks over which the gradient is reduced.
+        dtype: That of the gradient.
         bucket: Where the gradient lives; None in a group of one rank.
         count: How often the gradient was added to in this cycle.
         uses: How often in each backward of earlier cycles; None while that is not known.
@@ -33,17 +35,33 @@ class Entry:
         ready_s: When something was last added to the gradient, on this rank's clock.
     """
 
-    __slots__ = ("bucket", "complete", "count", "group", "name", "parameter", "ready_s", "uses")
+    __slots__ = (
+        "bucket",
+        "complete",
+        "count",
+        "dtype",
+        "group",
+        "name",
+        "parameter",
+        "ready_s",
+        "uses",
+    )
 
-    def __init__(self, parameter: Parameter, name: str, group: ProcessGroup) -> None:
+    def __init__(self, parameter: Parameter, name: str, group: ProcessGroup, dtype: DType) -> None:
         self.parameter = parameter
         self.name = name
         self.group = group
+        self.dtype = dtype
         self.bucket: Bucket | None = None
         self.count = 0
         self.uses: int | None = None
         self.complete = False
         self.ready_s = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.parameter.size * int(self.dtype.itemsize)
 
     def end_cycle(self, backwards: int) -> None:
         """Note how often the gradient was added to in each of so many backwards.
@@ -55,13 +73,23 @@ class Entry:
             self.uses = None if rest else uses
         parameter = self.parameter
         if parameter.grad is None and self.bucket is None:
-            parameter.grad = namespace(parameter.data).zeros_like(parameter.data)
+            parameter.grad = namespace(parameter.data).zeros(parameter.shape, self.dtype)
 
 
 def make_entries(
-    parameters: list[Parameter], names: Sequence[str] | None, groups: Sequence[ProcessGroup]
+    parameters: list[Parameter],
+    names: Sequence[str] | None,
+    groups: Sequence[ProcessGroup],
+    grad_dtype: DType | None = None,
 ) -> tuple[dict[int, Entry], list[tuple[str, Parameter]]]:
-    """Return an entry for each parameter to train, by its id, in order; and the frozen ones."""
+    """Return an entry for each parameter to train, by its id, in order; and the frozen ones.
+
+    Args:
+        parameters: The parameters.
+        names: Their names for messages; their own if None.
+        groups: For each the ranks over which its gradient is reduced.
+        grad_dtype: The dtype of gradients where it is wider than the parameter's.
+    """
     if names is not None and len(names) != len(parameters):
         raise ModuleError(f"got {len(names)} names for {len(parameters)} parameters")
     if len(groups) != len(parameters):
@@ -78,31 +106,46 @@ def make_entries(
                 "model that trains it, or make new layers"
             )
         if parameter.requires_grad:
-            parameter.value()
-            entries[id(parameter)] = Entry(parameter, name, groups[place])
+            dtype = np.dtype(parameter.value().dtype)
+            if grad_dtype is not None:
+                dtype = np.promote_types(dtype, grad_dtype)
+            if dtype != parameter.dtype and not parameter.takes_wider_grad:
+                raise ModuleError(
+                    f"parameter {name!r} of {parameter.dtype} belongs to a library that keeps "
+                    f"gradients in the parameter's dtype: leave out grad_dtype={str(grad_dtype)!r}"
+                )
+            entries[id(parameter)] = Entry(parameter, name, groups[place], dtype)
         else:
             frozen.append((name, parameter))
     return entries, frozen
 
 
-def check_frozen(
-    entries: Iterable[Entry], frozen: Sequence[tuple[str, Parameter]], group: ProcessGroup
-) -> None:
-    """Check that the parameters to train are still those to train.
+def plans_of(
+    entries: Sequence[Entry], replicas: ProcessGroup, bucket_bytes: int, plan: Plan | None = None
+) -> list[tuple[list[Entry], Plan]]:
+    """Return the parameters of each group with their plan: first those of the replicas.
+
+    The other groups stand in the order of their first parameters.
+
+    Args:
+        entries: The parameters.
+        replicas: The replicas.
+        bucket_bytes: Most bytes of a bucket.
+        plan: That of the replicas, if it is made already.
 
     Raises:
-        ModuleStateError: If one was frozen or unfrozen.
+        ModuleError: If `bucket_bytes` is less than 1, or the plan will not do.
     """
-    changed = [entry.name for entry in entries if not entry.parameter.requires_grad]
-    changed += [name for name, parameter in frozen if parameter.requires_grad]
-    if changed:
-        raise ModuleStateError(
-            f"rank {group.world_rank}: parameters {changed} were frozen or unfrozen "
-            "after the buckets were made; make them anew"
-        )
+    members: dict[int, list[Entry]] = {id(replicas): []}
+    for entry in entries:
+        members.setdefault(id(entry.group), []).append(entry)
+    return [
+        (those, _plan_of(those, bucket_bytes, plan if key == id(replicas) else None))
+        for key, those in members.items()
+    ]
 
 
-def plan_of(
+def _plan_of(
     entries: Sequence[Entry], bucket_bytes: int, forced: Plan | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Deal parameters of one group to buckets; to none, if the group has one rank.
@@ -117,7 +160,7 @@ def plan_of(
             once, or different dtypes in a bucket.
     """
     dtypes = [entry.parameter.dtype for entry in entries]
-    sizes_bytes = [int(entry.parameter.value().nbytes) for entry in entries]
+    sizes_bytes = [entry.nbytes for entry in entries]
     plan = plan_buckets(sizes_bytes, dtypes, bucket_bytes)
     if forced is not None:
         plan = tuple(tuple(members) for members in forced)
@@ -130,13 +173,13 @@ def plan_of(
     return () if not entries or entries[0].group.size == 1 else plan
 
 
-def make_bucket(
+def _make_bucket(
     entries: Sequence[Entry], place: int, replicas: ProcessGroup, mesh: DeviceMesh
 ) -> Bucket:
     """Return the bucket of some parameters, the `place`-th of their group's. Local."""
     parameters = [entry.parameter for entry in entries]
     size = sum(parameter.size for parameter in parameters)
-    xp, dtype = namespace(parameters[0].value()), parameters[0].dtype
+    xp, dtype = namespace(parameters[0].value()), entries[0].dtype
     flat = mesh.shared_empty(size, dtype) if xp is np else xp.empty(size, dtype)
     group = entries[0].group
     name = f"bucket {place}" + (f" of {group.name}" if group is not replicas else "")
@@ -144,3 +187,16 @@ def make_bucket(
     for entry in entries:
         entry.bucket = bucket
     return bucket
+
+
+def make_buckets(
+    plans: Sequence[tuple[Sequence[Entry], Plan]], replicas: ProcessGroup, mesh: DeviceMesh
+) -> list[list[Bucket]]:
+    """Return the buckets of each group, by its plan. Local."""
+    return [
+        [
+            _make_bucket([those[number] for number in numbers], place, replicas, mesh)
+            for place, numbers in enumerate(plan)
+        ]
+        for those, plan in plans
+    ]

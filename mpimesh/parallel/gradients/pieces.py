@@ -1,9 +1,10 @@
 """What a rank steps of parameters that the ranks of a group divide, and the state of that.
 
 An optimizer that changes each element by itself does not care where parameters begin and end. So
-a rank gives its optimizers *pieces*: of each bucket its own part, cut only where the optimizer or
-the count of steps changes from one parameter to the next. A piece is a flat parameter, whose
-values are part of the bucket's, and whose gradient is where the sums of the part come.
+a rank gives its optimizers *pieces*: of each bucket its own part, cut only where the optimizer,
+the count of steps or the decay changes from one parameter to the next. A piece is a flat
+parameter, whose values are part of the bucket's, and whose gradient is where the sums of the part
+come.
 
 A state is divided in the same way. Put together it is that of an optimizer of whole parameters, on
 any number of ranks. A piece of no elements counts steps all the same, so that every rank knows the
@@ -18,17 +19,10 @@ from typing import Any
 
 from mpimesh.arrays import namespace
 from mpimesh.nn import Parameter
-from mpimesh.optim import Optimizer
 from mpimesh.optim.optimizer import state_dtype
 from mpimesh.parallel.gradients.bucket import Bucket
-from mpimesh.parallel.gradients.runs import (
-    Run,
-    check_shapes,
-    own_state,
-    piece_of,
-    runs_of,
-    steps_at,
-)
+from mpimesh.parallel.gradients.held import Held, HeldState, Owned, own_state, parts_of
+from mpimesh.parallel.gradients.runs import Run, piece_of, runs_of
 from mpimesh.parallel.gradients.shard import Shard
 from mpimesh.runtime import CollectiveTensor
 
@@ -52,35 +46,29 @@ class Pieces:
     """The pieces of one rank, given to its optimizers. Making it is local.
 
     Args:
-        optimizers: The optimizers; they go on with pieces in place of their parameters.
-        owned: The parameters of each, whole.
+        owned: The optimizers; they go on with pieces in place of their parameters.
         buckets: The buckets; parameters of those that are not divided stay whole.
-        states: For each optimizer a state of its whole parameters.
+        states: What this rank holds of the states: at least that of its pieces.
 
     Raises:
         ModuleError: If a state does not fit, with the optimizers as before; so with all errors.
-        ShapeError: If an array of a state has another shape than its parameter.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
-        owned: Sequence[Sequence[Parameter]],
+        owned: Sequence[Owned],
         buckets: Sequence[Bucket],
-        states: Sequence[Mapping[str, Any]],
+        states: Sequence[HeldState],
     ) -> None:
-        self._optimizers = tuple(optimizers)
-        self._owned = tuple(tuple(parameters) for parameters in owned)
+        self._owned = tuple(owned)
         owners = {
             id(parameter): (number, place)
-            for number, parameters in enumerate(self._owned)
-            for place, parameter in enumerate(parameters)
+            for number, one in enumerate(owned)
+            for place, parameter in enumerate(one.parameters)
         }
-        for optimizer, parameters, state in zip(optimizers, self._owned, states, strict=True):
-            optimizer.check_kind(state, len(parameters))
-            check_shapes(parameters, state["params"])
-        pieces: list[list[Parameter]] = [[] for _ in optimizers]
-        own_states: list[list[dict[str, Any]]] = [[] for _ in optimizers]
+        pieces: list[list[Parameter]] = [[] for _ in owned]
+        decays: list[list[bool]] = [[] for _ in owned]
+        own_states: list[list[dict[str, Any]]] = [[] for _ in owned]
         self._cuts: list[_Cut] = []
         divided: set[int] = set()
         for bucket in buckets:
@@ -89,29 +77,33 @@ class Pieces:
                 continue
             divided.update(map(id, bucket.parameters))
             mine = [owners.get(id(parameter)) for parameter in bucket.parameters]
-            steps = [0 if at is None else steps_at(states[at[0]], at[1]) for at in mine]
-            runs = runs_of(mine, [parameter.size for parameter in bucket.parameters], steps)
+            kinds = [None if at is None else _kind(owned, states, *at) for at in mine]
+            runs = runs_of(mine, [parameter.size for parameter in bucket.parameters], kinds)
             self._cuts.append(_Cut(bucket, shard, runs, []))
             for run in runs:
-                self._cuts[-1].places.append(len(pieces[run.optimizer]))
-                pieces[run.optimizer].append(piece_of(run, bucket, shard))
-                state = states[run.optimizer]["params"]
-                own_states[run.optimizer].append(own_state(run, shard, state))
+                number = run.optimizer
+                self._cuts[-1].places.append(len(pieces[number]))
+                pieces[number].append(piece_of(run, bucket, shard))
+                decays[number].append(owned[number].decays[run.places[0]])
+                own_states[number].append(own_state(run, shard, states[number].params))
         # What is in no bucket, such as frozen parameters, stays whole.
-        self._whole: list[dict[int, int]] = [{} for _ in optimizers]
-        for number, parameters in enumerate(self._owned):
-            for place, parameter in enumerate(parameters):
+        self._whole: list[dict[int, int]] = [{} for _ in owned]
+        for number, one in enumerate(owned):
+            for place, parameter in enumerate(one.parameters):
                 if id(parameter) not in divided:
                     self._whole[number][place] = len(pieces[number])
                     pieces[number].append(parameter)
-                    own_states[number].append(states[number]["params"][place])
-        before = [(one, one.params, one.state_dict()) for one in optimizers]
+                    decays[number].append(one.decays[place])
+                    own_states[number].append(states[number].params[place].shaped(parameter))
+        optimizers = [one.optimizer for one in owned]
+        before = [(one, one.params, one.decays, one.state_dict()) for one in optimizers]
         try:
-            for one, given, parts, own in zip(optimizers, states, pieces, own_states, strict=True):
-                one.exchange_params(parts, {**given, "params": own})
+            for number, optimizer in enumerate(optimizers):
+                state = {**states[number].numbers, "params": own_states[number]}
+                optimizer.exchange_params(pieces[number], decays[number], state)
         except BaseException:
-            for one, parts_before, state_before in before:
-                one.exchange_params(parts_before, state_before)
+            for optimizer, params, decayed, state in before:
+                optimizer.exchange_params(params, decayed, state)
             raise
 
     def describe(self) -> dict[str, list[str]]:
@@ -133,16 +125,35 @@ class Pieces:
         try:
             for cut in self._cuts:
                 for run, place in zip(cut.runs, cut.places, strict=True):
-                    self._optimizers[run.optimizer].step_at(place, grad_factor=grad_factor)
+                    optimizer = self._owned[run.optimizer].optimizer
+                    optimizer.step_at(place, grad_factor=grad_factor)
                 handles.append(cut.gather())
                 moving += handles[moving].done()  # asking is what moves it
-            for optimizer, whole in zip(self._optimizers, self._whole, strict=True):
+            for one, whole in zip(self._owned, self._whole, strict=True):
                 for place in whole.values():
-                    optimizer.step_at(place, grad_factor=grad_factor)
+                    one.optimizer.step_at(place, grad_factor=grad_factor)
         finally:
             handles.extend(cut.gather() for cut in self._cuts[len(handles) :])
             for handle in handles:
                 handle.resolve()
+
+    def held(self) -> tuple[HeldState, ...]:
+        """Return what this rank holds of the states: views. Local."""
+        found: list[dict[int, Held]] = []
+        states = [one.optimizer.state_dict() for one in self._owned]
+        for own, whole in zip(states, self._whole, strict=True):
+            found.append({at: Held.whole(own["params"][piece]) for at, piece in whole.items()})
+        for cut in self._cuts:
+            for run, place in zip(cut.runs, cut.places, strict=True):
+                own = states[run.optimizer]["params"][place]
+                found[run.optimizer].update(parts_of(run, cut.shard, own))
+        return tuple(
+            HeldState(
+                {name: value for name, value in own.items() if name != "params"},
+                [params[place] for place in range(len(one.parameters))],
+            )
+            for one, own, params in zip(self._owned, states, found, strict=True)
+        )
 
     def states(self) -> list[dict[str, Any]]:
         """Return for each optimizer its state, of whole parameters. Collective.
@@ -150,7 +161,7 @@ class Pieces:
         Cost:
             One all-gather for each bucket, optimizer and array of its state.
         """
-        mine = [one.state_dict() for one in self._optimizers]
+        mine = [one.optimizer.state_dict() for one in self._owned]
         found: list[dict[int, dict[str, Any]]] = [
             {place: own["params"][piece] for place, piece in whole.items()}
             for own, whole in zip(mine, self._whole, strict=True)
@@ -159,8 +170,8 @@ class Pieces:
             for number in sorted({run.optimizer for run in cut.runs}):
                 found[number].update(self._joined(cut, number, mine[number]["params"]))
         return [
-            {**own, "params": [params[place] for place in range(len(parameters))]}
-            for own, params, parameters in zip(mine, found, self._owned, strict=True)
+            {**own, "params": [params[place] for place in range(len(one.parameters))]}
+            for own, params, one in zip(mine, found, self._owned, strict=True)
         ]
 
     def _joined(
@@ -177,7 +188,7 @@ class Pieces:
         names = sorted({name for _, state in runs for name in state} - {"steps"})
         for name in names:
             xp = namespace(flat)
-            own = xp.zeros(shard.sizes[cut.bucket.group.rank or 0], state_dtype(flat.dtype))
+            own = xp.zeros(shard.sizes[cut.bucket.group.rank or 0], state_dtype(shard.values.dtype))
             for run, state in runs:
                 if name in state:
                     inside = run.within(shard.part)
@@ -191,6 +202,13 @@ class Pieces:
                     continue
                 for at, place in enumerate(run.places):
                     values = whole[run.starts[at] : run.starts[at + 1]]
-                    shape = self._owned[number][place].shape
+                    shape = self._owned[number].parameters[place].shape
                     joined[place][name] = values.reshape(shape).copy()
         return joined
+
+
+def _kind(
+    owned: Sequence[Owned], states: Sequence[HeldState], number: int, place: int
+) -> tuple[int, bool]:
+    """Return what only neighbours may share that are stepped as one."""
+    return states[number].params[place].steps, owned[number].decays[place]

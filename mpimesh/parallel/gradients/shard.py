@@ -42,18 +42,19 @@ class Shard:
 
     Attributes:
         values: The values of all parameters, flat.
-        memory: First the sums of this rank's part, then its new values.
+        memory: The sums of this rank's part; the new values go out from the same bytes.
         sizes: The sizes of all parts.
         part: Where this rank's lies.
     """
 
-    __slots__ = ("_group", "memory", "part", "sizes", "values", "views")
+    __slots__ = ("_group", "_outgoing", "memory", "part", "sizes", "values", "views")
 
     def __init__(
         self, parameters: Sequence[Parameter], flat: Array, group: ProcessGroup, mesh: DeviceMesh
     ) -> None:
         self._group = group
-        self.sizes = shard_sizes(flat.size, flat.dtype.itemsize, group.size)
+        dtype = np.dtype(parameters[0].value().dtype)
+        self.sizes = shard_sizes(flat.size, dtype.itemsize, group.size)
         start = sum(self.sizes[: group.rank])
         self.part = slice(start, start + self.sizes[group.rank or 0])
         xp = namespace(flat)
@@ -62,7 +63,9 @@ class Shard:
         self.memory = (
             mesh.shared_empty(mine, flat.dtype) if xp is np else xp.empty(mine, flat.dtype)
         )
-        self.values = xp.empty_like(flat)
+        # Values may be of a smaller dtype than gradients, never of a larger one.
+        self._outgoing = self.memory.view(dtype)[:mine]
+        self.values = xp.empty(flat.size, dtype)
         self.views: list[Array] = []
         end = 0
         for parameter in parameters:
@@ -78,5 +81,7 @@ class Shard:
 
     def gather(self, label: str) -> CollectiveTensor:
         """Start to give this rank's new values to all, and to take theirs. Collective."""
-        self.memory[...] = self.values[self.part]
-        return self._group.all_gather(self.memory, sizes=self.sizes, out=self.values, label=label)
+        self._outgoing[...] = self.values[self.part]
+        return self._group.all_gather(
+            self._outgoing, sizes=self.sizes, out=self.values, label=label
+        )

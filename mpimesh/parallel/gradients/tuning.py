@@ -66,9 +66,9 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
     group, buckets = engine.data, engine.buckets
     entries = buckets.entries
     scope = engine.scope
-    times_s = [entry.ready_s for entry in entries]
-    trained = not times_s or any(times_s)
-    everyone = exchange(scope.progress, scope.communicator, trained, what="the tuning of buckets")
+    everyone = exchange(
+        scope.progress, scope.communicator, buckets.cycles, what="the tuning of buckets"
+    )
     if not all(everyone):
         raise on_all_ranks(
             ModuleStateError(
@@ -78,13 +78,11 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
         )
     plan = found = None
     if entries and group.size > 1:
-        # One that no backward touched is known to be complete at the end.
-        times_s = [one_s or max(times_s) for one_s in times_s]
-        mine_s = [one_s - min(times_s) for one_s in times_s]
+        mine_s = _ready_s([entry.ready_s for entry in entries])
         everyone_s = exchange(group.progress, group.communicator, mine_s, what="gradient times")
         # A reduction waits for the last of the ranks.
         ready_s = [max(times) for times in zip(*everyone_s, strict=True)]
-        sizes_bytes = [int(entry.parameter.value().nbytes) for entry in entries]
+        sizes_bytes = [entry.nbytes for entry in entries]
         dtypes = [entry.parameter.dtype for entry in entries]
         divided = any(bucket.shard is not None for bucket in buckets.buckets)
         reduction = measure_reduction(
@@ -111,3 +109,14 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
         )
     engine.rebuild_buckets(plan)
     return found
+
+
+def _ready_s(times_s: list[float]) -> list[float]:
+    """Return when gradients are complete, counted from the first of them.
+
+    One that no backward touched is known to be complete at the end. A replica that never had rows
+    waits for nothing, and leaves it to the others to say.
+    """
+    first_s = min((one_s for one_s in times_s if one_s), default=0.0)
+    last_s = max(times_s)
+    return [(one_s or last_s) - first_s for one_s in times_s]

@@ -25,6 +25,7 @@ from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor.group import TensorGroup, TensorWatch, watch_over
 from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.parallel.tensor.sums import shared_groups, shared_parameters
+from mpimesh.parallel.tensor.whole import whole_array
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
@@ -229,14 +230,14 @@ class TensorModel:
             )
             _agree_parts(shared, everyone, self.group)
 
-    def whole(self, parameter: Parameter) -> HostArray:
-        """Return the values of a parameter, put together if it is split. Collective if so."""
-        values = np.array(to_numpy(parameter.value()))
-        if self.group is None or not isinstance(parameter, TensorParameter):
-            return values
-        sizes = [sum(stop - start for start, stop in part) for part in parameter.parts]
-        joined = self.group.all_gather(values, axis=parameter.axis, sizes=sizes).resolve()
-        return parameter.joined(np.split(joined, np.cumsum(sizes)[:-1], axis=parameter.axis))
+    def whole(self, parameter: Parameter, part: Array = None) -> HostArray:
+        """Return the values of a parameter, put together if it is split. Collective if so.
+
+        Args:
+            parameter: The parameter.
+            part: Something else of its shape, such as a state, in place of its values.
+        """
+        return whole_array(parameter, parameter.value() if part is None else part, self.group)
 
 
 def local_part(name: str, parameter: Parameter, whole: Array) -> Array:
