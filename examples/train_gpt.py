@@ -133,6 +133,8 @@ def make_optimizer(
         lr=options.lr,
         betas=(0.9, 0.99),
         weight_decay=options.weight_decay,
+        # Norms and biases have one axis. A pull to 0 would only keep them from what they are for.
+        decay_mask=lambda parameter: len(parameter.shape) > 1,
     )
     return mm.ParallelOptimizer(
         adam,

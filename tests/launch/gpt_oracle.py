@@ -9,7 +9,7 @@ import numpy as np
 import mpimesh as mm
 from mpimesh import nn, optim
 
-STEPS, WARMUP, RATE, CLIP, DECAY, SEED, CONTEXT, ROWS = 4, 1, 3e-3, 0.5, 0.0, 3, 11, 6
+STEPS, WARMUP, RATE, CLIP, DECAY, SEED, CONTEXT, ROWS = 4, 1, 3e-3, 0.5, 0.3, 3, 11, 6
 OPTIONS = (
     f"--steps {STEPS} --warmup {WARMUP} --lr {RATE} --clip {CLIP} --weight-decay {DECAY} "
     f"--batch-size {ROWS} --layers 2 --features 18 --heads 3 --context {CONTEXT} --dtype float64 "
