@@ -19,8 +19,16 @@ on. The surrogate learns, by least squares over all that it has seen, to tell th
 ahead in one: u + a Lu + b LLu, where L is the sum of the four neighbours less four times the point.
 Its last prediction goes back to the simulation's mesh, and is compared with what comes out there.
 
-Prints the largest error against the exact solution on two grids, the order that they show (2), the
-weights learned, and the error of the prediction beside that of predicting no change.
+It prints the largest error against the exact solution on two grids, the order that they show (2),
+the weights learned, and the error of the prediction beside that of predicting no change:
+
+    simulation on y=2,x=2, surrogate on rows=1
+    periodic ends, 32 x 32 points, 100 steps to t = 0.0195: largest error 1.61e-03
+    periodic ends, 64 x 64 points, 400 steps to t = 0.0195: largest error 4.01e-04
+    order 2.00
+    the surrogate learned u + 3.98 Lu + 6.69 LLu
+    20 steps ahead it is 1.3e-05 off; no change would be 1.8e-02 off
+    wrote heat.png: the simulation, and the surrogate's prediction
 """
 
 from __future__ import annotations

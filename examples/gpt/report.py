@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,7 +71,7 @@ class StepProgress(WorkProgress):
         self, losses: Sequence[float], held_out: Mapping[int, float], lr: float, norm: float
     ) -> None:
         """Tell the losses of all steps so far, and what the last one was done with."""
-        last = list(held_out.values())[-1:]
-        shown = "".join(f"  held out {loss:.3f}" for loss in last if not math.isnan(loss))
+        # That on the text that is held out is older than the last step, mostly.
+        shown = "".join(f"  held out {loss:.3f} ({at})" for at, loss in [*held_out.items()][-1:])
         text = f"loss {losses[-1]:.3f}{shown}  norm {norm:.2f}  rate {lr:.5f}"
         self.tell(len(losses), self._bytes_per_step, text)
