@@ -21,15 +21,15 @@ writes, which has begun to look like its texts:
 
     step    1/300  loss 5.587  norm 6.57  rate 0.00010  3,978 bytes/s
     ...
-    step  300/300  loss 1.904  held out 1.676  norm 1.08  rate 0.00030  3,639 bytes/s
-    loss on 46,627 bytes held out 1.6763: 2.42 bits a byte; all alike would be 8
+    step  300/300  loss 1.900  held out 1.692 (300)  norm 1.10  rate 0.00030  3,639 bytes/s
+    loss on 8,192 bytes held out 1.6918: 2.44 bits a byte; all alike would be 8
     the model writes:
-    The nea(sion, tatcompare are dywith are gusing class to the is an (is as ansited wo sing ...
+    ... an names the used a conten the litermatho definime forred trigvalue uses and functions ...
 
-Whatever the mesh, the training is the same, up to rounding: with --dtype float64 the losses of all
-steps agree to 1e-9. With --checkpoint DIR a run that was stopped goes on, also on another mesh.
---help shows all options. Beside this file, gpt/ holds what has little to do with meshes, and
-common/ what all examples share.
+It takes about a minute and a half on two cores. Whatever the mesh, the training is the same, up to
+rounding: with --dtype float64 the losses of all steps agree to 1e-9. With --checkpoint DIR a run
+that was stopped goes on, also on another mesh. --help shows all options. Beside this file, gpt/
+holds what has little to do with meshes, and common/ what all examples share.
 """
 
 from __future__ import annotations

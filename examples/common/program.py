@@ -15,6 +15,9 @@ from mpimesh.errors import LaunchError, MpimeshError, WorldSizeError
 WRONG = 2
 """The exit code where the command line asks for what cannot be done."""
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
 Result = TypeVar("Result")
 
 
@@ -44,6 +47,11 @@ def run_program(
         if mm.Launch.detect().rank == 0:
             print(f"{name}: error: {error}", file=sys.stderr)
         return WRONG
+    except KeyboardInterrupt:
+        if mm.Launch.detect().size > 1:
+            raise  # the other ranks are to end, too: the mesh sees to that
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def on_all_ranks(mesh: mm.DeviceMesh, action: Callable[[], Result], what: str) -> Result:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from xml.etree import ElementTree
 
 import numpy as np
@@ -182,6 +184,22 @@ def test_pictures_and_a_text_of_ones_own(train, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.search("^stage 1: .*ColumnParallelLinear$", printed, re.MULTILINE)
     assert len(re.findall(r"^step +\d+/60  loss", printed, re.MULTILINE)) == 11
+
+
+@pytest.mark.parametrize("ranks", ["", "--virtual 2"])
+def test_ctrl_c_ends_it_with_one_line(train, monkeypatch, capsys, ranks):
+    module = example_module("train_gpt", monkeypatch)
+    step = module.Training.step
+
+    def interrupted(training, number):
+        if number == 2 and training.mesh.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(training, number)
+
+    monkeypatch.setattr(module.Training, "step", interrupted)
+    code, results = train(*OPTIONS, "--steps", "500", *ranks.split())
+    assert (code, results) == (130, None)
+    assert capsys.readouterr().err == "train_gpt.py: interrupted\n"
 
 
 def test_half_the_bits_learn_too(train):
