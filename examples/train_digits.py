@@ -4,9 +4,27 @@
     python examples/train_digits.py                  one rank, without mpiexec
     python examples/train_digits.py --virtual 4      four ranks as threads of one process
 
+On dp=2,pp=2 a stage passes each microbatch on to the next, and two replicas add up their gradients:
+
+                               stage 0: two blocks       stage 1: two blocks
+    replica 0, rows 0-63       rank 0      activations >      rank 1
+                                 |         < gradients          |
+                                 dp                             dp
+                                 |         activations >        |
+    replica 1, rows 64-127     rank 2      < gradients        rank 3
+
+It prints the mesh, the loss of the epochs, how many digits it recognises of those that training
+never sees, and what each rank has sent; out/ has pictures of a step and of the losses:
+
+    epoch   1/30  loss 2.2149  1,598 images/s
+    ...
+    epoch  30/30  loss 0.0171  1,352 images/s
+    test accuracy 0.9861: 355 of 360 digits are right
+
 Whatever the mesh, the schedule and the number of microbatches, the training is the same, up to
-rounding: with --dtype float64 the losses of all steps agree to ten digits. --help shows all
-options. Beside this file, digits/ holds what has little to do with meshes.
+rounding: with --dtype float64 the losses of all steps agree to ten digits. With --checkpoint DIR a
+run that was stopped goes on, also on another mesh. --help shows all options. Beside this file,
+digits/ holds what has little to do with meshes, and common/ what all examples share.
 """
 
 from __future__ import annotations
@@ -16,7 +34,6 @@ import os
 # The cores are for the ranks: more threads than cores would make all of them slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -24,15 +41,16 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from digits.checkpoint import Checkpoint, CheckpointError
+from common.checkpoint import Checkpoint
+from common.program import run_program
+from common.report import gather_json
+from common.stopping import STOPPED, StopSignal
 from digits.data import CLASSES, PIXELS, Batches, load_digits
 from digits.options import parse_options
-from digits.report import Report, gather_json
-from digits.stopping import STOPPED, StopSignal
+from digits.report import Report
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import LaunchError, WorldSizeError
 from mpimesh.runtime.events import gather_events
 from mpimesh.schedule import stages_per_rank
 
@@ -100,7 +118,9 @@ class Training:
         )
         self.optimizer = make_optimizer(self.pipe, options)
         self.checkpoint = Checkpoint(options.checkpoint, mesh, run_settings(options))
-        self.losses = self.checkpoint.load(self.pipe, self.optimizer)
+        # JSON that was saved with the weights; none for a new run.
+        saved = self.checkpoint.load(self.pipe, self.optimizer) or {"losses": []}
+        self.losses: list[float] = saved["losses"]
         self.resumed_at = len(self.losses)
         self.last_step = options.epochs * self.batches.per_epoch
         self.seconds = 0.0
@@ -119,7 +139,8 @@ class Training:
                 stopping = told.resolve() > 0  # the same on every rank
                 due = step % (self.options.checkpoint_epochs * self.batches.per_epoch) == 0
                 if due or stopping or step == self.last_step:
-                    self.checkpoint.save(self.pipe, self.optimizer, self.losses)
+                    notes = {"losses": self.losses}
+                    self.checkpoint.save(step, self.pipe, self.optimizer, notes)
                 if stopping and step < self.last_step:
                     return False
         return True
@@ -177,9 +198,7 @@ def show_results(training: Training, report: Report) -> None:
     }
     report.show_results(accuracy, len(training.digits.test_y), training.seconds, images_per_s)
     report.show_traffic(traffic)
-    report.draw_losses(training.losses)
-    report.write_json(results)
-    report.show_written()
+    report.write(results)
 
 
 def train(options: Namespace, stop: StopSignal) -> int:
@@ -200,15 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run on the ranks of mpiexec, or on virtual ones; return the exit code."""
     options = parse_options(arguments)
     stop = StopSignal(listen=options.checkpoint is not None)
-    try:
-        if options.virtual:
-            return mm.run_virtual(options.virtual, train, options, stop)[0]
-        return train(options, stop)
-    except (WorldSizeError, LaunchError, CheckpointError) as error:
-        # All ranks raise it: one of them tells.
-        if mm.Launch.detect().rank == 0:
-            print(f"train_digits.py: error: {error}", file=sys.stderr)
-        return 2
+    return run_program("train_digits.py", train, options, stop)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,15 @@ writes, which has begun to look like its texts:
 
     step    1/300  loss 5.587  norm 6.57  rate 0.00010  3,978 bytes/s
     ...
-    step  300/300  loss 1.904  held out 1.676  norm 1.08  rate 0.00030  3,639 bytes/s
-    loss on 46,627 bytes held out 1.6763: 2.42 bits a byte; all alike would be 8
+    step  300/300  loss 1.900  held out 1.692 (300)  norm 1.10  rate 0.00030  3,639 bytes/s
+    loss on 8,192 bytes held out 1.6918: 2.44 bits a byte; all alike would be 8
     the model writes:
-    The nea(sion, tatcompare are dywith are gusing class to the is an (is as ansited wo sing ...
+    ... an names the used a conten the litermatho definime forred trigvalue uses and functions ...
 
-Whatever the mesh, the training is the same, up to rounding: with --dtype float64 the losses of all
-steps agree to 1e-9. --help shows all options. Beside this file, gpt/ holds what has little to do
-with meshes, and digits/ what it shares with train_digits.py.
+It takes about a minute and a half on two cores. Whatever the mesh, the training is the same, up to
+rounding: with --dtype float64 the losses of all steps agree to 1e-9. With --checkpoint DIR a run
+that was stopped goes on, also on another mesh. --help shows all options. Beside this file, gpt/
+holds what has little to do with meshes, and common/ what all examples share.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import math
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -47,32 +47,29 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from gpt.data import BYTES, TextError, load_text
+from common.checkpoint import Checkpoint
+from common.program import ProgramError, run_program
+from common.stopping import STOPPED, StopSignal
+from gpt.data import BYTES, load_text
 from gpt.options import parse_options
 from gpt.report import Report
 from gpt.sample import sample_text
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import LaunchError, ModuleError, ScheduleError, WorldSizeError
+from mpimesh.errors import ModuleError, ScheduleError
 from mpimesh.runtime.events import gather_events
 from mpimesh.schedule import stages_per_rank
 
-EVALUATION_ROWS = 32
+EVALUATION_ROWS = 128
+"""Windows of the text that is held out, always the same ones."""
 LOWEST_RATE = 0.1
 """What is left of the learning rate at the end."""
 
 
-class ModelSizeError(mm.MpimeshError):
-    """The model does not fit the mesh. Raised on every rank."""
-
-    agreed = True
-
-
-def make_layers(
-    options: Namespace, tp: mm.ProcessGroup | None, *, sequence_parallel: bool = False
-) -> list[nn.Module]:
+def make_layers(options: Namespace, tp: mm.ProcessGroup | None) -> list[nn.Module]:
     """Return the layers of the model, whole or shared by the ranks of `tp`."""
+    split_sequence = options.sequence_parallel and tp is not None
     return mm.gpt_layers(
         BYTES,
         options.features,
@@ -80,10 +77,11 @@ def make_layers(
         options.heads,
         max_tokens=options.context,
         rotary=True,
+        dropout=options.dropout,
         tied=options.tied,
         tp=tp,
-        sequence_parallel=sequence_parallel,
-        tokens=options.context if sequence_parallel else None,  # tp ranks may share it unevenly
+        sequence_parallel=split_sequence,
+        tokens=options.context if split_sequence else None,  # tp ranks may share it unevenly
     )
 
 
@@ -102,14 +100,13 @@ def make_model(
     """Make this rank's part of the model. Collective.
 
     Raises:
-        ModelSizeError: On every rank, if the model is too small for the mesh.
+        ProgramError: On every rank, if the model is too small for the mesh.
     """
     tp = mesh.group("tp") if mesh.dim_size("tp") > 1 else None
-    split = options.sequence_parallel and tp is not None
     num_stages = mesh.dim_size("pp") * stages_per_rank(options.schedule)
     microbatches = options.microbatches or (4 if num_stages > 1 else 1)
     try:
-        layers = make_layers(options, tp, sequence_parallel=split)
+        layers = make_layers(options, tp)
         stages = mm.PipelineParallel.partition(
             layers, num_stages, mesh=mesh, times=layer_times(options, layers)
         )
@@ -124,13 +121,35 @@ def make_model(
         )
     except (ModuleError, ScheduleError) as error:
         # All ranks have the same options, so all of them come here.
-        raise ModelSizeError(str(error)) from error
+        raise ProgramError(str(error)) from error
+
+
+def make_optimizer(
+    mesh: mm.DeviceMesh, pipe: mm.PipelineParallel, options: Namespace
+) -> mm.ParallelOptimizer:
+    """Make the optimizer of this rank's part of the model. Collective."""
+    adam = optim.AdamW(
+        pipe.parameters(),
+        lr=options.lr,
+        betas=(0.9, 0.99),
+        weight_decay=options.weight_decay,
+        # Norms and biases have one axis. A pull to 0 would only keep them from what they are for.
+        decay_mask=lambda parameter: len(parameter.shape) > 1,
+    )
+    return mm.ParallelOptimizer(
+        adam,
+        pipe,
+        zero=options.zero,
+        # Gradients of float16 would vanish. All ranks leave out a step in which one overflowed.
+        scaler=optim.LossScaler() if options.dtype == "float16" else None,
+        group=mesh.group(),
+    )
 
 
 def run_settings(options: Namespace) -> dict[str, Any]:
     """Return what two runs must have in common to be one training: the mesh is not among it."""
-    names = ("layers", "features", "heads", "context", "tied", "dtype", "steps", "batch_size")
-    names += ("lr", "warmup", "clip", "seed")
+    names = ("layers", "features", "heads", "context", "dropout", "tied", "dtype", "steps")
+    names += ("batch_size", "lr", "warmup", "weight_decay", "clip", "seed")
     return {name: getattr(options, name) for name in names}
 
 
@@ -153,29 +172,33 @@ class Training:
         self.loss: nn.CrossEntropy = nn.cross_entropy
         if mesh.dim_size("tp") > 1:
             self.loss = mm.VocabParallelCrossEntropy(BYTES, group=mesh.group("tp"))
-        # Gradients of float16 would vanish. All ranks leave out a step in which one overflowed.
-        self.optimizer = mm.ParallelOptimizer(
-            optim.AdamW(self.pipe.parameters(), lr=options.lr, betas=(0.9, 0.99)),
-            self.pipe,
-            zero=options.zero,
-            scaler=optim.LossScaler() if options.dtype == "float16" else None,
-            group=mesh.group(),
-        )
-        self.losses: list[float] = []
-        self.held_out: dict[int, float] = {}
+        self.optimizer = make_optimizer(mesh, self.pipe, options)
+        settings = {**run_settings(options), "text": self.text.digest()}
+        self.checkpoint = Checkpoint(options.checkpoint, mesh, settings)
+        saved = self.checkpoint.load(self.pipe, self.optimizer) or {"losses": [], "held_out": []}
+        self.losses: list[float] = saved["losses"]
+        self.held_out: dict[int, float] = dict(saved["held_out"])
+        self.resumed_at = len(self.losses)
         self.seconds = 0.0
 
-    def run(self) -> None:
-        """Train, and evaluate now and then."""
+    def run(self, stop: StopSignal) -> bool:
+        """Train, evaluate and save now and then. Returns whether it came to the end."""
         options = self.options
-        with self.report.progress() as progress:
-            for step in range(1, options.steps + 1):
+        with self.report.progress(self.resumed_at) as progress:
+            for step in range(self.resumed_at + 1, options.steps + 1):
+                told = stop.ask(self.mesh)  # starts, and returns at once
                 traced = self.tracer is not None and step == options.trace_step
                 norm = self.traced_step(step) if traced else self.step(step)
                 if step % options.evaluate == 0 or step == options.steps:
                     self.held_out[step] = self.evaluate()
-                    progress.evaluated(self.held_out[step])
-                progress.step(self.losses, self.optimizer.lr, norm)
+                progress.step(self.losses, self.held_out, self.optimizer.lr, norm)
+                stopping = told.resolve() > 0  # the same on every rank
+                if step % options.checkpoint_steps == 0 or stopping or step == options.steps:
+                    notes = {"losses": self.losses, "held_out": [*self.held_out.items()]}
+                    self.checkpoint.save(step, self.pipe, self.optimizer, notes)
+                if stopping and step < options.steps:
+                    return False
+        return True
 
     def rate(self, step: int) -> float:
         """Return the learning rate: it rises evenly at first, then falls as a cosine."""
@@ -219,27 +242,26 @@ class Training:
         return norm
 
     def evaluate(self) -> float:
-        """Return the loss on the text that is held out. Collective."""
+        """Return the loss on the text that is held out. Collective.
+
+        The ranks that have the outputs compute it; all get to know the number, and nothing else.
+        """
         x, target = self.text.evaluation(EVALUATION_ROWS)
-        return self.loss(self.pipe.forward(x, everywhere=True), target)
+        # In parts of a training step's size, which so much memory was enough for.
+        parts = -(-EVALUATION_ROWS // self.options.batch_size)
+        return math.fsum(
+            self.pipe.evaluate(*part, loss=self.loss, denominator=EVALUATION_ROWS)
+            for part in zip(np.array_split(x, parts), np.array_split(target, parts), strict=True)
+        )
 
     def sample(self) -> str:
-        """Return a text of the model on rank 0, nothing elsewhere. Collective.
-
-        One rank puts the whole model together and draws alone: simple, and whatever the mesh,
-        the same text.
-        """
+        """Return what the model writes, on every rank. Collective."""
         options = self.options
         if not options.sample:
             return ""
-        state = self.pipe.full_state_dict()
-        if self.mesh.rank:
-            return ""
-        model = nn.Sequential(make_layers(options, None))
-        model.materialize(seed=options.seed, dtype=options.dtype)
-        model.load_state_dict(state)
         return sample_text(
-            model,
+            self.mesh,
+            self.pipe,
             options.prompt,
             options.sample,
             context=options.context,
@@ -251,16 +273,18 @@ class Training:
 def show_results(training: Training, report: Report) -> None:
     """Show and write what came out. Collective."""
     mesh, options = training.mesh, training.options
-    bytes_per_s = options.steps * options.batch_size * options.context / training.seconds
+    steps = options.steps - training.resumed_at
+    bytes_per_s = steps * options.batch_size * options.context / training.seconds if steps else None
+    if bytes_per_s is not None:
+        report.say(f"trained for {training.seconds:.1f} s: {bytes_per_s:,.0f} bytes/s")
     held_out = training.held_out[options.steps]
-    report.say(f"trained for {training.seconds:.1f} s: {bytes_per_s:,.0f} bytes/s")
     report.say(
-        f"loss on {len(training.text.held_out):,} bytes held out {held_out:.4f}: "
+        f"loss on {EVALUATION_ROWS * options.context:,} bytes held out {held_out:.4f}: "
         f"{held_out / math.log(2):.2f} bits a byte; all alike would be {math.log2(BYTES):.0f}"
     )
     text = training.sample()
     if text:
-        report.say(f"the model writes:\n{text}")
+        report.show_sample(text)
     report.write(
         {
             "mesh": mesh.dims_text,
@@ -270,6 +294,7 @@ def show_results(training: Training, report: Report) -> None:
             "zero": options.zero,
             "accumulate": options.accumulate,
             **run_settings(options),
+            "resumed_at_step": training.resumed_at,
             "losses": training.losses,
             "held_out_losses": training.held_out,
             "skipped_steps": training.optimizer.skipped_steps,
@@ -280,30 +305,24 @@ def show_results(training: Training, report: Report) -> None:
     )
 
 
-def train(options: Namespace) -> None:
-    """Run the program of one rank."""
+def train(options: Namespace, stop: StopSignal) -> int:
+    """Run the program of one rank, and return its exit code."""
     with mm.DeviceMesh(options.mesh) as mesh:
         report = Report(mesh, options)
         training = Training(mesh, options, report)
         report.show_model(training.pipe)
-        training.run()
-        show_results(training, report)
+        if training.run(stop):
+            show_results(training, report)
+            return 0
+        report.say(f"stopped after step {len(training.losses)}, saved in {options.checkpoint}")
+        return STOPPED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run on the ranks of mpiexec, or on virtual ones; return the exit code."""
     options = parse_options(arguments)
-    try:
-        if options.virtual:
-            mm.run_virtual(options.virtual, train, options)
-        else:
-            train(options)
-    except (WorldSizeError, LaunchError, TextError, ModelSizeError) as error:
-        # All ranks raise it: one of them tells.
-        if mm.Launch.detect().rank == 0:
-            print(f"train_gpt.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    stop = StopSignal(listen=options.checkpoint is not None)
+    return run_program("train_gpt.py", train, options, stop)
 
 
 if __name__ == "__main__":

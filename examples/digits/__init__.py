@@ -1,1 +1,1 @@
-"""What train_digits.py needs beside the training itself: data, options, reports, checkpoints."""
+"""What train_digits.py needs beside the training itself: data, options, reports."""

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from common.program import ProgramError, on_all_ranks
 
 import mpimesh as mm
-from mpimesh.errors import MpimeshError
 
 BYTES = 256
 """The vocabulary: a token is a byte, so any file will do."""
 HELD_OUT_SHARE = 0.1
-
-
-class TextError(MpimeshError):
-    """There is no text, or too little of it. Raised on every rank."""
-
-    agreed = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +48,10 @@ class Text:
         last = len(self.held_out) - self.context - 1
         return self._windows(self.held_out, np.linspace(0, last, rows).astype(np.int64))
 
+    def digest(self) -> str:
+        """Return eight digits that tell this text from others."""
+        return f"{zlib.crc32(self.held_out, zlib.crc32(self.train)):08x}"
+
     def _windows(self, text: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         both = text[starts[:, None] + np.arange(self.context + 1)].astype(np.int64)
         return both[:, :-1], both[:, 1:]
@@ -67,24 +66,21 @@ def load_text(mesh: mm.DeviceMesh, path: Path | None, context: int) -> Text:
         context: Bytes that the model reads at once.
 
     Raises:
-        TextError: On every rank, if rank 0 cannot read the file, or it is too short.
+        ProgramError: On every rank, if rank 0 cannot read the file, or it is too short.
     """
-    data = problem = None
-    if mesh.rank == 0:
-        problem, data = np.zeros(0, np.uint8), np.zeros(0, np.uint8)
-        try:
-            data = np.frombuffer(documentation() if path is None else path.read_bytes(), np.uint8)
-        except OSError as error:
-            problem = np.frombuffer(f"cannot read {path}: {error.strerror}".encode(), np.uint8)
+
+    def read() -> np.ndarray | None:
+        if mesh.rank:
+            return None
+        return np.frombuffer(documentation() if path is None else path.read_bytes(), np.uint8)
+
+    mine = on_all_ranks(mesh, read, f"read {path}")
     # root=None: whoever has an array is the root, and the others need not know its shape.
-    told = mesh.group().broadcast(problem, root=None).resolve()
-    data = mesh.group().broadcast(data, root=None).resolve()
-    if told.size:
-        raise TextError(told.tobytes().decode())
+    data = mesh.group().broadcast(mine, root=None).resolve()
     train, held_out = np.split(data, [len(data) - int(HELD_OUT_SHARE * len(data))])
     if len(held_out) <= context:
         least = int((context + 1) / HELD_OUT_SHARE) + 1
-        raise TextError(
+        raise ProgramError(
             f"a context of {context} bytes needs a text of {least:,} bytes, got {len(data):,}: "
             f"{HELD_OUT_SHARE:.0%} of it is held out for evaluation"
         )

@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py: every wrong argument is one line and exit code 2."""
+"""The command line of train_gpt.py."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from digits.options import DEFAULT, Parser, above_zero, natural, positive
+from common.options import (
+    DEFAULT,
+    Parser,
+    above_zero,
+    add_checkpoint,
+    add_mesh,
+    natural,
+    not_negative,
+    positive,
+    ranks_of,
+    share,
+)
 
-import mpimesh as mm
-from mpimesh.errors import MeshError
-from mpimesh.mesh.dims import parse_dims
-from mpimesh.schedule import schedule_names
-
-DIMS = ("dp", "pp", "tp")
-"""Replicas of the model; its stages; ranks that share each layer."""
+DIMS = {"dp": "replicas", "pp": "stages", "tp": "ranks that share each layer"}
+"""Data, pipeline and tensor parallel."""
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line, that of the process if None."""
     parser = make_parser()
-    options = parser.parse_args(arguments)
-    if options.virtual and mm.Launch.detect().size > 1:
-        parser.error("argument --virtual: is for running without mpiexec")
+    options = parser.parse(arguments)
     if options.features % options.heads:
         parser.error(
             f"argument --heads: must divide --features: {options.heads} heads cannot share "
@@ -44,8 +48,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.trace_step > options.steps:
         parser.error(f"argument --trace-step: there are {options.steps} steps")
     if options.mesh is None:
-        ranks = options.virtual or mm.Launch.detect().size
-        options.mesh = mesh_dims("dp=-1,tp=2" if ranks % 2 == 0 else "dp=-1")
+        options.mesh = f"dp=-1,pp=1,tp={2 if ranks_of(options) % 2 == 0 else 1}"
     return options
 
 
@@ -62,22 +65,11 @@ def make_parser() -> Parser:
 
 
 def _add_parallel(parser: Parser) -> None:
-    group = parser.add_argument_group("how it is spread over ranks")
-    group.add_argument(
-        "--mesh",
-        type=mesh_dims,
-        metavar="DIMS",
-        help="replicas, stages, and ranks that share each layer, such as dp=2,pp=2,tp=2; one size "
-        "may be -1: whatever fits the ranks (default tp=2 where the number of ranks is even)",
-    )
-    group.add_argument(
-        "--virtual", type=positive, metavar="N", help="run on N threads as ranks, without mpiexec"
-    )
-    group.add_argument(
-        "--schedule",
-        choices=[name for name in schedule_names() if name != "forward"],
-        default="1f1b",
-        help=f"the order in which a stage works on its microbatches {DEFAULT}",
+    group = add_mesh(
+        parser,
+        DIMS,
+        example="dp=2,pp=2,tp=2",
+        default="tp=2 where the number of ranks is even",
     )
     group.add_argument(
         "--microbatches",
@@ -102,7 +94,7 @@ def _add_parallel(parser: Parser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help=f"add up the gradients of N parts of a batch {DEFAULT}",
+        help=f"add up the gradients of N parts of a batch {DEFAULT}; dropout draws by them",
     )
 
 
@@ -118,6 +110,13 @@ def _add_model(parser: Parser) -> None:
         group.add_argument(
             f"--{name}", type=positive, default=size, metavar="N", help=f"{text} {DEFAULT}"
         )
+    group.add_argument(
+        "--dropout",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help=f"of the values that training sets to 0, behind each part of a block {DEFAULT}",
+    )
     group.add_argument(
         "--tied",
         action="store_true",
@@ -146,6 +145,14 @@ def _add_training(parser: Parser) -> None:
         type=natural,
         metavar="STEPS",
         help="in which the rate rises, before it falls as a cosine (default a tenth of the steps)",
+    )
+    group.add_argument(
+        "--weight-decay",
+        type=not_negative,
+        default=0.1,
+        metavar="SHARE",
+        help="that a rate of 1 would take off the weights of linear layers and off the vectors of "
+        f"bytes, not off norms and biases {DEFAULT}",
     )
     group.add_argument(
         "--clip",
@@ -194,21 +201,7 @@ def _add_files(parser: Parser) -> None:
     group.add_argument(
         "--trace-step", type=positive, metavar="N", help="the step to draw (default the last)"
     )
-
-
-def mesh_dims(text: str) -> str:
-    """Read dims such as "dp=2,tp=2"; return them with all of dp, pp and tp named."""
-    try:
-        dims = dict(parse_dims(text))
-    except MeshError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    unknown = [name for name in dims if name not in DIMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            "this program knows the dims dp (replicas), pp (stages) and tp (ranks that share each "
-            f"layer), got {', '.join(unknown)}"
-        )
-    return ",".join(f"{name}={size}" for name, size in (dict.fromkeys(DIMS, 1) | dims).items())
+    add_checkpoint(group, "steps", 100)
 
 
 def some_text(text: str) -> str:

@@ -32,12 +32,13 @@ class Arguments:
     Attributes:
         training: Whether it trains, or is forward only.
         x: The global batch; None if this rank does not hold the first stage.
-        target: Its targets; None if this rank does not hold the last stage, or in inference.
+        target: Its targets; None if this rank does not hold the last stage, or there is no loss.
         inputs: Further inputs by name; those of this rank's stages, at least.
-        loss: The loss to train by.
+        loss: The loss to train or to evaluate by.
         denominator: What to divide the loss by; what the global batch counts if None.
         optimizer: Changes the parameters at the end; None leaves that to the caller.
         everywhere: Whether all ranks are to get what a forward gives.
+        evaluating: Whether a forward is to give its loss instead of what it makes.
     """
 
     training: bool
@@ -48,6 +49,12 @@ class Arguments:
     denominator: float | None = None
     optimizer: SupportsStep | None = None
     everywhere: bool = False
+    evaluating: bool = False
+
+    @property
+    def with_loss(self) -> bool:
+        """Whether the step computes a loss, so that its last stage needs one, and targets."""
+        return self.training or self.evaluating
 
     def look(self, engine: Engine, call: str) -> tuple[Batch, Given]:
         """Return the batch, and what the other ranks are told of it.
@@ -61,7 +68,7 @@ class Arguments:
         missing = self._missing(engine, values)
         if missing:
             raise ShapeError(f"{who} holds {missing}, got None")
-        if self.training and engine.is_last and self.loss is None:
+        if self.with_loss and engine.is_last and self.loss is None:
             raise ModuleError(f"{who} holds the last stage and needs loss=, got None")
         if self.loss is not None and not callable(getattr(self.loss, "value_and_grad", None)):
             raise ModuleError(
@@ -105,7 +112,7 @@ class Arguments:
         """Say which stage lacks what, if any does."""
         if "x" not in values and engine.is_first:
             return "the first stage and needs x"
-        if self.training and engine.is_last and "target" not in values:
+        if self.with_loss and engine.is_last and "target" not in values:
             return "the last stage and needs target"
         for number, stage in engine.local.items():
             for name in stage.inputs:
@@ -132,8 +139,8 @@ class Arguments:
             )
 
     def _goal(self, engine: Engine) -> str | None:
-        """Say what this rank trains by; None if it does not hold the last stage."""
-        if not self.training or not engine.is_last:
+        """Say what loss this rank computes; None if it does not hold the last stage."""
+        if not self.with_loss or not engine.is_last:
             return None
         count = "what the batch counts"
         if self.denominator is not None:
@@ -182,7 +189,7 @@ class Batch:
             inputs={name: self._cut(input_title(name), share) for name in names},
             step=engine.step,
         )
-        if not arguments.training or not engine.is_last or arguments.loss is None:
+        if not arguments.with_loss or not engine.is_last or arguments.loss is None:
             return task
         target, denominator = values["target"], arguments.denominator
         if denominator is None:

@@ -143,7 +143,7 @@ class DataParallel(ParallelModel):
             BudgetError: On every rank, if any received more than :meth:`DeviceMesh.budget` allows.
         """
         loss = self._loss if loss is None else loss
-        return self._train(
+        return self._loss_of(
             Arguments(
                 training=True,
                 x=x,
@@ -151,6 +151,42 @@ class DataParallel(ParallelModel):
                 loss=loss,
                 denominator=denominator,
                 optimizer=optimizer,
+            )
+        )
+
+    def evaluate(
+        self,
+        x: Tree | None,
+        target: Tree | None,
+        *,
+        loss: Loss | None = None,
+        denominator: float | None = None,
+    ) -> float:
+        """Compute the loss of a batch alone; see :meth:`PipelineParallel.evaluate`.
+
+        Collective along the dim of the replicas. Dropout is the identity.
+
+        Args:
+            x: The global batch, on every rank: an array, or a tuple or dict of arrays.
+            target: Its targets, on every rank.
+            loss: The loss; that given to the constructor if None.
+            denominator: What to divide the loss by instead of what this batch counts.
+
+        Returns:
+            The mean loss over the global batch, the same on every rank.
+
+        Raises:
+            ModuleError: On every rank, if there is no loss.
+            StageError: On every rank, if any failed.
+        """
+        return self._loss_of(
+            Arguments(
+                training=False,
+                evaluating=True,
+                x=x,
+                target=target,
+                loss=self._loss if loss is None else loss,
+                denominator=denominator,
             )
         )
 

@@ -37,8 +37,8 @@ class Task:
         count: Number of microbatches.
         x: Each microbatch's input; None on ranks without the first stage.
         inputs: Each microbatch's further inputs, by name, where a stage here takes them.
-        target: Their targets; None on ranks without the last stage, and in inference.
-        loss: The loss to train by; None in inference.
+        target: Their targets; None on ranks without the last stage, and where there is no loss.
+        loss: The loss; None where the outputs are wanted instead.
         denominator: What the loss is divided by.
         step: Number of the training step.
     """
@@ -75,7 +75,7 @@ class Executor:
     Attributes:
         current: The action under way; None outside of them.
         loss: The loss of the microbatches so far, on the rank of the last stage.
-        outputs: In inference, the outputs of the last stage, by microbatch.
+        outputs: Where there is no loss, the outputs of the last stage, by microbatch.
     """
 
     def __init__(
@@ -200,22 +200,22 @@ class Executor:
         return self._outbox.room_for(other) if crosses and self._xp is np else None
 
     def _end_forward(self, key: _Key, y: Tree) -> None:
-        """Keep an output; in training, compute the loss, and the gradient for its backward."""
+        """Keep an output, or compute its loss; in training keep the gradient for its backward."""
         rows = self._known.rows(key[1])
         if getattr(y, "shape", ())[:1] != (rows,):
             leaves, interface = check_output(y, stage=key[0], rows=rows, interface=None)
             y = interface.structure.unflatten(leaves)
-        if not self._training:
+        task = self._task
+        if not self._training and task.loss is None:
             self.outputs[key[1]] = y
             return
-        task = self._task
         if task.loss is None or task.target is None:
             raise ModuleStateError("the last stage got no loss or no target")
         value, gradient = task.loss.value_and_grad(
             y, task.target[key[1]], denominator=task.denominator
         )
         self.loss += float(value)
-        if key[0] >= self._first_trained:
+        if self._training and key[0] >= self._first_trained:
             self._loss_gradients[key[1]] = gradient
 
     def _gradient(self, key: _Key) -> Tree:

@@ -39,7 +39,7 @@ class ParallelModel:
 
     # -- collective ------------------------------------------------------------------------
 
-    def _train(self, arguments: Arguments) -> float:
+    def _loss_of(self, arguments: Arguments) -> float:
         return Step(self._engine, arguments).run()
 
     def _forward(

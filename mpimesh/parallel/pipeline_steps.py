@@ -1,4 +1,4 @@
-"""The steps of a pipeline: of training, and forward only."""
+"""The steps of a pipeline: of training, of evaluation, and forward only."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PipelineSteps(ParallelModel):
             two all-reduces over all ranks, of 112 bytes and 32 for each named input at most. With
             ``MPIMESH_CHECKS`` on, each rank also reads its batch as a whole.
         """
-        return self._train(
+        return self._loss_of(
             Arguments(
                 training=True,
                 x=x,
@@ -89,6 +89,60 @@ class PipelineSteps(ParallelModel):
                 loss=loss,
                 denominator=denominator,
                 optimizer=optimizer,
+            )
+        )
+
+    def evaluate(
+        self,
+        x: Tree | None,
+        target: Tree | None,
+        *,
+        loss: Loss,
+        inputs: Mapping[str, Tree] | None = None,
+        denominator: float | None = None,
+    ) -> float:
+        """Compute the loss of a batch, and nothing else. Collective over the mesh.
+
+        As :meth:`forward`, nothing is kept for a backward, and dropout is the identity; gradients
+        that are being added up stay as they are. The loss is computed where the outputs are, which
+        no rank sends to another: with a :class:`VocabParallelCrossEntropy` nor within a layer.
+
+        Shapes:
+            x: (rows, ...), the global batch. May be None on ranks without the first stage.
+            target: (rows, ...). May be None on ranks without the last stage.
+            inputs[name]: (rows, ...). May be left out on ranks without a stage that takes it.
+
+        Args:
+            x: The inputs; an array, a tuple, a dict or Microbatches, as in :meth:`train_step`.
+            target: What the loss compares the outputs with.
+            loss: As in :meth:`train_step`.
+            inputs: Inputs that enter at stages with those names.
+            denominator: What to divide the loss by instead of what this batch counts: the rows of
+                k batches together to add up the losses of k calls.
+
+        Returns:
+            The mean loss over the global batch, the same on every rank.
+
+        Raises:
+            StageError: On every rank, as in :meth:`train_step`, and so do all errors.
+
+        Cost:
+            The activations once between neighbouring stages, and two all-reduces over all ranks of
+            112 bytes and 32 for each named input at most. The loss's gradient is computed, too, for
+            a loss has no other way to divide by a number; it is dropped at once.
+
+        Example:
+            >>> held_out = pipe.evaluate(x, target, loss=nn.cross_entropy)
+        """
+        return self._loss_of(
+            Arguments(
+                training=False,
+                evaluating=True,
+                x=x,
+                target=target,
+                inputs=inputs,
+                loss=loss,
+                denominator=denominator,
             )
         )
 

@@ -88,7 +88,7 @@ class Step:
         self.outputs: list[Tree] = []
 
     def run(self) -> float:
-        """Do the step and return its loss, 0 in inference. Collective over the engine's scope.
+        """Do the step and return its loss, 0 if it has none. Collective over the engine's scope.
 
         Raises:
             StageError: On every rank, if a stage, the loss or a message failed on any.
@@ -154,6 +154,8 @@ class Step:
 
     def _call(self) -> str:
         engine = self._engine
+        if self._arguments.evaluating:
+            return f"evaluate of {engine.num_microbatches} microbatches"
         if not self._training:
             where = " everywhere" if self._arguments.everywhere else ""
             return f"forward{where} of {engine.num_microbatches} microbatches"
@@ -186,7 +188,7 @@ class Step:
             size = self._header.read()
             self._header_read = True
         self.size = size
-        if self._training and not size.rows:
+        if self._arguments.with_loss and not size.rows:
             raise ShapeError("the mean loss over a batch of no rows does not exist")
         share = self._batch.share(engine, size)
         task = self._batch.task(engine, share)

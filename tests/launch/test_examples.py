@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+from tests.launch.example_runs import EXAMPLES as FOLDER
+from tests.launch.example_runs import assert_said_once
+
+EXAMPLES = sorted(FOLDER.glob("*.py"))
 
 SHORTER = {
     "train_digits.py": ["--epochs", "2"],
@@ -34,10 +37,53 @@ def test_there_are_examples():
     assert {"heat2d.py", "hello_mesh.py", "train_digits.py", "train_gpt.py"} <= names
 
 
+def test_the_index_names_all_of_them():
+    text = (FOLDER / "README.md").read_text()
+    named = set(re.findall(r"\]\((\S+?)\)", text))
+    assert {path.name for path in EXAMPLES} <= named
+    assert all((FOLDER / name).is_file() for name in named)
+
+
+def docstring_of(path):
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def shown_in(docstring):
+    """Return the lines that a docstring shows of what the example prints."""
+    after = re.split(r"\bprints\b", docstring)[1]
+    shown = re.search(r"\n\n((?: {4}.*\n)+)", after + "\n")
+    assert shown
+    return textwrap.dedent(shown[1]).splitlines()
+
+
+@pytest.mark.parametrize("name", ["hello_mesh", "heat2d"])
+def test_an_example_prints_what_its_docstring_shows(launch, name):
+    path = next(path for path in EXAMPLES if path.stem == name)
+    docstring = docstring_of(path)
+    command = re.search(rf"mpiexec -n (\d+) python examples/{path.name}(.*)", docstring)
+    assert command
+    result = launch(int(command[1]), [str(path), *command[2].split()])
+    assert sorted(result.stdout.splitlines()) == sorted(shown_in(docstring)), str(result)
+
+
+@pytest.mark.parametrize("name", ["hello_mesh", "heat2d", "train_digits", "train_gpt"])
+def test_a_docstring_has_a_picture_of_the_mesh_and_shows_what_is_printed(name):
+    docstring = docstring_of(FOLDER / f"{name}.py")
+    command = re.search(r"mpiexec -n (\d+)", docstring)
+    assert command
+    assert all(re.search(rf"\brank {rank}\b", docstring) for rank in range(int(command[1])))
+    assert len(shown_in(docstring)) > 3
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_wrong_options_of_heat2d_are_said_once(launch, ranks):
+    path = FOLDER / "heat2d.py"
+    assert_said_once(launch(ranks, [str(path), "--points", "7"]), "heat2d.py")
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(launch, path):
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    found = re.search(rf"mpiexec -n (\d+) python examples/{path.name}", docstring or "")
+    found = re.search(rf"mpiexec -n (\d+) python examples/{path.name}", docstring_of(path))
     assert found, f"the docstring of {path} names no command"
     result = launch(int(found[1]), [str(path), *SHORTER.get(path.name, [])])
     assert result.returncode == 0, str(result)

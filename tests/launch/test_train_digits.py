@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import signal
-from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from mpimesh.testing import mpi_vendor
 from tests.launch import digits_oracle
+from tests.launch.example_runs import EXAMPLES, assert_one_line, assert_said_once, in_process
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "train_digits.py"
+SCRIPT = EXAMPLES / "train_digits.py"
 PLAIN = ["env"]
 """Instead of mpiexec: Python alone."""
 
@@ -26,18 +23,7 @@ EXACT = digits_oracle.OPTIONS
 @pytest.fixture
 def train(monkeypatch, tmp_path):
     """Run the example in this process, on virtual ranks; return its exit code and results."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    module = importlib.import_module("train_digits")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        result = tmp_path / "result.json"
-        result.unlink(missing_ok=True)
-        code = module.main([*arguments, "--json", str(result)])
-        return code, json.loads(result.read_text()) if result.exists() else None
-
-    return run
+    return in_process("train_digits", monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -215,7 +201,7 @@ def test_a_training_that_fails_to_converge_is_valid_json(train, tmp_path):
 
 WRONG = {
     "--mesh dp=0": "--mesh: .*dp.* 0",
-    "--mesh dp=2,xx=2": "--mesh: .*dims dp .* and pp .*, got xx",
+    "--mesh dp=2,xx=2": r"--mesh: .*dims dp \(replicas\), pp \(stages\), got xx",
     "--mesh dp": "--mesh: .*dp",
     "--mesh dp=-1,pp=-1": "--mesh: only one mesh dim may have the size -1",
     "--schedule zigzag": "--schedule: invalid choice: 'zigzag'.*1f1b",
@@ -236,25 +222,19 @@ def test_wrong_arguments_are_one_line_and_code_2(train, capsys, arguments):
     assert info.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert re.fullmatch(f"train_digits.py: error: .*{WRONG[arguments]}.*\n", printed.err)
+    assert_one_line(printed.err, "train_digits.py", WRONG[arguments])
 
 
 def test_a_mesh_that_does_not_fit_virtual_ranks(train, capsys):
     code, _ = train("--virtual", "4", "--mesh", "dp=3")
     assert code == 2
-    error = capsys.readouterr().err
-    assert re.fullmatch("train_digits.py: error: mesh .*needs 3.* ranks.* has 4; .*\n", error)
+    message = "mesh .*needs 3.* ranks.* has 4; "
+    assert_one_line(capsys.readouterr().err, "train_digits.py", message)
 
 
 @pytest.mark.parametrize("arguments", ["--mesh dp=3,pp=2", "--schedule zigzag", "--virtual 2"])
 def test_processes_say_it_once(launch, arguments):
-    result = launch(2, [str(SCRIPT), *arguments.split()])
-    assert result.returncode == 2, str(result)
-    lines = (result.stdout + result.stderr).splitlines()
-    assert len([line for line in lines if "train_digits.py: error: " in line]) == 1, str(result)
-    assert "Traceback" not in result.stderr
-    if mpi_vendor() == "mpich":  # the other one adds a paragraph of its own
-        assert len(lines) == 1, str(result)
+    assert_said_once(launch(2, [str(SCRIPT), *arguments.split()]), "train_digits.py")
 
 
 def test_help_is_shown_once(launch):
@@ -305,11 +285,11 @@ def test_a_checkpoint_of_another_training_is_refused(train, tmp_path, capsys):
 def test_a_damaged_checkpoint_is_refused(train, tmp_path, capsys):
     saved = tmp_path / "saved"
     train(*RANKS, "--epochs", "1", "--checkpoint", str(saved))
-    (part,) = saved.glob("step-*/stage-1.npz")
+    (part,) = saved.glob("step-*/rank-1.safetensors")
     part.write_bytes(part.read_bytes()[:1000])
     code, _ = train(*RANKS, "--epochs", "2", "--checkpoint", str(saved))
     assert code == 2
-    assert "could not read" in capsys.readouterr().err
+    assert "cannot read" in capsys.readouterr().err
 
 
 def test_a_save_that_fails_leaves_the_one_before(train, tmp_path, monkeypatch, capsys):
@@ -319,7 +299,7 @@ def test_a_save_that_fails_leaves_the_one_before(train, tmp_path, monkeypatch, c
     (saved / "step-00000024").write_text("in the way of the folder")
     code, _ = train(*RANKS, "--epochs", "2", "--checkpoint", str(saved))
     assert code == 2
-    assert "could not write" in capsys.readouterr().err
+    assert "cannot write" in capsys.readouterr().err
     assert (saved / "checkpoint.json").read_bytes() == before
     (saved / "step-00000024").unlink()
     code, results = train(*RANKS, "--epochs", "2", "--checkpoint", str(saved))
@@ -354,7 +334,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(launch, train, tmp_p
     result = launch(4, ["-c", program, *saved])
     assert result.returncode == 85, str(result)
     assert "Traceback" not in result.stderr
-    steps = len(json.loads((tmp_path / "saved" / "checkpoint.json").read_text())["losses"])
+    steps = len(json.loads((tmp_path / "saved" / "checkpoint.json").read_text())["notes"]["losses"])
     assert f"stopped after step {steps}, saved in " in result.stdout
     # On virtual ranks to the end of the next epoch but one.
     epochs = steps // 15 + 2

@@ -1,0 +1,314 @@
+"""Save a training run and go on from it, also on another mesh.
+
+What is saved is the state after a step: weights and what the optimizer keeps for each, under
+the names that they have in the whole model, and what else a training is. Random numbers need no
+saving: batches and dropout are functions of the seed and of the step. Every rank of the first
+replica writes what it holds, for all replicas hold the same; of a weight that ranks share, each
+writes its part, and where that lies in the whole. A file becomes visible under its name only when
+it is whole, and ``checkpoint.json``, which says what belongs together, comes last: a job killed in
+the middle of saving goes on from the save before.
+
+    DIR/checkpoint.json                           settings, files, and what the training notes
+    DIR/step-00000120/rank-0.safetensors          "0.weight", "0.weight:mean", ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpimesh as mm
+from common.program import ProgramError, on_all_ranks
+from mpimesh.nn import Parameter
+from mpimesh.parallel.tensor.parameter import TensorParameter
+
+MANIFEST = "checkpoint.json"
+
+State = dict[str, Any]
+"""Of an optimizer for one parameter: arrays of its size, and counts."""
+
+
+class Checkpoint:
+    """A folder that all ranks can see.
+
+    Args:
+        folder: Made when it is first written to. None neither saves nor loads.
+        mesh: The ranks that save and load together.
+        settings: What a run must have in common with the one that it goes on from.
+    """
+
+    def __init__(
+        self, folder: Path | None, mesh: mm.DeviceMesh, settings: Mapping[str, Any]
+    ) -> None:
+        self._folder = folder
+        self._mesh = mesh
+        self._settings = dict(settings)
+        if folder is not None:
+            on_all_ranks(mesh, _library, "keep checkpoints")
+
+    def save(
+        self,
+        step: int,
+        pipe: mm.PipelineParallel,
+        optimizer: mm.optim.Optimizer | mm.ParallelOptimizer,
+        notes: Mapping[str, Any],
+    ) -> None:
+        """Collective: save the state after a step.
+
+        Args:
+            step: How many there were.
+            pipe: The model.
+            optimizer: What trains it; the state is put together where replicas divide it.
+            notes: What else the training is to know when it goes on; JSON.
+
+        Raises:
+            ProgramError: On every rank, if one could not write its part; the save before is
+                untouched.
+        """
+        if self._folder is None:
+            return
+        mesh, folder = self._mesh, self._folder / f"step-{step:08}"
+        states = optimizer.state_dict()["params"]  # collective, so not where a rank may fail
+        writers = [rank for rank in range(mesh.size) if mesh.coord_of(rank, "dp") == 0]
+        files = {rank: f"rank-{rank}.safetensors" for rank in writers}
+
+        def write_part() -> None:
+            if mesh.rank in files:
+                _write_part(folder / files[mesh.rank], pipe.named_parameters(), states)
+
+        def write_manifest() -> None:
+            if mesh.rank == 0:
+                scaler = getattr(optimizer, "scaler", None)
+                manifest = {
+                    "folder": folder.name,
+                    "files": [*files.values()],
+                    "settings": self._settings,
+                    "model_step": pipe.step,
+                    "scaler": None if scaler is None else scaler.state_dict(),
+                    "notes": dict(notes),
+                }
+                text = json.dumps(manifest)
+                write_whole(folder.parent / MANIFEST, lambda path: path.write_text(text))
+
+        on_all_ranks(mesh, write_part, f"write {folder}")
+        on_all_ranks(mesh, write_manifest, f"write {folder.parent / MANIFEST}")
+        if mesh.rank == 0:
+            for old in folder.parent.glob("step-*"):
+                if old != folder:
+                    shutil.rmtree(old, ignore_errors=True)
+
+    def load(
+        self, pipe: mm.PipelineParallel, optimizer: mm.optim.Optimizer | mm.ParallelOptimizer
+    ) -> dict[str, Any] | None:
+        """Collective: take over what is saved, if anything is.
+
+        Returns:
+            The notes that were saved; None for a new run.
+
+        Raises:
+            ProgramError: On every rank, if what is there cannot be read, or is of another run.
+        """
+        if self._folder is None:
+            return None
+        manifest = self._read_manifest(self._folder / MANIFEST)
+        if manifest is None:
+            return None
+        self._check(manifest["settings"])
+        folder = self._folder / manifest["folder"]
+        state = optimizer.state_dict()  # collective: only its numbers are kept
+
+        def read() -> None:
+            with Parts([folder / name for name in manifest["files"]]) as parts:
+                named = pipe.named_parameters()
+                # All is read before anything is changed.
+                values = [parts.read(name, parameter) for name, parameter in named]
+                states = [parts.read_state(name, parameter) for name, parameter in named]
+                optimizer.load_state_dict({**state, "params": states})
+                for (_, parameter), value in zip(named, values, strict=True):
+                    parameter.value()[...] = value
+                scaler = getattr(optimizer, "scaler", None)
+                if scaler is not None:
+                    scaler.load_state_dict(manifest["scaler"])
+
+        on_all_ranks(self._mesh, read, f"read {folder}")
+        pipe.step = manifest["model_step"]
+        return manifest["notes"]
+
+    def _read_manifest(self, path: Path) -> dict[str, Any] | None:
+        """Collective: rank 0 reads, so that all ranks go on from the same save."""
+        mesh = self._mesh
+
+        def read() -> bytes:
+            return path.read_bytes() if mesh.rank == 0 and path.exists() else b""
+
+        text = np.frombuffer(on_all_ranks(mesh, read, f"read {path}"), np.uint8)
+        text = mesh.group().broadcast(text if mesh.rank == 0 else None, root=None).resolve()
+        if not text.size:
+            return None
+        return on_all_ranks(mesh, lambda: json.loads(text.tobytes()), f"read {path}")
+
+    def _check(self, saved: Mapping[str, Any]) -> None:
+        differences = [
+            f"{name} {saved.get(name)} there, {self._settings.get(name)} here"
+            for name in sorted({*saved, *self._settings})
+            if saved.get(name) != self._settings.get(name)
+        ]
+        if differences:
+            raise ProgramError(
+                f"{self._folder} has the checkpoint of another run: {'; '.join(differences)}"
+            )
+
+
+# -- the files ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an array lies in that of the whole model.
+
+    Attributes:
+        shape: Of the whole one.
+        axis: Along which it is a part.
+        runs: What it has along that: pairs of start and stop, rising.
+    """
+
+    shape: list[int]
+    axis: int
+    runs: list[list[int]]
+
+    @staticmethod
+    def of(parameter: Parameter) -> Place:
+        """Return that of this rank's values of a parameter."""
+        if isinstance(parameter, TensorParameter):
+            runs = [list(run) for run in parameter.parts[parameter.rank]]
+            return Place(list(parameter.whole_shape), parameter.axis, runs)
+        shape = list(parameter.shape)
+        return Place(shape, 0, [[0, shape[0]]])
+
+    def indices(self) -> np.ndarray:
+        """Return what it has along the axis, in order."""
+        runs = [np.arange(start, stop) for start, stop in self.runs]
+        return np.concatenate([np.arange(0), *runs])
+
+
+def _write_part(
+    path: Path, named: Sequence[tuple[str, Parameter]], states: Sequence[State]
+) -> None:
+    arrays: dict[str, np.ndarray] = {}
+    places: dict[str, Any] = {}
+    for (name, parameter), state in zip(named, states, strict=True):
+        place = Place.of(parameter)
+        places[name] = [place.shape, place.axis, place.runs]
+        arrays[name] = parameter.value()
+        arrays |= {f"{name}:{key}": np.asarray(value) for key, value in state.items()}
+    metadata = {"places": json.dumps(places)}
+    write_whole(path, lambda fresh: _library().numpy.save_file(arrays, fresh, metadata))
+
+
+class Parts:
+    """The files of a save, of which a rank reads what it needs; a context manager.
+
+    Args:
+        paths: The files.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Parts:
+        with self._stack:
+            self._files = [
+                self._stack.enter_context(_library().safe_open(path, framework="np"))
+                for path in self._paths
+            ]
+            self._names = [set(file.keys()) for file in self._files]
+            self._places = [
+                {name: Place(*place) for name, place in json.loads(text).items()}
+                for text in (file.metadata()["places"] for file in self._files)
+            ]
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str, parameter: Parameter, key: str = "") -> np.ndarray:
+        """Return this rank's part of an array, whoever has written what of it.
+
+        The whole of that one array is put together for a moment, not that of the model.
+
+        Args:
+            name: The parameter's, in the whole model.
+            parameter: Says which part.
+            key: Of the optimizer's state; empty for the parameter's values.
+
+        Raises:
+            ProgramError: If a piece is in no file.
+        """
+        title = f"{name}:{key}" if key else name
+        shape = Place.of(parameter).shape
+        whole, missing = np.empty(0), np.ones(1, bool)
+        for file, place in self._holders(title, name):
+            array = file.get_tensor(title)
+            if not whole.size:
+                whole = np.empty(place.shape, array.dtype)
+                missing = np.ones(place.shape[place.axis], bool)
+            indices = place.indices()
+            whole[(slice(None),) * place.axis + (indices,)] = array
+            missing[indices] = False
+        if missing.any() or list(whole.shape) != shape:
+            raise ProgramError(f"{title} of shape {shape} is not there as a whole")
+        return parameter.part_of(whole) if isinstance(parameter, TensorParameter) else whole
+
+    def read_state(self, name: str, parameter: Parameter) -> State:
+        """Return what the optimizer keeps for this rank's part of a parameter."""
+        steps = [int(file.get_tensor(f"{name}:steps")) for file, _ in self._holders(name, name)]
+        begin = f"{name}:"
+        titles = set().union(*self._names)
+        keys = {title[len(begin) :] for title in titles if title.startswith(begin)}
+        state = {key: self.read(name, parameter, key) for key in sorted(keys - {"steps"})}
+        return {"steps": steps[0], **state}
+
+    def _holders(self, title: str, name: str) -> Iterator[tuple[Any, Place]]:
+        """Yield the files that hold an array of a parameter, and what of it."""
+        for file, names, places in zip(self._files, self._names, self._places, strict=True):
+            if title in names:
+                yield file, places[name]
+
+
+def _library() -> Any:
+    """Return safetensors, which only those need who keep checkpoints."""
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise ProgramError("it takes safetensors: pip install safetensors") from None
+    return safetensors
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file that is seen under its name only when all of it is on the disk.
+
+    Args:
+        path: Its name.
+        write: Writes it under the name that it is given.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    write(fresh)
+    with fresh.open("rb") as file:
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # or a crash of the machine could undo the renaming
+    finally:
+        os.close(folder)

@@ -1,0 +1,166 @@
+"""Checkpoints of examples/train_gpt.py: going on is as if nothing had happened, on any mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from tests.launch.example_runs import EXAMPLES, assert_one_line, example_module, in_process
+
+STEPS = 6
+TINY = (
+    f"--steps {STEPS} --batch-size 4 --layers 1 --features 18 --heads 3 --context 9 --sample 4 "
+    "--evaluate 2 --dropout 0.1 --accumulate 2"
+).split()
+"""Dropout counts the parts of batches; heads, features and places are dealt unevenly."""
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """Run the example in this process, on virtual ranks; return its exit code and results."""
+    return in_process("train_gpt", monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def stop_in(monkeypatch):
+    """Return what has the process told to stop in a step, as a batch system does."""
+    module = example_module("train_gpt", monkeypatch)
+    step = module.Training.step
+
+    def stop_in(number):
+        def told(training, at):
+            if at == number and training.mesh.rank == training.mesh.size - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return step(training, at)
+
+        monkeypatch.setattr(module.Training, "step", told)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    yield stop_in
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def saved_step(folder):
+    return len(json.loads((folder / "checkpoint.json").read_text())["notes"]["losses"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, "--dtype float64"),
+        (4, "--mesh dp=2,tp=2 --zero 1 --sequence-parallel"),
+        (4, "--mesh dp=2,pp=2 --zero 1 --tied --schedule interleaved --dtype float16"),
+    ],
+)
+def test_going_on_is_as_if_never_interrupted(train, stop_in, tmp_path, ranks, options):
+    """To the bit: weights, the optimizer's state, the scale of the loss, dropout, the sample."""
+    command = ["--virtual", str(ranks), *options.split(), *TINY]
+    _, whole = train(*command)
+    saved = tmp_path / "saved"
+    stop_in(3)
+    code, results = train(*command, "--checkpoint", str(saved))
+    assert (code, results) == (85, None)
+    at = saved_step(saved)
+    assert 3 <= at < STEPS
+    code, parts = train(*command, "--checkpoint", str(saved))
+    assert code == 0
+    assert parts["resumed_at_step"] == at
+    for name in ("losses", "held_out_losses", "skipped_steps", "sample"):
+        assert parts[name] == whole[name], name
+    # And once more when all is done.
+    _, again = train(*command, "--checkpoint", str(saved))
+    assert again["resumed_at_step"] == STEPS
+    for name in ("losses", "held_out_losses", "skipped_steps", "sample"):
+        assert again[name] == whole[name], name
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("1 --mesh dp=1", "4 --mesh pp=2,tp=2 --zero 1 --sequence-parallel"),
+        ("6 --mesh dp=2,tp=3 --zero 1", "1 --mesh dp=1"),
+        ("4 --mesh pp=2,tp=2 --tied", "6 --mesh dp=3,tp=2 --zero 1 --tied"),
+        ("8 --mesh tp=2,dp=2,pp=2 --zero 1", "6 --mesh pp=2,tp=3 --schedule zbv"),
+    ],
+)
+def test_another_mesh_goes_on(train, stop_in, tmp_path, before, after):
+    exact = [*TINY, "--dtype", "float64"]
+    _, whole = train(*exact, *(["--tied"] if "--tied" in before else []))
+    saved = ["--checkpoint", str(tmp_path / "saved")]
+    stop_in(2)
+    code, _ = train("--virtual", *before.split(), *exact, *saved)
+    assert code == 85
+    code, results = train("--virtual", *after.split(), *exact, *saved)
+    assert code == 0
+    assert 2 <= results["resumed_at_step"] < STEPS
+    np.testing.assert_allclose(results["losses"], whole["losses"], rtol=0, atol=1e-9)
+    for step, loss in whole["held_out_losses"].items():
+        assert results["held_out_losses"][step] == pytest.approx(loss, abs=1e-9)
+
+
+def test_a_checkpoint_of_another_training_is_refused(train, tmp_path, capsys):
+    saved = ["--checkpoint", str(tmp_path / "saved")]
+    train(*TINY, *saved)
+    capsys.readouterr()
+    text = tmp_path / "text"
+    text.write_bytes(b"another text " * 100)
+    code, _ = train("--virtual", "2", *TINY, "--lr", "1", "--text", str(text), *saved)
+    assert code == 2
+    message = "has the checkpoint of another run: lr 0.003 there, 1.0 here; text .* there, .* here"
+    assert_one_line(capsys.readouterr().err, "train_gpt.py", message)
+
+
+@pytest.mark.parametrize("damage", ["lost", "short", "swapped"])
+def test_a_checkpoint_that_is_not_whole_is_refused(train, tmp_path, capsys, damage):
+    """Whatever is wrong with one rank's file, all ranks say so, and none goes on with a part."""
+    saved = tmp_path / "saved"
+    command = ["--virtual", "2", "--mesh", "tp=2", *TINY, "--checkpoint", str(saved)]
+    train(*command)
+    first, second = sorted(saved.glob("step-*/rank-*.safetensors"))
+    if damage == "lost":
+        second.unlink()
+    elif damage == "short":
+        second.write_bytes(second.read_bytes()[:1000])
+    else:
+        second.write_bytes(first.read_bytes())
+    capsys.readouterr()
+    code, _ = train("--virtual", "1", "--mesh", "dp=1", *command[4:])
+    assert code == 2
+    message = r"cannot read .*step-00000006: .* \(rank 0\)"
+    assert_one_line(capsys.readouterr().err, "train_gpt.py", message)
+
+
+def test_a_killed_job_goes_on_from_what_was_saved(launch, train, tmp_path):
+    """Without a warning: of the save that was under way nothing is seen."""
+    saved = tmp_path / "saved"
+    command = [*TINY, "--checkpoint", str(saved), "--checkpoint-steps", "1"]
+    program = f"""
+import os, runpy, sys
+sys.argv = ["train_gpt.py", "--mesh", "tp=2", *sys.argv[1:]]
+sys.path.insert(0, {str(EXAMPLES)!r})
+import common.checkpoint as checkpoint
+write_whole = checkpoint.write_whole
+
+def killed(path, write):
+    if path.name == "checkpoint.json" and "step-00000003" in str(list(path.parent.iterdir())):
+        write(path.with_name("checkpoint.json.new"))
+        os.kill(os.getpid(), 9)
+    write_whole(path, write)
+
+checkpoint.write_whole = killed
+runpy.run_path({str(EXAMPLES / "train_gpt.py")!r}, run_name="__main__")
+"""
+    result = launch(2, ["-c", program, *command])
+    assert result.returncode != 0
+    assert saved_step(saved) == 2
+    _, whole = train("--virtual", "2", "--mesh", "tp=2", *TINY)
+    code, results = train("--virtual", "2", "--mesh", "tp=2", *command)
+    assert code == 0
+    assert results["resumed_at_step"] == 2
+    np.testing.assert_allclose(results["losses"], whole["losses"], rtol=1e-5)
+    assert [path.name for path in saved.glob("step-*")] == ["step-00000006"]
