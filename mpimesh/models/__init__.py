@@ -2,7 +2,7 @@
 
 from mpimesh.models.batches import Batch, plan_batches
 from mpimesh.models.config import BertConfig, find_minilm
-from mpimesh.models.embed_file import EmbeddedFile, LineNumbers, embed_file
+from mpimesh.models.from_file import EmbeddedFile, LineNumbers, embed_file
 from mpimesh.models.minilm import BATCH_TOKENS, Embedded, MiniLM
 from mpimesh.models.modules import Modules
 from mpimesh.models.random_model import write_random_model

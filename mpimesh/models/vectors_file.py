@@ -57,7 +57,7 @@ class VectorsFile:
             vectors: (rows, width), of the dtype.
         """
         try:
-            self._open.write(np.ascontiguousarray(vectors, self._dtype).data.cast("B"))
+            self._open.write(np.ascontiguousarray(vectors, self._dtype).data)
         except OSError as error:
             raise self._problem(error) from None
         self._rows += len(vectors)

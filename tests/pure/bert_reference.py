@@ -37,7 +37,12 @@ class Reference:
         return normal * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
     def __call__(self, ids: list[int]) -> Any:
-        """Return the vector of one sentence."""
+        """Return the vector of one sentence: the mean, of length 1."""
+        mean = self.tokens(ids).mean(axis=0)
+        return mean / np.linalg.norm(mean)
+
+    def tokens(self, ids: list[int]) -> Any:
+        """Return the vectors of a sentence's tokens."""
         w, heads = self.weights, self.config["num_attention_heads"]
         x = (
             w["embeddings.word_embeddings.weight"][ids]
@@ -62,5 +67,4 @@ class Reference:
             x = self.norm(
                 f"{layer}.output.LayerNorm", x + self.linear(f"{layer}.output.dense", inner)
             )
-        mean = x.mean(axis=0)
-        return mean / np.linalg.norm(mean)
+        return x
