@@ -36,6 +36,12 @@ class Reference:
         normal = distance / np.sqrt(variance + self.config["layer_norm_eps"])
         return normal * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
+    @staticmethod
+    def activation(x: Any) -> Any:
+        """Return GELU."""
+        erf = np.array(list(map(math.erf, (x / math.sqrt(2)).ravel().tolist())))
+        return x * (1 + erf.reshape(x.shape)) / 2
+
     def __call__(self, ids: list[int]) -> Any:
         """Return the vector of one sentence: the mean, of length 1."""
         mean = self.tokens(ids).mean(axis=0)
@@ -50,7 +56,6 @@ class Reference:
             + w["embeddings.token_type_embeddings.weight"][0]
         )
         x = self.norm("embeddings.LayerNorm", x)
-        erf = np.vectorize(math.erf)
         for number in range(self.config["num_hidden_layers"]):
             layer = f"encoder.layer.{number}"
             q, k, v = (
@@ -63,7 +68,7 @@ class Reference:
             read = self.linear(f"{layer}.attention.output.dense", read.reshape(len(ids), -1))
             x = self.norm(f"{layer}.attention.output.LayerNorm", x + read)
             inner = self.linear(f"{layer}.intermediate.dense", x)
-            inner = inner * (1 + erf(inner / math.sqrt(2))) / 2
+            inner = self.activation(inner)
             x = self.norm(
                 f"{layer}.output.LayerNorm", x + self.linear(f"{layer}.output.dense", inner)
             )

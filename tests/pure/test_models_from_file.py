@@ -81,6 +81,7 @@ def test_windows_give_what_one_call_gives(folder, windows, tmp_path, dims):
 
 def test_a_pipe_of_unknown_length_and_no_lines_at_all(folder, windows, tmp_path):
     source, out = tmp_path / "pipe", tmp_path / "v.npy"
+    texts: list[str]
     for texts in (sentences(10), []):
         source.unlink(missing_ok=True)
         os.mkfifo(source)
