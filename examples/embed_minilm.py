@@ -12,7 +12,7 @@ A mesh dp=2,tp=2 of four ranks, and what each reads of the weights:
 
 Along pp a rank reads some of the blocks instead. Whatever the mesh, the vectors are the same, up to
 rounding. Without a file of sentences, one a line (- for standard input), it takes the few below
-and prints which is near which, such as ``0.72  'A man is eating food.' is near 'Someone has a
+and prints which is near which, such as ``0.68  'A man is eating food.' is near 'Someone has a
 meal.'``; with one, how many sentences a second. `python -m mpimesh embed` tells more of a file.
 """
 

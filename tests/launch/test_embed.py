@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def model(tmp_path_factory):
 def test_the_command_and_the_example_write_a_row_for_each_line(launch, model, tmp_path):
     lines = tmp_path / "lines.txt"
     lines.write_bytes("a b\fc\r\n\nman\u2028is\n. food".encode())
-    found = []
+    found: list[Any] = []
     for program in (["-m", "mpimesh", "embed"], [EXAMPLE]):
         out = tmp_path / f"{len(found)}.npy"
         arguments = [*program, lines, "--model", model, "--mesh", "dp=2", "--out", out]
@@ -36,14 +37,13 @@ def test_the_command_and_the_example_write_a_row_for_each_line(launch, model, tm
     np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize("program", [["-m", "mpimesh", "embed"], [EXAMPLE]], ids=["cli", "example"])
 @pytest.mark.parametrize(
-    ("content", "out", "words"),
+    ("program", "content", "out", "words"),
     [
-        (b"good\n\xff\n", "v.npy", "line 2: not UTF-8, invalid start byte"),
-        (b"good\n", "none/v.npy", "there is no folder"),
+        ([EXAMPLE], b"good\n\xff\n", "v.npy", "line 2: not UTF-8, invalid start byte"),
+        (["-m", "mpimesh", "embed"], b"good\n", "none/v.npy", "there is no folder"),
     ],
-    ids=["text", "folder"],
+    ids=["example", "command"],
 )
 def test_one_rank_tells_and_all_end_with_2(launch, model, tmp_path, program, content, out, words):
     lines = tmp_path / "lines.txt"

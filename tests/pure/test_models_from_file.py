@@ -59,12 +59,21 @@ def vectors_of(folder, texts):
 
 
 @pytest.mark.parametrize("dims", ["dp=1", "dp=3", "dp=2,pp=2", "tp=2"])
-def test_windows_give_what_one_call_gives(folder, windows, tmp_path, dims):
+def test_windows_give_what_one_call_gives(folder, windows, tmp_path, dims, monkeypatch):
     source, out = tmp_path / "lines.txt", tmp_path / "v.npy"
     texts = sentences()
     source.write_text("".join(f"{text}\n" for text in texts))
     expected, told = vectors_of(folder, texts), []
+    sizes = set()
+    embed = MiniLM.embed
+
+    def noted(self, sentences, **options):
+        sizes.add((len(sentences), self.replicas))
+        return embed(self, sentences, **options)
+
+    monkeypatch.setattr(MiniLM, "embed", noted)
     reports = run(dims, folder, source, out, lambda *counts: told.append(counts))
+    assert max(size for size, _ in sizes) == 3 * max(replicas for _, replicas in sizes)
     np.testing.assert_allclose(np.load(out), expected.vectors, rtol=0, atol=1e-5)
     for report in reports:
         assert report == reports[0]
