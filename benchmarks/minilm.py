@@ -22,7 +22,7 @@ from benchmarks.measure import FULL, TINY, Effort, in_turns
 from benchmarks.rows import make_rows
 from mpimesh.errors import ModelError
 from mpimesh.models import MiniLM, find_minilm
-from tests.pure.bert_reference import VOCABULARY, write_model
+from mpimesh.models.random_model import VOCABULARY, write_random_model
 
 __all__ = ["available", "run"]
 
@@ -99,7 +99,7 @@ def _folder(comm: MPI.Intracomm, *, tiny: bool) -> Iterator[tuple[Path, str]]:
     with TemporaryDirectory() as own:  # rank 0's is used: it outlives the others' use of it
         folder = Path(comm.bcast(own))
         if comm.rank == 0:
-            write_model(folder, **({} if tiny else _SHAPE))
+            write_random_model(folder, **({} if tiny else _SHAPE))
         comm.Barrier()
         yield folder, "random weights"
         comm.Barrier()

@@ -4,10 +4,16 @@
     mpiexec -n 4 python examples/embed_minilm.py --mesh dp=2,tp=2
     mpiexec -n 4 python examples/embed_minilm.py --mesh dp=2,pp=2 sentences.txt --out vectors.npy
 
-Each rank reads its own part of the weights from the file: along dp all of it, along pp that of
-its blocks, along tp that of its heads and columns. Whatever the mesh, the vectors are the same, up
-to rounding. Without a file of sentences, one a line (- for standard input), it takes the
-few below. `python -m mpimesh embed` is the same without the neighbours.
+A mesh dp=2,tp=2 of four ranks, and what each reads of the weights:
+
+              tp=0                      tp=1
+    dp=0    heads 0-5, half the mlp   heads 6-11, other half    <- half of the batches
+    dp=1    heads 0-5, half the mlp   heads 6-11, other half    <- the other half
+
+Along pp a rank reads some of the blocks instead. Whatever the mesh, the vectors are the same, up to
+rounding. Without a file of sentences, one a line (- for standard input), it takes the few below
+and prints which is near which, such as ``0.68  'A man is eating food.' is near 'Someone has a
+meal.'``; with one, how many sentences a second. `python -m mpimesh embed` tells more of a file.
 """
 
 from __future__ import annotations
@@ -21,15 +27,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
 import mpimesh as mm
-from mpimesh.errors import LaunchError, ModelError, WorldSizeError
-from mpimesh.models import Embedded, MiniLM, find_minilm
+from mpimesh.errors import MpimeshError
+from mpimesh.models import MiniLM, embed_file, find_minilm
 
 SENTENCES = [
     "A man is eating food.",
@@ -42,53 +47,34 @@ SENTENCES = [
 ]
 
 
-def read_sentences(mesh: mm.DeviceMesh, options: Namespace) -> list[str]:
-    """Return the sentences on every rank; rank 0 reads them, for only it has a standard input."""
-    if options.file is None:
-        return SENTENCES
-    data = None
-    if mesh.rank == 0:
-        path = Path(options.file)
-        text = sys.stdin.buffer.read() if options.file == "-" else path.read_bytes()
-        data = np.frombuffer(text, np.uint8)
-    data = mesh.group().broadcast(data, root=None).resolve()
-    return data.tobytes().decode().splitlines()
-
-
-def show(sentences: list[str], found: Embedded, seconds: float) -> None:
-    """Show how fast it was, what was odd, and for some sentences their nearest."""
-    print(
-        f"{len(sentences)} sentences in {seconds:.2f} s: {len(sentences) / seconds:,.0f} a second"
-    )
-    for what, places in (("have no word", found.empty), ("were cut to fit", found.cut)):
-        if places:
-            print(f"lines that {what}: {', '.join(str(place + 1) for place in places[:10])}")
-    vectors = found.vectors[:1000]
-    alike = vectors @ vectors.T
+def show_neighbours(model: MiniLM) -> None:
+    """Embed the sentences above, on all ranks, and show on one which is nearest to which."""
+    vectors = model.embed(SENTENCES).vectors
+    if model.mesh.rank != 0:
+        return
+    alike = vectors @ vectors.T  # cosines, for the vectors have length 1
     np.fill_diagonal(alike, -1.0)
-    for place in range(min(len(vectors), 7) if len(vectors) > 1 else 0):
-        nearest = int(alike[place].argmax())
-        print(f"{alike[place, nearest]:5.2f}  {sentences[place]!r} is near {sentences[nearest]!r}")
+    for sentence, row in zip(SENTENCES, alike, strict=True):
+        print(f"{row.max():5.2f}  {sentence!r} is near {SENTENCES[row.argmax()]!r}")
 
 
-def embed(options: Namespace) -> None:
-    """Run the program of one rank."""
-    with mm.DeviceMesh(options.mesh) as mesh:
-        sentences = read_sentences(mesh, options)
-        model = MiniLM(mesh, options.model)
-        start_s = time.perf_counter()
-        with Progress(console=Console(stderr=True, quiet=not sys.stderr.isatty())) as bar:
-            # Rank 0 sees the sentences of its replica, and stands for the others.
-            task = bar.add_task("sentences", total=None, visible=mesh.rank == 0)
-            found = model.embed(
-                sentences,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
-        if mesh.rank == 0:
-            show(sentences, found, time.perf_counter() - start_s)
-            if options.out:
-                np.save(options.out, found.vectors)
-                print(f"wrote {options.out}: {found.vectors.shape}")
+def embed_lines(model: MiniLM, options: Namespace) -> None:
+    """Turn the lines of a file into rows of another; the first rank reads and writes."""
+    start_s = time.perf_counter()
+    with Progress(console=Console(stderr=True, quiet=not sys.stderr.isatty())) as bar:
+        task = bar.add_task("sentences", total=None, visible=model.mesh.rank == 0)
+        found = embed_file(
+            model,
+            options.file,
+            options.out,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if model.mesh.rank == 0:
+        seconds = time.perf_counter() - start_s
+        print(
+            f"{found.num_lines} sentences in {seconds:.2f} s: {found.num_lines / seconds:,.0f} a "
+            f"second; {found.empty.count} without a word, {found.cut.count} cut to fit"
+        )
 
 
 def main() -> int:
@@ -96,22 +82,29 @@ def main() -> int:
     parser = ArgumentParser(description="Sentences to vectors by all-MiniLM-L6-v2.")
     parser.add_argument("file", nargs="?", help="sentences, one a line; - for standard input")
     parser.add_argument("--mesh", default="dp=-1", help="dims dp, pp and tp, such as dp=2,tp=2")
-    parser.add_argument("--out", type=Path, help="write the vectors into this .npy")
-    parser.add_argument("--model", type=Path, help="folder of the model")
+    parser.add_argument("--out", help="write the vectors of the file into this .npy")
+    parser.add_argument("--model", help="folder of the model")
     options = parser.parse_args()
+    if options.out and options.file is None:
+        parser.error("--out goes with a file of sentences")
     first = mm.Launch.detect().rank == 0
-    if options.file is None and options.model is None:
-        try:
-            find_minilm()
-        except ModelError as error:
-            # Nothing was asked for in particular, so there is nothing wrong.
-            if first:
-                print(error)
-            return 0
     try:
-        embed(options)
-    except (WorldSizeError, LaunchError, ModelError) as error:
-        # All ranks raise it: one of them tells.
+        if options.file is None and options.model is None:
+            find_minilm()
+    except MpimeshError as error:
+        if first:  # nothing was asked for in particular, so there is nothing wrong
+            print(error)
+        return 0
+    try:
+        with mm.DeviceMesh(options.mesh) as mesh:
+            model = MiniLM(mesh, options.model)
+            if options.file is None:
+                show_neighbours(model)
+            else:
+                embed_lines(model, options)
+    except MpimeshError as error:
+        if not error.agreed:
+            raise  # this rank's alone: it ends the job
         if first:
             print(f"embed_minilm.py: error: {error}", file=sys.stderr)
         return 2

@@ -35,6 +35,7 @@ __all__ = [
     "ReduceOpError",
     "RemoteError",
     "ScheduleError",
+    "SentencesError",
     "SettingsError",
     "ShapeError",
     "SharedGpuWarning",
@@ -216,6 +217,10 @@ class ModuleError(MpimeshError, ValueError):
 
 class ModelError(MpimeshError, ValueError):
     """The files of a published model are missing, or are not of the model that is computed."""
+
+
+class SentencesError(MpimeshError, OSError):
+    """Sentences cannot be read, or their vectors not be written."""
 
 
 class ModuleStateError(MpimeshError, RuntimeError):

@@ -168,9 +168,10 @@ def embed(
         bool, typer.Option("--json", help="Write one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Turn sentences into vectors of length 1, by all-MiniLM-L6-v2, on all ranks of the job.
+    """Turn sentences into vectors, by all-MiniLM-L6-v2 or another BERT, on all ranks of the job.
 
-    `mpiexec -n 4 python -m mpimesh embed FILE --mesh dp=2,tp=2 --out FILE.npy`. It exits with 2 if
-    the sentences, the model or the mesh cannot be used.
+    `mpiexec -n 4 python -m mpimesh embed FILE --mesh dp=2,tp=2 --out FILE.npy`. The file may be of
+    any length: row i of the result is the vector of line i. It exits with 2 if the sentences, the
+    model or the mesh cannot be used, and then leaves no result.
     """
     run_embed(EmbedRequest(lines, mesh, out, model, batch_tokens, as_json))

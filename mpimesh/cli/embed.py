@@ -6,26 +6,27 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
-from mpimesh.arrays import HostArray
-from mpimesh.errors import LaunchError, MpimeshError, WorldSizeError, on_all_ranks
-from mpimesh.models import Embedded, MiniLM
+from mpimesh.cli.threads import share_cores
+from mpimesh.errors import LaunchError, MpimeshError, WorldSizeError
+from mpimesh.models import EmbeddedFile, MiniLM, embed_file
 from mpimesh.runtime import DeviceMesh, Launch, exit_all
 
-__all__ = ["EmbedRequest", "embed_lines", "run_embed", "share_lines"]
-
-STDIN = "-"
-
-
-class SentencesError(MpimeshError, OSError):
-    """The sentences cannot be read, or their vectors not be written."""
+__all__ = ["EmbedRequest", "embed_lines", "run_embed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,11 @@ def run_embed(request: EmbedRequest) -> None:
 
     What is wrong with the request ends all ranks with exit code 2.
     """
-    # Each rank turns the lines into ids; the threads of the library would fight for the cores.
+    # Each rank turns its share of the lines into ids; the threads of the library would fight for
+    # the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        with DeviceMesh(request.mesh) as mesh:
+        with DeviceMesh(request.mesh) as mesh, share_cores(mesh):
             told = embed_lines(request, mesh)
     except MpimeshError as error:
         if not (error.agreed or isinstance(error, WorldSizeError | LaunchError)):
@@ -77,82 +79,36 @@ def embed_lines(request: EmbedRequest, mesh: DeviceMesh) -> str | None:
         SentencesError: On every rank, if rank 0 cannot read the lines or write the vectors.
         ModelError: On every rank, if any cannot read the model.
     """
-    lines = share_lines(mesh, lambda: _read_lines(request))
     start_s = time.perf_counter()
     model = MiniLM(mesh, request.model, batch_tokens=request.batch_tokens)
     loaded_s = time.perf_counter()
     console = Console(stderr=True, quiet=mesh.rank != 0 or request.as_json)
-    with _bar(console) as bar:
-        task = bar.add_task("sentences", total=len(lines))
-        share = len(lines)  # rank 0 sees those of its replica, and stands for the others
+    bar = _bar(console)
+    task = bar.add_task("sentences", total=None)
 
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=round(done * share / max(total, 1)))
+    def progress(done: int, total: int | None) -> None:
+        bar.start()  # not before: what cannot be read is told without a bar
+        bar.update(task, completed=done, total=total)
 
-        found = model.embed(lines, progress=progress if mesh.rank == 0 else None)
-        mesh.barrier()
+    try:
+        found = embed_file(
+            model, request.lines, request.out, progress=progress if mesh.rank == 0 else None
+        )
+    finally:
+        if bar.live.is_started:
+            bar.stop()
     seconds = time.perf_counter() - loaded_s
-    share_lines(mesh, lambda: _write(request, found.vectors))
     if mesh.rank != 0:
         return None
     return _told(request, mesh, found, loaded_s - start_s, seconds)
 
 
-def share_lines(mesh: DeviceMesh, make: Callable[[], list[str]]) -> list[str]:
-    """Return on every rank what `make` gives on rank 0. Collective over `mesh`.
+class _Speed(ProgressColumn):
+    """How many a second."""
 
-    Raises:
-        SentencesError: That of `make`, on every rank.
-    """
-    text = None
-    if mesh.rank == 0:
-        try:
-            fields: dict[str, object] = {"lines": make()}
-        except SentencesError as error:
-            fields = {"error": str(error)}
-        text = np.frombuffer(json.dumps(fields).encode(), np.uint8)
-    received = mesh.group().broadcast(text, root=None, label="lines").resolve()
-    found = json.loads(received.tobytes())
-    if "error" in found:
-        raise on_all_ranks(SentencesError(found["error"]))
-    lines: list[str] = found["lines"]
-    return lines
-
-
-def _read_lines(request: EmbedRequest) -> list[str]:
-    out = request.out
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise SentencesError(f"cannot write {out}: it is a folder, or in none that exists")
-    try:
-        if request.lines == STDIN:
-            data = sys.stdin.buffer.read()
-        else:
-            data = Path(request.lines).read_bytes()
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        raise SentencesError(f"cannot read the sentences: {error}") from None
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise SentencesError(f"{request.lines}, line {line}: not UTF-8, {error.reason}") from None
-    lines = text.split("\n")
-    if not lines[-1]:
-        lines.pop()  # what ends with a line feed has no further line
-    return [line.removesuffix("\r") for line in lines]
-
-
-def _write(request: EmbedRequest, vectors: HostArray) -> list[str]:
-    out = request.out
-    if out is None:
-        return []
-    # Under another name first: who reads the file finds all of it or the one before.
-    part = out.with_name(f"{out.name}.part")
-    try:
-        with part.open("wb") as file:
-            np.save(file, vectors, allow_pickle=False)
-        part.replace(out)
-    except OSError as error:
-        raise SentencesError(f"cannot write {out}: {error}") from None
-    return []
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f}/s")
 
 
 def _bar(console: Console) -> Progress:
@@ -160,21 +116,24 @@ def _bar(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        _Speed(),
         TimeRemainingColumn(),
         console=console,
     )
 
 
 def _told(
-    request: EmbedRequest, mesh: DeviceMesh, found: Embedded, loading_s: float, seconds: float
+    request: EmbedRequest, mesh: DeviceMesh, found: EmbeddedFile, loading_s: float, seconds: float
 ) -> str:
-    count = len(found.vectors)
+    count = found.num_lines
     fields = {
         "sentences": count,
-        "features": found.vectors.shape[1],
+        "features": found.width,
         "tokens": found.num_tokens,
-        "empty": [place + 1 for place in found.empty],
-        "cut": [place + 1 for place in found.cut],
+        "num_empty": found.empty.count,
+        "num_cut": found.cut.count,
+        "empty": found.empty.first,
+        "cut": found.cut.first,
         "mesh": mesh.dims_text,
         "ranks": mesh.size,
         "loading_s": loading_s,
@@ -188,11 +147,11 @@ def _told(
         f"{count} sentences, {found.num_tokens} tokens, mesh {mesh.dims_text}: "
         f"{seconds:.2f} s, {count / seconds:,.0f} sentences/s (model read in {loading_s:.2f} s)"
     ]
-    for what, places in (("without a word", found.empty), ("cut to fit the model", found.cut)):
-        if places:
-            more = ", ..." if len(places) > 10 else ""
-            numbers = ", ".join(str(place + 1) for place in places[:10])
-            lines.append(f"lines {what}: {len(places)}, namely {numbers}{more}")
+    for what, odd in (("without a word", found.empty), ("cut to fit the model", found.cut)):
+        if odd.count:
+            more = ", ..." if odd.count > 10 else ""
+            numbers = ", ".join(map(str, odd.first[:10]))
+            lines.append(f"lines {what}: {odd.count}, namely {numbers}{more}")
     if request.out is not None:
-        lines.append(f"wrote {request.out}: {found.vectors.shape}, {found.vectors.dtype}")
+        lines.append(f"wrote {request.out}: {(count, found.width)}, {found.dtype}")
     return "\n".join(lines)

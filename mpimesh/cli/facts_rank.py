@@ -14,9 +14,9 @@ from mpimesh.mesh import DeviceInfo, pick_device
 from mpimesh.mesh.host import memory_limit_bytes
 from mpimesh.runtime import Launch
 
-__all__ = ["Rank", "Shm", "cpu_quota", "find_rank", "find_shm", "node_name"]
+__all__ = ["THREAD_VARIABLES", "Rank", "Shm", "cpu_quota", "find_rank", "find_shm", "node_name"]
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def find_rank(
     devices = DeviceInfo.probe().devices
     device = pick_device(devices, local_rank)
     gpu = device.backend.is_gpu
-    threads = [environment[name] for name in _THREAD_VARIABLES if name in environment]
+    threads = [environment[name] for name in THREAD_VARIABLES if name in environment]
     return Rank(
         rank=rank,
         node=node_name(launch),

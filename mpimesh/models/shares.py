@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from mpimesh import nn
 from mpimesh.arrays import Array
-from mpimesh.errors import ModelError, ModuleStateError
+from mpimesh.errors import ModelError
 from mpimesh.models.config import BertConfig
+from mpimesh.models.forward_only import ForwardOnly
 from mpimesh.models.weights import Weights
-from mpimesh.nn import Context, Parameter
+from mpimesh.nn import Context
+from mpimesh.parallel import VocabParallelEmbedding
 from mpimesh.parallel.microbatch import replica_rows
-from mpimesh.runtime import ProcessGroup
+from mpimesh.parallel.tensor.group import TensorGroup
 
 __all__ = ["Part", "Share", "load_block", "load_embedding"]
 
@@ -50,18 +52,21 @@ class Share:
         return cls(heads, replica_rows(config.hidden, size, rank), rank == 0)
 
 
-class Part:
-    """A layer for inference: what its weights are is nobody's business, so nobody trains them.
+class Part(ForwardOnly):
+    """A layer of the model, or what stands for it on the ranks of other stages.
 
     Args:
         layer: The layer.
+        tensor: The ranks that share it, whom a step then keeps from waiting for one that failed.
 
     Attributes:
         seen: Called with the number of rows that have come through, if not None.
+        tensor: As given.
     """
 
-    def __init__(self, layer: nn.SupportsLayer) -> None:
+    def __init__(self, layer: nn.SupportsLayer, tensor: TensorGroup) -> None:
         self._layer = layer
+        self.tensor = tensor
         self.seen: Callable[[int], None] | None = None
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
@@ -71,42 +76,28 @@ class Part:
             self.seen(len(y[0] if isinstance(y, tuple) else y))
         return y
 
-    def backward(self, dy: Array, ctx: Context) -> Array | None:
-        """Refuse.
-
-        Raises:
-            ModuleStateError: Always.
-        """
-        raise ModuleStateError(f"{self!r} is for inference, it has no backward")
-
-    def parameters(self) -> list[Parameter]:
-        """Return none."""
-        return []
-
     def __repr__(self) -> str:
         return f"Part({self._layer!r})"
 
 
-class _Summed:
+class _Summed(ForwardOnly):
     """A layer whose results are added up over the ranks of a group. Collective over it."""
 
-    def __init__(self, layer: nn.SupportsLayer, group: ProcessGroup) -> None:
+    def __init__(self, layer: nn.SupportsLayer, tensor: TensorGroup) -> None:
         self._layer = layer
-        self._group = group
+        self._tensor = tensor
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
-        y = self._layer.forward(x)
-        return self._group.all_reduce(y, out=y).resolve()
+        return self._tensor.all_reduce(self._layer.forward(x), owned=True).resolve()
 
-    def backward(self, dy: Array, ctx: Context) -> Array | None:
-        raise ModuleStateError(f"{self!r} is for inference, it has no backward")
-
-    def parameters(self) -> list[Parameter]:
-        return []
+    def __repr__(self) -> str:
+        return f"Summed({self._layer!r})"
 
 
-def load_embedding(weights: Weights, config: BertConfig) -> nn.SupportsLayer:
-    """Return the layer that the ids enter by. Local.
+def load_embedding(weights: Weights, config: BertConfig, tensor: TensorGroup) -> nn.SupportsLayer:
+    """Return the layer that the ids enter by, whose forward is then collective over `tensor`.
+
+    Each rank has some of the words. Making it is local.
 
     Raises:
         ModelError: If the file is not that of the model.
@@ -120,7 +111,13 @@ def load_embedding(weights: Weights, config: BertConfig) -> nn.SupportsLayer:
         eps=config.eps,
     )
     tables = "embeddings.{}_embeddings.weight"
-    layer.words.weight.data = weights.read(tables.format("word"), (config.vocabulary, features))
+    rows = slice(0, config.vocabulary)
+    if tensor.size > 1:
+        layer.words = VocabParallelEmbedding(config.vocabulary, features, group=tensor)
+        rows = replica_rows(config.vocabulary, tensor.size, tensor.rank)
+    layer.words.weight.data = weights.read(
+        tables.format("word"), (config.vocabulary, features), (rows, slice(None))
+    )
     layer.types.weight.data = weights.read(
         tables.format("token_type"), (config.token_types, features)
     )
@@ -134,9 +131,9 @@ def load_embedding(weights: Weights, config: BertConfig) -> nn.SupportsLayer:
 
 
 def load_block(
-    weights: Weights, config: BertConfig, number: int, share: Share, group: ProcessGroup
+    weights: Weights, config: BertConfig, number: int, share: Share, tensor: TensorGroup
 ) -> nn.SupportsLayer:
-    """Return a block, or a rank's share of it, whose forward is then collective over `group`.
+    """Return a block, or a rank's share of it, whose forward is then collective over `tensor`.
 
     Making it is local.
 
@@ -145,7 +142,7 @@ def load_block(
         config: The sizes.
         number: Of the block, from 0.
         share: What of it this rank computes.
-        group: The ranks that compute it together.
+        tensor: The ranks that compute it together.
 
     Raises:
         ModelError: If the file is not that of the model.
@@ -155,6 +152,7 @@ def load_block(
     before = f"encoder.layer.{number}"
     heads = slice(share.heads.start * dim, share.heads.stop * dim)
     attention, mlp = block.attention, block.mlp
+    mlp.activation = config.activation_layer()
     for name in ("query", "key", "value"):
         layer = _load_columns(weights, f"{before}.attention.self.{name}", heads, features, features)
         setattr(attention, name, layer)
@@ -167,8 +165,8 @@ def load_block(
     down = _load_rows(
         weights, f"{before}.output.dense", share.columns, features, config.hidden, bias=share.first
     )
-    attention.output = _Summed(output, group) if group.size > 1 else output
-    mlp.down = _Summed(down, group) if group.size > 1 else down
+    attention.output = _Summed(output, tensor) if tensor.size > 1 else output
+    mlp.down = _Summed(down, tensor) if tensor.size > 1 else down
     _load_norm(weights, f"{before}.attention.output.LayerNorm", block.attention_norm)
     _load_norm(weights, f"{before}.output.LayerNorm", block.mlp_norm)
     return block

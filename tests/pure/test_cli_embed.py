@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.cli.embed import EmbedRequest, SentencesError, embed_lines
+from mpimesh.cli.embed import EmbedRequest, embed_lines
+from mpimesh.cli.threads import fair_threads, share_cores
+from mpimesh.errors import SentencesError
 from mpimesh.models import MiniLM
-from tests.pure.bert_reference import write_model
+from mpimesh.models.random_model import write_random_model
 
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
@@ -24,7 +26,7 @@ LINES = ["a man is eating food .", "", "b c", "a " * 30]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "small")
+    return write_random_model(tmp_path_factory.mktemp("models") / "small")
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +77,62 @@ def test_standard_input_becomes_one_json_object(model):
     assert result.stderr == b""
 
 
-def test_what_cannot_be_used_ends_with_2(model, tmp_path):
-    result = embed(tmp_path / "none.txt", "--model", model)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none.txt"], "error: cannot read the sentences: none.txt: No such file or directory\n"),
+        (["-", "--mesh", "foo=1"], "the dim 'foo', over which nothing would be shared: a MiniLM"),
+    ],
+)
+def test_what_cannot_be_used_ends_with_2_and_one_line(model, arguments, words):
+    result = embed(*arguments, "--model", model)
     assert result.returncode == 2
     assert result.stdout == b""
-    assert result.stderr.startswith(b"error: cannot read the sentences: ")
+    text = result.stderr.decode()
+    assert text.startswith("error: ")
+    assert words in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([("n", range(8), 0)], [8]),
+        ([("n", range(8), 0)] * 3, [2, 2, 2]),
+        ([("n", range(2), 0)] * 4, [1] * 4),
+        ([("n", [0, 1], 0), ("n", [2, 3, 4, 5], 0)], [2, 4]),  # bound to cores of their own
+        ([("n", range(8), 0), ("m", range(8), 0), ("m", range(8), 0)], [8, 4, 4]),
+        ([("n", range(8), 2.5)] * 2, [1, 1]),
+        ([("n", range(8), 5.0)], [5]),
+    ],
+)
+def test_a_rank_takes_its_share_of_the_cores_of_its_node(ranks, expected):
+    assert [fair_threads(ranks, rank) for rank in range(len(ranks))] == expected
+
+
+def test_the_threads_of_numpy_follow_unless_the_environment_says_how_many(monkeypatch):
+    control = pytest.importorskip("threadpoolctl")
+
+    def threads():
+        return [
+            one["num_threads"] for one in control.threadpool_info() if one["user_api"] == "blas"
+        ]
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr("mpimesh.cli.threads.cpu_quota", lambda: 0.0)
+
+    def main():
+        found = []
+        with mm.DeviceMesh("dp=1") as mesh:
+            for environment in ({}, {"OMP_NUM_THREADS": "7"}):
+                with share_cores(mesh, environment):
+                    found.append(threads())
+        return found
+
+    before = threads()
+    ((fair, left),) = mm.run_virtual(1, main)
+    assert fair == [3] * len(before)
+    assert left == before == threads()
 
 
 @pytest.mark.parametrize("dims", ["dp=2", "dp=2,pp=2", "tp=3"])
@@ -101,8 +154,8 @@ def test_rank_0_reads_and_writes_for_all(model, expected, tmp_path, dims):
     ("content", "out", "words"),
     [
         (b"good\n\xff\xfe bad\n", None, "line 2: not UTF-8"),
-        (b"good\n", "no/such/folder/x.npy", "it is a folder, or in none that exists"),
-        (b"good\n", ".", "it is a folder, or in none that exists"),
+        (b"good\n", "no/such/folder/x.npy", "there is no folder"),
+        (b"good\n", ".", "it is a folder"),
     ],
 )
 def test_all_ranks_hear_what_rank_0_cannot_do(model, tmp_path, content, out, words):

@@ -11,7 +11,8 @@ import pytest
 import mpimesh as mm
 from mpimesh.errors import MismatchError, ModelError, MpimeshError
 from mpimesh.models import MiniLM, find_minilm
-from tests.pure.bert_reference import VOCABULARY, Reference, write_model
+from mpimesh.models.random_model import VOCABULARY, write_random_model
+from tests.pure.bert_reference import Reference
 
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
@@ -33,7 +34,7 @@ def ids_of(sentence):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "small")
+    return write_random_model(tmp_path_factory.mktemp("models") / "small")
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +81,11 @@ def test_fewer_sentences_than_replicas_and_none(folder, expected):
 
 
 def test_a_rank_reads_only_its_weights(folder):
-    """Stages read their own. Shares of a block all read its norms, the first alone last biases."""
+    """Stages read their own; words are shared. All read a block's norms, the first last biases."""
     features, hidden, blocks, words, positions = 12, 10, 3, len(VOCABULARY), MAX_TOKENS
-    table = 4 * (words + positions + 2 + 2) * features
+    word = 4 * features
+    tables = (positions + 2 + 2) * word  # with the types, and the norm's two
+    table = words * word + tables
     norms, last_biases = 4 * 4 * features, 4 * 2 * features
 
     def inside(heads, columns):
@@ -98,8 +101,8 @@ def test_a_rank_reads_only_its_weights(folder):
     assert read["dp=2"] == [table + blocks * whole] * 2
     assert read["pp=2"] == [table + 2 * whole, whole]
     assert read["tp=2"] == [
-        table + blocks * (inside(2, 5) + norms + last_biases),
-        table + blocks * (inside(1, 5) + norms),
+        words // 2 * word + tables + blocks * (inside(2, 5) + norms + last_biases),
+        words // 2 * word + tables + blocks * (inside(1, 5) + norms),
     ]
 
 
@@ -139,7 +142,7 @@ def errors_of(size, dims, folder, sentences=("a",), **options):
 
 
 def changed(tmp_path, file, **changes):
-    folder = write_model(tmp_path / "changed")
+    folder = write_random_model(tmp_path / "changed")
     path = folder / file
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
@@ -148,8 +151,10 @@ def changed(tmp_path, file, **changes):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden_act": "relu"}, "'relu' where 'gelu' is needed"),
-        ({"position_embedding_type": "relative_key"}, "where 'absolute' is needed"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish', which is not computed here: only 'gelu'"),
+        ({"model_type": "roberta"}, "model_type is 'roberta', which is not computed here"),
+        ({"is_decoder": True}, "is_decoder is True"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
         ({"vocab_size": 13}, r"word_embeddings.weight must have shape \(13, 12\)"),
         ({"num_hidden_layers": 4}, "has no tensor encoder.layer.3"),
         ({"num_attention_heads": 5}, "sizes that make no model"),
@@ -168,7 +173,7 @@ def test_files_of_another_model_are_refused_on_all_ranks(tmp_path, change, words
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "garbage"])
 def test_damaged_files_are_named(tmp_path, file, damage):
-    path = write_model(tmp_path / "damaged") / file
+    path = write_random_model(tmp_path / "damaged") / file
     path.unlink() if damage == "missing" else path.write_bytes(b"\0{garbage")
     for error in errors_of(1, "dp=1", path.parent):
         assert isinstance(error, ModelError)
@@ -196,7 +201,7 @@ def test_other_sentences_on_a_rank_are_refused_on_all(folder):
     told = errors_of(3, "dp=3", folder, sentences=lambda rank: ["a b", "a" if rank == 2 else "b"])
     for error in told:
         assert isinstance(error, MismatchError)
-        assert "rank 2 are other than those of rank 0" in str(error)
+        assert "that of rank 2 is other than that of rank 0" in str(error)
 
 
 # -- the published model, where it is installed -------------------------------------------

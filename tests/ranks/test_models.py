@@ -7,7 +7,8 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.models import MiniLM
-from tests.pure.bert_reference import VOCABULARY, Reference, write_model
+from mpimesh.models.random_model import VOCABULARY, write_random_model
+from tests.pure.bert_reference import Reference
 
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
@@ -24,7 +25,7 @@ MESHES = {
 @pytest.mark.nprocs(*MESHES)
 def test_any_mesh_gives_the_vectors_of_the_formulas(comm, tmp_path):
     heads = 11 if comm.size == 8 else 3
-    folder = write_model(tmp_path / "small", heads=heads)  # each rank its own, all the same
+    folder = write_random_model(tmp_path / "small", heads=heads)  # each rank its own, all the same
     rng = np.random.default_rng(0)
     words = VOCABULARY[4:]
     sentences = [" ".join(rng.choice(words, rng.integers(0, 10))) for _ in range(25)]

@@ -1,0 +1,56 @@
+"""The embed command and its example under mpiexec: one row a line, and exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpimesh.models.random_model import write_random_model
+
+pytest.importorskip("safetensors")
+pytest.importorskip("tokenizers")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "embed_minilm.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_random_model(tmp_path_factory.mktemp("models") / "small")
+
+
+def test_the_command_and_the_example_write_a_row_for_each_line(launch, model, tmp_path):
+    lines = tmp_path / "lines.txt"
+    lines.write_bytes("a b\fc\r\n\nman\u2028is\n. food".encode())
+    found: list[Any] = []
+    for program in (["-m", "mpimesh", "embed"], [EXAMPLE]):
+        out = tmp_path / f"{len(found)}.npy"
+        arguments = [*program, lines, "--model", model, "--mesh", "dp=2", "--out", out]
+        result = launch(2, list(map(str, arguments)))
+        assert result.returncode == 0, str(result)
+        assert result.stdout.startswith("4 sentences")
+        found.append(np.load(out))
+    assert found[0].shape == (4, 12)
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("program", "content", "out", "words"),
+    [
+        ([EXAMPLE], b"good\n\xff\n", "v.npy", "line 2: not UTF-8, invalid start byte"),
+        (["-m", "mpimesh", "embed"], b"good\n", "none/v.npy", "there is no folder"),
+    ],
+    ids=["example", "command"],
+)
+def test_one_rank_tells_and_all_end_with_2(launch, model, tmp_path, program, content, out, words):
+    lines = tmp_path / "lines.txt"
+    lines.write_bytes(content)
+    arguments = [*program, lines, "--model", model, "--mesh", "tp=3", "--out", tmp_path / out]
+    result = launch(3, list(map(str, arguments)))
+    assert result.returncode == 2, str(result)
+    assert not result.stdout
+    assert result.stderr.count(words) == result.stderr.count("error") == 1, str(result)
+    assert [one.name for one in tmp_path.glob("*.npy*")] == []
