@@ -253,7 +253,12 @@ def test_what_does_not_fit_is_refused():
 
 def test_parameters_have_the_dtypes_that_jax_has_them_in():
     """In others each step would turn them into these, and the optimizer compute in those."""
-    given = {"a": np.ones(3), "b": np.ones(3, np.float32), "n": np.arange(3), "s": 2.0}
+    given: dict[str, Any] = {
+        "a": np.ones(3),
+        "b": np.ones(3, np.float32),
+        "n": np.arange(3),
+        "s": 2.0,
+    }
     for wide, (real, whole) in ((True, ("float64", "int64")), (False, ("float32", "int32"))):
         jax.config.update("jax_enable_x64", wide)
         layer = mj.wrap(lambda p, x: x * p["a"], given)
