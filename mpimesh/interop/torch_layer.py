@@ -96,7 +96,10 @@ class TorchLayer(Module):
     def set_place(self, *, seed: int, index: int) -> None:
         """Take note of the model's seed and of the layer's place: what it draws depends on them.
 
-        So do the values of buffers without memory, which they get here.
+        What has no memory, such as buffers where all parameters have it, gets memory and values.
+
+        Raises:
+            ModuleError: As :meth:`materialize`.
         """
         self._place = (seed, index)
         give_first_values(self.module, [one for _, one in self._named], seed=seed, index=index)
@@ -128,9 +131,8 @@ class TorchLayer(Module):
             y = self._call(structure.unflatten(taken))
         if any(tensor._version for tensor in tensors):
             raise ModuleError(
-                f"{self!r} has written into its input, which others may read: put a module that "
-                "computes in place, such as ReLU(inplace=True), behind another one and wrap them "
-                "together"
+                f"{self!r} has written into its input, which others may read: let it write into "
+                "memory of its own, or give it an attribute inplace=True, so that it gets a copy"
             )
         outputs, form = flatten(y, name=f"the output of {self!r}")
         for output in outputs:
