@@ -1,10 +1,29 @@
 """Train a small GPT of PyTorch on a mesh of ranks: replicas of a pipeline of its blocks.
 
+    pip install 'mpimesh[torch]'
     mpiexec -n 4 python examples/train_torch.py --mesh dp=2,pp=2
     python examples/train_torch.py --check           one rank, beside plain PyTorch
+    python examples/train_torch.py --virtual 4       four ranks as threads of one process
 
-PyTorch needs no MPI of its own, and no torch.distributed. With --check, rank 0 trains the same
-model by plain PyTorch, too, and both losses are printed. The text to learn is this program.
+On dp=2,pp=2 a stage passes on to the next, and two replicas add up their gradients:
+
+                             stage 0: letters to       stage 1: block,
+                             vectors, block            scores of letters
+    replica 0, rows 0-15         rank 0        pp >        rank 1
+                                   |                         |
+                                   dp                        dp
+                                   |                         |
+    replica 1, rows 16-31        rank 2        pp >        rank 3
+
+The scores' weight is that of the vectors: one parameter, in stages of two ranks. PyTorch needs no
+MPI of its own, and no torch.distributed. The text to learn is this program. It prints, with --check
+beside what plain PyTorch gets for the same model and the same batches, such as
+
+    dp=2,pp=2: loss 4.869267, after 20 steps 3.327355
+    plain PyTorch: loss 4.869267, after 20 steps 3.327355
+
+and ends with exit code 1 if the losses of a step differ by more than rounding. --help shows all
+options. Beside this file, digits/ holds what it shares with train_digits.py.
 """
 
 from __future__ import annotations
@@ -14,22 +33,28 @@ import os
 # The cores are for the ranks: more threads than cores would make all of them slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import copy
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from digits.options import DEFAULT, Parser, above_zero, mesh_dims, natural, positive
 
 import mpimesh as mm
+from mpimesh.errors import LaunchError, MissingPackageError, WorldSizeError
 
 try:
-    import torch
-    from torch import nn
-
     from mpimesh.interop import torch as mt
-except ImportError:
-    print("train_torch.py needs PyTorch: pip install torch")
-    raise SystemExit(0) from None
+except MissingPackageError as error:
+    # No failure: `make examples` runs what can be run.
+    if mm.Launch.detect().rank == 0:
+        print(f"train_torch.py: {error}")
+    sys.exit(0)
+
+import torch
+from torch import nn
 
 LETTERS, WIDTH, HEADS, LENGTH = 128, 64, 4, 32
 
@@ -103,7 +128,7 @@ def batch(step: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return pieces[:, :-1], pieces[:, 1:]
 
 
-def train_plainly(model: nn.Module, options: argparse.Namespace) -> list[float]:
+def train_plainly(model: nn.Module, options: Namespace) -> list[float]:
     """Train by PyTorch alone, on whole batches; return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     losses = []
@@ -117,7 +142,7 @@ def train_plainly(model: nn.Module, options: argparse.Namespace) -> list[float]:
     return losses
 
 
-def train(mesh: mm.DeviceMesh, model: nn.Sequential, options: argparse.Namespace) -> list[float]:
+def train(mesh: mm.DeviceMesh, model: nn.Sequential, options: Namespace) -> list[float]:
     """Train over the mesh; return the losses, the same on every rank."""
     num_stages = mesh.dim_size("pp")
     stages = [mm.PipelineStage(number) for number in range(num_stages)]
@@ -126,7 +151,8 @@ def train(mesh: mm.DeviceMesh, model: nn.Sequential, options: argparse.Namespace
         stages[place * num_stages // len(layers)].add_layer(layer)
     pipe = mm.PipelineParallel(stages, options.microbatches, mesh=mesh)
     # The parameters are of PyTorch, and so may be their optimizer; mm.optim's would do, too.
-    optimizer = torch.optim.AdamW(mt.tensors(pipe), lr=options.lr)
+    # A rank beyond the number of layers has none, which PyTorch takes only in a group.
+    optimizer = torch.optim.AdamW([{"params": mt.tensors(pipe)}], lr=options.lr)
     loss = mt.wrap_loss(next_letter_loss)
     return [
         pipe.train_step(*batch(step, options.rows), loss=loss, optimizer=optimizer)
@@ -136,34 +162,82 @@ def train(mesh: mm.DeviceMesh, model: nn.Sequential, options: argparse.Namespace
 
 def show(what: str, losses: list[float]) -> None:
     """Print the first and the last loss."""
-    print(f"{what}: loss {losses[0]:.6f}, after {len(losses)} steps {losses[-1]:.6f}")
+    print(f"{what}: loss {losses[0]:.6f}, after {len(losses)} steps {losses[-1]:.6f}", flush=True)
 
 
-def main() -> None:
-    """Train, and with --check compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mesh", default="dp=-1,pp=1", help="for instance dp=2,pp=2")
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=32, help="of the whole batch")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check", action="store_true", help="train by plain PyTorch, too")
-    options = parser.parse_args()
-
+def run(template: nn.Sequential, options: Namespace) -> int:
+    """Run the program of one rank, and return its exit code."""
     with mm.DeviceMesh(options.mesh) as mesh:
-        model = make_model(options.blocks, options.seed)
-        plain = copy.deepcopy(model)
-        losses = train(mesh, model, options)
+        losses = train(mesh, copy.deepcopy(template), options)
+        is_alike = np.ones(1, bool)
         if mesh.rank == 0:
             show(mesh.dims_text, losses)
             if options.check:
-                expected = train_plainly(plain, options)
+                expected = train_plainly(copy.deepcopy(template), options)
                 show("plain PyTorch", expected)
-                np.testing.assert_allclose(losses, expected, rtol=1e-3)
-        mesh.barrier()
+                is_alike[0] = np.allclose(losses, expected, rtol=1e-3)
+        # The others wait: a launcher may end the job with the first rank that is done.
+        is_alike = mesh.group().broadcast(is_alike, root=0).resolve()
+    if not is_alike[0] and mesh.rank == 0:
+        print("train_torch.py: error: the losses differ", file=sys.stderr)
+    return 0 if is_alike[0] else 1
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
+    """Read the command line, that of the process if None."""
+    parser = Parser(prog="train_torch.py", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--mesh",
+        type=mesh_dims,
+        metavar="DIMS",
+        help="replicas and stages, such as dp=2,pp=2; one size may be -1: whatever fits the ranks "
+        "(default two stages where the number of ranks is even, else one)",
+    )
+    parser.add_argument(
+        "--virtual", type=positive, metavar="N", help="run on N threads as ranks, without mpiexec"
+    )
+    numbers = {
+        "blocks": (2, "blocks of the model"),
+        "microbatches": (4, "parts of a replica's rows"),
+        "rows": (32, "rows of a batch, of all replicas"),
+        "steps": (20, "steps to train"),
+    }
+    for name, (number, text) in numbers.items():
+        parser.add_argument(
+            f"--{name}", type=positive, default=number, metavar="N", help=f"{text} {DEFAULT}"
+        )
+    parser.add_argument(
+        "--lr", type=above_zero, default=3e-3, metavar="RATE", help=f"learning rate {DEFAULT}"
+    )
+    parser.add_argument(
+        "--seed", type=natural, default=0, metavar="N", help=f"of the first values {DEFAULT}"
+    )
+    parser.add_argument("--check", action="store_true", help="train by plain PyTorch, too")
+    options = parser.parse_args(arguments)
+    if options.virtual and mm.Launch.detect().size > 1:
+        parser.error("argument --virtual: is for running without mpiexec")
+    if options.mesh is None:
+        ranks = options.virtual or mm.Launch.detect().size
+        options.mesh = "dp=-1,pp=2" if ranks % 2 == 0 else "dp=-1,pp=1"
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run on the ranks of mpiexec, or on virtual ones; return the exit code."""
+    options = parse_options(arguments)
+    # Here, as PyTorch draws from one generator of the process, which virtual ranks would share.
+    template = make_model(options.blocks, options.seed)
+    try:
+        if options.virtual:
+            return mm.run_virtual(options.virtual, run, template, options)[0]
+        return run(template, options)
+    except (WorldSizeError, LaunchError) as error:
+        # All ranks raise it: one of them tells.
+        if mm.Launch.detect().rank == 0:
+            print(f"train_torch.py: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
-    main()
+    # All ranks end with the same code; a batch system is to see it, whatever the launcher.
+    mm.exit_all(main())

@@ -24,7 +24,12 @@ sums is hidden.
 **Compilation.** Forward and backward are compiled once for each shape of a microbatch: take
 microbatches of even length.
 
-**float64** is JAX's affair: without ``jax_enable_x64`` it computes in float32 what is given so.
+**float64** is JAX's affair: without ``jax_enable_x64`` it computes in float32, and parameters that
+are given as float64 are kept in float32.
+
+**Threads.** Ranks of a node share its cores, and JAX takes them all for each rank. With
+``XLA_FLAGS=--xla_cpu_multi_thread_eigen=false`` in the environment, before JAX starts, a rank
+computes in one thread.
 
 **Random numbers.** With ``key=True`` the function gets a third argument in training: a key that
 depends on the model's seed, the layer's place, the step and the first row of the microbatch. In
@@ -56,7 +61,8 @@ def wrap(function: Callable[..., Any], params: Any, *, key: bool = False) -> Jax
         key: Whether the function takes a key as its third argument.
 
     Raises:
-        ModuleError: If `function` cannot be called, or a function for the first values makes
-            anything but floats.
+        ModuleError: If `function` cannot be called or hashed, or a function for the first values
+            makes anything but floats.
+        DTypeError: If a parameter is complex.
     """
     return JaxLayer(function, params, key=key)

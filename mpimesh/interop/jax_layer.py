@@ -17,7 +17,7 @@ import numpy as np
 from mpimesh.arrays import Array, HostArray
 from mpimesh.arrays.counter_bits import key_of
 from mpimesh.arrays.reduction import is_half
-from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.interop.host_memory import host_array
 from mpimesh.interop.jax_library import jax
 from mpimesh.nn import Constant, Context, Module, Parameter
@@ -35,6 +35,13 @@ class JaxLayer(Module):
     def __init__(self, function: Callable[..., Any], params: Any, *, key: bool = False) -> None:
         if not callable(function):
             raise ModuleError(f"wrap takes a function of parameters and an input, got {function!r}")
+        try:
+            hash(function)
+        except TypeError:
+            raise ModuleError(
+                f"compiled code is found again by its function, and {function!r} cannot be hashed: "
+                "wrap a function that calls it"
+            ) from None
         self.function = function
         self._takes_key = bool(key)
         self._place = (0, 0)
@@ -184,17 +191,21 @@ def _leaf(name: str, leaf: Any) -> tuple[str, Any]:
     if isinstance(leaf, Parameter):
         return name, leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        if not has_gradient(leaf):
+        if not has_gradient(leaf) or leaf.dtype.kind == "c":
             raise ModuleError(
                 f"parameter {name!r} is made by a function and must be of a float dtype, got "
                 f"{leaf.dtype}"
             )
         return name, Parameter(name, tuple(leaf.shape), Constant(0.0))
-    array = np.array(leaf)
+    array = np.array(leaf, order="C")
+    # As JAX would hold it: without 64 bits in them it would turn it into that in each step.
+    array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
     if not has_gradient(array):
         return name, array
+    if array.dtype.kind == "c":
+        raise DTypeError(f"parameter {name!r} must be of a real dtype, got {array.dtype}")
     parameter = Parameter(name, array.shape, Constant(0.0))
-    parameter.data = np.array(array, order="C")  # one without axes stays so
+    parameter.data = array
     return name, parameter
 
 

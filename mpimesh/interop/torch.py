@@ -18,11 +18,21 @@ Importing this module imports PyTorch; without it, that raises
 **Memory.** Values and gradients are one memory for both libraries. The module's own optimizer, its
 ``state_dict`` and ``load_state_dict`` work on it as ever. Inputs and outputs are not copied
 either. Gradients of a step stay until the next one begins, so ``optimizer.zero_grad()`` of
-PyTorch's is not needed. All is in the host's memory.
+PyTorch's is not needed. All is in the host's memory, and so must the modules be: a module on a GPU
+is refused. Batches may be tensors as well as arrays.
+
+**Parameters without a gradient** in a step have one of zeros, on all ranks alike, so that weight
+decay and momentum go on. PyTorch alone, where their gradient is None, leaves them as they are.
+Freeze what is not to be trained.
+
+**Changes.** Wrap a module when it is complete: parameters that are added or replaced later are
+refused at the next forward. What a module writes into its input, as a function in place does, is
+refused, too, for a stage before may need it; modules with an attribute ``inplace``, such as
+``ReLU(inplace=True)``, get a copy.
 
 **First values.** Make the modules after ``torch.manual_seed(...)``, the same on every rank; or on
-the "meta" device: then a rank gives memory to its own stages only, and the values depend on the
-model's `seed` and the layer's place, on any mesh.
+the "meta" device: then a rank gives memory to its own stages only, and the values, of the modules'
+``reset_parameters``, depend on the model's `seed` and the layer's place, on any mesh.
 
 **Random numbers**, such as dropout's, are drawn by the model's seed, the layer's place, the step
 and the first row of the microbatch: a run can be repeated, and replicas and microbatches draw
@@ -99,6 +109,9 @@ def wrap_each(modules: torch.nn.Sequential) -> list[TorchLayer]:
 
 def tensors(model: ParallelModel) -> list[torch.nn.Parameter]:
     """Return the parameters of PyTorch that live on this rank, for its optimizers. Local.
+
+    A rank whose stages have none needs an optimizer, too: one of PyTorch's takes an empty list in
+    a group, ``AdamW([{"params": mt.tensors(model)}])``.
 
     Raises:
         ModuleError: If some parameters are not PyTorch's, which its optimizers cannot change.

@@ -11,7 +11,7 @@ from mpimesh.errors import DTypeError, ModuleError
 from mpimesh.interop.host_memory import host_array, plain_array
 from mpimesh.interop.torch_library import torch
 
-__all__ = ["as_array", "as_tensor"]
+__all__ = ["as_array", "as_tensor", "host_leaf"]
 
 _BFLOAT16 = "bfloat16"  # NumPy has it from ml_dtypes, and PyTorch does not know that
 
@@ -19,11 +19,13 @@ _BFLOAT16 = "bfloat16"  # NumPy has it from ml_dtypes, and PyTorch does not know
 def as_tensor(x: Any) -> torch.Tensor:
     """Return an array as a tensor: its own memory, also where NumPy may only read it.
 
+    A tensor becomes another one, which autograd does not know yet.
+
     Raises:
         ModuleError: If it is memory of a device.
         DTypeError: If PyTorch has no such dtype.
     """
-    array = host_array(x)
+    array = host_leaf(x)
     dtype = array.dtype
     if dtype.name == _BFLOAT16:
         return torch.from_numpy(plain_array(array.view(np.uint16))).view(torch.bfloat16)
@@ -31,6 +33,16 @@ def as_tensor(x: Any) -> torch.Tensor:
         return torch.from_numpy(plain_array(array))
     except TypeError:
         raise DTypeError(f"PyTorch has no dtype {dtype}") from None
+
+
+def host_leaf(x: Any) -> HostArray:
+    """Return an array, or a tensor, as an array in the host's memory.
+
+    Raises:
+        ModuleError: If it is memory of a device.
+        DTypeError: If it holds no numbers, or NumPy has no such dtype.
+    """
+    return as_array(x) if isinstance(x, torch.Tensor) else host_array(x)
 
 
 def as_array(tensor: torch.Tensor) -> HostArray:

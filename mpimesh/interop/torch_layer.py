@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import is_
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +19,8 @@ import numpy as np
 
 from mpimesh.arrays import Array, HostArray
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
-from mpimesh.interop.torch_arrays import as_array, as_tensor
+from mpimesh.interop.torch_arrays import as_array, as_tensor, host_leaf
+from mpimesh.interop.torch_first_values import give_first_values
 from mpimesh.interop.torch_library import torch
 from mpimesh.interop.torch_parameter import TorchParameter, parameter_of
 from mpimesh.interop.torch_random import seeded
@@ -48,18 +51,18 @@ class TorchLayer(Module):
         self._spread = bool(spread)
         self._training = bool(module.training)
         self._place: tuple[int, int] | None = None
-        names = {id(tensor): name for name, tensor in reversed([*module.named_parameters()])}
-        found: dict[int, tuple[str, TorchParameter]] = {}
-        for owner in module.modules():
-            for at, tensor in owner._parameters.items():
-                if tensor is None:
-                    continue
-                parameter = parameter_of(names[id(tensor)], tensor)
-                parameter.add_place(owner, at)
-                found[id(parameter)] = (names[id(tensor)], parameter)
-        self._named = list(found.values())
+        names = {id(tensor): name for name, tensor in module.named_parameters()}
+        self._standing: list[TorchParameter] = []
+        for owner, at, tensor in _places(module):
+            parameter = parameter_of(names[id(tensor)], tensor)
+            parameter.add_place(owner, at)
+            self._standing.append(parameter)
+        self._named = list(
+            {id(one): (names[id(one.tensor)], one) for one in self._standing}.values()
+        )
         whole = not any(True for _ in module.children()) if halves is None else bool(halves)
         self._halves = whole and bool(self._named)
+        self._writes = any(getattr(one, "inplace", False) for one in module.modules())
 
     # -- parameters: the module's --------------------------------------------------------
 
@@ -82,40 +85,24 @@ class TorchLayer(Module):
 
         Raises:
             ModuleError: If a module with such a parameter or buffer has no ``reset_parameters``,
-                or `xp` is not NumPy.
+                or that leaves one without values, or `xp` is not NumPy.
         """
         if xp is not np:
             raise ModuleError(
                 f"{self!r} computes on the host's memory: make the model with xp=numpy"
             )
         self.set_place(seed=seed, index=index)
-        empty = [one for one in self.module.modules() if _lacks_memory(one)]
-        for owner in empty:
-            if not callable(getattr(owner, "reset_parameters", None)):
-                raise ModuleError(
-                    f"{type(owner).__name__} in {self!r} has parameters or buffers on the meta "
-                    "device, and no reset_parameters() to give them first values: write one, or "
-                    "make the module with memory"
-                )
-        kept = [
-            (one.tensor, one.tensor.detach().clone())
-            for _, one in self._named
-            if not one.tensor.is_meta and empty
-        ]
-        for _, parameter in self._named:
-            parameter.give_memory()
-        with seeded(seed, index), torch.no_grad():
-            for owner in empty:
-                for name, buffer in owner._buffers.items():
-                    if buffer is not None and buffer.is_meta:
-                        owner._buffers[name] = torch.zeros_like(buffer, device="cpu")
-                owner.reset_parameters()
-            for tensor, values in kept:
-                tensor.copy_(values)
 
     def set_place(self, *, seed: int, index: int) -> None:
-        """Take note of the model's seed and of the layer's place: what it draws depends on them."""
+        """Take note of the model's seed and of the layer's place: what it draws depends on them.
+
+        What has no memory, such as buffers where all parameters have it, gets memory and values.
+
+        Raises:
+            ModuleError: As :meth:`materialize`.
+        """
         self._place = (seed, index)
+        give_first_values(self.module, [one for _, one in self._named], seed=seed, index=index)
 
     def set_training(self, training: bool) -> None:
         """Choose training or evaluation, for all modules in it."""
@@ -128,27 +115,24 @@ class TorchLayer(Module):
         """Return the module's output; with a context, keep what autograd has recorded.
 
         Raises:
-            ModuleStateError: If a parameter of the module was replaced by another one.
+            ModuleStateError: If the module has got other parameters, or more of them.
             ModuleError: If the module gives anything but tensors, or tuples and dicts of them, or
                 has written into its input.
             DTypeError: If PyTorch or NumPy lacks a dtype.
         """
-        replaced = [name for name, parameter in self._named if not parameter.is_in_place]
-        if replaced:
-            raise ModuleStateError(
-                f"parameters {replaced} of {self!r} were replaced after it was wrapped, and would "
-                "not be trained: wrap the module when it is complete, or copy values into them"
-            )
-        leaves, structure = flatten(x, name="the input")
+        self._check_standing()
+        given, structure = flatten(x, name="the input")
+        leaves = [host_leaf(leaf) for leaf in given]
         wants = ctx is not None and self.input_grad
         tensors = [_input(leaf, wants=wants) for leaf in leaves]
         with self._mode(ctx):
-            y = self._call(structure.unflatten(tensors))
+            # One that may write into its input gets a copy: others read that.
+            taken = [one.clone() for one in tensors] if self._writes else tensors
+            y = self._call(structure.unflatten(taken))
         if any(tensor._version for tensor in tensors):
             raise ModuleError(
-                f"{self!r} has written into its input, which others may read: put a module that "
-                "computes in place, such as ReLU(inplace=True), behind another one and wrap them "
-                "together"
+                f"{self!r} has written into its input, which others may read: let it write into "
+                "memory of its own, or give it an attribute inplace=True, so that it gets a copy"
             )
         outputs, form = flatten(y, name=f"the output of {self!r}")
         for output in outputs:
@@ -229,6 +213,23 @@ class TorchLayer(Module):
         ctx.take(self)
         return tensors, structure, gradients
 
+    def _check_standing(self) -> None:
+        """Check that the module has the very parameters that it had when it was wrapped."""
+        standing = [tensor for _, _, tensor in _places(self.module)]
+        known = [one.tensor for one in self._standing]
+        if len(standing) == len(known) and all(map(is_, standing, known)):
+            return
+        now = dict(self.module.named_parameters(remove_duplicate=False))
+        changed = [name for name, one in now.items() if not any(map(partial(is_, one), known))]
+        changed += [
+            name for name, one in self._named if not any(map(partial(is_, one.tensor), standing))
+        ]
+        raise ModuleStateError(
+            f"parameters {sorted({*changed})} of {self!r} were replaced, added or removed after it "
+            "was wrapped, and would not be trained: wrap the module when it is complete, or copy "
+            "values into the parameters that it has"
+        )
+
     def _call(self, x: Any) -> Any:
         if self._spread and isinstance(x, tuple):
             return self.module(*x)
@@ -296,9 +297,14 @@ class TorchLayer(Module):
         return f"TorchLayer({type(self.module).__name__})"
 
 
-def _lacks_memory(module: torch.nn.Module) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(one is not None and one.is_meta for one in own)
+def _places(
+    module: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """Yield each place where a parameter stands: the module that has it, and its name there."""
+    for owner in module.modules():
+        for at, tensor in owner._parameters.items():
+            if tensor is not None:
+                yield owner, at, tensor
 
 
 def _input(leaf: Array, *, wants: bool) -> torch.Tensor:

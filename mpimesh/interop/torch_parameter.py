@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpimesh.arrays import Array, HostArray
-from mpimesh.errors import DTypeError, ModuleError
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError
 from mpimesh.interop.torch_arrays import as_array, as_tensor
 from mpimesh.interop.torch_library import torch
 from mpimesh.nn import Constant, Parameter
@@ -71,30 +71,45 @@ class TorchParameter(Parameter):
             self._replace(as_tensor(array))
         elif array is not self.data:
             self.tensor.data = as_tensor(array)
+            # The very array: who has put it here looks whether it is still there.
+            self._seen = (self.tensor.data_ptr(), array)
 
     @property
     def grad(self) -> Array:
         """The gradient. Whoever looks at it ties the tensor's to it again."""
         if self._grad is not None and self.tensor.grad is not self._torch_grad:
-            self.tensor.grad = self._torch_grad
+            self._tie()
         return self._grad
 
     @grad.setter
     def grad(self, array: Array) -> None:
         self._grad = array
         self._torch_grad = None if array is None else as_tensor(array)
-        self.tensor.grad = self._torch_grad
+        self._tie()
 
     def tie(self) -> None:
         """Tie the tensor's gradient to this one, before autograd adds to it.
 
         One that PyTorch has dropped, as its `zero_grad` does, begins at 0.
+
+        Raises:
+            ModuleStateError: If the tensor has got another dtype or shape.
         """
         if self._grad is None:
             return
         if self.tensor.grad is None:
             self._grad[...] = 0
-        self.tensor.grad = self._torch_grad
+        self._tie()
+
+    def _tie(self) -> None:
+        given = self._torch_grad
+        if given is not None and _kind(given) != _kind(self.tensor):
+            raise ModuleStateError(
+                f"parameter {self.name!r} is {_text(self.tensor)} now, and its gradient has memory "
+                f"for {_text(given)}: change a module before the model is made, or make the model "
+                "anew"
+            )
+        self.tensor.grad = given
 
     @property
     def requires_grad(self) -> bool:
@@ -104,11 +119,6 @@ class TorchParameter(Parameter):
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
         self.tensor.requires_grad_(wanted)
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the tensor still stands in the modules that it was found in."""
-        return all(owner._parameters.get(name) is self.tensor for owner, name in self._places)
 
     # -- for layers ---------------------------------------------------------------------
 
@@ -181,7 +191,8 @@ def parameter_of(name: str, tensor: torch.nn.Parameter) -> TorchParameter:
         )
     if tensor.device.type not in ("cpu", "meta"):
         raise ModuleError(
-            f"parameter {name!r} must be in the host's memory (or on the meta device), it is on "
+            f"parameter {name!r} must be in the host's memory (or on the meta device), for that is "
+            f"where ranks exchange gradients and what goes between stages; it is on "
             f"{tensor.device}: use module.cpu()"
         )
     if not tensor.is_floating_point():
@@ -191,6 +202,14 @@ def parameter_of(name: str, tensor: torch.nn.Parameter) -> TorchParameter:
         if found is None:
             found = _FOUND[id(tensor)] = TorchParameter(name, tensor)
         return found
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _added(parameter: Callable[[], TorchParameter | None]) -> None:

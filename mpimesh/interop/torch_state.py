@@ -27,21 +27,28 @@ def full_state_dict(model: ParallelModel, root: torch.nn.Module) -> dict[str, to
             taken as they are here.
 
     Raises:
-        ModuleError: If a wrapped module is no part of `root`.
+        ModuleError: If a wrapped module is no part of `root`, or a value is no tensor.
 
     Cost:
         Two broadcasts for each parameter and buffer, over the stages.
     """
     engine = model._engine
-    state = {name: value.detach().clone() for name, value in root.state_dict().items()}
-    for number, prefix, layer in _places(model, root):
-        buffers = {name for name, _ in layer.module.named_buffers()}
+    state = {
+        name: _tensor(name, value).detach().clone() for name, value in root.state_dict().items()
+    }
+    given: set[str] = set()
+    for number, layer, names in _places(model, root):
+        buffers = dict(layer.module.named_buffers(remove_duplicate=False))
         for name, value in layer.module.state_dict().items():
+            if given.issuperset(names[name]):  # tied to one before
+                continue
+            given.update(names[name])
             mine = as_array(value).copy() if number in engine.local else None
             whole = engine.pipe.broadcast(mine, root=None).resolve()
             if name in buffers:  # those of replicas differ
                 whole = engine.data.broadcast(whole, root=0).resolve()
-            state[prefix + name] = as_tensor(to_numpy(whole)).clone()
+            for place in names[name]:
+                state[place] = as_tensor(to_numpy(whole)).clone()
     return state
 
 
@@ -70,28 +77,51 @@ def load_full_state_dict(
             f"{sorted(missing) or 'none'}, unknown: {sorted(unknown) or 'none'}"
         )
     for name, value in expected.items():
-        if value.shape != state[name].shape:
+        shape = _tensor(name, value).shape
+        if shape != _tensor(name, state[name]).shape:
             raise ShapeError(
-                f"state of {name!r} must have its shape {tuple(value.shape)}, got "
+                f"state of {name!r} must have its shape {tuple(shape)}, got "
                 f"{tuple(state[name].shape)}"
             )
-    for number, prefix, layer in _places(model, root):
+    for number, layer, names in _places(model, root):
         if number in model._engine.local:
-            own = layer.module.state_dict()
-            layer.module.load_state_dict({name: state[prefix + name] for name in own})
+            # Of several names of one tensor the last counts, as where PyTorch loads the root.
+            layer.module.load_state_dict({name: state[names[name][-1]] for name in names})
 
 
-def _places(model: ParallelModel, root: torch.nn.Module) -> list[tuple[int, str, TorchLayer]]:
-    """Return each wrapped module with its stage, and what its names begin with in `root`."""
-    names = {id(module): name for name, module in root.named_modules()}
+def _places(
+    model: ParallelModel, root: torch.nn.Module
+) -> list[tuple[int, TorchLayer, dict[str, list[str]]]]:
+    """Return each wrapped module with its stage, and all names in `root` of what is in its state.
+
+    A tensor that stands in several modules, or in one that stands in several places, has several.
+    """
+    prefixes = {id(module): name for name, module in root.named_modules()}
+    known: dict[int, list[str]] = {}
+    whole = root.state_dict(keep_vars=True)  # kept, so that each id stays that of one tensor
+    for name, value in whole.items():
+        known.setdefault(id(value), []).append(name)
     found = []
     for number, stage in enumerate(model._engine.stages):
         for layer in _wrapped(stage):
-            if id(layer.module) not in names:
-                raise ModuleError(f"{layer!r} of stage {number} is no part of the root module")
-            name = names[id(layer.module)]
-            found.append((number, f"{name}." if name else "", layer))
+            names = {}
+            for name, value in layer.module.state_dict(keep_vars=True).items():
+                names[name] = known.get(id(value), [])
+                prefix = prefixes.get(id(layer.module))
+                if not names[name] and prefix is not None:  # made for this state alone
+                    names[name] = [f"{prefix}.{name}" if prefix else name]
+                if not names[name]:
+                    raise ModuleError(f"{layer!r} of stage {number} is no part of the root module")
+            found.append((number, layer, names))
     return found
+
+
+def _tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ModuleError(
+            f"{name!r} is a {type(value).__name__}: a state that goes over ranks has tensors only"
+        )
+    return value
 
 
 def _wrapped(layer: SupportsLayer) -> list[TorchLayer]:

@@ -106,13 +106,40 @@ def test_hello_mesh(launch):
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 def test_train_torch(launch):
-    """Both losses are printed to six digits; the first is the same, and training goes on alike."""
+    """The first loss is that of plain PyTorch, and the example itself compares the others."""
     path = next(path for path in EXAMPLES if path.name == "train_torch.py")
     result = launch(4, [str(path), "--mesh", "dp=2,pp=2", "--steps", "4", "--check"])
     assert result.returncode == 0, str(result)
     ours, plain = (line.split(": ") for line in result.stdout.splitlines())
     assert (ours[0], plain[0]) == ("dp=2,pp=2", "plain PyTorch")
-    assert ours[1].split(",")[0] == plain[1].split(",")[0]
+    first, same = (float(line[1].split(",")[0].removeprefix("loss ")) for line in (ours, plain))
+    assert first == pytest.approx(same, rel=1e-5)
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mesh dp=3", "mesh dp=3.* needs 3.* ranks"),
+        ("--rows 0", "argument --rows: needs a whole number of at least 1"),
+        ("--virtual 2", "argument --virtual: is for running without mpiexec"),
+    ],
+)
+def test_train_torch_says_once_what_is_wrong(launch, arguments, message):
+    path = next(path for path in EXAMPLES if path.name == "train_torch.py")
+    result = launch(2, [str(path), *arguments.split()])
+    assert result.returncode == 2, str(result)
+    (line,) = (result.stdout + result.stderr).splitlines()
+    assert re.fullmatch(f"train_torch.py: error: .*{message}.*", line)
+
+
+@pytest.mark.skipif(find_spec("torch") is not None, reason="torch is here")
+def test_train_torch_says_once_that_it_needs_torch(launch):
+    path = next(path for path in EXAMPLES if path.name == "train_torch.py")
+    result = launch(2, [str(path)])
+    assert result.returncode == 0, str(result)
+    (line,) = result.stdout.splitlines()
+    assert "pip install 'mpimesh[torch]'" in line
 
 
 @pytest.mark.parametrize(("ends", "numbers"), HEAT.items())

@@ -11,7 +11,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from tests.pure.parallel_models import on_ranks
 
 jax: Any = pytest.importorskip("jax")
@@ -242,3 +242,46 @@ def test_what_does_not_fit_is_refused():
         mj.wrap(lambda p, x: x, lambda key: jax.numpy.arange(3))
     with pytest.raises(ModuleError, match="make a list a tuple"):
         mj.wrap(lambda p, x: [x], np.ones(3))(np.ones((2, 3)))
+    with pytest.raises(DTypeError, match="'a' must be of a real dtype, got complex64"):
+        mj.wrap(lambda p, x: x, {"a": np.ones(3, np.complex64)})
+    with pytest.raises(ModuleError, match=r"'a' .* float dtype, got complex64"):
+        mj.wrap(lambda p, x: x, lambda key: {"a": jax.numpy.ones(3, np.complex64)})
+    unhashable = type("F", (), {"__call__": lambda self, p, x: x, "__hash__": None})()
+    with pytest.raises(ModuleError, match="cannot be hashed: wrap a function"):
+        mj.wrap(unhashable, np.ones(3))
+
+
+def test_parameters_have_the_dtypes_that_jax_has_them_in():
+    """In others each step would turn them into these, and the optimizer compute in those."""
+    given: dict[str, Any] = {
+        "a": np.ones(3),
+        "b": np.ones(3, np.float32),
+        "n": np.arange(3),
+        "s": 2.0,
+    }
+    for wide, (real, whole) in ((True, ("float64", "int64")), (False, ("float32", "int32"))):
+        jax.config.update("jax_enable_x64", wide)
+        layer = mj.wrap(lambda p, x: x * p["a"], given)
+        found = {name: one.dtype.name for name, one in layer.params.items()}
+        assert found == {"a": real, "b": "float32", "n": whole, "s": real}
+    jax.config.update("jax_enable_x64", True)
+    assert given["a"].dtype == np.float64
+
+
+def test_replicas_divide_the_state_of_the_optimizer():
+    losses, params = train_alone(3)
+
+    def body(mesh):
+        stages = [mm.PipelineStage(number) for number in range(2)]
+        for place, layer in enumerate(layers()):
+            stages[place // 2].add_layer(layer)
+        pipe = mm.PipelineParallel(stages, 3, mesh=mesh, bucket_bytes=300)
+        adam = optim.Adam(pipe.parameters(), lr=0.05)
+        optimizer = mm.ParallelOptimizer(adam, pipe, zero=1)
+        loss = mj.wrap_loss(cross_entropy)
+        found = [pipe.train_step(*batch(n), loss=loss, optimizer=optimizer) for n in range(3)]
+        np.testing.assert_allclose(found, losses, rtol=1e-12)
+        state = pipe.full_state_dict()
+        np.testing.assert_allclose(state["2.w"], params[2]["w"], rtol=1e-8)
+
+    on_ranks("dp=2,pp=2", body)
