@@ -1,12 +1,12 @@
 """Data parallelism of one PyTorch model: mpimesh beside DistributedDataParallel over gloo.
 
-The same processes are ranks of both. Each rank has so many rows that its forward and backward take
-about as long as gloo takes for the gradients, one after the other: half of the step is
-communication, if nothing overlaps. Both have their gradients in buckets that are reduced while
-backward runs, one thread a rank, and PyTorch's own SGD. DistributedDataParallel has what its manual
-says makes it fast: gradients that are views of its buckets, a graph that is known to stay as it is,
-gradients set to None between steps. It runs with its own size of buckets, two layers in each, and
-with a bucket for each layer, as mpimesh has them. At the end all have the same gradients.
+The same processes are ranks of both. Each rank has so many rows that a step without sums takes
+about half as long as one of DistributedDataParallel: communication takes the other half. Both have
+their gradients in buckets that are reduced while backward runs, one thread a rank, and PyTorch's
+own SGD. DistributedDataParallel has what its manual says makes it fast: gradients that are views of
+its buckets, a graph that is known to stay as it is, gradients set to None between steps. It runs
+with its own size of buckets, two layers in each, and with a bucket for each layer, as mpimesh has
+them. At the end all have the same gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
     if available():
         return []
     comm = mesh.group().communicator.native  # type: ignore[attr-defined]
-    with gloo.opened(comm) as (torch, distributed):
+    with gloo.opened(comm) as (torch, _):
         width = _TINY_WIDTH if effort is TINY else _WIDTH
         torch.manual_seed(0)
         model = torch.nn.Sequential(
@@ -51,7 +51,7 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
                 for one in (torch.nn.Linear(width, width), torch.nn.ReLU())
             )
         )
-        rows = _rows(comm, model, torch, distributed)
+        rows = _rows(mesh, comm, model, torch)
         x = np.random.default_rng(0).normal(size=(rows * comm.size, width)).astype(np.float32)
         models = [model, *(copy.deepcopy(model) for _ in range(3))]
         ways = {
@@ -67,24 +67,23 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
     return make_rows(f"a step, {number:,} parameters, {rows} rows a rank", timings)
 
 
-def _rows(comm: MPI.Intracomm, model: Any, torch: Any, distributed: Any) -> int:
-    """Return with how many rows computing takes as long as gloo's sums. Collective."""
-    flat = torch.zeros(sum(one.numel() for one in model.parameters()))
-    rows = 16
-    x = torch.zeros(rows, model[0].in_features)
-
-    def compute() -> None:
-        model(x).square().mean().backward()
-
-    sums_s = _seconds(comm, lambda: distributed.all_reduce(flat))
-    compute_s = _seconds(comm, compute)
-    model.zero_grad()
-    return max(1, min(_MOST_ROWS, round(rows * sums_s / compute_s)))
+def _rows(mesh: mm.DeviceMesh, comm: MPI.Intracomm, model: Any, torch: Any) -> int:
+    """Return with how many rows a step alone takes half as long as one of gloo's. Collective."""
+    ways = copy.deepcopy(model), copy.deepcopy(model)
+    few, many = 16, 128
+    excess_s = []  # of two steps alone over one with sums
+    for rows in (few, many):
+        x = np.zeros((rows * comm.size, model[0].in_features), np.float32)
+        alone_s = _seconds(comm, _step(ways[0], _mine(mesh, x, torch), torch))
+        excess_s.append(2 * alone_s - _seconds(comm, _ddp(mesh, ways[1], x, torch)))
+    # Both grow evenly with the rows.
+    slope_s = max(excess_s[1] - excess_s[0], 1e-9) / (many - few)
+    return max(1, min(_MOST_ROWS, round(few - excess_s[0] / slope_s)))
 
 
 def _seconds(comm: MPI.Intracomm, way: Callable[[], object]) -> float:
     spent_s = []
-    for _ in range(4):
+    for _ in range(7):
         comm.Barrier()
         start_s = time.perf_counter()
         way()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -20,7 +20,6 @@ def clip_grad_norm(
     *,
     group: ProcessGroup,
     copies: Iterable[Parameter] = (),
-    inner_sum: Callable[[float], float] | None = None,
 ) -> float:
     """Scale all gradients so that their common norm over all stages is at most `max_norm`.
 
@@ -33,8 +32,6 @@ def clip_grad_norm(
             same gradients, once they are reduced, and must not be in it.
         copies: Of `parameters`, those that another rank of the group holds, too, and counts: here
             they are only scaled.
-        inner_sum: Adds a sum of squares up over the ranks that share a stage, before `group`
-            does over the stages; collective over them. None if each stage has one rank.
 
     Returns:
         The norm before clipping, the same on every rank. Where it is infinite or NaN, the
@@ -44,18 +41,15 @@ def clip_grad_norm(
         ModuleError: If `max_norm` is not above 0.
 
     Cost:
-        One all-reduce of 8 bytes, and what `inner_sum` takes.
+        One all-reduce of 8 bytes.
     """
 
     def all_sum(squares: float) -> float:
-        if inner_sum is not None:
-            squares = inner_sum(squares)
-        if group.size == 1:
-            return squares
         return float(group.all_reduce(np.array(squares)).resolve())
 
-    summed = None if group.size == 1 and inner_sum is None else all_sum
-    return clip_local(parameters, max_norm, all_sum=summed, copies=copies)
+    return clip_local(
+        parameters, max_norm, all_sum=all_sum if group.size > 1 else None, copies=copies
+    )
 
 
 def sum_over_dims(

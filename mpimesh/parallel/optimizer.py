@@ -12,6 +12,7 @@ from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ModuleStateError, on_all_ranks
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.clip import sum_of_squares
+from mpimesh.parallel.clip import sum_over_dims
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
 from mpimesh.parallel.gradients.moves import Spread, moved_states, spread_of
@@ -209,7 +210,7 @@ class ParallelOptimizer:
             ModuleStateError: If there are no sums of gradients.
 
         Cost:
-            Two all-reduces of 8 bytes, over stages and replicas; without `zero` one.
+            One all-reduce of 8 bytes, if the mesh has no other dims than those of the model.
         """
         if not max_norm > 0:
             raise ModuleError(f"max_norm must be above 0, got {max_norm!r}")
@@ -227,10 +228,13 @@ class ParallelOptimizer:
             copies |= {id(one) for one in engine.ties.copies}
         squares = math.fsum(float(sum_of_squares(one)) for one in self._gradients(copies))
         # Of a parameter that several stages hold each has a part of its own, so all add up.
-        squares = engine.tensor.all_sum(squares)
-        for group in (engine.pipe, engine.data) if self._zero else (engine.pipe,):
-            if group.size > 1:
-                squares = float(group.all_reduce(np.array(squares)).resolve())
+        divided, repeats = ((engine.data,), ()) if zero else ((), (engine.data,))
+        squares = sum_over_dims(
+            squares,
+            (engine.tensor.group, engine.pipe, *divided),
+            repeats=repeats,
+            scope=engine.scope,
+        )
         norm = math.sqrt(squares) / self.loss_scale if squares >= 0 else math.nan
         self._clipped = (sums, max_norm / norm if max_norm < norm < math.inf else 1.0)
         return norm

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mpimesh.arrays import Array, HostArray, to_numpy
 from mpimesh.errors import MismatchError, ModuleError, ShapeError, on_all_ranks
 from mpimesh.nn import CrossEntropy, Parameter
@@ -199,12 +197,6 @@ class TensorModel:
             return divided or one.holders[:1] in ((), (rank,))
 
         return [one for one in parameters if not counts(one)]
-
-    def all_sum(self, number: float) -> float:
-        """Return the sum of a number over the group. Collective."""
-        if self.group is None or not self.is_split:
-            return number
-        return float(self.group.all_reduce(np.array(number)).resolve())
 
     # -- values ---------------------------------------------------------------------------
 
