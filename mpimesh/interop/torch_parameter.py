@@ -29,12 +29,11 @@ class TorchParameter(Parameter):
             device has got memory.
     """
 
-    __slots__ = ("__weakref__", "_grad", "_made", "_places", "_seen", "_torch_grad", "tensor")
+    __slots__ = ("__weakref__", "_made", "_places", "_seen", "_torch_grad", "tensor")
 
     takes_wider_grad = False  # PyTorch refuses one
 
     def __init__(self, name: str, tensor: torch.nn.Parameter) -> None:
-        self._grad: Array = None
         self._torch_grad: torch.Tensor | None = None
         self._seen: tuple[int, HostArray] | None = None
         self._places: list[tuple[torch.nn.Module, str]] = []
@@ -77,20 +76,29 @@ class TorchParameter(Parameter):
     @property
     def grad(self) -> Array:
         """The gradient. Whoever looks at it ties the tensor's to it again."""
+        self.write_zeros()
         if self._grad is not None and self.tensor.grad is not self._torch_grad:
             self._tie()
         return self._grad
 
     @grad.setter
     def grad(self, array: Array) -> None:
+        self._is_zero = False
         self._grad = array
         self._torch_grad = None if array is None else as_tensor(array)
         self._tie()
 
+    def zero_grad(self) -> None:
+        """Forget the gradient; see :meth:`Parameter.zero_grad`."""
+        super().zero_grad()
+        if self._is_zero:
+            self.tensor.grad = None
+
     def tie(self) -> None:
         """Tie the tensor's gradient to this one, before autograd adds to it.
 
-        One that PyTorch has dropped, as its `zero_grad` does, begins at 0.
+        One that PyTorch has dropped, as its `zero_grad` does, is 0: then autograd makes one of its
+        own, which moves to this one's memory.
 
         Raises:
             ModuleStateError: If the tensor has got another dtype or shape.
@@ -98,10 +106,18 @@ class TorchParameter(Parameter):
         if self._grad is None:
             return
         if self.tensor.grad is None:
-            self._grad[...] = 0
-        self._tie()
+            self._is_zero = True
+        if self._is_zero:
+            self._check_kind()
+            self.tensor.grad = None
+        else:
+            self._tie()
 
     def _tie(self) -> None:
+        self._check_kind()
+        self.tensor.grad = self._torch_grad
+
+    def _check_kind(self) -> None:
         given = self._torch_grad
         if given is not None and _kind(given) != _kind(self.tensor):
             raise ModuleStateError(
@@ -109,7 +125,6 @@ class TorchParameter(Parameter):
                 f"for {_text(given)}: change a module before the model is made, or make the model "
                 "anew"
             )
-        self.tensor.grad = given
 
     @property
     def requires_grad(self) -> bool:
@@ -162,9 +177,11 @@ class TorchParameter(Parameter):
             else:
                 self._grad, self._torch_grad = as_array(found), found
         elif found is not self._torch_grad:
-            # As with create_graph=True: the sum of the old and the new lies elsewhere.
-            self._torch_grad.copy_(found.detach())  # type: ignore[union-attr]
+            # The first after zeros; and with create_graph=True sums lie elsewhere, too.
+            dense = found.detach() if found.layout == torch.strided else found.to_dense()
+            self._torch_grad.copy_(dense)  # type: ignore[union-attr]
             self.tensor.grad = self._torch_grad
+            self._is_zero = False
         if self.on_ready is not None:
             self.on_ready(self)
 

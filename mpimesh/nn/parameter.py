@@ -28,8 +28,6 @@ class Parameter:
         name: Its name inside its layer, such as ``"weight"``.
         shape: Its shape, known before it has memory.
         data: The values, C-contiguous, or None before `materialize`.
-        grad: The gradient, of the same shape; None when nothing was added since
-            the last `zero_grad` and no memory is attached.
         grad_dtype: The dtype of the gradient; that of the values if None. A wider
             one than theirs keeps what many additions would lose.
         requires_grad: False freezes it: layers compute no gradient for it and
@@ -40,8 +38,9 @@ class Parameter:
 
     __slots__ = (
         "_attached",
+        "_grad",
+        "_is_zero",
         "data",
-        "grad",
         "grad_dtype",
         "initializer",
         "name",
@@ -68,10 +67,25 @@ class Parameter:
         self.initializer = initializer
         self.requires_grad = requires_grad
         self.data: Array = None
-        self.grad: Array = None
+        self._is_zero = False
+        self.grad = None
         self.grad_dtype: DType | None = None
         self.on_ready: Callable[[Parameter], None] | None = None
         self._attached = False
+
+    @property
+    def grad(self) -> Array:
+        """The gradient, of the same shape; None when nothing was added and no memory is attached.
+
+        Attached memory is not set to 0 before something is added to it, but when somebody looks.
+        """
+        self.write_zeros()
+        return self._grad
+
+    @grad.setter
+    def grad(self, array: Array) -> None:
+        self._is_zero = False
+        self._grad = array
 
     @property
     def size(self) -> int:
@@ -144,13 +158,17 @@ class Parameter:
         self._check("gradient", g)
         data = self.value()
         dtype = data.dtype if self.grad_dtype is None else self.grad_dtype
-        if self.grad is not None:
-            self.grad += g
+        if self._is_zero:
+            self._is_zero = False
+            self._grad[...] = g
+        elif self._grad is not None:
+            self._grad += g
         elif owned and isinstance(g, type(data)) and g.dtype == dtype and g.flags.c_contiguous:
             self.grad = g
         else:
-            self.grad = namespace(data).empty_like(data, dtype=dtype)
-            self.grad[...] = g
+            own = namespace(data).empty_like(data, dtype=dtype)
+            own[...] = g
+            self.grad = own
         if self.on_ready is not None:
             self.on_ready(self)
 
@@ -166,7 +184,7 @@ class Parameter:
         Raises:
             ModuleStateError: If the parameter has no memory yet.
         """
-        if self.grad is None:
+        if self._grad is None:
             data = self.value()
             self.grad = namespace(data).zeros_like(data, dtype=self.grad_dtype)
         self.grad[rows] += g
@@ -207,11 +225,24 @@ class Parameter:
         self._attached = False
 
     def zero_grad(self) -> None:
-        """Forget the gradient: zeros in attached memory, otherwise None."""
-        if self._attached and self.grad is not None:
-            self.grad[...] = 0
+        """Forget the gradient: zeros in attached memory, otherwise None.
+
+        The zeros are written when somebody looks at :attr:`grad`; most often something is added
+        before, and takes their place.
+        """
+        if self._attached and self._grad is not None:
+            self._is_zero = True
         else:
             self.grad = None
+
+    def write_zeros(self) -> None:
+        """Set attached memory to 0, if nothing was added since the last `zero_grad`.
+
+        For whoever reads the memory itself.
+        """
+        if self._is_zero:
+            self._is_zero = False
+            self._grad[...] = 0
 
     def _check(self, what: str, g: Array) -> None:
         if tuple(g.shape) != self.shape:

@@ -134,6 +134,31 @@ def test_gradient_memory_that_does_not_fit_is_refused(view, error, text):
         materialized().attach_grad(view)
 
 
+def test_zeros_in_attached_memory_are_written_when_somebody_looks():
+    """What is added first takes their place, so that memory is not written twice."""
+    parameter = materialized()
+    flat = np.zeros(6)
+    parameter.attach_grad(flat.reshape(2, 3))
+    parameter.accumulate(np.full((2, 3), 5.0))
+    parameter.zero_grad()
+    np.testing.assert_array_equal(flat, 5)  # nobody has looked
+    parameter.accumulate(np.full((2, 3), 2.0))
+    np.testing.assert_array_equal(flat, 2)
+    parameter.accumulate(np.full((2, 3), 1.0))
+    np.testing.assert_array_equal(flat, 3)
+    parameter.zero_grad()
+    parameter.accumulate_rows(np.array([1]), np.full((1, 3), 4.0))
+    np.testing.assert_array_equal(flat, [0, 0, 0, 4, 4, 4])
+    parameter.zero_grad()
+    parameter.write_zeros()
+    np.testing.assert_array_equal(flat, 0)
+    parameter.accumulate(np.full((2, 3), 1.0))
+    parameter.zero_grad()
+    copied = copy.deepcopy(parameter)
+    np.testing.assert_array_equal(copied.grad, 0)
+    np.testing.assert_array_equal(parameter.grad, 0)
+
+
 def test_zero_grad_without_attached_memory_forgets():
     parameter = materialized()
     parameter.accumulate(np.ones((2, 3)))

@@ -65,6 +65,16 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def clear(self) -> None:
+        """Let the gradients, which are shown, be 0."""
+        for parameter in self.parameters:
+            parameter.zero_grad()
+
+    def write_zeros(self) -> None:
+        """Write the zeros of the gradients to which nothing was added."""
+        for parameter in self.parameters:
+            parameter.write_zeros()
+
     @property
     def nbytes(self) -> int:
         """Bytes of the memory."""

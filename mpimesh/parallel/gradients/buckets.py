@@ -224,10 +224,10 @@ class GradientBuckets:
         """
         self._check_frozen()
         if not self._open:
-            self._clear()
-            self._open = True
             for bucket in self.buckets:
                 bucket.show()
+            self._clear()
+            self._open = True
         self._has_sums = False
         self._backwards += backwards
         for bucket in self.buckets:
@@ -371,7 +371,7 @@ class GradientBuckets:
 
     def _clear(self) -> None:
         for bucket in self.buckets:
-            bucket.flat[...] = 0
+            bucket.clear()
         for entry in self._entries.values():
             entry.count = 0
             if entry.bucket is None:

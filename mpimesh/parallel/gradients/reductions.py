@@ -72,6 +72,7 @@ class Reductions:
         bucket = self.buckets[self.started]
         bucket.start_s = self._tracer.clock()
         label = f"gradient {bucket.name}"
+        bucket.write_zeros()
         flat, shard = bucket.flat, bucket.shard
         bucket.handle = (
             bucket.group.all_reduce(flat, self._op, out=flat, label=label)

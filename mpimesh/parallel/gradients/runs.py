@@ -60,11 +60,24 @@ def runs_of(
     return runs
 
 
+class _Piece(Parameter):
+    """A flat parameter to whose gradient nothing is added: sums come into its memory by themselves.
+
+    So zeros that were written when somebody looks would wipe sums out that came after them.
+    """
+
+    __slots__ = ()
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.write_zeros()
+
+
 def piece_of(run: Run, bucket: Bucket, shard: Shard) -> Parameter:
     """Return this rank's part of a run as a flat parameter; it may have no elements."""
     inside = run.within(shard.part)
     size = inside.stop - inside.start
-    piece = Parameter(f"{run.starts[0]} to {run.starts[-1]} of {bucket.name}", (size,), _NONE)
+    piece = _Piece(f"{run.starts[0]} to {run.starts[-1]} of {bucket.name}", (size,), _NONE)
     piece.data = shard.values[inside]
     start = inside.start - shard.part.start
     piece.grad = shard.memory[start : start + size]
