@@ -28,7 +28,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
         agreement = Agreement()
         if agreement.rank:
             _keep_quiet(config)
+        if agreement.size > 1:
+            _keep_apart(config)
         config.pluginmanager.register(_RanksPlugin(config, agreement), _PLUGIN_NAME)
 
 
@@ -110,6 +114,23 @@ def _keep_quiet(config: pytest.Config) -> None:
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - the reporter writes to it until the end
     config.add_cleanup(nowhere.close)
     config.pluginmanager.register(pytest.TerminalReporter(config, nowhere), "terminalreporter")
+
+
+def _keep_apart(config: pytest.Config) -> None:
+    # Each pytest removes what earlier runs have left of `tmp_path`. Several ranks that do so at
+    # once find folders gone or filled under their hands, and warn, which may be an error.
+    name = "PYTEST_DEBUG_TEMPROOT"
+    before = os.environ.get(name)
+    root = os.environ[name] = tempfile.mkdtemp(prefix="pytest-rank-", dir=before)
+
+    def clean() -> None:
+        shutil.rmtree(root, ignore_errors=True)
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+    config.add_cleanup(clean)
 
 
 class _RanksPlugin:

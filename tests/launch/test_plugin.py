@@ -284,3 +284,20 @@ def test_plain_pytest_is_left_alone(launch, tmp_path):
     result = launch(1, ["-m", "pytest", "-p", "no:cacheprovider", str(folder)], launcher=[])
     assert result.returncode == 0, str(result)
     assert counts(result) == {"passed": 1}
+
+
+def test_every_rank_has_a_folder_for_its_temporary_files(run_tests, tmp_path, monkeypatch):
+    """Ranks that remove the folders of earlier runs at the same time are in each other's way."""
+    monkeypatch.setenv("PYTEST_DEBUG_TEMPROOT", str(tmp_path))
+    result = run_tests(
+        3,
+        """
+        def test_folder(comm, tmp_path):
+            roots = comm.allgather(str(tmp_path.parents[2]))
+            assert len(set(roots)) == 3, roots
+            (tmp_path / "file").write_text("here")
+            comm.Barrier()
+        """,
+    )
+    assert counts(result) == {"passed": 1}, str(result)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("pytest-rank-")]
