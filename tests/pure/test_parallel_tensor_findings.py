@@ -165,3 +165,50 @@ def test_a_loss_within_a_loss_is_watched():
             model.train_step(x, x)
 
     on_ranks("dp=1,tp=2", body)
+
+
+class _Foreign:
+    """A layer that is no Module, with a parameter."""
+
+    def __init__(self):
+        self.weight = nn.Parameter("weight", (2,), nn.Constant(1.0))
+
+    def forward(self, x, ctx=None):
+        return x * self.weight.value()
+
+    def backward(self, dy, ctx):
+        return dy * self.weight.value()
+
+    def parameters(self):
+        return [self.weight]
+
+
+def test_what_would_stay_whole_is_refused():
+    """Both gave back the unsplit model without a word."""
+
+    def body(mesh):
+        tp: Any = mesh.group("tp")
+        model: Any = mm.DataParallel(nn.GptBlock(4, 2), mesh)
+        with pytest.raises(ModuleError, match="got DataParallel: split the layers first"):
+            mm.tensor_parallel(model, tp)
+        kind: Any = nn.GptBlock
+        with pytest.raises(ModuleError, match="got the class GptBlock"):
+            mm.tensor_parallel(kind, tp)
+        whole: list[Any] = [
+            nn.Linear(2, 2),
+            nn.LayerNorm(2),
+            _Foreign(),
+            nn.Sequential(nn.Linear(2, 2), nn.ReLU(), _Foreign()),
+        ]
+        for layer in whole:
+            with pytest.raises(ModuleError, match="is split is Attention, FeedForward, SwiGLU"):
+                mm.tensor_parallel(layer, tp)
+        # Without parameters there is nothing that each rank would hold whole.
+        dropout = nn.Dropout(0.5)
+        assert mm.tensor_parallel(dropout, tp) is dropout
+        # On a split sequence a norm has something to do.
+        norm = mm.tensor_parallel(nn.LayerNorm(2), tp, sequence=mm.SequenceSplit(tp))
+        norm.materialize(seed=0)
+
+    on_ranks("dp=1,tp=2", body)
+    on_ranks("dp=1,tp=1", body)

@@ -19,7 +19,7 @@ from mpimesh.nn.checks import check_extent
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.parallel.tensor.linear import ColumnParallelLinear
 from mpimesh.parallel.tensor.sequence import SequenceSplit
-from mpimesh.parallel.tensor.split import tensor_parallel
+from mpimesh.parallel.tensor.split import split_layers
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["gpt_layers"]
@@ -115,7 +115,8 @@ def gpt_layers(
         head: Linear | ColumnParallelLinear = Linear(features, vocab_size, bias=False)
     else:
         sequence = SequenceSplit(tp, length=tokens) if sequence_parallel else None
-        layers = [tensor_parallel(layer, tp, sequence=sequence) for layer in layers]
+        tensor = TensorGroup(tp)
+        layers = [split_layers(layer, tensor, sequence) for layer in layers]
         head = ColumnParallelLinear(features, vocab_size, group=tp, bias=False, sequence=sequence)
     if tied:
         head.weight = dict(layers[0].named_parameters())["weight"]
