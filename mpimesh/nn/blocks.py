@@ -10,7 +10,6 @@ from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn.activations import GELU
 from mpimesh.nn.attention import Attention
-from mpimesh.nn.checks import check_extent
 from mpimesh.nn.composite import Composite
 from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import Dropout
@@ -179,17 +178,13 @@ class GptBlock(_Block):
                 f"norm must be 'layer' or 'rms', mlp 'gelu' or 'swiglu', got {norm!r} and {mlp!r}"
             )
         make_norm = LayerNorm if norm == "layer" else RMSNorm
-        if isinstance(rotary, bool):
-            turn = Rotary(features // check_extent("num_heads", num_heads)) if rotary else None
-        else:
-            turn = rotary
         self.attention_norm = make_norm(features, eps=eps)
         self.attention = Attention(
             features,
             num_heads,
             num_kv_heads=num_kv_heads,
             causal=causal,
-            rotary=turn,
+            rotary=rotary,
             bias=bias,
             dropout=attention_dropout,
         )

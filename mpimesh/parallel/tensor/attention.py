@@ -81,7 +81,7 @@ class ParallelAttention(Entered, Attention):
         num_kv_heads: Number of heads of the keys and values, over all ranks; None for `num_heads`.
         head_dim: Length of a head; None for ``features / num_heads``.
         causal: Whether a token reads only itself and those before it.
-        rotary: Turns queries and keys.
+        rotary: Whether queries and keys are turned; or the layer that does so.
         bias: Whether the linear layers have biases.
         dropout: The share of the weights to drop: those that the unsplit layer drops.
         sequence: How `x` and the result are split along the sequence, if they are.
@@ -100,7 +100,7 @@ class ParallelAttention(Entered, Attention):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         causal: bool = False,
-        rotary: Rotary | None = None,
+        rotary: bool | Rotary | None = None,
         bias: bool = True,
         dropout: float = 0.0,
         sequence: SequenceSplit | None = None,
