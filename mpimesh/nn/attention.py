@@ -132,7 +132,7 @@ class Attention(Composite):
             ModuleError: If `x` is a tuple of something else than an array and a mask.
             ModuleStateError: If the layer is not materialised.
         """
-        x, mask = parted(self, x)
+        x, mask = parted(self, x, ctx)
         check_sequence(self, x, mask)
         q, k, v = (
             self._heads(layer.forward(x, ctx)) for layer in (self.query, self.key, self.value)

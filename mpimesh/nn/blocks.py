@@ -34,7 +34,7 @@ class _Block(Composite):
             ModuleError: If `x` is a tuple of something else than an array and a mask.
             ModuleStateError: If the block is not materialised.
         """
-        x, mask = parted(self, x)
+        x, mask = parted(self, x, ctx)
         check_sequence(self, x, mask)
         y = self._run(x, mask, ctx)
         if ctx is not None:

@@ -8,9 +8,30 @@ import numpy as np
 
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
+from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import FLOAT_DTYPES
 
-__all__ = ["check_extent", "check_features", "check_floats", "first_outside", "sum_dtype"]
+__all__ = [
+    "check_context",
+    "check_extent",
+    "check_features",
+    "check_floats",
+    "first_outside",
+    "sum_dtype",
+]
+
+
+def check_context(layer: object, ctx: object) -> None:
+    """Refuse a context that is none, such as a mask given beside `x`.
+
+    Raises:
+        ModuleError: If `ctx` is refused.
+    """
+    if ctx is not None and not isinstance(ctx, Context):
+        raise ModuleError(
+            f"{layer!r}: beside x a layer takes an nn.Context, or None for inference, got "
+            f"{type(ctx).__name__}; a mask goes with x, in a tuple: (x, mask)"
+        )
 
 
 def check_floats(layer: object, x: Array, dtype: DType | None = None, *, name: str = "x") -> None:

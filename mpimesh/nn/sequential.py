@@ -11,6 +11,7 @@ import numpy as np
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import protocol
+from mpimesh.nn.checks import check_context
 from mpimesh.nn.context import Context
 from mpimesh.nn.module import Module
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
@@ -113,7 +114,12 @@ class Sequential(Module):
             self._layers[0].input_grad = wanted
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
-        """Return the output of the last layer."""
+        """Return the output of the last layer.
+
+        Raises:
+            ModuleError: If `ctx` is no Context.
+        """
+        check_context(self, ctx)
         for layer in self._layers:
             x = layer.forward(x, ctx)
         return x

@@ -255,6 +255,12 @@ def test_a_wrong_input_is_refused():
         block(x[0])
     with pytest.raises(ModuleError, match="got 3 items"):
         block((x, x, x))
+    mask: Any = np.ones((2, 3), bool)
+    for layer in (block, block.attention, nn.MeanPool(), nn.Sequential(block)):
+        with pytest.raises(ModuleError, match=r"got ndarray; a mask goes with x.*\(x, mask\)"):
+            layer.forward(x, mask)
+    with pytest.raises(ModuleError, match=r"Linear.*takes an nn.Context.*got int"):
+        nn.Linear(2, 2)(x, 3)  # type: ignore[arg-type]
     with pytest.raises(DTypeError, match="must be a boolean array"):
         block((x, np.ones((2, 3))))
     with pytest.raises(ShapeError, match="the mask must have shape"):
