@@ -13,6 +13,7 @@ from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import protocol
 from mpimesh.nn.checks import check_context
 from mpimesh.nn.context import Context
+from mpimesh.nn.foreign import layer_advice
 from mpimesh.nn.module import Module
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
 
@@ -47,7 +48,10 @@ class Sequential(Module):
         """
         if not is_layer(layer):
             got = layer.__name__ + " (a class, not an object)" if isinstance(layer, type) else layer
-            raise ModuleError(f"a layer has methods forward, backward and parameters, got {got}")
+            raise ModuleError(
+                f"a layer has methods forward, backward and parameters, got {got}"
+                f"{layer_advice(layer)}"
+            )
         self._layers.append(layer)
         return self
 
