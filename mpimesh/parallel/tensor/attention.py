@@ -32,6 +32,12 @@ def head_parts(
     Raises:
         ModuleError: If a rank would have no query head.
     """
+    if size > num_heads:
+        raise ModuleError(
+            f"num_heads={num_heads} is too few for {size} ranks: attention is split by its heads, "
+            f"and each rank needs at least one. Use num_heads of {size} or more, or a group of at "
+            f"most {num_heads} {'rank' if num_heads == 1 else 'ranks'}"
+        )
     per_kv = num_heads // num_kv_heads
     queries: list[Runs] = []
     keys: list[Runs] = []
@@ -46,11 +52,6 @@ def head_parts(
             those = ranks[head]
             shared = replica_rows(per_kv, those.stop - those.start, rank - those.start)
             heads = slice(head * per_kv + shared.start, head * per_kv + shared.stop)
-        if heads.start == heads.stop:
-            raise ModuleError(
-                f"{num_heads} heads that read {num_kv_heads} key heads are too few for {size} "
-                f"ranks: rank {rank} would have none"
-            )
         queries.append(((heads.start * head_dim, heads.stop * head_dim),))
         keys.append(((kv.start * head_dim, kv.stop * head_dim),))
     return tuple(queries), tuple(keys)
