@@ -212,3 +212,25 @@ def test_what_would_stay_whole_is_refused():
 
     on_ranks("dp=1,tp=2", body)
     on_ranks("dp=1,tp=1", body)
+
+
+def test_all_logits_as_the_docstring_of_gpt_layers_gets_them():
+    """It gave stages the name of a model, and did not say how to get what sampling needs."""
+    ids = np.array([[1, 2, 3, 4], [6, 5, 0, 1]])
+    whole = nn.Sequential(*mm.gpt_layers(7, 4, 2, 2, max_tokens=4))
+    whole.materialize(seed=0, dtype=np.float64)
+    expected = whole(ids)
+
+    def body(mesh):
+        tp = mesh.group("tp")
+        layers = mm.gpt_layers(7, 4, 2, 2, max_tokens=4, tp=tp)
+        stages = mm.PipelineParallel.partition(
+            layers, mesh.dim_size("pp"), mesh=mesh, times=[1.0] * len(layers)
+        )
+        model = mm.PipelineParallel(stages, 2, mesh=mesh, dtype=np.float64)
+        y = model.forward(ids, everywhere=True)[:, -1]
+        sizes = [len(part) for part in np.array_split(np.arange(7), tp.size)]
+        logits = tp.all_gather(y, axis=1, sizes=sizes).resolve()
+        np.testing.assert_allclose(logits, expected[:, -1], rtol=1e-10, atol=1e-12)
+
+    on_ranks("pp=2,tp=2", body)

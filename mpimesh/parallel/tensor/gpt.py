@@ -51,6 +51,11 @@ def gpt_layers(
     output layer without bias. With `tp` they are split over that group, and give the same results
     up to rounding as without: the same seed gives the same weights, and states fit both.
 
+    Where all logits are wanted, as for sampling, put this rank's part and those of the others
+    together: ``tp.all_gather(y, axis=y.ndim - 1, sizes=...)``, with the sizes that the ranks have:
+    ``vocab_size // tp.size``, and one more on the first ``vocab_size % tp.size`` ranks. Gather just
+    the places that are needed.
+
     Shapes:
         x: (rows, tokens), integers in ``[0, vocab_size)``.
         result: (rows, tokens, vocab_size); with `tp` this rank's part of the last axis, for
@@ -85,8 +90,13 @@ def gpt_layers(
     Example:
         >>> tp = mesh.group("tp")
         >>> layers = gpt_layers(50257, 768, 12, 12, max_tokens=1024, tp=tp)
-        >>> model = PipelineParallel.partition(layers, mesh.dim_size("pp"), mesh=mesh, times=times)
+        >>> stages = PipelineParallel.partition(layers, mesh.dim_size("pp"), mesh=mesh, times=times)
+        >>> model = PipelineParallel(stages, 8, mesh=mesh)
         >>> loss = VocabParallelCrossEntropy(50257, group=tp)
+        >>> model.train_step(ids, target, loss=loss)
+        >>> y = model.forward(ids, everywhere=True)[:, -1]  # of the next token, this rank's part
+        >>> sizes = [len(part) for part in np.array_split(np.arange(50257), tp.size)]
+        >>> logits = tp.all_gather(y, axis=1, sizes=sizes).resolve()
     """
     if sequence_parallel and tp is None:
         raise ModuleError("sequence_parallel splits over the ranks of tp, which is None")
