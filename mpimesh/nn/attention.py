@@ -196,7 +196,7 @@ class Attention(Composite):
             f"dropout={self.dropout:g}" if self.dropout else "",
         ]
         inside = [str(self.features), str(self.num_heads), *filter(None, options)]
-        return f"Attention({', '.join(inside)})"
+        return f"{type(self).__name__}({', '.join(inside)})"
 
 
 def _rotary(given: object, head_dim: int) -> Rotary | None:

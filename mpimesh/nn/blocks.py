@@ -25,6 +25,9 @@ __all__ = ["BertBlock", "GptBlock"]
 class _Block(Composite):
     """What both kinds share: a mask, if there is one, goes around the layers and on."""
 
+    attention: Attention
+    mlp: FeedForward | SwiGLU
+
     def forward(self, x: Any, ctx: Context | None = None) -> Any:
         """Return the tokens' new vectors, with the mask if one was given.
 
@@ -53,6 +56,10 @@ class _Block(Composite):
         (masked,) = self._take(dy, ctx)
         dx = self._run_back(dy, ctx)
         return (dx, None) if masked else dx
+
+    def __repr__(self) -> str:
+        given = f"{self.attention.features}, {self.attention.num_heads}, hidden={self.mlp.hidden}"
+        return f"{type(self).__name__}({given})"
 
     @abstractmethod
     def _run(self, x: Array, mask: Array | None, ctx: Context | None) -> Array: ...
@@ -102,7 +109,7 @@ class BertBlock(_Block):
         self.attention = Attention(features, num_heads, dropout=attention_dropout)
         self.attention_dropout = Dropout(dropout)
         self.attention_norm = LayerNorm(features, eps=eps)
-        self.mlp = FeedForward(features, 4 * features if hidden is None else hidden)
+        self.mlp: FeedForward = FeedForward(features, 4 * features if hidden is None else hidden)
         self.mlp_dropout = Dropout(dropout)
         self.mlp_norm = LayerNorm(features, eps=eps)
 
@@ -120,10 +127,6 @@ class BertBlock(_Block):
         branch = self.attention_dropout.backward_input(dy, ctx)
         branch, _ = parted(self, self.attention.backward_input(branch, ctx))
         return self._sum(dy, branch, ctx)
-
-    def __repr__(self) -> str:
-        attention = self.attention
-        return f"BertBlock({attention.features}, {attention.num_heads}, hidden={self.mlp.hidden})"
 
 
 class GptBlock(_Block):
@@ -191,7 +194,7 @@ class GptBlock(_Block):
         self.attention_dropout = Dropout(dropout)
         self.mlp_norm = make_norm(features, eps=eps)
         hidden = 4 * features if hidden is None else hidden
-        self.mlp: FeedForward | SwiGLU = (
+        self.mlp = (
             SwiGLU(features, hidden, bias=bias)
             if mlp == "swiglu"
             else FeedForward(features, hidden, activation=GELU(approximate="tanh"), bias=bias)
@@ -210,7 +213,3 @@ class GptBlock(_Block):
         branch = self.attention_dropout.backward_input(dy, ctx)
         branch, _ = parted(self, self.attention.backward_input(branch, ctx))
         return self._sum(dy, self.attention_norm.backward_input(branch, ctx), ctx)
-
-    def __repr__(self) -> str:
-        attention = self.attention
-        return f"GptBlock({attention.features}, {attention.num_heads}, hidden={self.mlp.hidden})"

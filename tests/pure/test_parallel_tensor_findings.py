@@ -234,3 +234,21 @@ def test_all_logits_as_the_docstring_of_gpt_layers_gets_them():
         np.testing.assert_allclose(logits, expected[:, -1], rtol=1e-10, atol=1e-12)
 
     on_ranks("pp=2,tp=2", body)
+
+
+def test_split_layers_tell_what_they_are():
+    """Blocks and what is in them were shown by the names of unsplit ones."""
+
+    def body(mesh):
+        tp = mesh.group("tp")
+        stage = mm.PipelineStage(0)
+        for block in (nn.GptBlock(4, 2, mlp="swiglu"), nn.BertBlock(4, 2)):
+            split = mm.tensor_parallel(block, tp)
+            assert repr(split) == f"Parallel{type(block).__name__}(4, 2, hidden=16)"
+            assert repr(split.attention).startswith("ParallelAttention(4, 2")
+            assert repr(split.mlp).startswith("Parallel")
+            stage.add_layer(split)
+        assert "ParallelGptBlock(4, 2, hidden=16)" in repr(stage)
+
+    on_ranks("tp=2", body)
+    assert repr(nn.GptBlock(4, 2)) == "GptBlock(4, 2, hidden=16)"
