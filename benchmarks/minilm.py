@@ -38,7 +38,7 @@ def available() -> str:
     """Return why there is nothing to be measured, or nothing."""
     for module in ("safetensors", "tokenizers"):
         if importlib.util.find_spec(module) is None:
-            return f"this Python has no {module}; pip install 'mpimesh[minilm]'"
+            return f"this Python has no {module}; pip install safetensors tokenizers"
     return ""
 
 

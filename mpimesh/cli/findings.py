@@ -29,7 +29,7 @@ def find_findings(diagnosis: Diagnosis) -> tuple[Finding, ...]:
 
 def _no_mpi(facts: Diagnosis) -> Iterator[Finding]:
     if facts.mpi.problem:
-        yield Finding("error", facts.mpi.problem, "pip install 'mpimesh[mpich]'")
+        yield Finding("error", facts.mpi.problem, "pip install mpich")
 
 
 def _world(facts: Diagnosis) -> Iterator[Finding]:
@@ -174,11 +174,11 @@ def _cupy(facts: Diagnosis) -> Iterator[Finding]:
     if gpu is not None and not facts.cuda.installed:
         # The first digits of a driver tell which CUDA it can do: from 580 on, 13.
         first = gpu.gpu_driver.partition(".")[0]
-        extra = "cuda13" if first.isdecimal() and int(first) >= 580 else "cuda12"
+        version = 13 if first.isdecimal() and int(first) >= 580 else 12
         yield Finding(
             "warning",
             "there is a GPU, but CuPy is not installed: arrays stay on the host",
-            f"pip install 'mpimesh[{extra}]'",
+            f"pip install cupy-cuda{version}x",
         )
     if facts.cuda.problem:
         yield Finding("warning", f"CuPy cannot be used: {facts.cuda.problem}", "nvidia-smi")

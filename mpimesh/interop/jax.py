@@ -63,6 +63,7 @@ def wrap(function: Callable[..., Any], params: Any, *, key: bool = False) -> Jax
     Raises:
         ModuleError: If `function` cannot be called or hashed, or a function for the first values
             makes anything but floats.
-        DTypeError: If a parameter is complex.
+        DTypeError: If a parameter is complex, or there are arrays in `params`, but none of a
+            float dtype.
     """
     return JaxLayer(function, params, key=key)

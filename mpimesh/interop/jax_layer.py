@@ -50,6 +50,13 @@ class JaxLayer(Module):
         is_leaf = partial(_is, Parameter)
         paths, self._tree = jax.tree_util.tree_flatten_with_path(known, is_leaf=is_leaf)
         self._leaves = [_leaf(_name(path), leaf) for path, leaf in paths]
+        if self._leaves and not self.named_parameters():
+            dtypes = ", ".join(f"{name!r} of {leaf.dtype}" for name, leaf in self._leaves)
+            raise DTypeError(
+                f"nothing in params would be trained, as none of it has a float dtype: {dtypes}; "
+                "use .astype('float32') for what is to be trained, and keep constants in the "
+                "function"
+            )
 
     # -- parameters --------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     if error.name != "jax":
         raise
     raise MissingPackageError(
-        "mpimesh.interop.jax needs JAX, which is not installed: pip install 'mpimesh[jax]'"
+        "mpimesh.interop.jax needs JAX, which is not installed: pip install jax"
     ) from None
 
 __all__ = ["jax"]

@@ -53,6 +53,8 @@ apart where nothing is computed twice by that: in modules without modules in the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mpimesh.errors import ModuleError
 from mpimesh.interop.torch_layer import TorchLayer
 from mpimesh.interop.torch_library import torch
@@ -102,8 +104,13 @@ def wrap_each(modules: torch.nn.Sequential) -> list[TorchLayer]:
     that they have in `modules`.
 
     Raises:
-        ModuleError: As :func:`wrap`.
+        ModuleError: As :func:`wrap`, or if it holds no modules in order.
     """
+    if not isinstance(modules, Iterable):
+        raise ModuleError(
+            "wrap_each takes a torch.nn.Sequential, whose modules become layers one by one, got "
+            f"{modules!r}: use wrap for one module"
+        )
     return [wrap(module) for module in modules]
 
 

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise MissingPackageError(
-        "mpimesh.interop.torch needs PyTorch, which is not installed: pip install 'mpimesh[torch]'"
+        "mpimesh.interop.torch needs PyTorch, which is not installed: pip install torch ml_dtypes"
     ) from None
 
 __all__ = ["torch"]

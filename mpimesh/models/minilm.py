@@ -322,6 +322,12 @@ class MiniLM:
                     )
         return [size for *_, size in told]
 
+    def __repr__(self) -> str:
+        return (
+            f"MiniLM({self.mesh.dims_text!r}, {str(self.modules.folder)!r}, width={self.width}, "
+            f"dtype={self.dtype})"
+        )
+
 
 _NO_IDS = np.zeros(0, np.int32)
 

@@ -57,7 +57,7 @@ class Attention(Composite):
             for `num_heads`.
         head_dim: Length of a head; None for ``features / num_heads``.
         causal: Whether a token reads only itself and those before it.
-        rotary: Turns queries and keys, see :class:`Rotary`.
+        rotary: Whether queries and keys are turned by :class:`Rotary`; or the layer that does so.
         bias: Whether the linear layers have biases.
         dropout: The share of the weights to drop, in [0, 1), exact to 2^-32.
 
@@ -78,7 +78,7 @@ class Attention(Composite):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         causal: bool = False,
-        rotary: Rotary | None = None,
+        rotary: bool | Rotary | None = None,
         bias: bool = True,
         dropout: float = 0.0,
     ) -> None:
@@ -96,15 +96,14 @@ class Attention(Composite):
             )
         dim = self.features // self.num_heads if head_dim is None else head_dim
         self.head_dim = check_extent("head_dim", dim)
-        if rotary is not None and rotary.head_dim != self.head_dim:
-            raise ModuleError(f"{rotary!r} does not turn heads of length {self.head_dim}")
+        turn = _rotary(rotary, self.head_dim)
         self.causal = causal
         self.dropout = check_share("dropout", dropout)
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.query: protocol.SupportsLayer = Linear(self.features, inner, bias=bias)
         self.key: protocol.SupportsLayer = Linear(self.features, kv_inner, bias=bias)
         self.value: protocol.SupportsLayer = Linear(self.features, kv_inner, bias=bias)
-        self.rotary = rotary
+        self.rotary = turn
         self.output: protocol.SupportsLayer = Linear(inner, self.features, bias=bias)
 
     def materialize(
@@ -133,7 +132,7 @@ class Attention(Composite):
             ModuleError: If `x` is a tuple of something else than an array and a mask.
             ModuleStateError: If the layer is not materialised.
         """
-        x, mask = parted(self, x)
+        x, mask = parted(self, x, ctx)
         check_sequence(self, x, mask)
         q, k, v = (
             self._heads(layer.forward(x, ctx)) for layer in (self.query, self.key, self.value)
@@ -197,7 +196,23 @@ class Attention(Composite):
             f"dropout={self.dropout:g}" if self.dropout else "",
         ]
         inside = [str(self.features), str(self.num_heads), *filter(None, options)]
-        return f"Attention({', '.join(inside)})"
+        return f"{type(self).__name__}({', '.join(inside)})"
+
+
+def _rotary(given: object, head_dim: int) -> Rotary | None:
+    """Return what turns heads of this length, if anything does.
+
+    Raises:
+        ModuleError: If it is for others, or is none.
+    """
+    turn = Rotary(head_dim) if given is True else None if given is False else given
+    if turn is None:
+        return None
+    if not isinstance(turn, Rotary):
+        raise ModuleError(f"rotary must be True, False or an nn.Rotary, got {given!r}")
+    if turn.head_dim != head_dim:
+        raise ModuleError(f"{turn!r} does not turn heads of length {head_dim}")
+    return turn
 
 
 def _flat(x: Array) -> Array:

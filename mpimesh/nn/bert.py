@@ -68,7 +68,7 @@ class BertEmbedding(Composite):
         types = None
         if isinstance(x, tuple) and len(x) == 3:
             types, x = x[2], x[:2]
-        ids, mask = parted(self, x)
+        ids, mask = parted(self, x, ctx)
         if getattr(ids, "ndim", 0) != 2:
             raise ShapeError(f"{self!r}: ids must have shape (batch, tokens), got {_shape(ids)}")
         if mask is not None:

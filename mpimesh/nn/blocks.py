@@ -10,7 +10,6 @@ from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn.activations import GELU
 from mpimesh.nn.attention import Attention
-from mpimesh.nn.checks import check_extent
 from mpimesh.nn.composite import Composite
 from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import Dropout
@@ -26,6 +25,9 @@ __all__ = ["BertBlock", "GptBlock"]
 class _Block(Composite):
     """What both kinds share: a mask, if there is one, goes around the layers and on."""
 
+    attention: Attention
+    mlp: FeedForward | SwiGLU
+
     def forward(self, x: Any, ctx: Context | None = None) -> Any:
         """Return the tokens' new vectors, with the mask if one was given.
 
@@ -35,7 +37,7 @@ class _Block(Composite):
             ModuleError: If `x` is a tuple of something else than an array and a mask.
             ModuleStateError: If the block is not materialised.
         """
-        x, mask = parted(self, x)
+        x, mask = parted(self, x, ctx)
         check_sequence(self, x, mask)
         y = self._run(x, mask, ctx)
         if ctx is not None:
@@ -54,6 +56,10 @@ class _Block(Composite):
         (masked,) = self._take(dy, ctx)
         dx = self._run_back(dy, ctx)
         return (dx, None) if masked else dx
+
+    def __repr__(self) -> str:
+        given = f"{self.attention.features}, {self.attention.num_heads}, hidden={self.mlp.hidden}"
+        return f"{type(self).__name__}({given})"
 
     @abstractmethod
     def _run(self, x: Array, mask: Array | None, ctx: Context | None) -> Array: ...
@@ -103,7 +109,7 @@ class BertBlock(_Block):
         self.attention = Attention(features, num_heads, dropout=attention_dropout)
         self.attention_dropout = Dropout(dropout)
         self.attention_norm = LayerNorm(features, eps=eps)
-        self.mlp = FeedForward(features, 4 * features if hidden is None else hidden)
+        self.mlp: FeedForward = FeedForward(features, 4 * features if hidden is None else hidden)
         self.mlp_dropout = Dropout(dropout)
         self.mlp_norm = LayerNorm(features, eps=eps)
 
@@ -121,10 +127,6 @@ class BertBlock(_Block):
         branch = self.attention_dropout.backward_input(dy, ctx)
         branch, _ = parted(self, self.attention.backward_input(branch, ctx))
         return self._sum(dy, branch, ctx)
-
-    def __repr__(self) -> str:
-        attention = self.attention
-        return f"BertBlock({attention.features}, {attention.num_heads}, hidden={self.mlp.hidden})"
 
 
 class GptBlock(_Block):
@@ -179,24 +181,20 @@ class GptBlock(_Block):
                 f"norm must be 'layer' or 'rms', mlp 'gelu' or 'swiglu', got {norm!r} and {mlp!r}"
             )
         make_norm = LayerNorm if norm == "layer" else RMSNorm
-        if isinstance(rotary, bool):
-            turn = Rotary(features // check_extent("num_heads", num_heads)) if rotary else None
-        else:
-            turn = rotary
         self.attention_norm = make_norm(features, eps=eps)
         self.attention = Attention(
             features,
             num_heads,
             num_kv_heads=num_kv_heads,
             causal=causal,
-            rotary=turn,
+            rotary=rotary,
             bias=bias,
             dropout=attention_dropout,
         )
         self.attention_dropout = Dropout(dropout)
         self.mlp_norm = make_norm(features, eps=eps)
         hidden = 4 * features if hidden is None else hidden
-        self.mlp: FeedForward | SwiGLU = (
+        self.mlp = (
             SwiGLU(features, hidden, bias=bias)
             if mlp == "swiglu"
             else FeedForward(features, hidden, activation=GELU(approximate="tanh"), bias=bias)
@@ -215,7 +213,3 @@ class GptBlock(_Block):
         branch = self.attention_dropout.backward_input(dy, ctx)
         branch, _ = parted(self, self.attention.backward_input(branch, ctx))
         return self._sum(dy, self.attention_norm.backward_input(branch, ctx), ctx)
-
-    def __repr__(self) -> str:
-        attention = self.attention
-        return f"GptBlock({attention.features}, {attention.num_heads}, hidden={self.mlp.hidden})"

@@ -8,9 +8,32 @@ import numpy as np
 
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
+from mpimesh.nn.context import Context
+from mpimesh.nn.foreign import tensor_advice
 from mpimesh.nn.parameter import FLOAT_DTYPES
 
-__all__ = ["check_extent", "check_features", "check_floats", "first_outside", "sum_dtype"]
+__all__ = [
+    "check_context",
+    "check_extent",
+    "check_features",
+    "check_floats",
+    "check_integers",
+    "first_outside",
+    "sum_dtype",
+]
+
+
+def check_context(layer: object, ctx: object) -> None:
+    """Refuse a context that is none, such as a mask given beside `x`.
+
+    Raises:
+        ModuleError: If `ctx` is refused.
+    """
+    if ctx is not None and not isinstance(ctx, Context):
+        raise ModuleError(
+            f"{layer!r}: beside x a layer takes an nn.Context, or None for inference, got "
+            f"{type(ctx).__name__}; a mask goes with x, in a tuple: (x, mask)"
+        )
 
 
 def check_floats(layer: object, x: Array, dtype: DType | None = None, *, name: str = "x") -> None:
@@ -24,11 +47,28 @@ def check_floats(layer: object, x: Array, dtype: DType | None = None, *, name: s
     if given is None or given not in FLOAT_DTYPES:
         names = ", ".join(str(known) for known in FLOAT_DTYPES)
         got = type(x).__name__ if given is None else given
-        raise DTypeError(f"{layer!r}: {name} must be an array of {names}, got {got}")
+        raise DTypeError(
+            f"{layer!r}: {name} must be an array of {names}, got {got}{tensor_advice(name, x)}"
+        )
     if dtype is not None and given != dtype:
         raise DTypeError(
             f"{layer!r}: {name} must be {dtype} like the parameters, got {given}; "
             f"use {name}.astype('{dtype}'), or make the model with dtype='{given}'"
+        )
+
+
+def check_integers(layer: object, x: Array) -> None:
+    """Refuse an input that is no array of integers.
+
+    Raises:
+        DTypeError: If `x` is refused.
+    """
+    dtype = getattr(x, "dtype", None)
+    # A dtype of another library has no kind.
+    if getattr(dtype, "kind", "") not in ("i", "u"):
+        got = type(x).__name__ if dtype is None else dtype
+        raise DTypeError(
+            f"{layer!r}: x must be an array of integers, got {got}{tensor_advice('x', x)}"
         )
 
 

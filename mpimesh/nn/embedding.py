@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
-from mpimesh.errors import DTypeError, ModuleError
-from mpimesh.nn.checks import check_extent, first_outside, sum_dtype
+from mpimesh.errors import ModuleError
+from mpimesh.nn.checks import check_extent, check_integers, first_outside, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Normal
 from mpimesh.nn.module import Module
@@ -56,10 +56,7 @@ class Embedding(Module):
             ModuleStateError: If the layer is not materialised.
         """
         weight = self.weight.value()
-        dtype = getattr(x, "dtype", None)
-        if dtype is None or dtype.kind not in "iu":
-            got = type(x).__name__ if dtype is None else dtype
-            raise DTypeError(f"{self!r}: x must be an array of integers, got {got}")
+        check_integers(self, x)
         wrong = (x < 0) | (x >= self.num_embeddings)
         if wrong.any():
             raise ModuleError(

@@ -57,7 +57,8 @@ class FeedForward(Composite):
         return dy
 
     def __repr__(self) -> str:
-        return f"FeedForward({self.features}, {self.hidden}, activation={self.activation!r})"
+        name = type(self).__name__
+        return f"{name}({self.features}, {self.hidden}, activation={self.activation!r})"
 
 
 class SwiGLU(Composite):
@@ -118,4 +119,4 @@ class SwiGLU(Composite):
         return dx + self._back(self.gate, d_gate, ctx)
 
     def __repr__(self) -> str:
-        return f"SwiGLU({self.features}, {self.hidden})"
+        return f"{type(self).__name__}({self.features}, {self.hidden})"

@@ -18,6 +18,7 @@ from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn.checks import check_floats, first_outside, sum_dtype
+from mpimesh.nn.foreign import tensor_advice
 
 __all__ = ["CrossEntropy", "Loss", "MeanSquaredError", "cross_entropy", "mse"]
 
@@ -138,8 +139,9 @@ class CrossEntropy(_RowLoss):
         self._check_targets(target, int(y.shape[-1]))
 
     def _check_targets(self, target: Array, num_classes: int) -> None:
-        if target.dtype.kind not in "iu":
-            raise DTypeError(f"{self!r}: targets must be integers, got {target.dtype}")
+        if getattr(target.dtype, "kind", "") not in ("i", "u"):
+            advice = tensor_advice("target", target)
+            raise DTypeError(f"{self!r}: targets must be integers, got {target.dtype}{advice}")
         wrong = (target < 0) | (target >= num_classes)
         if self.ignore_index is not None:
             wrong &= target != self.ignore_index

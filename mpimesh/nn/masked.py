@@ -7,17 +7,26 @@ from typing import Any
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn.attend import check_mask
-from mpimesh.nn.checks import check_floats
+from mpimesh.nn.checks import check_context, check_floats
 
 __all__ = ["check_sequence", "joined", "parted"]
 
 
-def parted(layer: object, x: Any, *, what: str = "x") -> tuple[Array, Array | None]:
+def parted(
+    layer: object, x: Any, ctx: object = None, *, what: str = "x"
+) -> tuple[Array, Array | None]:
     """Return the array and the mask of ``(array, mask)``, or an array alone and None.
 
+    Args:
+        layer: Who was given `x`.
+        x: What was given.
+        ctx: What was given beside it: it may be the mask.
+        what: What `x` is called.
+
     Raises:
-        ModuleError: If `x` is a tuple of something else.
+        ModuleError: If `x` is a tuple of something else, or `ctx` is no Context.
     """
+    check_context(layer, ctx)
     if not isinstance(x, tuple):
         return x, None
     if len(x) != 2:

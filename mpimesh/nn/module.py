@@ -38,6 +38,7 @@ import numpy as np
 from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
+from mpimesh.nn.checks import check_context
 from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import Parameter, float_dtype
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
@@ -119,7 +120,12 @@ class Module(ABC):
         return dx
 
     def __call__(self, x: Array, ctx: Context | None = None) -> Array:
-        """Run `forward`."""
+        """Run `forward`.
+
+        Raises:
+            ModuleError: If `ctx` is no Context.
+        """
+        check_context(self, ctx)
         return self.forward(x, ctx)
 
     # -- parameters -------------------------------------------------------------

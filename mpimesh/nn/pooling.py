@@ -35,7 +35,7 @@ class MeanPool(Module):
             DTypeError: If `x` is no float array, or the mask not boolean.
             ModuleError: If `x` is a tuple of something else.
         """
-        x, mask = parted(self, x)
+        x, mask = parted(self, x, ctx)
         check_sequence(self, x, mask)
         share = self._share(x.shape, mask, sum_dtype(x.dtype), namespace(x))
         y = (x * share[..., None]).sum(axis=1, dtype=share.dtype).astype(x.dtype, copy=False)

@@ -11,7 +11,9 @@ import numpy as np
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import protocol
+from mpimesh.nn.checks import check_context
 from mpimesh.nn.context import Context
+from mpimesh.nn.foreign import layer_advice
 from mpimesh.nn.module import Module
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
 
@@ -46,7 +48,10 @@ class Sequential(Module):
         """
         if not is_layer(layer):
             got = layer.__name__ + " (a class, not an object)" if isinstance(layer, type) else layer
-            raise ModuleError(f"a layer has methods forward, backward and parameters, got {got}")
+            raise ModuleError(
+                f"a layer has methods forward, backward and parameters, got {got}"
+                f"{layer_advice(layer)}"
+            )
         self._layers.append(layer)
         return self
 
@@ -113,7 +118,12 @@ class Sequential(Module):
             self._layers[0].input_grad = wanted
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
-        """Return the output of the last layer."""
+        """Return the output of the last layer.
+
+        Raises:
+            ModuleError: If `ctx` is no Context.
+        """
+        check_context(self, ctx)
         for layer in self._layers:
             x = layer.forward(x, ctx)
         return x

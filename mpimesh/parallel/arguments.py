@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from mpimesh.errors import ModuleError, ScheduleError, ShapeError, UnknownNameError
 from mpimesh.nn import Loss
+from mpimesh.nn.foreign import loss_advice
 from mpimesh.parallel.batch import Value, as_value
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.executor import Task
@@ -74,6 +75,7 @@ class Arguments:
             raise ModuleError(
                 f"{who}: loss= needs a method value_and_grad(y, target, denominator=), as "
                 f"mm.nn.cross_entropy has and help(mm.nn.Loss) tells, got {self.loss!r}"
+                f"{loss_advice(self.loss)}"
             )
         engine.tensor.check_loss(self.loss)
         first = next(iter(values.values()), None)

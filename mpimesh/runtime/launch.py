@@ -100,7 +100,7 @@ def check_world(launch: Launch, world_size: int, vendor: str, *, reason: str = "
     if not vendor:
         error = LaunchError(
             f"{what}no MPI library could be loaded ({reason}); "
-            "install one, for example: pip install 'mpimesh[mpich]'"
+            "install one, for example: pip install mpich"
         )
     else:
         flag = _SRUN_FLAGS.get(vendor, "the --mpi= flag of `srun --mpi=list` made for it")

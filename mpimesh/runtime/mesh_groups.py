@@ -198,6 +198,6 @@ def _checked_backend(
     if asked is GroupBackend.NCCL and "cupy" not in sys.modules:
         raise GroupError(
             f"group {name!r} asks for backend nccl, which is CuPy's, and CuPy is not imported: "
-            "import cupy first, or install it: pip install 'mpimesh[cuda13]'"
+            "import cupy first, or install it: pip install cupy-cuda13x"
         )
     return asked

@@ -96,8 +96,7 @@ def mpiexec() -> Path:
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
         raise FileNotFoundError(
-            f"no mpiexec beside {sys.executable} nor in PATH; "
-            "pip install 'mpimesh[mpich]' brings one"
+            f"no mpiexec beside {sys.executable} nor in PATH; pip install mpich brings one"
         )
     return Path(found)
 

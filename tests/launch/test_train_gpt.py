@@ -246,7 +246,7 @@ def test_wrong_arguments_are_one_line_and_code_2(train, capsys, arguments):
     ("arguments", "message"),
     [
         ("--mesh dp=3", "mesh .*needs 3.* ranks.* has 4; "),
-        ("--mesh tp=4 --heads 3", "3 heads .* too few for 4 ranks: rank 1 would have none"),
+        ("--mesh tp=4 --heads 3", "num_heads=3 is too few for 4 ranks.* at most 3 ranks"),
         ("--mesh pp=4 --layers 1 --schedule zbv", "5 layers.* 8 "),
         ("--text missing", r"cannot read missing: No such file or directory \(rank 0\)"),
         ("--text .", "cannot read .: Is a directory"),

@@ -49,7 +49,7 @@ def two_nodes(order: str) -> list[Rank]:
             diagnosis(rank(0), mpi=Mpi(problem="no MPI library"), launch=Launch()),
             "error",
             "no MPI library",
-            "pip install 'mpimesh[mpich]'",
+            "pip install mpich",
         ),
         (
             diagnosis(rank(0), rank(1), rank(2, software="mpimesh 0")),
@@ -99,12 +99,12 @@ def two_nodes(order: str) -> list[Rank]:
             "n0 has 4 GPUs, and its ranks use 1",
             "--ntasks-per-node=4",
         ),
-        (diagnosis(rank(0, **GPU)), "warning", "CuPy is not installed", "mpimesh[cuda13]"),
+        (diagnosis(rank(0, **GPU)), "warning", "CuPy is not installed", "pip install cupy-cuda13x"),
         (
             diagnosis(rank(0, **{**GPU, "gpu_driver": "550.54"})),
             "warning",
             "CuPy is not installed",
-            "mpimesh[cuda12]",
+            "pip install cupy-cuda12x",
         ),
         (
             diagnosis(cuda=Cuda(installed=True, problem="cudaErrorInsufficientDriver")),

@@ -244,6 +244,10 @@ def test_what_does_not_fit_is_refused():
         mj.wrap(lambda p, x: [x], np.ones(3))(np.ones((2, 3)))
     with pytest.raises(DTypeError, match="'a' must be of a real dtype, got complex64"):
         mj.wrap(lambda p, x: x, {"a": np.ones(3, np.complex64)})
+    whole = {"w": np.ones((2, 2), np.int32), "b": np.zeros(2, bool)}
+    with pytest.raises(DTypeError, match="none of it has a float dtype: 'b' of bool, 'w' of int32"):
+        mj.wrap(lambda p, x: x @ p["w"] + p["b"], whole)
+    assert mj.wrap(lambda p, x: x, {}).parameters() == []
     with pytest.raises(ModuleError, match=r"'a' .* float dtype, got complex64"):
         mj.wrap(lambda p, x: x, lambda key: {"a": jax.numpy.ones(3, np.complex64)})
     unhashable = type("F", (), {"__call__": lambda self, p, x: x, "__hash__": None})()

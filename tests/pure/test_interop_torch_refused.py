@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,46 @@ def test_a_module_that_writes_into_its_input_is_refused(context, writeable):
     layer.input_grad = True
     with pytest.raises((RuntimeError, ModuleError), match=r"in-place|into its input"):
         layer(np.ones((2, 3)), nn.Context())
+
+
+def test_what_is_not_wrapped_is_told_how_to_be():
+    """The errors told what a layer and a loss have, and not where PyTorch's get it."""
+    module = torch.nn.Linear(FEATURES, CLASSES)
+
+    number: Any = 3
+
+    class Mine(torch.nn.Linear):
+        pass
+
+    for make in (nn.Sequential, mm.PipelineStage(0).add_layer):
+        for one in (module, Mine(2, 2)):
+            with pytest.raises(ModuleError, match=r"interop\.torch\.wrap$"):
+                make(one)
+        with pytest.raises(ModuleError, match=r"got 3$"):
+            make(number)
+    with pytest.raises(ModuleError, match=r"takes a torch.nn.Sequential.*use wrap for one"):
+        mt.wrap_each(module)
+    line = nn.Linear(3, 3)
+    line.materialize(seed=0)
+    with pytest.raises(DTypeError, match=r"got torch.float32; .* use x.numpy\(\)"):
+        line(torch.ones(2, 3))
+    table = nn.Embedding(3, 3)
+    table.materialize(seed=0)
+    with pytest.raises(DTypeError, match=r"got torch.int64; .* use x.numpy\(\)"):
+        table(torch.ones(2, dtype=torch.int64))
+
+    with pytest.raises(DTypeError, match=r"got torch.int64; .* use target.numpy\(\)"):
+        nn.cross_entropy(np.zeros((2, 3)), torch.ones(2, dtype=torch.int64))
+
+    def body(mesh):
+        with pytest.raises(ModuleError, match=r"interop\.torch\.wrap$"):
+            mm.DataParallel(module, mesh)
+        model = mm.DataParallel(mt.wrap(module), mesh)
+        x = np.ones((2, FEATURES), np.float32)
+        with pytest.raises(mm.MpimeshError, match=r"interop\.torch\.wrap_loss"):
+            model.train_step(x, np.zeros(2, int), loss=torch.nn.CrossEntropyLoss())
+
+    on_ranks("dp=2", body)
 
 
 def test_an_output_that_is_the_read_only_input_stays_read_only():

@@ -72,6 +72,12 @@ def test_any_mesh_gives_the_vectors_of_the_formulas(folder, expected, dims):
             assert found.num_tokens == sum(len(ids_of(one)) for one in sentences)
 
 
+def test_a_model_tells_what_it_is(folder):
+    with mm.DeviceMesh("dp=1") as mesh:
+        text = repr(MiniLM(mesh, folder, dtype="float64"))
+    assert text == f"MiniLM('dp=1', {str(folder)!r}, width=12, dtype=float64)"
+
+
 def test_fewer_sentences_than_replicas_and_none(folder, expected):
     for found, again, _ in mm.run_virtual(4, embed, "dp=4", folder, random_sentences(2)):
         np.testing.assert_allclose(found.vectors, expected[:2], rtol=0, atol=1e-5)

@@ -131,6 +131,7 @@ def test_what_does_not_fit_is_refused(shapes, options, error, words):
 
 
 NORM: Any = "batch"
+ROTARY: Any = "yes"
 
 
 def made(layer, dtype="float64"):
@@ -224,6 +225,8 @@ def test_layers_within_can_be_replaced_by_some_of_the_heads():
         (lambda: nn.Attention(6, 4), "num_heads must divide features"),
         (lambda: nn.Attention(8, 4, num_kv_heads=3), "a multiple of num_kv_heads"),
         (lambda: nn.Attention(8, 4, rotary=nn.Rotary(4)), "does not turn heads of length 2"),
+        (lambda: nn.Attention(6, 2, rotary=True), "must be even"),
+        (lambda: nn.GptBlock(8, 4, rotary=ROTARY), "True, False or an nn.Rotary, got 'yes'"),
         (lambda: nn.Rotary(3), "must be even"),
         (lambda: nn.Rotary(4, base=0), "base must be above 0"),
         (lambda: nn.RMSNorm(4, eps=0), "eps must be above 0"),
@@ -236,6 +239,15 @@ def test_what_cannot_be_made_is_refused(make, words):
         make()
 
 
+def test_rotary_may_be_said_by_a_flag():
+    """True was taken for a layer, and has no head_dim."""
+    x = np.random.default_rng(0).normal(size=(2, 3, 8))
+    given = made(nn.Attention(8, 2, rotary=nn.Rotary(4)))(x)
+    np.testing.assert_array_equal(made(nn.Attention(8, 2, rotary=True))(x), given)
+    assert nn.Attention(8, 2, rotary=False).rotary is None
+    assert not np.allclose(made(nn.Attention(8, 2))(x), given)
+
+
 def test_a_wrong_input_is_refused():
     block = made(nn.BertBlock(4, 2))
     x = np.ones((2, 3, 4))
@@ -243,6 +255,12 @@ def test_a_wrong_input_is_refused():
         block(x[0])
     with pytest.raises(ModuleError, match="got 3 items"):
         block((x, x, x))
+    mask: Any = np.ones((2, 3), bool)
+    for layer in (block, block.attention, nn.MeanPool(), nn.Sequential(block)):
+        with pytest.raises(ModuleError, match=r"got ndarray; a mask goes with x.*\(x, mask\)"):
+            layer.forward(x, mask)
+    with pytest.raises(ModuleError, match=r"Linear.*takes an nn.Context.*got int"):
+        nn.Linear(2, 2)(x, 3)  # type: ignore[arg-type]
     with pytest.raises(DTypeError, match="must be a boolean array"):
         block((x, np.ones((2, 3))))
     with pytest.raises(ShapeError, match="the mask must have shape"):

@@ -165,3 +165,90 @@ def test_a_loss_within_a_loss_is_watched():
             model.train_step(x, x)
 
     on_ranks("dp=1,tp=2", body)
+
+
+class _Foreign:
+    """A layer that is no Module, with a parameter."""
+
+    def __init__(self):
+        self.weight = nn.Parameter("weight", (2,), nn.Constant(1.0))
+
+    def forward(self, x, ctx=None):
+        return x * self.weight.value()
+
+    def backward(self, dy, ctx):
+        return dy * self.weight.value()
+
+    def parameters(self):
+        return [self.weight]
+
+
+def test_what_would_stay_whole_is_refused():
+    """Both gave back the unsplit model without a word."""
+
+    def body(mesh):
+        tp: Any = mesh.group("tp")
+        model: Any = mm.DataParallel(nn.GptBlock(4, 2), mesh)
+        with pytest.raises(ModuleError, match="got DataParallel: split the layers first"):
+            mm.tensor_parallel(model, tp)
+        kind: Any = nn.GptBlock
+        with pytest.raises(ModuleError, match="got the class GptBlock"):
+            mm.tensor_parallel(kind, tp)
+        whole: list[Any] = [
+            nn.Linear(2, 2),
+            nn.LayerNorm(2),
+            _Foreign(),
+            nn.Sequential(nn.Linear(2, 2), nn.ReLU(), _Foreign()),
+        ]
+        for layer in whole:
+            with pytest.raises(ModuleError, match="is split is Attention, FeedForward, SwiGLU"):
+                mm.tensor_parallel(layer, tp)
+        # Without parameters there is nothing that each rank would hold whole.
+        dropout = nn.Dropout(0.5)
+        assert mm.tensor_parallel(dropout, tp) is dropout
+        # On a split sequence a norm has something to do.
+        norm = mm.tensor_parallel(nn.LayerNorm(2), tp, sequence=mm.SequenceSplit(tp))
+        norm.materialize(seed=0)
+
+    on_ranks("dp=1,tp=2", body)
+    on_ranks("dp=1,tp=1", body)
+
+
+def test_all_logits_as_the_docstring_of_gpt_layers_gets_them():
+    """It gave stages the name of a model, and did not say how to get what sampling needs."""
+    ids = np.array([[1, 2, 3, 4], [6, 5, 0, 1]])
+    whole = nn.Sequential(*mm.gpt_layers(7, 4, 2, 2, max_tokens=4))
+    whole.materialize(seed=0, dtype=np.float64)
+    expected = whole(ids)
+
+    def body(mesh):
+        tp = mesh.group("tp")
+        layers = mm.gpt_layers(7, 4, 2, 2, max_tokens=4, tp=tp)
+        stages = mm.PipelineParallel.partition(
+            layers, mesh.dim_size("pp"), mesh=mesh, times=[1.0] * len(layers)
+        )
+        model = mm.PipelineParallel(stages, 2, mesh=mesh, dtype=np.float64)
+        y = model.forward(ids, everywhere=True)[:, -1]
+        sizes = [len(part) for part in np.array_split(np.arange(7), tp.size)]
+        logits = tp.all_gather(y, axis=1, sizes=sizes).resolve()
+        np.testing.assert_allclose(logits, expected[:, -1], rtol=1e-10, atol=1e-12)
+
+    on_ranks("pp=2,tp=2", body)
+
+
+def test_split_layers_tell_what_they_are():
+    """Blocks and what is in them were shown by the names of unsplit ones."""
+
+    def body(mesh):
+        tp = mesh.group("tp")
+        stage = mm.PipelineStage(0)
+        for block in (nn.GptBlock(4, 2, mlp="swiglu"), nn.BertBlock(4, 2)):
+            split = mm.tensor_parallel(block, tp)
+            assert repr(split) == f"Parallel{type(block).__name__}(4, 2, hidden=16)"
+            assert repr(split.attention).startswith("ParallelAttention(4, 2")
+            assert repr(split.mlp).startswith("Parallel")
+            stage.add_layer(split)
+        assert "ParallelGptBlock(4, 2, hidden=16)" in repr(stage)
+
+    on_ranks("tp=2", body)
+    assert repr(nn.GptBlock(4, 2)) == "GptBlock(4, 2, hidden=16)"

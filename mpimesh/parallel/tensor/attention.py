@@ -32,6 +32,12 @@ def head_parts(
     Raises:
         ModuleError: If a rank would have no query head.
     """
+    if size > num_heads:
+        raise ModuleError(
+            f"num_heads={num_heads} is too few for {size} ranks: attention is split by its heads, "
+            f"and each rank needs at least one. Use num_heads of {size} or more, or a group of at "
+            f"most {num_heads} {'rank' if num_heads == 1 else 'ranks'}"
+        )
     per_kv = num_heads // num_kv_heads
     queries: list[Runs] = []
     keys: list[Runs] = []
@@ -46,11 +52,6 @@ def head_parts(
             those = ranks[head]
             shared = replica_rows(per_kv, those.stop - those.start, rank - those.start)
             heads = slice(head * per_kv + shared.start, head * per_kv + shared.stop)
-        if heads.start == heads.stop:
-            raise ModuleError(
-                f"{num_heads} heads that read {num_kv_heads} key heads are too few for {size} "
-                f"ranks: rank {rank} would have none"
-            )
         queries.append(((heads.start * head_dim, heads.stop * head_dim),))
         keys.append(((kv.start * head_dim, kv.stop * head_dim),))
     return tuple(queries), tuple(keys)
@@ -81,7 +82,7 @@ class ParallelAttention(Entered, Attention):
         num_kv_heads: Number of heads of the keys and values, over all ranks; None for `num_heads`.
         head_dim: Length of a head; None for ``features / num_heads``.
         causal: Whether a token reads only itself and those before it.
-        rotary: Turns queries and keys.
+        rotary: Whether queries and keys are turned; or the layer that does so.
         bias: Whether the linear layers have biases.
         dropout: The share of the weights to drop: those that the unsplit layer drops.
         sequence: How `x` and the result are split along the sequence, if they are.
@@ -100,7 +101,7 @@ class ParallelAttention(Entered, Attention):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         causal: bool = False,
-        rotary: Rotary | None = None,
+        rotary: bool | Rotary | None = None,
         bias: bool = True,
         dropout: float = 0.0,
         sequence: SequenceSplit | None = None,

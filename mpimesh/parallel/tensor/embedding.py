@@ -7,9 +7,9 @@ from typing import Self
 import numpy as np
 
 from mpimesh.arrays import Array, namespace
-from mpimesh.errors import DTypeError, ModuleError, ModuleStateError
+from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Context, Embedding, Parameter
-from mpimesh.nn.checks import first_outside
+from mpimesh.nn.checks import check_integers, first_outside
 from mpimesh.parallel.tensor.entrance import Entrance
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.parallel.tensor.parameter import TensorParameter, even_parts
@@ -125,10 +125,7 @@ class VocabParallelEmbedding(Embedding):
         ctx.defer(self, ids[mine], whole[mine])
 
     def _check_ids(self, x: Array) -> None:
-        dtype = getattr(x, "dtype", None)
-        if dtype is None or dtype.kind not in "iu":
-            got = type(x).__name__ if dtype is None else dtype
-            raise DTypeError(f"{self!r}: x must be an array of integers, got {got}")
+        check_integers(self, x)
         wrong = (x < 0) | (x >= self.num_embeddings)
         if wrong.any():
             raise ModuleError(

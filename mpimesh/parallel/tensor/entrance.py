@@ -104,7 +104,7 @@ class Entered(Composite):
 
     def forward(self, x: Any, ctx: Context | None = None) -> Any:
         """Do what the unsplit layer does. Collective over the group; raises what that does."""
-        x, mask = parted(self, x)
+        x, mask = parted(self, x, ctx)
         whole = self.entrance.enter(x, ctx)
         if mask is not None:
             mask = self.entrance.whole_mask(mask, ctx)

@@ -19,7 +19,7 @@ from mpimesh.nn.checks import check_extent
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.parallel.tensor.linear import ColumnParallelLinear
 from mpimesh.parallel.tensor.sequence import SequenceSplit
-from mpimesh.parallel.tensor.split import tensor_parallel
+from mpimesh.parallel.tensor.split import split_layers
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["gpt_layers"]
@@ -50,6 +50,11 @@ def gpt_layers(
     They are embedding, learned positions (unless `rotary`), dropout, the blocks, a norm, and an
     output layer without bias. With `tp` they are split over that group, and give the same results
     up to rounding as without: the same seed gives the same weights, and states fit both.
+
+    Where all logits are wanted, as for sampling, put this rank's part and those of the others
+    together: ``tp.all_gather(y, axis=y.ndim - 1, sizes=...)``, with the sizes that the ranks have:
+    ``vocab_size // tp.size``, and one more on the first ``vocab_size % tp.size`` ranks. Gather just
+    the places that are needed.
 
     Shapes:
         x: (rows, tokens), integers in ``[0, vocab_size)``.
@@ -85,8 +90,13 @@ def gpt_layers(
     Example:
         >>> tp = mesh.group("tp")
         >>> layers = gpt_layers(50257, 768, 12, 12, max_tokens=1024, tp=tp)
-        >>> model = PipelineParallel.partition(layers, mesh.dim_size("pp"), mesh=mesh, times=times)
+        >>> stages = PipelineParallel.partition(layers, mesh.dim_size("pp"), mesh=mesh, times=times)
+        >>> model = PipelineParallel(stages, 8, mesh=mesh)
         >>> loss = VocabParallelCrossEntropy(50257, group=tp)
+        >>> model.train_step(ids, target, loss=loss)
+        >>> y = model.forward(ids, everywhere=True)[:, -1]  # of the next token, this rank's part
+        >>> sizes = [len(part) for part in np.array_split(np.arange(50257), tp.size)]
+        >>> logits = tp.all_gather(y, axis=1, sizes=sizes).resolve()
     """
     if sequence_parallel and tp is None:
         raise ModuleError("sequence_parallel splits over the ranks of tp, which is None")
@@ -115,7 +125,8 @@ def gpt_layers(
         head: Linear | ColumnParallelLinear = Linear(features, vocab_size, bias=False)
     else:
         sequence = SequenceSplit(tp, length=tokens) if sequence_parallel else None
-        layers = [tensor_parallel(layer, tp, sequence=sequence) for layer in layers]
+        tensor = TensorGroup(tp)
+        layers = [split_layers(layer, tensor, sequence) for layer in layers]
         head = ColumnParallelLinear(features, vocab_size, group=tp, bias=False, sequence=sequence)
     if tied:
         head.weight = dict(layers[0].named_parameters())["weight"]

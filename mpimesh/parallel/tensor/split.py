@@ -34,12 +34,13 @@ from mpimesh.parallel.tensor.entrance import Around, Entered, Entrance
 from mpimesh.parallel.tensor.feedforward import ParallelFeedForward, ParallelSwiGLU
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpimesh.parallel.tensor.model import tensor_groups
 from mpimesh.parallel.tensor.retyped import retyped
 from mpimesh.parallel.tensor.sequence import SequenceSplit, split_sequence
 from mpimesh.parallel.tensor.sequence_layers import SequenceDropout, SequencePositions
 from mpimesh.runtime import ProcessGroup
 
-__all__ = ["tensor_parallel"]
+__all__ = ["split_layers", "tensor_parallel"]
 
 L = TypeVar("L", bound=Module)
 
@@ -80,9 +81,11 @@ def tensor_parallel(
             What enters the model must be so then, unless an embedding comes first.
 
     Raises:
-        ModuleError: If a rank would have no head, a parameter stands in layers that are split and
-            in others that are not, with `sequence` a layer is not known to treat each place by
-            itself, or a layer that needs all features stands where ranks have a part of them.
+        ModuleError: If `model` is no layer, such as a :class:`~mpimesh.DataParallel`; it has
+            parameters, but no layer that can be split; a rank would have no head, a parameter
+            stands in layers that are split and in others that are not, with `sequence` a layer is
+            not known to treat each place by itself, or a layer that needs all features stands
+            where ranks have a part of them.
         ModuleStateError: If a layer has memory.
         GroupError: If this rank is not in the group.
 
@@ -90,8 +93,35 @@ def tensor_parallel(
         >>> tp = mesh.group("tp")
         >>> blocks = [tensor_parallel(nn.GptBlock(64, 8), tp) for _ in range(12)]
     """
+    tensor = TensorGroup(group)
+    if not is_layer(model):
+        one: object = model
+        got = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
+        raise ModuleError(
+            f"tensor_parallel splits a layer, such as a Sequential of all layers, got {got}: split "
+            "the layers first, then give them to DataParallel or to stages, which make their "
+            "memory"
+        )
+    split = split_layers(model, tensor, sequence)
+    if split.parameters() and not tensor_groups(split):
+        raise ModuleError(
+            f"nothing of {model!r} can be split over group {tensor.group.name!r}: what is split is "
+            f"{', '.join(kind.__name__ for kind in _HELD)}, wherever they stand. For a Linear, use "
+            "ColumnParallelLinear or RowParallelLinear in its place; what is to stay whole on each "
+            "rank needs no tensor_parallel"
+        )
+    return split
+
+
+def split_layers(model: L, tensor: TensorGroup, sequence: SequenceSplit | None) -> L:
+    """Do what :func:`tensor_parallel` does, also for a layer that stays whole. Local.
+
+    Raises:
+        ModuleError: As that, where a layer cannot be as it is among split ones.
+        ModuleStateError: If a layer has memory.
+    """
     before = _places(model)
-    split: L = _Splitter(TensorGroup(group), sequence).split(model)
+    split: L = _Splitter(tensor, sequence).split(model)
     after = _places(split)
     for number, (parameter, count) in before.items():
         if 0 < after.get(number, (parameter, 0))[1] < count:
@@ -209,6 +239,9 @@ _SPLIT = (
 
 _PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock)
 # With a split sequence these need no change, or only of the layers within.
+
+_HELD = (Attention, FeedForward, SwiGLU, Embedding)
+# Of these each rank has a part.
 
 _Make = Callable[[Any, TensorGroup, "SequenceSplit | None"], Any]
 
