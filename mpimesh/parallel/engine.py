@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from mpimesh.nn import Parameter
 from mpimesh.parallel.first_values import give_values, is_used_again
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
-from mpimesh.parallel.gradients.replicas import agree_values
+from mpimesh.parallel.gradients.replicas import agree_together, agree_values
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.microbatch import check_microbatches
@@ -156,8 +156,7 @@ class Engine:
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
         self._new_buckets = partial(self._buckets_of, options)
         self.buckets = self._new_buckets(None)
-        agree_values(self.named_parameters(), data)
-        self.tensor.agree_values(self.named_parameters())
+        agree_together(scope, self._questions_of_values())
 
     # -- what is where: local -------------------------------------------------------------
 
@@ -269,7 +268,23 @@ class Engine:
             self.optimizer.resume(*held)
         self.why_no_step = ""
 
+    def check_values(self) -> None:
+        """Return if all ranks that hold the same values hold the same bits. Collective.
+
+        Raises:
+            MismatchError: On every rank, naming a parameter that differs.
+        """
+        ties = partial(self.ties.agree, values=True)
+        agree_together(self.scope, [ties, *self._questions_of_values()])
+
     # -- helpers ----------------------------------------------------------------------------
+
+    def _questions_of_values(self) -> list[Callable[[], None]]:
+        named = self.named_parameters()
+        return [
+            partial(agree_values, named, self.data),
+            partial(self.tensor.agree_values, named),
+        ]
 
     def _slot_memory(self, nbytes: int) -> HostArray:
         return self.mesh.shared_empty(nbytes, np.uint8)

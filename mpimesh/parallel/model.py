@@ -17,7 +17,6 @@ from mpimesh.parallel.arguments import Arguments
 from mpimesh.parallel.clip import sum_over_dims
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.buckets import GradientBuckets
-from mpimesh.parallel.gradients.replicas import agree_values
 from mpimesh.parallel.gradients.tuning import BucketTuning, tune_buckets
 from mpimesh.parallel.join import joined_output
 from mpimesh.parallel.step import Step
@@ -78,11 +77,9 @@ class ParallelModel:
         So do all ranks that hold one and the same parameter.
 
         Raises:
-            MismatchError: On every rank of the replicas that differ, naming the parameter.
+            MismatchError: On every rank, naming the first parameter that was found to differ.
         """
-        self._engine.ties.agree(values=True)
-        agree_values(self._engine.named_parameters(), self._engine.data)
-        self._engine.tensor.agree_values(self._engine.named_parameters())
+        self._engine.check_values()
 
     def rebuild_buckets(self) -> None:
         """Make the gradient buckets anew, after freezing or unfreezing. Collective."""
