@@ -7,10 +7,10 @@ import re
 import pytest
 
 import mpimesh as mm
-from mpimesh import optim
-from mpimesh.errors import MismatchError
+from mpimesh import nn, optim
+from mpimesh.errors import MismatchError, ModuleError, ModuleStateError
 from tests.pure import tensor_models
-from tests.pure.parallel_models import on_ranks
+from tests.pure.parallel_models import assert_equal, on_ranks
 from tests.pure.parallel_traps import assert_nothing_left
 
 
@@ -23,7 +23,7 @@ def make(mesh, *, zero=None):
     model = mm.PipelineParallel(stages, 2, mesh=mesh, seed=3, dtype="float64")
     inner = optim.SGD(model.parameters(), lr=0.1)
     optimizer = None if zero is None else mm.ParallelOptimizer(inner, model, zero=zero)
-    loss = tensor_models.nn.cross_entropy
+    loss: nn.Loss = nn.cross_entropy
     if tp is not None:
         loss = mm.VocabParallelCrossEntropy(tensor_models.VOCAB, group=tp)
     return model, optimizer, lambda: model.train_step(*tensor_models.batch(0), loss=loss)
@@ -49,3 +49,63 @@ def test_values_of_one_rank_that_differ_are_told_to_all(odd):
         return str(caught.value), train()
 
     assert len(set(on_ranks("dp=2,tp=2", body))) == 1
+
+
+BAD_NORMS = [-1.0, "1", None, float("nan")]
+
+
+@pytest.mark.parametrize("zero", [None, 0, 1])
+@pytest.mark.parametrize("dims", ["dp=3", "dp=2,tp=2"])
+def test_a_norm_that_one_rank_got_wrong_is_refused_by_all(dims, zero):
+    """That rank raised before it had met the others, and they waited for it."""
+
+    def body(mesh):
+        model, optimizer, train = make(mesh, zero=zero)
+        train()
+        for bad in BAD_NORMS:
+            with pytest.raises(ModuleError, match=f"^rank 1: max_norm must be .*{bad}") as caught:
+                model.clip_grad_norm(bad if mesh.rank == 1 else 1.0)
+            assert caught.value.agreed
+        norm = model.clip_grad_norm(1.0)
+        if optimizer is not None:
+            optimizer.step()
+        model.check_replicas()
+        return norm
+
+    assert len(set(on_ranks(dims, body))) == 1
+
+
+@pytest.mark.parametrize("zero", [None, 0, 1])
+@pytest.mark.parametrize("dims", ["dp=3", "dp=2,tp=2"])
+def test_gradients_that_one_rank_has_forgotten(dims, zero):
+    """Without `zero` the other replicas stepped, and were others from then on."""
+
+    def body(mesh):
+        model, optimizer, train = make(mesh, zero=zero)
+        train()
+        before = model.full_state_dict()
+        if mesh.rank == 1:
+            model.zero_grad()
+        with pytest.raises(ModuleStateError, match=r"^rank 1: there are no sums of gradients"):
+            model.clip_grad_norm(1.0)
+        if optimizer is not None:
+            with pytest.raises(ModuleStateError, match=r"^rank 1: there are no sums of gradients"):
+                optimizer.step()
+        assert_equal(model.full_state_dict(), before)
+        train()
+        model.clip_grad_norm(1.0)
+        if optimizer is not None:
+            optimizer.step()
+        model.check_replicas()
+
+    on_ranks(dims, body)
+
+
+def test_a_refusal_of_all_ranks_is_told_once():
+    def body(mesh):
+        _, optimizer, _ = make(mesh, zero=0)
+        with pytest.raises(ModuleStateError, match=r"^ranks 0, 1: there are no") as caught:
+            optimizer.step()
+        assert str(caught.value).count("there are no") == 1
+
+    on_ranks("dp=2", body)
