@@ -91,7 +91,7 @@ class Engine:
 
     Attributes:
         step: Number of training steps done; what dropout draws depends on it.
-        why_no_step: Why this rank may start no step; empty if it may.
+        why_no_step: Why this rank may start nothing collective; empty if it may.
         interfaces: What stages give to each other, by kind of input.
         input_names: The names of all inputs that enter at stages of their own.
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
@@ -209,6 +209,16 @@ class Engine:
             if everywhere or not self.local.keys().isdisjoint(numbers)
         ]
 
+    def check_ready(self) -> None:
+        """Return if this rank may do something with the others. Local; all that is collective asks.
+
+        Raises:
+            ModuleStateError: On this rank, if a step is under way, or was left by this rank alone:
+                what it sends would meet the rest of that step.
+        """
+        if self.why_no_step:
+            raise ModuleStateError(f"rank {self.mesh.rank}: {self.why_no_step}")
+
     # -- in a step --------------------------------------------------------------------------
 
     def begin_gradients(self, num_microbatches: int) -> None:
@@ -256,8 +266,7 @@ class Engine:
                 parameters do not train the same of them.
             ModuleStateError: If a step was left, or such a rebuilding.
         """
-        if self.why_no_step:
-            raise ModuleStateError(f"rank {self.mesh.rank}: {self.why_no_step}")
+        self.check_ready()
         self.ties.agree(values=False)
         self._agree_on_trained()
         held = None if self.optimizer is None else self.optimizer.release()

@@ -63,6 +63,7 @@ class ParallelModel:
             One all-reduce of 24 bytes.
         """
         engine = self._engine
+        engine.check_ready()
         if engine.optimizer is not None:
             return engine.optimizer.clip_grad_norm(max_norm)
         parameters = self.parameters()
@@ -87,6 +88,7 @@ class ParallelModel:
         Raises:
             MismatchError: On every rank, naming the first parameter that was found to differ.
         """
+        self._engine.check_ready()
         self._engine.check_values()
 
     def rebuild_buckets(self) -> None:
@@ -125,6 +127,7 @@ class ParallelModel:
             Two broadcasts for each parameter, over the stages; and an all-gather of what is split.
         """
         engine = self._engine
+        engine.check_ready()
         # Of the ranks that hold a tied parameter, the first one gives it.
         local = {id(parameter) for parameter in self.parameters()}
         local -= {id(parameter) for parameter in engine.ties.copies}

@@ -183,6 +183,7 @@ class ParallelOptimizer:
         Cost:
             One all-reduce of a byte; with `zero`, one all-gather of the values of each bucket.
         """
+        self._engine.check_ready()
         buckets = self._engine.buckets
         sums = buckets.sums
         # A rank that refused to take part in the middle would be missed.
@@ -213,6 +214,7 @@ class ParallelOptimizer:
             One all-reduce of 24 bytes, if the mesh has no other dims than those of the model.
         """
         engine = self._engine
+        engine.check_ready()
         sums = engine.buckets.sums
         problem: MpimeshError | None = problem_with_norm(max_norm)
         if problem is None and sums is None:

@@ -63,6 +63,7 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
         Some exchanges of small texts, of a number for each parameter at most; 32 reductions of up
         to 16 MiB; new memory for the buckets.
     """
+    engine.check_ready()
     group, buckets = engine.data, engine.buckets
     entries = buckets.entries
     scope = engine.scope
