@@ -159,6 +159,10 @@ class Step:
             where = " everywhere" if self._arguments.everywhere else ""
             return f"forward{where} of {engine.num_microbatches} microbatches"
         kept = " without reducing gradients" if engine.accumulating else ""
+        if engine.buckets.begun:
+            kept += f", added to the gradients of {engine.buckets.begun} before"
+        if not engine.stages[0].is_training():
+            kept += ", in evaluation mode"
         if engine.scales_losses:
             kept += f", losses times {engine.loss_scale:g}"
         return (

@@ -109,3 +109,48 @@ def test_a_refusal_of_all_ranks_is_told_once():
         assert str(caught.value).count("there are no") == 1
 
     on_ranks("dp=2", body)
+
+
+@pytest.mark.parametrize("dims", ["dp=2", "dp=2,tp=2"])
+def test_a_mode_of_one_rank_is_refused(dims):
+    """Its dropout was the identity, and the loss one of two models."""
+
+    def body(mesh):
+        model, _, train = make(mesh)
+        loss = train()
+        model.step = 0
+        model.set_training(mesh.rank != 1)
+        with pytest.raises(MismatchError, match=r"ranks \[1\]: .* in evaluation mode"):
+            train()
+        model.train()
+        assert train() == loss
+        model.eval()
+        model.step = 0
+        assert train() != loss
+
+    on_ranks(dims, body)
+
+
+def test_gradients_that_one_rank_has_forgotten_between_steps():
+    """What came of it was the gradient of no batch."""
+
+    def body(mesh):
+        model, _, train = make(mesh)
+        with model.no_sync():
+            train()
+        if mesh.rank == 1:
+            model.zero_grad()
+        with pytest.raises(MismatchError, match=r"ranks \[0\]: .*gradients of 1 before"):
+            train()
+        norms = []
+        for _ in range(2):
+            model.step = 0
+            with model.no_sync():
+                train()
+                train()
+            train()
+            norms.append(model.clip_grad_norm(1e9))
+        return norms
+
+    for norms in on_ranks("dp=2", body):
+        assert norms[0] == norms[1]
