@@ -23,6 +23,7 @@ from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
+from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
 from mpimesh.parallel.tensor.model import TensorModel
@@ -42,6 +43,11 @@ _NO_BUCKETS = (
     "the gradient buckets could not be made anew, and this rank has none by which it would stay "
     "equal to its replicas: end the job, or close the mesh on all ranks and make mesh and model "
     "anew"
+)
+
+_OPEN = (
+    "gradients of steps under no_sync() are being added up, and new buckets would drop them: take "
+    "the step that reduces them first, or forget them by zero_grad()"
 )
 
 
@@ -264,9 +270,11 @@ class Engine:
         Raises:
             MismatchError: On every rank, with the buckets as before, if ranks that hold the same
                 parameters do not train the same of them.
-            ModuleStateError: If a step was left, or such a rebuilding.
+            ModuleStateError: On every rank, with the buckets as before, if on any gradients are
+                being added up. On this rank, if a step was left, or such a rebuilding.
         """
         self.check_ready()
+        self.agree_on_closed()
         self.ties.agree(values=False)
         self._agree_on_trained()
         held = None if self.optimizer is None else self.optimizer.release()
@@ -285,6 +293,20 @@ class Engine:
         """
         ties = partial(self.ties.agree, values=True)
         agree_together(self.scope, [ties, *self._questions_of_values()])
+
+    def agree_on_closed(self) -> None:
+        """Return if no rank has gradients that new buckets would drop. Collective.
+
+        Raises:
+            ModuleStateError: On every rank, if any is adding up gradients.
+
+        Cost:
+            One all-reduce of a byte.
+        """
+        mine = np.array([self.buckets.is_open], np.uint8)
+        if self.scope.all_reduce(mine, "max", label="gradients that are kept").resolve()[0]:
+            problem = ModuleStateError(_OPEN) if self.buckets.is_open else None
+            raise_refusal(self.scope, problem, what="refused new buckets")
 
     # -- helpers ----------------------------------------------------------------------------
 

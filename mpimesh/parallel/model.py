@@ -92,7 +92,16 @@ class ParallelModel:
         self._engine.check_values()
 
     def rebuild_buckets(self) -> None:
-        """Make the gradient buckets anew, after freezing or unfreezing. Collective."""
+        """Make the gradient buckets anew, after freezing or unfreezing. Collective.
+
+        Call it between steps: the sums of the last one are dropped.
+
+        Raises:
+            MismatchError: On every rank, with the buckets as before, if a parameter is frozen on
+                some of the ranks that hold it.
+            ModuleStateError: On every rank, with the buckets as before, if gradients of steps under
+                :meth:`no_sync` are being added up.
+        """
         self._engine.rebuild_buckets()
 
     def tune_buckets(self) -> BucketTuning | None:
@@ -100,15 +109,16 @@ class ParallelModel:
 
         From when each gradient was complete in the last step, on the slowest of the replicas, and
         how long reductions take, follows the cut by which all are summed earliest (see
-        `gradients/bucket_merge.py`). Call it between steps: gradients are dropped. Making the model
-        with ``bucket_bytes`` forces the size instead, and :meth:`rebuild_buckets` goes back to it.
+        `gradients/bucket_merge.py`). Call it between steps: sums are dropped. Making the model with
+        ``bucket_bytes`` forces the size instead, and :meth:`rebuild_buckets` goes back to it.
 
         Returns:
             What was found, the same on all replicas; None where there are no replicas, or no
             parameters to train.
 
         Raises:
-            ModuleStateError: On every rank, if there was no training step yet.
+            ModuleStateError: On every rank, if there was no training step yet, or gradients of
+                steps under :meth:`no_sync` are being added up.
 
         Cost:
             Some exchanges of small texts, and 24 sums of up to 16 MiB.

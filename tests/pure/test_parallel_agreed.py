@@ -154,3 +154,34 @@ def test_gradients_that_one_rank_has_forgotten_between_steps():
 
     for norms in on_ranks("dp=2", body):
         assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("call", ["rebuild_buckets", "tune_buckets"])
+def test_new_buckets_do_not_drop_gradients_that_are_kept(call):
+    """The step after them reduced its own gradients only."""
+
+    def body(mesh):
+        model, _, train = make(mesh)
+        norms = []
+        for refused in (False, True):
+            model.step = 0
+            with model.no_sync():
+                train()
+                if refused:
+                    with pytest.raises(ModuleStateError, match=r"^ranks 0, 1: gradients of steps"):
+                        getattr(model, call)()
+            train()
+            norms.append(model.clip_grad_norm(1e9))
+        if mesh.rank == 1:
+            with model.no_sync():
+                model.buckets.begin()
+        with pytest.raises(ModuleStateError, match=r"^rank 1: gradients of steps"):
+            getattr(model, call)()
+        model.zero_grad()
+        getattr(model, call)()
+        train()
+        model.check_replicas()
+        return norms
+
+    for norms in on_ranks("dp=2", body):
+        assert norms[0] == norms[1]
