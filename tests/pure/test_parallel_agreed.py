@@ -185,3 +185,20 @@ def test_new_buckets_do_not_drop_gradients_that_are_kept(call):
 
     for norms in on_ranks("dp=2", body):
         assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("dims", ["dp=2", "dp=2,tp=2"])
+def test_sequences_of_no_tokens(dims):
+    """The backward of learned positions asked NumPy to divide 0 elements by 0."""
+
+    def body(mesh):
+        model, _, _ = make(mesh)
+        loss: nn.Loss = nn.cross_entropy
+        if "tp" in mesh.dim_names:
+            loss = mm.VocabParallelCrossEntropy(tensor_models.VOCAB, group=mesh.group("tp"))
+        nothing = tensor_models.batch(0, 0)
+        assert model.train_step(*nothing, loss=loss) == 0
+        assert model.clip_grad_norm(1.0) == 0
+        return model.evaluate(*nothing, loss=loss)
+
+    assert set(on_ranks(dims, body)) == {0.0}
