@@ -10,7 +10,7 @@ import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.errors import MismatchError, ModuleError, ModuleStateError
 from tests.pure import tensor_models
-from tests.pure.parallel_models import assert_equal, on_ranks
+from tests.pure.parallel_models import assert_equal, batch, make_pipeline, on_ranks
 from tests.pure.parallel_traps import assert_nothing_left
 
 
@@ -202,3 +202,18 @@ def test_sequences_of_no_tokens(dims):
         return model.evaluate(*nothing, loss=loss)
 
     assert set(on_ranks(dims, body)) == {0.0}
+
+
+@pytest.mark.parametrize("dims", ["dp=2", "dp=1,pp=2"])
+def test_a_loss_that_no_rank_was_given(dims):
+    """It was a TypeError of the method, where DataParallel has a sentence."""
+
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        for call in (pipe.evaluate, pipe.train_step):
+            with pytest.raises(ModuleError, match=r"rank \d holds the last stage and needs loss="):
+                call(*batch(0, 8))
+        return pipe.evaluate(*batch(0, 8), loss=nn.cross_entropy if mesh.rank or not pp else None)
+
+    pp = "pp" in dims
+    assert len(set(on_ranks(dims, body))) == 1
