@@ -133,6 +133,25 @@ class ParallelModel:
     def full_state_dict(self) -> dict[str, Array]:
         """Return the values of the whole model on every rank, as host arrays. Collective.
 
+        To go on with a training another day as if it had not ended, save with them :attr:`step`,
+        the optimizer's state, and the state of its :class:`~mpimesh.optim.LossScaler` if it has
+        one. What dropout draws depends on the step, so that without it the masks begin anew.
+
+        Example:
+            >>> saved = {
+            ...     "model": model.full_state_dict(),
+            ...     "step": model.step,
+            ...     "optimizer": optimizer.full_state_dict(),
+            ...     "scaler": scaler.state_dict(),
+            ... }
+
+            And on any other mesh:
+
+            >>> model.load_state_dict(saved["model"])
+            >>> model.step = saved["step"]
+            >>> optimizer.load_state_dict(saved["optimizer"])
+            >>> scaler.load_state_dict(saved["scaler"])
+
         Cost:
             Two broadcasts for each parameter, over the stages; and an all-gather of what is split.
         """
@@ -155,6 +174,9 @@ class ParallelModel:
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy values into this rank's parameters; all of them or, on an error, none. Local.
+
+        The number of steps is no part of a state: to resume a training, set :attr:`step`, too; see
+        :meth:`full_state_dict`.
 
         Shapes:
             state[name]: that of the parameter. `state` holds the whole model.
@@ -211,7 +233,11 @@ class ParallelModel:
 
     @property
     def step(self) -> int:
-        """Number of training steps done; dropout draws by it. Set it when training resumes."""
+        """Number of training steps done; set it, on all ranks, when training resumes.
+
+        No state has it. What dropout draws depends on it: where it starts from 0 again, the masks
+        of the first steps come again.
+        """
         return self._engine.step
 
     @step.setter
