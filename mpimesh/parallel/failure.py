@@ -55,9 +55,10 @@ class Failure:
     def headline(self) -> str:
         """Return what and where in one line."""
         if not self.action:
-            told = f"{self.kind}: {self.message}"
             # Many a message begins with its rank.
-            return told if self._says_rank() else f"rank {self.rank}: {told}"
+            who = f"rank {self.rank}"
+            told = f"{self.kind}: {self.message.removeprefix(f'{who}: ')}"
+            return told if self.message.startswith(f"{who} ") else f"{who}: {told}"
         action = Action.from_string(self.action)
         part = "" if action.kind.is_whole else f" (microbatch {action.microbatch})"
         return (
@@ -68,9 +69,6 @@ class Failure:
     def is_like(self, other: Failure) -> bool:
         """Tell whether another rank found the same of itself."""
         return (self.kind, self._without_rank()) == (other.kind, other._without_rank())
-
-    def _says_rank(self) -> bool:
-        return re.match(rf"rank {self.rank}\b", self.message) is not None
 
     def _without_rank(self) -> str:
         return re.sub(rf"\brank {self.rank}\b", "rank", self.message)
