@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ShapeError
@@ -74,7 +76,8 @@ class LearnedPositions(Module):
         (dy,) = ctx.take_deferred(self)
         if dy is not None:
             tokens = dy.shape[-2]
-            g = dy.reshape(-1, tokens, self.features).sum(axis=0, dtype=sum_dtype(dy.dtype))
+            rows = math.prod(dy.shape[:-2])  # -1 cannot be told where there are no tokens
+            g = dy.reshape(rows, tokens, self.features).sum(axis=0, dtype=sum_dtype(dy.dtype))
             self.weight.accumulate_rows(namespace(dy).arange(tokens), g)
 
     def __repr__(self) -> str:

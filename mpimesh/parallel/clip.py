@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.nn import Parameter
 from mpimesh.optim import clip_grad_norm as clip_local
+from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.runtime import ProcessGroup
 
-__all__ = ["clip_grad_norm", "sum_over_dims"]
+__all__ = ["agreed_squares", "clip_grad_norm", "problem_with_norm"]
 
 
 def clip_grad_norm(
@@ -52,31 +54,57 @@ def clip_grad_norm(
     )
 
 
-def sum_over_dims(
-    number: float,
+def problem_with_norm(max_norm: object) -> ModuleError | None:
+    """Return what is wrong with the limit of a norm, None if nothing is. Local."""
+    try:
+        if max_norm > 0:  # type: ignore[operator]
+            return None
+    except (TypeError, ValueError):
+        pass
+    return ModuleError(f"max_norm must be above 0, got {max_norm!r}")
+
+
+def agreed_squares(
+    squares: float,
+    problem: MpimeshError | None,
     dims: Sequence[ProcessGroup | None],
     *,
-    repeats: Sequence[ProcessGroup] = (),
+    repeats: Sequence[ProcessGroup],
     scope: ProcessGroup,
+    sums: bool = True,
 ) -> float:
-    """Return the sum of a number over all ranks along several dims at once. Collective.
+    """Return the sum of a number over all ranks along several dims, if none refuses. Collective.
 
     Args:
-        number: This rank's.
+        squares: This rank's.
+        problem: Why this rank refuses, if it does.
         dims: The groups of this rank along the dims; None is this rank alone.
         repeats: Its groups along dims whose ranks have the same number, which counts once.
-        scope: The ranks along all of these dims together, and maybe along others.
+        scope: The ranks that step together: those along all of these dims, and maybe along others.
+        sums: Whether this rank has sums of gradients, which all have or none.
+
+    Raises:
+        MpimeshError: On every rank, if any refuses.
+        ModuleStateError: On every rank, if only some have sums.
 
     Cost:
-        One all-reduce of 8 bytes: over one dim alone, or over `scope` if it has no other dims. Else
-        one for each dim.
+        One all-reduce of 24 bytes, if `scope` has no other dims; else one more for each dim.
     """
-    given = [group for group in dims if group is not None and group.size > 1]
-    together = math.prod(group.size for group in (*given, *repeats))
-    if len(given) > 1 and together == scope.size:
-        # Of ranks that repeat each other the first one counts.
-        number = 0.0 if any(group.rank for group in repeats) else number
-        given = [scope]
-    for group in given:
-        number = float(group.all_reduce(np.array(number), label="norm").resolve())
-    return number
+    groups = [group for group in dims if group is not None and group.size > 1]
+    together = math.prod(group.size for group in (*groups, *repeats)) == scope.size
+    # Of ranks that repeat each other the first one counts.
+    counts = together and not any(group.rank for group in repeats)
+    mine = np.array([squares if counts else 0.0, problem is not None, not sums])
+    total, refused, without = scope.all_reduce(mine, label="norm").resolve().tolist()
+    if refused or 0 < without < scope.size:
+        if problem is None and not refused and not sums:
+            problem = ModuleStateError(
+                "there are no sums of gradients here, and on other ranks there are; call "
+                "zero_grad() on all ranks or on none"
+            )
+        raise_refusal(scope, problem, what="refused norms")
+    if together:
+        return float(total)
+    for group in groups:
+        squares = float(group.all_reduce(np.array(squares), label="norm").resolve())
+    return squares

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,12 @@ from mpimesh.nn import Parameter
 from mpimesh.parallel.first_values import give_values, is_used_again
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
-from mpimesh.parallel.gradients.replicas import agree_values
+from mpimesh.parallel.gradients.replicas import agree_together, agree_values
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
+from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
 from mpimesh.parallel.tensor.model import TensorModel
@@ -42,6 +43,11 @@ _NO_BUCKETS = (
     "the gradient buckets could not be made anew, and this rank has none by which it would stay "
     "equal to its replicas: end the job, or close the mesh on all ranks and make mesh and model "
     "anew"
+)
+
+_OPEN = (
+    "gradients of steps under no_sync() are being added up, and new buckets would drop them: take "
+    "the step that reduces them first, or forget them by zero_grad()"
 )
 
 
@@ -91,7 +97,7 @@ class Engine:
 
     Attributes:
         step: Number of training steps done; what dropout draws depends on it.
-        why_no_step: Why this rank may start no step; empty if it may.
+        why_no_step: Why this rank may start nothing collective; empty if it may.
         interfaces: What stages give to each other, by kind of input.
         input_names: The names of all inputs that enter at stages of their own.
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
@@ -156,8 +162,7 @@ class Engine:
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
         self._new_buckets = partial(self._buckets_of, options)
         self.buckets = self._new_buckets(None)
-        agree_values(self.named_parameters(), data)
-        self.tensor.agree_values(self.named_parameters())
+        agree_together(scope, self._questions_of_values())
 
     # -- what is where: local -------------------------------------------------------------
 
@@ -210,6 +215,16 @@ class Engine:
             if everywhere or not self.local.keys().isdisjoint(numbers)
         ]
 
+    def check_ready(self) -> None:
+        """Return if this rank may do something with the others. Local; all that is collective asks.
+
+        Raises:
+            ModuleStateError: On this rank, if a step is under way, or was left by this rank alone:
+                what it sends would meet the rest of that step.
+        """
+        if self.why_no_step:
+            raise ModuleStateError(f"rank {self.mesh.rank}: {self.why_no_step}")
+
     # -- in a step --------------------------------------------------------------------------
 
     def begin_gradients(self, num_microbatches: int) -> None:
@@ -255,10 +270,11 @@ class Engine:
         Raises:
             MismatchError: On every rank, with the buckets as before, if ranks that hold the same
                 parameters do not train the same of them.
-            ModuleStateError: If a step was left, or such a rebuilding.
+            ModuleStateError: On every rank, with the buckets as before, if on any gradients are
+                being added up. On this rank, if a step was left, or such a rebuilding.
         """
-        if self.why_no_step:
-            raise ModuleStateError(f"rank {self.mesh.rank}: {self.why_no_step}")
+        self.check_ready()
+        self.agree_on_closed()
         self.ties.agree(values=False)
         self._agree_on_trained()
         held = None if self.optimizer is None else self.optimizer.release()
@@ -269,7 +285,37 @@ class Engine:
             self.optimizer.resume(*held)
         self.why_no_step = ""
 
+    def check_values(self) -> None:
+        """Return if all ranks that hold the same values hold the same bits. Collective.
+
+        Raises:
+            MismatchError: On every rank, naming a parameter that differs.
+        """
+        ties = partial(self.ties.agree, values=True)
+        agree_together(self.scope, [ties, *self._questions_of_values()])
+
+    def agree_on_closed(self) -> None:
+        """Return if no rank has gradients that new buckets would drop. Collective.
+
+        Raises:
+            ModuleStateError: On every rank, if any is adding up gradients.
+
+        Cost:
+            One all-reduce of a byte.
+        """
+        mine = np.array([self.buckets.is_open], np.uint8)
+        if self.scope.all_reduce(mine, "max", label="gradients that are kept").resolve()[0]:
+            problem = ModuleStateError(_OPEN) if self.buckets.is_open else None
+            raise_refusal(self.scope, problem, what="refused new buckets")
+
     # -- helpers ----------------------------------------------------------------------------
+
+    def _questions_of_values(self) -> list[Callable[[], None]]:
+        named = self.named_parameters()
+        return [
+            partial(agree_values, named, self.data),
+            partial(self.tensor.agree_values, named),
+        ]
 
     def _slot_memory(self, nbytes: int) -> HostArray:
         return self.mesh.shared_empty(nbytes, np.uint8)

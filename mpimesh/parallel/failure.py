@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from mpimesh import errors
 from mpimesh.errors import MpimeshError, ShapeError, StageError, StageShapeError, on_all_ranks
+from mpimesh.parallel.refusal import rank_list
 from mpimesh.runtime.tracebacks import from_user_on
 from mpimesh.schedule import Action
 
@@ -53,13 +55,23 @@ class Failure:
     def headline(self) -> str:
         """Return what and where in one line."""
         if not self.action:
-            return f"rank {self.rank}: {self.kind}: {self.message}"
+            # Many a message begins with its rank.
+            who = f"rank {self.rank}"
+            told = f"{self.kind}: {self.message.removeprefix(f'{who}: ')}"
+            return told if self.message.startswith(f"{who} ") else f"{who}: {told}"
         action = Action.from_string(self.action)
         part = "" if action.kind.is_whole else f" (microbatch {action.microbatch})"
         return (
             f"stage {action.stage} failed on rank {self.rank} in {self.action}{part}: "
             f"{self.kind}: {self.message}"
         )
+
+    def is_like(self, other: Failure) -> bool:
+        """Tell whether another rank found the same of itself."""
+        return (self.kind, self._without_rank()) == (other.kind, other._without_rank())
+
+    def _without_rank(self) -> str:
+        return re.sub(rf"\brank {self.rank}\b", "rank", self.message)
 
 
 def _text(error: Exception) -> str:
@@ -74,16 +86,19 @@ def agreed_error(failures: Sequence[Failure]) -> MpimeshError:
     """Return the error that every rank raises for the `failures` of a step, in rank order.
 
     If no stage had begun its work, it is of the class of the first failure. Else it is a
-    StageError, and a ShapeError too if the failure was one.
+    StageError, and a ShapeError too if the failure was one. What several ranks found is told once.
     """
     staged = [failure for failure in failures if failure.action]
     first = (staged or list(failures))[0]
-    lines = [first.headline()]
-    lines += [
-        f"also {other.headline()}"
-        for other in failures
-        if other is not first and (other.kind, other.message) != (first.kind, first.message)
-    ]
+    lines: list[str] = []
+    left = [first, *(other for other in failures if other is not first)]
+    while left:
+        told = left[0]
+        same = [one.rank for one in left[1:] if one.is_like(told)]
+        left = [one for one in left[1:] if not one.is_like(told)]
+        lines.append(f"also {told.headline()}" if lines else told.headline())
+        if same:
+            lines.append(f"the same on {rank_list(same)}")
     kind = getattr(errors, first.kind, None)
     if staged or not (isinstance(kind, type) and issubclass(kind, MpimeshError)):
         kind = StageShapeError if first.is_shape else StageError

@@ -14,10 +14,9 @@ from mpimesh.nn.protocol import set_training
 from mpimesh.nn.state import check_shape, load_values
 from mpimesh.optim import clip_grad_norm
 from mpimesh.parallel.arguments import Arguments
-from mpimesh.parallel.clip import sum_over_dims
+from mpimesh.parallel.clip import agreed_squares, problem_with_norm
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.buckets import GradientBuckets
-from mpimesh.parallel.gradients.replicas import agree_values
 from mpimesh.parallel.gradients.tuning import BucketTuning, tune_buckets
 from mpimesh.parallel.join import joined_output
 from mpimesh.parallel.step import Step
@@ -56,21 +55,30 @@ class ParallelModel:
         Collective. Returns the norm before, the same on every rank; see
         :func:`mpimesh.parallel.clip_grad_norm`. A parameter that several ranks hold counts once.
 
+        Raises:
+            ModuleError: On every rank, if on any `max_norm` is not a number above 0.
+            ModuleStateError: On every rank, if only some have sums of gradients.
+
         Cost:
-            One all-reduce of 8 bytes, if there are several stages or split layers.
+            One all-reduce of 24 bytes.
         """
         engine = self._engine
+        engine.check_ready()
         if engine.optimizer is not None:
             return engine.optimizer.clip_grad_norm(max_norm)
         parameters = self.parameters()
+        problem = problem_with_norm(max_norm)
         all_sum = partial(
-            sum_over_dims,
+            agreed_squares,
+            problem=problem,
             dims=(engine.tensor.group, engine.pipe),
             repeats=(engine.data,),
             scope=engine.scope,
+            sums=engine.buckets.sums is not None,
         )
         copies = [*engine.ties.copies, *engine.tensor.copies(parameters)]
-        return clip_grad_norm(parameters, max_norm, all_sum=all_sum, copies=copies)
+        limit = 1.0 if problem else max_norm  # where there is one, all_sum raises
+        return clip_grad_norm(parameters, limit, all_sum=all_sum, copies=copies)
 
     def check_replicas(self) -> None:
         """Verify that all replicas hold the same parameters, bit for bit. Collective.
@@ -78,14 +86,22 @@ class ParallelModel:
         So do all ranks that hold one and the same parameter.
 
         Raises:
-            MismatchError: On every rank of the replicas that differ, naming the parameter.
+            MismatchError: On every rank, naming the first parameter that was found to differ.
         """
-        self._engine.ties.agree(values=True)
-        agree_values(self._engine.named_parameters(), self._engine.data)
-        self._engine.tensor.agree_values(self._engine.named_parameters())
+        self._engine.check_ready()
+        self._engine.check_values()
 
     def rebuild_buckets(self) -> None:
-        """Make the gradient buckets anew, after freezing or unfreezing. Collective."""
+        """Make the gradient buckets anew, after freezing or unfreezing. Collective.
+
+        Call it between steps: the sums of the last one are dropped.
+
+        Raises:
+            MismatchError: On every rank, with the buckets as before, if a parameter is frozen on
+                some of the ranks that hold it.
+            ModuleStateError: On every rank, with the buckets as before, if gradients of steps under
+                :meth:`no_sync` are being added up.
+        """
         self._engine.rebuild_buckets()
 
     def tune_buckets(self) -> BucketTuning | None:
@@ -93,15 +109,16 @@ class ParallelModel:
 
         From when each gradient was complete in the last step, on the slowest of the replicas, and
         how long reductions take, follows the cut by which all are summed earliest (see
-        `gradients/bucket_merge.py`). Call it between steps: gradients are dropped. Making the model
-        with ``bucket_bytes`` forces the size instead, and :meth:`rebuild_buckets` goes back to it.
+        `gradients/bucket_merge.py`). Call it between steps: sums are dropped. Making the model with
+        ``bucket_bytes`` forces the size instead, and :meth:`rebuild_buckets` goes back to it.
 
         Returns:
             What was found, the same on all replicas; None where there are no replicas, or no
             parameters to train.
 
         Raises:
-            ModuleStateError: On every rank, if there was no training step yet.
+            ModuleStateError: On every rank, if there was no training step yet, or gradients of
+                steps under :meth:`no_sync` are being added up.
 
         Cost:
             Some exchanges of small texts, and 24 sums of up to 16 MiB.
@@ -116,10 +133,30 @@ class ParallelModel:
     def full_state_dict(self) -> dict[str, Array]:
         """Return the values of the whole model on every rank, as host arrays. Collective.
 
+        To go on with a training another day as if it had not ended, save with them :attr:`step`,
+        the optimizer's state, and the state of its :class:`~mpimesh.optim.LossScaler` if it has
+        one. What dropout draws depends on the step, so that without it the masks begin anew.
+
+        Example:
+            >>> saved = {
+            ...     "model": model.full_state_dict(),
+            ...     "step": model.step,
+            ...     "optimizer": optimizer.full_state_dict(),
+            ...     "scaler": scaler.state_dict(),
+            ... }
+
+            And on any other mesh:
+
+            >>> model.load_state_dict(saved["model"])
+            >>> model.step = saved["step"]
+            >>> optimizer.load_state_dict(saved["optimizer"])
+            >>> scaler.load_state_dict(saved["scaler"])
+
         Cost:
             Two broadcasts for each parameter, over the stages; and an all-gather of what is split.
         """
         engine = self._engine
+        engine.check_ready()
         # Of the ranks that hold a tied parameter, the first one gives it.
         local = {id(parameter) for parameter in self.parameters()}
         local -= {id(parameter) for parameter in engine.ties.copies}
@@ -137,6 +174,9 @@ class ParallelModel:
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy values into this rank's parameters; all of them or, on an error, none. Local.
+
+        The number of steps is no part of a state: to resume a training, set :attr:`step`, too; see
+        :meth:`full_state_dict`.
 
         Shapes:
             state[name]: that of the parameter. `state` holds the whole model.
@@ -193,7 +233,11 @@ class ParallelModel:
 
     @property
     def step(self) -> int:
-        """Number of training steps done; dropout draws by it. Set it when training resumes."""
+        """Number of training steps done; set it, on all ranks, when training resumes.
+
+        No state has it. What dropout draws depends on it: where it starts from 0 again, the masks
+        of the first steps come again.
+        """
         return self._engine.step
 
     @step.setter

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array
-from mpimesh.errors import ModuleError, ModuleStateError, on_all_ranks
+from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.clip import sum_of_squares
-from mpimesh.parallel.clip import sum_over_dims
+from mpimesh.parallel.clip import agreed_squares, problem_with_norm
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
 from mpimesh.parallel.gradients.moves import Spread, moved_states, spread_of
@@ -20,8 +20,9 @@ from mpimesh.parallel.gradients.pieces import Pieces
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.optimizer_checks import is_finite, problem_with, why_no_step
 from mpimesh.parallel.optimizer_state import full_states, local_states
+from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import agree, agreed, exchange
+from mpimesh.runtime.agreement import agree, agreed
 from mpimesh.runtime.call import Call
 
 __all__ = ["ParallelOptimizer"]
@@ -124,7 +125,7 @@ class ParallelOptimizer:
         self._zero = zero
         self._scaler = scaler
         self._agreeing = engine.scope if group is None else group
-        self._clipped: tuple[int, float] | None = None
+        self._clipped: tuple[int | None, float] | None = None
         scope = engine.scope
         agreed(scope.progress, scope.communicator, "ParallelOptimizer", self._checked_rule)
         self._owned = [Owned.of(one) for one in self._optimizers]
@@ -167,7 +168,7 @@ class ParallelOptimizer:
     def step(self) -> None:
         """Change the parameters by the gradients of the last ``train_step``. Collective.
 
-        Over the replicas, and with a scaler over all ranks that leave out a step together.
+        Over the ranks that step together, and with a scaler over all that leave one out together.
         ``train_step(..., optimizer=this)`` does it, too. If an update itself raises, it does so on
         its rank alone, and that rank's parts of the parameters that were to follow keep their
         values, on all replicas.
@@ -180,9 +181,9 @@ class ParallelOptimizer:
                 :meth:`DeviceMesh.budget` allows.
 
         Cost:
-            With `zero`, one all-gather of the values of each bucket. With it or a scaler, one
-            all-reduce of a byte.
+            One all-reduce of a byte; with `zero`, one all-gather of the values of each bucket.
         """
+        self._engine.check_ready()
         buckets = self._engine.buckets
         sums = buckets.sums
         # A rank that refused to take part in the middle would be missed.
@@ -206,19 +207,19 @@ class ParallelOptimizer:
             clipped; with a scaler the step is left out.
 
         Raises:
-            ModuleError: If `max_norm` is not above 0.
-            ModuleStateError: If there are no sums of gradients.
+            ModuleError: On every rank, if on any `max_norm` is not a number above 0.
+            ModuleStateError: On every rank, if on any there are no sums of gradients.
 
         Cost:
-            One all-reduce of 8 bytes, if the mesh has no other dims than those of the model.
+            One all-reduce of 24 bytes, if the mesh has no other dims than those of the model.
         """
-        if not max_norm > 0:
-            raise ModuleError(f"max_norm must be above 0, got {max_norm!r}")
         engine = self._engine
+        engine.check_ready()
         sums = engine.buckets.sums
-        if sums is None:
-            raise ModuleStateError(
-                f"{self._who}: there are no sums of gradients to clip: call train_step() before "
+        problem: MpimeshError | None = problem_with_norm(max_norm)
+        if problem is None and sums is None:
+            problem = ModuleStateError(
+                "there are no sums of gradients to clip: call train_step() before "
                 "clip_grad_norm(), and step() after it"
             )
         zero = bool(self._zero)
@@ -229,8 +230,9 @@ class ParallelOptimizer:
         squares = math.fsum(float(sum_of_squares(one)) for one in self._gradients(copies))
         # Of a parameter that several stages hold each has a part of its own, so all add up.
         divided, repeats = ((engine.data,), ()) if zero else ((), (engine.data,))
-        squares = sum_over_dims(
+        squares = agreed_squares(
             squares,
+            problem,
             (engine.tensor.group, engine.pipe, *divided),
             repeats=repeats,
             scope=engine.scope,
@@ -361,17 +363,12 @@ class ParallelOptimizer:
         group = self._engine.scope if self._scaler is None else self._agreeing
         if self._scaler is not None and not problem:
             verdict = 0 if all(map(is_finite, self._gradients(set()))) else _OVERFLOWED
-        if self._scaler is not None or self._zero:
-            mine = np.array([verdict], np.uint8)
-            label = "overflow of gradients" if self._scaler is not None else "start of the step"
-            verdict = int(group.all_reduce(mine, "max", label=label).resolve()[0])
-        elif problem:
-            raise ModuleStateError(f"{self._who}: {problem}")
+        mine = np.array([verdict], np.uint8)
+        label = "overflow of gradients" if self._scaler is not None else "start of the step"
+        verdict = int(group.all_reduce(mine, "max", label=label).resolve()[0])
         if verdict == _REFUSED:
-            told = exchange(group.progress, group.communicator, problem, what="refused steps")
-            texts = {text: rank for rank, text in reversed([*zip(group.ranks, told, strict=True)])}
-            reasons = "; ".join(f"rank {rank}: {text}" for text, rank in texts.items() if text)
-            raise on_all_ranks(ModuleStateError(reasons))
+            error = ModuleStateError(problem) if problem else None
+            raise_refusal(group, error, what="refused steps")
         return verdict == _OVERFLOWED
 
     def _one(self) -> Optimizer:

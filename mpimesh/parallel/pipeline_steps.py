@@ -20,7 +20,7 @@ class PipelineSteps(ParallelModel):
         x: Tree | None,
         target: Tree | None,
         *,
-        loss: Loss,
+        loss: Loss | None = None,
         inputs: Mapping[str, Tree] | None = None,
         denominator: float | None = None,
         optimizer: SupportsStep | None = None,
@@ -45,6 +45,7 @@ class PipelineSteps(ParallelModel):
                 be as many as replicas times `num_microbatches`.
             target: What the loss compares the outputs with.
             loss: Such as ``nn.cross_entropy``. It gets what the last stage made, and the target.
+                May be None on ranks without the last stage.
             inputs: Inputs that enter at stages with those names, ``PipelineStage(i, inputs=...)``.
             denominator: What to divide the loss by instead of what this batch counts: give the
                 rows of k batches together to accumulate over k steps.
@@ -70,8 +71,9 @@ class PipelineSteps(ParallelModel):
                 their rows, shapes and dtypes are always compared, values of host arrays with
                 ``MPIMESH_CHECKS`` on.
             BudgetError: On every rank, if any received more than :meth:`DeviceMesh.budget` allows.
-            ModuleError: On every rank, if an optimizer is given under :meth:`no_sync`. What the
-                optimizer's own ``step()`` raises is raised on that rank alone.
+            ModuleError: On every rank, if there is no loss, or an optimizer is given under
+                :meth:`no_sync`. What the optimizer's own ``step()`` raises is raised on that rank
+                alone.
 
         Cost:
             Each microbatch's activations and gradients once between neighbouring stages, but no
@@ -97,7 +99,7 @@ class PipelineSteps(ParallelModel):
         x: Tree | None,
         target: Tree | None,
         *,
-        loss: Loss,
+        loss: Loss | None = None,
         inputs: Mapping[str, Tree] | None = None,
         denominator: float | None = None,
     ) -> float:

@@ -27,7 +27,7 @@ from typing import NoReturn
 import numpy as np
 
 from mpimesh.arrays import Array
-from mpimesh.errors import ModuleStateError, MpimeshError, ShapeError, StageError
+from mpimesh.errors import MpimeshError, ShapeError, StageError
 from mpimesh.parallel.alarm import Alarm, AlarmedError
 from mpimesh.parallel.arguments import Arguments, input_title
 from mpimesh.parallel.engine import Engine
@@ -50,7 +50,7 @@ GRADIENTS = "gradients"
 
 _UNDER_WAY = (
     "a step of this model is under way; a layer, a loss or a signal handler must not start another "
-    "one in it"
+    "one in it, nor anything else that all ranks do together"
 )
 _LEFT = (
     "the last step was left by {} on this rank alone, so other ranks may still be in it: end the "
@@ -96,8 +96,7 @@ class Step:
             BudgetError: On every rank, if one received more than a budget of its mesh had left.
         """
         engine = self._engine
-        if engine.why_no_step:
-            raise ModuleStateError(f"rank {engine.mesh.rank}: {engine.why_no_step}")
+        engine.check_ready()
         # A rank that left in the middle would be missed: budgets are heard when all meet.
         with engine.mesh.traffic().late() as self._over_budget:
             loss = self._run()
@@ -160,6 +159,10 @@ class Step:
             where = " everywhere" if self._arguments.everywhere else ""
             return f"forward{where} of {engine.num_microbatches} microbatches"
         kept = " without reducing gradients" if engine.accumulating else ""
+        if engine.buckets.begun:
+            kept += f", added to the gradients of {engine.buckets.begun} before"
+        if not engine.stages[0].is_training():
+            kept += ", in evaluation mode"
         if engine.scales_losses:
             kept += f", losses times {engine.loss_scale:g}"
         return (

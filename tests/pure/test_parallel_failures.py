@@ -221,3 +221,26 @@ def test_a_failure_of_a_whole_stage_names_no_microbatch():
         assert_nothing_left(mesh)
 
     on_ranks("dp=2,pp=2", body)
+
+
+def test_what_several_ranks_found_is_told_once():
+    """Each rank had a line with the same sentence, and its number twice in it."""
+
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        x, target = batch(0, 16)
+        odd = mesh.rank == 3
+        return str(
+            error_of(
+                lambda: pipe.train_step(
+                    None if odd else x, None if not odd else target, loss=nn.cross_entropy
+                )
+            )
+        )
+
+    for text in on_ranks("dp=4", body):
+        assert text == (
+            "ShapeError: rank 0 holds the last stage and needs target, got None\n"
+            "the same on ranks 1, 2\n"
+            "also ShapeError: rank 3 holds the first stage and needs x, got None"
+        )

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpimesh import nn
+import mpimesh as mm
+from mpimesh import nn, optim
 from mpimesh.errors import MismatchError, ModuleStateError, StageError
 from mpimesh.parallel.batch import Value
 from tests.pure.parallel_models import batch, cut, make_pipeline, on_ranks, train_alone
@@ -50,13 +51,14 @@ def test_a_layer_must_not_call_its_own_model(stage):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_after_a_step_that_one_rank_left_none_is_started(error):
-    """The others may be in it still, so a step of this rank would wait for ever."""
+    """The others may be in it still, and whatever this rank sends would meet what they do."""
 
     def body(mesh):
         trap = Trap()
         stages = cut(1)
         stages[0].add_layer(trap)
         pipe = make_pipeline(mesh, stages=stages)
+        optimizer = mm.ParallelOptimizer(optim.SGD(pipe.parameters(), lr=0.1), pipe)
         trap.arm("F", 1, error=error())
         with pytest.raises(error):
             pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
@@ -64,6 +66,14 @@ def test_after_a_step_that_one_rank_left_none_is_started(error):
         for call in (
             partial(pipe.train_step, *batch(0, 16), loss=nn.cross_entropy),
             partial(pipe.forward, batch(0, 4)[0]),
+            partial(pipe.evaluate, *batch(0, 16), loss=nn.cross_entropy),
+            partial(pipe.clip_grad_norm, 1.0),
+            optimizer.step,
+            partial(optimizer.clip_grad_norm, 1.0),
+            pipe.check_replicas,
+            pipe.full_state_dict,
+            pipe.rebuild_buckets,
+            pipe.tune_buckets,
         ):
             with pytest.raises(ModuleStateError, match=f"was left by {error.__name__} on this"):
                 call()

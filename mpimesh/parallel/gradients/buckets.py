@@ -141,6 +141,7 @@ class GradientBuckets:
             entry.parameter.grad_dtype = entry.dtype
         self._mesh = mesh
         self._backwards = 0
+        self._begun = 0
         self._open = False
         self._accumulating = False
         self._cycles = 0
@@ -160,6 +161,11 @@ class GradientBuckets:
     def is_open(self) -> bool:
         """Whether gradients are being added up that no :meth:`synchronize` has reduced yet."""
         return self._open
+
+    @property
+    def begun(self) -> int:
+        """How often :meth:`begin` was called since gradients were last reduced or forgotten."""
+        return self._begun
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -230,6 +236,7 @@ class GradientBuckets:
             self._open = True
         self._has_sums = False
         self._backwards += backwards
+        self._begun += 1
         for bucket in self.buckets:
             bucket.incomplete = len(bucket.parameters)
         for entry in self._entries.values():
@@ -381,6 +388,7 @@ class GradientBuckets:
     def _end(self) -> None:
         """End a cycle: there is no whole sum to show where the ranks divide the buckets."""
         self._open = False
+        self._begun = 0
         for bucket in self.buckets:
             if bucket.shard is not None:
                 bucket.hide()

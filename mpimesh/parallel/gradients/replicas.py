@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,7 +14,14 @@ from mpimesh.runtime.agreement import agree, exchange
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.digest import digest_text
 
-__all__ = ["agree_parameters", "agree_touched", "agree_values", "describe", "digest"]
+__all__ = [
+    "agree_parameters",
+    "agree_together",
+    "agree_touched",
+    "agree_values",
+    "describe",
+    "digest",
+]
 
 
 def describe(parameter: Parameter, name: str) -> str:
@@ -53,6 +60,35 @@ def agree_values(named: Sequence[tuple[str, Parameter]], group: ProcessGroup) ->
         One all-reduce of 16 bytes, and reading all parameters once.
     """
     _agree([f"{name} with values {digest(p)}" for name, p in named], group, "same values")
+
+
+def agree_together(scope: ProcessGroup, questions: Sequence[Callable[[], None]]) -> None:
+    """Ask several collective questions, and return if no rank of `scope` got a no. Collective.
+
+    Each question goes among ranks of its own, which alone hear the answer. If it raised there at
+    once, the other ranks would go on, and wait for them.
+
+    Args:
+        scope: The ranks of all groups together.
+        questions: Raise a MismatchError on all ranks that they are asked of.
+
+    Raises:
+        MismatchError: On every rank, with what the first rank that heard of something has heard.
+
+    Cost:
+        Beside the questions, two all-gathers of small texts.
+    """
+    problem = ""
+    for question in questions:
+        try:
+            question()
+        except MismatchError as error:
+            problem = problem or str(error)
+    told: list[str] = exchange(
+        scope.progress, scope.communicator, problem, what=Call("same values", scope.name)
+    )
+    if any(told):
+        raise on_all_ranks(MismatchError(next(filter(None, told))))
 
 
 def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:

@@ -51,18 +51,21 @@ class BucketTuning:
 def tune_buckets(engine: Engine) -> BucketTuning | None:
     """Cut the buckets over the replicas anew, by times that are measured. Collective.
 
-    Every replica gets the same cut, each stage its own. Gradients that are there are dropped.
+    Every replica gets the same cut, each stage its own. The sums that are there are dropped.
 
     Returns:
         What was found; None where there are no buckets over replicas.
 
     Raises:
-        ModuleStateError: On every rank, if on any no training step was done with these buckets.
+        ModuleStateError: On every rank, if on any no training step was done with these buckets, or
+            gradients are being added up under no_sync().
 
     Cost:
         Some exchanges of small texts, of a number for each parameter at most; 32 reductions of up
         to 16 MiB; new memory for the buckets.
     """
+    engine.check_ready()
+    engine.agree_on_closed()
     group, buckets = engine.data, engine.buckets
     entries = buckets.entries
     scope = engine.scope
