@@ -13,12 +13,16 @@ from mpimesh.errors import ModuleError, ModuleStateError, on_all_ranks
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.clip import sum_of_squares
 from mpimesh.parallel.clip import sum_over_dims
-from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
 from mpimesh.parallel.gradients.moves import Spread, moved_states, spread_of
-from mpimesh.parallel.gradients.pieces import Pieces
+from mpimesh.parallel.gradients.pieces import Pieces, sums_of
 from mpimesh.parallel.model import ParallelModel
-from mpimesh.parallel.optimizer_checks import is_finite, problem_with, why_no_step
+from mpimesh.parallel.optimizer_checks import (
+    agree_optimizers,
+    is_finite,
+    problem_with,
+    why_no_step,
+)
 from mpimesh.parallel.optimizer_state import full_states, local_states
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, agreed, exchange
@@ -29,23 +33,6 @@ __all__ = ["ParallelOptimizer"]
 # What the ranks find before a step; the largest counts.
 _OVERFLOWED = 1
 _REFUSED = 2
-
-
-def _parts(bucket: Bucket, without: set[int]) -> list[Array]:
-    """Return this rank's part of the sums of a divided bucket, but for some parameters."""
-    shard = bucket.shard
-    if shard is None:
-        return []
-    if not any(id(parameter) in without for parameter in bucket.parameters):
-        return [shard.memory]
-    parts, end = [], 0
-    for parameter in bucket.parameters:
-        begin, end = end, end + parameter.size
-        if id(parameter) not in without:
-            start = max(begin, shard.part.start) - shard.part.start
-            stop = min(end, shard.part.stop) - shard.part.start
-            parts.append(shard.memory[start : max(start, stop)])
-    return parts
 
 
 class ParallelOptimizer:
@@ -89,7 +76,8 @@ class ParallelOptimizer:
             elements not each by itself; if `zero` is not 0 or 1; or if the model has such an
             optimizer.
         ModuleStateError: If gradients are being added up under :meth:`ParallelModel.no_sync`.
-        MismatchError: On every rank, if the ranks have different ones.
+        MismatchError: On every rank, if the ranks have different ones; on the replicas, if those
+            differ in their numbers or in which parameters decay.
 
     Example:
         >>> model = mm.DataParallel(net, mesh, loss=nn.cross_entropy, dtype="float16")
@@ -127,6 +115,7 @@ class ParallelOptimizer:
         self._clipped: tuple[int, float] | None = None
         scope = engine.scope
         agreed(scope.progress, scope.communicator, "ParallelOptimizer", self._checked_rule)
+        agree_optimizers(self._optimizers, engine)
         self._owned = [Owned.of(one) for one in self._optimizers]
         self._divide()
         self._cut(whole_states(self._owned, [one.state_dict() for one in self._optimizers]))
@@ -342,7 +331,7 @@ class ParallelOptimizer:
     def _gradients(self, without: set[int]) -> list[Array]:
         """Return all sums of gradients of this rank: of its parts, or whole."""
         buckets = self._engine.buckets
-        parts = [part for bucket in buckets.buckets for part in _parts(bucket, without)]
+        parts = [part for bucket in buckets.buckets for part in sums_of(bucket, without)]
         return parts + [
             parameter.grad
             for parameter in buckets.parameters

@@ -1,4 +1,4 @@
-"""What a ParallelOptimizer asks of its optimizers and of gradients. Local."""
+"""What a ParallelOptimizer asks of its optimizers and of gradients; first what is local."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpimesh.arrays import Array, namespace
+from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.nn import Parameter
 from mpimesh.optim import Optimizer
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.digest import digest_text
 
-__all__ = ["is_finite", "problem_with", "why_no_step"]
+__all__ = ["agree_optimizers", "difference", "is_finite", "problem_with", "why_no_step"]
 
 _BLOCK_ELEMENTS = 1 << 16
 
@@ -82,3 +85,54 @@ def is_finite(x: Array) -> bool:
     step = _BLOCK_ELEMENTS if xp is np else max(1, x.size)
     flat = x.reshape(-1)
     return all(bool(xp.isfinite(flat[at : at + step]).all()) for at in range(0, flat.size, step))
+
+
+def agree_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+    """Return if all replicas change each parameter by the same rule. Collective over them.
+
+    Raises:
+        MismatchError: On every replica, naming the first optimizer or parameter that differs.
+
+    Cost:
+        One exchange of a digest.
+    """
+    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    texts = [f"optimizer {number}: {one!r}" for number, one in enumerate(optimizers)]
+    texts += [
+        f"{names[id(parameter)]} of optimizer {number}, {'with' if decays else 'without'} decay"
+        for number, one in enumerate(optimizers)
+        for parameter, decays in zip(one.params, one.decays, strict=True)
+    ]
+    rows = difference(texts, engine.data, what="the optimizers")
+    if rows:
+        raise on_all_ranks(
+            MismatchError(
+                f"the ranks of group {engine.data.name!r} must have the same optimizers, with the "
+                f"same numbers and the same decay_mask, but they have\n{rows}"
+            )
+        )
+
+
+def difference(texts: Sequence[str], group: ProcessGroup, *, what: str) -> str:
+    """Return on every rank the first of these texts that is not alike. Collective over `group`.
+
+    Returns:
+        A row for each rank; empty if all are alike.
+
+    Cost:
+        One exchange of a digest; where it differs, another one of all texts.
+    """
+    if group.size == 1:
+        return ""
+    digest = digest_text("\n".join(texts).encode())
+    progress, communicator = group.progress, group.communicator
+    if len(set(exchange(progress, communicator, digest, what=what))) == 1:
+        return ""
+    everyone = exchange(progress, communicator, list(texts), what=what)
+    for place in range(max(map(len, everyone))):
+        found = [texts[place] if place < len(texts) else "nothing" for texts in everyone]
+        if len(set(found)) > 1:
+            break
+    return "\n".join(
+        f"  rank {rank}: {text}" for rank, text in zip(group.ranks, found, strict=True)
+    )

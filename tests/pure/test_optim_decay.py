@@ -9,6 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
+from mpimesh.errors import MismatchError
 from tests.pure.parallel_models import (
     assert_equal,
     batch,
@@ -90,3 +91,25 @@ def test_replicas_that_divide_the_state_spare_the_same_parameters(bucket_bytes):
         assert_equal(found[0], found[2])
 
     on_ranks("dp=3", body)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (lambda rank: {"decay_mask": lambda one: rank == 1}, "rank 1: .* of optimizer 0, with dec"),
+        (lambda rank: {"weight_decay": 0.1 * rank}, "rank 1: optimizer 0: AdamW.*weight_decay=0.1"),
+        (lambda rank: {"lr": 0.1 + rank}, "rank 0: optimizer 0: AdamW.*lr=0.1,"),
+        (lambda rank: {"betas": (0.9, 0.99 if rank else 0.9)}, r"rank 1: .*betas=\(0.9, 0.99\)"),
+    ],
+)
+def test_replicas_of_different_rules_are_refused(options, text, zero):
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        optimizer = optim.AdamW(pipe.parameters(), **options(mesh.rank))
+        with pytest.raises(MismatchError, match=f"(?s)the same decay_mask.*{text}"):
+            mm.ParallelOptimizer(optimizer, pipe, zero=zero)
+        # Nothing is changed: others may have the model.
+        mm.ParallelOptimizer(optim.AdamW(pipe.parameters()), pipe, zero=zero)
+
+    on_ranks("dp=2", body)
