@@ -16,6 +16,7 @@ loading a model does, the master values follow.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from mpimesh.arrays.namespace import namespace, to_numpy
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.parameter import Parameter
+from mpimesh.optim.state_checks import check_layout, check_params
 
 __all__ = ["MASTER", "DecayMask", "Optimizer", "check_number", "state_dtype"]
 
@@ -198,25 +200,54 @@ class Optimizer(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the numbers, and copies of the arrays, of a `state_dict`.
 
-        Nothing is changed if it raises.
+        Nothing is changed if it raises. A state by the names of parameters, as
+        :meth:`ParallelOptimizer.full_state_dict` gives, is for
+        ``ParallelOptimizer(optimizer, model, zero=0)``, which knows the names.
 
         Raises:
-            ModuleError: If it is of another optimizer, other numbers of
-                parameters, or lacks something.
+            ModuleError: If it is of another optimizer, other numbers of parameters, or lacks
+                something, or has a number out of range or something else than an array.
+            DTypeError: If an array is not of floating point.
             ShapeError: If an array has another shape than its parameter.
             ModuleStateError: If a parameter has no memory yet.
         """
-        self.check_kind(state, len(self.params))
+        numbers = self.check_state(state, self.params)
         before = {name: getattr(self, name) for name in self.numbers}
         try:
             # First the numbers: they decide which arrays there are.
-            for name in self.numbers:
-                setattr(self, name, state[name])
+            self._set_numbers(numbers)
             self._slots = self._filled_slots(state["params"])
         except BaseException:
-            for name, value in before.items():
-                setattr(self, name, value)
+            self._set_numbers(before)
             raise
+
+    def check_state(self, state: Any, params: Sequence[Parameter]) -> dict[str, Any]:
+        """Check that :meth:`load_state_dict` would take a state of these parameters. Local.
+
+        Returns:
+            The numbers in it, as attributes hold them.
+
+        Raises:
+            ModuleError: As :meth:`load_state_dict`, and so do DTypeError and ShapeError.
+        """
+        check_layout(type(self).__name__, state, self.numbers, len(params))
+        numbers = self._checked_numbers({name: state[name] for name in self.numbers})
+        loaded = copy.copy(self)
+        loaded._set_numbers(numbers)
+        check_params(params, state["params"], loaded._state_names())
+        return numbers
+
+    def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `numbers` as attributes hold them; a subclass checks its own.
+
+        Raises:
+            ModuleError: If one is out of range.
+        """
+        return {**numbers, "lr": check_number("lr", numbers["lr"])}
+
+    def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        for name, value in numbers.items():
+            setattr(self, name, value)
 
     def exchange_params(
         self, params: Iterable[Parameter], decays: Iterable[bool], state: Mapping[str, Any]
@@ -243,21 +274,6 @@ class Optimizer(ABC):
             raise
         self._is_lent = True
 
-    def check_kind(self, state: Mapping[str, Any], num_params: int) -> None:
-        """Check that a state is of such an optimizer, of so many parameters.
-
-        Raises:
-            ModuleError: If it is not, or lacks something.
-        """
-        kind = type(self).__name__
-        missing = [name for name in ("optimizer", "params", *self.numbers) if name not in state]
-        if missing or state["optimizer"] != kind or len(state["params"]) != num_params:
-            raise ModuleError(
-                f"this state does not fit {kind} of {num_params} parameters: it is of "
-                f"{state.get('optimizer')} of {len(state.get('params', ()))} parameters, "
-                f"and lacks {missing or 'nothing'}"
-            )
-
     def _filled_slots(self, states: Sequence[Mapping[str, Any]]) -> dict[int, _Slot]:
         slots: dict[int, _Slot] = {}
         for place, (parameter, given) in enumerate(zip(self.params, states, strict=True)):
@@ -268,12 +284,6 @@ class Optimizer(ABC):
             for name, array in slot.arrays.items():
                 if name == MASTER and name not in given:
                     continue  # of a state that was made without: the parameter's own values
-                if name not in given or tuple(given[name].shape) != parameter.shape:
-                    got = tuple(given[name].shape) if name in given else "nothing"
-                    raise ShapeError(
-                        f"state {name!r} of parameter {place} ({parameter.name!r}) must have its "
-                        f"shape {parameter.shape}, got {got}"
-                    )
                 xp = namespace(array)
                 array[...] = to_numpy(given[name]) if xp is np else xp.asarray(given[name])
         return slots

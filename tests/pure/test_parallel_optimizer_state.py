@@ -9,7 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from tests.pure.parallel_models import assert_equal, make_pipeline, on_ranks
 from tests.pure.tensor_models import ROWS, SEED, TOKENS, VOCAB, batch, layers
 
@@ -133,6 +133,16 @@ def test_states_that_do_not_fit_change_nothing():
         refused({**params, "9.weight": {"steps": 0}}, ModuleError, "not in the model: .'9.weight'")
         wrong = {**params[name], "mean": np.zeros(3)}
         refused({**params, name: wrong}, ShapeError, "full_state_dict")
+        for bad, error, text in (
+            ({"steps": -1}, ModuleError, f"'steps' in the state of parameter '{name}' .* got -1"),
+            ({"mean": None}, ModuleError, f"'mean' of parameter '{name}' .* got NoneType"),
+            ({"mean": np.zeros(3, complex)}, DTypeError, f"'{name}' .* got complex128"),
+        ):
+            refused({**params, name: {**params[name], **bad}}, error, text)
+        lacking = {key: value for key, value in params[name].items() if key != "mean"}
+        refused({**params, name: lacking}, ModuleError, r"\('weight'\) lacks \['mean'\]")
+        refused({**params, name: None}, ModuleError, f"'{name}' is a dict")
+        refused(None, ModuleError, "got NoneType")
         # One that was never stepped has no arrays.
         optimizer.load_state_dict({**state, "params": {**params, name: {"steps": 0}}})
         assert optimizer.full_state_dict()["params"][name] == {"steps": 0}
