@@ -23,7 +23,8 @@ from mpimesh.parallel.optimizer_checks import (
     problem_with,
     why_no_step,
 )
-from mpimesh.parallel.optimizer_state import full_states, local_states
+from mpimesh.parallel.optimizer_loading import agree_states
+from mpimesh.parallel.optimizer_state import full_states
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, agreed, exchange
 from mpimesh.runtime.call import Call
@@ -262,24 +263,25 @@ class ParallelOptimizer:
         states = full_states(self._engine, self._owned, self._pieces.states())
         return states[0] if self._single else states
 
-    # -- local -------------------------------------------------------------------------------
-
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Take over a state; all of it or, on an error, nothing. Local.
+        """Take over a state; all of it or, on an error on any rank, nothing. Collective.
 
-        What :meth:`state_dict` gave fits any number of replicas, which are all to load the same;
-        what :meth:`full_state_dict` gave fits any mesh.
+        Over the ranks that step together. What :meth:`state_dict` gave fits any number of replicas,
+        which all load the same; what :meth:`full_state_dict` gave fits any mesh.
 
         Raises:
-            ModuleError: If it is of other optimizers, or lacks something.
-            ShapeError: If an array has another shape than its parameter.
+            ModuleError: On every rank, if a state is of other optimizers, or lacks something, or
+                has something that is no number or array.
+            DTypeError: On its rank, if an array is not of floating point; ModuleError on others.
+            ShapeError: So, if an array has another shape than its parameter.
+            MismatchError: On every rank, if replicas load different states.
+
+        Cost:
+            Three exchanges of small texts; with replicas, reading the whole state once.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
-        if len(states) != len(self._optimizers):
-            raise ModuleError(
-                f"{self._who}: got {len(states)} states for {len(self._optimizers)} optimizers"
-            )
-        self._cut(whole_states(self._owned, local_states(self._engine, self._owned, states)))
+        self._cut(agree_states(self._engine, self._owned, state))
+
+    # -- local -------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         """Forget the gradients; those of steps under ``no_sync``, too. Local."""

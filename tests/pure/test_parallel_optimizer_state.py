@@ -9,7 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import DTypeError, ModuleError, ShapeError
+from mpimesh.errors import DTypeError, MismatchError, ModuleError, ShapeError
 from tests.pure.parallel_models import assert_equal, make_pipeline, on_ranks
 from tests.pure.tensor_models import ROWS, SEED, TOKENS, VOCAB, batch, layers
 
@@ -148,3 +148,42 @@ def test_states_that_do_not_fit_change_nothing():
         assert optimizer.full_state_dict()["params"][name] == {"steps": 0}
 
     on_ranks("dp=2", body)
+
+
+@pytest.mark.parametrize("dims", ["dp=2", "dp=2,pp=2"])
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("full", [False, True])
+def test_replicas_that_load_different_states_are_refused(dims, zero, full):
+    def body(mesh):
+        model, optimizer, train = start(mesh, "plain", zero=zero)
+        train(0)
+        saved = optimizer.full_state_dict()
+        state = optimizer.full_state_dict() if full else optimizer.state_dict()
+        name = model.named_parameters()[0][0]
+        key = name if full else 0
+        params = state["params"]
+        own = params[key]
+
+        def with_one(changed):
+            if full:
+                return {**state, "params": {**params, key: changed}}
+            return {**state, "params": [changed, *params[1:]]}
+
+        others = {
+            "lr 9.0 of optimizer 0": {**state, "lr": 9.0},
+            "9 steps of": with_one({**own, "steps": 9}),
+            "mean of .* with values": with_one({**own, "mean": own["mean"] + 1}),
+        }
+        last = mesh.rank == mesh.size - 1
+        for text, other in others.items():
+            with pytest.raises(MismatchError, match=f"(?s)nothing is changed.*{text}"):
+                optimizer.load_state_dict(other if last else state)
+            assert_same(optimizer.full_state_dict(), saved)
+        # What one rank alone refuses changes nothing anywhere.
+        with pytest.raises(ModuleError, match="lr must be a finite number"):
+            optimizer.load_state_dict({**state, "lr": -1.0} if last else state)
+        assert_same(optimizer.full_state_dict(), saved)
+        optimizer.load_state_dict(state)
+        assert_same(optimizer.full_state_dict(), saved)
+
+    on_ranks(dims, body)
