@@ -68,7 +68,8 @@ class Optimizer(ABC):
         decays: The answers, in the order of `params`.
 
     Raises:
-        ModuleError: If a number is out of range, or a parameter stands twice.
+        ModuleError: If a number is out of range, a parameter stands twice, or `decay_mask` gives
+            something else than a bool.
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("lr",)
@@ -88,6 +89,11 @@ class Optimizer(ABC):
         lr: float,
         decay_mask: DecayMask | None = None,
     ) -> None:
+        if not isinstance(params, Iterable):
+            raise ModuleError(
+                f"{type(self).__name__} takes Parameter objects, as model.parameters() gives; "
+                f"got {type(params).__name__}"
+            )
         self.params: Sequence[Parameter] = tuple(params)
         for parameter in self.params:
             if not isinstance(parameter, Parameter):
@@ -98,8 +104,14 @@ class Optimizer(ABC):
         if len({id(parameter) for parameter in self.params}) < len(self.params):
             raise ModuleError(f"{type(self).__name__} takes each parameter once, got one twice")
         self.lr = lr
+        if decay_mask is not None and not callable(decay_mask):
+            raise ModuleError(
+                "decay_mask is a function that tells of a parameter whether the decay is for it, "
+                f"such as lambda parameter: len(parameter.shape) > 1; got {decay_mask!r}"
+            )
         self.decays: Sequence[bool] = tuple(
-            decay_mask is None or bool(decay_mask(parameter)) for parameter in self.params
+            decay_mask is None or _checked_answer(decay_mask(parameter), parameter)
+            for parameter in self.params
         )
         self._slots: dict[int, _Slot] = {}
         self._scratch: dict[tuple[ModuleType, DType], Array] = {}
@@ -353,6 +365,15 @@ class Optimizer(ABC):
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.numbers)
         return f"{type(self).__name__}({len(self.params)} parameters, {numbers})"
+
+
+def _checked_answer(answer: object, parameter: Parameter) -> bool:
+    if isinstance(answer, bool | np.bool_):
+        return bool(answer)
+    raise ModuleError(
+        f"decay_mask must tell True or False of each parameter, got {answer!r} for "
+        f"{parameter.name!r} of shape {parameter.shape}"
+    )
 
 
 def check_number(name: str, value: float, *, below: float = math.inf) -> float:

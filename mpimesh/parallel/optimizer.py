@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,8 +107,9 @@ class ParallelOptimizer:
         group: ProcessGroup | None = None,
     ) -> None:
         self._engine = engine = model._engine
-        self._single = isinstance(optimizer, Optimizer)
-        self._optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        given: Any = optimizer  # what is none is refused below, on all ranks
+        self._single = not isinstance(given, Iterable)
+        self._optimizers: tuple[Optimizer, ...] = (given,) if self._single else tuple(given)
         self._who = f"rank {engine.mesh.rank}"
         self._zero = zero
         self._scaler = scaler

@@ -39,6 +39,12 @@ def problem_with(
     seen: set[int] = set()
     for one in optimizers:
         if not isinstance(one, Optimizer):
+            kind = f"{type(one).__module__}.{type(one).__name__}"
+            if kind.startswith("torch."):
+                return (
+                    f"{kind} of PyTorch cannot be divided among ranks; use an optimizer of "
+                    "mpimesh.optim, such as mm.optim.Adam(model.parameters())"
+                )
             return f"it takes optimizers of mpimesh.optim, got {type(one).__name__}"
         if zero and not one.elementwise:
             return (

@@ -9,7 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import MismatchError
+from mpimesh.errors import MismatchError, ModuleError
 from tests.pure.parallel_models import (
     assert_equal,
     batch,
@@ -113,3 +113,21 @@ def test_replicas_of_different_rules_are_refused(options, text, zero):
         mm.ParallelOptimizer(optim.AdamW(pipe.parameters()), pipe, zero=zero)
 
     on_ranks("dp=2", body)
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        ("weight", "decay_mask is a function .* got 'weight'"),
+        (True, "decay_mask is a function .* got True"),
+        (lambda one: None, "True or False of each parameter, got None for 'weight'"),
+        (lambda one: "yes", "True or False of each parameter, got 'yes' for 'weight'"),
+        (lambda one: 1, "True or False of each parameter, got 1 for 'weight'"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_that_is_none_is_refused(kind, mask, text):
+    params = [nn.Parameter("weight", (2, 3), nn.Uniform(1.0))]
+    with pytest.raises(ModuleError, match=text):
+        KINDS[kind](params, 0.1, decay_mask=mask)
+    assert KINDS[kind](params, 0.1, decay_mask=lambda one: np.bool_(False)).decays == (False,)
