@@ -69,16 +69,18 @@ class ParallelOptimizer:
         model: The model.
         zero: 1 to divide the state; 0 to have all of it on every replica.
         scaler: Scales losses; None does not.
-        group: The ranks that leave out a step together: those that step together if None. Where
-            ranks along other dims hold other parts of the same parameters, give ``mesh.group()``.
+        group: The ranks that leave out a step together, which only a scaler asks for. None is
+            right for stages, replicas and split layers of mpimesh: all ranks of their mesh step
+            together. Only a :class:`DataParallel` of layers that you split yourself over another
+            dim needs ``mesh.group()``: a gradient may overflow on one part alone.
 
     Raises:
         ModuleError: On every rank, if an optimizer has other parameters, or one twice, or changes
             elements not each by itself; if `zero` is not 0 or 1; or if the model has such an
             optimizer.
         ModuleStateError: If gradients are being added up under :meth:`ParallelModel.no_sync`.
-        MismatchError: On every rank, if the ranks have different ones; on the replicas, if those
-            differ in their numbers or in which parameters decay.
+        MismatchError: On every rank, if the ranks have different ones; and if replicas, or ranks
+            that split layers, differ in their numbers or in which parameters decay.
 
     Example:
         >>> model = mm.DataParallel(net, mesh, loss=nn.cross_entropy, dtype="float16")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpimesh.arrays import Array, namespace
-from mpimesh.errors import MismatchError, on_all_ranks
+from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.nn import Parameter
 from mpimesh.optim import Optimizer
 from mpimesh.parallel.engine import Engine
@@ -16,9 +16,17 @@ from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.digest import digest_text
 
-__all__ = ["agree_optimizers", "difference", "is_finite", "problem_with", "why_no_step"]
+__all__ = [
+    "agree_optimizers",
+    "difference",
+    "is_finite",
+    "problem_with",
+    "raise_together",
+    "why_no_step",
+]
 
 _BLOCK_ELEMENTS = 1 << 16
+_OPTIMIZERS = "the optimizers"
 
 
 def problem_with(
@@ -94,29 +102,59 @@ def is_finite(x: Array) -> bool:
 
 
 def agree_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
-    """Return if all replicas change each parameter by the same rule. Collective over them.
+    """Return if all replicas change each parameter by the same rule, and all parts of it.
+
+    Collective over the ranks that step together.
 
     Raises:
-        MismatchError: On every replica, naming the first optimizer or parameter that differs.
+        MismatchError: On every rank, naming the first optimizer or parameter that differs.
 
     Cost:
-        One exchange of a digest.
+        Three exchanges of small texts.
     """
     names = {id(parameter): name for name, parameter in engine.named_parameters()}
-    texts = [f"optimizer {number}: {one!r}" for number, one in enumerate(optimizers)]
+    texts = [
+        f"optimizer {number}: {type(one).__name__} of "
+        + ", ".join(f"{name}={getattr(one, name)!r}" for name in one.numbers)
+        for number, one in enumerate(optimizers)
+    ]
     texts += [
         f"{names[id(parameter)]} of optimizer {number}, {'with' if decays else 'without'} decay"
         for number, one in enumerate(optimizers)
         for parameter, decays in zip(one.params, one.decays, strict=True)
     ]
-    rows = difference(texts, engine.data, what="the optimizers")
-    if rows:
-        raise on_all_ranks(
-            MismatchError(
-                f"the ranks of group {engine.data.name!r} must have the same optimizers, with the "
-                f"same numbers and the same decay_mask, but they have\n{rows}"
+    problem = None
+    for group in (engine.data, engine.tensor.group):
+        rows = "" if group is None else difference(texts, group, what=_OPTIMIZERS)
+        if rows and group is not None:
+            problem = MismatchError(
+                f"the ranks of group {group.name!r} must have the same optimizers, with the same "
+                f"numbers and the same decay_mask, but they have\n{rows}"
             )
-        )
+    raise_together(engine.scope, problem, MismatchError, what=_OPTIMIZERS)
+
+
+def raise_together(
+    scope: ProcessGroup, problem: MpimeshError | None, kind: type[MpimeshError], *, what: str
+) -> None:
+    """Raise on every rank, if any has a problem. Collective over `scope`.
+
+    Args:
+        scope: The ranks.
+        problem: This rank's.
+        kind: What ranks raise that have none.
+        what: What they do.
+
+    Cost:
+        One exchange of small texts.
+    """
+    told = exchange(scope.progress, scope.communicator, str(problem or ""), what=what)
+    if problem is not None:
+        # Where ranks have different problems, that of each is worth showing.
+        raise on_all_ranks(problem) if len(set(told)) == 1 else problem
+    if any(told):
+        rank, text = next(one for one in zip(scope.ranks, told, strict=True) if one[1])
+        raise kind(f"nothing is changed, as rank {rank} refused {what}: {text}")
 
 
 def difference(texts: Sequence[str], group: ProcessGroup, *, what: str) -> str:

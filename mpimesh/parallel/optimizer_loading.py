@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array, to_numpy
-from mpimesh.errors import MismatchError, ModuleError, MpimeshError, on_all_ranks
+from mpimesh.errors import MismatchError, ModuleError, MpimeshError
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
-from mpimesh.parallel.optimizer_checks import difference
+from mpimesh.parallel.optimizer_checks import difference, raise_together
 from mpimesh.parallel.optimizer_state import local_states
-from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.digest import digest_text
 
 __all__ = ["agree_states"]
@@ -44,7 +42,7 @@ def agree_states(engine: Engine, owned: Sequence[Owned], state: Any) -> tuple[He
         held = whole_states(owned, local_states(engine, owned, _several(state, len(owned))))
     except MpimeshError as error:
         problem = error
-    _raise_together(engine.scope, problem, ModuleError)
+    raise_together(engine.scope, problem, ModuleError, what=_WHAT)
     replicas = engine.data
     texts = _texts(engine, owned, held) if replicas.size > 1 else []
     rows = difference(texts, replicas, what=_WHAT)
@@ -53,21 +51,8 @@ def agree_states(engine: Engine, owned: Sequence[Owned], state: Any) -> tuple[He
             f"the ranks of group {replicas.name!r} must load the same state, and nothing is "
             f"changed, as they have\n{rows}"
         )
-    _raise_together(engine.scope, problem, MismatchError)
+    raise_together(engine.scope, problem, MismatchError, what=_WHAT)
     return held
-
-
-def _raise_together(
-    scope: ProcessGroup, problem: MpimeshError | None, kind: type[MpimeshError]
-) -> None:
-    """Raise on every rank, if any has a problem: its own one, or one of this kind. Collective."""
-    told = exchange(scope.progress, scope.communicator, str(problem or ""), what=_WHAT)
-    if problem is not None:
-        # Where ranks have different problems, that of each is worth showing.
-        raise on_all_ranks(problem) if len(set(told)) == 1 else problem
-    if any(told):
-        rank, text = next(one for one in zip(scope.ranks, told, strict=True) if one[1])
-        raise kind(f"nothing is changed, as rank {rank} refused its state: {text}")
 
 
 def _several(state: Any, count: int) -> list[Any]:

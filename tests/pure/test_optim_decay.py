@@ -103,16 +103,22 @@ def test_replicas_that_divide_the_state_spare_the_same_parameters(bucket_bytes):
         (lambda rank: {"betas": (0.9, 0.99 if rank else 0.9)}, r"rank 1: .*betas=\(0.9, 0.99\)"),
     ],
 )
-def test_replicas_of_different_rules_are_refused(options, text, zero):
+@pytest.mark.parametrize("dims", ["dp=2", "dp=2,pp=2"])
+def test_replicas_of_different_rules_are_refused(options, text, zero, dims):
+    """On every rank, also where only those of one stage differ."""
+
     def body(mesh):
         pipe = make_pipeline(mesh)
-        optimizer = optim.AdamW(pipe.parameters(), **options(mesh.rank))
-        with pytest.raises(MismatchError, match=f"(?s)the same decay_mask.*{text}"):
+        first = "pp" not in mesh.dim_names or mesh.coord("pp") == 0
+        rank = mesh.coord("dp") if first else 0
+        optimizer = optim.AdamW(pipe.parameters(), **options(rank))
+        shown = text.replace("rank 1", "rank [12]")
+        with pytest.raises(MismatchError, match=f"(?s)the same decay_mask.*{shown}"):
             mm.ParallelOptimizer(optimizer, pipe, zero=zero)
         # Nothing is changed: others may have the model.
         mm.ParallelOptimizer(optim.AdamW(pipe.parameters()), pipe, zero=zero)
 
-    on_ranks("dp=2", body)
+    on_ranks(dims, body)
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,10 @@ def test_states_that_do_not_fit_change_nothing():
     on_ranks("dp=2", body)
 
 
-@pytest.mark.parametrize("dims", ["dp=2", "dp=2,pp=2"])
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "zero", "full"),
+    [("dp=2", 0, True), ("dp=2", 1, False), ("dp=2,pp=2", 1, True)],
+)
 def test_replicas_that_load_different_states_are_refused(dims, zero, full):
     def body(mesh):
         model, optimizer, train = start(mesh, "plain", zero=zero)
@@ -187,3 +188,15 @@ def test_replicas_that_load_different_states_are_refused(dims, zero, full):
         assert_same(optimizer.full_state_dict(), saved)
 
     on_ranks(dims, body)
+
+
+def test_ranks_that_split_layers_change_them_by_the_same_rule():
+    def body(mesh):
+        net = nn.Sequential(*layers("plain", tp=mesh.group("tp")))
+        loss = mm.VocabParallelCrossEntropy(VOCAB, group=mesh.group("tp"))
+        model = mm.DataParallel(net, mesh, loss=loss, seed=SEED)
+        adam = optim.Adam(model.parameters(), lr=0.1 if mesh.coord("tp") else 0.2)
+        with pytest.raises(MismatchError, match=r"(?s)group 'tp'.*lr=0.2.*lr=0.1"):
+            mm.ParallelOptimizer(adam, model)
+
+    on_ranks("dp=1,tp=2", body)
