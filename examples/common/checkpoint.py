@@ -125,20 +125,25 @@ class Checkpoint:
         folder = self._folder / manifest["folder"]
         state = optimizer.state_dict()  # collective: only its numbers are kept
 
-        def read() -> None:
+        def read() -> tuple[list[np.ndarray], list[dict[str, Any]]]:
             with Parts([folder / name for name in manifest["files"]]) as parts:
                 named = pipe.named_parameters()
-                # All is read before anything is changed.
                 values = [parts.read(name, parameter) for name, parameter in named]
-                states = [parts.read_state(name, parameter) for name, parameter in named]
-                optimizer.load_state_dict({**state, "params": states})
-                for (_, parameter), value in zip(named, values, strict=True):
-                    parameter.value()[...] = value
-                scaler = getattr(optimizer, "scaler", None)
-                if scaler is not None:
-                    scaler.load_state_dict(manifest["scaler"])
+                return values, [parts.read_state(name, parameter) for name, parameter in named]
 
-        on_all_ranks(self._mesh, read, f"read {folder}")
+        # All is read on every rank before anything is changed on any.
+        values, states = on_all_ranks(self._mesh, read, f"read {folder}")
+
+        def take() -> None:
+            # Of a ParallelOptimizer collective: every rank comes here, and it fails on all or none.
+            optimizer.load_state_dict({**state, "params": states})
+            for (_, parameter), value in zip(pipe.named_parameters(), values, strict=True):
+                parameter.value()[...] = value
+            scaler = getattr(optimizer, "scaler", None)
+            if scaler is not None:
+                scaler.load_state_dict(manifest["scaler"])
+
+        on_all_ranks(self._mesh, take, f"load {folder}")
         pipe.step = manifest["model_step"]
         return manifest["notes"]
 

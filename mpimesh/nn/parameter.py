@@ -266,8 +266,12 @@ class Parameter:
         return f"Parameter({self.name!r}, {self.shape}, {where}{frozen})"
 
 
-def float_dtype(dtype: Any) -> DType:
+def float_dtype(dtype: Any, *, what: str = "parameters are kept") -> DType:
     """Return `dtype` as a NumPy dtype in which a model can be materialised.
+
+    Args:
+        dtype: What names it.
+        what: What the message of an error is about.
 
     Raises:
         DTypeError: If it is not float16, float32 or float64.
@@ -279,4 +283,4 @@ def float_dtype(dtype: Any) -> DType:
     except TypeError:
         pass
     names = ", ".join(str(known) for known in FLOAT_DTYPES)
-    raise DTypeError(f"parameters are kept in one of {names}, got {dtype!r}")
+    raise DTypeError(f"{what} in one of {names}, got {dtype!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +44,9 @@ class Adam(Optimizer):
 
     numbers = ("lr", "betas", "eps", "weight_decay")
     num_scratch = 2
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
     _decoupled = False
 
     def __init__(
@@ -57,16 +60,24 @@ class Adam(Optimizer):
         decay_mask: DecayMask | None = None,
     ) -> None:
         super().__init__(params, lr=lr, decay_mask=decay_mask)
-        if len(betas) != 2:
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._set_numbers(self._checked_numbers(numbers))
+
+    def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        betas = numbers["betas"]
+        if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
             raise ModuleError(f"betas must be two numbers, got {betas!r}")
-        self.betas = (
-            check_number("betas[0]", betas[0], below=1.0),
-            check_number("betas[1]", betas[1], below=1.0),
-        )
-        self.eps = check_number("eps", eps)
-        if not self.eps:
+        eps = check_number("eps", numbers["eps"])
+        if not eps:
             raise ModuleError("eps must be above 0: a gradient of 0 would give 0 / 0")
-        self.weight_decay = check_number("weight_decay", weight_decay)
+        return {
+            **super()._checked_numbers(numbers),
+            "betas": tuple(
+                check_number(f"betas[{at}]", beta, below=1.0) for at, beta in enumerate(betas)
+            ),
+            "eps": eps,
+            "weight_decay": check_number("weight_decay", numbers["weight_decay"]),
+        }
 
     def _state_names(self) -> tuple[str, ...]:
         return ("mean", "square")

@@ -16,6 +16,7 @@ loading a model does, the master values follow.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from mpimesh.arrays.namespace import namespace, to_numpy
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.parameter import Parameter
+from mpimesh.optim.state_checks import check_layout, check_params
 
 __all__ = ["MASTER", "DecayMask", "Optimizer", "check_number", "state_dtype"]
 
@@ -66,7 +68,8 @@ class Optimizer(ABC):
         decays: The answers, in the order of `params`.
 
     Raises:
-        ModuleError: If a number is out of range, or a parameter stands twice.
+        ModuleError: If a number is out of range, a parameter stands twice, or `decay_mask` gives
+            something else than a bool.
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("lr",)
@@ -86,6 +89,11 @@ class Optimizer(ABC):
         lr: float,
         decay_mask: DecayMask | None = None,
     ) -> None:
+        if not isinstance(params, Iterable):
+            raise ModuleError(
+                f"{type(self).__name__} takes Parameter objects, as model.parameters() gives; "
+                f"got {type(params).__name__}"
+            )
         self.params: Sequence[Parameter] = tuple(params)
         for parameter in self.params:
             if not isinstance(parameter, Parameter):
@@ -96,8 +104,14 @@ class Optimizer(ABC):
         if len({id(parameter) for parameter in self.params}) < len(self.params):
             raise ModuleError(f"{type(self).__name__} takes each parameter once, got one twice")
         self.lr = lr
+        if decay_mask is not None and not callable(decay_mask):
+            raise ModuleError(
+                "decay_mask is a function that tells of a parameter whether the decay is for it, "
+                f"such as lambda parameter: len(parameter.shape) > 1; got {decay_mask!r}"
+            )
         self.decays: Sequence[bool] = tuple(
-            decay_mask is None or bool(decay_mask(parameter)) for parameter in self.params
+            decay_mask is None or _checked_answer(decay_mask(parameter), parameter)
+            for parameter in self.params
         )
         self._slots: dict[int, _Slot] = {}
         self._scratch: dict[tuple[ModuleType, DType], Array] = {}
@@ -198,25 +212,54 @@ class Optimizer(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the numbers, and copies of the arrays, of a `state_dict`.
 
-        Nothing is changed if it raises.
+        Nothing is changed if it raises. A state by the names of parameters, as
+        :meth:`ParallelOptimizer.full_state_dict` gives, is for
+        ``ParallelOptimizer(optimizer, model, zero=0)``, which knows the names.
 
         Raises:
-            ModuleError: If it is of another optimizer, other numbers of
-                parameters, or lacks something.
+            ModuleError: If it is of another optimizer, other numbers of parameters, or lacks
+                something, or has a number out of range or something else than an array.
+            DTypeError: If an array is not of floating point.
             ShapeError: If an array has another shape than its parameter.
             ModuleStateError: If a parameter has no memory yet.
         """
-        self.check_kind(state, len(self.params))
+        numbers = self.check_state(state, self.params)
         before = {name: getattr(self, name) for name in self.numbers}
         try:
             # First the numbers: they decide which arrays there are.
-            for name in self.numbers:
-                setattr(self, name, state[name])
+            self._set_numbers(numbers)
             self._slots = self._filled_slots(state["params"])
         except BaseException:
-            for name, value in before.items():
-                setattr(self, name, value)
+            self._set_numbers(before)
             raise
+
+    def check_state(self, state: Any, params: Sequence[Parameter]) -> dict[str, Any]:
+        """Check that :meth:`load_state_dict` would take a state of these parameters. Local.
+
+        Returns:
+            The numbers in it, as attributes hold them.
+
+        Raises:
+            ModuleError: As :meth:`load_state_dict`, and so do DTypeError and ShapeError.
+        """
+        check_layout(type(self).__name__, state, self.numbers, len(params))
+        numbers = self._checked_numbers({name: state[name] for name in self.numbers})
+        loaded = copy.copy(self)
+        loaded._set_numbers(numbers)
+        check_params(params, state["params"], loaded._state_names())
+        return numbers
+
+    def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `numbers` as attributes hold them; a subclass checks its own.
+
+        Raises:
+            ModuleError: If one is out of range.
+        """
+        return {**numbers, "lr": check_number("lr", numbers["lr"])}
+
+    def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        for name, value in numbers.items():
+            setattr(self, name, value)
 
     def exchange_params(
         self, params: Iterable[Parameter], decays: Iterable[bool], state: Mapping[str, Any]
@@ -243,21 +286,6 @@ class Optimizer(ABC):
             raise
         self._is_lent = True
 
-    def check_kind(self, state: Mapping[str, Any], num_params: int) -> None:
-        """Check that a state is of such an optimizer, of so many parameters.
-
-        Raises:
-            ModuleError: If it is not, or lacks something.
-        """
-        kind = type(self).__name__
-        missing = [name for name in ("optimizer", "params", *self.numbers) if name not in state]
-        if missing or state["optimizer"] != kind or len(state["params"]) != num_params:
-            raise ModuleError(
-                f"this state does not fit {kind} of {num_params} parameters: it is of "
-                f"{state.get('optimizer')} of {len(state.get('params', ()))} parameters, "
-                f"and lacks {missing or 'nothing'}"
-            )
-
     def _filled_slots(self, states: Sequence[Mapping[str, Any]]) -> dict[int, _Slot]:
         slots: dict[int, _Slot] = {}
         for place, (parameter, given) in enumerate(zip(self.params, states, strict=True)):
@@ -268,12 +296,6 @@ class Optimizer(ABC):
             for name, array in slot.arrays.items():
                 if name == MASTER and name not in given:
                     continue  # of a state that was made without: the parameter's own values
-                if name not in given or tuple(given[name].shape) != parameter.shape:
-                    got = tuple(given[name].shape) if name in given else "nothing"
-                    raise ShapeError(
-                        f"state {name!r} of parameter {place} ({parameter.name!r}) must have its "
-                        f"shape {parameter.shape}, got {got}"
-                    )
                 xp = namespace(array)
                 array[...] = to_numpy(given[name]) if xp is np else xp.asarray(given[name])
         return slots
@@ -343,6 +365,15 @@ class Optimizer(ABC):
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.numbers)
         return f"{type(self).__name__}({len(self.params)} parameters, {numbers})"
+
+
+def _checked_answer(answer: object, parameter: Parameter) -> bool:
+    if isinstance(answer, bool | np.bool_):
+        return bool(answer)
+    raise ModuleError(
+        f"decay_mask must tell True or False of each parameter, got {answer!r} for "
+        f"{parameter.name!r} of shape {parameter.shape}"
+    )
 
 
 def check_number(name: str, value: float, *, below: float = math.inf) -> float:

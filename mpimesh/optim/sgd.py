@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
@@ -39,6 +40,9 @@ class SGD(Optimizer):
 
     numbers = ("lr", "momentum", "nesterov", "weight_decay")
     num_scratch = 2
+    momentum: float
+    nesterov: bool
+    weight_decay: float
 
     def __init__(
         self,
@@ -51,11 +55,25 @@ class SGD(Optimizer):
         decay_mask: DecayMask | None = None,
     ) -> None:
         super().__init__(params, lr=lr, decay_mask=decay_mask)
-        self.momentum = check_number("momentum", momentum, below=1.0)
-        self.nesterov = bool(nesterov)
-        self.weight_decay = check_number("weight_decay", weight_decay)
-        if self.nesterov and not self.momentum:
+        numbers = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+        }
+        self._set_numbers(self._checked_numbers(numbers))
+
+    def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        momentum = check_number("momentum", numbers["momentum"], below=1.0)
+        nesterov = bool(numbers["nesterov"])
+        if nesterov and not momentum:
             raise ModuleError("nesterov needs a momentum above 0, got 0")
+        return {
+            **super()._checked_numbers(numbers),
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": check_number("weight_decay", numbers["weight_decay"]),
+        }
 
     def _state_names(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()

@@ -46,7 +46,7 @@ class DataParallel(ParallelModel):
         grad_dtype: The dtype in which gradients are added up over microbatches and replicas, where
             it is wider than the parameter's own: ``"float32"`` keeps the sums of a float16 model
             from losing digits, for twice the memory and traffic of its gradients. That of the
-            parameters if None.
+            parameters if None; a narrower one has no effect, as no gradient loses digits by it.
         xp: `numpy` or `cupy`.
         bucket_bytes: Most bytes of a gradient bucket, see :class:`GradientBuckets`;
             :meth:`tune_buckets` finds a cut by measured times.

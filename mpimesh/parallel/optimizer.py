@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,18 @@ from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.clip import sum_of_squares
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
-from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
 from mpimesh.parallel.gradients.moves import Spread, moved_states, spread_of
-from mpimesh.parallel.gradients.pieces import Pieces
+from mpimesh.parallel.gradients.pieces import Pieces, sums_of
 from mpimesh.parallel.model import ParallelModel
-from mpimesh.parallel.optimizer_checks import is_finite, problem_with, why_no_step
-from mpimesh.parallel.optimizer_state import full_states, local_states
+from mpimesh.parallel.optimizer_checks import (
+    agree_optimizers,
+    is_finite,
+    problem_with,
+    why_no_step,
+)
+from mpimesh.parallel.optimizer_loading import agree_states
+from mpimesh.parallel.optimizer_state import full_states
 from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, agreed
@@ -30,23 +35,6 @@ __all__ = ["ParallelOptimizer"]
 # What the ranks find before a step; the largest counts.
 _OVERFLOWED = 1
 _REFUSED = 2
-
-
-def _parts(bucket: Bucket, without: set[int]) -> list[Array]:
-    """Return this rank's part of the sums of a divided bucket, but for some parameters."""
-    shard = bucket.shard
-    if shard is None:
-        return []
-    if not any(id(parameter) in without for parameter in bucket.parameters):
-        return [shard.memory]
-    parts, end = [], 0
-    for parameter in bucket.parameters:
-        begin, end = end, end + parameter.size
-        if id(parameter) not in without:
-            start = max(begin, shard.part.start) - shard.part.start
-            stop = min(end, shard.part.stop) - shard.part.start
-            parts.append(shard.memory[start : max(start, stop)])
-    return parts
 
 
 class ParallelOptimizer:
@@ -82,15 +70,18 @@ class ParallelOptimizer:
         model: The model.
         zero: 1 to divide the state; 0 to have all of it on every replica.
         scaler: Scales losses; None does not.
-        group: The ranks that leave out a step together: those that step together if None. Where
-            ranks along other dims hold other parts of the same parameters, give ``mesh.group()``.
+        group: The ranks that leave out a step together, which only a scaler asks for. None is
+            right for stages, replicas and split layers of mpimesh: all ranks of their mesh step
+            together. Only a :class:`DataParallel` of layers that you split yourself over another
+            dim needs ``mesh.group()``: a gradient may overflow on one part alone.
 
     Raises:
         ModuleError: On every rank, if an optimizer has other parameters, or one twice, or changes
             elements not each by itself; if `zero` is not 0 or 1; or if the model has such an
             optimizer.
         ModuleStateError: If gradients are being added up under :meth:`ParallelModel.no_sync`.
-        MismatchError: On every rank, if the ranks have different ones.
+        MismatchError: On every rank, if the ranks have different ones; and if replicas, or ranks
+            that split layers, differ in their numbers or in which parameters decay.
 
     Example:
         >>> model = mm.DataParallel(net, mesh, loss=nn.cross_entropy, dtype="float16")
@@ -119,8 +110,9 @@ class ParallelOptimizer:
         group: ProcessGroup | None = None,
     ) -> None:
         self._engine = engine = model._engine
-        self._single = isinstance(optimizer, Optimizer)
-        self._optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        given: Any = optimizer  # what is none is refused below, on all ranks
+        self._single = not isinstance(given, Iterable)
+        self._optimizers: tuple[Optimizer, ...] = (given,) if self._single else tuple(given)
         self._who = f"rank {engine.mesh.rank}"
         self._zero = zero
         self._scaler = scaler
@@ -128,6 +120,7 @@ class ParallelOptimizer:
         self._clipped: tuple[int | None, float] | None = None
         scope = engine.scope
         agreed(scope.progress, scope.communicator, "ParallelOptimizer", self._checked_rule)
+        agree_optimizers(self._optimizers, engine)
         self._owned = [Owned.of(one) for one in self._optimizers]
         self._divide()
         self._cut(whole_states(self._owned, [one.state_dict() for one in self._optimizers]))
@@ -275,24 +268,25 @@ class ParallelOptimizer:
         states = full_states(self._engine, self._owned, self._pieces.states())
         return states[0] if self._single else states
 
-    # -- local -------------------------------------------------------------------------------
-
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Take over a state; all of it or, on an error, nothing. Local.
+        """Take over a state; all of it or, on an error on any rank, nothing. Collective.
 
-        What :meth:`state_dict` gave fits any number of replicas, which are all to load the same;
-        what :meth:`full_state_dict` gave fits any mesh.
+        Over the ranks that step together. What :meth:`state_dict` gave fits any number of replicas,
+        which all load the same; what :meth:`full_state_dict` gave fits any mesh.
 
         Raises:
-            ModuleError: If it is of other optimizers, or lacks something.
-            ShapeError: If an array has another shape than its parameter.
+            ModuleError: On every rank, if a state is of other optimizers, or lacks something, or
+                has something that is no number or array.
+            DTypeError: On its rank, if an array is not of floating point; ModuleError on others.
+            ShapeError: So, if an array has another shape than its parameter.
+            MismatchError: On every rank, if replicas load different states.
+
+        Cost:
+            Three exchanges of small texts; with replicas, reading the whole state once.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
-        if len(states) != len(self._optimizers):
-            raise ModuleError(
-                f"{self._who}: got {len(states)} states for {len(self._optimizers)} optimizers"
-            )
-        self._cut(whole_states(self._owned, local_states(self._engine, self._owned, states)))
+        self._cut(agree_states(self._engine, self._owned, state))
+
+    # -- local -------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         """Forget the gradients; those of steps under ``no_sync``, too. Local."""
@@ -344,7 +338,7 @@ class ParallelOptimizer:
     def _gradients(self, without: set[int]) -> list[Array]:
         """Return all sums of gradients of this rank: of its parts, or whole."""
         buckets = self._engine.buckets
-        parts = [part for bucket in buckets.buckets for part in _parts(bucket, without)]
+        parts = [part for bucket in buckets.buckets for part in sums_of(bucket, without)]
         return parts + [
             parameter.grad
             for parameter in buckets.parameters

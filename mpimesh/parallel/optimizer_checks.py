@@ -1,4 +1,4 @@
-"""What a ParallelOptimizer asks of its optimizers and of gradients. Local."""
+"""What a ParallelOptimizer asks of its optimizers and of gradients; first what is local."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpimesh.arrays import Array, namespace
+from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.nn import Parameter
 from mpimesh.optim import Optimizer
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.digest import digest_text
 
-__all__ = ["is_finite", "problem_with", "why_no_step"]
+__all__ = [
+    "agree_optimizers",
+    "difference",
+    "is_finite",
+    "problem_with",
+    "raise_together",
+    "why_no_step",
+]
 
 _BLOCK_ELEMENTS = 1 << 16
+_OPTIMIZERS = "the optimizers"
 
 
 def problem_with(
@@ -36,6 +47,12 @@ def problem_with(
     seen: set[int] = set()
     for one in optimizers:
         if not isinstance(one, Optimizer):
+            kind = f"{type(one).__module__}.{type(one).__name__}"
+            if kind.startswith("torch."):
+                return (
+                    f"{kind} of PyTorch cannot be divided among ranks; use an optimizer of "
+                    "mpimesh.optim, such as mm.optim.Adam(model.parameters())"
+                )
             return f"it takes optimizers of mpimesh.optim, got {type(one).__name__}"
         if zero and not one.elementwise:
             return (
@@ -82,3 +99,84 @@ def is_finite(x: Array) -> bool:
     step = _BLOCK_ELEMENTS if xp is np else max(1, x.size)
     flat = x.reshape(-1)
     return all(bool(xp.isfinite(flat[at : at + step]).all()) for at in range(0, flat.size, step))
+
+
+def agree_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+    """Return if all replicas change each parameter by the same rule, and all parts of it.
+
+    Collective over the ranks that step together.
+
+    Raises:
+        MismatchError: On every rank, naming the first optimizer or parameter that differs.
+
+    Cost:
+        Three exchanges of small texts.
+    """
+    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    texts = [
+        f"optimizer {number}: {type(one).__name__} of "
+        + ", ".join(f"{name}={getattr(one, name)!r}" for name in one.numbers)
+        for number, one in enumerate(optimizers)
+    ]
+    texts += [
+        f"{names[id(parameter)]} of optimizer {number}, {'with' if decays else 'without'} decay"
+        for number, one in enumerate(optimizers)
+        for parameter, decays in zip(one.params, one.decays, strict=True)
+    ]
+    problem = None
+    for group in (engine.data, engine.tensor.group):
+        rows = "" if group is None else difference(texts, group, what=_OPTIMIZERS)
+        if rows and group is not None:
+            problem = MismatchError(
+                f"the ranks of group {group.name!r} must have the same optimizers, with the same "
+                f"numbers and the same decay_mask, but they have\n{rows}"
+            )
+    raise_together(engine.scope, problem, MismatchError, what=_OPTIMIZERS)
+
+
+def raise_together(
+    scope: ProcessGroup, problem: MpimeshError | None, kind: type[MpimeshError], *, what: str
+) -> None:
+    """Raise on every rank, if any has a problem. Collective over `scope`.
+
+    Args:
+        scope: The ranks.
+        problem: This rank's.
+        kind: What ranks raise that have none.
+        what: What they do.
+
+    Cost:
+        One exchange of small texts.
+    """
+    told = exchange(scope.progress, scope.communicator, str(problem or ""), what=what)
+    if problem is not None:
+        # Where ranks have different problems, that of each is worth showing.
+        raise on_all_ranks(problem) if len(set(told)) == 1 else problem
+    if any(told):
+        rank, text = next(one for one in zip(scope.ranks, told, strict=True) if one[1])
+        raise kind(f"nothing is changed, as rank {rank} refused {what}: {text}")
+
+
+def difference(texts: Sequence[str], group: ProcessGroup, *, what: str) -> str:
+    """Return on every rank the first of these texts that is not alike. Collective over `group`.
+
+    Returns:
+        A row for each rank; empty if all are alike.
+
+    Cost:
+        One exchange of a digest; where it differs, another one of all texts.
+    """
+    if group.size == 1:
+        return ""
+    digest = digest_text("\n".join(texts).encode())
+    progress, communicator = group.progress, group.communicator
+    if len(set(exchange(progress, communicator, digest, what=what))) == 1:
+        return ""
+    everyone = exchange(progress, communicator, list(texts), what=what)
+    for place in range(max(map(len, everyone))):
+        found = [texts[place] if place < len(texts) else "nothing" for texts in everyone]
+        if len(set(found)) > 1:
+            break
+    return "\n".join(
+        f"  rank {rank}: {text}" for rank, text in zip(group.ranks, found, strict=True)
+    )

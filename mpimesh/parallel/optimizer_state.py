@@ -7,6 +7,7 @@ from typing import Any
 
 from mpimesh.arrays import to_numpy
 from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.optim.state_checks import check_arrays, check_steps
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.held import Owned
 from mpimesh.parallel.tensor.model import local_part
@@ -66,11 +67,15 @@ def local_states(
     """Return what this rank holds of states by name; others are returned as they are. Local.
 
     Raises:
-        ModuleError: If names are missing, or there are others than the model has.
+        ModuleError: If names are missing, or there are others than the model has, or something
+            is no array or no count of steps.
+        DTypeError: If an array is not of floating point.
         ShapeError: If an array has another shape than its whole parameter.
     """
     return [
-        _local_state(engine, one, state) if isinstance(state.get("params"), Mapping) else state
+        _local_state(engine, one, state)
+        if isinstance(state, Mapping) and isinstance(state.get("params"), Mapping)
+        else state
         for one, state in zip(owned, states, strict=True)
     ]
 
@@ -92,6 +97,9 @@ def _local_state(engine: Engine, owned: Owned, state: Mapping[str, Any]) -> dict
     params: list[dict[str, Any]] = []
     for name, parameter in zip(mine, owned.parameters, strict=True):
         own: dict[str, Any] = {}
+        who = f"parameter {name!r}"
+        check_steps(who, given[name])
+        check_arrays(who, given[name], None)  # it may have a part of the shape here
         for key, value in given[name].items():
             try:
                 own[key] = value if key == "steps" else local_part(name, parameter, value)

@@ -9,6 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
+from mpimesh.errors import MismatchError, ModuleError
 from tests.pure.parallel_models import (
     assert_equal,
     batch,
@@ -90,3 +91,49 @@ def test_replicas_that_divide_the_state_spare_the_same_parameters(bucket_bytes):
         assert_equal(found[0], found[2])
 
     on_ranks("dp=3", body)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (lambda rank: {"decay_mask": lambda one: rank == 1}, "rank 1: .* of optimizer 0, with dec"),
+        (lambda rank: {"weight_decay": 0.1 * rank}, "rank 1: optimizer 0: AdamW.*weight_decay=0.1"),
+        (lambda rank: {"lr": 0.1 + rank}, "rank 0: optimizer 0: AdamW.*lr=0.1,"),
+        (lambda rank: {"betas": (0.9, 0.99 if rank else 0.9)}, r"rank 1: .*betas=\(0.9, 0.99\)"),
+    ],
+)
+@pytest.mark.parametrize("dims", ["dp=2", "dp=2,pp=2"])
+def test_replicas_of_different_rules_are_refused(options, text, zero, dims):
+    """On every rank, also where only those of one stage differ."""
+
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        first = "pp" not in mesh.dim_names or mesh.coord("pp") == 0
+        rank = mesh.coord("dp") if first else 0
+        optimizer = optim.AdamW(pipe.parameters(), **options(rank))
+        shown = text.replace("rank 1", "rank [12]")
+        with pytest.raises(MismatchError, match=f"(?s)the same decay_mask.*{shown}"):
+            mm.ParallelOptimizer(optimizer, pipe, zero=zero)
+        # Nothing is changed: others may have the model.
+        mm.ParallelOptimizer(optim.AdamW(pipe.parameters()), pipe, zero=zero)
+
+    on_ranks(dims, body)
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        ("weight", "decay_mask is a function .* got 'weight'"),
+        (True, "decay_mask is a function .* got True"),
+        (lambda one: None, "True or False of each parameter, got None for 'weight'"),
+        (lambda one: "yes", "True or False of each parameter, got 'yes' for 'weight'"),
+        (lambda one: 1, "True or False of each parameter, got 1 for 'weight'"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_that_is_none_is_refused(kind, mask, text):
+    params = [nn.Parameter("weight", (2, 3), nn.Uniform(1.0))]
+    with pytest.raises(ModuleError, match=text):
+        KINDS[kind](params, 0.1, decay_mask=mask)
+    assert KINDS[kind](params, 0.1, decay_mask=lambda one: np.bool_(False)).decays == (False,)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpimesh import optim
-from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import Parameter, Uniform
 
 MAKE = {
@@ -153,7 +153,43 @@ def test_a_state_brings_its_numbers():
         (lambda s: s.update(optimizer="SGD"), ModuleError, "does not fit Adam of 1 parameters"),
         (lambda s: s.update(params=[]), ModuleError, "it is of Adam of 0 parameters"),
         (lambda s: s.pop("betas"), ModuleError, r"lacks \['betas'\]"),
-        (lambda s: s["params"][0].pop("mean"), ShapeError, r"'mean' of parameter 0 .* got nothing"),
+        (lambda s: s["params"][0].pop("mean"), ModuleError, r"0 \('weight'\) lacks \['mean'\]"),
+        (lambda s: s["params"][0].pop("steps"), ModuleError, r"0 \('weight'\) lacks 'steps'"),
+        *(
+            (lambda s, steps=steps: s["params"][0].update(steps=steps), ModuleError, "whole number")
+            for steps in (
+                -1,
+                -5,
+                2.7,
+                3.0,
+                "3",
+                None,
+                float("nan"),
+                True,
+                np.array([1, 2]),
+                10**400,
+            )
+        ),
+        *(
+            (lambda s, mean=mean: s["params"][0].update(mean=mean), ModuleError, "be an array, got")
+            for mean in ("text", [[0.0] * 4] * 3, None, 1.5)
+        ),
+        *(
+            (
+                lambda s, dtype=dtype: s["params"][0].update(mean=np.ones((3, 4), dtype)),
+                DTypeError,
+                "state 'mean' of parameter 0 .'weight'.* of floating point",
+            )
+            for dtype in (complex, object, int)
+        ),
+        (lambda s: s.update(params=None), ModuleError, "got NoneType"),
+        (lambda s: s.update(params="p"), ModuleError, "got str"),
+        (lambda s: s.update(params=[None]), ModuleError, "of parameter 0 .* a dict of 'steps'"),
+        (lambda s: s.update(params={"0.weight": {"steps": 0}}), ModuleError, "model, zero=0"),
+        (lambda s: s.update(lr="x"), ModuleError, "lr must be a finite number"),
+        (lambda s: s.update(betas=(0.9, 1.5)), ModuleError, r"betas\[1\] must be"),
+        (lambda s: s.update(betas=None), ModuleError, "betas must be two numbers"),
+        (lambda s: s.update(eps=0), ModuleError, "eps must be above 0"),
         (lambda s: s["params"][0].update(mean=np.ones(3)), ShapeError, r"got \(3,\)"),
     ],
 )

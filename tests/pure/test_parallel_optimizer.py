@@ -161,3 +161,23 @@ def test_the_sums_of_the_last_stage_start_while_the_first_still_runs_even_in_the
         assert started == [False, False, False, True]
 
     on_ranks("dp=2,pp=1", body)
+
+
+def test_what_is_no_optimizer_is_refused():
+    foreign: Any = type("Adam", (), {"__module__": "torch.optim.adam"})
+
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        bad: list[tuple[Any, str]] = [
+            (foreign(), "torch.optim.adam.Adam of PyTorch cannot be divided .* mm.optim.Adam"),
+            ([foreign()], "cannot be divided"),
+            (None, "takes optimizers of mpimesh.optim, got NoneType"),
+            ("adam", "takes optimizers of mpimesh.optim, got str"),
+            ([], "at least one optimizer"),
+        ]
+        for given, text in bad:
+            with pytest.raises(ModuleError, match=text):
+                mm.ParallelOptimizer(given, pipe)
+        mm.ParallelOptimizer(optim.Adam(pipe.parameters()), pipe)
+
+    on_ranks("dp=2", body)

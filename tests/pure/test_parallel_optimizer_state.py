@@ -9,7 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.errors import DTypeError, MismatchError, ModuleError, ShapeError
 from tests.pure.parallel_models import assert_equal, make_pipeline, on_ranks
 from tests.pure.tensor_models import ROWS, SEED, TOKENS, VOCAB, batch, layers
 
@@ -133,8 +133,70 @@ def test_states_that_do_not_fit_change_nothing():
         refused({**params, "9.weight": {"steps": 0}}, ModuleError, "not in the model: .'9.weight'")
         wrong = {**params[name], "mean": np.zeros(3)}
         refused({**params, name: wrong}, ShapeError, "full_state_dict")
+        for bad, error, text in (
+            ({"steps": -1}, ModuleError, f"'steps' in the state of parameter '{name}' .* got -1"),
+            ({"mean": None}, ModuleError, f"'mean' of parameter '{name}' .* got NoneType"),
+            ({"mean": np.zeros(3, complex)}, DTypeError, f"'{name}' .* got complex128"),
+        ):
+            refused({**params, name: {**params[name], **bad}}, error, text)
+        lacking = {key: value for key, value in params[name].items() if key != "mean"}
+        refused({**params, name: lacking}, ModuleError, r"\('weight'\) lacks \['mean'\]")
+        refused({**params, name: None}, ModuleError, f"'{name}' is a dict")
+        refused(None, ModuleError, "got NoneType")
         # One that was never stepped has no arrays.
         optimizer.load_state_dict({**state, "params": {**params, name: {"steps": 0}}})
         assert optimizer.full_state_dict()["params"][name] == {"steps": 0}
 
     on_ranks("dp=2", body)
+
+
+@pytest.mark.parametrize(
+    ("dims", "zero", "full"),
+    [("dp=2", 0, True), ("dp=2", 1, False), ("dp=2,pp=2", 1, True)],
+)
+def test_replicas_that_load_different_states_are_refused(dims, zero, full):
+    def body(mesh):
+        model, optimizer, train = start(mesh, "plain", zero=zero)
+        train(0)
+        saved = optimizer.full_state_dict()
+        state = optimizer.full_state_dict() if full else optimizer.state_dict()
+        name = model.named_parameters()[0][0]
+        key = name if full else 0
+        params = state["params"]
+        own = params[key]
+
+        def with_one(changed):
+            if full:
+                return {**state, "params": {**params, key: changed}}
+            return {**state, "params": [changed, *params[1:]]}
+
+        others = {
+            "lr 9.0 of optimizer 0": {**state, "lr": 9.0},
+            "9 steps of": with_one({**own, "steps": 9}),
+            "mean of .* with values": with_one({**own, "mean": own["mean"] + 1}),
+        }
+        last = mesh.rank == mesh.size - 1
+        for text, other in others.items():
+            with pytest.raises(MismatchError, match=f"(?s)nothing is changed.*{text}"):
+                optimizer.load_state_dict(other if last else state)
+            assert_same(optimizer.full_state_dict(), saved)
+        # What one rank alone refuses changes nothing anywhere.
+        with pytest.raises(ModuleError, match="lr must be a finite number"):
+            optimizer.load_state_dict({**state, "lr": -1.0} if last else state)
+        assert_same(optimizer.full_state_dict(), saved)
+        optimizer.load_state_dict(state)
+        assert_same(optimizer.full_state_dict(), saved)
+
+    on_ranks(dims, body)
+
+
+def test_ranks_that_split_layers_change_them_by_the_same_rule():
+    def body(mesh):
+        net = nn.Sequential(*layers("plain", tp=mesh.group("tp")))
+        loss = mm.VocabParallelCrossEntropy(VOCAB, group=mesh.group("tp"))
+        model = mm.DataParallel(net, mesh, loss=loss, seed=SEED)
+        adam = optim.Adam(model.parameters(), lr=0.1 if mesh.coord("tp") else 0.2)
+        with pytest.raises(MismatchError, match=r"(?s)group 'tp'.*lr=0.2.*lr=0.1"):
+            mm.ParallelOptimizer(adam, model)
+
+    on_ranks("dp=1,tp=2", body)

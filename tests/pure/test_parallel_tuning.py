@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from mpimesh.parallel import GradientBuckets
 from mpimesh.parallel.gradients import tuning
 from mpimesh.parallel.gradients.bucket_merge import Reduction
 from mpimesh.parallel.gradients.reduction_times import measure_reduction
+from mpimesh.parallel.gradients.tuning import BucketTuning
 from tests.pure.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 
 
@@ -55,7 +57,7 @@ def test_training_goes_on_the_same(monkeypatch, dims, zero, latency_s):
                             assert len(cuts) == (1 if latency_s else 2)  # the last comes alone
                         assert found.end_s <= found.before_end_s * (1 + 1e-12)
                         assert found.end_s >= found.last_ready_s
-                        assert f"{len(cuts)} buckets in place of" in str(found)
+                        assert str(found).startswith(f"{len(cuts)} bucket")
             pipe.check_replicas()
             states.append(state_of(pipe))
         assert_equal(*states)
@@ -138,3 +140,16 @@ def test_a_plan_has_each_parameter_once_and_one_dtype(plan):
             GradientBuckets(parameters, mesh.group("dp"), mesh=mesh, plan=plan)
 
     on_ranks("dp=2", body)
+
+
+def test_what_was_found_reads_well():
+    found = BucketTuning(Reduction(116e-6, math.inf, 1.0), 1, 3, 2.5e-3, 4e-3, 1e-3)
+    assert str(found) == (
+        "1 bucket, before 3 buckets: gradients are summed 2.5 ms after the first one came, before "
+        "4 ms; the last one came after 1 ms. A sum takes 116 us, whatever its size; computing "
+        "hides none of it"
+    )
+    found = BucketTuning(Reduction(20e-6, 3e9, 0.25), 2, 1, 2.5e-3, 4e-3, 1e-3)
+    assert str(found).endswith(
+        "A sum takes 20 us and its bytes at 3 GB/s; computing hides 75% of it"
+    )

@@ -50,6 +50,8 @@ from mpimesh.trace import NULL_TRACER, Tracer
 
 __all__ = ["BUCKET_BYTES", "GradientBuckets"]
 
+_GRAD_DTYPE = "grad_dtype: gradients are added up"
+
 BUCKET_BYTES = 4 * 1024 * 1024
 """Large enough that an all-reduce runs at full speed, small enough that several overlap."""
 
@@ -77,7 +79,7 @@ class GradientBuckets:
         plan: For each bucket the numbers of its parameters, counting those that are trained and
             reduced over `group`; planned by `bucket_bytes` if None.
         grad_dtype: The dtype in which gradients are added up and reduced, where it is wider than
-            the parameter's own; that of the parameters if None.
+            the parameter's own; that of the parameters if None. A narrower one has no effect.
 
     Raises:
         ModuleError: If a parameter stands twice or is registered with other buckets, or `op` or
@@ -126,9 +128,8 @@ class GradientBuckets:
             if groups is None
             else [group if one is None else one for one in groups]
         )
-        self._entries, self._frozen = entry_rules.make_entries(
-            given, names, over, None if grad_dtype is None else float_dtype(grad_dtype)
-        )
+        wide = None if grad_dtype is None else float_dtype(grad_dtype, what=_GRAD_DTYPE)
+        self._entries, self._frozen = entry_rules.make_entries(given, names, over, wide)
         plans = entry_rules.plans_of([*self._entries.values()], group, bucket_bytes, plan)
         rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}, grad_dtype {grad_dtype}"
         named = [(entry.name, entry.parameter) for entry in self._entries.values()]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array, moved
-from mpimesh.errors import ShapeError
 from mpimesh.nn import Parameter
 from mpimesh.optim import Optimizer
 from mpimesh.parallel.gradients.runs import Run
@@ -83,13 +82,11 @@ def whole_states(
     """Return states of whole parameters as what a rank holds.
 
     Raises:
-        ModuleError: If one is of another optimizer, or lacks something.
-        ShapeError: If an array has another shape than its parameter.
+        ModuleError: As :meth:`mpimesh.optim.Optimizer.check_state`; so with all errors.
     """
     found = []
     for one, state in zip(owned, states, strict=True):
-        one.optimizer.check_kind(state, len(one.parameters))
-        _check_shapes(one.parameters, state["params"])
+        one.optimizer.check_state(state, one.parameters)
         numbers = {name: value for name, value in state.items() if name != "params"}
         found.append(HeldState(numbers, [Held.whole(given) for given in state["params"]]))
     return tuple(found)
@@ -135,14 +132,3 @@ def _overlap(run: Run, at: int, inside: slice) -> tuple[int, int]:
     start, stop = run.starts[at], run.starts[at + 1]
     begin = min(max(start, inside.start), stop)
     return begin, max(begin, min(stop, inside.stop))
-
-
-def _check_shapes(parameters: Sequence[Parameter], states: Sequence[Mapping[str, Any]]) -> None:
-    for place, (parameter, given) in enumerate(zip(parameters, states, strict=True)):
-        for name, array in given.items():
-            if name != "steps" and tuple(array.shape) != parameter.shape:
-                raise ShapeError(
-                    f"state {name!r} of parameter {place} ({parameter.name!r}) must have its "
-                    f"shape {parameter.shape}, got {tuple(array.shape)}; one that fits other "
-                    "stages and splits comes from ParallelOptimizer.full_state_dict()"
-                )

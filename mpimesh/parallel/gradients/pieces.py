@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpimesh.arrays import namespace
+from mpimesh.arrays import Array, namespace
 from mpimesh.nn import Parameter
 from mpimesh.optim.optimizer import state_dtype
 from mpimesh.parallel.gradients.bucket import Bucket
@@ -26,7 +26,7 @@ from mpimesh.parallel.gradients.runs import Run, piece_of, runs_of
 from mpimesh.parallel.gradients.shard import Shard
 from mpimesh.runtime import CollectiveTensor
 
-__all__ = ["Pieces"]
+__all__ = ["Pieces", "sums_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +205,23 @@ class Pieces:
                     shape = self._owned[number].parameters[place].shape
                     joined[place][name] = values.reshape(shape).copy()
         return joined
+
+
+def sums_of(bucket: Bucket, without: set[int]) -> list[Array]:
+    """Return this rank's part of the sums of a divided bucket, but for some parameters."""
+    shard = bucket.shard
+    if shard is None:
+        return []
+    if not any(id(parameter) in without for parameter in bucket.parameters):
+        return [shard.memory]
+    parts, end = [], 0
+    for parameter in bucket.parameters:
+        begin, end = end, end + parameter.size
+        if id(parameter) not in without:
+            start = max(begin, shard.part.start) - shard.part.start
+            stop = min(end, shard.part.stop) - shard.part.start
+            parts.append(shard.memory[start : max(start, stop)])
+    return parts
 
 
 def _kind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mpimesh.arrays import namespace
@@ -38,14 +39,24 @@ class BucketTuning:
     last_ready_s: float
 
     def __str__(self) -> str:
+        reduction = self.reduction
+        # What the sums of the longer size take no longer for has no rate that could be told.
+        rate = ", whatever its size"
+        if math.isfinite(reduction.bytes_per_s):
+            rate = f" and its bytes at {reduction.bytes_per_s / 1e9:.3g} GB/s"
+        hidden = 1.0 - reduction.busy
         return (
-            f"{self.buckets} buckets in place of {self.before}: gradients summed after "
-            f"{1e3 * self.end_s:.3g} ms in place of {1e3 * self.before_end_s:.3g} ms, the last one "
-            f"there after {1e3 * self.last_ready_s:.3g} ms, by sums of "
-            f"{1e6 * self.reduction.latency_s:.3g} us and "
-            f"{self.reduction.bytes_per_s / 1e9:.3g} GB/s, a share of "
-            f"{self.reduction.busy:.0%} of which nothing hides"
+            f"{_counted(self.buckets)}, before {_counted(self.before)}: gradients are summed "
+            f"{1e3 * self.end_s:.3g} ms after the first one came, before "
+            f"{1e3 * self.before_end_s:.3g} ms; the last one came after "
+            f"{1e3 * self.last_ready_s:.3g} ms. A sum takes "
+            f"{1e6 * reduction.latency_s:.3g} us{rate}; computing "
+            f"hides {f'{hidden:.0%}' if hidden >= 0.005 else 'none'} of it"
         )
+
+
+def _counted(buckets: int) -> str:
+    return f"{buckets} bucket{'s' if buckets != 1 else ''}"
 
 
 def tune_buckets(engine: Engine) -> BucketTuning | None:
