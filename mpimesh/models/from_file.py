@@ -173,8 +173,7 @@ class _Desk:
             made = VectorsFile(self._out, model.width, model.dtype)
             self._vectors = self._open.enter_context(made)
         lines = self._open.enter_context(Lines(self._source))
-        same = self._out is not None and lines.path is not None and self._out.exists()
-        if same and self._out.samefile(lines.path):  # type: ignore
+        if self._out is not None and lines.is_read_from(self._out):
             raise SentencesError(f"cannot write {self._out}: the sentences are in it")
         return lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import sys
 from collections.abc import Iterator
@@ -101,6 +102,16 @@ class Lines:
                     f"{self.name}, line {self._number}: holds a NUL; is this a text in UTF-8?"
                 )
             yield text.removesuffix("\n").removesuffix("\r")
+
+    def is_read_from(self, path: Path) -> bool:
+        """Tell whether the lines are those of the file `path`, by whatever name. Local.
+
+        Standard input may be a file, too.
+        """
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), path.stat())
+        except (OSError, ValueError):  # no file there, or lines that come from no file
+            return False
 
     def close(self) -> None:
         """Close the file; standard input stays open."""

@@ -94,6 +94,26 @@ def test_what_cannot_be_used_ends_with_2_and_one_line(model, arguments, words):
     assert text.count("\n") == 1
 
 
+@pytest.mark.parametrize("link", [False, True])
+def test_the_sentences_are_not_overwritten_when_they_come_by_standard_input(model, tmp_path, link):
+    lines = tmp_path / "lines.npy"
+    lines.write_bytes(b"a man\n")
+    out = tmp_path / "link.npy"
+    out.symlink_to(lines)
+    with lines.open("rb") as source:
+        result = subprocess.run(
+            [sys.executable, "-m", "mpimesh", "embed", "-", "--model", model]
+            + ["--out", out if link else lines],
+            cwd=ROOT,
+            stdin=source,
+            capture_output=True,
+            timeout=60,
+        )
+    assert result.returncode == 2
+    assert b"the sentences are in it" in result.stderr
+    assert lines.read_bytes() == b"a man\n"
+
+
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
