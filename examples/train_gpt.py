@@ -28,7 +28,8 @@ writes, which has begun to look like its texts:
 
 It takes about a minute and a half on two cores. Whatever the mesh, the training is the same, up to
 rounding: with --dtype float64 the losses of all steps agree to 1e-9. With --checkpoint DIR a run
-that was stopped goes on, also on another mesh. --help shows all options. Beside this file, gpt/
+that was stopped goes on, also on another mesh; more --steps go on, too, with the --decay-steps of
+before: the rate then stays where it ended. --help shows all options. Beside this file, gpt/
 holds what has little to do with meshes, and common/ what all examples share.
 """
 
@@ -47,7 +48,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from common.checkpoint import Checkpoint
+from common.checkpoint import MANIFEST, Checkpoint
+from common.manifest import damaged
 from common.program import ProgramError, run_program
 from common.stopping import STOPPED, StopSignal
 from gpt.data import BYTES, load_text
@@ -148,9 +150,22 @@ def make_optimizer(
 
 def run_settings(options: Namespace) -> dict[str, Any]:
     """Return what two runs must have in common to be one training: the mesh is not among it."""
-    names = ("layers", "features", "heads", "context", "dropout", "tied", "dtype", "steps")
-    names += ("batch_size", "lr", "warmup", "weight_decay", "clip", "seed")
+    names = ("layers", "features", "heads", "context", "dropout", "tied", "dtype")
+    names += ("batch_size", "decay_steps", "lr", "warmup", "weight_decay", "clip", "seed")
     return {name: getattr(options, name) for name in names}
+
+
+def saved_held_out(options: Namespace, saved: dict[str, Any]) -> dict[int, float]:
+    """Return the losses on the text held out that a checkpoint has, by steps.
+
+    Raises:
+        ProgramError: On every rank, if it has something else.
+    """
+    try:
+        return {int(step): float(loss) for step, loss in saved["held_out"]}
+    except (KeyError, TypeError, ValueError):
+        problem = "notes.held_out must be a list of pairs of a step and a loss"
+        raise damaged(options.checkpoint / MANIFEST, problem) from None
 
 
 class Training:
@@ -174,11 +189,22 @@ class Training:
             self.loss = mm.VocabParallelCrossEntropy(BYTES, group=mesh.group("tp"))
         self.optimizer = make_optimizer(mesh, self.pipe, options)
         settings = {**run_settings(options), "text": self.text.digest()}
-        self.checkpoint = Checkpoint(options.checkpoint, mesh, settings)
+        self.checkpoint = Checkpoint(
+            options.checkpoint,
+            mesh,
+            settings,
+            advice={"decay_steps": "to train longer than planned, add --decay-steps {}"},
+            derived={"warmup": "decay_steps"},
+        )
         saved = self.checkpoint.load(self.pipe, self.optimizer) or {"losses": [], "held_out": []}
         self.losses: list[float] = saved["losses"]
-        self.held_out: dict[int, float] = dict(saved["held_out"])
+        self.held_out = saved_held_out(options, saved)
         self.resumed_at = len(self.losses)
+        if self.resumed_at > options.steps:
+            raise ProgramError(
+                f"{options.checkpoint} is after step {self.resumed_at}, beyond --steps "
+                f"{options.steps}: give more steps, or another folder"
+            )
         self.seconds = 0.0
 
     def run(self, stop: StopSignal) -> bool:
@@ -198,14 +224,18 @@ class Training:
                     self.checkpoint.save(step, self.pipe, self.optimizer, notes)
                 if stopping and step < options.steps:
                     return False
+        if options.steps not in self.held_out:  # a longer run was stopped there
+            self.held_out[options.steps] = self.evaluate()
         return True
 
     def rate(self, step: int) -> float:
-        """Return the learning rate: it rises evenly at first, then falls as a cosine."""
+        """Return the learning rate: it rises evenly, then falls as a cosine, then stays."""
         options = self.options
         if step <= options.warmup:
             return float(options.lr * step / options.warmup)
-        done = (step - options.warmup) / (options.steps - options.warmup)
+        if step >= options.decay_steps:
+            return float(options.lr * LOWEST_RATE)
+        done = (step - options.warmup) / (options.decay_steps - options.warmup)
         share = LOWEST_RATE + (1 - LOWEST_RATE) * (1 + math.cos(math.pi * done)) / 2
         return float(options.lr * share)
 
@@ -294,6 +324,7 @@ def show_results(training: Training, report: Report) -> None:
             "zero": options.zero,
             "accumulate": options.accumulate,
             **run_settings(options),
+            "steps": options.steps,
             "resumed_at_step": training.resumed_at,
             "losses": training.losses,
             "held_out_losses": training.held_out,

@@ -37,11 +37,15 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             f"argument --accumulate: {options.batch_size} rows (--batch-size) cannot be cut into "
             f"{options.accumulate} parts"
         )
+    name = "--decay-steps" if options.decay_steps else "--steps"
+    if options.decay_steps is None:
+        options.decay_steps = options.steps
     if options.warmup is None:
-        options.warmup = options.steps // 10
-    if options.warmup > options.steps:
+        options.warmup = options.decay_steps // 10
+    if options.warmup > options.decay_steps:
         parser.error(
-            f"argument --warmup: {options.warmup} steps of warm-up, but --steps {options.steps}"
+            f"argument --warmup: {options.warmup} steps of warm-up, but {name} "
+            f"{options.decay_steps}"
         )
     if options.trace_step is None:
         options.trace_step = options.steps
@@ -144,7 +148,15 @@ def _add_training(parser: Parser) -> None:
         "--warmup",
         type=natural,
         metavar="STEPS",
-        help="in which the rate rises, before it falls as a cosine (default a tenth of the steps)",
+        help="in which the rate rises, before it falls as a cosine (default a tenth of "
+        "--decay-steps)",
+    )
+    group.add_argument(
+        "--decay-steps",
+        type=positive,
+        metavar="N",
+        help="the step from which the rate stays at a tenth (default the last): that of the run "
+        "before where a --checkpoint is to go on for more --steps",
     )
     group.add_argument(
         "--weight-decay",

@@ -100,10 +100,10 @@ def test_the_sentences_are_not_overwritten_when_they_come_by_standard_input(mode
     lines.write_bytes(b"a man\n")
     out = tmp_path / "link.npy"
     out.symlink_to(lines)
+    target = out if link else lines
     with lines.open("rb") as source:
         result = subprocess.run(
-            [sys.executable, "-m", "mpimesh", "embed", "-", "--model", model]
-            + ["--out", out if link else lines],
+            [sys.executable, "-m", "mpimesh", "embed", "-", "--model", model, "--out", target],
             cwd=ROOT,
             stdin=source,
             capture_output=True,
