@@ -86,7 +86,7 @@ def embed_file(
     Args:
         model: The model.
         source: A text in UTF-8, see :class:`~mpimesh.models.lines.Lines`; "-" for standard input.
-        out: The .npy that the vectors go to; None to forget them.
+        out: The .npy that the vectors go to, of a name that ends so; None to forget them.
         progress: On the first rank called with the number of lines that are done, about, and that
             of all, None if it is not known.
 

@@ -50,6 +50,8 @@ class Lines:
                 raise SentencesError("cannot read the sentences: there is no standard input")
             else:
                 self._file = sys.stdin.buffer
+        except SentencesError:  # which is an OSError, too
+            raise
         except (OSError, ValueError) as error:  # a ValueError for a NUL in the name
             raise self._problem(error) from None
         try:
@@ -57,12 +59,12 @@ class Lines:
                 self.total = sum(1 for _ in self._texts())
                 self._file.seek(0)
                 self._number = 0
-        except OSError as error:
-            self.close()
-            raise self._problem(error) from None
         except SentencesError:
             self.close()
             raise
+        except OSError as error:
+            self.close()
+            raise self._problem(error) from None
 
     def window(self, *, most_lines: int, most_bytes: int) -> list[str]:
         """Return the next lines; none at the end.
@@ -82,6 +84,8 @@ class Lines:
                 nbytes += len(text)
                 if len(lines) >= most_lines or nbytes >= most_bytes:
                     break
+        except SentencesError:
+            raise
         except OSError as error:
             raise self._problem(error) from None
         return lines
