@@ -44,7 +44,8 @@ def test_the_tokens_are_those_of_the_whole_text(path, texts, chars):
 
 def test_of_a_long_line_only_the_beginning_is_looked_at(path):
     tokenizer = Tokenizer(path, MOST)
-    inner, seen = tokenizer._tokenizer, []
+    inner = tokenizer._tokenizer
+    seen: list[int] = []
 
     class Recorder:
         def encode_batch_fast(self, texts):
