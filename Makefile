@@ -131,6 +131,7 @@ test-torch: export PYTHONPATH := $(CURDIR)/.torch
 test-torch: .torch/.done
 	$(call step,tests with PyTorch)
 	$(PY) -m pytest tests/pure/test_interop_torch*.py $(PYTEST_ARGS)
+	$(PY) -m pytest tests/launch/test_examples.py -k torch $(PYTEST_ARGS)
 	$(VENV)/bin/mpiexec -n 4 $(PY) -m pytest --with-mpi tests/ranks/test_interop_torch.py $(PYTEST_ARGS)
 
 test-slurm: $(VENV)/.dev $(VENV_OPENMPI)/.dev

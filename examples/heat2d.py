@@ -41,10 +41,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from math import isqrt, log2
-from pathlib import Path
 
 import numpy as np
-from common.options import DEFAULT, Parser, positive
+from common.options import DEFAULT, Parser, file_named, positive
 from common.program import run_program
 from common.report import MeshReport
 from heat.modes import RATE, Waves
@@ -249,7 +248,9 @@ def parse_options(arguments: Sequence[str] | None) -> Namespace:
         metavar="STEPS",
         help=f"between two fields that the surrogate gets {DEFAULT}",
     )
-    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the last field")
+    parser.add_argument(
+        "--picture", type=file_named(".png"), metavar="PNG", help="draw the last field"
+    )
     parser.add_virtual()
     options = parser.parse(arguments)
     if options.points % 2 or options.points < 8:

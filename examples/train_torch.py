@@ -19,11 +19,11 @@ The scores' weight is that of the vectors: one parameter, in stages of two ranks
 MPI of its own, and no torch.distributed. The text to learn is this program. It prints, with --check
 beside what plain PyTorch gets for the same model and the same batches, such as
 
-    dp=2,pp=2: loss 4.869267, after 20 steps 3.327355
-    plain PyTorch: loss 4.869267, after 20 steps 3.327355
+    dp=2,pp=2: loss 4.873547, after 20 steps 3.472227
+    plain PyTorch: loss 4.873547, after 20 steps 3.472227
 
 and ends with exit code 1 if the losses of a step differ by more than rounding. --help shows all
-options. Beside this file, digits/ holds what it shares with train_digits.py.
+options. Beside this file, common/ holds what all examples share.
 """
 
 from __future__ import annotations
@@ -40,10 +40,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from digits.options import DEFAULT, Parser, above_zero, mesh_dims, natural, positive
+from common.options import (
+    DEFAULT,
+    Parser,
+    above_zero,
+    mesh_reader,
+    natural,
+    positive,
+    ranks_of,
+)
+from common.program import run_program
 
 import mpimesh as mm
-from mpimesh.errors import LaunchError, MissingPackageError, WorldSizeError
+from mpimesh.errors import MissingPackageError
 
 try:
     from mpimesh.interop import torch as mt
@@ -57,6 +66,7 @@ import torch
 from torch import nn
 
 LETTERS, WIDTH, HEADS, LENGTH = 128, 64, 4, 32
+DIMS = {"dp": "replicas", "pp": "stages"}
 
 
 class Embedding(nn.Module):
@@ -165,7 +175,7 @@ def show(what: str, losses: list[float]) -> None:
     print(f"{what}: loss {losses[0]:.6f}, after {len(losses)} steps {losses[-1]:.6f}", flush=True)
 
 
-def run(template: nn.Sequential, options: Namespace) -> int:
+def run(options: Namespace, template: nn.Sequential) -> int:
     """Run the program of one rank, and return its exit code."""
     with mm.DeviceMesh(options.mesh) as mesh:
         losses = train(mesh, copy.deepcopy(template), options)
@@ -188,14 +198,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
     parser = Parser(prog="train_torch.py", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--mesh",
-        type=mesh_dims,
+        type=mesh_reader(DIMS),
         metavar="DIMS",
         help="replicas and stages, such as dp=2,pp=2; one size may be -1: whatever fits the ranks "
         "(default two stages where the number of ranks is even, else one)",
     )
-    parser.add_argument(
-        "--virtual", type=positive, metavar="N", help="run on N threads as ranks, without mpiexec"
-    )
+    parser.add_virtual()
     numbers = {
         "blocks": (2, "blocks of the model"),
         "microbatches": (4, "parts of a replica's rows"),
@@ -213,12 +221,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
         "--seed", type=natural, default=0, metavar="N", help=f"of the first values {DEFAULT}"
     )
     parser.add_argument("--check", action="store_true", help="train by plain PyTorch, too")
-    options = parser.parse_args(arguments)
-    if options.virtual and mm.Launch.detect().size > 1:
-        parser.error("argument --virtual: is for running without mpiexec")
+    options = parser.parse(arguments)
     if options.mesh is None:
-        ranks = options.virtual or mm.Launch.detect().size
-        options.mesh = "dp=-1,pp=2" if ranks % 2 == 0 else "dp=-1,pp=1"
+        options.mesh = "dp=-1,pp=2" if ranks_of(options) % 2 == 0 else "dp=-1,pp=1"
     return options
 
 
@@ -227,15 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     # Here, as PyTorch draws from one generator of the process, which virtual ranks would share.
     template = make_model(options.blocks, options.seed)
-    try:
-        if options.virtual:
-            return mm.run_virtual(options.virtual, run, template, options)[0]
-        return run(template, options)
-    except (WorldSizeError, LaunchError) as error:
-        # All ranks raise it: one of them tells.
-        if mm.Launch.detect().rank == 0:
-            print(f"train_torch.py: error: {error}", file=sys.stderr)
-        return 2
+    return run_program("train_torch.py", run, options, template)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ the middle of saving goes on from the save before.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 
 import mpimesh as mm
+from common.manifest import Manifest
 from common.program import ProgramError, on_all_ranks
 from mpimesh.nn import Parameter
 from mpimesh.parallel.tensor.parameter import TensorParameter
@@ -40,19 +42,33 @@ class Checkpoint:
     """A folder that all ranks can see.
 
     Args:
-        folder: Made when it is first written to. None neither saves nor loads.
+        folder: Made if it is not there. None neither saves nor loads.
         mesh: The ranks that save and load together.
         settings: What a run must have in common with the one that it goes on from.
+        advice: What to do where one of the settings is another; by its name.
+        derived: Settings that follow from others unless they are given: where those differ, these
+            are not told.
+
+    Raises:
+        ProgramError: On every rank, if nothing can be saved there.
     """
 
     def __init__(
-        self, folder: Path | None, mesh: mm.DeviceMesh, settings: Mapping[str, Any]
+        self,
+        folder: Path | None,
+        mesh: mm.DeviceMesh,
+        settings: Mapping[str, Any],
+        *,
+        advice: Mapping[str, str] | None = None,
+        derived: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = folder
         self._mesh = mesh
         self._settings = dict(settings)
+        self._advice, self._derived = dict(advice or {}), dict(derived or {})
         if folder is not None:
             on_all_ranks(mesh, _library, "keep checkpoints")
+            on_all_ranks(mesh, self._try_to_write, f"keep checkpoints in {folder}")
 
     def save(
         self,
@@ -67,7 +83,8 @@ class Checkpoint:
             step: How many there were.
             pipe: The model.
             optimizer: What trains it; the state is put together where replicas divide it.
-            notes: What else the training is to know when it goes on; JSON.
+            notes: What else the training is to know when it goes on; JSON. ``losses`` among them
+                are those of all steps.
 
         Raises:
             ProgramError: On every rank, if one could not write its part; the save before is
@@ -121,12 +138,12 @@ class Checkpoint:
         manifest = self._read_manifest(self._folder / MANIFEST)
         if manifest is None:
             return None
-        self._check(manifest["settings"])
-        folder = self._folder / manifest["folder"]
+        self._check(manifest.settings)
+        folder = self._folder / manifest.folder
         state = optimizer.state_dict()  # collective: only its numbers are kept
 
         def read() -> tuple[list[np.ndarray], list[dict[str, Any]]]:
-            with Parts([folder / name for name in manifest["files"]]) as parts:
+            with Parts([folder / name for name in manifest.files]) as parts:
                 named = pipe.named_parameters()
                 values = [parts.read(name, parameter) for name, parameter in named]
                 return values, [parts.read_state(name, parameter) for name, parameter in named]
@@ -141,35 +158,54 @@ class Checkpoint:
                 parameter.value()[...] = value
             scaler = getattr(optimizer, "scaler", None)
             if scaler is not None:
-                scaler.load_state_dict(manifest["scaler"])
+                scaler.load_state_dict(manifest.scaler)
 
         on_all_ranks(self._mesh, take, f"load {folder}")
-        pipe.step = manifest["model_step"]
-        return manifest["notes"]
+        pipe.step = manifest.model_step
+        return manifest.notes
 
-    def _read_manifest(self, path: Path) -> dict[str, Any] | None:
+    def _try_to_write(self) -> None:
+        """Make the folder; to be told before the training that there can be none."""
+        folder = self._folder
+        if folder is None or self._mesh.rank:
+            return
+        if folder.exists() and not folder.is_dir():
+            raise ProgramError("it is a file; name a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def _read_manifest(self, path: Path) -> Manifest | None:
         """Collective: rank 0 reads, so that all ranks go on from the same save."""
         mesh = self._mesh
 
         def read() -> bytes:
-            return path.read_bytes() if mesh.rank == 0 and path.exists() else b""
+            # An empty file is one that is damaged, and not as good as none.
+            return (path.read_bytes() or b" ") if mesh.rank == 0 and path.exists() else b""
 
         text = np.frombuffer(on_all_ranks(mesh, read, f"read {path}"), np.uint8)
         text = mesh.group().broadcast(text if mesh.rank == 0 else None, root=None).resolve()
         if not text.size:
             return None
-        return on_all_ranks(mesh, lambda: json.loads(text.tobytes()), f"read {path}")
+        return Manifest.read(path, text.tobytes())
 
     def _check(self, saved: Mapping[str, Any]) -> None:
+        here = self._settings
+        names = {name for name in {*saved, *here} if saved.get(name) != here.get(name)}
+        if not names:
+            return
+        names -= {name for name, other in self._derived.items() if other in names}
         differences = [
-            f"{name} {saved.get(name)} there, {self._settings.get(name)} here"
-            for name in sorted({*saved, *self._settings})
-            if saved.get(name) != self._settings.get(name)
+            f"{name} {saved.get(name)} there, {here.get(name)} here" for name in sorted(names)
         ]
-        if differences:
-            raise ProgramError(
-                f"{self._folder} has the checkpoint of another run: {'; '.join(differences)}"
-            )
+        advice = [
+            text.format(saved.get(name)) for name, text in self._advice.items() if name in names
+        ]
+        advice.append("else give the options of that run, or another folder")
+        raise ProgramError(
+            f"{self._folder} has the checkpoint of another run: {'; '.join(differences)}: "
+            f"{'; '.join(advice)}".replace(": else give", ": give")
+        )
 
 
 # -- the files ---------------------------------------------------------------------------------

@@ -129,6 +129,20 @@ def positive(text: str) -> int:
     return at_least(1, text)
 
 
+def file_named(ending: str) -> Callable[[str], Path]:
+    """Return what reads the name of a file that is written in one format, which its end names."""
+
+    def named_so(text: str) -> Path:
+        path = Path(text)
+        if path.suffix.lower() != ending:
+            raise argparse.ArgumentTypeError(
+                f"writes {ending[1:].upper()}: needs a name that ends with {ending}, got {text!r}"
+            )
+        return path
+
+    return named_so
+
+
 def natural(text: str) -> int:
     """Read a whole number of at least 0."""
     return at_least(0, text)

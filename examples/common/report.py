@@ -152,8 +152,8 @@ class WorkProgress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def tell(self, done: int, work: float, text: str) -> None:
-        """Say how many are done.
+    def tell(self, done: int, work: float, text: str) -> bool:
+        """Say how many are done; return whether what was said stays to be read.
 
         Args:
             done: In all.
@@ -163,7 +163,7 @@ class WorkProgress:
         self._work += work
         line = done % self._every == 0 or done in (1, self._total)
         if self._console.quiet or not (self._live or line):
-            return
+            return False
         now_s = time.perf_counter()
         text = f"{text}  {self._work / (now_s - self._start_s):,.0f} {self._unit}/s"
         self._bar.update(self._task, completed=done, description=text)
@@ -175,6 +175,7 @@ class WorkProgress:
                     soft_wrap=True,
                     markup=False,
                 )
+        return line
 
 
 def gather_json(group: mm.ProcessGroup, value: Any) -> list[Any]:

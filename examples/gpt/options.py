@@ -12,12 +12,15 @@ from common.options import (
     above_zero,
     add_checkpoint,
     add_mesh,
+    file_named,
     natural,
     not_negative,
     positive,
     ranks_of,
     share,
 )
+
+from mpimesh.mesh.dims import parse_dims
 
 DIMS = {"dp": "replicas", "pp": "stages", "tp": "ranks that share each layer"}
 """Data, pipeline and tensor parallel."""
@@ -37,11 +40,15 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             f"argument --accumulate: {options.batch_size} rows (--batch-size) cannot be cut into "
             f"{options.accumulate} parts"
         )
+    name = "--decay-steps" if options.decay_steps else "--steps"
+    if options.decay_steps is None:
+        options.decay_steps = options.steps
     if options.warmup is None:
-        options.warmup = options.steps // 10
-    if options.warmup > options.steps:
+        options.warmup = options.decay_steps // 10
+    if options.warmup > options.decay_steps:
         parser.error(
-            f"argument --warmup: {options.warmup} steps of warm-up, but --steps {options.steps}"
+            f"argument --warmup: {options.warmup} steps of warm-up, but {name} "
+            f"{options.decay_steps}"
         )
     if options.trace_step is None:
         options.trace_step = options.steps
@@ -49,6 +56,17 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"argument --trace-step: there are {options.steps} steps")
     if options.mesh is None:
         options.mesh = f"dp=-1,pp=1,tp={2 if ranks_of(options) % 2 == 0 else 1}"
+    tp = dict(parse_dims(options.mesh))["tp"]
+    if options.heads < tp:
+        parser.error(
+            f"argument --heads: {options.heads} heads are too few for the {tp} ranks that share "
+            f"each layer (--mesh {options.mesh}): each needs one at least"
+        )
+    if options.sequence_parallel and tp == 1:
+        parser.error(
+            "argument --sequence-parallel: there is nothing to split, as no ranks share a layer: "
+            f"--mesh {options.mesh}"
+        )
     return options
 
 
@@ -123,7 +141,11 @@ def _add_model(parser: Parser) -> None:
         help="let the output layer have the vectors of the bytes for its weight: learns slower",
     )
     group.add_argument(
-        "--dtype", choices=["float16", "float32", "float64"], default="float32", help=DEFAULT
+        "--dtype",
+        choices=["float16", "float32", "float64"],
+        default="float32",
+        help=f"{DEFAULT[:-1]}; float16 saves memory, not time: NumPy is tens of times slower with "
+        "it on a CPU)",
     )
 
 
@@ -144,7 +166,15 @@ def _add_training(parser: Parser) -> None:
         "--warmup",
         type=natural,
         metavar="STEPS",
-        help="in which the rate rises, before it falls as a cosine (default a tenth of the steps)",
+        help="in which the rate rises, before it falls as a cosine (default a tenth of "
+        "--decay-steps)",
+    )
+    group.add_argument(
+        "--decay-steps",
+        type=positive,
+        metavar="N",
+        help="the step from which the rate stays at a tenth (default the last): that of the run "
+        "before where a --checkpoint is to go on for more --steps",
     )
     group.add_argument(
         "--weight-decay",
@@ -194,9 +224,14 @@ def _add_files(parser: Parser) -> None:
         help="what to learn (default the help on Python's language that comes with Python)",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="write settings and results")
-    group.add_argument("--plot", type=Path, metavar="SVG", help="draw the loss of every step")
     group.add_argument(
-        "--timeline", type=Path, metavar="SVG", help="draw what every rank did when in a step"
+        "--plot", type=file_named(".svg"), metavar="SVG", help="draw the loss of every step"
+    )
+    group.add_argument(
+        "--timeline",
+        type=file_named(".svg"),
+        metavar="SVG",
+        help="draw what every rank did when in a step",
     )
     group.add_argument(
         "--trace-step", type=positive, metavar="N", help="the step to draw (default the last)"

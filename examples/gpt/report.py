@@ -35,14 +35,22 @@ class Report(MeshReport):
             names = [type(layer).__name__ for layer in stage.layers] if stage else []
             self.say(f"stage {number}: {', '.join(names)}")
 
-    def progress(self, done: int) -> StepProgress:
-        """Return what shows the progress after some steps, to be used as a context manager."""
-        return StepProgress(self, self._options, done)
+    def progress(self, done: int, told: int) -> StepProgress:
+        """Return what shows the progress, to be used as a context manager.
+
+        Args:
+            done: Steps that were done before.
+            told: Losses on the text held out that a run before has shown.
+        """
+        return StepProgress(self, self._options, done, told)
 
     def show_sample(self, text: str) -> None:
-        """Show what the model writes: bytes that a terminal would obey are shown by their names."""
+        """Show what the model writes: what a terminal would obey is shown by its name.
+
+        The replacement character of bytes that are no text is its own name.
+        """
         shown = "".join(
-            one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text
+            one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text
         )
         self.say(f"the model writes:\n{shown}")
 
@@ -63,15 +71,18 @@ class Report(MeshReport):
 class StepProgress(WorkProgress):
     """Shows the loss of steps, and what they were done with."""
 
-    def __init__(self, report: Report, options: Namespace, done: int) -> None:
+    def __init__(self, report: Report, options: Namespace, done: int, told: int) -> None:
         self._bytes_per_step = options.batch_size * options.context
+        self._told = told  # losses on the text held out that were shown
         super().__init__(report.console, "step", options.steps, unit="bytes", done=done)
 
     def step(
         self, losses: Sequence[float], held_out: Mapping[int, float], lr: float, norm: float
     ) -> None:
         """Tell the losses of all steps so far, and what the last one was done with."""
-        # That on the text that is held out is older than the last step, mostly.
-        shown = "".join(f"  held out {loss:.3f} ({at})" for at, loss in [*held_out.items()][-1:])
+        # That on the text that is held out may be older than the last step, but is told once.
+        new = [*held_out.items()][-1:] if len(held_out) > self._told else []
+        shown = "".join(f"  held out {loss:.3f} ({at})" for at, loss in new)
         text = f"loss {losses[-1]:.3f}{shown}  norm {norm:.2f}  rate {lr:.5f}"
-        self.tell(len(losses), self._bytes_per_step, text)
+        if self.tell(len(losses), self._bytes_per_step, text):
+            self._told = len(held_out)

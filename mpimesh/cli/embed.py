@@ -66,7 +66,9 @@ def run_embed(request: EmbedRequest) -> None:
             raise
         # All ranks raise it: one of them tells.
         if Launch.detect().rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            # A mesh that needs more ranks names how to start a program: here it is this one.
+            text = str(error).replace("python program.py", "python -m mpimesh embed FILE")
+            print(f"error: {text}", file=sys.stderr, flush=True)
         exit_all(2)
     if told is not None:
         print(told, flush=True)
@@ -136,9 +138,9 @@ def _told(
         "cut": found.cut.first,
         "mesh": mesh.dims_text,
         "ranks": mesh.size,
-        "loading_s": loading_s,
-        "seconds": seconds,
-        "sentences_per_s": count / seconds,
+        "loading_s": _rounded(loading_s),
+        "seconds": _rounded(seconds),
+        "sentences_per_s": _rounded(count / seconds),
         "out": None if request.out is None else str(request.out),
     }
     if request.as_json:
@@ -152,6 +154,13 @@ def _told(
             more = ", ..." if odd.count > 10 else ""
             numbers = ", ".join(map(str, odd.first[:10]))
             lines.append(f"lines {what}: {odd.count}, namely {numbers}{more}")
-    if request.out is not None:
+    if request.out is None:
+        lines.append("the vectors were only computed: --out FILE.npy writes them")
+    else:
         lines.append(f"wrote {request.out}: {(count, found.width)}, {found.dtype}")
     return "\n".join(lines)
+
+
+def _rounded(value: float) -> float:
+    """Return four digits of a measurement: more would be noise."""
+    return float(f"{value:.4g}")

@@ -88,6 +88,11 @@ class BertConfig:
                 kind than is computed here: a BERT that only reads, with absolute positions.
         """
         path = modules.folder / "config.json"
+        if not path.exists():
+            raise ModelError(
+                f"{modules.folder} holds no model: it needs config.json, tokenizer.json and "
+                "model.safetensors"
+            )
         config = read_object(path)
         for key, usual, known in (
             ("model_type", None, ("bert",)),

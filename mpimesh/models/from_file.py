@@ -86,7 +86,7 @@ def embed_file(
     Args:
         model: The model.
         source: A text in UTF-8, see :class:`~mpimesh.models.lines.Lines`; "-" for standard input.
-        out: The .npy that the vectors go to; None to forget them.
+        out: The .npy that the vectors go to, of a name that ends so; None to forget them.
         progress: On the first rank called with the number of lines that are done, about, and that
             of all, None if it is not known.
 
@@ -173,8 +173,7 @@ class _Desk:
             made = VectorsFile(self._out, model.width, model.dtype)
             self._vectors = self._open.enter_context(made)
         lines = self._open.enter_context(Lines(self._source))
-        same = self._out is not None and lines.path is not None and self._out.exists()
-        if same and self._out.samefile(lines.path):  # type: ignore
+        if self._out is not None and lines.is_read_from(self._out):
             raise SentencesError(f"cannot write {self._out}: the sentences are in it")
         return lines
 

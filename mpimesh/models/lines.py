@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ class Lines:
                 raise SentencesError("cannot read the sentences: there is no standard input")
             else:
                 self._file = sys.stdin.buffer
+        except SentencesError:  # which is an OSError, too
+            raise
         except (OSError, ValueError) as error:  # a ValueError for a NUL in the name
             raise self._problem(error) from None
         try:
@@ -56,12 +59,12 @@ class Lines:
                 self.total = sum(1 for _ in self._texts())
                 self._file.seek(0)
                 self._number = 0
-        except OSError as error:
-            self.close()
-            raise self._problem(error) from None
         except SentencesError:
             self.close()
             raise
+        except OSError as error:
+            self.close()
+            raise self._problem(error) from None
 
     def window(self, *, most_lines: int, most_bytes: int) -> list[str]:
         """Return the next lines; none at the end.
@@ -81,6 +84,8 @@ class Lines:
                 nbytes += len(text)
                 if len(lines) >= most_lines or nbytes >= most_bytes:
                     break
+        except SentencesError:
+            raise
         except OSError as error:
             raise self._problem(error) from None
         return lines
@@ -101,6 +106,16 @@ class Lines:
                     f"{self.name}, line {self._number}: holds a NUL; is this a text in UTF-8?"
                 )
             yield text.removesuffix("\n").removesuffix("\r")
+
+    def is_read_from(self, path: Path) -> bool:
+        """Tell whether the lines are those of the file `path`, by whatever name. Local.
+
+        Standard input may be a file, too.
+        """
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), path.stat())
+        except (OSError, ValueError):  # no file there, or lines that come from no file
+            return False
 
     def close(self) -> None:
         """Close the file; standard input stays open."""

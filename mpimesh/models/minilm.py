@@ -214,7 +214,15 @@ class MiniLM:
         try:
             if isinstance(sentences, str):
                 raise ModelError("sentences must be a list of texts, got one text")
-            facts = {"sentences": [len(sentences), zlib.crc32("\n".join(sentences).encode())]}
+            for place, text in enumerate(sentences):
+                if not isinstance(text, str):
+                    raise ModelError(
+                        f"sentences must be a list of texts, got {type(text).__name__} at {place}"
+                    )
+            facts = {
+                "number of sentences": len(sentences),
+                "sentences": zlib.crc32("\n".join(sentences).encode()),
+            }
             mine = replica_rows(len(sentences), ranks, rank)
             here = self._tokenizer(sentences[mine])
         except Exception as error:  # whatever it is, the others must not wait for this rank
@@ -314,10 +322,12 @@ class MiniLM:
         for rank, (_, values, _) in enumerate(told):
             for name, value in values.items():
                 if value != first[name]:
+                    both = f": {value} and {first[name]}"
+                    values_text = "" if name in _CHECKED else both
                     raise on_all_ranks(
                         MismatchError(
                             f"every rank must give {what} {name}, but that of rank {rank} is "
-                            f"other than that of rank 0: {value} and {first[name]}"
+                            f"other than that of rank 0{values_text}"
                         )
                     )
         return [size for *_, size in told]
@@ -329,6 +339,8 @@ class MiniLM:
         )
 
 
+_CHECKED = ("sentences", "tokenizer.json", "model.safetensors")
+# By checksums, which say nothing to a reader.
 _NO_IDS = np.zeros(0, np.int32)
 
 

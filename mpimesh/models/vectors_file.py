@@ -22,7 +22,8 @@ class VectorsFile:
     be used as a context manager, which removes what is not finished.
 
     Args:
-        path: The file's name. If it is a symbolic link, what it leads to is replaced.
+        path: The file's name, which ends with .npy. If it is a symbolic link, what it leads to is
+            replaced.
         width: The length of a row.
         dtype: Of the values.
 
@@ -36,6 +37,8 @@ class VectorsFile:
         self._rows = 0
         self._file: BinaryIO | None = None
         try:
+            if path == Path():
+                raise SentencesError("cannot write the vectors: give a name that ends with .npy")
             self._path = path.resolve()
             if self._path.is_dir():
                 raise SentencesError(f"cannot write {path}: it is a folder")
@@ -43,6 +46,10 @@ class VectorsFile:
                 raise SentencesError(f"cannot write {path}: it is no ordinary file")
             if not self._path.parent.is_dir():
                 raise SentencesError(f"cannot write {path}: there is no folder {path.parent}")
+            if path.suffix != ".npy":
+                raise SentencesError(
+                    f"cannot write {path}: vectors are written as .npy, so the name must end so"
+                )
             self._part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
             self._file = self._part.open("wb")
             self._start = self._write_header()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mpimesh.models.random_model import write_random_model
+from tests.launch.example_runs import EXAMPLES, assert_said_once
 
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "embed_minilm.py"
+EXAMPLE = EXAMPLES / "embed_minilm.py"
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +34,11 @@ def test_the_command_and_the_example_write_a_row_for_each_line(launch, model, tm
         found.append(np.load(out))
     assert found[0].shape == (4, 12)
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("arguments", ["--mesh xx=3", "--mesh dp=2", "--out v.npy", "--wrong"])
+def test_wrong_options_of_the_example_are_said_once(launch, arguments):
+    assert_said_once(launch(3, [str(EXAMPLE), *arguments.split()]), "embed_minilm.py")
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,13 @@ def test_an_example_prints_what_its_docstring_shows(launch, name):
     assert sorted(result.stdout.splitlines()) == sorted(shown_in(docstring)), str(result)
 
 
-@pytest.mark.parametrize("name", ["hello_mesh", "heat2d", "train_digits", "train_gpt"])
+@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES])
 def test_a_docstring_has_a_picture_of_the_mesh_and_shows_what_is_printed(name):
     docstring = docstring_of(FOLDER / f"{name}.py")
     command = re.search(r"mpiexec -n (\d+)", docstring)
     assert command
     assert all(re.search(rf"\brank {rank}\b", docstring) for rank in range(int(command[1])))
-    assert len(shown_in(docstring)) > 3
+    assert len(shown_in(docstring)) >= 2
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -121,6 +121,7 @@ def test_train_torch(launch):
     ("arguments", "message"),
     [
         ("--mesh dp=3", "mesh dp=3.* needs 3.* ranks"),
+        ("--mesh tp=2", r"argument --mesh: this program knows the dims dp .*, got tp"),
         ("--rows 0", "argument --rows: needs a whole number of at least 1"),
         ("--virtual 2", "argument --virtual: is for running without mpiexec"),
     ],
@@ -128,9 +129,8 @@ def test_train_torch(launch):
 def test_train_torch_says_once_what_is_wrong(launch, arguments, message):
     path = next(path for path in EXAMPLES if path.name == "train_torch.py")
     result = launch(2, [str(path), *arguments.split()])
-    assert result.returncode == 2, str(result)
-    (line,) = (result.stdout + result.stderr).splitlines()
-    assert re.fullmatch(f"train_torch.py: error: .*{message}.*", line)
+    assert_said_once(result, "train_torch.py")
+    assert re.search(f"train_torch.py: error: .*{message}", result.stderr)
 
 
 @pytest.mark.skipif(find_spec("torch") is not None, reason="torch is here")

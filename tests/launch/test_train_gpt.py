@@ -150,15 +150,14 @@ def test_a_sample_follows_the_model(monkeypatch, dims):
 def test_a_sample_cannot_command_a_terminal(train, tmp_path, capsys):
     """A text may teach the model anything; what is printed is text, what is written is as it is."""
     text = tmp_path / "text"
-    text.write_bytes(b"\x1b[2J\x07" * 300)
+    text.write_bytes(b"\x1b[2J\x07\r\t" * 300)
     options = "--steps 40 --features 16 --heads 2 --layers 1 --context 8 --lr 0.02 --sample 12"
     code, results = train("--text", str(text), *options.split(), "--prompt", "\x1b[")
     assert code == 0
-    assert "\x1b[2J\x07" in results["sample"]
+    assert "\x1b[2J\x07\r\t" in results["sample"]
     printed = capsys.readouterr().out
-    assert "\\x1b[2J\\x07" in printed
-    assert "\x1b" not in printed
-    assert "\x07" not in printed
+    assert "\\x1b[2J\\x07\\r\\t" in printed
+    assert not set("\x1b\x07\r\t") & set(printed)
 
 
 # -- what it writes ------------------------------------------------------------------------------
@@ -184,6 +183,21 @@ def test_pictures_and_a_text_of_ones_own(train, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.search("^stage 1: .*ColumnParallelLinear$", printed, re.MULTILINE)
     assert len(re.findall(r"^step +\d+/60  loss", printed, re.MULTILINE)) == 11
+    # A figure is told once: in the line of a later step it would read as that step's.
+    assert re.findall(r"step +(\d+)/60 .* held out \S+ \((\d+)\)", printed) == [
+        ("24", "20"),
+        ("42", "40"),
+        ("60", "60"),
+    ]
+
+
+def test_a_picture_of_a_step_that_was_done_before_is_told_to_be_missing(train, capsys):
+    command = [*OPTIONS, "--steps", "3", "--checkpoint", "saved", "--timeline", "b.svg"]
+    train(*command[:-2])
+    capsys.readouterr()
+    code, _ = train(*command)
+    assert code == 0
+    assert "b.svg is not drawn: step 3 was done before this run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks", ["", "--virtual 2"])
@@ -223,6 +237,11 @@ WRONG = {
     "--heads 5": "--heads: must divide --features: 5 heads cannot share 96 features",
     "--accumulate 17": r"--accumulate: 16 rows \(--batch-size\) cannot be cut into 17 parts",
     "--warmup 301": "--warmup: 301 steps of warm-up, but --steps 300",
+    "--warmup 9 --decay-steps 8": "--warmup: 9 steps of warm-up, but --decay-steps 8",
+    "--mesh tp=4 --heads 3": "--heads: 3 heads are too few for the 4 ranks that share each layer",
+    "--mesh dp=1 --sequence-parallel": "--sequence-parallel: there is nothing to split",
+    "--plot a.png": "--plot: writes SVG: needs a name that ends with .svg, got 'a.png'",
+    "--timeline a": "--timeline: writes SVG: needs a name that ends with .svg, got 'a'",
     "--trace-step 301": "--trace-step: there are 300 steps",
     "--temperature 0": "--temperature: needs a number above 0, got '0'",
     "--prompt=": "--prompt: needs at least one character",
@@ -246,7 +265,8 @@ def test_wrong_arguments_are_one_line_and_code_2(train, capsys, arguments):
     ("arguments", "message"),
     [
         ("--mesh dp=3", "mesh .*needs 3.* ranks.* has 4; "),
-        ("--mesh tp=4 --heads 3", "num_heads=3 is too few for 4 ranks.* at most 3 ranks"),
+        ("--mesh dp=4,tp=-1 --sequence-parallel", "--sequence-parallel: no ranks share a layer"),
+        ("--mesh tp=-1 --heads 3", "num_heads=3 is too few for 4 ranks.* at most 3 ranks"),
         ("--mesh pp=4 --layers 1 --schedule zbv", "5 layers.* 8 "),
         ("--text missing", r"cannot read missing: No such file or directory \(rank 0\)"),
         ("--text .", "cannot read .: Is a directory"),

@@ -115,6 +115,66 @@ def test_a_checkpoint_of_another_training_is_refused(train, tmp_path, capsys):
     assert_one_line(capsys.readouterr().err, "train_gpt.py", message)
 
 
+def test_what_is_no_folder_is_refused_before_the_training(train, tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    code, _ = train("--virtual", "2", *TINY, "--checkpoint", str(path))
+    assert code == 2
+    message = r"cannot keep checkpoints in .*file: it is a file; name a folder \(rank 0\)"
+    printed = capsys.readouterr()
+    assert_one_line(printed.err, "train_gpt.py", message)
+    assert "loss" not in printed.out
+    assert path.read_text() == "mine"
+
+
+def test_a_finished_run_goes_on_for_more_steps(train, tmp_path, capsys):
+    """With the plan of before it is the training that a longer run with that plan would be."""
+    saved = ["--checkpoint", str(tmp_path / "saved")]
+    longer = [*TINY, "--steps", "9", "--decay-steps", "6"]
+    _, whole = train(*longer)
+    train(*TINY, *saved)
+    capsys.readouterr()
+    code, _ = train(*TINY, "--steps", "9", *saved)
+    assert code == 2
+    message = "decay_steps 6 there, 9 here: to train longer than planned, add --decay-steps 6; "
+    assert_one_line(capsys.readouterr().err, "train_gpt.py", message)
+    code, results = train(*longer, *saved)
+    assert code == 0
+    assert results["resumed_at_step"] == 6
+    assert results["losses"] == whole["losses"]
+    capsys.readouterr()
+    code, _ = train(*TINY, "--steps", "4", "--decay-steps", "6", *saved)
+    assert code == 2
+    assert_one_line(capsys.readouterr().err, "train_gpt.py", "is after step 9, beyond --steps 4")
+
+
+DAMAGES = {
+    "list": lambda saved: [],
+    "settings": lambda saved: saved | {"settings": None},
+    "files": lambda saved: {key: saved[key] for key in saved if key != "files"},
+    "notes": lambda saved: saved | {"notes": {}},
+    "losses": lambda saved: saved | {"notes": saved["notes"] | {"losses": [1.0] * 4}},
+    "model_step": lambda saved: saved | {"model_step": "x"},
+    "below": lambda saved: saved | {"model_step": 3},
+    "held_out": lambda saved: saved | {"notes": saved["notes"] | {"held_out": 3}},
+}
+
+
+def test_a_damaged_manifest_is_refused(train, tmp_path, capsys):
+    command = ["--virtual", "2", *TINY, "--checkpoint", str(tmp_path / "saved")]
+    train(*command)
+    path = tmp_path / "saved" / "checkpoint.json"
+    saved = json.loads(path.read_text())
+    texts = [json.dumps(change(saved)) for change in DAMAGES.values()] + ["", "{"]
+    for text in texts:
+        path.write_text(text)
+        capsys.readouterr()
+        code, _ = train(*command)
+        assert code == 2, text
+        message = r"cannot go on from .*checkpoint.json: .*; it is damaged: put back a copy"
+        assert_one_line(capsys.readouterr().err, "train_gpt.py", message)
+
+
 @pytest.mark.parametrize("damage", ["lost", "short", "swapped"])
 def test_a_checkpoint_that_is_not_whole_is_refused(train, tmp_path, capsys, damage):
     """Whatever is wrong with one rank's file, all ranks say so, and none goes on with a part."""

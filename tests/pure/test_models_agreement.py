@@ -97,7 +97,10 @@ def test_another_file_on_one_rank_is_refused_on_all(folder, tmp_path, dims, chan
         ({"dtype": "int32"}, "got 'int32'"),
         ({"batch_tokens": 0}, "rank 1: batch_tokens must be at least 1"),
         ({"batch_tokens": "many"}, "rank 1: TypeError"),
-        ({"folder": "no such folder"}, "rank 1: cannot read the model"),
+        (
+            {"folder": "no such folder"},
+            "rank 1: no such folder holds no model: it needs config.json, tokenizer.json",
+        ),
         ({"folder": "a\0b"}, "rank 1: "),
     ],
 )

@@ -128,13 +128,13 @@ def test_a_failure_in_the_middle_ends_all_ranks_and_leaves_nothing(folder, windo
 
 def test_what_cannot_be_written_is_told_before_anything_is_computed(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(MiniLM, "embed", None)
-    source = tmp_path / "lines.txt"
+    source = tmp_path / "lines.npy"
     source.write_text("a\n" * 5)
     for out, words in ((tmp_path / "no" / "v.npy", "there is no folder"), (source, "are in it")):
         for text in run("dp=2", folder, source, out):
             assert words in text
     assert source.read_text() == "a\n" * 5
-    assert {one.name for one in tmp_path.iterdir()} == {"lines.txt"}
+    assert {one.name for one in tmp_path.iterdir()} == {"lines.npy"}
 
 
 def test_a_disk_that_gets_full_ends_all_ranks(folder, windows, tmp_path, monkeypatch):

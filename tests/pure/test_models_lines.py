@@ -69,8 +69,9 @@ def test_there_are_as_many_lines_as_line_feeds(tmp_path_factory, texts, most_lin
 def test_a_file_on_disk_is_refused_before_its_first_line(tmp_path, content, words):
     path = tmp_path / "lines.txt"
     path.write_bytes(content)
-    with pytest.raises(SentencesError, match=words):
+    with pytest.raises(SentencesError, match=words) as info:
         Lines(path)
+    assert str(info.value).count("lines.txt") == 1
 
 
 @pytest.mark.parametrize("name", [".", "none.txt", "none/none.txt", "a\0b"])
@@ -94,5 +95,5 @@ def test_a_pipe_is_read_as_it_comes(tmp_path):
 
 def test_without_a_standard_input_it_says_so(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(SentencesError, match="there is no standard input"):
+    with pytest.raises(SentencesError, match=r"^cannot read .*: there is no standard input$"):
         Lines("-")

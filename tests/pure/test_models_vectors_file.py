@@ -51,6 +51,7 @@ def test_what_a_link_leads_to_is_replaced(tmp_path):
     [
         (".", "it is a folder"),
         ("none/v.npy", "there is no folder"),
+        ("v.txt", "vectors are written as .npy"),
         ("/dev/null", "it is no ordinary file"),
         ("/proc/v.npy", "cannot write /proc/v.npy: "),
         ("x" * 300, "File name too long"),
