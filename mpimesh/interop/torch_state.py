@@ -33,6 +33,7 @@ def full_state_dict(model: ParallelModel, root: torch.nn.Module) -> dict[str, to
         Two broadcasts for each parameter and buffer, over the stages.
     """
     engine = model._engine
+    engine.check_ready()
     state = {
         name: _tensor(name, value).detach().clone() for name, value in root.state_dict().items()
     }

@@ -248,6 +248,7 @@ class ParallelOptimizer:
             One all-gather for each bucket and array of the state; the whole state has room on
             every rank.
         """
+        self._engine.check_ready()
         states = self._pieces.states()
         return states[0] if self._single else states
 
@@ -265,6 +266,7 @@ class ParallelOptimizer:
             That of :meth:`state_dict`; then two broadcasts for each array, over the stages, and an
             all-gather of each that is split. The state of the whole model has room on every rank.
         """
+        self._engine.check_ready()
         states = full_states(self._engine, self._owned, self._pieces.states())
         return states[0] if self._single else states
 

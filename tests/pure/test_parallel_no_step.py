@@ -70,6 +70,8 @@ def test_after_a_step_that_one_rank_left_none_is_started(error):
             partial(pipe.clip_grad_norm, 1.0),
             optimizer.step,
             partial(optimizer.clip_grad_norm, 1.0),
+            optimizer.state_dict,
+            optimizer.full_state_dict,
             pipe.check_replicas,
             pipe.full_state_dict,
             pipe.rebuild_buckets,

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh import nn
+from mpimesh.errors import ModuleError
 from tests.pure.parallel_models import on_ranks
 
 SEED, ROWS = 5, 3
+SPLIT = {"pair", "gpt", "mlp", "bert"}
 
 PIECE = st.one_of(
     st.tuples(
@@ -94,6 +96,7 @@ def test_any_stack_is_the_unsplit_one(
     pieces, size, head_dim, more_heads, length, sequence, first_row
 ):
     """Outputs, loss, and the gradients of the input and of all parameters, to 1e-10."""
+    kinds = {piece[0] for piece in pieces}
     heads = size + more_heads
     features = heads * head_dim
     x, target = np.random.default_rng(length).normal(size=(2, ROWS, length, features))
@@ -117,6 +120,10 @@ def test_any_stack_is_the_unsplit_one(
         group = mesh.group("tp")
         cut = mm.SequenceSplit(group, length=length) if sequence else None
         made = stack(pieces, features, heads, group, cut)
+        if gradients and cut is None and kinds.isdisjoint(SPLIT):
+            with pytest.raises(ModuleError, match=r"nothing of .* can be split"):
+                mm.tensor_parallel(made, group)
+            return
         model = mm.tensor_parallel(made, group, sequence=cut)
         here = (slice(None),) if cut is None else cut.here(x)
         found = run(model, here)
