@@ -69,13 +69,14 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
 
 def _rows(mesh: mm.DeviceMesh, comm: MPI.Intracomm, model: Any, torch: Any) -> int:
     """Return with how many rows a step alone takes half as long as one of gloo's. Collective."""
-    ways = copy.deepcopy(model), copy.deepcopy(model)
     few, many = 16, 128
     excess_s = []  # of two steps alone over one with sums
     for rows in (few, many):
         x = np.zeros((rows * comm.size, model[0].in_features), np.float32)
-        alone_s = _seconds(comm, _step(ways[0], _mine(mesh, x, torch), torch))
-        excess_s.append(2 * alone_s - _seconds(comm, _ddp(mesh, ways[1], x, torch)))
+        # Copies: what DistributedDataParallel hooks to a module stays there.
+        alone_s = _seconds(comm, _step(copy.deepcopy(model), _mine(mesh, x, torch), torch))
+        summed_s = _seconds(comm, _ddp(mesh, copy.deepcopy(model), x, torch))
+        excess_s.append(2 * alone_s - summed_s)
     # Both grow evenly with the rows.
     slope_s = max(excess_s[1] - excess_s[0], 1e-9) / (many - few)
     return max(1, min(_MOST_ROWS, round(few - excess_s[0] / slope_s)))

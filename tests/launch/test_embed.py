@@ -37,8 +37,10 @@ def test_the_command_and_the_example_write_a_row_for_each_line(launch, model, tm
 
 
 @pytest.mark.parametrize("arguments", ["--mesh xx=3", "--mesh dp=2", "--out v.npy", "--wrong"])
-def test_wrong_options_of_the_example_are_said_once(launch, arguments):
-    assert_said_once(launch(3, [str(EXAMPLE), *arguments.split()]), "embed_minilm.py")
+def test_wrong_options_of_the_example_are_said_once(launch, model, arguments):
+    """Whether or not the published weights are installed."""
+    options = [*arguments.split(), "--model", str(model)]
+    assert_said_once(launch(3, [str(EXAMPLE), *options]), "embed_minilm.py")
 
 
 @pytest.mark.parametrize(

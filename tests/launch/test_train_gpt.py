@@ -201,7 +201,10 @@ def test_a_picture_of_a_step_that_was_done_before_is_told_to_be_missing(train, c
 
 
 @pytest.mark.parametrize("ranks", ["", "--virtual 2"])
-def test_ctrl_c_ends_it_with_one_line(train, monkeypatch, capsys, ranks):
+def test_ctrl_c_ends_it_with_one_line(train, monkeypatch, request, capsys, ranks):
+    # A shell lets what it starts in the background ignore the signal, and its children, too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     module = example_module("train_gpt", monkeypatch)
     step = module.Training.step
 
