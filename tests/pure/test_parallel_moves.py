@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.parallel.gradients.moves import overlap, spread_of
+from mpimesh.parallel.gradients.moves import spread_of
+from mpimesh.parallel.gradients.spans import overlap
 from tests.pure.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 from tests.pure.parallel_tied import tied_batch, tied_pipeline
 

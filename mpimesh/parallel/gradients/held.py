@@ -13,6 +13,7 @@ from mpimesh.nn import Parameter
 from mpimesh.optim import Optimizer
 from mpimesh.parallel.gradients.runs import Run
 from mpimesh.parallel.gradients.shard import Shard
+from mpimesh.parallel.gradients.spans import overlap
 
 __all__ = ["Held", "HeldState", "Owned", "own_state", "parts_of", "whole_states"]
 
@@ -103,7 +104,7 @@ def own_state(run: Run, shard: Shard, held: Sequence[Held]) -> dict[str, Any]:
             continue
         parts: list[Array] = []
         for at, place in enumerate(run.places):
-            begin, end = _overlap(run, at, inside)
+            begin, end = overlap(run.span_of(at), (inside.start, inside.stop))
             if begin < end:
                 offset = run.starts[at] + held[place].start
                 values = moved(held[place].arrays[name], np)
@@ -117,7 +118,7 @@ def parts_of(run: Run, shard: Shard, own: Mapping[str, Any]) -> dict[int, Held]:
     inside = run.within(shard.part)
     found: dict[int, Held] = {}
     for at, place in enumerate(run.places):
-        begin, end = _overlap(run, at, inside)
+        begin, end = overlap(run.span_of(at), (inside.start, inside.stop))
         arrays = {
             name: array[begin - inside.start : end - inside.start]
             for name, array in own.items()
@@ -125,10 +126,3 @@ def parts_of(run: Run, shard: Shard, own: Mapping[str, Any]) -> dict[int, Held]:
         }
         found[place] = Held(int(own["steps"]), begin - run.starts[at], arrays)
     return found
-
-
-def _overlap(run: Run, at: int, inside: slice) -> tuple[int, int]:
-    """Return where one parameter of a run lies in a part, counted in the bucket."""
-    start, stop = run.starts[at], run.starts[at + 1]
-    begin = min(max(start, inside.start), stop)
-    return begin, max(begin, min(stop, inside.stop))

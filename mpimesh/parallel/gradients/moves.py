@@ -15,12 +15,10 @@ from mpimesh.nn import Parameter
 from mpimesh.optim.optimizer import state_dtype
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.held import Held, HeldState, Owned
+from mpimesh.parallel.gradients.spans import Span, overlap
 from mpimesh.runtime import ProcessGroup
 
-__all__ = ["Span", "Spread", "moved_states", "overlap", "spread_of"]
-
-Span = tuple[int, int]
-"""Elements of a flat parameter: the first, and the one after the last."""
+__all__ = ["Spread", "moved_states", "spread_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class Spread:
     Attributes:
         parameter: The parameter.
         group: The ranks.
-        spans: What each of them holds.
+        spans: What each of them holds, counted in the parameter.
     """
 
     parameter: Parameter
@@ -57,12 +55,6 @@ def spread_of(buckets: Sequence[Bucket]) -> dict[int, Spread]:
                 spans.append((first - begin, last - begin))
             found[id(parameter)] = Spread(parameter, bucket.group, tuple(spans))
     return found
-
-
-def overlap(one: Span, other: Span) -> Span:
-    """Return the elements of `one` that are in `other`, too; an empty span in `one` if none is."""
-    start = min(max(one[0], other[0]), one[1])
-    return start, max(start, min(one[1], other[1]))
 
 
 def moved_states(

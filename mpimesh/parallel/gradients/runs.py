@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.shard import Shard
+from mpimesh.parallel.gradients.spans import Span
 
 __all__ = ["Run", "piece_of", "runs_of"]
 
@@ -27,6 +28,10 @@ class Run:
     optimizer: int
     places: tuple[int, ...]
     starts: tuple[int, ...]
+
+    def span_of(self, at: int) -> Span:
+        """Return where its parameter number `at` lies in the bucket."""
+        return self.starts[at], self.starts[at + 1]
 
     def within(self, part: slice) -> slice:
         """Return which of its elements lie in `part`, counted in the bucket; may be none."""
