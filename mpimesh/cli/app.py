@@ -12,6 +12,7 @@ from mpimesh.cli.embed import EmbedRequest, run_embed
 from mpimesh.cli.quantities import InputError
 from mpimesh.cli.simulate import ALL, Request, run_simulate
 from mpimesh.cli.step_times import StepTimes
+from mpimesh.cli.ucx_env import run_ucx_env
 from mpimesh.errors import MpimeshError
 from mpimesh.models import BATCH_TOKENS
 from mpimesh.schedule import schedule_names
@@ -175,3 +176,18 @@ def embed(
     model or the mesh cannot be used, and then leaves no result.
     """
     run_embed(EmbedRequest(lines, mesh, out, model, batch_tokens, as_json))
+
+
+@app.command()
+def ucx_env() -> None:
+    """Print what makes MPI use the UCX of libucx-cu13 or libucx-cu12, which can reach a GPU.
+
+    For a shell, before mpiexec or srun: `eval "$(python -m mpimesh ucx-env)"`. Starts no MPI. It
+    exits with 2, and prints nothing to evaluate, if none of them is installed or this MPI cannot
+    use it.
+    """
+    try:
+        run_ucx_env()
+    except InputError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None

