@@ -30,8 +30,9 @@ __all__ = ["LoadedMpi", "UcxWheel", "find_wheel", "load_mpi", "run_ucx_env", "va
 _PACKAGES = ("libucx-cu13", "libucx-cu12")
 _LIMIT_S = 60.0
 
-# By MPI. UCX's cache of memory types takes an array for host memory that was made before MPI
-# started, and crashes on it; without the cache it asks the driver.
+# UCX's cache of memory types has to see every allocation, also those from before MPI's start and
+# those of memory pools: what it has missed it takes for memory of the host, and crashes on it.
+# Without the cache it asks the driver.
 _EVERY = {"UCX_MEMTYPE_CACHE": "n"}
 _VARIABLES = {
     "MPICH": {
