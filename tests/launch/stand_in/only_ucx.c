@@ -2,8 +2,8 @@
  * without. To be preloaded: the same bytes are mapped twice, and whoever touches the hidden mapping
  * crashes; UCX's calls by which both MPIs send and receive are given the other one instead.
  *
- * What is not contiguous for UCX is packed by the MPI, in calls that UCX makes. Its pointer stays
- * hidden. */
+ * Hidden stays what UCX would not take for device memory either: what is not contiguous, which the
+ * MPI packs in calls that UCX makes, and what the MPI calls memory of the host. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -34,11 +34,18 @@ void *only_ucx_new(size_t bytes) {
 /* Returns the hidden place of a readable one. */
 void *only_ucx_hidden(void *place) { return hidden + ((char *)place - readable); }
 
-static void *as_ucx_sees_it(const void *place, ucp_datatype_t type) {
+static void *shown(const void *place, ucp_datatype_t type) {
     const char *at = place;
     int inside = hidden && at >= hidden && at < hidden + SIZE;
     int whole = (type & UCP_DATATYPE_CLASS_MASK) == UCP_DATATYPE_CONTIG;
     return inside && whole ? readable + (at - hidden) : (void *)place;
+}
+
+static void *shown_by(const void *place, const ucp_request_param_t *p) {
+    int told = !!(p->op_attr_mask & UCP_OP_ATTR_FIELD_MEMORY_TYPE);
+    if (told && p->memory_type == UCS_MEMORY_TYPE_HOST) return (void *)place;
+    int typed = !!(p->op_attr_mask & UCP_OP_ATTR_FIELD_DATATYPE);
+    return shown(place, typed ? p->datatype : ucp_dt_make_contig(1));
 }
 
 static void *ucx(const char *name) {
@@ -55,32 +62,31 @@ static void *ucx(const char *name) {
         if (!real) real = (__typeof__(&NAME))ucx(#NAME);              \
         return real HANDED_ON;                                        \
     }
-#define TYPE(p) (p->op_attr_mask & UCP_OP_ATTR_FIELD_DATATYPE ? p->datatype : ucp_dt_make_contig(1))
 #define PARAMETERS const ucp_request_param_t *p
 
 STAND_IN(ucp_tag_send_nbx, (ucp_ep_h e, const void *b, size_t n, ucp_tag_t t, PARAMETERS),
-         (e, as_ucx_sees_it(b, TYPE(p)), n, t, p))
+         (e, shown_by(b, p), n, t, p))
 STAND_IN(ucp_tag_send_sync_nbx, (ucp_ep_h e, const void *b, size_t n, ucp_tag_t t, PARAMETERS),
-         (e, as_ucx_sees_it(b, TYPE(p)), n, t, p))
+         (e, shown_by(b, p), n, t, p))
 STAND_IN(ucp_tag_recv_nbx,
          (ucp_worker_h w, void *b, size_t n, ucp_tag_t t, ucp_tag_t mask, PARAMETERS),
-         (w, as_ucx_sees_it(b, TYPE(p)), n, t, mask, p))
+         (w, shown_by(b, p), n, t, mask, p))
 STAND_IN(ucp_tag_msg_recv_nbx,
          (ucp_worker_h w, void *b, size_t n, ucp_tag_message_h m, PARAMETERS),
-         (w, as_ucx_sees_it(b, TYPE(p)), n, m, p))
+         (w, shown_by(b, p), n, m, p))
 STAND_IN(ucp_tag_send_nb,
          (ucp_ep_h e, const void *b, size_t n, ucp_datatype_t d, ucp_tag_t t,
           ucp_send_callback_t done),
-         (e, as_ucx_sees_it(b, d), n, d, t, done))
+         (e, shown(b, d), n, d, t, done))
 STAND_IN(ucp_tag_send_sync_nb,
          (ucp_ep_h e, const void *b, size_t n, ucp_datatype_t d, ucp_tag_t t,
           ucp_send_callback_t done),
-         (e, as_ucx_sees_it(b, d), n, d, t, done))
+         (e, shown(b, d), n, d, t, done))
 STAND_IN(ucp_tag_recv_nb,
          (ucp_worker_h w, void *b, size_t n, ucp_datatype_t d, ucp_tag_t t, ucp_tag_t mask,
           ucp_tag_recv_callback_t done),
-         (w, as_ucx_sees_it(b, d), n, d, t, mask, done))
+         (w, shown(b, d), n, d, t, mask, done))
 STAND_IN(ucp_tag_msg_recv_nb,
          (ucp_worker_h w, void *b, size_t n, ucp_datatype_t d, ucp_tag_message_h m,
           ucp_tag_recv_callback_t done),
-         (w, as_ucx_sees_it(b, d), n, d, m, done))
+         (w, shown(b, d), n, d, m, done))
