@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 from rich.console import Console
 
@@ -106,6 +107,17 @@ def test_a_finding_stands_above_its_cure():
 def test_a_machine_without_mpi_has_a_page():
     facts = diagnosis(rank(0), mpi=Mpi(problem="no MPI library could be loaded"))
     assert "no MPI library could be loaded" in page(facts)
+
+
+def test_the_ucx_that_mpi_got_has_its_own_line():
+    def ucx(**fields: Any) -> list[list[str]]:
+        return lines_with(page(diagnosis(mpi=Mpi(vendor="MPICH", **fields))), "UCX")
+
+    assert ucx() == []
+    (row,) = ucx(ucx="1.20.1", ucx_path="/lib/libucp.so.0")
+    assert " ".join(row) == "UCX 1.20.1, no CUDA transports, /lib/libucp.so.0"
+    (row,) = ucx(ucx="1.22.0", ucx_path="/lib/libucp.so.0", ucx_cuda="loaded")
+    assert " ".join(row) == "UCX 1.22.0, CUDA transports loaded, /lib/libucp.so.0"
 
 
 def test_many_ranks_are_cut_off():

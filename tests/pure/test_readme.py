@@ -88,8 +88,8 @@ def test_a_command_names_what_is_there(command, tmp_path, monkeypatch):
         assert f"\n{arguments[0]}:" in (ROOT / "Makefile").read_text()
     elif program == "sbatch":
         assert (ROOT / arguments[0]).is_file()
-    elif program in {"python", "mpiexec"}:
-        _, words = command.split("python -m mpimesh ")
+    elif program in {"python", "mpiexec", "eval"}:  # eval "$(python -m mpimesh ...)"
+        _, words = command.removesuffix(')"').split("python -m mpimesh ")
         if words.startswith("simulate "):  # quick and harmless, so it is run
             monkeypatch.chdir(tmp_path)
             result = CliRunner().invoke(app, words.split())
@@ -100,7 +100,8 @@ def test_a_command_names_what_is_there(command, tmp_path, monkeypatch):
         assert all(word in help_text for word in words.split())
     else:
         assert program == "pip"
-        extras = re.findall(r"\[(\w+)\]", command)
+        groups = re.findall(r"\[([\w,]+)\]", command)
+        extras = [extra for group in groups for extra in group.split(",")]
         assert extras
         assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
 
