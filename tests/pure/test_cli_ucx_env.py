@@ -134,8 +134,8 @@ def test_without_an_mpi_the_reason_is_told(tmp_path):
         load_mpi(tmp_path, {"MPI4PY_LIBMPI": "/nowhere"})
 
 
-def test_mpi_is_loaded_and_not_started(tmp_path):
-    """The MPI at hand, with its own UCX: `tmp_path` has none."""
+def test_the_mpi_at_hand_is_told_with_its_own_ucx(tmp_path):
+    """`tmp_path` has none that could take its place."""
     found = load_mpi(tmp_path)
     assert found.vendor in {"MPICH", "Open MPI"}
     assert not found.ucx_path or Path(found.ucx_path).exists()
