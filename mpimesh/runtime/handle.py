@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from itertools import starmap
+from collections.abc import Callable
 from typing import Any, Self
 
 from mpimesh.errors import (
@@ -17,11 +16,9 @@ from mpimesh.errors import (
 from mpimesh.runtime.call import site_line
 from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.unresolved import Unresolved
+from mpimesh.transport.waiting import test_often
 
 __all__ = ["CollectiveTensor"]
-
-_FIRST_TESTS: Sequence[tuple[()]] = ((),) * 30
-"""So many tests, some 20 us, before a wait is set up, which takes as long."""
 
 
 class CollectiveTensor(Unresolved):
@@ -65,11 +62,8 @@ class CollectiveTensor(Unresolved):
         test = operation.request.test
         try:
             # Most small operations are over within a few tests: no wait need be set up.
-            done = (
-                test()
-                or any(starmap(test, _FIRST_TESTS))
-                or operation.group.wait(operation, timeout_s)
-            )
+            group = operation.group
+            done = test_often(test, group.progress) or group.wait(operation, timeout_s)
         except Exception as error:
             # Any other error is of the wait, such as one raised by a signal handler: even if the
             # operation is over meanwhile, its result can still be taken.

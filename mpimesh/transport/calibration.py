@@ -20,7 +20,7 @@ from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.choice import ALWAYS, NEVER, OPERATIONS, Choice
 from mpimesh.transport.engine import Engine
 from mpimesh.transport.node_shared import NodeShared
-from mpimesh.transport.waiting import poll
+from mpimesh.transport.waiting import poll, test_often
 
 __all__ = ["measure"]
 
@@ -127,6 +127,10 @@ def _is_faster(comm: MPI.Intracomm, engine: Engine, first: _Way, second: _Way) -
 
 
 def _finish(test: Callable[[], bool], engine: Engine) -> None:
+    """Wait as a handle does: some tests in a row, and then with naps."""
+    if test_often(test, engine):
+        return
+
     def ready() -> bool:
         engine.advance()
         return test()

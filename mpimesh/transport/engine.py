@@ -134,18 +134,26 @@ class Engine:
     Attributes:
         lock: Held by the thread that moves operations along.
         steps: How many steps have begun so far. A wait during which it grows is a busy one.
+        has_core: Whether this rank has a core that no other rank of the job needs.
         bell: Where the rank sleeps while it waits, for others of its node to wake it; None if it
             has no memory that they can see.
     """
 
-    __slots__ = ("_pending", "_tails", "bell", "lock", "steps")
+    __slots__ = ("_crowd", "_pending", "_tails", "bell", "has_core", "lock", "steps")
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.steps = 0
+        self.has_core = False
         self.bell: Doorbell | None = None
+        self._crowd = 0
         self._pending: list[Settling] = []
         self._tails: dict[Hashable, Settling] = {}
+
+    def share_cores(self, ranks: int, cores: int) -> None:
+        """Take note that so many ranks have so many cores between them."""
+        self._crowd = max(self._crowd, ranks)
+        self.has_core = self._crowd <= cores
 
     @property
     def idle(self) -> bool:

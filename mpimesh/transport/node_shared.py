@@ -14,17 +14,15 @@ compares only with those of which it takes something.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
-
-import numpy as np
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.board import Entry, Room
 from mpimesh.transport.choice import NEVER, OPERATIONS, Choice
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
-from mpimesh.transport.entering import NOT_READ, enter
+from mpimesh.transport.entering import NOT_READ
+from mpimesh.transport.node_ordinary import Ordinary
 from mpimesh.transport.quick import InPlaces, OneShot, Plans, Quick
 from mpimesh.transport.region_reading import Reading
 from mpimesh.transport.region_ready import Ready
@@ -32,17 +30,12 @@ from mpimesh.transport.regions import Regions, check_contiguous
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import (
     agreed_counts,
-    all_gather_staged,
     all_gather_work,
-    all_to_all_staged,
     all_to_all_work,
-    broadcast_staged,
     broadcast_work,
 )
 from mpimesh.transport.team_reduce import (
-    all_reduce_staged,
     all_reduce_work,
-    reduce_scatter_staged,
     reduce_scatter_work,
 )
 from mpimesh.transport.team_regions import Copies, CopyRule
@@ -83,6 +76,7 @@ class NodeShared:
         self._stage_bytes = 2 * team.stage_bytes // max(2, team.size)
         self._one_shot_bytes = self._stage_bytes // _ONE_SHOT_SHARE
         self._copies = Copies(team)
+        self._ordinary = Ordinary(team, engine, messages)
         self._plans = Plans()
         self.copied = CopyRule.for_ranks(team.size)
         self._exchanges: dict[tuple[object, ...], Ready] = {}
@@ -90,7 +84,7 @@ class NodeShared:
 
     def use(self, choice: Choice) -> None:
         """Take each way from the sizes on that `choice` has, which are the same on all ranks."""
-        self._in_chunks = choice.staged
+        self._ordinary.in_chunks = choice.staged
         self._placed_from = choice.sizes[0]
         self._exchanged_from = choice.sizes[OPERATIONS.index("all_to_all")]
         self._staged_from = choice.staged_from
@@ -197,15 +191,6 @@ class NodeShared:
         team = self._team
         return array if at < 0 else team.view(team.rank, at, array.nbytes, array.dtype)
 
-    def _staged(self, what: int, steps: Callable[[], Steps]) -> Request:
-        """Begin steps through the stage, when all ranks agree that they are in this operation."""
-
-        def entered() -> Steps:
-            yield from enter(self._team, what)
-            yield from steps()
-
-        return StagedRequest(entered(), self._engine)
-
     # -- all-reduce ------------------------------------------------------------------
 
     def _begin_all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
@@ -214,10 +199,10 @@ class NodeShared:
             if nbytes <= self._one_shot_bytes or nbytes < self._placed_from:
                 return self._one_shot(send, recv, op)
             otherwise = self._one_shot
-        elif self._in_chunks or nbytes >= self._placed_from:
-            otherwise = self._all_reduce_ordinary
+        elif self._ordinary.in_chunks or nbytes >= self._placed_from:
+            otherwise = self._ordinary.all_reduce
         else:
-            return self._all_reduce_ordinary(send, recv, op)
+            return self._ordinary.all_reduce(send, recv, op)
         target_at = team.find(recv)
         source_at = target_at if send is None else team.find(send)
         if source_at < 0 or target_at < 0:
@@ -236,22 +221,6 @@ class NodeShared:
         source = recv if send is None else send
         return OneShot(self._team, self._engine, self, what, op, source, recv)
 
-    def _all_reduce_ordinary(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
-        """Begin with arrays that are too large for the stage as a whole."""
-        if self._in_chunks:
-            source = recv if send is None else send
-            return self._staged(
-                operation_number(Operation.ALL_REDUCE, recv, op),
-                partial(all_reduce_staged, self._team, source, recv, op),
-            )
-        if op == "mean":
-            return StagedRequest(self._mean_by_messages(send, recv), self._engine)
-        return self._messages.all_reduce(send, recv, op)
-
-    def _mean_by_messages(self, send: HostArray | None, recv: HostArray) -> Steps:
-        yield self._messages.all_reduce(send, recv, "sum")
-        np.divide(recv, self._team.size, out=recv)
-
     # -- the others --------------------------------------------------------------------
 
     def _begin_reduce_scatter(
@@ -261,45 +230,28 @@ class NodeShared:
         at, own_at = team.find(send), team.find(recv)
         if at < 0:
             self._decline()
-            return self._reduce_scatter_ordinary(send, recv, counts, op)
+            return self._ordinary.reduce_scatter(send, recv, counts, op)
         return self._in_place(
             operation_number(Operation.REDUCE_SCATTER, send, op),
             (at, NOT_READ),
             lambda entry: reduce_scatter_work(team, entry, self._own(recv, own_at), counts, op),
-            lambda: self._reduce_scatter_ordinary(send, recv, counts, op),
+            lambda: self._ordinary.reduce_scatter(send, recv, counts, op),
             None if own_at < 0 else (own_at, *counts),
         )
-
-    def _reduce_scatter_ordinary(
-        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
-    ) -> Request:
-        if not self._in_chunks:
-            return self._messages.reduce_scatter(send, recv, counts, op)
-        what = operation_number(Operation.REDUCE_SCATTER, send, op)
-        steps = partial(reduce_scatter_staged, self._team, send, recv, counts, op)
-        return self._staged(what, steps)
 
     def _begin_all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
         team = self._team
         at, own_at = team.find(send), team.find(recv)
         if at < 0:
             self._decline()
-            return self._all_gather_ordinary(send, recv, counts)
+            return self._ordinary.all_gather(send, recv, counts)
         return self._in_place(
             operation_number(Operation.ALL_GATHER, recv),
             (at, NOT_READ),
             lambda entry: all_gather_work(team, entry, self._own(recv, own_at), counts),
-            lambda: self._all_gather_ordinary(send, recv, counts),
+            lambda: self._ordinary.all_gather(send, recv, counts),
             None if own_at < 0 else (own_at, *counts),
         )
-
-    def _all_gather_ordinary(
-        self, send: HostArray, recv: HostArray, counts: Sequence[int]
-    ) -> Request:
-        if not self._in_chunks:
-            return self._messages.all_gather(send, recv, counts)
-        what = operation_number(Operation.ALL_GATHER, recv)
-        return self._staged(what, partial(all_gather_staged, self._team, send, recv, counts))
 
     def _begin_broadcast(self, buffer: HostArray, root: int) -> Request:
         team = self._team
@@ -307,20 +259,14 @@ class NodeShared:
         at = own_at if team.rank == root else NOT_READ
         if at < 0:
             self._decline()
-            return self._broadcast_ordinary(buffer, root)
+            return self._ordinary.broadcast(buffer, root)
         return self._in_place(
             operation_number(Operation.BROADCAST, buffer, root=root),
             (at, NOT_READ),
             lambda entry: broadcast_work(team, entry, self._own(buffer, own_at), root),
-            lambda: self._broadcast_ordinary(buffer, root),
+            lambda: self._ordinary.broadcast(buffer, root),
             None if own_at < 0 else (own_at,),
         )
-
-    def _broadcast_ordinary(self, buffer: HostArray, root: int) -> Request:
-        if not self._in_chunks:
-            return self._messages.broadcast(buffer, root)
-        what = operation_number(Operation.BROADCAST, buffer, root=root)
-        return self._staged(what, partial(broadcast_staged, self._team, buffer, root))
 
     def _begin_all_to_all(
         self,
@@ -334,33 +280,16 @@ class NodeShared:
         at = team.find(send) if send.nbytes >= self._exchanged_from else -1
         if at < 0:
             self._decline()
-            return self._all_to_all_ordinary(send, recv, send_counts, recv_counts)
+            return self._ordinary.all_to_all(send, recv, send_counts, recv_counts)
         team.say_counts([*send_counts, *recv_counts])
         return self._in_place(
             # The sizes of the arrays may differ over the ranks; those of the blocks are compared.
             operation_number(Operation.ALL_TO_ALL, send[:0]),
             (at, NOT_READ),
             lambda entry: all_to_all_work(team, entry, recv, agreed_counts(team.counts_said())),
-            lambda: self._all_to_all_ordinary(send, recv, send_counts, recv_counts),
+            lambda: self._ordinary.all_to_all(send, recv, send_counts, recv_counts),
             None,
         )
-
-    def _all_to_all_ordinary(
-        self,
-        send: HostArray,
-        recv: HostArray,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-    ) -> Request:
-        if not self._in_chunks:
-            return self._messages.all_to_all(send, recv, send_counts, recv_counts)
-        steps = self._all_to_all_staged(send, recv, [*send_counts, *recv_counts])
-        return StagedRequest(steps, self._engine)
-
-    def _all_to_all_staged(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Steps:
-        what = operation_number(Operation.ALL_TO_ALL, send[:0])
-        entry = yield from enter(self._team, what, counts=counts)
-        yield from all_to_all_staged(self._team, send, recv, agreed_counts(entry.counts))
 
     # -- regions -----------------------------------------------------------------------
 
