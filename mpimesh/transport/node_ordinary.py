@@ -12,6 +12,7 @@ import numpy as np
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.transport.base import Communicator, Request
+from mpimesh.transport.choice import NEVER
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.entering import enter
 from mpimesh.transport.team import Team
@@ -37,6 +38,7 @@ class Ordinary:
 
     Attributes:
         in_chunks: Whether arrays go through the stage; if not, by messages.
+        reduced_from: Bytes from which on those of an all-reduce do in any case.
     """
 
     def __init__(self, team: Team, engine: Engine, messages: Communicator) -> None:
@@ -44,10 +46,11 @@ class Ordinary:
         self._engine = engine
         self._messages = messages
         self.in_chunks = False
+        self.reduced_from = NEVER
 
     def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
         """Reduce over all ranks into `recv` on each; also by ``"mean"``."""
-        if self.in_chunks:
+        if self.in_chunks or recv.nbytes >= self.reduced_from:
             source = recv if send is None else send
             return self._staged(
                 operation_number(Operation.ALL_REDUCE, recv, op),

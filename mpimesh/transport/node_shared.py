@@ -85,6 +85,7 @@ class NodeShared:
     def use(self, choice: Choice) -> None:
         """Take each way from the sizes on that `choice` has, which are the same on all ranks."""
         self._ordinary.in_chunks = choice.staged
+        self._ordinary.reduced_from = choice.chunks_from
         self._placed_from = choice.sizes[0]
         self._exchanged_from = choice.sizes[OPERATIONS.index("all_to_all")]
         self._staged_from = choice.staged_from

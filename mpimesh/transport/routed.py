@@ -192,11 +192,13 @@ class RoutedCommunicator(MPICommunicator):
                 if size < NEVER
             ]
         elif isinstance(shared, NodeShared) and choice.staged_from <= shared.most_staged_bytes:
-            slower = "the stage would be slower than messages"
-            routes += [
-                Route("all_reduce", "host", choice.staged_from, "node_shared", why),
-                Route("all_reduce", "host", shared.most_staged_bytes + 1, "mpi", slower),
-            ]
+            routes.append(Route("all_reduce", "host", choice.staged_from, "node_shared", why))
+            past = shared.most_staged_bytes + 1
+            if choice.chunks_from > past:
+                slower = "the stage would be slower than messages"
+                routes.append(Route("all_reduce", "host", past, "mpi", slower))
+        if not choice.staged and choice.chunks_from < NEVER:
+            routes.append(Route("all_reduce", "host", choice.chunks_from, "node_shared", why))
         return (*routes, Route("*", "host", 0, "mpi", "smaller arrays, and all other operations"))
 
     def offer_once(self, nbytes: int) -> int:
