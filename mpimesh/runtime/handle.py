@@ -16,6 +16,7 @@ from mpimesh.errors import (
 from mpimesh.runtime.call import site_line
 from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.unresolved import Unresolved
+from mpimesh.transport.waiting import test_often
 
 __all__ = ["CollectiveTensor"]
 
@@ -61,7 +62,8 @@ class CollectiveTensor(Unresolved):
         test = operation.request.test
         try:
             # Most small operations are over within a few tests: no wait need be set up.
-            done = test() or test() or test() or operation.group.wait(operation, timeout_s)
+            group = operation.group
+            done = test_often(test, group.progress) or group.wait(operation, timeout_s)
         except Exception as error:
             # Any other error is of the wait, such as one raised by a signal handler: even if the
             # operation is over meanwhile, its result can still be taken.

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpimesh.arrays import Array, namespace
+from mpimesh.arrays import Array, HostArray, namespace
 from mpimesh.runtime.block_checks import compare_blocks
 from mpimesh.runtime.blocks import Blocks, check_sizes, normal_axis
-from mpimesh.runtime.group_core import GroupCore, collective
+from mpimesh.runtime.group_core import collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.incoming import Incoming, apart, at_least_1d, byte_counts, flat_bytes
 from mpimesh.runtime.received import listed
+from mpimesh.runtime.straight import Straight, even_blocks, is_first
 
 __all__ = ["Movements"]
 
 
-class Movements(GroupCore):
+class Movements(Straight):
     """``all_gather``, ``gather`` and ``all_to_all`` of a group.
 
     Arrays of every dtype are moved, as bytes: numbers of any width and byte order,
     structures, dates, fixed-length text. Only Python objects are refused.
     """
 
-    @collective
     def all_gather(
         self,
         x: Array,
@@ -63,6 +63,30 @@ class Movements(GroupCore):
             Ring: ``(n-1) * (latency_s + nbytes / (n * bytes_per_s))`` seconds for n ranks,
             with `nbytes` the bytes of the result.
         """
+        transport = self._straight_to(x) if sizes is None and is_first(axis) else None
+        if transport is not None:
+            length, *others = x.shape
+            value = self._straight_result(x, (self.size * length, *others), out)
+            if value is not None:
+                counts = [x.nbytes] * self.size
+                request = transport.all_gather(_bytes(x), _bytes(value), counts)
+                rule, receives = even_blocks(length, self.size), (listed, tuple(counts))
+                return self._started(
+                    "all_gather", rule, x, label, request, value, x.nbytes, receives
+                )
+        return self._all_gather(x, axis=axis, sizes=sizes, out=out, label=label)
+
+    @collective
+    def _all_gather(
+        self,
+        x: Array,
+        *,
+        axis: int,
+        sizes: Sequence[int] | None,
+        out: Array | None,
+        label: str | None,
+    ) -> CollectiveTensor:
+        """All-gather in general."""
         rank = self._member("all_gather")
         data = at_least_1d(self.operand(x))
         axis = normal_axis(axis, data.ndim)
@@ -142,7 +166,6 @@ class Movements(GroupCore):
             receives=None if receive is None else (listed, tuple(counts)),
         )
 
-    @collective
     def all_to_all(
         self,
         x: Array,
@@ -182,6 +205,42 @@ class Movements(GroupCore):
             MismatchError: From ``resolve()`` on every rank, with ``MPIMESH_CHECKS`` on, if a rank
                 sends another a block of a shape that it does not expect.
         """
+        transport = None
+        if sizes is None and recv_sizes is None and is_first(split_axis):
+            same = concat_axis is None or is_first(concat_axis)
+            transport = self._straight_to(x) if same else None
+        if transport is not None and x.shape[0] % self.size == 0:
+            value = self._straight_result(x, x.shape, out)
+            if value is not None:
+                counts = [x.nbytes // self.size] * self.size
+                request = transport.all_to_all(_bytes(x), _bytes(value), counts, counts)
+                rule, receives = "split_axis 0, concat_axis 0", (listed, tuple(counts))
+                return self._started(
+                    "all_to_all", rule, x, label, request, value, x.nbytes, receives
+                )
+        return self._all_to_all(
+            x,
+            split_axis=split_axis,
+            concat_axis=concat_axis,
+            sizes=sizes,
+            recv_sizes=recv_sizes,
+            out=out,
+            label=label,
+        )
+
+    @collective
+    def _all_to_all(
+        self,
+        x: Array,
+        *,
+        split_axis: int,
+        concat_axis: int | None,
+        sizes: Sequence[int] | None,
+        recv_sizes: Sequence[int] | None,
+        out: Array | None,
+        label: str | None,
+    ) -> CollectiveTensor:
+        """All-to-all in general."""
         rank = self._member("all_to_all")
         data = self.operand(x)
         split_axis = normal_axis(split_axis, data.ndim, what="split_axis")
@@ -217,3 +276,7 @@ class Movements(GroupCore):
             lock=x,
             receives=(listed, tuple(recv_counts)),
         )
+
+
+def _bytes(x: HostArray) -> HostArray:
+    return x.reshape(-1).view(np.uint8)

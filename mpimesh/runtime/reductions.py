@@ -20,12 +20,11 @@ from mpimesh.arrays import (
     wire_dtype,
 )
 from mpimesh.runtime.blocks import Blocks, normal_axis
-from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.operands import output_array
-from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.received import all_reduced, each
+from mpimesh.runtime.straight import Straight, even_blocks, is_first
 
 __all__ = ["Reductions"]
 
@@ -39,7 +38,7 @@ _AS_IT_IS = frozenset(
 """The pairs of dtype and reduction that the transports know as they are."""
 
 
-class Reductions(GroupCore):
+class Reductions(Straight):
     """``all_reduce``, ``reduce`` and ``reduce_scatter`` of a group."""
 
     def all_reduce(
@@ -105,11 +104,9 @@ class Reductions(GroupCore):
                 request = communicator.all_reduce(None, flat, op)
             else:
                 return self._all_reduce(x, op, out=out, label=label)
-            call = Call("all_reduce", self.name, op, x.shape, x.dtype, label)
-            communicator.started = call.number = communicator.started + 1
             nbytes = x.nbytes
-            operation = Operation(self, call, request, None, None, value)
-            return self.own(operation, nbytes, (all_reduced, nbytes))
+            receives = (all_reduced, nbytes)
+            return self._started("all_reduce", op, x, label, request, value, nbytes, receives)
         return self._all_reduce(x, op, out=out, label=label)
 
     @collective
@@ -206,7 +203,6 @@ class Reductions(GroupCore):
             receives=(each, data.nbytes) if at_root else None,
         )
 
-    @collective
     def reduce_scatter(
         self,
         x: Array,
@@ -240,6 +236,37 @@ class Reductions(GroupCore):
             ShapeError: If `x` does not fall into such blocks, or `out` does not fit.
             DTypeError: If the dtype cannot be reduced by `op`.
         """
+        transport = self._straight_to(x) if sizes is None and is_first(axis) else None
+        if (
+            transport is not None
+            and isinstance(op, str)
+            and (x.dtype, op) in _AS_IT_IS
+            and x.flags.aligned
+            and x.shape[0] % self.size == 0
+        ):
+            length = x.shape[0] // self.size
+            value = self._straight_result(x, (length, *x.shape[1:]), out)
+            if value is not None:
+                counts = [x.size // self.size] * self.size
+                request = transport.reduce_scatter(x.reshape(-1), value.reshape(-1), counts, op)
+                rule, receives = even_blocks(length, self.size), (each, value.nbytes)
+                return self._started(
+                    "reduce_scatter", f"{op}, {rule}", x, label, request, value, x.nbytes, receives
+                )
+        return self._reduce_scatter(x, op, axis=axis, sizes=sizes, out=out, label=label)
+
+    @collective
+    def _reduce_scatter(
+        self,
+        x: Array,
+        op: ReduceOp | str,
+        *,
+        axis: int,
+        sizes: Sequence[int] | None,
+        out: Array | None,
+        label: str | None,
+    ) -> CollectiveTensor:
+        """Reduce-scatter in general."""
         rank = self._member("reduce_scatter")
         data = self.operand(x)
         op = as_reduce_op(op)

@@ -8,11 +8,11 @@ from types import ModuleType
 
 import numpy as np
 
-from mpimesh.arrays import Array, DType, is_cupy, moved, namespace
+from mpimesh.arrays import Array, DType, HostArray, is_cupy, moved, namespace
 from mpimesh.errors import GroupError, MpimeshError, ShapeError, on_all_ranks
 from mpimesh.runtime.arrival import Arrival
 from mpimesh.runtime.blocks import Blocks, check_sizes, normal_axis
-from mpimesh.runtime.group_core import GroupCore, collective
+from mpimesh.runtime.group_core import collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.header import (
     HEADER_BYTES,
@@ -24,15 +24,15 @@ from mpimesh.runtime.header import (
 from mpimesh.runtime.incoming import Incoming, apart, broadcast_buffer, byte_counts
 from mpimesh.runtime.operands import output_array
 from mpimesh.runtime.received import parts
+from mpimesh.runtime.straight import Straight
 from mpimesh.transport import Steps
 
 __all__ = ["Rooted"]
 
 
-class Rooted(GroupCore):
+class Rooted(Straight):
     """``broadcast`` and ``scatter`` of a group. Arrays of every dtype but objects are moved."""
 
-    @collective
     def broadcast(
         self,
         x: Array | None,
@@ -64,6 +64,32 @@ class Rooted(GroupCore):
             GroupError: From ``resolve()`` on every rank, with ``root=None``, if not exactly one
                 rank passed an array.
         """
+        transport = self._straight_to(x) if out is None or out is x else None
+        if transport is not None and x is not None and type(root) is int and 0 <= root < self.size:
+            value = self._straight_buffer(x, out, sends=self.rank == root)
+            if value is not None:
+                request = transport.broadcast(value.reshape(-1).view(np.uint8), root)
+                nbytes = x.nbytes if self.rank == root else 0
+                whole = (parts, (root, x.nbytes, int(x.nbytes > 0)))
+                receives = None if self.rank == root else whole
+                rule = f"root {root}"
+                return self._started("broadcast", rule, x, label, request, value, nbytes, receives)
+        return self._broadcast(x, root=root, out=out, label=label)
+
+    def _straight_buffer(self, x: HostArray, out: Array | None, *, sends: bool) -> HostArray | None:
+        """Return what a broadcast of `x` sends or receives; None if it is not to be written."""
+        if out is not None:
+            return x if x.flags.writeable else None
+        value = self._context.world.pool.empty(x.shape, x.dtype)
+        if sends:
+            value[...] = x
+        return value
+
+    @collective
+    def _broadcast(
+        self, x: Array | None, *, root: int | None, out: Array | None, label: str | None
+    ) -> CollectiveTensor:
+        """Broadcast in general."""
         rank = self._member("broadcast")
         if root is None:
             return self._broadcast_from_whom(x, out, label)

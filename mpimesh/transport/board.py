@@ -162,6 +162,12 @@ class Board:
         self._fence()
         return answer
 
+    def told(self, number: int) -> tuple[int, ...]:
+        """Return the notes of all ranks in a row, once :meth:`read` is True."""
+        at = _at(number)
+        places = (at + _WHAT, at + _SOURCE, at + _TARGET)
+        return tuple([board[place] for board in self._boards for place in places])
+
     def entry(self, number: int) -> Entry:
         """Return what all ranks have posted, once :meth:`read` is True."""
         at = _at(number)

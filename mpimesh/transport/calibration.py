@@ -20,11 +20,12 @@ from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.choice import ALWAYS, NEVER, OPERATIONS, Choice
 from mpimesh.transport.engine import Engine
 from mpimesh.transport.node_shared import NodeShared
-from mpimesh.transport.waiting import poll
+from mpimesh.transport.waiting import poll, test_often
 
 __all__ = ["measure"]
 
 _STAGED_BYTES = (4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10)
+_CHUNKED_BYTES = (1 << 20, 4 << 20)
 _REDUCED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 _MOVED_BYTES = (64 << 10, 256 << 10, 1 << 20)
 _ROUNDS = 5
@@ -54,6 +55,11 @@ def measure(
         for nbytes in _STAGED_BYTES
         if nbytes <= shared.most_staged_bytes
     }
+    shared.use(Choice([NEVER] * len(OPERATIONS), "", chunks_from=ALWAYS))
+    in_chunks = {
+        nbytes: _is_faster(comm, engine, *_all_reduces(messages, shared, np.zeros(nbytes // 8)))
+        for nbytes in _CHUNKED_BYTES
+    }
     shared.use(Choice([ALWAYS] * len(OPERATIONS), ""))
     faster: dict[str, dict[int, bool]] = {name: {} for name in OPERATIONS}
     for nbytes in _REDUCED_BYTES:
@@ -63,7 +69,12 @@ def measure(
         for name, ways in _moves(comm, messages, shared, arena, nbytes).items():
             faster[name][nbytes] = _is_faster(comm, engine, *ways)
     sizes = [_crossing(faster[name], 2 * max(faster[name])) for name in OPERATIONS]
-    return Choice(sizes, "", staged_from=_crossing(staged, NEVER))
+    return Choice(
+        sizes,
+        "",
+        staged_from=_crossing(staged, NEVER),
+        chunks_from=_crossing(in_chunks, NEVER),
+    )
 
 
 def _all_reduces(messages: Communicator, shared: NodeShared, x: HostArray) -> tuple[_Way, _Way]:
@@ -127,6 +138,10 @@ def _is_faster(comm: MPI.Intracomm, engine: Engine, first: _Way, second: _Way) -
 
 
 def _finish(test: Callable[[], bool], engine: Engine) -> None:
+    """Wait as a handle does: some tests in a row, and then with naps."""
+    if test_often(test, engine):
+        return
+
     def ready() -> bool:
         engine.advance()
         return test()

@@ -27,6 +27,8 @@ class Choice:
         why: Where the sizes come from.
         staged_from: Bytes from which on ordinary arrays are staged in an all-reduce, up to those
             that fit into the stage as a whole.
+        chunks_from: Bytes from which on larger ones go through the stage in chunks in an
+            all-reduce, because this MPI's own nonblocking one is slower.
         staged: Whether ordinary arrays of every size and operation are staged, in chunks: it takes
             a meeting for each, which is too slow where ranks share cores.
     """
@@ -34,28 +36,32 @@ class Choice:
     sizes: Sequence[int]
     why: str
     staged_from: int = NEVER
+    chunks_from: int = NEVER
     staged: bool = False
 
     def from_bytes(self) -> dict[str, int]:
         """Return the smallest array of each operation that may go through shared memory."""
         sizes = dict(zip(OPERATIONS, self.sizes, strict=True))
-        return sizes | {"all_reduce": min(sizes["all_reduce"], self.staged_from)}
+        first = min(sizes["all_reduce"], self.staged_from, self.chunks_from)
+        return sizes | {"all_reduce": first}
 
     @property
     def numbers(self) -> list[int]:
         """What a measured one can be made from again."""
-        return [*self.sizes, self.staged_from]
+        return [*self.sizes, self.staged_from, self.chunks_from]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int], why: str) -> Choice:
         """Make one from its numbers."""
-        return cls(list(numbers[:-1]), why, staged_from=numbers[-1])
+        *sizes, staged_from, chunks_from = numbers
+        return cls(sizes, why, staged_from=staged_from, chunks_from=chunks_from)
 
     @classmethod
     def everything(cls, why: str) -> Choice:
         """Return the one that takes shared memory for all arrays of all sizes."""
-        return cls([ALWAYS] * len(OPERATIONS), why, staged_from=ALWAYS, staged=True)
+        all_sizes = [ALWAYS] * len(OPERATIONS)
+        return cls(all_sizes, why, staged_from=ALWAYS, chunks_from=ALWAYS, staged=True)
 
 
-NUMBERS = len(OPERATIONS) + 1
+NUMBERS = len(OPERATIONS) + 2
 """How many :attr:`Choice.numbers` there are."""

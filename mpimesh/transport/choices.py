@@ -15,7 +15,7 @@ from mpimesh.transport.proof_cache import cache_folder, digest
 
 __all__ = ["Choices"]
 
-_FORMAT = "3"
+_FORMAT = "5"
 
 
 class Choices:

@@ -48,6 +48,14 @@ class Settling(Request, Protocol):
         ...
 
 
+class Moved(Settling, Protocol):
+    """A request that does something each time that it is moved along."""
+
+    def move(self) -> bool:
+        """Do what can be done, by the thread that holds the engine's lock; tell whether all is."""
+        ...
+
+
 class StagedRequest:
     """The request for an operation of several steps."""
 
@@ -74,9 +82,10 @@ class StagedRequest:
     def test(self) -> bool:
         """Run all steps that can run, and tell whether the last one is done."""
         with self._engine.lock:
-            return self._run()
+            return self.move()
 
-    def _run(self) -> bool:
+    def move(self) -> bool:
+        """Do the same, by the thread that holds the engine's lock."""
         if self._error is not None:
             raise self._error
         while not self.done:
@@ -125,23 +134,36 @@ class Engine:
     Attributes:
         lock: Held by the thread that moves operations along.
         steps: How many steps have begun so far. A wait during which it grows is a busy one.
+        has_core: Whether this rank has a core that no other rank of the job needs.
         bell: Where the rank sleeps while it waits, for others of its node to wake it; None if it
             has no memory that they can see.
     """
 
-    __slots__ = ("_pending", "_tails", "bell", "lock", "steps")
+    __slots__ = ("_crowd", "_pending", "_tails", "bell", "has_core", "lock", "steps")
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.steps = 0
+        self.has_core = False
         self.bell: Doorbell | None = None
+        self._crowd = 0
         self._pending: list[Settling] = []
         self._tails: dict[Hashable, Settling] = {}
+
+    def share_cores(self, ranks: int, cores: int) -> None:
+        """Take note that so many ranks have so many cores between them."""
+        self._crowd = max(self._crowd, ranks)
+        self.has_core = self._crowd <= cores
 
     @property
     def idle(self) -> bool:
         """Whether nothing is unfinished."""
-        return not self._pending
+        if not self._pending:
+            return True
+        with self.lock:
+            # What has ended since it was last moved along need not hold up what starts now.
+            self._pending = [request for request in self._pending if not request.settled]
+            return not self._pending
 
     def busy(self, chain: Hashable) -> bool:
         """Tell whether an operation of `chain` is unfinished, so that the next must queue."""
@@ -162,19 +184,30 @@ class Engine:
                 self._tails[chain] = request
             return request
 
-    def track(self, chain: Hashable, request: Settling) -> None:
-        """Move a request along until it is settled; it is the last one of `chain` from now on."""
+    def begin(self, chain: Hashable, request: Moved) -> None:
+        """Move a request along, now and until it is settled; it is the last one of `chain`."""
         with self.lock:
+            # Before it does anything: what a signal handler raises may end this call, but then the
+            # other ranks count on this one all the same.
             self._pending.append(request)
             self._tails[chain] = request
+            try:  # noqa: SIM105 (a context manager costs more than many an operation's work)
+                request.move()
+            except MpimeshError:
+                pass  # kept by the request, and raised where it is resolved
+            if request.settled:
+                self.untrack(chain, request)
 
     def untrack(self, chain: Hashable, request: Settling) -> None:
-        """Forget a request that is settled, if it is the last one that was tracked."""
-        with self.lock:
-            if self._pending and self._pending[-1] is request:
-                self._pending.pop()
-            if self._tails.get(chain) is request:
-                del self._tails[chain]
+        """Forget a request that is settled, if it is the last one that was tracked.
+
+        For the thread that holds the lock.
+        """
+        pending = self._pending
+        if pending and pending[-1] is request:
+            pending.pop()
+        if self._tails.get(chain) is request:
+            del self._tails[chain]
 
     def advance(self) -> None:
         """Move every unfinished operation along. An error stays with its operation."""

@@ -14,37 +14,28 @@ compares only with those of which it takes something.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import Any
 
-import numpy as np
-
 from mpimesh.arrays.types import HostArray
-from mpimesh.errors import MpimeshError
 from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.board import Entry, Room
 from mpimesh.transport.choice import NEVER, OPERATIONS, Choice
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
-from mpimesh.transport.entering import NOT_READ, enter
-from mpimesh.transport.quick import InPlaces, OneShot, Quick, Staging
+from mpimesh.transport.entering import NOT_READ
+from mpimesh.transport.node_ordinary import Ordinary
+from mpimesh.transport.quick import InPlaces, OneShot, Plans, Quick
 from mpimesh.transport.region_reading import Reading
 from mpimesh.transport.region_ready import Ready
 from mpimesh.transport.regions import Regions, check_contiguous
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import (
     agreed_counts,
-    all_gather_staged,
     all_gather_work,
-    all_to_all_staged,
     all_to_all_work,
-    broadcast_staged,
     broadcast_work,
 )
 from mpimesh.transport.team_reduce import (
-    all_reduce_staged,
     all_reduce_work,
-    reduce_scatter_staged,
     reduce_scatter_work,
 )
 from mpimesh.transport.team_regions import Copies, CopyRule
@@ -57,9 +48,10 @@ _ONE_SHOT_SHARE = 16
 """Up to this part of what fits into the stage, arrays in shared memory are staged as well: one
 look at all ranks less is worth more than the copy."""
 
-_MOST_PLANS = 64
-_MOST_PARTS = 64
-"""Of larger arrays, working out the parts costs nothing beside reducing them."""
+_MOST_EXCHANGES = 64
+
+_MOVED_ALONG = (Quick, StagedRequest)
+"""What the engine moves along; messages of MPI's it does not know of."""
 
 
 class NodeShared:
@@ -84,14 +76,16 @@ class NodeShared:
         self._stage_bytes = 2 * team.stage_bytes // max(2, team.size)
         self._one_shot_bytes = self._stage_bytes // _ONE_SHOT_SHARE
         self._copies = Copies(team)
-        self._plans: dict[tuple[object, ...], list[Work]] = {}
+        self._ordinary = Ordinary(team, engine, messages)
+        self._plans = Plans()
         self.copied = CopyRule.for_ranks(team.size)
         self._exchanges: dict[tuple[object, ...], Ready] = {}
         self.use(Choice([NEVER] * len(OPERATIONS), ""))
 
     def use(self, choice: Choice) -> None:
         """Take each way from the sizes on that `choice` has, which are the same on all ranks."""
-        self._in_chunks = choice.staged
+        self._ordinary.in_chunks = choice.staged
+        self._ordinary.reduced_from = choice.chunks_from
         self._placed_from = choice.sizes[0]
         self._exchanged_from = choice.sizes[OPERATIONS.index("all_to_all")]
         self._staged_from = choice.staged_from
@@ -161,19 +155,14 @@ class NodeShared:
     # -- the start of any --------------------------------------------------------------
 
     def _start(self, begin: Callable[..., Request], *arguments: Any) -> Request:
-        if self._engine.busy(self):
-            return self._engine.stage(self, later(begin, *arguments))
+        engine = self._engine
+        if engine.busy(self):
+            return engine.stage(self, later(begin, *arguments))
         if not self._team.board.has_room():
-            return self._engine.stage(self, self._when_there_is_room(begin, *arguments))
+            return engine.stage(self, self._when_there_is_room(begin, *arguments))
         request = begin(*arguments)
-        if isinstance(request, Quick | StagedRequest):
-            # Before it does anything: what a signal handler raises may end this call, but then
-            # the other ranks count on this one all the same.
-            self._engine.track(self, request)
-            with suppress(MpimeshError):  # kept by the request, and raised where it is resolved
-                request.test()
-            if request.settled:
-                self._engine.untrack(self, request)
+        if isinstance(request, _MOVED_ALONG):
+            engine.begin(self, request)
         return request
 
     def _when_there_is_room(self, begin: Callable[..., Request], *arguments: Any) -> Steps:
@@ -181,87 +170,57 @@ class NodeShared:
         yield Room(self._team.board, self._team.look_elsewhere)
         yield begin(*arguments)
 
-    def _begin(
+    def _decline(self) -> None:
+        """Tell the others that this rank has an ordinary array."""
+        self._team.board.decline()
+        self._team.ring()
+
+    def _in_place(
         self,
-        what: Callable[[], int],
+        what: int,
         places: tuple[int, int],
         plan: Callable[[Entry], Sequence[Work]],
         otherwise: Callable[[], Request],
+        key: tuple[int, ...] | None,
     ) -> Request:
-        """Begin an operation in place if the arrays of all ranks allow it.
+        """Begin an operation in place, if the arrays of all ranks allow it."""
+        team, engine = self._team, self._engine
+        return InPlaces(team, engine, self, what, places, plan, otherwise, self._plans, key)
 
-        Args:
-            what: Gives the operation's number.
-            places: Where in this rank's arena its input and its result lie; -1 for an ordinary
-                array.
-            plan: Gives what this rank is to do, once it is known where all arrays lie.
-            otherwise: Begins the other way, if any is an ordinary array.
-        """
-        if min(places) < 0:
-            self._team.board.decline()
-            self._team.ring()
-            return otherwise()
-        return InPlaces(self._team, self._engine, what(), places, plan, otherwise)
-
-    def _staged(self, what: Callable[[], int], steps: Callable[[], Steps]) -> Request:
-        """Begin steps through the stage, when all ranks agree that they are in this operation."""
-
-        def entered() -> Steps:
-            yield from enter(self._team, what())
-            yield from steps()
-
-        return StagedRequest(entered(), self._engine)
+    def _own(self, array: HostArray, at: int) -> HostArray:
+        """Return an array as one that work may keep: it does not keep the array alive."""
+        team = self._team
+        return array if at < 0 else team.view(team.rank, at, array.nbytes, array.dtype)
 
     # -- all-reduce ------------------------------------------------------------------
 
     def _begin_all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
         team, nbytes = self._team, recv.nbytes
         if self._staged_from <= nbytes <= self._stage_bytes:
-            otherwise = partial(self._one_shot, send, recv, op)
             if nbytes <= self._one_shot_bytes or nbytes < self._placed_from:
-                return otherwise()
-        elif self._in_chunks or nbytes >= self._placed_from:
-            otherwise = partial(self._all_reduce_ordinary, send, recv, op)
+                return self._one_shot(send, recv, op)
+            otherwise = self._one_shot
+        elif self._ordinary.in_chunks or nbytes >= self._placed_from:
+            otherwise = self._ordinary.all_reduce
         else:
-            return self._all_reduce_ordinary(send, recv, op)
+            return self._ordinary.all_reduce(send, recv, op)
         target_at = team.find(recv)
         source_at = target_at if send is None else team.find(send)
-        return self._begin(
-            partial(operation_number, Operation.ALL_REDUCE, recv, op),
+        if source_at < 0 or target_at < 0:
+            self._decline()
+            return otherwise(send, recv, op)
+        return self._in_place(
+            operation_number(Operation.ALL_REDUCE, recv, op),
             (source_at, target_at),
-            lambda entry: self._plan(entry, recv, op),
-            otherwise,
+            lambda entry: all_reduce_work(team, entry, recv, op),
+            lambda: otherwise(send, recv, op),
+            (),
         )
 
     def _one_shot(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
         what = operation_number(Operation.ALL_REDUCE, recv, op)
-        staging = Staging(self._team, op, recv if send is None else send, recv)
-        return OneShot(self._team, self._engine, what, staging)
-
-    def _all_reduce_ordinary(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
-        """Begin with arrays that are too large for the stage as a whole."""
-        if self._in_chunks:
-            source = recv if send is None else send
-            return self._staged(
-                partial(operation_number, Operation.ALL_REDUCE, recv, op),
-                partial(all_reduce_staged, self._team, source, recv, op),
-            )
-        if op == "mean":
-            return StagedRequest(self._mean_by_messages(send, recv), self._engine)
-        return self._messages.all_reduce(send, recv, op)
-
-    def _mean_by_messages(self, send: HostArray | None, recv: HostArray) -> Steps:
-        yield self._messages.all_reduce(send, recv, "sum")
-        np.divide(recv, self._team.size, out=recv)
-
-    def _plan(self, entry: Entry, own: HostArray, op: str) -> list[Work]:
-        """Return what this rank is to reduce; from the last time if the arrays are the same."""
-        key = (op, own.dtype.num, own.nbytes, *entry.sources, *entry.targets)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = all_reduce_work(self._team, entry, own, op)
-            self._keep(key, plan)
-        return plan
+        source = recv if send is None else send
+        return OneShot(self._team, self._engine, self, what, op, source, recv)
 
     # -- the others --------------------------------------------------------------------
 
@@ -269,43 +228,45 @@ class NodeShared:
         self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
     ) -> Request:
         team = self._team
-        what = partial(operation_number, Operation.REDUCE_SCATTER, send, op)
-        otherwise = partial(self._messages.reduce_scatter, send, recv, counts, op)
-        if self._in_chunks:
-            steps = partial(reduce_scatter_staged, team, send, recv, counts, op)
-            otherwise = partial(self._staged, what, steps)
-        return self._begin(
-            what,
-            (team.find(send), NOT_READ),
-            lambda entry: reduce_scatter_work(team, entry, recv, counts, op),
-            otherwise,
+        at, own_at = team.find(send), team.find(recv)
+        if at < 0:
+            self._decline()
+            return self._ordinary.reduce_scatter(send, recv, counts, op)
+        return self._in_place(
+            operation_number(Operation.REDUCE_SCATTER, send, op),
+            (at, NOT_READ),
+            lambda entry: reduce_scatter_work(team, entry, self._own(recv, own_at), counts, op),
+            lambda: self._ordinary.reduce_scatter(send, recv, counts, op),
+            None if own_at < 0 else (own_at, *counts),
         )
 
     def _begin_all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
         team = self._team
-        what = partial(operation_number, Operation.ALL_GATHER, recv)
-        otherwise = partial(self._messages.all_gather, send, recv, counts)
-        if self._in_chunks:
-            steps = partial(all_gather_staged, team, send, recv, counts)
-            otherwise = partial(self._staged, what, steps)
-        return self._begin(
-            what,
-            (team.find(send), NOT_READ),
-            lambda entry: all_gather_work(team, entry, recv, counts),
-            otherwise,
+        at, own_at = team.find(send), team.find(recv)
+        if at < 0:
+            self._decline()
+            return self._ordinary.all_gather(send, recv, counts)
+        return self._in_place(
+            operation_number(Operation.ALL_GATHER, recv),
+            (at, NOT_READ),
+            lambda entry: all_gather_work(team, entry, self._own(recv, own_at), counts),
+            lambda: self._ordinary.all_gather(send, recv, counts),
+            None if own_at < 0 else (own_at, *counts),
         )
 
     def _begin_broadcast(self, buffer: HostArray, root: int) -> Request:
         team = self._team
-        what = partial(operation_number, Operation.BROADCAST, buffer, root=root)
-        otherwise = partial(self._messages.broadcast, buffer, root)
-        if self._in_chunks:
-            otherwise = partial(self._staged, what, partial(broadcast_staged, team, buffer, root))
-        return self._begin(
-            what,
-            (team.find(buffer) if team.rank == root else NOT_READ, NOT_READ),
-            lambda entry: broadcast_work(team, entry, buffer, root),
-            otherwise,
+        own_at = team.find(buffer)
+        at = own_at if team.rank == root else NOT_READ
+        if at < 0:
+            self._decline()
+            return self._ordinary.broadcast(buffer, root)
+        return self._in_place(
+            operation_number(Operation.BROADCAST, buffer, root=root),
+            (at, NOT_READ),
+            lambda entry: broadcast_work(team, entry, self._own(buffer, own_at), root),
+            lambda: self._ordinary.broadcast(buffer, root),
+            None if own_at < 0 else (own_at,),
         )
 
     def _begin_all_to_all(
@@ -316,28 +277,20 @@ class NodeShared:
         recv_counts: Sequence[int],
     ) -> Request:
         team = self._team
-        counts = [*send_counts, *recv_counts]
-        otherwise: Callable[[], Request]
-        otherwise = partial(self._messages.all_to_all, send, recv, send_counts, recv_counts)
-        if self._in_chunks:
-            steps = self._all_to_all_staged(send, recv, counts)
-            otherwise = partial(StagedRequest, steps, self._engine)
         # A rank knows its own sizes only: it may offer or not, but nothing else may hang on them.
-        source_at = team.find(send) if send.nbytes >= self._exchanged_from else -1
-        if source_at >= 0:
-            team.say_counts(counts)
-        return self._begin(
+        at = team.find(send) if send.nbytes >= self._exchanged_from else -1
+        if at < 0:
+            self._decline()
+            return self._ordinary.all_to_all(send, recv, send_counts, recv_counts)
+        team.say_counts([*send_counts, *recv_counts])
+        return self._in_place(
             # The sizes of the arrays may differ over the ranks; those of the blocks are compared.
-            partial(operation_number, Operation.ALL_TO_ALL, send[:0]),
-            (source_at, NOT_READ),
+            operation_number(Operation.ALL_TO_ALL, send[:0]),
+            (at, NOT_READ),
             lambda entry: all_to_all_work(team, entry, recv, agreed_counts(team.counts_said())),
-            otherwise,
+            lambda: self._ordinary.all_to_all(send, recv, send_counts, recv_counts),
+            None,
         )
-
-    def _all_to_all_staged(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Steps:
-        what = operation_number(Operation.ALL_TO_ALL, send[:0])
-        entry = yield from enter(self._team, what, counts=counts)
-        yield from all_to_all_staged(self._team, send, recv, agreed_counts(entry.counts))
 
     # -- regions -----------------------------------------------------------------------
 
@@ -354,6 +307,7 @@ class NodeShared:
         return Reading(
             team,
             self._engine,
+            self,
             self._messages,
             ready,
             ready.offer(self._copies, source, source_at, self.copied),
@@ -374,16 +328,10 @@ class NodeShared:
             check_contiguous(self._team.rank, source, target)
         else:
             regions.check(self._team.rank, self._team.size, source, target)
-            if len(self._exchanges) >= _MOST_PLANS:
+            if len(self._exchanges) >= _MOST_EXCHANGES:
                 self._exchanges.clear()
             ready = self._exchanges[key] = Ready(self._team, regions, source, target)
         return ready
-
-    def _keep(self, key: tuple[object, ...], plan: list[Work]) -> None:
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        if len(plan) <= _MOST_PARTS:
-            self._plans[key] = plan
 
 
 def later(begin: Callable[..., Request], *arguments: Any) -> Steps:

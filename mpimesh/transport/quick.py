@@ -8,8 +8,7 @@ take.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import numpy as np
@@ -24,32 +23,37 @@ from mpimesh.transport.team_reduce import reduce_into
 from mpimesh.transport.team_work import Work, do_at_once
 from mpimesh.transport.what import EXCHANGE, operation_text
 
-__all__ = ["InPlaces", "OneShot", "Staging", "mismatch"]
+__all__ = ["InPlaces", "OneShot", "Plans", "Quick", "mismatch"]
+
+_MOST_PLANS = 64
+_MOST_PARTS = 64
 
 
-class Staging:
-    """One rank's array on its way through the stage, as a whole."""
+class Plans:
+    """The work of operations in place, kept from one time to the next.
 
-    __slots__ = ("_op", "_source", "_target", "_team")
+    Arrays come back, and so do the places in the arenas where they lie. Nothing that is kept refers
+    to the arrays themselves, only to the memory of the arenas.
+    """
 
-    def __init__(self, team: Team, op: str, source: HostArray, target: HostArray) -> None:
-        self._team = team
-        self._op = op
-        self._source = source
-        self._target = target
+    __slots__ = ("_kept",)
 
-    def put(self) -> None:
-        """Stage the array for the next meeting."""
-        source = self._source
-        np.copyto(self._team.inputs(source.dtype, source.size, coming=1)[self._team.rank], source)
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, ...], Sequence[Work]] = {}
 
-    def reduce(self) -> None:
-        """Reduce what all ranks have staged for the last meeting."""
-        inputs = self._team.inputs(self._source.dtype, self._source.size)
-        reduce_into(self._team, self._op, inputs, self._target)
+    def find(self, key: tuple[int, ...]) -> Sequence[Work] | None:
+        """Return the work that was kept under `key`."""
+        return self._kept.get(key)
+
+    def keep(self, key: tuple[int, ...], parts: Sequence[Work]) -> None:
+        """Keep work. Of larger arrays, working it out costs nothing beside doing it."""
+        if len(parts) <= _MOST_PARTS:
+            if len(self._kept) >= _MOST_PLANS:
+                self._kept.clear()
+            self._kept[key] = parts
 
 
-class Quick(ABC):
+class Quick:
     """A request with a state. Making it does nothing yet.
 
     A signal handler may raise anywhere in here, as Ctrl-C does, and end a test but not the
@@ -59,14 +63,16 @@ class Quick(ABC):
     Args:
         team: The ranks, of which none has an unfinished operation.
         engine: Moves it along until it is settled.
+        chain: The engine's chain, on which it is the last.
         what: The operation's number.
     """
 
-    __slots__ = ("_engine", "_error", "_team", "_what", "done")
+    __slots__ = ("_chain", "_engine", "_error", "_team", "_what", "done")
 
-    def __init__(self, team: Team, engine: Engine, what: int) -> None:
+    def __init__(self, team: Team, engine: Engine, chain: Hashable, what: int) -> None:
         self._team = team
         self._engine = engine
+        self._chain = chain
         self._what = what
         self._error: MpimeshError | None = None
         self.done = False
@@ -81,19 +87,27 @@ class Quick(ABC):
         if self.done:
             return True
         with self._engine.lock:
-            if self._error is not None:
-                raise self._error
-            try:
-                # Another thread may have come first.
-                self.done = self.done or self._move()
-            except MpimeshError as error:
-                self._error = error
-                raise
-            return self.done
+            return self.move()
 
-    @abstractmethod
+    def move(self) -> bool:
+        """Do the same, by the thread that holds the engine's lock."""
+        if self._error is not None:
+            raise self._error
+        try:
+            # Another thread may have come first.
+            self.done = self.done or self._move()
+        except MpimeshError as error:
+            self._error = error
+            self._engine.untrack(self._chain, self)
+            raise
+        if self.done:
+            # At once, so that what starts next finds nothing unfinished.
+            self._engine.untrack(self._chain, self)
+        return self.done
+
     def _move(self) -> bool:
         """Do what can be done, and tell whether all is."""
+        raise NotImplementedError
 
 
 class OneShot(Quick):
@@ -105,30 +119,45 @@ class OneShot(Quick):
     Args:
         team: The ranks, of which none has an unfinished operation.
         engine: Moves it along until it is settled.
+        chain: The engine's chain, on which it is the last.
         what: The operation's number.
-        staging: This rank's array, no larger than a stage.
+        op: Which reduction.
+        source: This rank's array, no larger than a stage.
+        target: Where the result goes; may be `source`.
     """
 
-    __slots__ = ("_number", "_staging")
+    __slots__ = ("_inputs", "_number", "_op", "_source", "_target")
 
-    def __init__(self, team: Team, engine: Engine, what: int, staging: Staging) -> None:
-        super().__init__(team, engine, what)
-        self._staging = staging
+    def __init__(
+        self,
+        team: Team,
+        engine: Engine,
+        chain: Hashable,
+        what: int,
+        op: str,
+        source: HostArray,
+        target: HostArray,
+    ) -> None:
+        super().__init__(team, engine, chain, what)
+        self._op = op
+        self._source = source
+        self._target = target
         self._number = team.met + 1
+        self._inputs = team.inputs(source.dtype, source.size, coming=1)
 
     def _move(self) -> bool:
-        team = self._team
-        if team.met < self._number:
-            self._staging.put()
+        team, number = self._team, self._number
+        if team.met < number:
+            np.copyto(self._inputs[team.rank], self._source)
             team.say_what(self._what)
-            team.come(self._number)
-        if not team.have_come(self._number):
+            team.come(number)
+        if not team.have_come(number):
             return False
         self._engine.steps += 1
         said = team.agree_on(self._what)
         if said is not None:
             raise mismatch(said)
-        self._staging.reduce()
+        reduce_into(team, self._op, self._inputs, self._target)
         return True
 
 
@@ -141,22 +170,27 @@ class InPlaces(Quick):
     Args:
         team: The ranks, of which none has an unfinished operation.
         engine: Moves it along until it is settled.
+        chain: The engine's chain, on which it is the last.
         what: The operation's number.
-        places: Where this rank's input and result lie.
+        places: Where this rank's input and result lie, as far as others need to know.
         plan: Gives what this rank is to do, once it is known where all arrays lie; what it raises,
             it has to raise on all ranks.
         otherwise: Begins what follows if they do not all lie in shared memory.
+        plans: Where the work is kept.
+        key: What the work depends on beside the ranks' notes; None if it is not to be kept, for
+            it refers to an array of this rank's own.
     """
 
     __slots__ = (
         "_done_parts",
+        "_key",
         "_meeting",
         "_number",
         "_otherwise",
         "_parts",
-        "_placed",
         "_places",
         "_plan",
+        "_plans",
         "_refusal",
         "_rest",
     )
@@ -165,17 +199,21 @@ class InPlaces(Quick):
         self,
         team: Team,
         engine: Engine,
+        chain: Hashable,
         what: int,
         places: tuple[int, int],
         plan: Callable[[Entry], Sequence[Work]],
         otherwise: Callable[[], Request],
+        plans: Plans,
+        key: tuple[int, ...] | None,
     ) -> None:
-        super().__init__(team, engine, what)
+        super().__init__(team, engine, chain, what)
         self._places = places
         self._plan = plan
         self._otherwise = otherwise
+        self._plans = plans
+        self._key = key
         self._number = team.board.posted + 1
-        self._placed: bool | None = None
         self._parts: Sequence[Work] | None = None
         self._done_parts = 0
         self._meeting = 0
@@ -183,55 +221,20 @@ class InPlaces(Quick):
         self._refusal: MpimeshError | None = None
 
     def _move(self) -> bool:
-        if self._meeting:
-            return self._over()
         if self._rest is not None:
             return self._rest.test()
-        if self._placed is None and not self._read():
-            return False
-        board = self._team.board
-        if not self._placed:
-            board.pass_by(self._number)
-            self._rest = self._otherwise()
-            return self._rest.test()
-        if self._parts is None:
-            entry = board.entry(self._number)
-            if entry.what.count(self._what) != self._team.size:
-                board.pass_by(self._number)
-                # A rank in an exchange looks at those only of which it takes something.
-                raise mismatch(entry.what, on_all=EXCHANGE not in entry.what)
-            try:
-                parts = self._plan(entry)
-            except MpimeshError as error:
-                # The others have yet to read what it was found in.
-                self._refusal, parts = error, ()
-            self._parts = parts
-        if not self._worked(self._parts):
-            return False
-        self._meeting = self._team.met + 1
-        return self._over()
-
-    def _worked(self, parts: Sequence[Work]) -> bool:
-        """Do this rank's parts; tell whether all are done."""
-        self._team.board.pass_by(self._number)
-        return self._work(parts)
-
-    def _read(self) -> bool:
-        """Tell whether it is known where all arrays lie."""
-        board = self._team.board
-        if board.posted < self._number:
-            board.post(self._number, self._what, *self._places)
-            self._team.ring()
-        self._placed = board.read(self._number)
-        if self._placed is None:
-            self._team.look_elsewhere()
-            return False
-        self._engine.steps += 1
-        return True
-
-    def _over(self) -> bool:
-        """Tell whether all ranks have done their parts."""
         team = self._team
+        if not self._meeting:
+            if self._parts is None:
+                placed = self._read()
+                if not placed:
+                    return placed is False and self._go_otherwise()
+                self._parts = self._found()
+            team.board.pass_by(self._number)
+            if self._done_parts < len(self._parts):
+                self._work(self._parts)
+            self._meeting = team.met + 1
+        # All ranks have to have done their parts.
         if team.met < self._meeting:
             team.come(self._meeting)
         if not team.have_come(self._meeting):
@@ -241,13 +244,56 @@ class InPlaces(Quick):
             raise self._refusal
         return True
 
-    def _work(self, parts: Sequence[Work]) -> bool:
-        """Do this rank's parts, from the first that is not done; tell whether all are."""
-        with np.errstate(all="ignore"):  # overflow and NaN pass silently, as in MPI
-            while self._done_parts < len(parts):
-                note = partial(setattr, self, "_done_parts", self._done_parts + 1)
-                do_at_once(parts[self._done_parts], note)
-        return True
+    def _read(self) -> bool | None:
+        """Tell whether all arrays lie in shared memory; None as long as it is not known."""
+        team, number = self._team, self._number
+        board = team.board
+        if board.posted < number:
+            board.post(number, self._what, *self._places)
+            team.ring()
+        placed = board.read(number)
+        if placed is None:
+            team.look_elsewhere()
+        else:
+            self._engine.steps += 1
+        return placed
+
+    def _go_otherwise(self) -> bool:
+        self._team.board.pass_by(self._number)
+        self._rest = self._otherwise()
+        return self._rest.test()
+
+    def _found(self) -> Sequence[Work]:
+        """Return this rank's parts, now that all have said where their arrays lie.
+
+        Raises:
+            MismatchError: If they are in different operations.
+        """
+        board, number = self._team.board, self._number
+        key = None if self._key is None else self._key + board.told(number)
+        parts = None if key is None else self._plans.find(key)
+        if parts is not None:
+            return parts
+        entry = board.entry(number)
+        if entry.what.count(self._what) != self._team.size:
+            board.pass_by(number)
+            # A rank in an exchange looks at those only of which it takes something.
+            raise mismatch(entry.what, on_all=EXCHANGE not in entry.what)
+        try:
+            parts = self._plan(entry)
+        except MpimeshError as error:
+            # The others have yet to read what it was found in.
+            self._refusal = error
+            return ()
+        if key is not None:
+            self._plans.keep(key, parts)
+        return parts
+
+    def _work(self, parts: Sequence[Work]) -> None:
+        """Do this rank's parts, from the first that is not done."""
+        while self._done_parts < len(parts):
+            note = partial(setattr, self, "_done_parts", self._done_parts + 1)
+            do_at_once(self._team.quietly, parts[self._done_parts], note)
 
 
 def mismatch(

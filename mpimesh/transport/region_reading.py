@@ -35,10 +35,8 @@ A rank in another operation is found by those who take of it; it may have found 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
-
-import numpy as np
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.errors import MpimeshError
@@ -66,6 +64,7 @@ class Reading(Quick):
     Args:
         team: The ranks, of which this one has no unfinished operation.
         engine: Moves it along until it is settled.
+        chain: The engine's chain, on which it is the last.
         messages: Takes the parts of blocks for which there is no memory.
         ready: What this rank takes and gives.
         offer: This rank's block.
@@ -93,6 +92,7 @@ class Reading(Quick):
         self,
         team: Team,
         engine: Engine,
+        chain: Hashable,
         messages: Communicator,
         ready: Ready,
         offer: Offer,
@@ -100,7 +100,7 @@ class Reading(Quick):
         places: tuple[int, int],
         max_bytes: int,
     ) -> None:
-        super().__init__(team, engine, EXCHANGE)
+        super().__init__(team, engine, chain, EXCHANGE)
         self._messages = messages
         self._ready = ready
         self._offer = offer
@@ -183,9 +183,8 @@ class Reading(Quick):
     def _work(self, parts: Sequence[Work]) -> bool:
         """Do some of this rank's parts, from the first that is not done; tell whether all are."""
         stop = min(self._done_parts + _AT_A_TIME, len(parts))
-        with np.errstate(all="ignore"):  # overflow and NaN pass silently, as in MPI
-            while self._done_parts < stop:
-                note = partial(setattr, self, "_done_parts", self._done_parts + 1)
-                do_at_once(parts[self._done_parts], note)
+        while self._done_parts < stop:
+            note = partial(setattr, self, "_done_parts", self._done_parts + 1)
+            do_at_once(self._team.quietly, parts[self._done_parts], note)
         self._engine.steps += 1
         return stop == len(parts)

@@ -109,11 +109,12 @@ class RoutedCommunicator(MPICommunicator):
         if self._several_nodes:
             node_of = {rank: node for node, ranks in enumerate(found.nodes) for rank in ranks}
             self.nodes = tuple(node_of[rank] for rank in range(self.size))
+        self._neighbours = next(ranks for ranks in found.nodes if self.rank in ranks)
+        self._engine.share_cores(len(self._neighbours), found.cores)
         if found.team is None:
             return {}
-        self.lending = found.team.lending(next(r for r in found.nodes if self.rank in r))
+        self.lending = found.team.lending(self._neighbours)
         self._team = found.team
-        self._neighbours = next(ranks for ranks in found.nodes if self.rank in ranks)
         self._engine.bell = None if self._node.arena is None else self._node.arena.bell
         bells = dict(zip(self._neighbours, found.team.bells, strict=False))
         self.bells = [bells.get(rank) for rank in range(self.size)]
@@ -191,11 +192,13 @@ class RoutedCommunicator(MPICommunicator):
                 if size < NEVER
             ]
         elif isinstance(shared, NodeShared) and choice.staged_from <= shared.most_staged_bytes:
-            slower = "the stage would be slower than messages"
-            routes += [
-                Route("all_reduce", "host", choice.staged_from, "node_shared", why),
-                Route("all_reduce", "host", shared.most_staged_bytes + 1, "mpi", slower),
-            ]
+            routes.append(Route("all_reduce", "host", choice.staged_from, "node_shared", why))
+            past = shared.most_staged_bytes + 1
+            if choice.chunks_from > past:
+                slower = "the stage would be slower than messages"
+                routes.append(Route("all_reduce", "host", past, "mpi", slower))
+        if not choice.staged and choice.chunks_from < NEVER:
+            routes.append(Route("all_reduce", "host", choice.chunks_from, "node_shared", why))
         return (*routes, Route("*", "host", 0, "mpi", "smaller arrays, and all other operations"))
 
     def offer_once(self, nbytes: int) -> int:

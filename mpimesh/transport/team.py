@@ -27,6 +27,7 @@ from functools import lru_cache
 import numpy as np
 from mpi4py import MPI
 
+from mpimesh.arrays.quiet import quiet_calls
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import ClosedError
 from mpimesh.transport.arena import Arena
@@ -90,6 +91,8 @@ class Team:
         board: What each tells the others without meeting them.
         closed: Whether the ranks have left.
         fence: Keeps what was read and written before apart from what comes after.
+        quietly: Calls functions of NumPy without its warnings; the thread that moves operations
+            along has it for itself.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Team:
         self._mine = self._cells[rank]
         self._others = [cell for place, cell in enumerate(self._cells) if place != rank]
         self.fence = _fence()
+        self.quietly = quiet_calls()
         board_at = _board_at(self.size)
         self.board = Board(rank, [cell[board_at:] for cell in self._cells], self.fence)
         self._scratch: HostArray = np.empty(0, np.uint8)

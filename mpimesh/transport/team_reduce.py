@@ -157,17 +157,17 @@ def pieces(part: slice, itemsize: int) -> Iterator[slice]:
 
 def reduce_into(team: Team, op: str, sources: Sequence[HostArray], target: HostArray) -> None:
     """Reduce `sources` in their order into `target`, which may be one of them."""
-    function = FUNCTIONS[op]
+    function, quietly = FUNCTIONS[op], team.quietly
     total = sources[0]
     if len(sources) == 1:
         target[...] = total
         return
-    with np.errstate(all="ignore"):  # overflow and NaN pass silently, as in MPI
-        if len(sources) > 2:
-            # Not into `target` before the end: it may be a source that is still to come.
-            scratch = team.scratch(target.nbytes).view(target.dtype)
-            for source in sources[1:-1]:
-                total = function(total, source, out=scratch)
-        function(total, sources[-1], out=target)
-        if op == "mean":
-            np.divide(target, len(sources), out=target)
+    # Overflow and NaN pass silently, as in MPI.
+    if len(sources) > 2:
+        # Not into `target` before the end: it may be a source that is still to come.
+        scratch = team.scratch(target.nbytes).view(target.dtype)
+        for source in sources[1:-1]:
+            total = quietly(function, total, source, out=scratch)
+    quietly(function, total, sources[-1], out=target)
+    if op == "mean":
+        quietly(np.divide, target, len(sources), out=target)

@@ -72,6 +72,6 @@ def copying(source: HostArray, target: HostArray) -> Work:
     return (partial(target.__setitem__, ..., source),)
 
 
-def do_at_once(work: Work, note: Callable[[], object]) -> None:
-    """Do all of `work` and then `note`, or nothing."""
-    deque(map(call, (*work, note)), maxlen=0)
+def do_at_once(quietly: Callable[..., object], work: Work, note: Callable[[], object]) -> None:
+    """Do all of `work` and then `note`, or nothing; overflow and NaN pass silently, as in MPI."""
+    quietly(deque, map(call, (*work, note)), 0)

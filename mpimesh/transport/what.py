@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -38,12 +39,16 @@ _DIFFERENT = (Operation.ALL_TO_ALL, Operation.EXCHANGE_REGIONS)
 
 def operation_number(operation: Operation, array: HostArray, op: str = "", root: int = 0) -> int:
     """Return 63 bits that hold all that must agree over the ranks."""
+    return _number(operation, op, array.dtype.num, root, array.nbytes)
+
+
+@lru_cache(maxsize=1024)
+def _number(operation: Operation, op: str, dtype: int, root: int, nbytes: int) -> int:
     number = int(operation)
     number = number << _FUNCTION_BITS | _FUNCTIONS.index(op)
-    dtype = array.dtype.num
     number = number << _DTYPE_BITS | _NUMBERS.get(dtype, dtype)
     number = number << _ROOT_BITS | root & ((1 << _ROOT_BITS) - 1)
-    return number << _NBYTES_BITS | array.nbytes & ((1 << _NBYTES_BITS) - 1)
+    return number << _NBYTES_BITS | nbytes & ((1 << _NBYTES_BITS) - 1)
 
 
 EXCHANGE = operation_number(Operation.EXCHANGE_REGIONS, np.empty(0, np.uint8))

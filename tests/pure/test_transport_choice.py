@@ -28,10 +28,11 @@ def test_a_size_for_each_operation_is_needed():
 def test_an_all_reduce_begins_at_the_smaller_size_of_its_two_ways():
     assert Choice(SIZES, "", staged_from=1 << 9).from_bytes()["all_reduce"] == 1 << 9
     assert Choice(SIZES, "", staged_from=1 << 12).from_bytes()["all_reduce"] == 1 << 10
+    assert Choice(SIZES, "", chunks_from=1 << 8).from_bytes()["all_reduce"] == 1 << 8
 
 
 def test_a_choice_is_made_again_from_its_numbers():
-    choice = Choice(SIZES, "why", staged_from=77)
+    choice = Choice(SIZES, "why", staged_from=77, chunks_from=88)
     assert len(choice.numbers) == NUMBERS
     assert Choice.of_numbers(choice.numbers, "why") == choice
 
