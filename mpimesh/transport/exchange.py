@@ -1,4 +1,4 @@
-"""Reductions made of messages and of one function that combines two arrays.
+"""Collectives made of messages, reductions also of one function that combines two arrays.
 
 They work for arrays of any library: who calls them says how to send, receive, combine and allocate.
 Every value is combined in one order by one rank, or by pairs of ranks that combine the same two
@@ -8,6 +8,8 @@ values, so the result is the same to the last bit on all ranks.
 |---|---|---|
 | doubling, for small arrays | log2(ranks) | log2(ranks) * n |
 | ring, for large ones | 2 * (ranks - 1) | 2 * n * (ranks - 1) / ranks |
+| blocks, from each to each | ranks - 1 | the blocks |
+| binomial tree, a broadcast | at most log2(ranks) | n in, and n to each rank below |
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from mpimesh.transport.base import Request
 from mpimesh.transport.device_work import AllDone
 from mpimesh.transport.engine import Steps
 
-__all__ = ["Links", "all_reduce_steps", "reduce_scatter_steps", "reduce_steps"]
+__all__ = [
+    "Links",
+    "all_reduce_steps",
+    "block_steps",
+    "broadcast_steps",
+    "reduce_scatter_steps",
+    "reduce_steps",
+]
 
 SMALL_BYTES = 64 << 10
 """Up to here doubling is faster than the ring, which has more messages."""
@@ -98,6 +107,35 @@ def reduce_scatter_steps(links: Links, data: Array, counts: Sequence[int]) -> St
         links.combine(arriving, incoming, incoming)
         yield links.settled()
     return blocks[rank]
+
+
+def block_steps(links: Links, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
+    """Send block d to rank d and receive block s from rank s, but for this rank's own.
+
+    Args:
+        links: What sends and receives.
+        outgoing: A block for each rank, of which empty ones stay here; none at all sends nothing.
+        incoming: The same for what comes.
+    """
+    # Step k talks to the rank k places on, so that no rank is everybody's first.
+    peers = [(links.rank + step) % links.size for step in range(1, links.size)]
+    receives = [links.irecv(incoming[p], p) for p in peers if incoming and incoming[p].size]
+    sends = [links.isend(outgoing[p], p) for p in peers if outgoing and outgoing[p].size]
+    yield AllDone(*receives, *sends)
+
+
+def broadcast_steps(links: Links, data: Array, root: int) -> Steps:
+    """Give every rank the root's `data`, which each rank passes on to those below it in a tree."""
+    place = (links.rank - root) % links.size
+    # The lowest bit that is set leads to the rank above; all lower ones to those below.
+    reach = place & -place or 1 << (links.size - 1).bit_length()
+    if not data.size:
+        return
+    if place:
+        yield links.irecv(data, (place - reach + root) % links.size)
+    steps = [1 << bit for bit in reversed(range(reach.bit_length() - 1))]
+    below = [place + step for step in steps if place + step < links.size]
+    yield AllDone(*[links.isend(data, (one + root) % links.size) for one in below])
 
 
 def _ring_gather(links: Links, blocks: list[Array]) -> Steps:

@@ -4,11 +4,16 @@ MPI moves; it never reduces: MPIs crash in reductions of device memory, or copy 
 back. Sums are our own algorithms (`exchange.py`) of messages between devices and CuPy's functions.
 MPI knows nothing of streams, so before it is given an array the stream has come to the event after
 which the array may be read or written; the request asks for that, and starts MPI's call then.
+
+Where messages are proven and a collective is not, that is made of messages, too. So it is with an
+MPI without CUDA on a UCX with it: UCX gets the pointer of a message unread, but the rank's own part
+of a collective MPI copies itself, and crashes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -16,7 +21,14 @@ from mpimesh.arrays.types import Array, DType
 from mpimesh.transport.base import MAX_USER_TAG, Communicator, Request
 from mpimesh.transport.device_mover import COLLECTIVES, DeviceMover
 from mpimesh.transport.engine import Engine, Steps
-from mpimesh.transport.exchange import Links, all_reduce_steps, reduce_scatter_steps, reduce_steps
+from mpimesh.transport.exchange import (
+    Links,
+    all_reduce_steps,
+    block_steps,
+    broadcast_steps,
+    reduce_scatter_steps,
+    reduce_steps,
+)
 from mpimesh.transport.proof import cuda_aware
 
 __all__ = ["MPICuda"]
@@ -58,9 +70,14 @@ class MPICuda(DeviceMover):
         """Return why it does not do `operation`: it was not proven, as a rule."""
         if self.host.kind != "mpi":
             return "these ranks are threads, not MPI's"
-        # Reductions are messages.
-        proven, why = self._answers["messages" if operation in _REDUCTIONS else operation]
+        proven, why = self._answers["messages"]
+        if not proven and operation in _MOVES:
+            proven, why = self._answers[operation]
         return None if proven else why
+
+    def _gives(self, operation: str) -> bool:
+        """Tell whether MPI is given a movement as a whole; if not, it is made of messages."""
+        return self._answers[operation][0]
 
     # -- reductions ----------------------------------------------------------------------
 
@@ -105,18 +122,31 @@ class MPICuda(DeviceMover):
     # -- movements, as bytes ---------------------------------------------------------------
 
     def _all_gather(self, send: Array, recv: Array, counts: Sequence[int]) -> Steps:
+        if not self._gives("all_gather"):
+            yield from self._pass_blocks([send] * self.size, _cut(recv, counts))
+            return
         yield from self._when_ready(
             lambda: self.host.all_gather(_bytes(send), _bytes(recv), _in_bytes(counts, send))
         )
 
     def _gather(self, send: Array, recv: Array | None, counts: Sequence[int], root: int) -> Steps:
-        out = None if recv is None or self.rank != root else _bytes(recv)
+        at_root = recv is not None and self.rank == root
+        if not self._gives("gather"):
+            incoming = _cut(recv, counts) if at_root else []
+            yield from self._pass_blocks(self._only(root, send), incoming)
+            return
+        out = _bytes(recv) if at_root else None
         yield from self._when_ready(
             lambda: self.host.gather(_bytes(send), out, _in_bytes(counts, send), root)
         )
 
     def _scatter(self, send: Array | None, recv: Array, counts: Sequence[int], root: int) -> Steps:
-        given = None if send is None or self.rank != root else _bytes(send)
+        at_root = send is not None and self.rank == root
+        if not self._gives("scatter"):
+            outgoing = _cut(send, counts) if at_root else []
+            yield from self._pass_blocks(outgoing, self._only(root, recv))
+            return
+        given = _bytes(send) if at_root else None
         yield from self._when_ready(
             lambda: self.host.scatter(given, _bytes(recv), _in_bytes(counts, recv), root)
         )
@@ -124,6 +154,9 @@ class MPICuda(DeviceMover):
     def _all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> Steps:
+        if not self._gives("all_to_all"):
+            yield from self._pass_blocks(_cut(send, send_counts), _cut(recv, recv_counts))
+            return
         yield from self._when_ready(
             lambda: self.host.all_to_all(
                 _bytes(send),
@@ -134,7 +167,24 @@ class MPICuda(DeviceMover):
         )
 
     def _broadcast(self, buffer: Array, root: int) -> Steps:
-        yield from self._when_ready(lambda: self.host.broadcast(_bytes(buffer), root))
+        if self._gives("broadcast"):
+            yield from self._when_ready(lambda: self.host.broadcast(_bytes(buffer), root))
+            return
+        yield self.lane.reached()
+        yield from broadcast_steps(self._links("sum", buffer.dtype), buffer, root)
+
+    def _pass_blocks(self, outgoing: list[Array], incoming: list[Array]) -> Steps:
+        """Send block d to rank d and receive block s from rank s; no block of its own by MPI."""
+        if outgoing and incoming:
+            mine, place = outgoing[self.rank], incoming[self.rank]
+            self.lane.copy(place.data.ptr, mine.data.ptr, mine.nbytes)
+        yield self.lane.reached()
+        given = [*outgoing, *incoming]
+        if given:
+            yield from block_steps(self._links("sum", given[0].dtype), outgoing, incoming)
+
+    def _only(self, root: int, block: Array) -> list[Array]:
+        return [block if rank == root else block[:0] for rank in range(self.size)]
 
     def send_steps(self, buffer: Array, dest: int, tag: int) -> Steps:
         """Return the steps of a send of device memory."""
@@ -155,3 +205,8 @@ def _bytes(array: Array) -> Array:
 
 def _in_bytes(counts: Sequence[int], array: Array) -> list[int]:
     return [count * array.dtype.itemsize for count in counts]
+
+
+def _cut(array: Array, counts: Sequence[int]) -> list[Array]:
+    ends = list(accumulate(counts))
+    return [array[end - count : end] for end, count in zip(ends, counts, strict=True)]

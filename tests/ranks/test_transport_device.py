@@ -8,6 +8,7 @@ import pytest
 from mpimesh.errors import TransportError
 from mpimesh.testing.fake_device import FakeDeviceArray
 from mpimesh.transport import Engine
+from mpimesh.transport.device_mover import COLLECTIVES
 from mpimesh.transport.device_side import DeviceSide, device_side
 from tests.devices.fake_cuda import installed
 from tests.devices.operations import (
@@ -50,6 +51,24 @@ def test_cuda_aware_mpi(communicator):
     check_all(mover, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
     for size in (20_000, 40_001):
         check_all_reduce(mover, communicator, size, "f4")  # by the ring
+
+
+def test_what_mpi_crashes_in_is_made_of_messages(communicator):
+    """As the MPIs from PyPI do on a UCX with CUDA: messages move, and some collectives crash."""
+    from mpimesh.transport.mpi_cuda import MPICuda
+
+    def proof(operation):
+        return operation == "messages", f"{operation} crashed"
+
+    mover = MPICuda(communicator, communicator.engine, "test", proof=proof)
+    assert {mover.cannot(operation) for operation in COLLECTIVES} == {None}
+    for name in ("all_gather", "gather", "scatter", "all_to_all", "broadcast"):
+        setattr(communicator, name, _never)
+    check_all(mover, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
+
+
+def _never(*_):
+    pytest.fail("MPI was given what it was not proven to take")
 
 
 def test_nothing_is_given_to_mpi_that_was_not_proven(communicator):
