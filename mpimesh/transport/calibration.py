@@ -1,5 +1,7 @@
 """Time shared memory against MPI's messages, for the sizes where they may cross.
 
+Over several nodes, time collectives on two levels against MPI's own.
+
 Takes turns, so that a slow moment meets both, and counts the fastest of some
 rounds, the slowest rank's of each. A tenth of a second or two, more with more
 ranks than cores, once for each machine, MPI and number of ranks on a node; the
@@ -9,7 +11,8 @@ answer is kept in the user's cache folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from mpi4py import MPI
@@ -20,20 +23,21 @@ from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.choice import ALWAYS, NEVER, OPERATIONS, Choice
 from mpimesh.transport.engine import Engine
 from mpimesh.transport.node_shared import NodeShared
+from mpimesh.transport.over_nodes import OverNodes
 from mpimesh.transport.waiting import poll, test_often
 
-__all__ = ["measure"]
+__all__ = ["measure", "measure_nodes", "two_levels"]
 
 _STAGED_BYTES = (4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10)
 _CHUNKED_BYTES = (1 << 20, 4 << 20)
 _REDUCED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 _MOVED_BYTES = (64 << 10, 256 << 10, 1 << 20)
-_ROUNDS = 5
-_CALLS = 2
+_CROSSING_BYTES = (16 << 10, 128 << 10, 1 << 20)
 _CLEARLY = 0.95
 """Shared memory has to win by this much: a draw is MPI's."""
 
 _Way = Callable[[], Request]
+_Shared: TypeAlias = NodeShared | OverNodes
 
 
 def measure(
@@ -77,7 +81,36 @@ def measure(
     )
 
 
-def _all_reduces(messages: Communicator, shared: NodeShared, x: HostArray) -> tuple[_Way, _Way]:
+def measure_nodes(
+    comm: MPI.Intracomm, messages: Communicator, shared: OverNodes, engine: Engine
+) -> Choice:
+    """Collective: return from which size on each operation takes two levels, over several nodes.
+
+    Not an all-to-all: a rank knows its own sizes only, and could agree with nobody.
+
+    Args:
+        comm: The ranks.
+        messages: Their collectives by messages alone.
+        shared: Their collectives on two levels.
+        engine: Moves operations along.
+    """
+    names = [name for name in OPERATIONS if name != "all_to_all"]
+    faster: dict[str, dict[int, bool]] = {name: {} for name in names}
+    for nbytes in _CROSSING_BYTES:
+        ways = _moves(comm, messages, shared, None, nbytes)
+        ways["all_reduce"] = _all_reduces(messages, shared, np.zeros(nbytes // 8))
+        for name in names:
+            faster[name][nbytes] = _is_faster(comm, engine, *ways[name], rounds=3, calls=1)
+    sizes = {name: _crossing(faster[name], 2 * max(_CROSSING_BYTES)) for name in names}
+    return two_levels([sizes.get(name, NEVER) for name in OPERATIONS], "")
+
+
+def two_levels(sizes: Sequence[int], why: str) -> Choice:
+    """Return the choice of two levels from these sizes on, wherever the arrays lie."""
+    return Choice(sizes, why, staged_from=sizes[0], staged=True)
+
+
+def _all_reduces(messages: Communicator, shared: _Shared, x: HostArray) -> tuple[_Way, _Way]:
     """Return both ways of reducing an array, of numbers that stay what they are."""
     return lambda: messages.all_reduce(None, x, "max"), lambda: shared.all_reduce(None, x, "max")
 
@@ -85,8 +118,8 @@ def _all_reduces(messages: Communicator, shared: NodeShared, x: HostArray) -> tu
 def _moves(
     comm: MPI.Intracomm,
     messages: Communicator,
-    shared: NodeShared,
-    arena: Arena,
+    shared: _Shared,
+    arena: Arena | None,
     nbytes: int,
 ) -> dict[str, tuple[_Way, _Way]]:
     """Return both ways of each operation that moves arrays of so many bytes over all ranks."""
@@ -115,21 +148,29 @@ def _moves(
     }
 
 
-def _shared(arena: Arena, size: int) -> HostArray:
-    part = arena.empty(8 * size)
+def _shared(arena: Arena | None, size: int) -> HostArray:
+    part = None if arena is None else arena.empty(8 * size)
     array = np.empty(size) if part is None else part.view(np.float64)
     array[...] = 0
     return array
 
 
-def _is_faster(comm: MPI.Intracomm, engine: Engine, first: _Way, second: _Way) -> bool:
+def _is_faster(
+    comm: MPI.Intracomm,
+    engine: Engine,
+    first: _Way,
+    second: _Way,
+    *,
+    rounds: int = 5,
+    calls: int = 2,
+) -> bool:
     """Tell whether the second way is clearly faster; the same answer on all ranks."""
     best_s = np.full(2, np.inf)
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         for number, way in enumerate((first, second)):
             _finish(comm.Ibarrier().Test, engine)
             start_s = time.perf_counter()
-            for _ in range(_CALLS):
+            for _ in range(calls):
                 _finish(way().test, engine)
             best_s[number] = min(best_s[number], time.perf_counter() - start_s)
     slowest_s = np.empty(2)

@@ -15,11 +15,11 @@ from mpimesh.transport.proof_cache import cache_folder, digest
 
 __all__ = ["Choices"]
 
-_FORMAT = "5"
+_FORMAT = "6"
 
 
 class Choices:
-    """What is known about shared memory on this machine, by the number of ranks that share it.
+    """What is known about shared memory on this machine, by the number of ranks and of nodes.
 
     Args:
         mode: ``"auto"``, ``"always"`` or ``"never"``: the setting ``MPIMESH_NODE_SHARED``.
@@ -30,7 +30,7 @@ class Choices:
         self.mode = mode
         self._path = path
         self._known = {
-            ranks: Choice.of_numbers(numbers, _KEPT) for ranks, numbers in _read(path).items()
+            group: Choice.of_numbers(numbers, _KEPT) for group, numbers in _read(path).items()
         }
 
     @classmethod
@@ -45,24 +45,26 @@ class Choices:
         """The mode as a number that the ranks compare; 0 for never."""
         return ("never", "always", "auto").index(self.mode)
 
-    def of_ranks(self, ranks: int) -> Choice | None:
-        """Return the choice for so many ranks on a node; None if it has to be measured."""
+    def of_ranks(self, ranks: int, nodes: int = 1) -> Choice | None:
+        """Return the choice for so many ranks on so many nodes; None if it has to be measured."""
         if self.mode == "always":
             return Choice.everything("MPIMESH_NODE_SHARED=always")
-        return self._known.get(ranks)
+        return self._known.get((ranks, nodes))
 
-    def learn(self, ranks: int, numbers: list[int], *, measured: bool, keep: bool) -> Choice:
+    def learn(
+        self, ranks: int, numbers: list[int], *, nodes: int = 1, measured: bool, keep: bool
+    ) -> Choice:
         """Take over what was measured or what another rank knows; `keep` writes it down."""
-        known = self._known.get(ranks)
+        known = self._known.get((ranks, nodes))
         if known is not None and known.numbers == numbers:
             return known  # which says when it was measured
         choice = Choice.of_numbers(numbers, _MEASURED if measured else _KEPT)
-        self._known[ranks] = choice
+        self._known[ranks, nodes] = choice
         if keep and self._path is not None:
-            table = {**_read(self._path), ranks: numbers}
+            table = {**_read(self._path), (ranks, nodes): numbers}
             # Not to be able to keep it costs the next job a tenth of a second, no more.
             with suppress(OSError):
-                _write(self._path, {str(key): value for key, value in table.items()})
+                _write(self._path, {f"{r} on {n}": row for (r, n), row in table.items()})
         return choice
 
 
@@ -86,20 +88,25 @@ def _machine() -> list[str]:
     ]
 
 
-def _read(path: Path | None) -> dict[int, list[int]]:
-    """Return the numbers for each number of ranks; nothing if the file is not what it should be."""
+def _read(path: Path | None) -> dict[tuple[int, int], list[int]]:
+    """Return the numbers for ranks on nodes; nothing if the file is not what it should be."""
     if path is None:
         return {}
     try:
         table: dict[str, Any] = json.loads(path.read_text())
-        found = {int(ranks): [int(one) for one in numbers] for ranks, numbers in table.items()}
+        found = {_group(text): [int(one) for one in numbers] for text, numbers in table.items()}
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
     return {
-        ranks: numbers
-        for ranks, numbers in found.items()
+        group: numbers
+        for group, numbers in found.items()
         if len(numbers) == NUMBERS and all(0 < number <= NEVER for number in numbers)
     }
+
+
+def _group(text: str) -> tuple[int, int]:
+    ranks, nodes = text.split(" on ")
+    return int(ranks), int(nodes)
 
 
 def _write(path: Path, table: dict[str, list[int]]) -> None:

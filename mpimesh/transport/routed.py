@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.transport.base import Request
-from mpimesh.transport.calibration import measure
+from mpimesh.transport.calibration import measure, measure_nodes, two_levels
 from mpimesh.transport.choice import NEVER, NUMBERS, OPERATIONS, Choice
 from mpimesh.transport.choices import Choices
 from mpimesh.transport.crossing import Crossing
@@ -128,7 +128,7 @@ class RoutedCommunicator(MPICommunicator):
         return choice.from_bytes()
 
     def _join_nodes(self, team: Team, nodes: Sequence[Sequence[int]]) -> tuple[OverNodes, Choice]:
-        """Collective: make the lanes. With so much that travels besides, nothing is measured."""
+        """Collective: make the lanes, and find out from which sizes on they are worth it."""
         lanes = Lanes(nodes, self.rank)
         lane = team.rank if team.rank < lanes.workers else MPI.UNDEFINED
         comm: Any = self._comm.Split(lane, lanes.node)
@@ -136,33 +136,49 @@ class RoutedCommunicator(MPICommunicator):
             self._lane = lanes.crossing = Crossing(comm, limit=self._chunk_setting)
         crossing = Crossing(self._comm, limit=self._chunk_setting)
         shared = OverNodes(team, self._engine, crossing, lanes)
-        if self._choices.mode == "always":
-            return shared, Choice.everything("MPIMESH_NODE_SHARED=always")
-        # In an all-to-all the ranks know only their own sizes: they could not agree on one.
-        sizes = [NEVER if name == "all_to_all" else _UNMEASURED_FROM for name in OPERATIONS]
-        return shared, Choice(sizes, _UNMEASURED, staged_from=_UNMEASURED_FROM, staged=True)
+        if self._chunk_setting and self._choices.mode != "always":
+            # In an all-to-all the ranks know only their own sizes: they could not agree on one.
+            sizes = [NEVER if name == "all_to_all" else _UNMEASURED_FROM for name in OPERATIONS]
+            return shared, two_levels(sizes, _UNMEASURED)
+        choice = self._agreed(
+            len(lanes.nodes),
+            lambda: measure_nodes(self._comm, self._plain, shared, self._engine),
+        )
+        return shared, two_levels(choice.sizes, choice.why) if not choice.staged else choice
 
     def _agreed_choice(self, shared: NodeShared) -> Choice:
-        """Collective: return what rank 0 knows, or what all measure if it knows nothing.
+        """Collective: return from which sizes on the ranks of one node share memory.
 
         With tiny chunks everything is slow: there nothing is measured.
         """
+        arena = self._node.arena
+        unmeasured = Choice([_UNMEASURED_FROM] * len(OPERATIONS), _UNMEASURED)
+        if arena is None or (self._chunk_setting and self._choices.mode != "always"):
+            return unmeasured
+        return self._agreed(
+            1, lambda: measure(self._comm, self._plain, shared, arena, self._engine)
+        )
+
+    def _agreed(self, nodes: int, measured: Callable[[], Choice]) -> Choice:
+        """Collective: return what rank 0 knows, or what all measure if it knows nothing."""
         ranks = self.size
-        known = self._choices.of_ranks(ranks)
+        known = self._choices.of_ranks(ranks, nodes)
         if self._choices.mode == "always" and known is not None:
             return known
-        if self._chunk_setting:
-            return Choice([_UNMEASURED_FROM] * len(OPERATIONS), _UNMEASURED)
         numbers = np.zeros(NUMBERS, np.int64)
         if self.rank == 0 and known is not None:
             numbers[...] = known.numbers
         poll(self._comm.Ibcast(numbers, 0).Test)
-        arena = self._node.arena
-        measured = not numbers.all() and arena is not None
-        if measured and arena is not None:
-            numbers[...] = measure(self._comm, self._plain, shared, arena, self._engine).numbers
-        keep = self.rank == 0 and known is None
-        return self._choices.learn(ranks, numbers.tolist(), measured=measured, keep=keep)
+        new = not numbers.all()
+        if new:
+            numbers[...] = measured().numbers
+        return self._choices.learn(
+            ranks,
+            numbers.tolist(),
+            nodes=nodes,
+            measured=new,
+            keep=self.rank == 0 and known is None,
+        )
 
     def routes(self) -> Sequence[Route]:
         """Return how it moves host memory, and why. Local."""

@@ -68,12 +68,13 @@ def test_no_array_is_as_large_as_never():
 @pytest.mark.parametrize(
     "text",
     [
-        '{"2": [Infinity, 1, 1, 1, 1, 1]}',
-        '{"2": [1e30, 1, 1, 1, 1, 1]}',
-        '{"2": [0, 1, 1, 1, 1, 1]}',
-        '{"2": [1, 1, 1, 1, 1]}',
-        '{"2": [1, 1]}',
-        '{"2": 3}',
+        '{"2 on 1": [Infinity, 1, 1, 1, 1, 1, 1]}',
+        '{"2 on 1": [1e30, 1, 1, 1, 1, 1, 1]}',
+        '{"2 on 1": [0, 1, 1, 1, 1, 1, 1]}',
+        '{"2 on 1": [1, 1, 1, 1, 1, 1]}',
+        '{"2 on 1": [1, 1]}',
+        '{"2 on 1": 3}',
+        '{"2": [1, 1, 1, 1, 1, 1, 1]}',
         "[" * 100_000,
         "",
     ],
@@ -82,3 +83,17 @@ def test_a_file_that_says_nonsense_counts_as_none(tmp_path, text):
     path = tmp_path / "choices.json"
     path.write_text(text)
     assert Choices("auto", path).of_ranks(2) is None
+
+
+def test_ranks_on_other_nodes_are_another_group(tmp_path):
+    path = tmp_path / "choices.json"
+    choices = Choices("auto", path)
+    rows = {(4, 1): 5, (4, 2): 6, (8, 2): 7}
+    for (ranks, nodes), number in rows.items():
+        choices.learn(ranks, [number] * NUMBERS, nodes=nodes, measured=True, keep=True)
+    again = Choices("auto", path)
+    for (ranks, nodes), number in rows.items():
+        found = again.of_ranks(ranks, nodes)
+        assert found is not None
+        assert found.numbers == [number] * NUMBERS
+    assert again.of_ranks(8) is None
