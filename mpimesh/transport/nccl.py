@@ -22,7 +22,7 @@ from mpimesh.transport.cuda_handles import gpu_key, node_key
 from mpimesh.transport.device_mover import DeviceMover
 from mpimesh.transport.engine import Engine, Steps
 
-__all__ = ["Nccl"]
+__all__ = ["Nccl", "nccl_library"]
 
 _ID_BYTES = 128
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
@@ -47,7 +47,7 @@ class Nccl(DeviceMover):
         self, host: Communicator, engine: Engine, chain: Hashable, communicator: Any
     ) -> None:
         super().__init__(host, engine, chain)
-        self._nccl: Any = _library()
+        self._nccl: Any = nccl_library()
         self._comm = communicator
         self._dtypes = _dtypes(self._nccl)
         self._freed = False
@@ -58,7 +58,7 @@ class Nccl(DeviceMover):
 
         Its last step waits for the other ranks, which have all come by then.
         """
-        nccl = _library()
+        nccl = nccl_library()
         mine = np.array([node_key(), gpu_key(), nccl is not None], np.int64)
         facts = np.empty((host.size, 3), np.int64)
         yield host.all_gather(mine, facts.reshape(-1), [3] * host.size)
@@ -207,7 +207,7 @@ class Nccl(DeviceMover):
         return function
 
 
-def _library() -> Any:
+def nccl_library() -> Any:
     """Return `cupy.cuda.nccl`, which CuPy does not import by itself; None where it has none."""
     nccl: Any = getattr(sys.modules["cupy"].cuda, "nccl", None)
     if nccl is None:
