@@ -83,7 +83,6 @@ class Driver:
         self._local = threading.local()
         self._memory: dict[int, Any] = {}
         self._last_handle = 0x5000
-        self._kept: list[Any] = []
         for module, functions in ((runtime, self._of_runtime()), (driver, self._of_driver())):
             for name in list(module.__pyx_capi__):
                 self._replace(module, name, functions.get(name))
@@ -135,7 +134,8 @@ class Driver:
                 return None if result == "PyObject *" else 0
 
         kept = ctypes.PYFUNCTYPE(_TYPES[result], *types)(call)
-        self._kept += [kept, signature]
+        for one in (kept, signature):  # CuPy's memory calls them to the very end of the process
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
         address = ctypes.cast(kept, ctypes.c_void_p)
         capsules[name] = _new_capsule(address, signature, None)
 
