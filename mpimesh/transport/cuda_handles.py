@@ -44,6 +44,7 @@ PLACE = np.dtype(
     [
         ("node", np.int64),
         ("process", np.int64),
+        ("device", np.int64),
         ("address", np.int64),
         ("offset", np.int64),
         ("allocated", np.int64),
@@ -53,10 +54,13 @@ PLACE = np.dtype(
 )
 """Where an array lies: what another process needs to read it. `nbytes` is -1 where it cannot.
 
-`allocated` is the size in bytes of the whole allocation, which begins at ``address - offset``.
+`device` is the GPU's number in that process. `allocated` is the size in bytes of the whole
+allocation, which begins at ``address - offset``.
 """
 
 _OPENED_MOST = 128
+_ENABLED_ALREADY = 704
+"""What CUDA answers where kernels may read the other GPU's memory by now."""
 
 
 def address_range(ptr: int) -> tuple[int, int]:
@@ -103,6 +107,7 @@ def describe(x: Array, *, process: int, own: bool = False) -> Any:
     place = np.zeros((), PLACE)
     place["node"], place["process"] = node_key(), process
     place["address"], place["nbytes"] = x.data.ptr, x.nbytes
+    place["device"] = x.data.device_id
     if x.nbytes == 0:
         return place
     place["nbytes"] = -1
@@ -144,6 +149,7 @@ class Imports:
         self._process = process
         self._runtime: Any = sys.modules["cupy"].cuda.runtime
         self._opened: OrderedDict[bytes, _Opened] = OrderedDict()
+        self._reached: set[tuple[int, int]] = set()
         _all_imports.add(self)
 
     def open(self, place: Any) -> int:
@@ -154,7 +160,10 @@ class Imports:
         """
         if place["nbytes"] < 0:
             raise TransportError("the memory has no handle")
-        if place["process"] == self._process or place["nbytes"] == 0:
+        if place["nbytes"] == 0:
+            return int(place["address"])
+        if place["process"] == self._process:
+            self._reach(int(place["device"]))
             return int(place["address"])
         if place["node"] != node_key():
             raise TransportError("the memory is on another node")
@@ -167,6 +176,20 @@ class Imports:
                 found = self._opened[handle] = _Opened(self._open_new(handle, there), *there)
             self._opened.move_to_end(handle)
         return found.base + offset
+
+    def _reach(self, device: int) -> None:
+        """Let kernels of the current GPU read another one's memory: opening a handle does that."""
+        mine = self._runtime.getDevice()
+        if device == mine or (mine, device) in self._reached:
+            return
+        if not self._runtime.deviceCanAccessPeer(mine, device):
+            raise TransportError(f"GPU {mine} cannot read the memory of GPU {device}")
+        try:
+            self._runtime.deviceEnablePeerAccess(device)
+        except self._runtime.CUDARuntimeError as error:
+            if getattr(error, "status", 0) != _ENABLED_ALREADY:
+                raise TransportError(f"GPU {mine} cannot read GPU {device}: {error}") from None
+        self._reached.add((mine, device))
 
     def _open_new(self, handle: bytes, there: tuple[int, int, int]) -> int:
         # Two allocations of a process never overlap: what does was freed there since, when all who

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Any
 
@@ -125,15 +126,14 @@ class Nccl(DeviceMover):
                 )
         else:
             blocks = _cut(send, counts)
-            self._nccl.groupStart()
-            for root, block in enumerate(blocks):
-                count, kind = self._numbers(block)
-                out = recv if root == self.rank else block
-                if count:
-                    self._comm.reduce(
-                        block.data.ptr, out.data.ptr, count, kind, function, root, stream
-                    )
-            self._nccl.groupEnd()
+            with self._group():
+                for root, block in enumerate(blocks):
+                    count, kind = self._numbers(block)
+                    out = recv if root == self.rank else block
+                    if count:
+                        self._comm.reduce(
+                            block.data.ptr, out.data.ptr, count, kind, function, root, stream
+                        )
         yield from ()
 
     # -- movements, as bytes ---------------------------------------------------------------
@@ -182,16 +182,27 @@ class Nccl(DeviceMover):
         if outgoing and incoming and outgoing[self.rank].nbytes:
             mine, place = outgoing[self.rank], incoming[self.rank]
             self.lane.copy(place.data.ptr, mine.data.ptr, mine.nbytes)
+        with self._group():
+            for peer in range(self.size):
+                if peer == self.rank:
+                    continue
+                if outgoing and outgoing[peer].nbytes:
+                    block = outgoing[peer]
+                    self._comm.send(block.data.ptr, block.nbytes, kind, peer, stream)
+                if incoming and incoming[peer].nbytes:
+                    block = incoming[peer]
+                    self._comm.recv(block.data.ptr, block.nbytes, kind, peer, stream)
+
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        """Start together what is called within; an error must not leave the group open."""
         self._nccl.groupStart()
-        for peer in range(self.size):
-            if peer == self.rank:
-                continue
-            if outgoing and outgoing[peer].nbytes:
-                block = outgoing[peer]
-                self._comm.send(block.data.ptr, block.nbytes, kind, peer, stream)
-            if incoming and incoming[peer].nbytes:
-                block = incoming[peer]
-                self._comm.recv(block.data.ptr, block.nbytes, kind, peer, stream)
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):
+                self._nccl.groupEnd()
+            raise
         self._nccl.groupEnd()
 
     def _only(self, root: int, block: Array) -> list[Array]:

@@ -52,6 +52,7 @@ class Runtime(SimpleNamespace):
         self._devices = devices
         self.opened: list[int] = []
         self.closed: list[int] = []
+        self.peers: set[tuple[int, int]] = set()
         self.raw: dict[int, np.ndarray] = {}
 
     def getDeviceCount(self) -> int:
@@ -73,6 +74,14 @@ class Runtime(SimpleNamespace):
 
     def deviceCanAccessPeer(self, device: int, peer: int) -> int:
         return int(device != peer)
+
+    def deviceEnablePeerAccess(self, peer: int) -> None:
+        pair = self.getDevice(), peer
+        if pair in self.peers:
+            error = CUDARuntimeError("cudaErrorPeerAccessAlreadyEnabled")
+            error.status = 704  # type: ignore[attr-defined]
+            raise error
+        self.peers.add(pair)
 
     def driverGetVersion(self) -> int:
         return 13000

@@ -34,6 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in own:
         item.add_marker(pytest.mark.gpu)
         item.add_marker(pytest.mark.mpi)
+        # The first use of each kernel compiles it; the first of a way starts child processes.
+        item.add_marker(pytest.mark.limit(300))
+        item.add_marker(pytest.mark.timeout(0))
         # What CuPy has to say of the machine, such as of a first compilation, is no failure.
         item.add_marker(pytest.mark.filterwarnings(r"default:::cupy.*"))
         if why_not:

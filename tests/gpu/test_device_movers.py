@@ -30,7 +30,7 @@ LARGE = 300_001
 
 def value(communicator, steps):
     request = communicator.engine.stage("find", steps)
-    finish(communicator, request)
+    finish(communicator, request, limit_s=240)  # child processes start CUDA, or NCCL does
     return request.value
 
 
@@ -91,6 +91,7 @@ def test_cuda_aware_mpi(communicator):
 
 def test_the_choice(communicator):
     side = device_side(communicator)
+    finish(communicator, side.prepare(), limit_s=240)
     for size in (100, LARGE):
         x = device(numbers(communicator.rank, size, "f4"))
         finish(communicator, side.all_reduce(None, x, "sum"))
@@ -122,6 +123,7 @@ def test_a_way_that_cannot_is_refused(communicator):
     if communicator.size <= cupy.cuda.runtime.getDeviceCount():
         pytest.skip("needs ranks that share a GPU")
     side = DeviceSide(communicator, prefer="nccl")
+    finish(communicator, side.prepare(), limit_s=240)
     with pytest.raises(GroupError, match=r"share one GPU, which NCCL refuses|CuPy finds no NCCL"):
         finish(communicator, side.broadcast(nonsense(3, "f4"), 0))
     side.free()
@@ -129,6 +131,7 @@ def test_a_way_that_cannot_is_refused(communicator):
 
 def test_sums_are_the_same_to_the_last_bit(communicator):
     side = device_side(communicator)
+    finish(communicator, side.prepare(), limit_s=240)
     for size in (1000, LARGE):
         values = np.random.default_rng(communicator.rank).standard_normal(size)
         x = device(values.astype("f4"))

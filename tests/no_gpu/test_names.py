@@ -21,7 +21,7 @@ _FACTS = ("report.py", "findings.py", "examine.py")
 _OF_THE_STAND_IN = {
     *("cuda.clock", "cuda.Stream.delay", "cuda.Stream.put", "cuda.Stream.step"),
     *("cuda.Event.record_now", "cuda.Event.interprocess", "cuda.runtime.opened"),
-    *("cuda.runtime.closed", "cuda.runtime.raw", "cuda.nccl"),
+    *("cuda.runtime.closed", "cuda.runtime.raw", "cuda.runtime.peers", "cuda.nccl"),
     *("ndarray.on_host", "ndarray.block", "ndarray.library"),
 }
 

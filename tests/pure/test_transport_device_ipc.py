@@ -10,6 +10,7 @@ import pytest
 from mpimesh.errors import TransportError
 from mpimesh.transport import cuda_handles
 from mpimesh.transport.cuda_ipc import CudaIpc, one_shot
+from tests.devices import fake_cuda
 from tests.devices.fake_cuda import address_range, installed
 from tests.devices.operations import (
     check_all,
@@ -185,3 +186,23 @@ def test_memory_that_was_freed_there_is_closed_before_new_memory_is_opened_at_it
         first.close()
         second.close()
         assert cuda.open == []
+
+
+def test_gpus_of_one_process_are_allowed_to_read_each_other_or_it_is_refused(monkeypatch):
+    """Kernels that read another GPU's memory unallowed end all work on theirs."""
+
+    def main(comm):
+        mover, why = found(comm, apart=False)
+        runtime = sys.modules["cupy"].cuda.runtime
+        if mover is not None:
+            assert (comm.rank, 1 - comm.rank) in runtime.peers
+            check_all_reduce(mover, comm, 13, "f4")
+        return why
+
+    assert on_ranks(2, main, devices=2) == ["", ""]
+    cannot = lambda self, device, peer: 0  # noqa: E731
+    monkeypatch.setattr(fake_cuda.Runtime, "deviceCanAccessPeer", cannot)
+    assert on_ranks(2, main, devices=2) == [
+        "GPU 0 cannot read the memory of GPU 1",
+        "GPU 1 cannot read the memory of GPU 0",
+    ]
