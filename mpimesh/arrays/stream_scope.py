@@ -9,14 +9,18 @@ there: its temporary memory is made, used and given back in the order of one str
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from mpimesh.arrays.namespace import is_cupy
 from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError
 
-__all__ = ["StreamScope", "check_current", "device_ready"]
+__all__ = ["StreamScope", "check_current", "device_ready", "made_current"]
+
+_PER_THREAD = 2
+"""The pointer that stands for another stream in each thread."""
 
 R = TypeVar("R")
 
@@ -33,8 +37,24 @@ def device_ready() -> bool:
         return False
 
 
+@contextmanager
+def made_current(device: Any, stream: Any) -> Iterator[None]:
+    """Make a device and one of its streams current, and afterwards those that were so before.
+
+    CuPy's own ``with stream:`` goes back to the stream of the ``with`` around it, and so forgets
+    one that a program has chosen by ``stream.use()``: its next kernels would go astray.
+    """
+    with device:
+        before = sys.modules["cupy"].cuda.get_current_stream()
+        stream.use()
+        try:
+            yield
+        finally:
+            before.use()
+
+
 class StreamScope:
-    """A device and one of its streams, made current by ``with``.
+    """A device and one of its streams.
 
     Attributes:
         device: CuPy's device.
@@ -54,19 +74,13 @@ class StreamScope:
         """Return the current scope if `x` is a CuPy array on a device, None for any other."""
         return cls() if is_cupy(x) and device_ready() else None
 
-    def __enter__(self) -> None:
-        """Make the device and the stream current."""
-        self.device.__enter__()
-        self.stream.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        """Make those current that were so before."""
-        self.stream.__exit__(*error)
-        self.device.__exit__(*error)
+    def current(self) -> AbstractContextManager[None]:
+        """Make the device and the stream current for a ``with`` block."""
+        return made_current(self.device, self.stream)
 
     def call(self, function: Callable[[], R]) -> R:
         """Return what `function` returns, called on the device and stream."""
-        with self:
+        with self.current():
             return function()
 
     def mark(self) -> Any:
@@ -80,7 +94,7 @@ class StreamScope:
         """Let the current stream of this thread wait for an event of this scope's stream."""
         with self.device:
             current = self._cuda.get_current_stream()
-            if current != self.stream:
+            if current != self.stream or current.ptr == _PER_THREAD:
                 current.wait_event(event)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpimesh.transport.nccl import nccl_library
 from mpimesh.transport.proof_cache import has_cupy
 from mpimesh.transport.ucx import loaded_ucx
 
@@ -174,17 +175,18 @@ def find_cuda() -> Cuda:
             cupy=str(cupy.__version__),
             runtime=_cuda_version(runtime.runtimeGetVersion()),
             driver=_cuda_version(runtime.driverGetVersion()),
-            nccl=_nccl_version(cupy),
+            nccl=_nccl_version(),
             gpus=int(runtime.getDeviceCount()),
         )
     except Exception as error:  # whatever it is, it is what the person must read
         return Cuda(installed=True, problem=f"{type(error).__name__}: {error}")
 
 
-def _nccl_version(cupy: Any) -> str:
+def _nccl_version() -> str:
     with suppress(Exception):
-        if cupy.cuda.nccl.available:
-            number = int(cupy.cuda.nccl.get_version())
+        nccl = nccl_library()
+        if nccl is not None:
+            number = int(nccl.get_version())
             return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return ""
 

@@ -58,10 +58,13 @@ def _device(runtime: Any, number: int) -> Device:
 
 
 def _uuid_text(raw: object) -> str | None:
-    """Write 16 bytes as the driver does, ``GPU-...``; older CuPy does not report them."""
-    if not isinstance(raw, bytes) or len(raw) != 16:
+    """Write 16 bytes as the driver does, ``GPU-...``; older CuPy does not report them.
+
+    CuPy takes them for text that a zero ends: it cuts them off there, or reads on past them.
+    """
+    if not isinstance(raw, bytes) or len(raw) < 16:
         return None
-    text = raw.hex()
+    text = raw[:16].hex()
     return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 

@@ -11,6 +11,7 @@ from mpimesh.arrays import StreamScope
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operation import Operation, Owner
 from mpimesh.transport import Request, Steps
+from mpimesh.transport.device_work import steps_in
 
 __all__ = ["DeviceOperation", "begin_in", "steps_in"]
 
@@ -53,7 +54,7 @@ class DeviceOperation(Operation):
 
     def settle(self) -> None:
         """Take the result of the finished request, and let go of the buffers."""
-        with self._scope:
+        with self._scope.current():
             super().settle()
         # An array on the host is there by now. Without any, the input may still be read.
         if not isinstance(self._result, np.ndarray):
@@ -70,13 +71,3 @@ def begin_in(
         return steps_in(scope, request) if isinstance(request, Generator) else request
 
     return started
-
-
-def steps_in(scope: StreamScope, steps: Steps) -> Steps:
-    """Run each step in `scope`; between two steps the caller's device and stream are current."""
-    while True:
-        try:
-            request = scope.call(lambda: next(steps))
-        except StopIteration as stop:
-            return stop.value
-        yield request

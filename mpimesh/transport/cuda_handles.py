@@ -17,9 +17,12 @@ import os
 import socket
 import sys
 from collections import OrderedDict
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -41,15 +44,23 @@ PLACE = np.dtype(
     [
         ("node", np.int64),
         ("process", np.int64),
+        ("device", np.int64),
         ("address", np.int64),
         ("offset", np.int64),
+        ("allocated", np.int64),
         ("nbytes", np.int64),
         ("handle", np.uint8, 64),
     ]
 )
-"""Where an array lies: what another process needs to read it. `nbytes` is -1 where it cannot."""
+"""Where an array lies: what another process needs to read it. `nbytes` is -1 where it cannot.
+
+`device` is the GPU's number in that process. `allocated` is the size in bytes of the whole
+allocation, which begins at ``address - offset``.
+"""
 
 _OPENED_MOST = 128
+_ENABLED_ALREADY = 704
+"""What CUDA answers where kernels may read the other GPU's memory by now."""
 
 
 def address_range(ptr: int) -> tuple[int, int]:
@@ -96,6 +107,7 @@ def describe(x: Array, *, process: int, own: bool = False) -> Any:
     place = np.zeros((), PLACE)
     place["node"], place["process"] = node_key(), process
     place["address"], place["nbytes"] = x.data.ptr, x.nbytes
+    place["device"] = x.data.device_id
     if x.nbytes == 0:
         return place
     place["nbytes"] = -1
@@ -103,14 +115,27 @@ def describe(x: Array, *, process: int, own: bool = False) -> Any:
         return place
     runtime = sys.modules["cupy"].cuda.runtime
     try:
-        base, _ = address_range(x.data.ptr)
+        base, allocated = address_range(x.data.ptr)
         handle = runtime.ipcGetMemHandle(base)
     except (TransportError, runtime.CUDARuntimeError):
         return place
-    place["offset"] = x.data.ptr - base
+    place["offset"], place["allocated"] = x.data.ptr - base, allocated
     place["handle"] = np.frombuffer(handle, np.uint8)
     place["nbytes"] = x.nbytes
     return place
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An allocation of another process: where it is here, and where it was there."""
+
+    base: int
+    process: int
+    start: int
+    stop: int
+
+    def overlaps(self, process: int, start: int, stop: int) -> bool:
+        return process == self.process and start < self.stop and self.start < stop
 
 
 class Imports:
@@ -123,7 +148,9 @@ class Imports:
     def __init__(self, *, process: int) -> None:
         self._process = process
         self._runtime: Any = sys.modules["cupy"].cuda.runtime
-        self._opened: OrderedDict[bytes, int] = OrderedDict()
+        self._opened: OrderedDict[bytes, _Opened] = OrderedDict()
+        self._reached: set[tuple[int, int]] = set()
+        _all_imports.add(self)
 
     def open(self, place: Any) -> int:
         """Return the address at which this process reads what `place` tells.
@@ -133,20 +160,51 @@ class Imports:
         """
         if place["nbytes"] < 0:
             raise TransportError("the memory has no handle")
-        if place["process"] == self._process or place["nbytes"] == 0:
+        if place["nbytes"] == 0:
+            return int(place["address"])
+        if place["process"] == self._process:
+            self._reach(int(place["device"]))
             return int(place["address"])
         if place["node"] != node_key():
             raise TransportError("the memory is on another node")
-        handle = place["handle"].tobytes()
-        base = self._opened.get(handle)
-        if base is None:
-            try:
-                base = self._runtime.ipcOpenMemHandle(handle)
-            except self._runtime.CUDARuntimeError as error:
-                raise TransportError(f"CUDA cannot open the memory: {error}") from None
-            self._opened[handle] = base
-        self._opened.move_to_end(handle)
-        return base + int(place["offset"])
+        handle, offset = place["handle"].tobytes(), int(place["offset"])
+        with _imports_lock:
+            found = self._opened.get(handle)
+            if found is None:
+                start = int(place["address"]) - offset
+                there = int(place["process"]), start, start + int(place["allocated"])
+                found = self._opened[handle] = _Opened(self._open_new(handle, there), *there)
+            self._opened.move_to_end(handle)
+        return found.base + offset
+
+    def _reach(self, device: int) -> None:
+        """Let kernels of the current GPU read another one's memory: opening a handle does that."""
+        mine = self._runtime.getDevice()
+        if device == mine or (mine, device) in self._reached:
+            return
+        if not self._runtime.deviceCanAccessPeer(mine, device):
+            raise TransportError(f"GPU {mine} cannot read the memory of GPU {device}")
+        try:
+            self._runtime.deviceEnablePeerAccess(device)
+        except self._runtime.CUDARuntimeError as error:
+            if getattr(error, "status", 0) != _ENABLED_ALREADY:
+                raise TransportError(f"GPU {mine} cannot read GPU {device}: {error}") from None
+        self._reached.add((mine, device))
+
+    def _open_new(self, handle: bytes, there: tuple[int, int, int]) -> int:
+        # Two allocations of a process never overlap: what does was freed there since, when all who
+        # read it had said so. CUDA refuses the new one as long as anybody here has the old one.
+        for imports in [one for one in _all_imports if one._process == self._process]:
+            imports._forget(*there, but=handle)
+        try:
+            return int(self._runtime.ipcOpenMemHandle(handle))
+        except self._runtime.CUDARuntimeError as error:
+            raise TransportError(f"CUDA cannot open the memory: {error}") from None
+
+    def _forget(self, process: int, start: int, stop: int, *, but: bytes) -> None:
+        for handle, one in list(self._opened.items()):
+            if handle != but and one.overlaps(process, start, stop):
+                self._close(self._opened.pop(handle))
 
     @property
     def crowded(self) -> bool:
@@ -155,19 +213,26 @@ class Imports:
 
     def trim(self) -> None:
         """Close what was used longest ago, down to the limit; nothing may be reading it."""
-        while len(self._opened) > _OPENED_MOST:
-            self._close(self._opened.popitem(last=False)[1])
+        with _imports_lock:
+            while len(self._opened) > _OPENED_MOST:
+                self._close(self._opened.popitem(last=False)[1])
 
     def close(self) -> None:
         """Close all. A second call does nothing."""
-        while self._opened:
-            self._close(self._opened.popitem()[1])
+        with _imports_lock:
+            while self._opened:
+                self._close(self._opened.popitem()[1])
 
-    def _close(self, base: int) -> None:
+    def _close(self, opened: _Opened) -> None:
         try:
-            self._runtime.ipcCloseMemHandle(base)
+            self._runtime.ipcCloseMemHandle(opened.base)
         except self._runtime.CUDARuntimeError:
             return  # its owner has ended: there is nothing left to close
+
+
+# Of this process: CUDA knows no owners among those who have opened a handle.
+_all_imports: WeakSet[Imports] = WeakSet()
+_imports_lock = RLock()
 
 
 @cache
@@ -183,7 +248,8 @@ def gpu_key() -> int:
     runtime = sys.modules["cupy"].cuda.runtime
     device = runtime.getDevice()
     properties = runtime.getDeviceProperties(device)
-    return _number(str(properties.get("uuid") or runtime.deviceGetPCIBusId(device)))
+    # Both: CuPy cuts the UUID off at a zero byte, and the parts of a GPU share its place.
+    return _number(f"{properties.get('uuid')}|{runtime.deviceGetPCIBusId(device)}")
 
 
 def process_key() -> int:

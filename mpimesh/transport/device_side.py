@@ -20,6 +20,7 @@ from mpimesh.transport.base import Communicator, RecvRequest, Request
 from mpimesh.transport.device_choice import Choice, find_ways
 from mpimesh.transport.device_messages import DeviceMessages
 from mpimesh.transport.device_mover import DeviceMover
+from mpimesh.transport.device_work import steps_in
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.route import Route
 
@@ -172,6 +173,8 @@ class DeviceSide:
         """Collective: find out what the ranks can do together; the first collective does it."""
         if self._found is None:
             steps = find_ways(self.communicator, self._engine, self._prefer)
+            # The ways belong to this device, whatever is current where somebody waits.
+            steps = steps_in(StreamScope(), steps)
             self._found = self._engine.stage((*self._queue, "ways"), steps)
         return self._found
 
@@ -244,7 +247,7 @@ class DeviceSide:
         def steps() -> Steps:
             yield request
             if out is not None:
-                with scope:
+                with scope.current():
                     out[...] = wide_out
 
         return self._engine.stage(object(), steps())
@@ -264,7 +267,7 @@ class DeviceSide:
 
         def steps() -> Steps:
             yield found
-            with scope:
+            with scope.current():
                 request = begin(found.value.pick(operation, nbytes, np.dtype(dtype), op))
             yield request
 

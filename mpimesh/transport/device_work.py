@@ -13,11 +13,11 @@ gives it out again in the order of that stream.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from mpimesh.arrays.stream_scope import StreamScope
+from mpimesh.arrays.stream_scope import StreamScope, made_current
 from mpimesh.errors import TransportError
 from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.engine import Steps
@@ -25,7 +25,7 @@ from mpimesh.transport.engine import Steps
 _SUCCESS, _NOT_READY = 0, 600
 """What CUDA answers when asked for an event."""
 
-__all__ = ["AllDone", "EventDone", "Lane", "in_lane"]
+__all__ = ["AllDone", "EventDone", "Lane", "in_lane", "steps_in"]
 
 
 class EventDone:
@@ -84,11 +84,9 @@ class Lane:
         self.stream: Any = self.cuda.Stream(non_blocking=True)
         self._host = host
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make device and stream current."""
-        with self.device, self.stream:
-            yield
+    def current(self) -> AbstractContextManager[None]:
+        """Make device and stream current for a ``with`` block."""
+        return made_current(self.device, self.stream)
 
     def mark(self) -> Any:
         """Return an event after all that the stream was given so far."""
@@ -132,3 +130,13 @@ def _run(lane: Lane, caller: StreamScope, start: Any, make: Callable[[], Steps])
     end = lane.mark()
     with caller.device:
         caller.stream.wait_event(end)
+
+
+def steps_in(scope: StreamScope, steps: Steps) -> Steps:
+    """Run each step in `scope`; between two steps the caller's device and stream are current."""
+    while True:
+        try:
+            request = scope.call(lambda: next(steps))
+        except StopIteration as stop:
+            return stop.value
+        yield request

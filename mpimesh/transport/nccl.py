@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Any
 
@@ -22,7 +23,7 @@ from mpimesh.transport.cuda_handles import gpu_key, node_key
 from mpimesh.transport.device_mover import DeviceMover
 from mpimesh.transport.engine import Engine, Steps
 
-__all__ = ["Nccl"]
+__all__ = ["Nccl", "nccl_library"]
 
 _ID_BYTES = 128
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
@@ -47,7 +48,7 @@ class Nccl(DeviceMover):
         self, host: Communicator, engine: Engine, chain: Hashable, communicator: Any
     ) -> None:
         super().__init__(host, engine, chain)
-        self._nccl: Any = _library()
+        self._nccl: Any = nccl_library()
         self._comm = communicator
         self._dtypes = _dtypes(self._nccl)
         self._freed = False
@@ -58,7 +59,7 @@ class Nccl(DeviceMover):
 
         Its last step waits for the other ranks, which have all come by then.
         """
-        nccl = _library()
+        nccl = nccl_library()
         mine = np.array([node_key(), gpu_key(), nccl is not None], np.int64)
         facts = np.empty((host.size, 3), np.int64)
         yield host.all_gather(mine, facts.reshape(-1), [3] * host.size)
@@ -125,15 +126,14 @@ class Nccl(DeviceMover):
                 )
         else:
             blocks = _cut(send, counts)
-            self._nccl.groupStart()
-            for root, block in enumerate(blocks):
-                count, kind = self._numbers(block)
-                out = recv if root == self.rank else block
-                if count:
-                    self._comm.reduce(
-                        block.data.ptr, out.data.ptr, count, kind, function, root, stream
-                    )
-            self._nccl.groupEnd()
+            with self._group():
+                for root, block in enumerate(blocks):
+                    count, kind = self._numbers(block)
+                    out = recv if root == self.rank else block
+                    if count:
+                        self._comm.reduce(
+                            block.data.ptr, out.data.ptr, count, kind, function, root, stream
+                        )
         yield from ()
 
     # -- movements, as bytes ---------------------------------------------------------------
@@ -182,16 +182,27 @@ class Nccl(DeviceMover):
         if outgoing and incoming and outgoing[self.rank].nbytes:
             mine, place = outgoing[self.rank], incoming[self.rank]
             self.lane.copy(place.data.ptr, mine.data.ptr, mine.nbytes)
+        with self._group():
+            for peer in range(self.size):
+                if peer == self.rank:
+                    continue
+                if outgoing and outgoing[peer].nbytes:
+                    block = outgoing[peer]
+                    self._comm.send(block.data.ptr, block.nbytes, kind, peer, stream)
+                if incoming and incoming[peer].nbytes:
+                    block = incoming[peer]
+                    self._comm.recv(block.data.ptr, block.nbytes, kind, peer, stream)
+
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        """Start together what is called within; an error must not leave the group open."""
         self._nccl.groupStart()
-        for peer in range(self.size):
-            if peer == self.rank:
-                continue
-            if outgoing and outgoing[peer].nbytes:
-                block = outgoing[peer]
-                self._comm.send(block.data.ptr, block.nbytes, kind, peer, stream)
-            if incoming and incoming[peer].nbytes:
-                block = incoming[peer]
-                self._comm.recv(block.data.ptr, block.nbytes, kind, peer, stream)
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):
+                self._nccl.groupEnd()
+            raise
         self._nccl.groupEnd()
 
     def _only(self, root: int, block: Array) -> list[Array]:
@@ -207,7 +218,7 @@ class Nccl(DeviceMover):
         return function
 
 
-def _library() -> Any:
+def nccl_library() -> Any:
     """Return `cupy.cuda.nccl`, which CuPy does not import by itself; None where it has none."""
     nccl: Any = getattr(sys.modules["cupy"].cuda, "nccl", None)
     if nccl is None:

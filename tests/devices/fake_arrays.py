@@ -79,7 +79,8 @@ class Library:
     def new(self, shape: Any, dtype: Any) -> FakeArray:
         """Return an array that holds nothing sensible."""
         dtype = np.dtype(dtype)
-        block = Allocation(math.prod(shape) * dtype.itemsize, self.identity, take=self.take)
+        nbytes, device = math.prod(shape) * dtype.itemsize, self.clock.device()
+        block = Allocation(nbytes, self.identity, device, take=self.take)
         with self.clock.lock:
             self.blocks.append(block)
         host = block.block[block.base_offset :][: block.size].view(dtype).reshape(shape)

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from tests.devices.fake_arrays import FakeArray, Library, MemoryPointer, at_address
+from tests.devices.fake_fuse import fuse
 from tests.devices.fake_nccl import FakeNccl
 from tests.devices.fake_streams import Clock, Event, Stream
 
@@ -51,13 +52,14 @@ class Runtime(SimpleNamespace):
         self._devices = devices
         self.opened: list[int] = []
         self.closed: list[int] = []
+        self.peers: set[tuple[int, int]] = set()
         self.raw: dict[int, np.ndarray] = {}
 
     def getDeviceCount(self) -> int:
         return self._devices
 
     def getDevice(self) -> int:
-        return int(getattr(self._library.clock.current, "device", 0))
+        return self._library.clock.device()
 
     def setDevice(self, device: int) -> None:
         if not 0 <= device < self._devices:
@@ -72,6 +74,14 @@ class Runtime(SimpleNamespace):
 
     def deviceCanAccessPeer(self, device: int, peer: int) -> int:
         return int(device != peer)
+
+    def deviceEnablePeerAccess(self, peer: int) -> None:
+        pair = self.getDevice(), peer
+        if pair in self.peers:
+            error = CUDARuntimeError("cudaErrorPeerAccessAlreadyEnabled")
+            error.status = 704  # type: ignore[attr-defined]
+            raise error
+        self.peers.add(pair)
 
     def driverGetVersion(self) -> int:
         return 13000
@@ -194,6 +204,16 @@ class Device:
         return self.id
 
 
+def _stream(
+    clock: Clock,
+    null: bool = False,
+    non_blocking: bool = False,
+    ptds: bool = False,
+    priority: int | None = None,
+) -> Stream:
+    return Stream(clock=clock, device_id=clock.device())
+
+
 class UnownedMemory:
     """Memory at an address that somebody else keeps."""
 
@@ -241,8 +261,8 @@ class FakeCupy(ModuleType):
             nccl=FakeNccl(clock),
             Device=device,
             Event=partial(Event, clock=clock),
-            Stream=lambda null=False, non_blocking=False, ptds=False: Stream(clock=clock),
-            get_current_stream=lambda device_id=-1: clock.stream(),
+            Stream=partial(_stream, clock),
+            get_current_stream=clock.stream,
             alloc_pinned_memory=lambda nbytes: memoryview(bytearray(b"k" * nbytes)),
             MemoryPointer=MemoryPointer,
             UnownedMemory=UnownedMemory,
@@ -257,10 +277,7 @@ class FakeCupy(ModuleType):
     def identity(self, name: str) -> None:
         self.library.identity = name
 
-    @staticmethod
-    def fuse(formula: Any, kernel_name: str | None = None) -> Any:
-        """Return the formula: its operations one after the other."""
-        return formula
+    fuse = staticmethod(fuse)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(np, name):

@@ -48,15 +48,31 @@ class Clock:
             for stream in self.streams:
                 stream.step()
 
-    def stream(self) -> Stream:
-        """Return the current stream; every thread has a default stream of its own."""
-        current: Stream = self.stack()[-1]
-        return current
+    def device(self) -> int:
+        """Return the number of the current device."""
+        return int(getattr(self.current, "device", 0))
 
-    def stack(self) -> Any:
-        if not hasattr(self.current, "stack"):
-            self.current.stack = [Stream(clock=self)]
-        return self.current.stack
+    def stream(self, device: int = -1) -> Stream:
+        """Return the current stream; every thread has a default stream of its own."""
+        device = self.device() if device < 0 else device
+        found: Stream = self.streams_now().setdefault(device, self.stack(device)[0])
+        return found
+
+    def streams_now(self) -> dict[int, Stream]:
+        """Return the current stream of each device."""
+        if not hasattr(self.current, "now"):
+            self.current.now = {}
+        now: dict[int, Stream] = self.current.now
+        return now
+
+    def stack(self, device: int) -> list[Stream]:
+        """Return the streams that ``with`` has made current on a device, the default one first."""
+        if not hasattr(self.current, "stacks"):
+            self.current.default = Stream(clock=self, device_id=-1)
+            self.current.stacks = {}
+            self.current.entered = []
+        stacks: dict[int, list[Stream]] = self.current.stacks
+        return stacks.setdefault(device, [self.current.default])
 
 
 class Stream:
@@ -105,15 +121,32 @@ class Stream:
         return event
 
     def use(self) -> Stream:
-        self._clock.stack()[-1] = self
+        self._clock.streams_now()[self._device()] = self
         return self
 
     def __enter__(self) -> Stream:
-        self._clock.stack().append(self)
+        device = self._device()
+        self._clock.stack(device).append(self)
+        self._clock.current.entered.append(device)
+        self._clock.streams_now()[device] = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._clock.stack().pop()
+        # As CuPy does: what `use` has made current meanwhile, or before, is forgotten.
+        device = self._clock.current.entered.pop()
+        stack = self._clock.stack(device)
+        stack.pop()
+        self._clock.streams_now()[device] = stack[-1]
+
+    def _device(self) -> int:
+        """Return the current device, which must be the stream's own."""
+        current = self._clock.device()
+        if self.device_id not in (-1, current):
+            raise RuntimeError(
+                f"The device that the stream is created on ({self.device_id}) does not match with "
+                f"the current device ({current})"
+            )
+        return current
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and self.ptr == other.ptr

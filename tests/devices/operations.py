@@ -28,7 +28,7 @@ def reduced(inputs: list[np.ndarray], op: str) -> np.ndarray:
     return total
 
 
-def finish(communicator: Any, *requests: Any) -> None:
+def finish(communicator: Any, *requests: Any, limit_s: float = 20) -> None:
     """Wait for requests as a rank does: everything unfinished moves along."""
     left = list(requests)
 
@@ -37,7 +37,7 @@ def finish(communicator: Any, *requests: Any) -> None:
         left[:] = [request for request in left if not request.test()]
         return not left
 
-    assert communicator.wait(over, 20, what="the test")
+    assert communicator.wait(over, limit_s, what="the test")
 
 
 def device(values: np.ndarray) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ _HERE = Path(__file__).parent
 def _why_not() -> str:
     """Return why no test here can run, or nothing."""
     try:
-        import cupy
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries that it does not find
+            import cupy
     except ImportError as error:
         return f"needs CuPy: {error}"
     try:
@@ -31,6 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in own:
         item.add_marker(pytest.mark.gpu)
         item.add_marker(pytest.mark.mpi)
+        # The first use of each kernel compiles it; the first of a way starts child processes.
+        item.add_marker(pytest.mark.limit(300))
+        item.add_marker(pytest.mark.timeout(0))
+        # What CuPy has to say of the machine, such as of a first compilation, is no failure.
+        item.add_marker(pytest.mark.filterwarnings(r"default:::cupy.*"))
         if why_not:
             item.add_marker(pytest.mark.skip(reason=why_not))
 

@@ -30,7 +30,7 @@ LARGE = 300_001
 
 def value(communicator, steps):
     request = communicator.engine.stage("find", steps)
-    finish(communicator, request)
+    finish(communicator, request, limit_s=240)  # child processes start CUDA, or NCCL does
     return request.value
 
 
@@ -91,6 +91,7 @@ def test_cuda_aware_mpi(communicator):
 
 def test_the_choice(communicator):
     side = device_side(communicator)
+    finish(communicator, side.prepare(), limit_s=240)
     for size in (100, LARGE):
         x = device(numbers(communicator.rank, size, "f4"))
         finish(communicator, side.all_reduce(None, x, "sum"))
@@ -122,13 +123,15 @@ def test_a_way_that_cannot_is_refused(communicator):
     if communicator.size <= cupy.cuda.runtime.getDeviceCount():
         pytest.skip("needs ranks that share a GPU")
     side = DeviceSide(communicator, prefer="nccl")
-    with pytest.raises(GroupError, match="share one GPU, which NCCL refuses"):
+    finish(communicator, side.prepare(), limit_s=240)
+    with pytest.raises(GroupError, match=r"share one GPU, which NCCL refuses|CuPy finds no NCCL"):
         finish(communicator, side.broadcast(nonsense(3, "f4"), 0))
     side.free()
 
 
 def test_sums_are_the_same_to_the_last_bit(communicator):
     side = device_side(communicator)
+    finish(communicator, side.prepare(), limit_s=240)
     for size in (1000, LARGE):
         values = np.random.default_rng(communicator.rank).standard_normal(size)
         x = device(values.astype("f4"))
@@ -140,9 +143,11 @@ def test_sums_are_the_same_to_the_last_bit(communicator):
         assert (least == most).all()
 
 
-def test_a_mesh(comm):
+def test_a_mesh(comm, monkeypatch):
     """What a user sees: arrays of CuPy go in and come out."""
     import cupy
+
+    monkeypatch.setenv("MPIMESH_SHARED_GPU", "allow")
 
     import mpimesh as mm
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.devices.fake_fuse import fuse
+
 FUNCTIONS = {
     *(
         "abs",
@@ -162,10 +164,7 @@ class FakeCupy(ModuleType):
             return lifted(getattr(np, name))
         raise AttributeError(f"the fake CuPy has no {name}")
 
-    @staticmethod
-    def fuse(formula: Any, kernel_name: str | None = None) -> Any:
-        """Return the formula: its operations one after the other."""
-        return formula
+    fuse = staticmethod(fuse)
 
     @staticmethod
     def asarray(values: Any) -> FakeArray:

@@ -94,3 +94,28 @@ def test_a_cupy_that_fails_is_a_problem_to_show(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     found = find_cuda()
     assert (found.installed, found.problem) == (True, "ImportError: no libcudart")
+
+
+def test_the_nccl_that_cupy_imports_only_when_it_is_asked_to(monkeypatch, tmp_path):
+    """`cupy.cuda.nccl` is no attribute before somebody has imported it."""
+    runtime = (
+        "def runtimeGetVersion(): return 13020\n"
+        "def driverGetVersion(): return 13000\n"
+        "def getDeviceCount(): return 1\n"
+    )
+    files = {
+        "__init__.py": "from cupy import cuda\n__version__ = '14.2.0'\n",
+        "cuda/__init__.py": "from cupy.cuda import runtime\n",
+        "cuda/runtime.py": runtime,
+        "cuda/nccl.py": "available = True\ndef get_version(): return 22907\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "cupy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cupy" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ["cupy", *(one for one in sys.modules if one.startswith("cupy."))]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    found = find_cuda()
+    for name in [one for one in sys.modules if one.partition(".")[0] == "cupy"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert (found.problem, found.nccl, found.gpus) == ("", "2.29.7", 1)

@@ -217,7 +217,7 @@ class FakeRuntime:
             "multiProcessorCount": 132,
             "major": 9,
             "minor": 0,
-            "uuid": bytes(range(16)),
+            "uuid": bytes(range(1, 17)),
             **facts,
         }
 
@@ -257,7 +257,7 @@ def test_cupy_is_asked_where_it_is_imported(cupy):
         memory_mb=150 << 10,
         compute_units=132,
         pci_bus_id="0000:3b:01.0",
-        partition_id="GPU-00010203-0405-0607-0809-0a0b0c0d0e0f",
+        partition_id="GPU-01020304-0506-0708-090a-0b0c0d0e0f10",
         cuda_version="12.4",
         compute_capability="9.0",
         supports_fp16=True,
@@ -274,6 +274,22 @@ def test_cupy_for_rocm_or_of_an_older_version(cupy):
     assert not info.has_cuda
     assert info.get_best_provider() == "rocm"
     assert (info.devices[0].partition_id, info.devices[0].compute_capability) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (bytes(range(1, 17)) + b"\x07", "GPU-01020304-0506-0708-090a-0b0c0d0e0f10"),
+        (bytes(range(1, 9)), None),
+        (b"", None),
+    ],
+    ids=["read on past the end", "cut off at a zero", "zero at once"],
+)
+def test_cupy_takes_the_bytes_of_a_uuid_for_text(raw, text, cupy):
+    cupy(FakeRuntime(count=1, uuid=raw))
+    device = DeviceInfo.try_probe().devices[0]
+    assert device.partition_id == text
+    assert device.identity is not None
 
 
 def test_cupy_without_a_gpu(cupy):

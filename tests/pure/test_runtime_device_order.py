@@ -190,3 +190,22 @@ def test_routes_of_a_group_that_others_are_in():
             group.routes()
 
     mm.run_virtual(2, body)
+
+
+@pytest.mark.usefixtures("cupy")
+def test_the_stream_that_a_program_uses_stays_current():
+    """Also one that is current by `use`, which CuPy forgets at the end of any ``with stream:``."""
+
+    def main(group):
+        cuda = sys.modules["cupy"].cuda
+        chosen = cuda.Stream(non_blocking=True)
+        chosen.use()
+        for _ in range(2):
+            handle = group.all_reduce(given(values(group.rank, (4,), "f2")))
+            assert cuda.get_current_stream() == chosen
+            handle.resolve()
+            assert cuda.get_current_stream() == chosen
+            group.shift(given(values(group.rank, (4,), "f4")), wrap=True).resolve()
+            assert cuda.get_current_stream() == chosen
+
+    on_ranks(main)

@@ -10,7 +10,8 @@ import pytest
 from mpimesh.errors import TransportError
 from mpimesh.transport import cuda_handles
 from mpimesh.transport.cuda_ipc import CudaIpc, one_shot
-from tests.devices.fake_cuda import address_range
+from tests.devices import fake_cuda
+from tests.devices.fake_cuda import address_range, installed
 from tests.devices.operations import (
     check_all,
     check_all_reduce,
@@ -143,3 +144,65 @@ def test_a_late_rank():
             same(out, reduced(inputs, "sum"))
 
     on_ranks(3, main)
+
+
+def test_memory_that_was_freed_there_is_closed_before_new_memory_is_opened_at_its_place():
+    """CUDA refuses to open what lies where memory of that process lies that is still open here."""
+
+    class Cuda:
+        def __init__(self):
+            self.open = []
+
+        def ipcOpenMemHandle(self, handle):
+            start, stop = np.frombuffer(handle[:16], np.int64).tolist()
+            if any(start < one[1] and one[0] < stop for one in self.open):
+                raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorAlreadyMapped")
+            self.open.append((start, stop))
+            return start
+
+        def ipcCloseMemHandle(self, base):
+            self.open = [one for one in self.open if one[0] != base]
+
+    def place(start, stop, process=7):
+        found = np.zeros((), cuda_handles.PLACE)
+        found["node"], found["process"] = cuda_handles.node_key(), process
+        found["address"], found["offset"], found["nbytes"] = start + 8, 8, 1
+        found["allocated"] = stop - start
+        found["handle"][:16] = np.frombuffer(np.array([start, stop]).tobytes(), np.uint8)
+        return found
+
+    with installed() as cupy:
+        cuda = Cuda()
+        for name in ("ipcOpenMemHandle", "ipcCloseMemHandle"):
+            setattr(cupy.cuda.runtime, name, getattr(cuda, name))
+        first, second = (cuda_handles.Imports(process=1) for _ in range(2))
+        assert first.open(place(100, 200)) == 108
+        assert first.open(place(100, 200)) == 108
+        assert second.open(place(200, 300)) == 208
+        assert second.open(place(150, 200)) == 158
+        assert cuda.open == [(200, 300), (150, 200)]
+        assert first.open(place(120, 260)) == 128
+        assert cuda.open == [(120, 260)]
+        first.close()
+        second.close()
+        assert cuda.open == []
+
+
+def test_gpus_of_one_process_are_allowed_to_read_each_other_or_it_is_refused(monkeypatch):
+    """Kernels that read another GPU's memory unallowed end all work on theirs."""
+
+    def main(comm):
+        mover, why = found(comm, apart=False)
+        runtime = sys.modules["cupy"].cuda.runtime
+        if mover is not None:
+            assert (comm.rank, 1 - comm.rank) in runtime.peers
+            check_all_reduce(mover, comm, 13, "f4")
+        return why
+
+    assert on_ranks(2, main, devices=2) == ["", ""]
+    cannot = lambda self, device, peer: 0  # noqa: E731
+    monkeypatch.setattr(fake_cuda.Runtime, "deviceCanAccessPeer", cannot)
+    assert on_ranks(2, main, devices=2) == [
+        "GPU 0 cannot read the memory of GPU 1",
+        "GPU 1 cannot read the memory of GPU 0",
+    ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpimesh.transport.nccl import Nccl
-from tests.devices.operations import check_all, finish
+from tests.devices.operations import check_all, device, finish, nonsense
 from tests.devices.virtual import on_ranks
 
 
@@ -56,3 +56,23 @@ def test_no_nccl():
         return found(comm)
 
     assert on_ranks(1, main) == [(None, "CuPy finds no NCCL on ranks [0]")]
+
+
+def test_an_error_of_nccl_leaves_no_group_open(monkeypatch):
+    """What is called in an open group waits for its end, for ever."""
+
+    def main(comm):
+        mover, _ = found(comm)
+        nccl = sys.modules["cupy"].cuda.nccl
+        send = device(np.ones(2, "f4"))
+
+        def refuse(*_):
+            raise nccl.NcclError("NCCL_ERROR_INVALID_USAGE")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mover._comm, "send", refuse, raising=False)
+            with pytest.raises(RuntimeError, match="INVALID_USAGE"):
+                finish(comm, mover.all_to_all(send, nonsense(2, "f4"), [1, 1], [1, 1]))
+        assert getattr(nccl.group, "parts", None) is None
+
+    on_ranks(2, main, devices=2)

@@ -90,6 +90,24 @@ def test_large_arrays_go_by_nccl():
     on_ranks(4, main, devices=4)
 
 
+def test_the_ways_belong_to_the_device_of_the_call_and_not_of_the_wait():
+    def main(comm):
+        cuda = sys.modules["cupy"].cuda
+        with cuda.Device(1):
+            side = device_side(comm)
+            x, late = device(np.full(3, comm.rank + 1, "f4")), cuda.Stream(non_blocking=True)
+            request = side.all_reduce(None, x, "sum")
+        with cuda.Device(2):
+            finish(comm, request)
+        same(x, np.full(3, 6, "f4"))
+        choice = side.prepare().value
+        movers = [one.mover for one in choice._candidates]
+        assert {mover.lane.device.id for mover in movers} == {1}
+        assert {mover.lane.stream.device_id for mover in movers} == {1} == {late.device_id}
+
+    on_ranks(3, main, devices=3)
+
+
 def test_a_way_that_is_asked_for():
     def main(comm):
         side = device_side(comm, prefer="staged")
