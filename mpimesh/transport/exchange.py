@@ -28,6 +28,7 @@ __all__ = [
     "all_reduce_steps",
     "block_steps",
     "broadcast_steps",
+    "cut",
     "reduce_scatter_steps",
     "reduce_steps",
 ]
@@ -71,7 +72,7 @@ def all_reduce_steps(links: Links, data: Array) -> Steps:
         return
     counts = _even(data.size, links.size)
     yield from reduce_scatter_steps(links, data, counts)
-    yield from _ring_gather(links, _cut(data, counts))
+    yield from _ring_gather(links, cut(data, counts))
 
 
 def reduce_steps(links: Links, data: Array, root: int) -> Steps:
@@ -83,7 +84,7 @@ def reduce_steps(links: Links, data: Array, root: int) -> Steps:
         return
     counts = _even(data.size, links.size)
     yield from reduce_scatter_steps(links, data, counts)
-    blocks = _cut(data, counts)
+    blocks = cut(data, counts)
     if links.rank != root:
         yield links.isend(blocks[links.rank], root)
         return
@@ -93,7 +94,7 @@ def reduce_steps(links: Links, data: Array, root: int) -> Steps:
 def reduce_scatter_steps(links: Links, data: Array, counts: Sequence[int]) -> Steps:
     """Reduce `data`; the steps' value is this rank's block of it, the rest holds nothing after."""
     rank, size = links.rank, links.size
-    blocks = _cut(data, counts)
+    blocks = cut(data, counts)
     if size == 1:
         return blocks[0]
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -178,6 +179,7 @@ def _even(size: int, parts: int) -> list[int]:
     return [size // parts + (part < size % parts) for part in range(parts)]
 
 
-def _cut(data: Array, counts: Sequence[int]) -> list[Array]:
+def cut(data: Array, counts: Sequence[int]) -> list[Array]:
+    """Return the blocks of flat data that lie one after the other."""
     ends = list(accumulate(counts))
     return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]

@@ -13,7 +13,6 @@ of a collective MPI copies itself, and crashes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from mpimesh.transport.exchange import (
     all_reduce_steps,
     block_steps,
     broadcast_steps,
+    cut,
     reduce_scatter_steps,
     reduce_steps,
 )
@@ -123,7 +123,7 @@ class MPICuda(DeviceMover):
 
     def _all_gather(self, send: Array, recv: Array, counts: Sequence[int]) -> Steps:
         if not self._gives("all_gather"):
-            yield from self._pass_blocks([send] * self.size, _cut(recv, counts))
+            yield from self._pass_blocks([send] * self.size, cut(recv, counts))
             return
         yield from self._when_ready(
             lambda: self.host.all_gather(_bytes(send), _bytes(recv), _in_bytes(counts, send))
@@ -132,7 +132,7 @@ class MPICuda(DeviceMover):
     def _gather(self, send: Array, recv: Array | None, counts: Sequence[int], root: int) -> Steps:
         at_root = recv is not None and self.rank == root
         if not self._gives("gather"):
-            incoming = _cut(recv, counts) if at_root else []
+            incoming = cut(recv, counts) if at_root else []
             yield from self._pass_blocks(self._only(root, send), incoming)
             return
         out = _bytes(recv) if at_root else None
@@ -143,7 +143,7 @@ class MPICuda(DeviceMover):
     def _scatter(self, send: Array | None, recv: Array, counts: Sequence[int], root: int) -> Steps:
         at_root = send is not None and self.rank == root
         if not self._gives("scatter"):
-            outgoing = _cut(send, counts) if at_root else []
+            outgoing = cut(send, counts) if at_root else []
             yield from self._pass_blocks(outgoing, self._only(root, recv))
             return
         given = _bytes(send) if at_root else None
@@ -155,7 +155,7 @@ class MPICuda(DeviceMover):
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> Steps:
         if not self._gives("all_to_all"):
-            yield from self._pass_blocks(_cut(send, send_counts), _cut(recv, recv_counts))
+            yield from self._pass_blocks(cut(send, send_counts), cut(recv, recv_counts))
             return
         yield from self._when_ready(
             lambda: self.host.all_to_all(
@@ -205,8 +205,3 @@ def _bytes(array: Array) -> Array:
 
 def _in_bytes(counts: Sequence[int], array: Array) -> list[int]:
     return [count * array.dtype.itemsize for count in counts]
-
-
-def _cut(array: Array, counts: Sequence[int]) -> list[Array]:
-    ends = list(accumulate(counts))
-    return [array[end - count : end] for end, count in zip(ends, counts, strict=True)]

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from mpimesh.transport.base import Communicator
 from mpimesh.transport.cuda_handles import gpu_key, node_key
 from mpimesh.transport.device_mover import DeviceMover
 from mpimesh.transport.engine import Engine, Steps
+from mpimesh.transport.exchange import cut
 
 __all__ = ["Nccl", "nccl_library"]
 
@@ -125,7 +125,7 @@ class Nccl(DeviceMover):
                     send.data.ptr, recv.data.ptr, count, kind, function, stream
                 )
         else:
-            blocks = _cut(send, counts)
+            blocks = cut(send, counts)
             with self._group():
                 for root, block in enumerate(blocks):
                     count, kind = self._numbers(block)
@@ -149,23 +149,23 @@ class Nccl(DeviceMover):
                     self.lane.stream.ptr,
                 )
         else:
-            self._exchange([send] * self.size, _cut(recv, counts))
+            self._exchange([send] * self.size, cut(recv, counts))
         yield from ()
 
     def _gather(self, send: Array, recv: Array | None, counts: Sequence[int], root: int) -> Steps:
-        incoming = _cut(recv, counts) if recv is not None and self.rank == root else []
+        incoming = cut(recv, counts) if recv is not None and self.rank == root else []
         self._exchange(self._only(root, send), incoming)
         yield from ()
 
     def _scatter(self, send: Array | None, recv: Array, counts: Sequence[int], root: int) -> Steps:
-        outgoing = _cut(send, counts) if send is not None and self.rank == root else []
+        outgoing = cut(send, counts) if send is not None and self.rank == root else []
         self._exchange(outgoing, self._only(root, recv))
         yield from ()
 
     def _all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> Steps:
-        self._exchange(_cut(send, send_counts), _cut(recv, recv_counts))
+        self._exchange(cut(send, send_counts), cut(recv, recv_counts))
         yield from ()
 
     def _broadcast(self, buffer: Array, root: int) -> Steps:
@@ -266,8 +266,3 @@ def _real(dtype: DType) -> DType:
     if dtype.kind != "c":
         return dtype
     return np.dtype(f"f{dtype.itemsize // 2}")
-
-
-def _cut(array: Array, counts: Sequence[int]) -> list[Array]:
-    ends = list(accumulate(counts))
-    return [array[end - count : end] for end, count in zip(ends, counts, strict=True)]
