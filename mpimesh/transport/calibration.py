@@ -52,26 +52,32 @@ def measure(
         arena: Gives arrays in it.
         engine: Moves operations along.
     """
+
+    def faster_for(nbytes: int, first: _Way, second: _Way) -> bool:
+        # One call of a small operation is shorter than what the scheduler may do in between.
+        calls = max(2, min(16, (256 << 10) // nbytes))
+        return _is_faster(comm, engine, first, second, calls=calls)
+
     # Each of the ways is forced in turn.
     shared.use(Choice([NEVER] * len(OPERATIONS), "", staged_from=ALWAYS))
     staged = {
-        nbytes: _is_faster(comm, engine, *_all_reduces(messages, shared, np.zeros(nbytes // 8)))
+        nbytes: faster_for(nbytes, *_all_reduces(messages, shared, np.zeros(nbytes // 8)))
         for nbytes in _STAGED_BYTES
         if nbytes <= shared.most_staged_bytes
     }
     shared.use(Choice([NEVER] * len(OPERATIONS), "", chunks_from=ALWAYS))
     in_chunks = {
-        nbytes: _is_faster(comm, engine, *_all_reduces(messages, shared, np.zeros(nbytes // 8)))
+        nbytes: faster_for(nbytes, *_all_reduces(messages, shared, np.zeros(nbytes // 8)))
         for nbytes in _CHUNKED_BYTES
     }
     shared.use(Choice([ALWAYS] * len(OPERATIONS), ""))
     faster: dict[str, dict[int, bool]] = {name: {} for name in OPERATIONS}
     for nbytes in _REDUCED_BYTES:
         ways = _all_reduces(messages, shared, _shared(arena, nbytes // 8))
-        faster["all_reduce"][nbytes] = _is_faster(comm, engine, *ways)
+        faster["all_reduce"][nbytes] = faster_for(nbytes, *ways)
     for nbytes in _MOVED_BYTES:
         for name, ways in _moves(comm, messages, shared, arena, nbytes).items():
-            faster[name][nbytes] = _is_faster(comm, engine, *ways)
+            faster[name][nbytes] = faster_for(nbytes, *ways)
     sizes = [_crossing(faster[name], 2 * max(faster[name])) for name in OPERATIONS]
     return Choice(
         sizes,
@@ -162,7 +168,7 @@ def _is_faster(
     second: _Way,
     *,
     rounds: int = 5,
-    calls: int = 2,
+    calls: int,
 ) -> bool:
     """Tell whether the second way is clearly faster; the same answer on all ranks."""
     best_s = np.full(2, np.inf)
