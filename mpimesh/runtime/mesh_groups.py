@@ -190,14 +190,15 @@ def _checked_backend(
     if asked not in known:
         can = ", ".join(map(str, known))
         raise GroupError(
-            f"group {name!r} asks for backend {str(backend)!r}, but the bytes of this mesh can be "
-            f"moved by {can}; leave backend= out for the fastest way"
+            f"group {name!r} asks for backend {str(backend)!r}, but what can be asked for on this "
+            f"mesh is {can}; leave backend= out for the fastest way"
         )
     if on_threads:
         return None
     if asked is GroupBackend.NCCL and "cupy" not in sys.modules:
         raise GroupError(
             f"group {name!r} asks for backend nccl, which is CuPy's, and CuPy is not imported: "
-            "import cupy first, or install it: pip install cupy-cuda13x"
+            "import cupy first, or install it: pip install cupy-cuda13x (for a GPU driver before "
+            "580, cupy-cuda12x); without a GPU leave backend= out"
         )
     return asked

@@ -75,6 +75,9 @@ class Unresolved:
     __getitem__, __iter__ = _refusing("handle.resolve()[i]"), _refusing("iter(handle.resolve())")
     __setitem__ = _refusing("handle.resolve()[i] = x")
     __contains__ = _refusing("x in handle.resolve()")
+    # A handle is no answer to a question: without this, `if handle:` is true whatever comes.
+    __bool__ = _refusing("bool(handle.resolve())")
+    __len__ = _refusing("len(handle.resolve())")
     __array__ = _refusing("numpy.asarray(handle.resolve())")
 
     def __eq__(self, other: object) -> bool:
@@ -88,6 +91,16 @@ class Unresolved:
         return self is other
 
     __hash__ = object.__hash__
+
+    def __format__(self, how: str) -> str:
+        """Say what it is, if asked for no format of numbers.
+
+        Raises:
+            UnresolvedError: If it is.
+        """
+        if how:
+            raise self._refusal("format(handle.resolve(), ...)")
+        return str(self)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Refuse an attribute, which the result may have.

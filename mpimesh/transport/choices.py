@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mpimesh.transport.choice import NEVER, NUMBERS, Choice
+from mpimesh.transport.job_variables import tuning
 from mpimesh.transport.proof_cache import cache_folder, digest
+from mpimesh.transport.ucx import loaded_ucx
 
 __all__ = ["Choices"]
 
@@ -85,6 +87,9 @@ def _machine() -> list[str]:
         platform.machine(),
         model,
         str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        # The same library sends otherwise by another UCX, or as a person has told it to.
+        str(loaded_ucx()),
+        *tuning(os.environ),
     ]
 
 

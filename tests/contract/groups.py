@@ -113,7 +113,7 @@ def check_add_group_refuses_on_all_ranks(comm):
             ("g", {"ranks": [0], "dims": "a"}, GroupError, "ranks or dims"),
             ("g", {"dims": "nope"}, UnknownNameError, "nope"),
             ("g", {"ranks": [0], "backend": "nccl"}, GroupError, "backend"),
-            ("g", {"ranks": [0], "backend": "x"}, GroupError, "by (virtual|mpi, [a-z_]+, nccl);"),
+            ("g", {"ranks": [0], "backend": "x"}, GroupError, "is (virtual|mpi, [a-z_]+, nccl);"),
             ("g", {"ranks": ["0"]}, MpimeshError, "rank"),
             ("", {"ranks": [0]}, MpimeshError, "name"),
         ):

@@ -27,6 +27,9 @@ def check_a_handle_is_no_array_and_says_what_to_write(comm):
         "handle.resolve()[i]": [lambda h: h[0]],
         "iter(handle.resolve())": [list],
         "float(handle.resolve())": [float],
+        "bool(handle.resolve())": [bool, operator.not_],
+        "len(handle.resolve())": [len],
+        "format(handle.resolve(), ...)": [lambda h: f"{h:.3f}"],
         "numpy.add(handle.resolve(), ...)": [
             lambda h: x + h,
             lambda h: np.add(h, 1),
@@ -55,6 +58,7 @@ def check_a_handle_is_no_array_and_says_what_to_write(comm):
                     assert f"resolve it first, as in {example}; " in str(caught.value)
             with pytest.raises(AttributeError, match=r"may: handle\.resolve\(\)\.shape"):
                 handle.shape  # noqa: B018
+            assert f"{handle}" == str(handle)
             assert handle == handle
             assert handle != other
             assert handle in {handle, other}

@@ -63,11 +63,11 @@ def test_ranks_on_several_nodes_share_no_memory(comm, monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "text"),
     [
-        ("gloo", "'gloo', but .* can be moved by mpi, node_shared, nccl; leave"),
-        ("virtual", "'virtual', but .* can be moved by mpi, node_shared, nccl; leave"),
-        ("x", "'x', but .* can be moved by mpi, node_shared, nccl; leave"),
-        (GroupBackend.GLOO, "'gloo', but .* can be moved by mpi, node_shared, nccl; leave"),
-        (7, "'7', but .* can be moved by mpi, node_shared, nccl; leave"),
+        ("gloo", "'gloo', but .* on this mesh is mpi, node_shared, nccl; leave"),
+        ("virtual", "'virtual', but .* on this mesh is mpi, node_shared, nccl; leave"),
+        ("x", "'x', but .* on this mesh is mpi, node_shared, nccl; leave"),
+        (GroupBackend.GLOO, "'gloo', but .* on this mesh is mpi, node_shared, nccl; leave"),
+        (7, "'7', but .* on this mesh is mpi, node_shared, nccl; leave"),
         ("nccl", "CuPy is not imported"),
     ],
 )
