@@ -59,13 +59,14 @@ class Moved(Settling, Protocol):
 class StagedRequest:
     """The request for an operation of several steps."""
 
-    __slots__ = ("_current", "_engine", "_error", "_steps", "done", "value")
+    __slots__ = ("_current", "_engine", "_error", "_moving", "_steps", "done", "value")
 
     def __init__(self, steps: Steps, engine: Engine) -> None:
         self._steps = steps
         self._engine = engine
         self._current: Request | None = None
         self._error: BaseException | None = None
+        self._moving = False
         self.done = False
         self.value: Any = None
 
@@ -88,6 +89,16 @@ class StagedRequest:
         """Do the same, by the thread that holds the engine's lock."""
         if self._error is not None:
             raise self._error
+        if self._moving:
+            return False  # a signal handler came in between, and waits for something else
+        self._moving = True
+        try:
+            return self._run()
+        finally:
+            self._moving = False
+
+    def _run(self) -> bool:
+        """Run all steps that can run, and tell whether the last one is done."""
         while not self.done:
             if self._current is not None and not self._test(self._current):
                 return False
@@ -207,7 +218,8 @@ class Engine:
         if pending and pending[-1] is request:
             pending.pop()
         if self._tails.get(chain) is request:
-            del self._tails[chain]
+            # A signal handler that waits for something else may have done it meanwhile.
+            self._tails.pop(chain, None)
 
     def advance(self) -> None:
         """Move every unfinished operation along. An error stays with its operation."""

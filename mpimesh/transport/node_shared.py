@@ -156,9 +156,8 @@ class NodeShared:
 
     def _start(self, begin: Callable[..., Request], *arguments: Any) -> Request:
         engine = self._engine
-        if engine.busy(self):
-            return engine.stage(self, later(begin, *arguments))
-        if not self._team.board.has_room():
+        # Those before it may be over here, and not yet seen by the others, when its turn comes.
+        if engine.busy(self) or not self._team.board.has_room():
             return engine.stage(self, self._when_there_is_room(begin, *arguments))
         request = begin(*arguments)
         if isinstance(request, _MOVED_ALONG):

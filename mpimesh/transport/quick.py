@@ -67,7 +67,7 @@ class Quick:
         what: The operation's number.
     """
 
-    __slots__ = ("_chain", "_engine", "_error", "_team", "_what", "done")
+    __slots__ = ("_chain", "_engine", "_error", "_moving", "_team", "_what", "done")
 
     def __init__(self, team: Team, engine: Engine, chain: Hashable, what: int) -> None:
         self._team = team
@@ -75,6 +75,7 @@ class Quick:
         self._chain = chain
         self._what = what
         self._error: MpimeshError | None = None
+        self._moving = False
         self.done = False
 
     @property
@@ -93,6 +94,9 @@ class Quick:
         """Do the same, by the thread that holds the engine's lock."""
         if self._error is not None:
             raise self._error
+        if self._moving:
+            return False  # a signal handler came in between, and waits for something else
+        self._moving = True
         try:
             # Another thread may have come first.
             self.done = self.done or self._move()
@@ -100,6 +104,8 @@ class Quick:
             self._error = error
             self._engine.untrack(self._chain, self)
             raise
+        finally:
+            self._moving = False
         if self.done:
             # At once, so that what starts next finds nothing unfinished.
             self._engine.untrack(self._chain, self)

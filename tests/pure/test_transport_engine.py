@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpimesh.errors import TransportError
-from mpimesh.transport.engine import Engine
+from mpimesh.transport.engine import Engine, StagedRequest
 from mpimesh.transport.waiting import test_often as often
 
 
@@ -100,3 +100,21 @@ def test_the_first_tests_end_with_the_first_that_is_done(own):
     endless = Counted(1 << 30)
     assert not often(endless.test, engine)
     assert 5 <= endless.moves <= 50
+
+
+def test_a_signal_handler_inside_a_step_may_wait_for_something_else():
+    """Its wait comes upon the operation that it has interrupted, and leaves it alone."""
+    engine = Engine()
+    found: list[bool] = []
+
+    def steps():
+        engine.advance()  # as a wait does
+        found.append(request.test())
+        return 5
+        yield
+
+    request = StagedRequest(steps(), engine)
+    engine._pending.append(request)
+    assert request.test()
+    assert found == [False]
+    assert request.value == 5

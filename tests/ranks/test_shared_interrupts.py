@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,3 +121,18 @@ def test_elements_without_bytes(comm):
                 mesh.group().empty_once(3, dtype)
         with pytest.raises(MemoryError, match="GiB"):
             mesh.shared_empty((1 << 20, 1 << 24))
+
+
+def test_a_rank_far_ahead_keeps_what_the_others_have_not_read(comm, monkeypatch):
+    """More operations at once than a board has notes, of which one rank has no part."""
+    monkeypatch.setenv("MPIMESH_NODE_SHARED", "auto")
+    with mm.DeviceMesh("dp=-1", comm) as mesh:
+        group, last = mesh.group(), comm.size - 1
+        x = mesh.shared_empty(1 << 19 if comm.rank == last and last else 0)
+        x[...] = 7
+        sizes = [0] * last + [x.size]
+        if comm.rank == last:
+            time.sleep(0.3)
+        handles = [group.all_to_all(x, sizes=sizes, recv_sizes=sizes) for _ in range(70)]
+        for handle in handles:
+            assert (handle.resolve() == 7).all()
