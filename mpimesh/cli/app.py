@@ -182,12 +182,13 @@ def embed(
 def ucx_env() -> None:
     """Print what makes MPI use the UCX of libucx-cu13 or libucx-cu12, which can reach a GPU.
 
-    For a shell, before mpiexec or srun: `eval "$(python -m mpimesh ucx-env)"`. Starts no MPI. It
-    exits with 2, and prints nothing to evaluate, if none of them is installed or this MPI cannot
-    use it.
+    For a POSIX shell such as bash, before mpiexec or srun: `eval "$(python -m mpimesh ucx-env)"`.
+    Starts no MPI. If none of them is installed or this MPI cannot use it, it exits with 2, and
+    prints `false`, so that the eval fails, too.
     """
     try:
         run_ucx_env()
     except InputError as error:
+        typer.echo("false;")
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -9,18 +9,21 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from mpimesh.cli.clean import find_leftovers, remove
+from mpimesh.cli.clean import SHM, find_leftovers, remove
 from mpimesh.cli.diagnosis import Diagnosis, Finding
 from mpimesh.cli.examine import examine
-from mpimesh.cli.findings import find_findings
+from mpimesh.cli.facts_rank import Shm, find_shm
+from mpimesh.cli.findings import SHM_CURE, find_findings
 from mpimesh.cli.guard import Guard
 from mpimesh.cli.report import show
 from mpimesh.cli.texts import bytes_text
 from mpimesh.runtime import Launch, exit_all
 
-__all__ = ["run_clean", "run_doctor"]
+__all__ = ["run_clean", "run_doctor", "shm_warning"]
 
 _WIDTH = 100
+_LEAST_SHM_BYTES = 1 << 20
+"""With less, MPI's libraries crash when they start, even on one rank."""
 
 
 def run_doctor(*, as_json: bool, fresh: bool, limit_s: float) -> None:
@@ -34,6 +37,11 @@ def run_doctor(*, as_json: bool, fresh: bool, limit_s: float) -> None:
         fresh: Forget first what earlier jobs have measured and proven.
         limit_s: Seconds after which the job is ended.
     """
+    # Before MPI starts: where it dies of this, no finding would be shown.
+    warning = shm_warning(find_shm(SHM))
+    if warning and Launch.detect().rank == 0:
+        sys.stderr.write(f"{warning}\n")
+        sys.stderr.flush()
     with Guard(limit_s) as guard:
         diagnosis = examine(guard, fresh=fresh)
         findings = find_findings(diagnosis)
@@ -47,6 +55,16 @@ def run_doctor(*, as_json: bool, fresh: bool, limit_s: float) -> None:
             # not end the one that writes.
             wrong = False
         exit_all(_agree_on_code(int(wrong)))
+
+
+def shm_warning(shm: Shm) -> str:
+    """Return what to say before MPI starts; "" if /dev/shm has room for that."""
+    if not shm.total_bytes or shm.free_bytes >= _LEAST_SHM_BYTES:
+        return ""
+    return (
+        f"mpimesh doctor: {SHM} has {bytes_text(shm.free_bytes)} free of "
+        f"{bytes_text(shm.total_bytes)}; if MPI crashes now, that is why: {SHM_CURE}"
+    )
 
 
 def _write(diagnosis: Diagnosis, findings: Sequence[Finding], *, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from mpimesh.cli.diagnosis import Diagnosis, Finding, nodes_of
 from mpimesh.cli.facts_rank import Rank, find_rank, node_name
 from mpimesh.cli.facts_software import Cuda, Mpi, Software, find_cuda, find_mpi, find_software
 from mpimesh.cli.guard import Guard
-from mpimesh.cli.kept import forget
+from mpimesh.cli.kept import forget, why_not_kept
 from mpimesh.cli.measure import SHARED_MEMORY, Measurement, measure, measure_device
 from mpimesh.errors import MpimeshError, SettingsError
 from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
@@ -64,6 +64,11 @@ def examine(guard: Guard, *, fresh: bool = False) -> Diagnosis:
     ][:1]
     # From here on only what all ranks can do.
     whole = not problems and launch.size in (1, communicator.size)
+    why_not = why_not_kept()
+    if why_not:
+        what = f"what is measured and proven is not kept for later jobs: {why_not}"
+        cure = "export XDG_CACHE_HOME=..., a folder that can be written"
+        problems.append(Finding("warning", what, cure))
     guard.step = "measuring"
     speeds = _speeds(communicator, ranks, cuda)
     tried = _Tried()

@@ -14,7 +14,9 @@ from mpimesh.cli.texts import bytes_text, ranks_text
 from mpimesh.errors import LaunchError
 from mpimesh.runtime.launch import check_world
 
-__all__ = ["find_findings"]
+__all__ = ["SHM_CURE", "find_findings"]
+
+SHM_CURE = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
 
 _SEVERITIES = ("error", "warning", "note")
 _SHM_BYTES_OF_A_RANK = 16 << 20
@@ -225,7 +227,7 @@ def _shm(facts: Diagnosis) -> Iterator[Finding]:
                 f"{SHM} of {node.name} has {bytes_text(shm.free_bytes)} free of "
                 f"{bytes_text(shm.total_bytes)}; MPI takes up to {bytes_text(need)} there for "
                 f"{len(node.ranks)} ranks, and crashes without",
-                "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm",
+                SHM_CURE,
             )
             return
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from mpimesh.transport.proof_cache import cache_folder
 
-__all__ = ["forget"]
+__all__ = ["forget", "why_not_kept"]
 
 
 def forget(folder: Path | None = None) -> tuple[str, ...]:
@@ -28,3 +29,20 @@ def forget(folder: Path | None = None) -> tuple[str, ...]:
             path.unlink()
             gone.append(path.name)
     return tuple(gone)
+
+
+def why_not_kept(folder: Path | None = None) -> str:
+    """Return why nothing can be kept for later jobs; "" if it can. Local.
+
+    Args:
+        folder: Where it would be; None for mpimesh's own place.
+    """
+    folder = cache_folder() if folder is None else folder
+    if folder is None:
+        return "this user has no home folder"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"

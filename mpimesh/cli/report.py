@@ -195,7 +195,7 @@ def _routes(diagnosis: Diagnosis) -> Table:
     merged: dict[tuple[str, str, str], list[str]] = {}
     for route in diagnosis.routes:
         name = "all others" if route.operation == "*" else route.operation
-        size = f" from {bytes_text(route.from_bytes)}" if route.from_bytes > 1 else ""
+        size = f" {route.size_text(bytes_text)}" if route.from_bytes > 1 else ""
         merged.setdefault((route.memory, route.transport, route.reason), []).append(name + size)
     for (memory, transport, reason), operations in merged.items():
         table.add_row("\n".join(operations), memory, transport, reason)

@@ -203,7 +203,7 @@ def run_ucx_env() -> None:
     notes += [_NOTES[mpi.vendor]]
     if not wheel.infiniband:
         notes.append("This UCX has no InfiniBand: between nodes it goes by TCP.")
-    notes.append("What may be given to it: mpiexec -n 2 python -m mpimesh doctor")
+    notes.append("To see what MPI may be given now: mpiexec -n 2 python -m mpimesh doctor")
     sys.stderr.write("".join(f"# {note}\n" for note in notes))
     rest = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     lines = [f"export LD_LIBRARY_PATH={shlex.quote(str(wheel.folder))}{rest};"]

@@ -46,7 +46,8 @@ class Links:
     Attributes:
         near: To one rank from another of its node.
         far: To a node from others. Its ranks share it.
-        measured: Whether the numbers are measured, not assumed.
+        measured: Whether numbers are measured. One that no pair of ranks could tell stays as it is
+            assumed: `far` on one node, `near` where each rank is alone on its own.
 
     Raises:
         LayoutError: If one is no :class:`Link`.

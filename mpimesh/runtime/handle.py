@@ -52,7 +52,9 @@ class CollectiveTensor(Unresolved):
             TransportError: If the transport failed.
 
         An exception from elsewhere, such as Ctrl-C or one of a signal handler, ends the wait and
-        not the operation: `resolve` may be called again.
+        not the operation: `resolve` may be called again. But what goes in several steps, as large
+        ordinary arrays through shared memory and all that takes two levels over nodes, may end
+        with it on this rank; then so must the program.
         """
         operation = self._operation
         if operation.resolved:

@@ -19,6 +19,8 @@ def host_array(x: Array) -> HostArray:
         DTypeError: If `x` holds Python objects, or is memory of a device that mpimesh cannot read.
         ShapeError: If `x` is a list that is no array, such as one with rows of unequal length.
     """
+    if x is None:
+        raise ShapeError("None given instead of an array; every rank passes one")
     if type(x) is np.ndarray:
         host: HostArray = x
     elif is_cupy(x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = ["Route"]
@@ -28,8 +29,15 @@ class Route:
     transport: str
     reason: str
 
+    def size_text(self, bytes_text: Callable[[int], str]) -> str:
+        """Return from which size on it holds, or above which: what reads better."""
+        above = self.from_bytes - 1
+        if above and above % 1024 == 0:
+            return f"above {bytes_text(above)}"
+        return f"from {bytes_text(self.from_bytes)}"
+
     def __str__(self) -> str:
         """Show it in a line."""
         name = "all others" if self.operation == "*" else self.operation
-        size = f", from {self.from_bytes:,} bytes" if self.from_bytes > 1 else ""
+        size = f", {self.size_text('{:,} bytes'.format)}" if self.from_bytes > 1 else ""
         return f"{name}, {self.memory} memory{size}: {self.transport} ({self.reason})"

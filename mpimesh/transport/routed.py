@@ -215,7 +215,9 @@ class RoutedCommunicator(MPICommunicator):
                 routes.append(Route("all_reduce", "host", past, "mpi", slower))
         if not choice.staged and choice.chunks_from < NEVER:
             routes.append(Route("all_reduce", "host", choice.chunks_from, "node_shared", why))
-        return (*routes, Route("*", "host", 0, "mpi", "smaller arrays, and all other operations"))
+        smaller = any(route.from_bytes > 1 for route in routes)
+        what = "smaller arrays, and all other operations" if smaller else "all other operations"
+        return (*routes, Route("*", "host", 0, "mpi", what))
 
     def offer_once(self, nbytes: int) -> int:
         """Return where memory for all ranks of the node begins in this rank's arena."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 
 import pytest
 
-from mpimesh.cli.facts_rank import Rank, cpu_quota, find_rank, find_shm
+from mpimesh.cli.doctor import shm_warning
+from mpimesh.cli.facts_rank import Rank, Shm, cpu_quota, find_rank, find_shm
 from mpimesh.cli.facts_software import _library_path, find_cuda, find_software
+from mpimesh.cli.kept import why_not_kept
 from mpimesh.runtime import Launch
 
 
@@ -119,3 +122,19 @@ def test_the_nccl_that_cupy_imports_only_when_it_is_asked_to(monkeypatch, tmp_pa
     for name in [one for one in sys.modules if one.partition(".")[0] == "cupy"]:
         monkeypatch.delitem(sys.modules, name)
     assert (found.problem, found.nccl, found.gpus) == ("", "2.29.7", 1)
+
+
+def test_what_is_said_before_mpi_starts():
+    assert shm_warning(Shm()) == ""
+    assert shm_warning(Shm(64 << 20, 60 << 20)) == ""
+    warning = shm_warning(Shm(64 << 10, 64 << 10))
+    assert "64 KiB free of 64 KiB" in warning
+    assert "--shm-size=1g" in warning
+
+
+def test_whether_anything_can_be_kept(tmp_path):
+    assert why_not_kept(tmp_path / "new" / "mpimesh") == ""
+    assert not list((tmp_path / "new" / "mpimesh").iterdir())
+    file = tmp_path / "file"
+    file.touch()
+    assert re.search("file.* cannot be written: .*directory", why_not_kept(file / "mpimesh"))

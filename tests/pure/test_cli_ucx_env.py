@@ -124,7 +124,7 @@ def test_an_mpi_that_cannot_take_it_is_refused(vendor, ucx_path, why, install, m
     install("libucx-cu13")
     pretend(monkeypatch, vendor, ucx_path)
     result = CliRunner().invoke(app, ["ucx-env"])
-    assert (result.exit_code, result.stdout) == (2, "")
+    assert (result.exit_code, result.stdout) == (2, "false;\n")
     assert why in " ".join(result.stderr.split())
     assert " ".join(vendor) in result.stderr
 
