@@ -51,6 +51,9 @@ class Settling(Request, Protocol):
 class Moved(Settling, Protocol):
     """A request that does something each time that it is moved along."""
 
+    chain: Hashable
+    """On which it is the last one when it begins."""
+
     def move(self) -> bool:
         """Do what can be done, by the thread that holds the engine's lock; tell whether all is."""
         ...
@@ -59,7 +62,7 @@ class Moved(Settling, Protocol):
 class StagedRequest:
     """The request for an operation of several steps."""
 
-    __slots__ = ("_current", "_engine", "_error", "_moving", "_steps", "done", "value")
+    __slots__ = ("_current", "_engine", "_error", "_moving", "_steps", "chain", "done", "value")
 
     def __init__(self, steps: Steps, engine: Engine) -> None:
         self._steps = steps
@@ -67,6 +70,7 @@ class StagedRequest:
         self._current: Request | None = None
         self._error: BaseException | None = None
         self._moving = False
+        self.chain: Hashable = None
         self.done = False
         self.value: Any = None
 
@@ -96,6 +100,9 @@ class StagedRequest:
             return self._run()
         finally:
             self._moving = False
+            if self.settled:
+                # At once: nobody may come to move others along, and it holds arrays.
+                self._engine.untrack(self)
 
     def _run(self) -> bool:
         """Run all steps that can run, and tell whether the last one is done."""
@@ -188,6 +195,7 @@ class Engine:
             if tail is not None and not tail.settled:
                 steps = _after(tail, steps)
             request = StagedRequest(steps, self)
+            request.chain = chain
             with suppress(Exception):  # kept by the request, and raised where it is resolved
                 request.test()
             if not request.settled:
@@ -200,26 +208,22 @@ class Engine:
         with self.lock:
             # Before it does anything: what a signal handler raises may end this call, but then the
             # other ranks count on this one all the same.
+            request.chain = chain
             self._pending.append(request)
             self._tails[chain] = request
             try:  # noqa: SIM105 (a context manager costs more than many an operation's work)
                 request.move()
             except MpimeshError:
                 pass  # kept by the request, and raised where it is resolved
-            if request.settled:
-                self.untrack(chain, request)
 
-    def untrack(self, chain: Hashable, request: Settling) -> None:
-        """Forget a request that is settled, if it is the last one that was tracked.
-
-        For the thread that holds the lock.
-        """
+    def untrack(self, request: Moved) -> None:
+        """Forget a request that is settled. For the thread that holds the lock."""
         pending = self._pending
-        if pending and pending[-1] is request:
-            pending.pop()
-        if self._tails.get(chain) is request:
+        if request in pending:  # or it is being moved along with all others, and goes after that
+            pending.remove(request)
+        if self._tails.get(request.chain) is request:
             # A signal handler that waits for something else may have done it meanwhile.
-            self._tails.pop(chain, None)
+            self._tails.pop(request.chain, None)
 
     def advance(self) -> None:
         """Move every unfinished operation along. An error stays with its operation."""

@@ -184,7 +184,7 @@ class NodeShared:
     ) -> Request:
         """Begin an operation in place, if the arrays of all ranks allow it."""
         team, engine = self._team, self._engine
-        return InPlaces(team, engine, self, what, places, plan, otherwise, self._plans, key)
+        return InPlaces(team, engine, what, places, plan, otherwise, self._plans, key)
 
     def _own(self, array: HostArray, at: int) -> HostArray:
         """Return an array as one that work may keep: it does not keep the array alive."""
@@ -219,7 +219,7 @@ class NodeShared:
     def _one_shot(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
         what = operation_number(Operation.ALL_REDUCE, recv, op)
         source = recv if send is None else send
-        return OneShot(self._team, self._engine, self, what, op, source, recv)
+        return OneShot(self._team, self._engine, what, op, source, recv)
 
     # -- the others --------------------------------------------------------------------
 
@@ -306,7 +306,6 @@ class NodeShared:
         return Reading(
             team,
             self._engine,
-            self,
             self._messages,
             ready,
             ready.offer(self._copies, source, source_at, self.copied),

@@ -63,16 +63,15 @@ class Quick:
     Args:
         team: The ranks, of which none has an unfinished operation.
         engine: Moves it along until it is settled.
-        chain: The engine's chain, on which it is the last.
         what: The operation's number.
     """
 
-    __slots__ = ("_chain", "_engine", "_error", "_moving", "_team", "_what", "done")
+    __slots__ = ("_engine", "_error", "_moving", "_team", "_what", "chain", "done")
 
-    def __init__(self, team: Team, engine: Engine, chain: Hashable, what: int) -> None:
+    def __init__(self, team: Team, engine: Engine, what: int) -> None:
         self._team = team
         self._engine = engine
-        self._chain = chain
+        self.chain: Hashable = None
         self._what = what
         self._error: MpimeshError | None = None
         self._moving = False
@@ -102,13 +101,13 @@ class Quick:
             self.done = self.done or self._move()
         except MpimeshError as error:
             self._error = error
-            self._engine.untrack(self._chain, self)
+            self._engine.untrack(self)
             raise
         finally:
             self._moving = False
         if self.done:
             # At once, so that what starts next finds nothing unfinished.
-            self._engine.untrack(self._chain, self)
+            self._engine.untrack(self)
         return self.done
 
     def _move(self) -> bool:
@@ -125,7 +124,6 @@ class OneShot(Quick):
     Args:
         team: The ranks, of which none has an unfinished operation.
         engine: Moves it along until it is settled.
-        chain: The engine's chain, on which it is the last.
         what: The operation's number.
         op: Which reduction.
         source: This rank's array, no larger than a stage.
@@ -138,13 +136,12 @@ class OneShot(Quick):
         self,
         team: Team,
         engine: Engine,
-        chain: Hashable,
         what: int,
         op: str,
         source: HostArray,
         target: HostArray,
     ) -> None:
-        super().__init__(team, engine, chain, what)
+        super().__init__(team, engine, what)
         self._op = op
         self._source = source
         self._target = target
@@ -176,7 +173,6 @@ class InPlaces(Quick):
     Args:
         team: The ranks, of which none has an unfinished operation.
         engine: Moves it along until it is settled.
-        chain: The engine's chain, on which it is the last.
         what: The operation's number.
         places: Where this rank's input and result lie, as far as others need to know.
         plan: Gives what this rank is to do, once it is known where all arrays lie; what it raises,
@@ -205,7 +201,6 @@ class InPlaces(Quick):
         self,
         team: Team,
         engine: Engine,
-        chain: Hashable,
         what: int,
         places: tuple[int, int],
         plan: Callable[[Entry], Sequence[Work]],
@@ -213,7 +208,7 @@ class InPlaces(Quick):
         plans: Plans,
         key: tuple[int, ...] | None,
     ) -> None:
-        super().__init__(team, engine, chain, what)
+        super().__init__(team, engine, what)
         self._places = places
         self._plan = plan
         self._otherwise = otherwise

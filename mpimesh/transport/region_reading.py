@@ -35,7 +35,7 @@ A rank in another operation is found by those who take of it; it may have found 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from mpimesh.arrays.types import HostArray
@@ -64,7 +64,6 @@ class Reading(Quick):
     Args:
         team: The ranks, of which this one has no unfinished operation.
         engine: Moves it along until it is settled.
-        chain: The engine's chain, on which it is the last.
         messages: Takes the parts of blocks for which there is no memory.
         ready: What this rank takes and gives.
         offer: This rank's block.
@@ -92,7 +91,6 @@ class Reading(Quick):
         self,
         team: Team,
         engine: Engine,
-        chain: Hashable,
         messages: Communicator,
         ready: Ready,
         offer: Offer,
@@ -100,7 +98,7 @@ class Reading(Quick):
         places: tuple[int, int],
         max_bytes: int,
     ) -> None:
-        super().__init__(team, engine, chain, EXCHANGE)
+        super().__init__(team, engine, EXCHANGE)
         self._messages = messages
         self._ready = ready
         self._offer = offer

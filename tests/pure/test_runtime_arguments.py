@@ -10,6 +10,7 @@ from mpimesh.errors import GroupError, ScheduleError, ShapeError, UnknownNameErr
 from mpimesh.runtime.allocator import aligned_empty
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operation import Operation
+from mpimesh.transport import Engine
 
 
 @pytest.mark.parametrize("shape", [2.5, "ab", None, (2, 1.5), -1])
@@ -44,6 +45,7 @@ def test_stages_are_a_list(stages):
 def test_a_result_that_cannot_be_made_stays_an_error():
     class Group:
         forgotten = 0
+        progress = Engine()
 
         def forget(self, operation):
             self.forgotten += 1

@@ -14,6 +14,7 @@ class Counted:
 
     def __init__(self, at, error=None):
         self.at, self.error, self.moves = at, error, 0
+        self.chain = None
 
     @property
     def done(self):
