@@ -62,7 +62,7 @@ def opened(
     choices: Any = Choices(mode, None)
     if not staged:
         unstaged = Choice([ALWAYS] * len(OPERATIONS), "for tests", staged_from=ALWAYS)
-        choices.of_ranks = lambda ranks: unstaged
+        choices.of_ranks = lambda ranks, nodes=1: unstaged
     communicator = RoutedCommunicator(comm.Dup(), node, Engine(), choices, limit=limit)
     yield communicator
     # Not after an error: the other ranks may be anywhere.
