@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable
 from contextlib import suppress
 from threading import RLock
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from mpimesh.errors import MpimeshError
 from mpimesh.transport.base import Request
@@ -39,53 +39,40 @@ def run_steps(start: Callable[[], Request | Steps]) -> Steps:
     return None
 
 
-class Settling(Request, Protocol):
-    """A request that may end by an error, which it then raises at every test."""
+class Moved:
+    """A request that does something each time that it is moved along.
 
-    @property
-    def settled(self) -> bool:
-        """Whether nothing more will happen, be it done or failed."""
-        ...
+    Args:
+        engine: Moves it along until it is settled.
 
+    Attributes:
+        chain: The engine's chain, on which it is the last one when it begins.
+        done: Whether it is done; False for one that has failed.
+    """
 
-class Moved(Settling, Protocol):
-    """A request that does something each time that it is moved along."""
+    __slots__ = ("_engine", "_error", "_moving", "chain", "done")
 
-    chain: Hashable
-    """On which it is the last one when it begins."""
-
-    def move(self) -> bool:
-        """Do what can be done, by the thread that holds the engine's lock; tell whether all is."""
-        ...
-
-
-class StagedRequest:
-    """The request for an operation of several steps."""
-
-    __slots__ = ("_current", "_engine", "_error", "_moving", "_steps", "chain", "done", "value")
-
-    def __init__(self, steps: Steps, engine: Engine) -> None:
-        self._steps = steps
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._current: Request | None = None
         self._error: BaseException | None = None
         self._moving = False
         self.chain: Hashable = None
         self.done = False
-        self.value: Any = None
 
     @property
     def settled(self) -> bool:
-        """True if nothing more will happen, be it done or failed."""
+        """Whether nothing more will happen, be it done or failed."""
         return self.done or self._error is not None
 
     @property
     def error(self) -> BaseException | None:
-        """What it has failed with, if it has."""
+        """What it has failed with, if it has; raised at every test."""
         return self._error
 
     def test(self) -> bool:
-        """Run all steps that can run, and tell whether the last one is done."""
+        """Do what can be done, and tell whether all is."""
+        if self.done:
+            return True
         with self._engine.lock:
             return self.move()
 
@@ -97,14 +84,35 @@ class StagedRequest:
             return False  # a signal handler came in between, and waits for something else
         self._moving = True
         try:
-            return self._run()
+            # Another thread may have come first.
+            self.done = self.done or self._move()
+        except MpimeshError as error:
+            self._error = error
+            raise
         finally:
             self._moving = False
-            if self.settled:
-                # At once: nobody may come to move others along, and it holds arrays.
+            if self.done or self._error is not None:
+                # At once: it holds arrays, and what starts next is to find nothing unfinished.
                 self._engine.untrack(self)
+        return self.done
 
-    def _run(self) -> bool:
+    def _move(self) -> bool:
+        """Do what can be done, and tell whether all is."""
+        raise NotImplementedError
+
+
+class StagedRequest(Moved):
+    """The request for an operation of several steps."""
+
+    __slots__ = ("_current", "_steps", "value")
+
+    def __init__(self, steps: Steps, engine: Engine) -> None:
+        super().__init__(engine)
+        self._steps = steps
+        self._current: Request | None = None
+        self.value: Any = None
+
+    def _move(self) -> bool:
         """Run all steps that can run, and tell whether the last one is done."""
         while not self.done:
             if self._current is not None and not self._test(self._current):
@@ -137,7 +145,7 @@ class _Settled:
 
     __slots__ = ("_other",)
 
-    def __init__(self, other: Settling) -> None:
+    def __init__(self, other: Moved) -> None:
         self._other = other
 
     def test(self) -> bool:
@@ -165,8 +173,8 @@ class Engine:
         self.has_core = False
         self.bell: Doorbell | None = None
         self._crowd = 0
-        self._pending: list[Settling] = []
-        self._tails: dict[Hashable, Settling] = {}
+        self._pending: list[Moved] = []
+        self._tails: dict[Hashable, Moved] = {}
 
     def share_cores(self, ranks: int, cores: int) -> None:
         """Take note that so many ranks have so many cores between them."""
@@ -176,12 +184,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is unfinished."""
-        if not self._pending:
-            return True
-        with self.lock:
-            # What has ended since it was last moved along need not hold up what starts now.
-            self._pending = [request for request in self._pending if not request.settled]
-            return not self._pending
+        return not self._pending
 
     def busy(self, chain: Hashable) -> bool:
         """Tell whether an operation of `chain` is unfinished, so that the next must queue."""
@@ -246,10 +249,8 @@ class Engine:
         finally:
             # A step may have staged further operations meanwhile: they are in the new list.
             self._pending += [request for request in pending if not request.settled]
-        if len(self._tails) > 2 * len(self._pending):
-            self._tails = {c: tail for c, tail in self._tails.items() if not tail.settled}
 
 
-def _after(previous: Settling, steps: Steps) -> Steps:
+def _after(previous: Moved, steps: Steps) -> Steps:
     yield _Settled(previous)
     return (yield from steps)

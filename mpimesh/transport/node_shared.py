@@ -20,10 +20,10 @@ from mpimesh.arrays.types import HostArray
 from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.board import Entry, Room
 from mpimesh.transport.choice import NEVER, OPERATIONS, Choice
-from mpimesh.transport.engine import Engine, StagedRequest, Steps
+from mpimesh.transport.engine import Engine, Moved, Steps
 from mpimesh.transport.entering import NOT_READ
 from mpimesh.transport.node_ordinary import Ordinary
-from mpimesh.transport.quick import InPlaces, OneShot, Plans, Quick
+from mpimesh.transport.quick import InPlaces, OneShot, Plans
 from mpimesh.transport.region_reading import Reading
 from mpimesh.transport.region_ready import Ready
 from mpimesh.transport.regions import Regions, check_contiguous
@@ -49,9 +49,6 @@ _ONE_SHOT_SHARE = 16
 look at all ranks less is worth more than the copy."""
 
 _MOST_EXCHANGES = 64
-
-_MOVED_ALONG = (Quick, StagedRequest)
-"""What the engine moves along; messages of MPI's it does not know of."""
 
 
 class NodeShared:
@@ -160,7 +157,7 @@ class NodeShared:
         if engine.busy(self) or not self._team.board.has_room():
             return engine.stage(self, self._when_there_is_room(begin, *arguments))
         request = begin(*arguments)
-        if isinstance(request, _MOVED_ALONG):
+        if isinstance(request, Moved):  # the engine knows nothing of messages of MPI's
             engine.begin(self, request)
         return request
 

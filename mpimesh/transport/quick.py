@@ -8,7 +8,7 @@ take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,7 @@ from mpimesh.arrays.types import HostArray
 from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.transport.base import Request
 from mpimesh.transport.board import Entry
-from mpimesh.transport.engine import Engine
+from mpimesh.transport.engine import Engine, Moved
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_reduce import reduce_into
 from mpimesh.transport.team_work import Work, do_at_once
@@ -53,7 +53,7 @@ class Plans:
             self._kept[key] = parts
 
 
-class Quick:
+class Quick(Moved):
     """A request with a state. Making it does nothing yet.
 
     A signal handler may raise anywhere in here, as Ctrl-C does, and end a test but not the
@@ -66,53 +66,12 @@ class Quick:
         what: The operation's number.
     """
 
-    __slots__ = ("_engine", "_error", "_moving", "_team", "_what", "chain", "done")
+    __slots__ = ("_team", "_what")
 
     def __init__(self, team: Team, engine: Engine, what: int) -> None:
+        super().__init__(engine)
         self._team = team
-        self._engine = engine
-        self.chain: Hashable = None
         self._what = what
-        self._error: MpimeshError | None = None
-        self._moving = False
-        self.done = False
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing more will happen."""
-        return self.done or self._error is not None
-
-    def test(self) -> bool:
-        """Do what can be done, and tell whether all is."""
-        if self.done:
-            return True
-        with self._engine.lock:
-            return self.move()
-
-    def move(self) -> bool:
-        """Do the same, by the thread that holds the engine's lock."""
-        if self._error is not None:
-            raise self._error
-        if self._moving:
-            return False  # a signal handler came in between, and waits for something else
-        self._moving = True
-        try:
-            # Another thread may have come first.
-            self.done = self.done or self._move()
-        except MpimeshError as error:
-            self._error = error
-            self._engine.untrack(self)
-            raise
-        finally:
-            self._moving = False
-        if self.done:
-            # At once, so that what starts next finds nothing unfinished.
-            self._engine.untrack(self)
-        return self.done
-
-    def _move(self) -> bool:
-        """Do what can be done, and tell whether all is."""
-        raise NotImplementedError
 
 
 class OneShot(Quick):

@@ -5,38 +5,28 @@ from __future__ import annotations
 import pytest
 
 from mpimesh.errors import TransportError
-from mpimesh.transport.engine import Engine, StagedRequest
+from mpimesh.transport.engine import Engine, Moved, StagedRequest
 from mpimesh.transport.waiting import test_often as often
 
 
-class Counted:
+class Counted(Moved):
     """Done at the test with a given number; moves along one step each time."""
 
-    def __init__(self, at, error=None):
-        self.at, self.error, self.moves = at, error, 0
-        self.chain = None
+    def __init__(self, engine, at, failure=None):
+        super().__init__(engine)
+        self.at, self.failure, self.moves = at, failure, 0
 
-    @property
-    def done(self):
-        return self.moves >= self.at
-
-    @property
-    def settled(self):
-        return self.done
-
-    def move(self):
+    def _move(self):
         self.moves += 1
-        if self.error is not None:
-            raise self.error
-        return self.done
-
-    test = move
+        if self.failure is not None:
+            raise self.failure
+        return self.moves >= self.at
 
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_what_begins_moves_at_once_and_goes_when_it_is_done(at):
     engine = Engine()
-    request = Counted(at)
+    request = Counted(engine, at)
     engine.begin("chain", request)
     assert request.moves == 1
     assert engine.idle == engine_is_free(engine) == (at == 1)
@@ -52,7 +42,7 @@ def engine_is_free(engine):
 
 def test_an_error_stays_with_its_operation():
     engine = Engine()
-    request = Counted(1, TransportError("lost"))
+    request = Counted(engine, 1, TransportError("lost"))
     engine.begin("chain", request)  # does not raise
     assert request.moves == 1
 
@@ -60,11 +50,11 @@ def test_an_error_stays_with_its_operation():
 def test_an_interrupted_begin_is_moved_along_all_the_same():
     """The other ranks count on it, though its caller has no handle."""
     engine = Engine()
-    request = Counted(2, KeyboardInterrupt())
+    request = Counted(engine, 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         engine.begin("chain", request)
     assert engine.busy("chain")
-    request.error = None
+    request.failure = None
     engine.advance()
     assert request.done
     assert engine.idle
@@ -72,7 +62,7 @@ def test_an_interrupted_begin_is_moved_along_all_the_same():
 
 def test_what_has_ended_unseen_holds_nothing_up():
     engine = Engine()
-    request = Counted(2)
+    request = Counted(engine, 2)
     engine.begin("chain", request)
     assert not engine.idle
     request.test()
@@ -95,10 +85,10 @@ def test_the_first_tests_end_with_the_first_that_is_done(own):
     engine = Engine()
     engine.has_core = own
     for at in (1, 2, 9):
-        request = Counted(at)
+        request = Counted(engine, at)
         assert often(request.test, engine)
         assert request.moves == at
-    endless = Counted(1 << 30)
+    endless = Counted(engine, 1 << 30)
     assert not often(endless.test, engine)
     assert 5 <= endless.moves <= 50
 
