@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpimesh.arrays import Array, HostArray, namespace
+from mpimesh.arrays import Array, namespace
 from mpimesh.runtime.block_checks import compare_blocks
 from mpimesh.runtime.blocks import Blocks, check_sizes, normal_axis
 from mpimesh.runtime.group_core import collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.incoming import Incoming, apart, at_least_1d, byte_counts, flat_bytes
 from mpimesh.runtime.received import listed
-from mpimesh.runtime.straight import Straight, even_blocks, is_first
+from mpimesh.runtime.straight import Straight, bytes_of, even_blocks, is_first
 
 __all__ = ["Movements"]
 
@@ -69,7 +69,7 @@ class Movements(Straight):
             value = self._straight_result(x, (self.size * length, *others), out)
             if value is not None:
                 counts = [x.nbytes] * self.size
-                request = transport.all_gather(_bytes(x), _bytes(value), counts)
+                request = transport.all_gather(bytes_of(x), bytes_of(value), counts)
                 rule, receives = even_blocks(length, self.size), (listed, tuple(counts))
                 return self._started(
                     "all_gather", rule, x, label, request, value, x.nbytes, receives
@@ -213,7 +213,7 @@ class Movements(Straight):
             value = self._straight_result(x, x.shape, out)
             if value is not None:
                 counts = [x.nbytes // self.size] * self.size
-                request = transport.all_to_all(_bytes(x), _bytes(value), counts, counts)
+                request = transport.all_to_all(bytes_of(x), bytes_of(value), counts, counts)
                 rule, receives = "split_axis 0, concat_axis 0", (listed, tuple(counts))
                 return self._started(
                     "all_to_all", rule, x, label, request, value, x.nbytes, receives
@@ -276,7 +276,3 @@ class Movements(Straight):
             lock=x,
             receives=(listed, tuple(recv_counts)),
         )
-
-
-def _bytes(x: HostArray) -> HostArray:
-    return x.reshape(-1).view(np.uint8)

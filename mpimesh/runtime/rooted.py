@@ -24,7 +24,7 @@ from mpimesh.runtime.header import (
 from mpimesh.runtime.incoming import Incoming, apart, broadcast_buffer, byte_counts
 from mpimesh.runtime.operands import output_array
 from mpimesh.runtime.received import parts
-from mpimesh.runtime.straight import Straight
+from mpimesh.runtime.straight import Straight, bytes_of
 from mpimesh.transport import Steps
 
 __all__ = ["Rooted"]
@@ -68,7 +68,7 @@ class Rooted(Straight):
         if transport is not None and x is not None and type(root) is int and 0 <= root < self.size:
             value = self._straight_buffer(x, out, sends=self.rank == root)
             if value is not None:
-                request = transport.broadcast(value.reshape(-1).view(np.uint8), root)
+                request = transport.broadcast(bytes_of(value), root)
                 nbytes = x.nbytes if self.rank == root else 0
                 whole = (parts, (root, x.nbytes, int(x.nbytes > 0)))
                 receives = None if self.rank == root else whole

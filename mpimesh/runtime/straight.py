@@ -19,7 +19,7 @@ from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.received import Amount, Rule
 from mpimesh.transport import Communicator, Request
 
-__all__ = ["Straight", "even_blocks", "is_first"]
+__all__ = ["Straight", "bytes_of", "even_blocks", "is_first"]
 
 
 class Straight(GroupCore):
@@ -75,6 +75,11 @@ class Straight(GroupCore):
         call = Call(name, self.name, rule, x.shape, x.dtype, label)
         communicator.started = call.number = communicator.started + 1
         return self.own(Operation(self, call, request, None, None, value), nbytes, receives)
+
+
+def bytes_of(x: HostArray) -> HostArray:
+    """Return a contiguous array as flat bytes."""
+    return x.reshape(-1).view(np.uint8)
 
 
 def is_first(axis: object) -> bool:
