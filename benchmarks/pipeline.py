@@ -51,7 +51,7 @@ class Case:
 
     @property
     def text(self) -> str:
-        """What the table calls it."""
+        """Its name in the table."""
         times = "/".join(f"{s * 1e3:g}" for s in (self.forward_s, self.input_s, self.weight_s))
         return f"{self.schedule}, {times} ms, {size_text(self.nbytes)}"
 

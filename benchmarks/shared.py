@@ -200,5 +200,5 @@ def _check(
 
 
 def _inputs(size: int, ranks: int) -> Iterator[Any]:
-    """What each rank puts in: small whole numbers, whose sums are exact in any order."""
+    """The input of each rank: small whole numbers, whose sums are exact in any order."""
     return (np.arange(size) % 251 + 1000.0 * rank for rank in range(ranks))

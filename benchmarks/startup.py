@@ -1,4 +1,4 @@
-"""How long `import mpimesh` takes, beside `import numpy`, in fresh interpreters."""
+"""Time of `import mpimesh`, beside `import numpy`, in fresh interpreters."""
 
 from __future__ import annotations
 

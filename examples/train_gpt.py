@@ -67,7 +67,7 @@ from mpimesh.schedule import stages_per_rank
 EVALUATION_ROWS = 128
 """Windows of the text that is held out, always the same ones."""
 LOWEST_RATE = 0.1
-"""What is left of the learning rate at the end."""
+"""Share of the learning rate that is left at the end."""
 
 
 def make_layers(options: Namespace, tp: mm.ProcessGroup | None) -> list[nn.Module]:

@@ -73,7 +73,12 @@ from mpimesh.runtime import (
     exit_all,
     run_virtual,
 )
+from mpimesh.runtime.failure import install
 from mpimesh.trace import Tracer
+
+# Other ranks may wait for this process from now on: it must not fail without a word.
+install()
+del install
 
 __version__ = "0.1.0"
 

@@ -138,7 +138,11 @@ class ReduceOpError(MpimeshError, ValueError):
 class MismatchError(MpimeshError, RuntimeError):
     """The ranks of a group called different collectives, or with different arguments.
 
-    Raised on every rank of the group, naming each rank's call.
+    With ``MPIMESH_CHECKS`` on it is raised on every rank of the group, naming each rank's call;
+    else on the ranks that share a node with one that differs, naming those of the node. Data may
+    have moved then: results of that operation mean nothing. Each later collective of the group
+    raises it again. The mesh can be closed and another one made; it keeps its MPI communicators,
+    for messages may still be on their way in them.
     """
 
 
@@ -157,8 +161,11 @@ class UnresolvedError(MpimeshError, RuntimeError):
     """A mesh was closed while results of collectives had not been resolved."""
 
 
-class UnresolvedWarning(ResourceWarning):
-    """A :class:`~mpimesh.CollectiveTensor` was dropped before it was resolved."""
+class UnresolvedWarning(RuntimeWarning):
+    """A :class:`~mpimesh.CollectiveTensor` was dropped before it was resolved.
+
+    As a coroutine that nobody awaits, it is a RuntimeWarning, which Python shows by default.
+    """
 
 
 class SharedGpuWarning(RuntimeWarning):
@@ -170,7 +177,10 @@ class CollectiveTimeoutError(MpimeshError, TimeoutError):
 
 
 class DeadlockError(MpimeshError, RuntimeError):
-    """All virtual ranks wait for each other; the message says for what."""
+    """Ranks wait for each other in a circle; the message says who waits for what.
+
+    Virtual ranks find it always, processes with ``MPIMESH_CHECKS`` on.
+    """
 
 
 class TransportError(MpimeshError, RuntimeError):

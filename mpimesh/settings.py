@@ -1,14 +1,21 @@
-"""What the environment may change: the only reader of ``MPIMESH_*`` variables.
+"""Settings of the environment: the only reader of ``MPIMESH_*`` variables.
 
 ``MPIMESH_CHECKS`` (default 0)
-    0 is off; 1 compares every collective over its ranks before data moves, and the batches that
-    the ranks train on; 2 compares the calling line, too.
-``MPIMESH_TIMEOUT_S`` (default 0)
-    Seconds that a rank may wait in one operation before the watchdog reports it and ends
-    the job; 0 is off.
+    0 is off: only ranks of one node compare what they start, when they take the result; 1 compares
+    every collective over its ranks before data moves, functions of split arrays with their values,
+    and batches, optimizers and parameters of replicas; it finds ranks that wait for each other, and
+    messages that nobody received; 2 compares the lines that led to each call, too.
+``MPIMESH_TIMEOUT_S`` (default 1800)
+    Seconds that a rank may wait in one operation, or in making or closing a mesh, before the
+    watchdog reports it and ends the job; 0 is off.
+``MPIMESH_RECORD_DIR`` (default none)
+    Folder, which all ranks see, for the flight record: when a job fails, each rank leaves its last
+    1,000 operations there, and ``python -m mpimesh flight`` says where they differ. Without it the
+    rank that ends the job writes its last 8 to stderr.
 ``MPIMESH_NOTICE_S`` (default 30)
     Seconds of waiting in one operation after which a rank says so once, in a line, and waits on;
-    0 is off, and so is it where ``MPIMESH_TIMEOUT_S`` is set. Only a few ranks of a job speak.
+    0 is off, and so is it where ``MPIMESH_TIMEOUT_S`` is below its default. Only a few ranks of a
+    job speak.
 ``MPIMESH_CHUNK_ELEMENTS`` (default 0)
     Most elements in one MPI call; 0 is 2^30, or no limit from MPI 4 on.
 ``MPIMESH_EXIT_WARN_S`` (default 30)
@@ -36,7 +43,9 @@ from typing import Any
 
 from mpimesh.errors import SettingsError
 
-__all__ = ["Settings"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Settings"]
+
+DEFAULT_TIMEOUT_S = 1800.0
 
 # A setting that is no number, and its words.
 _WORDS = {
@@ -53,6 +62,7 @@ class Settings:
     Attributes:
         checks: 0, 1 or 2, see :mod:`mpimesh.settings`.
         timeout_s: Limit of one wait in seconds; 0 means none.
+        record_dir: Where the ranks keep their flight record; empty for none.
         notice_s: How long a wait is before the rank says so; 0 means it does not.
         chunk_elements: Most elements in one MPI call; 0 leaves it to the transport.
         exit_warn_s: When a rank that waits at its exit for the others says so.
@@ -63,7 +73,8 @@ class Settings:
     """
 
     checks: int = 0
-    timeout_s: float = 0.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    record_dir: str = ""
     notice_s: float = 30.0
     chunk_elements: int = 0
     exit_warn_s: float = 30.0
@@ -92,6 +103,8 @@ class Settings:
             field, text = known[variable], environment[variable]
             if variable in _WORDS:
                 values[field.name] = _word(variable, text)
+            elif field.type == "str":
+                values[field.name] = text
             else:
                 values[field.name] = _number(variable, text, whole=field.type == "int")
         if values.get("checks", 0) not in (0, 1, 2):

@@ -1,1 +1,1 @@
-"""What several examples share and none of them is about: command line, console, saving, ending."""
+"""Parts that several examples share: command line, console, saving, ending."""

@@ -344,6 +344,9 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
+    # A link that somebody put there would lead to a file of another name.
+    fresh.unlink(missing_ok=True)
+    fresh.open("xb").close()
     write(fresh)
     with fresh.open("rb") as file:
         os.fsync(file.fileno())

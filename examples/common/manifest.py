@@ -1,4 +1,4 @@
-"""What ``checkpoint.json`` says, checked before anything of a run is changed."""
+"""The file ``checkpoint.json``, checked before anything of a run is changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What belongs together in a save.
+    """The parts of one save.
 
     Attributes:
         folder: Where the files are, named by the step.

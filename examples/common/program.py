@@ -1,4 +1,4 @@
-"""How an example runs on all ranks, and how it says what cannot be done: once, in one line."""
+"""The run of an example on all ranks, and its refusals: once, in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class ProgramError(MpimeshError):
-    """What the command line asks for cannot be done. Raised on every rank, with the same text."""
+    """A request that cannot be met. Raised on every rank, with the same text."""
 
     agreed = True
 

@@ -1,4 +1,4 @@
-"""What rank 0 shows: the mesh, the progress, files. The other ranks stay quiet."""
+"""Output of rank 0: the mesh, the progress, files. The other ranks stay quiet."""
 
 from __future__ import annotations
 

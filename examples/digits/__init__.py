@@ -1,1 +1,1 @@
-"""What train_digits.py needs beside the training itself: data, options, reports."""
+"""Parts of train_digits.py beside the training itself: data, options, reports."""

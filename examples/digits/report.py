@@ -1,4 +1,4 @@
-"""What rank 0 shows of a training on digits: the stages, the epochs, the results, the pictures."""
+"""Output of rank 0 in a training on digits: stages, epochs, results, pictures."""
 
 from __future__ import annotations
 

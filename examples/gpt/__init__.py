@@ -1,1 +1,1 @@
-"""What train_gpt.py needs beside the training itself: text, options, reports, samples."""
+"""Parts of train_gpt.py beside the training itself: text, options, reports, samples."""

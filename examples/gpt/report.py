@@ -1,4 +1,4 @@
-"""What rank 0 shows of the training of a GPT: the stages, the steps, the pictures."""
+"""Output of rank 0 in the training of a GPT: stages, steps, pictures."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What of heat2d.py has little to do with meshes."""
+"""Parts of heat2d.py that have little to do with meshes."""

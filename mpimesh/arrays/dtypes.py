@@ -7,10 +7,24 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import shown
 from mpimesh.arrays.types import DType
 from mpimesh.errors import DTypeError
 
-__all__ = ["dtype_from_json", "dtype_to_json"]
+__all__ = ["as_dtype", "dtype_from_json", "dtype_to_json"]
+
+
+def as_dtype(dtype: Any) -> DType:
+    """Return what is given for `dtype` as one of NumPy's.
+
+    Raises:
+        DTypeError: If it is none.
+    """
+    try:
+        kind: DType = np.dtype(dtype)
+    except Exception as error:  # of any class: somebody's object may have a `dtype`
+        raise DTypeError(f"dtype must be one of NumPy, got {shown(dtype)}: {error}") from None
+    return kind
 
 
 def dtype_to_json(dtype: DType) -> Any:

@@ -29,7 +29,7 @@ __all__ = ["ReduceOp", "as_reduce_op", "is_half", "refuse_objects", "wire_dtype"
 
 
 class ReduceOp(StrEnum):
-    """How the values of all ranks become one."""
+    """Reduction of the values of all ranks to one."""
 
     SUM = "sum"
     MEAN = "mean"

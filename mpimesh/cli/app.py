@@ -9,6 +9,7 @@ import typer
 
 from mpimesh.cli.doctor import run_clean, run_doctor
 from mpimesh.cli.embed import EmbedRequest, run_embed
+from mpimesh.cli.flight import run_flight
 from mpimesh.cli.quantities import InputError
 from mpimesh.cli.simulate import ALL, Request, run_simulate
 from mpimesh.cli.step_times import StepTimes
@@ -176,6 +177,24 @@ def embed(
     model or the mesh cannot be used, and then leaves no result.
     """
     run_embed(EmbedRequest(lines, mesh, out, model, batch_tokens, as_json))
+
+
+@app.command()
+def flight(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The MPIMESH_RECORD_DIR of the job that failed.")
+    ],
+) -> None:
+    """Say where the ranks of a failed job first differ, and who waits for whom.
+
+    Reads what each rank has left in DIR: `rank-N.json`, or `rank-N.ring` if it was killed. Needs no
+    MPI. It exits with 2 if there is none.
+    """
+    try:
+        run_flight(folder)
+    except InputError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()

@@ -31,7 +31,7 @@ __all__ = ["EmbedRequest", "embed_lines", "run_embed"]
 
 @dataclass(frozen=True, slots=True)
 class EmbedRequest:
-    """What the command line asks for.
+    """The request of the command line.
 
     Attributes:
         lines: The file of sentences, one a line, or "-" for standard input.
@@ -106,7 +106,7 @@ def embed_lines(request: EmbedRequest, mesh: DeviceMesh) -> str | None:
 
 
 class _Speed(ProgressColumn):
-    """How many a second."""
+    """A column with the number of sentences per second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed

@@ -151,7 +151,7 @@ def _speeds(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """What a mesh has shown: its routes, the ways of its device memory, what was wrong."""
+    """The findings of a trial mesh: its routes, the ways of its device memory, what was wrong."""
 
     routes: Sequence[Route] = ()
     ways: Mapping[str, Answer] = field(default_factory=dict)

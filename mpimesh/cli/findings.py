@@ -1,4 +1,4 @@
-"""What is wrong, and what mends it: rules over a diagnosis, each a function of its own."""
+"""Findings and their cures: rules over a diagnosis, each a function of its own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from mpimesh.arguments import rank_names
 from mpimesh.cli.clean import SHM
 from mpimesh.cli.diagnosis import Diagnosis, Finding
 from mpimesh.cli.facts_rank import Rank
-from mpimesh.cli.texts import bytes_text, ranks_text
+from mpimesh.cli.texts import bytes_text
 from mpimesh.errors import LaunchError
 from mpimesh.runtime.launch import check_world
 
@@ -20,9 +21,9 @@ SHM_CURE = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
 
 _SEVERITIES = ("error", "warning", "note")
 _SHM_BYTES_OF_A_RANK = 16 << 20
-"""What MPI's libraries take in /dev/shm at their start."""
+"""Bytes in /dev/shm that MPI's libraries take for each rank at their start."""
 _UCX_ENV = 'eval "$(python -m mpimesh ucx-env)"'
-"""What lets MPI use a UCX that has CUDA."""
+"""Command that lets MPI use a UCX that has CUDA."""
 
 
 def find_findings(diagnosis: Diagnosis) -> tuple[Finding, ...]:
@@ -81,7 +82,7 @@ def _cores(facts: Diagnosis) -> Iterator[Finding]:
             continue
         cores = crowd[0].cores
         every = {core for one in ranks for core in one.cores}
-        what = f"ranks {ranks_text([one.rank for one in crowd])} share {_cores_text(cores)}"
+        what = f"{rank_names([one.rank for one in crowd])} share {_cores_text(cores)}"
         if set(cores) < every or len(cores) < _machine_cores(ranks):
             cure = "mpiexec --bind-to core, or srun --cpu-bind=cores"
         else:
@@ -154,7 +155,7 @@ def _gpus(facts: Diagnosis) -> Iterator[Finding]:
             if len(ranks) > 1:
                 yield Finding(
                     "warning",
-                    f"ranks {ranks_text([one.rank for one in ranks])} of {node.name} compute on "
+                    f"{rank_names([one.rank for one in ranks])} of {node.name} compute on "
                     f"one GPU ({ranks[0].gpu}): NCCL refuses that, and they take turns",
                     "start one rank for each GPU: srun --ntasks-per-node=G --gpus-per-node=G",
                 )

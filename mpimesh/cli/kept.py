@@ -1,4 +1,4 @@
-"""What mpimesh keeps from one job to the next, and how to be rid of it."""
+"""Files that mpimesh keeps from one job to the next, and their removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast bytes move here: within a rank, a node, between nodes, and to a device.
+"""Speeds of moving bytes here: within a rank, a node, between nodes, and to a device.
 
 Short measurements, to find what is far off, such as TCP where there is a fabric.
 They tell the order of magnitude, not the last tenth.
@@ -27,7 +27,7 @@ _TAG = 7
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How fast bytes move from one place to another.
+    """The speed of bytes from one place to another.
 
     Attributes:
         level: Between what.

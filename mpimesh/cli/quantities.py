@@ -10,7 +10,7 @@ __all__ = ["InputError", "read_bytes", "read_rate", "read_seconds", "read_severa
 
 
 class InputError(ValueError):
-    """What the command line was given cannot be used; the text is for the one who wrote it."""
+    """An input of the command line that cannot be used; the text is for the one who wrote it."""
 
 
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([^\s]*)\s*")

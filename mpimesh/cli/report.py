@@ -10,9 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mpimesh.arguments import ranks_text
 from mpimesh.cli.clean import SHM
 from mpimesh.cli.diagnosis import Diagnosis, Finding
-from mpimesh.cli.texts import bytes_text, ranks_text, rate_text, seconds_text
+from mpimesh.cli.texts import bytes_text, rate_text, seconds_text
 from mpimesh.transport.capability import Capability
 from mpimesh.transport.ucx import Ucx
 
@@ -51,10 +52,10 @@ def _section(console: Console, title: str, body: Table | Text) -> None:
     console.print(Padding(body, (0, 0, 0, 2)))
 
 
-def _table(*columns: str, header: bool = True) -> Table:
+def _table(*columns: str, header: bool = True, most: int = 24) -> Table:
     table = Table(box=None, show_header=header, header_style="dim", padding=(0, 2, 0, 0))
     for column in columns[:-1]:
-        table.add_column(column, max_width=24)
+        table.add_column(column, max_width=most)
     table.add_column(columns[-1], overflow="fold")
     return table
 
@@ -131,7 +132,7 @@ def _nodes(diagnosis: Diagnosis) -> Table:
         shm = ranks[0].shm
         table.add_row(
             node.name,
-            ranks_text(node.ranks),
+            ranks_text(sorted(node.ranks)),
             f"{len(cores)}{limit}",
             bytes_text(ranks[0].memory_bytes),
             f"{bytes_text(shm.free_bytes)} of {bytes_text(shm.total_bytes)}",
@@ -152,7 +153,7 @@ def _ranks(diagnosis: Diagnosis) -> Table:
         table.add_row(
             str(one.rank),
             one.node,
-            Text(ranks_text(one.cores) + busy, "yellow" if busy else ""),
+            Text(ranks_text(sorted(one.cores)) + busy, "yellow" if busy else ""),
             Text(
                 (one.gpu or "-") + f" (with {same} more)" * (same > 0), "yellow" if same > 0 else ""
             ),
@@ -186,15 +187,17 @@ def _speeds(diagnosis: Diagnosis) -> Table:
     table = _table("level", "how", "ranks", "8 bytes", "16 MiB")
     for one in diagnosis.measurements:
         speed = Text(one.problem, "yellow") if one.problem else rate_text(one.bytes_per_s)
-        table.add_row(one.level, one.how, ranks_text(one.ranks), seconds_text(one.latency_s), speed)
+        ranks = ranks_text(sorted(one.ranks))
+        table.add_row(one.level, one.how, ranks, seconds_text(one.latency_s), speed)
     return table
 
 
 def _routes(diagnosis: Diagnosis) -> Table:
-    table = _table("operations", "memory", "by", "because")
+    table = _table("operations", "memory", "by", "because", most=28)
     merged: dict[tuple[str, str, str], list[str]] = {}
     for route in diagnosis.routes:
-        name = "all others" if route.operation == "*" else route.operation
+        others = "all others" if len(diagnosis.routes) > 1 else "all"
+        name = others if route.operation == "*" else route.operation
         size = f" {route.size_text(bytes_text)}" if route.from_bytes > 1 else ""
         merged.setdefault((route.memory, route.transport, route.reason), []).append(name + size)
     for (memory, transport, reason), operations in merged.items():

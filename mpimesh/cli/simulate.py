@@ -32,7 +32,7 @@ _MOST_SEARCHED = 16_384  # stages times microbatches; half a minute
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be simulated, and how it is to be shown.
+    """The request of a simulation: its schedule, and the way to show it.
 
     Attributes:
         schedule: A name, a file, or ``all``.

@@ -10,7 +10,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mpimesh.cli.texts import bytes_text, ranks_text
+from mpimesh.arguments import ranks_text
+from mpimesh.cli.texts import bytes_text
 from mpimesh.schedule import Schedule, Timetable, schedule_table
 from mpimesh.trace import svg
 
@@ -120,7 +121,7 @@ def _ranks(timetable: Timetable, peak_bytes: Sequence[float] | None) -> Table:
         idle = timetable.idle(rank).parts()
         table.add_row(
             str(rank),
-            ranks_text(timetable.schedule.stages_of(rank)),
+            ranks_text(sorted(timetable.schedule.stages_of(rank))),
             _seconds(timetable.busy_s(rank), timetable),
             _seconds(timetable.bubble_s(rank), timetable),
             f"{100 * timetable.idle_fraction(rank):.1f} %",

@@ -1,4 +1,4 @@
-"""What the actions and messages of a step take, as the command line says."""
+"""Times of the actions and messages of a step, as the command line gives them."""
 
 from __future__ import annotations
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from mpimesh.mesh.host import cpus_text
-
-__all__ = ["bytes_text", "ranks_text", "rate_text", "seconds_text"]
+__all__ = ["bytes_text", "rate_text", "seconds_text"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -29,8 +25,3 @@ def seconds_text(seconds: float) -> str:
     if not seconds:
         return ""
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Write ``0-3,8``."""
-    return cpus_text(ranks).removeprefix("cpus:")

@@ -1,4 +1,4 @@
-"""How many threads of NumPy's a rank should take: its share of its node's cores."""
+"""The number of NumPy's threads for a rank: its share of its node's cores."""
 
 from __future__ import annotations
 

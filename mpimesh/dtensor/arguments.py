@@ -14,7 +14,7 @@ from mpimesh.errors import AxisError, LayoutError, NoRuleError
 from mpimesh.layout import Layout, Placement
 from mpimesh.runtime import DeviceMesh
 
-__all__ = ["as_tensor", "axes_of", "axis_of", "moved_to", "refuse_given"]
+__all__ = ["as_tensor", "axes_of", "axis_of", "moved_to", "refuse_given", "whole_key"]
 
 
 def axis_of(axis: Any, ndim: int, what: str = "axis") -> int:
@@ -74,6 +74,13 @@ def as_tensor(x: Any, mesh: DeviceMesh) -> DTensor:
     layout = Layout.replicated(mesh)
     block = whole if layout.mesh.contains_rank(mesh.rank) else None
     return DTensor(mesh, layout, whole.shape, whole.dtype, block)
+
+
+def whole_key(key: Any) -> Any:
+    """Return a key with plain arrays in place of split ones. Collective, if there are any."""
+    if isinstance(key, tuple):
+        return tuple(map(whole_key, key))
+    return key.full() if isinstance(key, DTensor) else key
 
 
 def moved_to(x: DTensor, placement: Placement) -> DTensor:

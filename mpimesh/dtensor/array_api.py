@@ -327,11 +327,10 @@ __all__ = [
 __array_api_version__ = "2023.12"
 
 MISSING = {
-    "linalg": "an extension; decompositions of split matrices have no rules. What has one is in "
-    "numpy.linalg: diagonal, matrix_transpose, norm",
-    "fft": "an extension; transforms along split axes have no rules. mm.allow_gather() lets "
-    "numpy.fft work on whole arrays",
+    "linalg": "an extension; numpy.linalg has rules for norms, products and stacks of matrices: "
+    "use it. One matrix that is split itself is not decomposed",
+    "fft": "an extension; numpy.fft has rules for split arrays, also along split axes: use it",
     "__dlpack__": "the array is on several ranks; x.local is NumPy's and has it",
     "__dlpack_device__": "the array is on several ranks; x.local is NumPy's and has it",
 }
-"""What the standard has and split arrays have not, with the reason."""
+"""Names of the standard that split arrays do not have, with the reason."""

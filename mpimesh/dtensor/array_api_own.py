@@ -49,7 +49,7 @@ def argsort(x: Any, /, *, axis: int = -1, descending: Any = False, stable: Any =
 
 
 class __array_namespace_info__:
-    """What this namespace can do, as the standard asks for it."""
+    """The capabilities of this namespace, in the standard's form."""
 
     def capabilities(self) -> dict[str, Any]:
         """Return what is supported."""

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import DType, HostArray, refuse_objects, to_numpy
+from mpimesh.arrays import DType, HostArray
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.dtensor.telling import told_by_all
 from mpimesh.errors import LayoutError, MismatchError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime.operands import host_array
 
 __all__ = ["agreed_blocks", "agreed_dtype", "host_block", "table_of", "writable_block"]
 
@@ -23,23 +24,34 @@ def host_block(block: Any) -> HostArray:
     Raises:
         DTypeError: If it holds Python objects.
     """
-    host: HostArray = to_numpy(block)
-    refuse_objects(host.dtype)
-    return host
+    return host_array(block)
 
 
-def agreed_dtype(block: HostArray, mesh: DeviceMesh, name: str) -> DType:
+def agreed_dtype(
+    block: HostArray, mesh: DeviceMesh, name: str, problem: ShapeError | None = None
+) -> DType:
     """Return the dtype that the blocks have, those without elements aside. Collective.
 
     ``np.array([])`` is of float64 whatever the other ranks have.
 
+    Args:
+        block: This rank's block.
+        mesh: The mesh.
+        name: What is called, for messages.
+        problem: Why this rank has no block.
+
     Raises:
+        ShapeError: On every rank, if one has no block.
         MismatchError: On every rank, saying which has what, if they differ.
     """
-    found = told_by_all(mesh, name, [dtype_to_json(block.dtype), block.size])
+    why = "" if problem is None else str(problem)
+    found = told_by_all(mesh, name, [dtype_to_json(block.dtype), block.size, why])
     ranks = mesh.group().ranks
-    dtypes = [dtype_from_json(dtype) for dtype, _ in found]
-    full = [dtype for dtype, (_, size) in zip(dtypes, found, strict=True) if size]
+    told = next((text for _, _, text in found if text), "")
+    if told:
+        raise on_all_ranks(ShapeError(told))
+    dtypes = [dtype_from_json(dtype) for dtype, _, _ in found]
+    full = [dtype for dtype, (_, size, _) in zip(dtypes, found, strict=True) if size]
     if len(set(full)) > 1:
         rows = "; ".join(
             f"rank {rank}: {dtype}" for rank, dtype in zip(ranks[:16], dtypes, strict=False)

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import index
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpimesh.arrays import DType, HostArray, refuse_objects, to_numpy
-from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.arguments import MOST, as_function, as_int, as_shape, shown
+from mpimesh.arrays import DType, HostArray, refuse_objects
+from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
+from mpimesh.dtensor.alike import agree_copies, alike, same_call
 from mpimesh.dtensor.blocks import agreed_dtype
 from mpimesh.dtensor.carry import start_carry
+from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.telling import told_by_all
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import DTypeError, LayoutError, RankError, ShapeError, on_all_ranks
+from mpimesh.errors import (
+    DTypeError,
+    LayoutError,
+    MismatchError,
+    RankError,
+    ShapeError,
+    on_all_ranks,
+)
 from mpimesh.layout import Layout, Partial, PlacementLike, Replicate
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.agreement import agree
-from mpimesh.runtime.call import Call
-from mpimesh.runtime.digest import digest_bits
+from mpimesh.runtime.allocator import array_shape
+from mpimesh.runtime.operands import host_array
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -65,16 +74,15 @@ def distribute(
     Cost:
         Nothing moves if all have it; else every rank gets its block from `root`.
     """
-    layout = Layout(mesh, placements)
+    layout = Layout(as_live(mesh), placements)
     if root is None:
-        mine = _host(x)
+        mine = host_array(x)
         block = mine if _is_member(mesh) else None
-        if mesh.settings.checks and block is not None:
-            group, rule = mesh.group(), f"shape {mine.shape}, {mine.dtype}, values {_digest(mine)}"
-            agree(group.progress, group.communicator, Call("distribute", group.name, rule))
+        same_call(mesh, "distribute", (mine, layout.text))
         source = DTensor(mesh, Layout.replicated(layout.mesh), mine.shape, mine.dtype, block)
         made = source.redistribute(placements)
         return made.copy() if made is source else made
+    root = as_int(root, "root", RankError)
     layout.mesh.offset_of(root)  # refuses one that is not there
     if not _is_member(mesh):
         raise RankError(
@@ -115,14 +123,15 @@ def from_callback(
     Raises:
         LayoutError: If the placements do not fit.
         MismatchError: On every rank, without `dtype`, if the parts are of several.
-        ShapeError: If the callback gives a part of another shape.
+        ShapeError: If the callback gives a part of another shape; without `dtype` on every rank.
     """
-    layout = Layout(mesh, placements)
+    layout = Layout(as_live(mesh), placements)
+    callback = as_function(callback, "callback", LayoutError)
     if layout.partial_op:
         raise LayoutError(f"a callback gives values, not summands; got placements {layout.text}")
 
     def part(index: tuple[slice, ...]) -> HostArray:
-        found = _host(callback(index))
+        found = host_array(callback(index))
         wanted = tuple(one.stop - one.start for one in index)
         if found.shape != wanted:
             raise ShapeError(
@@ -131,12 +140,22 @@ def from_callback(
             )
         return found
 
-    if dtype is not None or not _is_member(mesh):
-        return made_of_blocks(shape_of_lengths(shape), mesh, layout, part, dtype)
     sizes = shape_of_lengths(shape)
-    mine = part(tuple(slice(*edges) for edges in layout.box(sizes, mesh.rank)))
-    kind = agreed_dtype(mine, mesh, "from_callback")
-    return made_of_blocks(sizes, mesh, layout, lambda index: mine, kind)
+    same_call(mesh, "from_callback", (sizes, layout.text, dtype))
+    if dtype is not None or not _is_member(mesh):
+        made = made_of_blocks(sizes, mesh, layout, part, dtype)
+        if made.is_member:
+            agree_copies(made.local, mesh, layout, "from_callback")
+        return made
+    problem: ShapeError | None = None
+    try:
+        mine = part(tuple(slice(*edges) for edges in layout.box(sizes, mesh.rank)))
+    except ShapeError as error:
+        mine, problem = np.empty(0), error
+    kind = agreed_dtype(mine, mesh, "from_callback", problem)
+    made = made_of_blocks(sizes, mesh, layout, lambda index: mine, kind)
+    agree_copies(made.local, mesh, layout, "from_callback")
+    return made
 
 
 def full(
@@ -148,16 +167,23 @@ def full(
     dtype: Any = None,
 ) -> DTensor:
     """Return an array with `value` everywhere, as :func:`numpy.full`. Local."""
-    kind = np.asarray(value).dtype if dtype is None else np.dtype(dtype)
-
-    sizes = shape_of_lengths(shape)
+    layout, sizes = Layout(as_live(mesh), placements), shape_of_lengths(shape)
+    found = host_array(value)
+    kind = found.dtype if dtype is None else as_dtype(dtype)
+    refuse_objects(kind)
     try:
-        whole = np.broadcast_to(np.asarray(value, kind), sizes)  # a view, however large
-    except ValueError as error:
+        whole = np.broadcast_to(found.astype(kind), sizes)  # a view, however large
+    except (TypeError, ValueError) as error:
         raise ShapeError(
-            f"a value of shape {np.shape(value)} does not fit {sizes}: {error}"
+            f"value, of shape {found.shape} and {found.dtype}, does not fit an array of shape "
+            f"{sizes} and {kind}: {error}"
         ) from None
-    return with_summands(sizes, mesh, Layout(mesh, placements), lambda index: whole[index], kind)
+    return alike(
+        mesh,
+        "full",
+        (sizes, found, layout.text, kind),
+        lambda: with_summands(sizes, mesh, layout, lambda index: whole[index], kind),
+    )
 
 
 def zeros(
@@ -178,8 +204,10 @@ def empty(
     shape: Sequence[int] | int, mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = float
 ) -> DTensor:
     """Return an array whose values are whatever its memory holds. Local."""
-    layout = Layout(mesh, placements)
+    layout = Layout(as_live(mesh), placements)
     lengths = shape_of_lengths(shape)
+    dtype = as_dtype(dtype)
+    same_call(mesh, "empty", (lengths, layout.text, dtype))
     block = None
     if _is_member(mesh):
         block = mesh.shared_empty(layout.local_shape(lengths, mesh.rank), dtype)
@@ -194,13 +222,16 @@ def made_of_blocks(
     dtype: Any = None,
 ) -> DTensor:
     """Return the tensor whose block is what `part` gives for this rank's slices. Local."""
-    kind = None if dtype is None else np.dtype(dtype)
+    kind = None if dtype is None else as_dtype(dtype)
     if not _is_member(mesh):
         layout.tiling(shape)
         if kind is None:
             raise LayoutError(f"rank {mesh.rank} is not in the mesh and reads nothing: give dtype=")
         return DTensor(mesh, layout, shape, kind, None)
-    values = part(tuple(slice(start, stop) for start, stop in layout.box(shape, mesh.rank)))
+    box = layout.box(shape, mesh.rank)
+    # Before memory is taken: a block may have more bytes than an address can count.
+    array_shape([stop - start for start, stop in box], np.uint8 if kind is None else kind)
+    values = part(tuple(slice(start, stop) for start, stop in box))
     block = mesh.shared_empty(values.shape, values.dtype if kind is None else kind)
     block[...] = values
     return DTensor(mesh, layout, shape, block.dtype, block)
@@ -220,18 +251,17 @@ def with_summands(
 
 
 def shape_of_lengths(shape: Sequence[int] | int) -> Shape:
-    """Return a shape, also of one length, as NumPy takes it."""
-    return tuple(shape) if isinstance(shape, Iterable) else (index(shape),)
+    """Return a shape, also of one length, as NumPy takes it.
 
-
-def _host(x: Any) -> HostArray:
-    host: HostArray = to_numpy(x)
-    refuse_objects(host.dtype)
-    return host
-
-
-def _digest(x: HostArray) -> int:
-    return digest_bits(np.ascontiguousarray(x).tobytes(), 63)
+    Raises:
+        ShapeError: If it is none, or larger than any array.
+    """
+    lengths = as_shape(shape, one=True)
+    if prod(filter(None, lengths)) > MOST:
+        raise ShapeError(
+            f"an array of shape {shown(lengths)} has more elements than an address can count"
+        )
+    return lengths
 
 
 def _is_member(mesh: DeviceMesh) -> bool:
@@ -241,15 +271,23 @@ def _is_member(mesh: DeviceMesh) -> bool:
 def _facts_of(mesh: DeviceMesh, x: Any, root: int) -> tuple[HostArray | None, Shape, DType]:
     """Collective: return the array of `root` there, and its shape and dtype everywhere."""
     whole: HostArray | None = None
-    facts: list[Any] = []
+    facts: list[Any] = [root]
     if mesh.rank == root:
         try:
-            whole = _host(x)
-            facts = [whole.shape, dtype_to_json(whole.dtype), ""]
+            whole = host_array(x)
+            facts += [whole.shape, dtype_to_json(whole.dtype), ""]
         except Exception as error:
-            facts = [(), "", f"{type(error).__name__}: {error}"]
-    found = told_by_all(mesh, "distribute", facts)
-    shape, descr, problem = found[list(mesh.group().ranks).index(root)]
+            facts += [(), "", f"{type(error).__name__}: {error}"]
+    found, ranks = told_by_all(mesh, "distribute", facts), list(mesh.group().ranks)
+    roots = [theirs for theirs, *_ in found]
+    if set(roots) != {root}:
+        raise on_all_ranks(
+            MismatchError(
+                "distribute needs the same root on all ranks of the mesh, got "
+                + ", ".join(f"{one} on rank {rank}" for rank, one in zip(ranks, roots, strict=True))
+            )
+        )
+    _, shape, descr, problem = found[ranks.index(root)]
     if problem:
         raise on_all_ranks(DTypeError(f"rank {root} has no array to distribute: {problem}"))
     return whole, tuple(shape), dtype_from_json(descr)

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from mpimesh.arguments import shown
 from mpimesh.errors import LayoutError
 from mpimesh.layout import Layout, Placement, PlacementLike, Replicate, Shard
+from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh
 
-__all__ = ["current_mesh", "default_layout", "layout_for"]
+__all__ = ["as_live", "current_mesh", "default_layout", "layout_for"]
 
 _current: ContextVar[tuple[DeviceMesh, Placement] | None] = ContextVar(
     "default_layout", default=None
@@ -38,8 +40,7 @@ def default_layout(mesh: DeviceMesh, placements: PlacementLike | None = None) ->
         >>> with mm.default_layout(mesh, "dp=S0"):
         ...     y = xp.arange(12)
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(f"the default mesh must be a live DeviceMesh, got {mesh!r}")
+    mesh = as_live(mesh)
     chosen = [Replicate()] * mesh.ndim if placements is None else placements
     token = _current.set((mesh, Layout(mesh, chosen).placement))
     try:
@@ -74,8 +75,7 @@ def layout_for(
             "mm.default_layout(mesh, placements):`"
         )
     mesh = device if device is not None else current[0] if current is not None else None
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(f"device= takes a DeviceMesh, got {mesh!r}")
+    mesh = as_live(mesh, "device")
     if placements is not None:
         return mesh, Layout(mesh, placements).placement
     if current is None or current[0] is not mesh:
@@ -84,3 +84,15 @@ def layout_for(
         Replicate() if isinstance(spec, Shard) and spec.axis >= ndim else spec
         for spec in current[1]
     )
+
+
+def as_live(mesh: object, what: str = "mesh") -> DeviceMesh:
+    """Return what is given for `what` if ranks can talk over it.
+
+    Raises:
+        LayoutError: If it is no DeviceMesh.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        hint = "; make one of it: DeviceMesh(mesh)" if isinstance(mesh, Mesh) else ""
+        raise LayoutError(f"{what} must be a live DeviceMesh, got {shown(mesh)}{hint}")
+    return mesh

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import as_shape, shown
 from mpimesh.arrays import DType, HostArray
+from mpimesh.arrays.dtypes import as_dtype
+from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.reading import Reading, slices
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, RankError
@@ -80,8 +83,8 @@ class Halo:
     ) -> Halo:
         """Prepare one for arrays that there are none of yet. Local. Errors as of the class."""
         halo = cls.__new__(cls)
-        plan = plan_halo(Layout(mesh, placements), shape, width, boundary)
-        halo._prepare(mesh, plan, np.dtype(dtype))
+        plan = plan_halo(Layout(as_live(mesh), placements), as_shape(shape), width, boundary)
+        halo._prepare(mesh, plan, as_dtype(dtype))
         return halo
 
     def _prepare(self, mesh: DeviceMesh, plan: HaloPlan, dtype: DType) -> None:
@@ -129,7 +132,9 @@ class Halo:
             LayoutError: If the field is of another halo.
         """
         if not isinstance(field, HaloField) or field.halo is not self:
-            raise LayoutError(f"a halo exchanges its own fields, made by halo.field(); got {field}")
+            raise LayoutError(
+                f"a halo exchanges its own fields, made by halo.field(); got {shown(field)}"
+            )
         if not self._is_member:
             return self._start(None, None, None)
         padded = field.padded
@@ -175,7 +180,7 @@ class Halo:
 
     @property
     def received_bytes(self) -> int:
-        """What this rank gets from others in an exchange."""
+        """Bytes that this rank gets from others in an exchange."""
         if not self._is_member:
             return 0
         return self.plan.received_bytes(self.mesh.rank, self.dtype.itemsize)
@@ -217,6 +222,8 @@ class HaloField:
     __slots__ = ("_padded", "halo", "tensor")
 
     def __init__(self, halo: Halo, x: DTensor | None = None) -> None:
+        if not isinstance(halo, Halo):
+            raise LayoutError(f"halo must be a Halo, got {shown(halo)}")
         plan, mesh = halo.plan, halo.mesh
         self.halo = halo
         self._padded: HostArray | None = None
@@ -250,6 +257,8 @@ class HaloField:
 
     def _fill(self, x: DTensor) -> None:
         mine = self.tensor
+        if not isinstance(x, DTensor):
+            raise LayoutError(f"a halo field is filled from a DTensor, got {shown(x)}")
         if x.mesh is not mine.mesh or (x.layout, x.shape, x.dtype) != (
             mine.layout,
             mine.shape,

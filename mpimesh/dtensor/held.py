@@ -1,4 +1,4 @@
-"""What a rank knows of a split array: facts of the whole, and its own block. All of it local."""
+"""A rank's own view of a split array: facts of the whole, and its own block. All of it local."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Held:
 
     @property
     def layout(self) -> Layout:
-        """How the array lies on the mesh, as a value."""
+        """The layout of the array on the mesh, as a value."""
         return self._layout
 
     @property

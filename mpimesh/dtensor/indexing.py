@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.arguments import axis_of, refuse_given
+from mpimesh.dtensor.arguments import axis_of, refuse_given, whole_key
 from mpimesh.dtensor.masks import masked
 from mpimesh.dtensor.picking import pick, pick_along
 from mpimesh.dtensor.picking_pairs import pick_pairs
@@ -20,14 +20,7 @@ from mpimesh.errors import NoRuleError, ShapeError
 from mpimesh.layout import Layout
 from mpimesh.layout.rules.keys import checked_indices, read_key
 
-__all__ = ["diagonal", "get_item", "take", "whole_key"]
-
-
-def whole_key(key: Any) -> Any:
-    """Return a key with plain arrays in place of split ones. Collective, if there are any."""
-    if isinstance(key, tuple):
-        return tuple(map(whole_key, key))
-    return key.full() if isinstance(key, DTensor) else key
+__all__ = ["diagonal", "get_item", "take"]
 
 
 @implements(getitem)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeAlias
 
+from mpimesh.arguments import as_items
+from mpimesh.dtensor.alike import same_call
 from mpimesh.dtensor.apply import common_mesh, placed
 from mpimesh.dtensor.results import wrapped_result
 from mpimesh.dtensor.tensor import DTensor
@@ -144,7 +146,7 @@ def local_map(
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """What :func:`local_map` was given.
+    """The arguments of :func:`local_map`.
 
     Attributes:
         names: The function's parameters.
@@ -165,6 +167,8 @@ class _Mapping:
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         split = [slot for slot, value in values.items() if isinstance(value, DTensor)]
         mesh = self._mesh_of([values[slot] for slot in split])
+        # Ordinary arguments may differ: each rank works on its own blocks.
+        same_call(mesh, f"local_map of {self._name}", [values[slot] for slot in split])
         moving = self._moving(values, split)
         brought = placed([values[slot] for slot in moving], list(moving.values()))
         values.update(zip(moving, brought, strict=True))
@@ -209,7 +213,7 @@ class _Mapping:
         if isinstance(wanted, Mapping):
             found = {self._slot(name, values): to for name, to in wanted.items()}
         else:
-            found = dict(enumerate(wanted))
+            found = dict(enumerate(as_items(wanted, "in_placements", LayoutError)))
         goals = {slot: to for slot, to in found.items() if to is not None}
         for slot, to in goals.items():
             if slot not in split:

@@ -10,12 +10,12 @@ from mpimesh.arrays import HostArray
 from mpimesh.dtensor.arguments import as_tensor, moved_to, refuse_given
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.pieces import exchange_counts
-from mpimesh.dtensor.registry import implements
+from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.shape_axes import permuted
 from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import ravel, row_along
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import IndexOutOfRangeError, LayoutError, ShapeError
+from mpimesh.errors import IndexOutOfRangeError, LayoutError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.layout.rules.rows import row_dim, rows_placement
 
@@ -120,11 +120,20 @@ def compress(condition: Any, a: Any, axis: Any = None, out: Any = None) -> DTens
     x = as_tensor(a, mesh)
     x, which = row_along(x, axis)
     flags = _truth(settled(as_tensor(condition, mesh)))
-    if flags.ndim != 1 or flags.shape[0] > x.shape[which]:
-        raise ShapeError(
-            f"a condition of shape {flags.shape} does not fit axis {which} of shape {x.shape}"
-        )
-    if flags.shape[0] < x.shape[which]:
+    length = x.shape[which]
+    if flags.ndim != 1:
+        raise ShapeError(f"a condition has one axis, got shape {flags.shape}")
+    if flags.shape[0] > length:
+        beyond = pick_along(flags, {0: range(length, flags.shape[0])}, name="compress")
+        if bool(sure_rule_of(np.any)(beyond)):
+            raise on_all_ranks(
+                IndexOutOfRangeError(
+                    f"a condition of shape {flags.shape} holds beyond axis {which} of shape "
+                    f"{x.shape}"
+                )
+            )
+        flags = pick_along(flags, {0: range(length)}, name="compress")
+    if flags.shape[0] < length:
         x = pick_along(x, {which: range(flags.shape[0])}, name="compress")
     order = [which, *(one for one in range(x.ndim) if one != which)]
     found = masked(permuted(x, order), flags)

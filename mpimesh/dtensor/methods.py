@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpimesh.errors import DTypeError, ShapeError, UnknownNameError
+from mpimesh.errors import DTypeError, UnknownNameError
 from mpimesh.layout import Replicate
 from mpimesh.layout.rules import broadcast_shape
 
@@ -18,7 +18,7 @@ __all__ = ["Methods"]
 
 
 class Methods(NDArrayOperatorsMixin):
-    """What a split array can do as NumPy's own can: ``x.sum(axis=0)`` is ``np.sum(x, axis=0)``.
+    """NumPy's methods of split arrays: ``x.sum(axis=0)`` is ``np.sum(x, axis=0)``.
 
     Collective where the functions are.
     """
@@ -231,8 +231,9 @@ class Methods(NDArrayOperatorsMixin):
         return _call(np.clip, self, min, max, **options)
 
     def conj(self) -> DTensor:
-        """See :func:`numpy.conj`."""
-        return _call(np.conjugate, self)
+        """See :meth:`numpy.ndarray.conj`: the array itself, if it is real."""
+        me: Any = self
+        return _call(np.conjugate, self) if self.dtype.kind == "c" else _call(lambda: me)
 
     conjugate = conj
 
@@ -268,17 +269,6 @@ class Methods(NDArrayOperatorsMixin):
     def fill(self, value: Any) -> None:
         """Write one value everywhere, in place. Local."""
         self[...] = value  # type: ignore[index]
-
-    def item(self) -> Any:
-        """Return the only element as a number of Python. Collective, as :meth:`full`.
-
-        Raises:
-            ShapeError: If there is not one element.
-        """
-        if self.shape.count(1) != len(self.shape):
-            raise ShapeError(f"item() is for arrays of one element, got shape {self.shape}")
-        me: Any = self
-        return me.full().item()
 
     def tolist(self) -> Any:
         """Return the whole array as lists of Python's numbers. Collective, as :meth:`full`."""

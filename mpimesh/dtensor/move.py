@@ -46,7 +46,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """What one rank has to do for a plan.
+    """One rank's work for a plan.
 
     Attributes:
         plan: The plan.
@@ -143,7 +143,11 @@ class Move:
         """Make the mean of what an exchange has summed."""
         divides = self.plan.divisor > 1 and number == self.plan.last_reduction
         if divides and target is not None:
-            np.divide(target, self.plan.divisor, out=target, casting="unsafe")
+            takes = self.stages[number].regions.takes
+            # What a block is filled with is no sum, and must go on changing nothing.
+            for box in [take.box for take in takes] if self.plan.fill else [...]:
+                sums = target[box] if target.ndim else target
+                np.divide(sums, self.plan.divisor, out=sums, casting="unsafe")
         return target
 
 

@@ -14,7 +14,7 @@ from mpimesh.dtensor.ops_ufunc import call, plain, ufunc_rule
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
+from mpimesh.errors import DTypeError, NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout.rules import (
     Contraction,
     Linear,
@@ -33,6 +33,12 @@ def matmul(a: Any, b: Any, /, out: Any = None, **kwargs: Any) -> DTensor:
     Raises:
         ShapeError: If they do not fit.
     """
+    if kwargs.get("axes") is not None:
+        cores = [min(len(shape_of(plain(one))), 2) for one in (a, b)]
+        rows = [(0, 1)[:count] for count in cores]
+        output = tuple(range(sum(cores) - 2))
+        return _with_axes(np.matmul, a, b, rows, output, out, kwargs)
+    kwargs.pop("axes", None)
     a, b = plain(a), plain(b)
     matmul_pattern(shape_of(a), shape_of(b))  # refuses shapes that do not fit
     kind = _kind(lambda *ones: np.matmul(*ones, **kwargs), [a, b], 2)
@@ -176,7 +182,13 @@ def _gufunc(
         return
 
     @implements(function)
-    def do(a: Any, b: Any, /, out: Any = None) -> DTensor:
+    def do(a: Any, b: Any, /, out: Any = None, **kwargs: Any) -> DTensor:
+        if "axis" in kwargs and function.__name__ == "vecdot":
+            axis = kwargs.pop("axis")
+            kwargs["axes"] = [axis, axis]
+        if kwargs.get("axes") is not None:
+            return _with_axes(function, a, b, rows, output, out, kwargs)
+        kwargs.pop("axes", None)
         operands = [plain(a), plain(b)]
         if any(len(shape_of(one)) < len(row) for one, row in zip(operands, rows, strict=True)):
             raise on_all_ranks(ShapeError(f"np.{name} of shapes {[*map(shape_of, operands)]}"))
@@ -192,7 +204,15 @@ def _gufunc(
                 lengths.setdefault(letter, set()).add(length)
         if any(len(lengths[letter]) > 1 for letter in range(3) if letter in lengths):
             raise on_all_ranks(ShapeError(f"np.{name} of shapes {[*map(shape_of, operands)]}"))
-        made = _by_letters(letters, [*range(3, 3 + most), *output], operands, function)
+        cores = [
+            np.ones((1,) * len(row), one.dtype) for one, row in zip(operands, rows, strict=True)
+        ]
+        kind = np.asarray(function(*cores, **kwargs)).dtype
+
+        def work(left: Any, right: Any) -> Any:
+            return function(left, right, **kwargs)
+
+        made = _by_letters(letters, [*range(3, 3 + most), *output], operands, work, kind)
         return made if out is None else store(made, out[0] if isinstance(out, tuple) else out)
 
 
@@ -201,14 +221,73 @@ _gufunc("matvec", ((0, 1), (1,)), (0,))
 _gufunc("vecmat", ((0,), (0, 1)), (1,))
 
 
+def _with_axes(
+    function: np.ufunc,
+    a: Any,
+    b: Any,
+    rows: Sequence[tuple[int, ...]],
+    output: tuple[int, ...],
+    out: Any,
+    kwargs: dict[str, Any],
+) -> DTensor:
+    """Do a ufunc on other than the last axes: turned, so that these come last, and back.
+
+    Args:
+        function: The ufunc.
+        a: Its first operand.
+        b: Its second one.
+        rows: The letters of the axes of each that it works on.
+        output: Those of the result.
+        out: What the result is written into, or None.
+        kwargs: Its options, with `axes`.
+
+    Raises:
+        AxisError: If there is no such axis.
+        ShapeError: If `axes` has not an entry for each operand.
+    """
+    options = dict(kwargs)
+    axes = options.pop("axes")
+    counts = [len(row) for row in (*rows, output)]
+    if not isinstance(axes, list):
+        raise on_all_ranks(DTypeError(f"axes= of np.{function.__name__} is a list, got {axes!r}"))
+    if len(axes) not in ((3,) if output else (2, 3)):
+        raise on_all_ranks(
+            ShapeError(f"axes= of np.{function.__name__} has an entry for each operand: {axes}")
+        )
+    turned = []
+    chosen = [one if isinstance(one, tuple) else (one,) for one in (*axes, ())[:3]]
+    for x, which, count in zip((plain(a), plain(b)), chosen, counts, strict=False):
+        if len(shape_of(x)) < count or len(which) != count:
+            raise on_all_ranks(
+                ShapeError(
+                    f"np.{function.__name__} works on {count} axes of an operand, got {which} of "
+                    f"shape {shape_of(x)}"
+                )
+            )
+        normalize_axis_tuple(which, len(shape_of(x)))
+        last = tuple(range(-count, 0))
+        turn = sure_rule_of(np.moveaxis) if isinstance(x, DTensor) else np.moveaxis
+        turned.append(turn(x, which, last) if count else x)
+    found = sure_rule_of(function)(*turned, **options)
+    if output:
+        if len(chosen[2]) != len(output):
+            raise on_all_ranks(
+                ShapeError(f"the result of np.{function.__name__} has other axes than {chosen[2]}")
+            )
+        found = sure_rule_of(np.moveaxis)(found, tuple(range(-len(output), 0)), chosen[2])
+    made: DTensor = found
+    return made if out is None else store(made, out)
+
+
 def _by_letters(
     rows: Sequence[Sequence[int]],
     output: Sequence[int],
     operands: list[Any],
     function: Callable[..., Any],
+    kind: DType | None = None,
 ) -> DTensor:
     """Contract operands whose axes have letters that are numbers; `function` works on blocks."""
-    kind = _kind(_product, operands, 0)
+    kind = _kind(_product, operands, 0) if kind is None else kind
     op, linear = _reduction(operands, kind)
     shapes = [shape_of(one) for one in operands]
     found = contraction(shapes, rows, output, what="a product", op=op, linear=linear)

@@ -44,8 +44,12 @@ def cov(
     kind = np.result_type(np.float64 if dtype is None else dtype, *[one.dtype for one in rows])
     if dtype is not None:
         kind = np.dtype(dtype)
-    table = [_by_rows(one, rowvar or one.ndim < 2) for one in rows]
+    # As NumPy has it, a second array of one row stays as it is.
+    flags = [rowvar or one.ndim < 2 or (n == 1 and one.shape[0] == 1) for n, one in enumerate(rows)]
+    table = [_by_rows(one, flag) for one, flag in zip(rows, flags, strict=True)]
     x: Any = concatenate([one.astype(kind, copy=False) for one in table], 0)
+    if not x.shape[0]:
+        return as_tensor(np.empty((0, 0)), mesh)
     weights = _weights(mesh, x.shape[1], fweights, aweights)
     mean, total = average(x, axis=1, weights=weights, returned=True)
     # All variables have the same weights, so one sum says it.

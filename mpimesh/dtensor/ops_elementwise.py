@@ -10,11 +10,11 @@ import numpy as np
 from mpimesh.arrays import DType
 from mpimesh.dtensor import create
 from mpimesh.dtensor.ops_ufunc import call, plain, tried
-from mpimesh.dtensor.registry import implements
+from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
 from mpimesh.dtensor.shape_join import converted
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import DTypeError, on_all_ranks
+from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.rules import Linear, broadcast_shape, elementwise_pattern
 
@@ -54,18 +54,15 @@ def blockwise(
 
 @implements(np.where)
 def where(condition: Any, *choices: Any) -> Any:
-    """Choose between two arrays. With a condition alone the result's shape would be its values'.
+    """Choose between two arrays; of a condition alone it is :func:`numpy.nonzero`.
 
     Raises:
-        DTypeError: If there are no two arrays to choose from.
+        ShapeError: If there is one array to choose from.
     """
+    if not choices:
+        return sure_rule_of(np.nonzero)(condition)
     if len(choices) != 2:
-        raise on_all_ranks(
-            DTypeError(
-                "np.where on split arrays takes a condition and two arrays to choose from; "
-                "np.argwhere and np.nonzero tell where it is true"
-            )
-        )
+        raise on_all_ranks(ShapeError("np.where takes two arrays to choose from, or none; got 1"))
     return blockwise(np.where, [condition, *choices], (Linear((1, 2), _SUMS),))
 
 

@@ -160,7 +160,8 @@ def _axes_and_points(x: Any, s: Any, axes: Any) -> Iterator[tuple[int, Any]]:
     if axes is None:
         chosen = tuple(range(0 if s is None else x.ndim - len(s), x.ndim))
     else:
-        chosen = axes_of(axes, x.ndim, "axes")
+        # One that is named twice is transformed twice.
+        chosen = tuple(axis_of(axis, x.ndim, "axes") for axis in axes)
     points = (None,) * len(chosen) if s is None else tuple(s)
     if len(points) != len(chosen) or any(axis < 0 for axis in chosen):
         raise ShapeError(f"s= and axes= of a transform go in pairs, got s={s} and axes={axes}")

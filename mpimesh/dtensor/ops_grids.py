@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from mpimesh.dtensor.apply import common_mesh
-from mpimesh.dtensor.arguments import as_tensor, axes_of
+from mpimesh.dtensor.arguments import as_tensor, axes_of, axis_of
 from mpimesh.dtensor.indexing import diag
 from mpimesh.dtensor.masks import nonzero
 from mpimesh.dtensor.ops_ufunc import call
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.registry import implements, sure_rule_of
-from mpimesh.dtensor.shape_axes import atleast_1d, expand_dims, swapaxes
+from mpimesh.dtensor.shape_axes import expand_dims, swapaxes
 from mpimesh.dtensor.shape_join import concatenate
 from mpimesh.dtensor.shape_reshape import broadcast_to, ravel, reshape, shape_tuple
 from mpimesh.dtensor.tensor import DTensor
@@ -163,7 +163,7 @@ def apply_over_axes(func: Any, a: Any, axes: Any) -> Any:
     rows = axes if hasattr(axes, "__iter__") else (index(axes),)
     found = a
     for axis in rows:
-        which = index(axis) % a.ndim
+        which = axis_of(axis, max(a.ndim, 1))
         made = func(found, which)
         if made.ndim not in (a.ndim, a.ndim - 1):
             raise NoRuleError("np.apply_over_axes takes a function that reduces one axis")
@@ -174,7 +174,7 @@ def apply_over_axes(func: Any, a: Any, axes: Any) -> Any:
 @implements(np.sort_complex)
 def sort_complex(a: Any) -> DTensor:
     """Return the elements of the last axis sorted, as complex numbers."""
-    found = sure_rule_of(np.sort)(atleast_1d(a))
+    found = sure_rule_of(np.sort)(a)
     kind = np.sort_complex(np.zeros(1, a.dtype)).dtype
     sorted_: DTensor = found.astype(kind, copy=False)
     return sorted_

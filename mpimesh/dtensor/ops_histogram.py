@@ -12,7 +12,7 @@ from mpimesh.dtensor.ops_ufunc import call, plain, tried
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, resolved, run, shape_of
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import ShapeError, on_all_ranks
+from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout.rules import KEEP, Linear, Pattern
 
 
@@ -32,11 +32,12 @@ def histogram(
         The counts, and the edges of the bins as an ordinary array, the same on all ranks.
 
     Raises:
-        ShapeError: If `bins` is the name of a rule, or weights have another shape.
+        NoRuleError: If `bins` is the name of a rule.
+        ShapeError: If weights have another shape.
     """
     if isinstance(bins, str):
         raise on_all_ranks(
-            ShapeError(f"give a number of bins or their edges, not a rule: {bins!r}")
+            NoRuleError(f"give a number of bins or their edges, not a rule: {bins!r}")
         )
     a, *others = (plain(a), *([] if weights is None else [plain(weights)]))
     if isinstance(a, DTensor):
@@ -86,7 +87,7 @@ def histogramdd(
     range: Any = None,  # noqa: A002
     density: Any = None,
     weights: Any = None,
-) -> tuple[DTensor, tuple[HostArray, ...]]:
+) -> tuple[DTensor, list[HostArray]]:
     """Count points in boxes: each block on its own, and the counts wait to be summed.
 
     Collective where a `range` is missing, which the smallest and the largest value then give.
@@ -112,9 +113,7 @@ def histogramdd(
         raise on_all_ranks(ShapeError(f"{len(each)} rows of bins do not fit {axes} axes"))
     known = [[*row] if row is not None else None for row in (range or [None] * axes)]
     edges = [
-        histogram_bin_edges(points[:, axis], one, limits)
-        if np.ndim(one) == 0
-        else np.asarray(one.full() if isinstance(one, DTensor) else one)
+        _edges(points[:, axis], one, limits)
         for axis, (one, limits) in enumerate(zip(each, known, strict=True))
     ]
     others = [] if weights is None else [plain(weights)]
@@ -133,7 +132,30 @@ def histogramdd(
             shape[axis] = -1
             made = call(np.divide, (made, np.diff(one).reshape(shape)))
         made = call(np.divide, (made, total))
-    return made, tuple(edges)
+    return made, edges
+
+
+def _edges(column: Any, bins: Any, limits: Any) -> HostArray:
+    """Return the edges of the bins of one axis. Collective without `limits`.
+
+    Raises:
+        ShapeError: If there is no bin, or the edges do not grow.
+        TypeError: If their number is no whole one.
+    """
+    bins = bins.full() if isinstance(bins, DTensor) else bins
+    if np.ndim(bins) == 0:
+        if bins < 1:
+            raise on_all_ranks(ShapeError(f"a histogram has at least 1 bin, got {bins!r}"))
+        # NumPy's limits: with them it makes the edges of one axis of a histogram of several.
+        none = np.empty((0, 1), column.dtype)
+        if limits is None and shape_of(column)[0]:
+            best = [reduce(one, column, None).full()[()] for one in (np.minimum, np.maximum)]
+            none = np.asarray(best)[:, None]
+        return np.histogramdd(none, [bins], None if limits is None else [limits])[1][0]
+    edges = np.asarray(bins)
+    if edges.ndim != 1 or (edges[:-1] > edges[1:]).any():
+        raise on_all_ranks(ShapeError(f"edges of bins are a row that grows, got {edges.tolist()}"))
+    return edges
 
 
 @implements(np.histogram2d)
@@ -146,7 +168,7 @@ def histogram2d(
     weights: Any = None,
 ) -> tuple[DTensor, HostArray, HostArray]:
     """Count pairs of numbers in boxes; see :func:`histogramdd`."""
-    alike = np.ndim(bins) == 1 and len(bins) != 2
+    alike = hasattr(bins, "__len__") and len(bins) not in (1, 2)
     counts, (first, second) = histogramdd(
         [x, y], [bins, bins] if alike else bins, range, density, weights
     )
@@ -158,7 +180,7 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> DTensor:
     """Count how often each number stands in `x`. Collective: the largest gives the length.
 
     Raises:
-        ShapeError: If there is a negative number.
+        ShapeError: If there is a negative number, or `minlength` is one.
         TypeError: If they are no integers.
     """
     x, *others = (plain(x), *([] if weights is None else [plain(weights)]))
@@ -167,6 +189,8 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> DTensor:
             ShapeError(f"bincount takes one axis, and as many weights; got shape {shape_of(x)}")
         )
     tried(np.bincount, [x, *others])  # refuses what it does not count
+    if minlength < 0:
+        raise on_all_ranks(ShapeError(f"bincount takes a minlength from 0 on, got {minlength}"))
     kind = np.dtype(np.float64 if others else np.intp)
     length = minlength
     if shape_of(x)[0]:

@@ -47,6 +47,8 @@ def norm(x: DTensor, ord: Any = None, axis: Any = None, keepdims: bool = False) 
         ShapeError: If there is no such norm of so many axes.
     """
     axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
+    if axis is not None and len(axes) not in (1, 2):
+        raise on_all_ranks(ShapeError(f"a norm is over one axis or two, got {axis}"))
     if x.dtype.kind not in "fc":
         x = call(np.positive, (x,), dtype=np.float64)
     if ord is None or (ord in ("f", "fro") and len(axes) == 2) or (ord == 2 and len(axes) == 1):

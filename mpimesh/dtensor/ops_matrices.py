@@ -12,6 +12,7 @@ from mpimesh.dtensor.apply import common_mesh, gathered
 from mpimesh.dtensor.arguments import as_tensor, axes_of
 from mpimesh.dtensor.ops_contract import matmul, outer, tensordot
 from mpimesh.dtensor.ops_linalg import norm, trace
+from mpimesh.dtensor.ops_reduce import given
 from mpimesh.dtensor.registry import implements, may_gather, name_of, sure_rule_of
 from mpimesh.dtensor.shape_axes import expand_dims, moveaxis, squeeze
 from mpimesh.dtensor.shape_reshape import reshape
@@ -47,10 +48,11 @@ def _stacked(
             continue
         if may_gather():
             return None
+        advice = "split an axis before the last two, or call it" if x.ndim > 2 else "call it"
         raise NoRuleError(
             f"{name} works on whole matrices, and has no rule for {x!r}, which is split within "
-            "them; split an axis before the last two, or call it within `with mm.allow_gather():`, "
-            "where every rank gets the whole arrays"
+            f"them; {advice} within `with mm.allow_gather():`, where every rank gets the whole "
+            "arrays"
         )
     work = _with_options(function, args, options)
     return on_stacks(work, operands, cores, name=name, error=LinAlgError, **how)
@@ -96,14 +98,38 @@ for _name in (
     "eigvalsh",
     "inv",
     "matrix_power",
-    "matrix_rank",
-    "pinv",
     "qr",
     "slogdet",
     "svd",
     "svdvals",
 ):
     _of_matrix(getattr(np.linalg, _name))
+
+
+def _with_tolerance(function: Callable[..., Any], name: str) -> None:
+    """Register a function that takes a tolerance, called `name`: one for all matrices, or each."""
+
+    @implements(function)
+    def do(a: Any, tolerance: Any = None, hermitian: bool = False, **options: Any) -> Any:
+        limits = {name: options.pop(name, tolerance), "rtol": options.pop("rtol", None)}
+        limits = {key: one for key, one in limits.items() if given(one)}
+        options["hermitian"] = hermitian
+        mesh = common_mesh([a, *limits.values()])
+        x = as_tensor(a, mesh)
+        if x.ndim < 2 and function is np.linalg.matrix_rank:
+            return np.any(np.not_equal(x, 0)).astype(int)
+        rows = [as_tensor(one, mesh) for one in limits.values()]
+
+        def work(block: Any, *blocks: Any) -> Any:
+            return function(block, **dict(zip(limits, blocks, strict=True)), **options)
+
+        cores = ["mn", *[""] * len(rows)]
+        found = _stacked(work_named(work, function), [x, *rows], cores, (), {})
+        return gathered(function, (x,), limits | options) if found is None else found[0]
+
+
+_with_tolerance(np.linalg.pinv, "rcond")
+_with_tolerance(np.linalg.matrix_rank, "tol")
 
 
 def _eigen(function: Callable[..., Any]) -> None:
@@ -181,10 +207,9 @@ implements(np.linalg.tensordot)(tensordot)
 @implements(np.linalg.outer)
 def vector_outer(x1: Any, x2: Any, /) -> DTensor:
     """Return the products of all elements of one vector with all of the other."""
-    if len(x1.shape) != 1 or len(x2.shape) != 1:
-        raise on_all_ranks(
-            ShapeError(f"np.linalg.outer takes vectors, got shapes {x1.shape} and {x2.shape}")
-        )
+    shapes = [np.shape(one) if np.isscalar(one) else one.shape for one in (x1, x2)]
+    if any(len(shape) != 1 for shape in shapes):
+        raise on_all_ranks(ShapeError(f"np.linalg.outer takes vectors, got shapes {shapes}"))
     return outer(x1, x2)
 
 

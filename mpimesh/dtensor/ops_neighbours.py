@@ -13,9 +13,9 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.apply import common_mesh
-from mpimesh.dtensor.arguments import as_tensor, axes_of, axis_of
-from mpimesh.dtensor.indexing import whole_key
+from mpimesh.dtensor.arguments import as_tensor, axes_of, axis_of, whole_key
 from mpimesh.dtensor.ops_reduce import reduce
+from mpimesh.dtensor.ops_ufunc import tried
 from mpimesh.dtensor.picking import pick, pick_along
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.scans import diff
@@ -24,7 +24,7 @@ from mpimesh.dtensor.shape_join import concatenate, settled
 from mpimesh.dtensor.shape_reshape import ravel
 from mpimesh.dtensor.stacks import on_stacks
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import ShapeError, on_all_ranks
+from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.rules.axes import unsplit
 
@@ -167,7 +167,12 @@ def _mode(mode: Any) -> str:
 def correlate(a: Any, v: Any, mode: Any = "valid") -> DTensor:
     """Correlate two rows: a convolution with the second one turned around."""
     mesh = common_mesh([a, v])
-    second = ravel(as_tensor(v, mesh))
+    first, second = ravel(as_tensor(a, mesh)), ravel(as_tensor(v, mesh))
+    if second.shape[0] > first.shape[0]:
+        # NumPy turns around what it finds with the two exchanged: "same" has another middle then.
+        found = correlate(second, first, mode)
+        back = pick_along(found, {0: range(found.shape[0] - 1, -1, -1)}, name="correlate")
+        return back.conj()
     turned = pick_along(second, {0: range(second.shape[0] - 1, -1, -1)}, name="correlate")
     return convolve(a, turned.conj() if turned.dtype.kind == "c" else turned, mode)
 
@@ -178,8 +183,15 @@ def correlate(a: Any, v: Any, mode: Any = "valid") -> DTensor:
 @implements(np.ediff1d)
 def ediff1d(ary: Any, to_end: Any = None, to_begin: Any = None) -> DTensor:
     """Return the differences of all elements in a row, with others around them."""
-    found = diff(ravel(ary))
-    ends = [None if one is None else as_tensor(one, found.mesh) for one in (to_begin, to_end)]
+    row = ravel(ary)
+    tried(np.subtract, [row, row])  # refuses truth values
+    ends = [None if one is None else as_tensor(one, row.mesh) for one in (to_begin, to_end)]
+    for end in ends:
+        if end is not None and not np.can_cast(end.dtype, row.dtype, "same_kind"):
+            raise on_all_ranks(
+                DTypeError(f"np.ediff1d puts no {end.dtype} around differences of {row.dtype}")
+            )
+    found = diff(row)
     rows = [None if one is None else ravel(one).astype(found.dtype) for one in ends]
     parts = [one for one in (rows[0], found, rows[1]) if one is not None]
     return concatenate(parts) if len(parts) > 1 else found

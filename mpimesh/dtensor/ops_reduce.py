@@ -17,7 +17,7 @@ from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError, on_all_ranks
 from mpimesh.layout.rules import broadcast_shape, reduced_shape, reduction_pattern
 
-__all__ = ["axes_of", "given", "mean", "reduce", "reduce_blocks"]
+__all__ = ["axes_of", "given", "mean", "reduce", "reduce_blocks", "strict_axes_of"]
 
 _OPS: dict[np.ufunc, tuple[str, str]] = {
     np.add: ("sum", "iufc"),
@@ -27,7 +27,7 @@ _OPS: dict[np.ufunc, tuple[str, str]] = {
     np.logical_and: ("min", "b"),
     np.logical_or: ("max", "b"),
 }
-"""How the parts of a split axis go together, and for which kinds of dtypes."""
+"""Ways to join the parts of a split axis, and the kinds of dtypes of each."""
 
 _Work = Callable[[Work], Any]
 
@@ -48,6 +48,16 @@ def axes_of(axis: Any, ndim: int) -> tuple[int, ...]:
     if ndim == 0 and axis in (0, -1):
         return ()
     return tuple(sorted(normalize_axis_tuple(axis, ndim)))
+
+
+def strict_axes_of(axis: Any, ndim: int, where: Any = True) -> tuple[int, ...]:
+    """Return the axes, of which an array without axes has none, unlike in sums and the like.
+
+    With `where`, NumPy counts by a sum.
+    """
+    if where is not True and where is not np._NoValue:
+        return axes_of(axis, ndim)
+    return axes_of(axis if axis is None else normalize_axis_tuple(axis, ndim), ndim)
 
 
 def reduce_blocks(
@@ -82,7 +92,12 @@ def reduce_blocks(
         shape, axes, op, keepdims=keepdims, others=others, front=len(lead), linear=linear
     )
     result = (*lead, *reduced_shape(shape, axes, keepdims=keepdims))
-    return run(function, operands, pattern, result, [kind], into=into)[0]
+
+    def whole(here: Work) -> Any:
+        # NumPy refuses some reductions of no elements, and on other ranks there are some.
+        return function(here) if 0 not in here.shape else np.empty(here.shape, kind)
+
+    return run(function if op else whole, operands, pattern, result, [kind], into=into)[0]
 
 
 def broadcast_to_first(shape: tuple[int, ...], others: Sequence[tuple[int, ...]]) -> None:
@@ -134,7 +149,7 @@ def reduce(
     if kind.kind not in kinds:
         op = ""
     empty = any(shape[axis] == 0 for axis in axes)
-    if empty and not begins and ufunc.identity is None:
+    if empty and not begins and (ufunc.identity is None or initial is None):
         raise on_all_ranks(
             ShapeError(
                 f"np.{ufunc.__name__} of no elements, along axes {axes} of shape {shape}, is "
@@ -253,7 +268,7 @@ def mean(
 ) -> DTensor:
     """Return the mean: the sum, divided. Of integers in float64, of float16 by way of float32."""
     keep = bool(given(keepdims) and keepdims)
-    axes = axes_of(axis, a.ndim)
+    axes = strict_axes_of(axis, a.ndim, where)
     short = dtype is None and a.dtype == np.float16
     kind = np.float32 if short else dtype
     if kind is None and a.dtype.kind in "biu":

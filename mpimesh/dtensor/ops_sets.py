@@ -56,7 +56,7 @@ if hasattr(np, "in1d"):  # NumPy before 2.4
 
 def _whole_set(x: Any) -> Any:
     """Return the different elements of a split array, on all ranks; a plain one as it is."""
-    return unique(x).local if isinstance(x, DTensor) else np.asarray(x)
+    return unique(x).local if isinstance(x, DTensor) else x
 
 
 def _alike(values: Any, like: DTensor) -> DTensor:

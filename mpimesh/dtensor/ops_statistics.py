@@ -6,14 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.lib.array_utils import normalize_axis_tuple
 
-from mpimesh.dtensor.ops_reduce import axes_of, count, given, mean, reduce, reduce_blocks
+from mpimesh.dtensor.arguments import as_tensor
+from mpimesh.dtensor.ops_reduce import (
+    axes_of,
+    count,
+    given,
+    mean,
+    reduce,
+    reduce_blocks,
+    strict_axes_of,
+)
 from mpimesh.dtensor.ops_ufunc import call, plain
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, resolved, shape_of, store
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import ShapeError, on_all_ranks
+from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 
 
 @implements(np.var)
@@ -41,7 +49,7 @@ def var(
     """
     keep = bool(given(keepdims) and keepdims)
     x = resolved(a)
-    axes = axes_of(axis, x.ndim)
+    axes = strict_axes_of(axis, x.ndim, where)
     short = dtype is None and x.dtype == np.float16
     acc = np.float32 if short else dtype
     if acc is None and x.dtype.kind in "biu":
@@ -114,7 +122,7 @@ def average(
             result has no elements.
     """
     keep = bool(given(keepdims) and keepdims)
-    axes = axes_of(axis, len(shape_of(a)))
+    axes = strict_axes_of(axis, len(shape_of(a)))
     if weights is None:
         made = mean(a, axes, keepdims=keep)
         if not made.size:
@@ -133,10 +141,15 @@ def average(
                 )
             )
         w = _along(w, axes[0], len(shape_of(a)))
-    weighted = call(np.multiply, (a, w))
+    kind = np.result_type(a.dtype, w.dtype, *(["f8"] if a.dtype.kind in "biu" else []))
+    weighted = call(np.multiply, (a, w), dtype=kind)
     ones = call(np.multiply, (sure_rule_of(np.ones_like)(a, dtype=w.dtype), w))
-    total = resolved(reduce(np.add, ones, axes, keepdims=keep))
-    if bool(reduce(np.logical_or, call(np.equal, (total, 0)), None)):
+    total = resolved(reduce(np.add, ones, axes, kind, keepdims=keep))
+    if shape_of(w) == shape_of(a):
+        is_zero = reduce(np.logical_or, call(np.equal, (total, 0)), None)
+    else:
+        is_zero = w.sum(dtype=kind) == 0  # for an array without elements, too
+    if bool(is_zero):
         raise ZeroDivisionError("the weights of an average add up to zero")
     made = call(np.divide, (reduce(np.add, weighted, axes, keepdims=keep), total))
     return (made, total) if returned else made
@@ -154,11 +167,6 @@ def _along(w: Any, axis: int, ndim: int) -> Any:
 # -- quantiles: of axes that are brought whole --------------------------------------------
 
 
-def _strict_axes(axis: Any, ndim: int) -> tuple[int, ...]:
-    """Return the axes, of which an array without axes has none, unlike in reductions."""
-    return axes_of(axis if axis is None else normalize_axis_tuple(axis, ndim), ndim)
-
-
 def _quantile(function: Callable[..., Any]) -> None:
     @implements(function)
     def do(
@@ -173,23 +181,41 @@ def _quantile(function: Callable[..., Any]) -> None:
         weights: Any = None,
     ) -> DTensor:
         levels = q.full() if isinstance(q, DTensor) else q
-        if weights is not None:
-            weights = np.asarray(weights.full() if isinstance(weights, DTensor) else weights)
-        axes = _strict_axes(axis, a.ndim)
+        options: dict[str, Any] = {"method": method, "keepdims": keepdims}
+        if not a.size and function in (np.nanquantile, np.nanpercentile):
+            # NumPy's answer to no elements at all is of another shape.
+            none = function(np.empty(a.shape, a.dtype), levels, axis=axis, **options)
+            made = as_tensor(none, a.mesh)
+            return store(made, out) if given(out) else made
         probe = np.ones((1,) * a.ndim, a.dtype)
         kind = np.asarray(function(probe, levels, method=method)).dtype
+        axes = strict_axes_of(axis, a.ndim)
+        operands, axis_weights = [a], None
+        if weights is not None:
+            weights = plain(weights if isinstance(weights, DTensor) else np.asarray(weights))
+            one = np.ones((1,) * len(shape_of(weights)), weights.dtype)
+            function(probe, levels, axis=axes, weights=one, method=method)
+            if shape_of(weights) == a.shape:
+                operands.append(weights)
+                if bool(np.any(np.less(weights, 0))):  # on one rank, perhaps
+                    raise on_all_ranks(ShapeError("weights of quantiles are not negative"))
+            elif shape_of(weights) == tuple(a.shape[axis] for axis in axes):
+                axis_weights = weights.full() if isinstance(weights, DTensor) else weights
+            else:
+                raise on_all_ranks(
+                    ShapeError(
+                        f"weights of shape {shape_of(weights)} fit neither the shape {a.shape} nor "
+                        f"axes {axes} of it"
+                    )
+                )
 
         def work(here: Work) -> Any:
-            return function(
-                here.blocks[0],
-                levels,
-                axis=axes,
-                method=method,
-                keepdims=keepdims,
-                weights=weights,
-            )
+            weight = here.blocks[1] if len(here.blocks) > 1 else axis_weights
+            return function(here.blocks[0], levels, axis=axes, weights=weight, **options)
 
-        made = reduce_blocks(work, [a], axes, "", kind, keepdims=keepdims, lead=np.shape(levels))
+        made = reduce_blocks(
+            work, operands, axes, "", kind, keepdims=keepdims, lead=np.shape(levels)
+        )
         return store(made, out) if given(out) else made
 
 
@@ -202,7 +228,7 @@ def _median(function: Callable[..., Any]) -> None:
         overwrite_input: bool = False,
         keepdims: Any = False,
     ) -> DTensor:
-        axes = _strict_axes(axis, a.ndim)
+        axes = strict_axes_of(axis, a.ndim)
         keep = bool(given(keepdims) and keepdims)
         kind = np.asarray(function(np.ones(1, a.dtype))).dtype
         made = reduce_blocks(
@@ -243,12 +269,50 @@ def _passing_over(function: Callable[..., Any], plainly: Callable[..., Any]) -> 
         where: Any = True,
         **kwargs: Any,
     ) -> DTensor:
-        divides = plainly not in (np.sum, np.prod)
-        if divides and a.dtype.kind in "fc" and given(dtype) and np.dtype(dtype).kind not in "fc":
-            raise TypeError(f"np.{function.__name__} of {a.dtype} is not of dtype {dtype}")
+        _refuse_whole_numbers(function, a, dtype)
+        if plainly is np.mean and a.dtype.kind in "fc":
+            axis = axes_of(axis, a.ndim)
         x = resolved(a)
         found: DTensor = plainly(x, axis, dtype, *args, where=_numbers(x, where), **kwargs)
         return found
+
+
+def _refuse_whole_numbers(function: Callable[..., Any], a: DTensor, dtype: Any) -> None:
+    divides = function not in (np.nansum, np.nanprod)
+    if divides and a.dtype.kind in "fc" and given(dtype) and np.dtype(dtype).kind not in "fc":
+        raise on_all_ranks(DTypeError(f"np.{function.__name__} of {a.dtype} is not of {dtype}"))
+
+
+def _nan_spread(function: Callable[..., Any], plainly: Callable[..., Any]) -> None:
+    """Register a variance that passes NaN over, and is NaN of fewer elements than it takes."""
+
+    @implements(function)
+    def do(
+        a: DTensor,
+        axis: Any = None,
+        dtype: Any = None,
+        out: Any = None,
+        ddof: float = 0,
+        keepdims: Any = False,
+        *,
+        where: Any = True,
+        mean: Any = np._NoValue,
+        correction: Any = np._NoValue,
+    ) -> DTensor:
+        _refuse_whole_numbers(function, a, dtype)
+        x = resolved(a)
+        numbers = _numbers(x, where)
+        rest = correction if given(correction) else ddof
+        more = {"where": numbers, "mean": mean}
+        if x.dtype.kind not in "fc":
+            found: DTensor = plainly(x, axis, dtype, out, rest, keepdims, **more)
+            return found
+        axes = axes_of(axis, x.ndim)
+        found = plainly(x, axes, dtype, None, rest, keepdims, **more)
+        counted = count(x, axes, bool(given(keepdims) and keepdims), numbers)
+        enough = call(np.greater, (counted, rest))
+        found = sure_rule_of(np.where)(enough, found, found.dtype.type(np.nan))
+        return store(found, out) if given(out) else found
 
 
 def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> None:
@@ -262,8 +326,13 @@ def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> No
         where: Any = True,
     ) -> DTensor:
         x = resolved(a)
+        if x.dtype.kind == "c":  # the larger of complex numbers is no reduction of MPI
+            passing = np.fmin if ufunc is np.minimum else np.fmax
+            return reduce(passing, x, axis, None, out, keepdims, initial, where)
         if x.dtype.kind != "f":
             return reduce(ufunc, x, axis, None, out, keepdims, initial, where)
+        if where is not True and where is not np._NoValue and not given(initial):
+            raise on_all_ranks(ShapeError(f"np.{function.__name__} with where= takes initial="))
         initial = np._NoValue if initial is None else initial
         if initial is np._NoValue and any(x.shape[one] == 0 for one in axes_of(axis, x.ndim)):
             raise on_all_ranks(
@@ -282,7 +351,7 @@ def _nan_best(function: Callable[..., Any], ufunc: np.ufunc, worst: float) -> No
 _passing_over(np.nansum, np.sum)
 _passing_over(np.nanprod, np.prod)
 _passing_over(np.nanmean, np.mean)
-_passing_over(np.nanvar, np.var)
-_passing_over(np.nanstd, np.std)
+_nan_spread(np.nanvar, np.var)
+_nan_spread(np.nanstd, np.std)
 _nan_best(np.nanmin, np.minimum, np.inf)
 _nan_best(np.nanmax, np.maximum, -np.inf)

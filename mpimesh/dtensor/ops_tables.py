@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.dtensor.apply import are_whole, common_mesh
-from mpimesh.dtensor.arguments import as_tensor, refuse_given
+from mpimesh.dtensor.arguments import as_tensor, refuse_given, whole_key
 from mpimesh.dtensor.attempts import attempted
-from mpimesh.dtensor.indexing import whole_key
 from mpimesh.dtensor.ops_elementwise import blockwise
 from mpimesh.dtensor.ops_ufunc import plain, tried
 from mpimesh.dtensor.registry import implements, sure_rule_of
@@ -128,8 +127,8 @@ def select(condlist: Any, choicelist: Any, default: Any = 0) -> Any:
     half = len(conditions)
 
     def work(*blocks: Any) -> Any:
-        rows = [np.asarray(one) for one in blocks]
-        return np.select(rows[:half], rows[half:-1], rows[-1])
+        rows = [np.asarray(one) for one in blocks[:half]]
+        return np.select(rows, list(blocks[half:-1]), blocks[-1])
 
     return blockwise(work, [*conditions, *choices, default])
 
@@ -143,7 +142,7 @@ def choose(a: Any, choices: Any, out: Any = None, mode: Any = "raise") -> DTenso
     """
 
     def work(number: Any, *blocks: Any) -> Any:
-        return np.choose(number, [np.asarray(one) for one in blocks], mode=mode)
+        return np.choose(number, list(blocks), mode=mode)
 
     (made,) = _checked("choose", work, [a, *choices], may_fail=mode == "raise")
     return made if out is None else store(made, out)
@@ -204,12 +203,23 @@ def _spread(function: Callable[..., Any]) -> None:
         first, last = plain(start), plain(stop)
         shapes = [shape_of(first), shape_of(last)]
         stack = broadcast_shape(shapes)
-        probe = [np.ones((), getattr(one, "dtype", None) or type(one)) for one in (first, last)]
+        probe = [np.ones((), one.dtype) if hasattr(one, "dtype") else one for one in (first, last)]
         kind = function(*probe, 1, *args, **options).dtype
         pattern = elementwise_pattern(shapes, stack)
 
+        mesh = common_mesh([first, last])
+
         def work(here: Work) -> Any:
-            return function(*here.blocks, num, *args, **options)
+            made: list[Any] = []
+
+            def do() -> None:
+                made.append(function(*here.blocks, num, *args, **options))
+
+            if function is np.geomspace:  # which refuses zeros
+                attempted(mesh, "geomspace", do)
+            else:
+                do()
+            return made[0]
 
         wanted = Pattern(pattern.inputs, (KEEP, *pattern.output))
         (made,) = run(work, [first, last], wanted, (num, *stack), [kind])

@@ -156,9 +156,10 @@ def _may_fail(
     return isinstance(power, DTensor) or bool(np.any(np.less(power, 0)))
 
 
-def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> DTensor:
+def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> Any:
     """Do a ufunc on all pairs of elements, as ``np.multiply.outer`` does."""
-    a, b = plain(a), plain(b)
+    # As NumPy has it, a number counts with the dtype that an array of it has.
+    a, b = (one if isinstance(one, DTensor) else plain(np.asarray(one)) for one in (a, b))
     first, second = shape_of(a), shape_of(b)
     kinds = tried(ufunc, [a, b], **kwargs)
     letters = tuple(range(len(first) + len(second)))
@@ -178,7 +179,8 @@ def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> DTensor:
         else:
             do()
 
-    return run(work, [a, b], pattern, shape, kinds, into=True)[0]
+    results = run(work, [a, b], pattern, shape, kinds, into=True)
+    return results[0] if ufunc.nout == 1 else results
 
 
 def plain(x: Any) -> Any:

@@ -11,8 +11,7 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.apply import common_mesh
-from mpimesh.dtensor.arguments import as_tensor, axis_of, moved_to
-from mpimesh.dtensor.indexing import whole_key
+from mpimesh.dtensor.arguments import as_tensor, axis_of, moved_to, whole_key
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.pieces import true_anywhere
 from mpimesh.dtensor.registry import implements
@@ -72,8 +71,11 @@ def put(a: Any, ind: Any, v: Any, mode: str = "raise") -> None:
     values = np.ravel(elements_for(x, whole_key(v)))
     if not places.size or not values.size:
         return
-    where = np.unravel_index(places % x.size, x.shape)
-    set_item(x, where if x.ndim else (), np.resize(values, places.size) if x.ndim else values[-1])
+    written = np.resize(values, places.size)
+    if x.ndim:
+        set_item(x, np.unravel_index(places % x.size, x.shape), written)
+    else:
+        set_item(x, (), written[-1])
 
 
 @implements(np.putmask)
@@ -94,10 +96,12 @@ def putmask(a: Any, /, mask: Any, values: Any) -> None:
         return
     row = np.ravel(elements_for(x, whole_key(values)))
     if x.is_member and row.size:
+        if not x.ndim:
+            np.putmask(x.local, flags.local, row)
+            return
         key = np.nonzero(flags.local)
         whole = [one + start for one, start in zip(key, x.global_offset, strict=True)]
-        places = np.ravel_multi_index(whole, x.shape) if x.ndim else np.zeros(1, np.int64)
-        x.local[key if x.ndim else flags.local.astype(bool)] = row[places % row.size]
+        x.local[key] = row[np.ravel_multi_index(whole, x.shape) % row.size]
 
 
 @implements(np.fill_diagonal)
@@ -166,7 +170,8 @@ def insert(arr: Any, obj: Any, values: Any, axis: Any = None) -> DTensor:
     Split values and places are gathered. Local, unless several dims split the axis.
     """
     mesh = common_mesh([arr, obj, values])
-    x, which = row_along(settled(as_tensor(arr, mesh)), axis)
+    x = settled(as_tensor(arr, mesh))
+    x, which = row_along(x, axis if axis is None else axis_of(axis, x.ndim))
     where, given = whole_key(obj), elements_for(x, whole_key(values))
     length = x.shape[which]
     none = np.empty((*x.shape[:which], 0, *x.shape[which + 1 :]), x.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import as_flag
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.blocks import host_block, table_of
 from mpimesh.dtensor.mesh_context import mesh_for
@@ -129,7 +130,7 @@ def shape_of_blocks(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Component:
-    """What this rank packs, and what it makes of the array if the others' are like it."""
+    """The component that this rank packs, and its array if the others' are like it."""
 
     block: HostArray
     layout: Layout
@@ -139,7 +140,7 @@ class _Component:
 
     @property
     def facts(self) -> list[Any]:
-        """What the ranks compare."""
+        """Facts that the ranks compare."""
         block = self.block
         return [block.shape, str(block.dtype), self.layout.text, self.digest, self.checked]
 
@@ -152,6 +153,7 @@ def _component(
         made = Layout(mesh, layout)
         block = _only(tensors)
         shape = shape_of_blocks(layout, made, block.shape)
+        check_replicas = as_flag(check_replicas, "check_replicas", ShapeError)
         digest = digest_text(_bytes_of(block)) if check_replicas else ""
         return _Component(block, made, shape, digest, check_replicas)
     except Exception as error:

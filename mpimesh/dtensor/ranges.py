@@ -6,14 +6,16 @@ layout, to the bit, and no rank needs another to make its block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from math import ceil
 from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import as_flag, as_int, as_real
 from mpimesh.arrays import HostArray
 from mpimesh.arrays.counter_bits import key_of
+from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.arrays.indexed import arange_block, eye_block, linspace_block
 from mpimesh.arrays.indexed_integers import integers_block, permutation
 from mpimesh.arrays.indexed_random import (
@@ -22,11 +24,14 @@ from mpimesh.arrays.indexed_random import (
     normal_block,
     uniform_block,
 )
+from mpimesh.dtensor.alike import alike
 from mpimesh.dtensor.create import shape_of_lengths, with_summands
+from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ArrayValueError
 from mpimesh.layout import Box, Layout, PlacementLike
 from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime.allocator import array_shape
 
 __all__ = ["Random", "arange", "eye", "linspace"]
 
@@ -47,13 +52,18 @@ def arange(
     """
     if stop is None:
         start, stop = 0, start
+    for what, value in (("start", start), ("stop", stop), ("step", step)):
+        as_real(value, f"{what} of arange", ArrayValueError)
     if step == 0:
         raise ArrayValueError(f"step must not be 0 in arange({start}, {stop}, {step})")
-    kind = np.result_type(start, stop, step) if dtype is None else np.dtype(dtype)
-    shape = (max(0, ceil((stop - start) / step)),)
-    return _made(
-        shape, mesh, placements, lambda box: arange_block(start, step, shape, box, kind), kind
-    )
+    kind = np.result_type(start, stop, step) if dtype is None else as_dtype(dtype)
+    shape = shape_of_lengths(max(0, math.ceil((stop - start) / step)))
+
+    def block(box: Box) -> HostArray:
+        values: HostArray = arange_block(start, step, shape, box, kind)
+        return values
+
+    return _made(shape, mesh, placements, block, kind, "arange", (start, stop, step))
 
 
 def linspace(
@@ -67,14 +77,16 @@ def linspace(
     dtype: Any = float,
 ) -> DTensor:
     """Return `num` numbers from `start` to `stop`, as :func:`numpy.linspace`. Local."""
-    shape = (num,)
+    start, stop = _number(start, "start"), _number(stop, "stop")
+    shape = shape_of_lengths((as_int(num, "num", ArrayValueError, least=0),))
+    endpoint, kind = as_flag(endpoint, "endpoint", ArrayValueError), as_dtype(dtype)
 
     def block(box: Box) -> HostArray:
-        kind = np.dtype(dtype)
         values: HostArray = linspace_block(start, stop, shape, box, kind, endpoint=endpoint)
         return values
 
-    return _made(shape, mesh, placements, block, dtype)
+    arguments = (start, stop, num, endpoint)
+    return _made(shape, mesh, placements, block, kind, "linspace", arguments)
 
 
 def eye(
@@ -87,10 +99,16 @@ def eye(
     dtype: Any = float,
 ) -> DTensor:
     """Return a matrix with ones on diagonal `k`, as :func:`numpy.eye`. Local."""
-    shape = (rows, rows if columns is None else columns)
-    return _made(
-        shape, mesh, placements, lambda box: eye_block(shape, box, np.dtype(dtype), k=k), dtype
-    )
+    rows = as_int(rows, "rows", ArrayValueError, least=0)
+    columns = rows if columns is None else as_int(columns, "columns", ArrayValueError, least=0)
+    k = as_int(k, "k", ArrayValueError)
+    shape, kind = shape_of_lengths((rows, columns)), as_dtype(dtype)
+
+    def block(box: Box) -> HostArray:
+        values: HostArray = eye_block(shape, box, kind, k=k)
+        return values
+
+    return _made(shape, mesh, placements, block, kind, "eye", (k,))
 
 
 class Random:
@@ -131,6 +149,7 @@ class Random:
         dtype: Any = float,
     ) -> DTensor:
         """Return values evenly spread from `low` up to, and without, `high`. Local."""
+        low, high = _number(low, "low"), _number(high, "high")
         return self._draw(uniform_block, (low, high), shape, mesh, placements, dtype)
 
     def normal(
@@ -144,7 +163,7 @@ class Random:
         dtype: Any = float,
     ) -> DTensor:
         """Return values of the normal distribution. Local."""
-        options = {"loc": loc, "scale": scale}
+        options = {"loc": _number(loc, "loc"), "scale": _number(scale, "scale")}
         return self._draw(normal_block, (), shape, mesh, placements, dtype, **options)
 
     def exponential(
@@ -157,6 +176,7 @@ class Random:
         dtype: Any = float,
     ) -> DTensor:
         """Return values of the exponential distribution. Local."""
+        scale = _number(scale, "scale")
         return self._draw(exponential_block, (), shape, mesh, placements, dtype, scale=scale)
 
     def integers(
@@ -171,6 +191,8 @@ class Random:
         dtype: Any = np.int64,
     ) -> DTensor:
         """Return whole numbers from `low` up to, and without, `high`, all as likely. Local."""
+        low, high = as_int(low, "low", ArrayValueError), as_int(high, "high", ArrayValueError)
+        endpoint = as_flag(endpoint, "endpoint", ArrayValueError)
         return self._draw(
             integers_block, (low, high), shape, mesh, placements, dtype, endpoint=endpoint
         )
@@ -185,10 +207,13 @@ class Random:
         dtype: Any = bool,
     ) -> DTensor:
         """Return True with probability `p`, else False. Local."""
+        p = _number(p, "p")
         return self._draw(bernoulli_block, (p,), shape, mesh, placements, dtype)
 
     def permutation(self, n: int) -> HostArray:
         """Return the numbers 0 to n-1 in random order: NumPy's own array, alike on all ranks."""
+        n = as_int(n, "n", ArrayValueError, least=0)
+        array_shape(n, np.int64)  # refuses what has more bytes than there are addresses
         order: HostArray = permutation(self._next_key(), n)
         return order
 
@@ -206,16 +231,23 @@ class Random:
         dtype: Any,
         **options: Any,
     ) -> DTensor:
-        key, sizes = self._next_key(), shape_of_lengths(shape)
+        sizes, kind = shape_of_lengths(shape), as_dtype(dtype)
+        key = self._next_key()
 
         def block(box: Box) -> HostArray:
-            values: HostArray = block_of(key, *parameters, sizes, box, np.dtype(dtype), **options)
+            values: HostArray = block_of(key, *parameters, sizes, box, kind, **options)
             return values
 
-        return _made(sizes, mesh, placements, block, dtype)
+        name = block_of.__name__.removesuffix("_block")
+        call = f"Random({self.seed}).{name}, draw {self._calls}"
+        return _made(sizes, mesh, placements, block, kind, call, (*parameters, options))
 
     def __repr__(self) -> str:
         return f"Random({self.seed}), {self._calls} drawn"
+
+
+def _number(value: float, what: str) -> float:
+    return as_real(value, what, ArrayValueError, finite=False, nan=True)
 
 
 def _made(
@@ -224,11 +256,19 @@ def _made(
     placements: PlacementLike,
     block: Callable[[Box], Any],
     dtype: Any,
+    call: str,
+    arguments: tuple[Any, ...],
 ) -> DTensor:
-    layout = Layout(mesh, placements)
+    """Return what `block` gives for this rank's part; `call` with its `arguments` is checked."""
+    layout = Layout(as_live(mesh), placements)
 
     def part(index: tuple[slice, ...]) -> HostArray:
         values: HostArray = block(tuple((one.start, one.stop) for one in index))
         return values
 
-    return with_summands(shape, mesh, layout, part, dtype)
+    return alike(
+        mesh,
+        call,
+        (*arguments, shape, np.dtype(dtype), layout.text),
+        lambda: with_summands(shape, mesh, layout, part, dtype),
+    )

@@ -25,7 +25,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What one rank takes and gives, prepared once and done any number of times.
+    """The elements that one rank takes and gives, prepared once and moved any number of times.
 
     Attributes:
         regions: What this rank takes and gives.

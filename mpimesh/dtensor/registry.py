@@ -11,6 +11,7 @@ from mpimesh.dtensor.refused import ADVICE, REFUSED
 from mpimesh.errors import NoRuleError
 
 __all__ = [
+    "FACTS",
     "FUNCTIONS",
     "StandIn",
     "allow_gather",
@@ -27,8 +28,12 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 """For each function of NumPy the one that does it on split arrays."""
 
 
+FACTS: set[Callable[..., Any]] = set()
+"""Those of them that only say what each rank knows: a rank may call them alone."""
+
+
 class StandIn:
-    """What stands for a split array in functions of NumPy, and is asked before that array."""
+    """A stand-in for a split array in functions of NumPy, asked before that array."""
 
     __slots__ = ()
 
@@ -36,12 +41,19 @@ class StandIn:
 _allowed: ContextVar[bool] = ContextVar("allow_gather", default=False)
 
 
-def implements(*functions: Callable[..., Any]) -> Callable[[F], F]:
-    """Mark a function as the one that does NumPy's `functions` on split arrays."""
+def implements(*functions: Callable[..., Any], fact: bool = False) -> Callable[[F], F]:
+    """Mark a function as the one that does NumPy's `functions` on split arrays.
+
+    Args:
+        functions: NumPy's functions.
+        fact: Whether they only say what each rank knows.
+    """
 
     def register(function: F) -> F:
         for one in functions:
             FUNCTIONS[one] = function
+        if fact:
+            FACTS.update(functions)
         return function
 
     return register

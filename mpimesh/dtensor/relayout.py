@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
+from mpimesh.arguments import as_function
 from mpimesh.dtensor.create import distribute
 from mpimesh.dtensor.mesh_context import mesh_for
 from mpimesh.dtensor.tensor import DTensor
@@ -23,6 +22,7 @@ from mpimesh.layout import (
     Shard,
 )
 from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime.operands import host_array
 
 __all__ = [
     "call_with_layout",
@@ -62,7 +62,8 @@ def copy_to_mesh(x: Any, layout: PlacementLike, *, mesh: DeviceMesh | None = Non
     if isinstance(x, DTensor):
         return _brought(x, layout, mesh)
     live = mesh_for(mesh)
-    return distribute(x, live, placed_as(layout, live, np.shape(x)))
+    whole = host_array(x)
+    return distribute(whole, live, placed_as(layout, live, whole.shape))
 
 
 def relayout(x: DTensor, layout: PlacementLike, *, mesh: DeviceMesh | None = None) -> DTensor:
@@ -170,7 +171,7 @@ def call_with_layout(
         >>> with mm.dtensor.default_mesh(mesh):
         ...     grid = mm.dtensor.call_with_layout(np.identity, "x=S0", 4)
     """
-    found = function(*args, **kwargs)
+    found = as_function(function, "function", LayoutError)(*args, **kwargs)
     if layout is None:
         return found
     if isinstance(found, tuple | list) and not hasattr(found, "_fields"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from operator import index
 from typing import Any, SupportsIndex
 
 import numpy as np
 
+from mpimesh.arguments import as_shape
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.blocks import agreed_dtype, host_block, writable_block
 from mpimesh.dtensor.tensor import DTensor
@@ -108,8 +108,7 @@ def _wrapped(
             raise ShapeError(f'out_shapes are shapes, "agree" or None; got {shape!r}')
         return DTensor.from_local(block, mesh, placements)
     if shape is not None:
-        sizes = (index(shape),) if isinstance(shape, SupportsIndex) else tuple(map(index, shape))
-        return _checked(block, mesh, layout, sizes, what)
+        return _checked(block, mesh, layout, as_shape(shape, one=True), what)
     inferred = _inferred(block, layout, tensors)
     if inferred is None:
         return DTensor.from_local(block, mesh, placements)

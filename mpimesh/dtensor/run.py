@@ -33,16 +33,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a rank has to work with.
+    """The operands and result of one rank's work.
 
     Attributes:
         blocks: Its block of each operand.
         boxes: Where they lie.
+        shape: The shape of its block of the result.
         out: Memory for its block of the result, if that was asked for.
     """
 
     blocks: tuple[Any, ...]
     boxes: tuple[Box, ...]
+    shape: tuple[int, ...]
     out: tuple[HostArray, ...] = ()
 
 
@@ -88,16 +90,16 @@ def run(
         return tuple(DTensor(mesh, layout, shape, kind, None) for kind in kinds)
     blocks = _brought(operands, way.inputs, mesh.rank)
     boxes = tuple(to.box(one.shape, mesh.rank) for one, to in zip(known, way.inputs, strict=True))
+    local = layout.local_shape(shape, mesh.rank)
     out: tuple[HostArray, ...] = ()
     if into:
-        local = layout.local_shape(shape, mesh.rank)
         out = tuple(
             mesh.shared_empty(local, kind)
             if one is None or one.layout != layout or one.dtype != kind
             else one.local
             for kind, one in zip(kinds, outs or [None] * len(kinds), strict=True)
         )
-    made = _carefully(function, Work(blocks, boxes, out), mesh)
+    made = _carefully(function, Work(blocks, boxes, local, out), mesh)
     results = out or (made if isinstance(made, tuple) else (made,))
     return tuple(
         DTensor(mesh, layout, shape, kind, np.asarray(block, kind))

@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+from math import prod
+from operator import index as to_index
 from typing import TYPE_CHECKING, Any
 
-from mpimesh.errors import RankError, ShapeError, on_all_ranks
+from mpimesh.errors import IndexOutOfRangeError, RankError, ShapeError, on_all_ranks
 
 if TYPE_CHECKING:
     from mpimesh.dtensor.tensor import DTensor
 
-__all__ = ["item_of"]
+__all__ = ["item_of", "place_of"]
+
+
+def place_of(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of one element in all axes, as :meth:`numpy.ndarray.item` reads it.
+
+    Raises:
+        ShapeError: If there are other than one number, and not one for each axis.
+        IndexOutOfRangeError: If the array has no such element.
+    """
+    if len(index) == 1 and isinstance(index[0], tuple):
+        (index,) = index
+    places = tuple(map(to_index, index))
+    if len(places) == 1 and len(shape) != 1:
+        size = prod(shape)
+        if not -size <= places[0] < size:
+            raise on_all_ranks(
+                IndexOutOfRangeError(f"index {places[0]} is out of bounds for {size} elements")
+            )
+        rest, found = places[0] % size, []
+        for length in reversed(shape):
+            rest, place = divmod(rest, length)
+            found.append(place)
+        return tuple(reversed(found))
+    if len(places) != len(shape):
+        raise on_all_ranks(
+            ShapeError(f"{len(places)} numbers are no index into an array of shape {shape}")
+        )
+    return places
 
 
 def item_of(x: DTensor, what: str) -> Any:

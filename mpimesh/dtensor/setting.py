@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects
-from mpimesh.dtensor.arguments import as_tensor, moved_to
-from mpimesh.dtensor.indexing import whole_key
+from mpimesh.dtensor.arguments import as_tensor, moved_to, whole_key
 from mpimesh.dtensor.move import identity_of
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.pieces import true_anywhere
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["elements_for", "set_item"]
 
 _NO_ELEMENT = (TypeError, ValueError, OverflowError)
-"""What NumPy raises where a value cannot become an element."""
+"""Errors of NumPy for a value that cannot become an element."""
 
 
 @implements(setitem)

@@ -98,7 +98,7 @@ def squeeze(a: Any, axis: Any = None) -> DTensor:
     if axis is None:
         gone = tuple(one for one, length in enumerate(a.shape) if length == 1)
     else:
-        gone = axes_of(axis, a.ndim)
+        gone = axes_of(axis, a.ndim) if a.ndim or axis not in (0, -1) else ()
     long = [one for one in gone if a.shape[one] != 1]
     if long:
         raise ShapeError(

@@ -207,7 +207,9 @@ def hsplit(ary: Any, indices_or_sections: Any) -> list[DTensor]:
 
 @implements(np.vsplit)
 def vsplit(ary: Any, indices_or_sections: Any) -> list[DTensor]:
-    """Cut along axis 0."""
+    """Cut along axis 0 of at least two."""
+    if ary.ndim < 2:
+        raise ShapeError(f"np.vsplit takes at least 2 axes, got shape {ary.shape}")
     return split(ary, indices_or_sections, 0)
 
 

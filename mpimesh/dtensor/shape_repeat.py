@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.arguments import axes_of, axis_of
+from mpimesh.dtensor.arguments import axes_of, axis_of, whole_key
 from mpimesh.dtensor.create import full
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import expand_dims, swapaxes
 from mpimesh.dtensor.shape_join import settled
-from mpimesh.dtensor.shape_reshape import broadcast_to, ravel, reshape
+from mpimesh.dtensor.shape_reshape import broadcast_to, ravel, reshape, row_along
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import AxisError, IndexOutOfRangeError, NoRuleError, ShapeError
+from mpimesh.errors import AxisError, DTypeError, IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout
 
 __all__ = ["flip", "repeat", "roll"]
@@ -77,12 +77,11 @@ def roll(a: Any, shift: Any, axis: Any = None) -> DTensor:
 def repeat(a: Any, repeats: Any, axis: Any = None) -> DTensor:
     """Repeat each element. Local: the copies are where the element is, unless several dims split.
 
-    Without an axis the elements are first put in a row.
+    Without an axis the elements are first put in a row. Split counts are gathered.
     """
-    x, which = (ravel(a), 0) if axis is None else (a, axis_of(axis, a.ndim))
-    times = np.asarray(repeats)
+    x, which = row_along(a, axis)
     try:
-        picks = np.repeat(np.arange(x.shape[which]), times)
+        picks = np.repeat(np.arange(x.shape[which]), whole_key(repeats))
     except ValueError as error:
         raise ShapeError(f"np.repeat of axis {which} of shape {x.shape}: {error}") from None
     return pick_along(x, {which: picks}, name="repeat")
@@ -90,10 +89,13 @@ def repeat(a: Any, repeats: Any, axis: Any = None) -> DTensor:
 
 @implements(np.delete)
 def delete(arr: Any, obj: Any, axis: Any = None) -> DTensor:
-    """Return the array without some slices along an axis. Local: the others stay where they are."""
+    """Return the array without some slices along an axis. Local: the others stay where they are.
+
+    Split indices, or a split mask, are gathered.
+    """
     x, which = (ravel(arr), 0) if axis is None else (arr, axis_of(axis, arr.ndim))
     try:
-        picks = np.delete(np.arange(x.shape[which]), obj)
+        picks = np.delete(np.arange(x.shape[which]), whole_key(obj))
     except IndexError as error:
         raise IndexOutOfRangeError(f"np.delete, axis {which} of shape {x.shape}: {error}") from None
     return pick_along(x, {which: picks}, name="delete")
@@ -129,7 +131,8 @@ def pad(array: Any, pad_width: Any, mode: Any = "constant", **kwargs: Any) -> DT
             f"got {mode!r} with {kwargs}"
         )
     widths = _pairs_of(pad_width, array.ndim, "pad_width")
-    if any(n < 0 for row in widths for n in row):
+    negative = array.ndim == 0 and not isinstance(pad_width, dict) and np.any(np.less(pad_width, 0))
+    if negative or any(n < 0 for row in widths for n in row):
         raise ShapeError(f"pad_width must not be negative, got {pad_width!r}")
     if mode == "constant":
         values = _pairs_of(kwargs.get("constant_values", 0), array.ndim, "constant_values")
@@ -170,8 +173,11 @@ def _pairs_of(value: Any, ndim: int, what: str) -> list[tuple[Any, Any]]:
         table = {axis_of(axis, ndim): row for axis, row in value.items()}
         value = [table.get(axis, (0, 0)) for axis in range(ndim)]
         value = [row if hasattr(row, "__iter__") else (row, row) for row in value]
+    whole = np.asarray(value)
+    if what == "pad_width" and whole.dtype.kind not in "iu" and whole.size:
+        raise DTypeError(f"pad_width is made of whole numbers, got {value!r}")
     try:
-        rows = np.broadcast_to(np.asarray(value), (ndim, 2)).tolist()
+        rows = np.broadcast_to(whole, (ndim, 2)).tolist()
     except ValueError:
         raise ShapeError(f"{what} is a pair for each of {ndim} axes, got {value!r}") from None
     return [(first, last) for first, last in rows]

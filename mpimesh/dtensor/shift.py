@@ -9,10 +9,11 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from mpimesh.arrays import HostArray
+from mpimesh.arguments import as_flag, shown
+from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.reading import Reading
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import LayoutError, ShapeError
+from mpimesh.errors import DTypeError, LayoutError, ShapeError
 from mpimesh.layout import Layout
 from mpimesh.layout.shifted import shift_reads
 from mpimesh.runtime.blocks import normal_axis
@@ -56,7 +57,11 @@ def shift(
         ...     print(mm.shift(x, 1, 0).full(), mm.shift(x, -2, 0, wrap=False, fill=9).full())
         [5 0 1 2 3 4] [2 3 4 5 9 9]
     """
+    if not isinstance(x, DTensor):
+        raise LayoutError(f"shift moves the elements of a DTensor, got {shown(x)} as x")
+    wrap = as_flag(wrap, "wrap", LayoutError)
     moved = _steps_of(steps, axis, x.ndim)
+    filling = None if wrap else _element(fill, x.dtype)
     if x.layout.partial_op and not wrap:
         raise LayoutError(
             f"{x!r} holds summands, and what comes in at an end would count once for each: shift "
@@ -68,8 +73,8 @@ def shift(
     if x.is_member:
         source = np.ascontiguousarray(x.local).reshape(x.local.shape)
         block = mesh.shared_empty(source.shape, x.dtype)
-        if not wrap:
-            _fill_ends(block, np.asarray(fill).astype(x.dtype), x, moved)
+        if filling is not None:
+            _fill_ends(block, filling, x, moved)
     rule = f"shape {shape}, {x.dtype}, {x.layout}, steps {moved}, wrap {wrap}"
     reading = _prepared(mesh.rank, x.layout, shape, moved, wrap)
     reading.start("shift", mesh, rule, source, block, lambda: None, None).resolve()
@@ -115,3 +120,18 @@ def _fill_ends(block: HostArray, fill: HostArray, x: DTensor, steps: tuple[int, 
         before = (slice(None),) * axis
         block[(*before, slice(0, low))] = fill
         block[(*before, slice(high, size))] = fill
+
+
+def _element(fill: Any, dtype: DType) -> HostArray:
+    """Return what comes in at an end as an element, or a row of them.
+
+    Raises:
+        DTypeError: If it is none.
+    """
+    try:
+        element: HostArray = np.asarray(fill).astype(dtype)
+    except (TypeError, ValueError) as error:
+        raise DTypeError(
+            f"fill must be an element of dtype {dtype}, got {shown(fill)}: {error}"
+        ) from None
+    return element

@@ -8,14 +8,18 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from mpimesh.arguments import as_shape, shown
 from mpimesh.arrays import Array, DType, HostArray
+from mpimesh.arrays.dtypes import as_dtype
+from mpimesh.dtensor.alike import agree_copies, alike, same_call
 from mpimesh.dtensor.blocks import agreed_blocks, host_block, writable_block
 from mpimesh.dtensor.carry import plan_carry, start_carry
+from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.held import Held
 from mpimesh.dtensor.kept import fitting_layout
 from mpimesh.dtensor.methods import Methods
-from mpimesh.dtensor.registry import FUNCTIONS, StandIn, rule_of, sure_rule_of
-from mpimesh.dtensor.scalars import item_of
+from mpimesh.dtensor.registry import FACTS, FUNCTIONS, StandIn, name_of, rule_of, sure_rule_of
+from mpimesh.dtensor.scalars import item_of, place_of
 from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout import (
     Layout,
@@ -59,10 +63,14 @@ class DTensor(Held, Methods):
         Raises:
             ShapeError: If the block is not the one that `layout` gives this rank.
         """
-        self._mesh = mesh
+        if not isinstance(layout, Layout):
+            raise LayoutError(f"layout must be a Layout, got {shown(layout)}")
+        if block is not None and not isinstance(block, np.ndarray):
+            raise ShapeError(f"block must be a NumPy array or None, got {shown(block)}")
+        self._mesh = as_live(mesh)
         self._layout = layout
-        self._shape: tuple[int, ...] = tuple(shape)
-        self._dtype: DType = np.dtype(dtype)
+        self._shape: tuple[int, ...] = as_shape(shape)
+        self._dtype: DType = as_dtype(dtype)
         self._block = block
         is_member = layout.mesh.contains_rank(mesh.rank)
         expected = layout.local_shape(self.shape, mesh.rank) if is_member else None
@@ -106,13 +114,16 @@ class DTensor(Held, Methods):
             ...     print(x.shape, x.layout.text, x.full()[:, 0])
             (3, 2) dp=S0(0,1,2) [1 2 2]
         """
-        held = writable_block(host_block(block), mesh)
+        held = writable_block(host_block(block), as_live(mesh))
         if shape is None:
             shape, layout, dtype = agreed_blocks(held, mesh, Layout(mesh, placements))
             held = held.astype(dtype, copy=False)  # another one only without elements
         else:
-            layout = Layout(mesh, placements)
-        return cls(mesh, layout, shape, held.dtype, held)
+            shape, layout = as_shape(shape), Layout(mesh, placements)
+            same_call(mesh, "from_local", (shape, held.dtype, layout.text))
+        made = cls(mesh, layout, shape, held.dtype, held)
+        agree_copies(held, mesh, layout, "from_local")
+        return made
 
     @classmethod
     def of_block(
@@ -189,6 +200,7 @@ class DTensor(Held, Methods):
         """
         target = self._target(placements, mesh)
         if (mesh is None or mesh is self._mesh) and target == self._layout:
+            same_call(self._mesh, "redistribute", (self, target.text))
             return self
         moved: DTensor = self._start(target, mesh, max_bytes).resolve()
         return moved
@@ -276,7 +288,11 @@ class DTensor(Held, Methods):
         """Do a ufunc of NumPy, or one of its methods, such as ``np.add.reduce``."""
         if any(isinstance(one, StandIn) for one in (*args, *kwargs.get("out", ()))):
             return NotImplemented
-        return sure_rule_of(np.ufunc)(ufunc, method, args, kwargs)
+        rule = sure_rule_of(np.ufunc)
+        if not self._mesh.settings.checks:
+            return rule(ufunc, method, args, kwargs)
+        name = f"numpy.{ufunc.__name__}" + ("" if method == "__call__" else f".{method}")
+        return alike(self._mesh, name, args, lambda: rule(ufunc, method, args, kwargs), kwargs)
 
     def __array_function__(
         self, function: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
@@ -287,6 +303,13 @@ class DTensor(Held, Methods):
         """
         if any(issubclass(kind, StandIn) for kind in types):
             return NotImplemented
+        if function in FACTS or not self._mesh.settings.checks:
+            return self._do(function, args, kwargs)
+        name = name_of(function)
+        return alike(self._mesh, name, args, lambda: self._do(function, args, kwargs), kwargs)
+
+    @staticmethod
+    def _do(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         from mpimesh.dtensor.apply import are_whole, gathered
 
         if function in FUNCTIONS or not are_whole((args, kwargs)):
@@ -296,23 +319,38 @@ class DTensor(Held, Methods):
         return gathered(function, args, kwargs)
 
     def __getitem__(self, key: Any) -> Any:
-        return sure_rule_of(getitem)(self, key)
+        rule = sure_rule_of(getitem)
+        if not self._mesh.settings.checks:
+            return rule(self, key)
+        return alike(self._mesh, "getitem", (self, key), lambda: rule(self, key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        sure_rule_of(setitem)(self, key, value)
+        rule = sure_rule_of(setitem)
+        if not self._mesh.settings.checks:
+            rule(self, key, value)
+            return
+        alike(self._mesh, "setitem", (self, key, value), lambda: rule(self, key, value))
 
     # -- one element: collective ---------------------------------------------------------
 
     def item(self, *index: Any) -> Any:
-        """Return the element of an array that has one, as a number of Python. Collective.
+        """Return an element as a number of Python, as :meth:`numpy.ndarray.item`. Collective.
 
         Every rank of the mesh calls it and gets the same. So do ``float(x)``, ``int(x)``,
         ``complex(x)`` and ``bool(x)``, and with it ``if x.sum() > 0:``.
 
+        Args:
+            index: The element's index: a number for each axis, or one, counted along the row of
+                all elements; none for the element of an array that has only one.
+
         Raises:
-            ShapeError: On every rank, if there are more elements, or none.
+            ShapeError: On every rank, if there are more elements, or none, and no index; or if it
+                has another number of parts than the array has axes.
+            IndexOutOfRangeError: On every rank, if there is no such element.
         """
-        return item_of(self[index] if index else self, "be a number")
+        if not index:
+            return item_of(self, "be a number")
+        return item_of(self[place_of(index, self._shape)], "be a number")
 
     def __bool__(self) -> bool:
         return bool(item_of(self, "be true or false"))

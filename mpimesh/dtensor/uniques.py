@@ -38,19 +38,22 @@ def unique(
     Cost:
         Every rank gets the different elements of each block.
     """
-    refuse_given("unique", axis=axis, equal_nan=None if equal_nan else False)
+    refuse_given("unique", axis=axis)
     x = ravel(settled(ar))
     x = moved_to(x, rows_placement(x.placement, x.shape, 1))
     if not x.is_member:
         raise LayoutError(f"rank {x.mesh.rank} is not in the mesh, and knows no elements of {ar!r}")
-    values, first, counts = np.unique(x.local, return_index=True, return_counts=True)
+    values, first, counts = np.unique(
+        x.local, return_index=True, return_counts=True, equal_nan=equal_nan
+    )
     first += x.global_offset[0]
     rows = [of_rows(x, part, (), {0: 0}).full() for part in (values, first, counts)]
-    every, which = np.unique(rows[0], return_inverse=True)
+    # With the index NumPy's sort is stable: each NaN keeps its place among the others.
+    every, _, which = np.unique(rows[0], True, return_inverse=True, equal_nan=equal_nan)
     found: list[Any] = [every]
+    least = np.full(len(every), x.size, first.dtype)
+    np.minimum.at(least, which, rows[1])
     if return_index:
-        least = np.full(len(every), x.size, first.dtype)
-        np.minimum.at(least, which, rows[1])
         found.append(least)
     if return_counts:
         total = np.zeros(len(every), counts.dtype)
@@ -60,30 +63,44 @@ def unique(
     results: list[Any] = [DTensor(x.mesh, alike, one.shape, one.dtype, one) for one in found]
     if return_inverse:
         mine = np.searchsorted(every, x.local)
+        if not equal_nan and x.dtype.kind in "fc":
+            mine[np.isnan(x.local)] = _own(every, least, x)
         row = DTensor(x.mesh, x.layout, x.shape, mine.dtype, mine)
         results.insert(1 + return_index, reshape(row, ar.shape))
     return results[0] if len(results) == 1 else tuple(results)
 
 
+def _own(every: Any, first: Any, x: DTensor) -> Any:
+    """Return which element each NaN of a row is, where no two are the same: that of its place."""
+    places = np.flatnonzero(np.isnan(x.local)) + x.global_offset[0]
+    nans = np.flatnonzero(np.isnan(every))
+    order = nans[np.argsort(first[nans])]
+    return order[np.searchsorted(first[order], places)]
+
+
 @implements(np.unique_values)
 def unique_values(x: Any, /) -> Any:
-    """Return the different elements."""
-    return unique(x)
+    """Return the different elements. Here and in the next ones, no NaN is like another."""
+    return unique(x, equal_nan=False)
 
 
 @implements(np.unique_counts)
 def unique_counts(x: Any, /) -> Any:
     """Return the different elements, and how often each comes."""
-    return np.lib._arraysetops_impl.UniqueCountsResult(*unique(x, return_counts=True))
+    return np.lib._arraysetops_impl.UniqueCountsResult(
+        *unique(x, return_counts=True, equal_nan=False)
+    )
 
 
 @implements(np.unique_inverse)
 def unique_inverse(x: Any, /) -> Any:
     """Return the different elements, and for every element which one it is."""
-    return np.lib._arraysetops_impl.UniqueInverseResult(*unique(x, return_inverse=True))
+    return np.lib._arraysetops_impl.UniqueInverseResult(
+        *unique(x, return_inverse=True, equal_nan=False)
+    )
 
 
 @implements(np.unique_all)
 def unique_all(x: Any, /) -> Any:
     """Return all that :func:`unique` knows."""
-    return np.lib._arraysetops_impl.UniqueAllResult(*unique(x, True, True, True))
+    return np.lib._arraysetops_impl.UniqueAllResult(*unique(x, True, True, True, equal_nan=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from mpimesh.arrays import Array, DType
 from mpimesh.dtensor.registry import StandIn
 from mpimesh.dtensor.relayout import check_layout, copy_to_mesh
 from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import DTypeError, LayoutError, ShapeError
+from mpimesh.errors import DTypeError, LayoutError, MissingPackageError, ShapeError
 from mpimesh.layout import Layout, PlacementLike
 from mpimesh.runtime import DeviceMesh
 
@@ -40,6 +41,7 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
             (`Partial`), or a whole array has no layout.
         DTypeError: If a DTensor is of another dtype, or `save_as_bf16` is set for one that is not
             float32.
+        MissingPackageError: If `save_as_bf16` is set where the package ml_dtypes is not installed.
 
     Example:
         >>> with mm.DeviceMesh("x=-1") as mesh:
@@ -88,7 +90,7 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
 
     @property
     def layout(self) -> Layout:
-        """How the values lie on the mesh, always."""
+        """The layout of the values on the mesh, always."""
         return self._value.layout
 
     @property
@@ -117,6 +119,7 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
 
         Raises:
             DTypeError: If it is set for a variable that is not float32.
+            MissingPackageError: If it is set where the package ml_dtypes is not installed.
         """
         return self._save_as_bf16
 
@@ -124,6 +127,11 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
     def save_as_bf16(self, wanted: bool) -> None:
         if wanted and self.dtype != np.float32:
             raise DTypeError(f"only float32 is saved as bfloat16, and {self!r} is {self.dtype}")
+        if wanted and find_spec("ml_dtypes") is None:
+            raise MissingPackageError(
+                "save_as_bf16=True needs the package ml_dtypes, which has bfloat16 for NumPy: "
+                "pip install ml_dtypes, or leave it out"
+            )
         self._save_as_bf16 = bool(wanted)
 
     def value(self) -> DTensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpimesh.arguments import as_int
 from mpimesh.dtensor.relayout import tensor_of
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import LayoutError
@@ -68,7 +69,7 @@ def redistribute_replica_to_shard(x: DTensor, num_workers: int, axis: int) -> DT
             f"redistribute_replica_to_shard takes an array that is R on a mesh of one dim, got "
             f"{x!r}; redistribute goes from any layout to any other"
         )
-    if num_workers != dims[0].size:
+    if as_int(num_workers, "num_workers", LayoutError) != dims[0].size:
         raise LayoutError(
             f"num_workers is {num_workers}, but mesh {layout.mesh.dims_text} has "
             f"{dims[0].size} ranks"

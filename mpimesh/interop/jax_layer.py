@@ -252,7 +252,7 @@ def _real(gradient: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """What compiled code depends on, beside the shapes and dtypes of arrays.
+    """The key by which compiled code is found, beside the shapes and dtypes of arrays.
 
     Attributes:
         function: The function of the layer.

@@ -18,7 +18,7 @@ __all__ = ["JaxLoss", "wrap_loss"]
 
 
 class JaxLoss:
-    """What :func:`wrap_loss` returns; meets :class:`mpimesh.nn.Loss`."""
+    """The result of :func:`wrap_loss`; meets :class:`mpimesh.nn.Loss`."""
 
     def __init__(
         self, function: Callable[..., Any], count: Callable[[Any], float] | None = None

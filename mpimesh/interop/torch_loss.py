@@ -18,7 +18,7 @@ _Count = Callable[[Any], float]
 
 
 class TorchLoss:
-    """What :func:`wrap_loss` returns; meets :class:`mpimesh.nn.Loss`."""
+    """The result of :func:`wrap_loss`; meets :class:`mpimesh.nn.Loss`."""
 
     def __init__(self, function: Callable[..., Any], count: _Count | None = None) -> None:
         reduction = getattr(function, "reduction", "mean")

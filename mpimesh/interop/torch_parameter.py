@@ -22,7 +22,7 @@ __all__ = ["TorchParameter", "parameter_of"]
 
 
 class TorchParameter(Parameter):
-    """What :func:`parameter_of` makes of a `torch.nn.Parameter`.
+    """A `torch.nn.Parameter` as a parameter of mpimesh, made by :func:`parameter_of`.
 
     Attributes:
         tensor: The parameter of PyTorch. Another one stands here once a parameter of the "meta"

@@ -1,4 +1,4 @@
-"""How arrays lie on meshes, and how they get from one layout to another: values and arithmetic."""
+"""Layouts of arrays on meshes, and ways from one layout to another: values and arithmetic."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mpimesh.arguments import as_int
 from mpimesh.errors import LayoutError
 from mpimesh.layout.axis_shards import AxisShards, axis_number
 from mpimesh.layout.axis_specs import MATCH, UNSHARDED, as_specs, placement_of_specs
-from mpimesh.layout.checks import as_mesh, as_whole
-from mpimesh.layout.layout import Layout
+from mpimesh.layout.layout import Layout, as_mesh
 from mpimesh.layout.placement import Placement
 from mpimesh.mesh import DeviceQueries, DeviceSpec, Mesh
 
@@ -63,7 +63,7 @@ class AxisLayout(AxisShards):
     @classmethod
     def replicated(cls, mesh: DeviceQueries, rank: int) -> AxisLayout:
         """Return the layout of `rank` axes of which none is split."""
-        return cls([UNSHARDED] * as_whole(rank, "the number of axes"), mesh)
+        return cls([UNSHARDED] * as_int(rank, "the number of axes", LayoutError, least=0), mesh)
 
     @classmethod
     def batch_sharded(
@@ -74,7 +74,7 @@ class AxisLayout(AxisShards):
         Raises:
             LayoutError: If there is no such axis or dim; so always for a `rank` of 0.
         """
-        specs = [UNSHARDED] * as_whole(rank, "the number of axes")
+        specs = [UNSHARDED] * as_int(rank, "the number of axes", LayoutError, least=0)
         specs[axis_number(axis, len(specs))] = batch_dim
         return cls(specs, mesh)
 
@@ -85,7 +85,7 @@ class AxisLayout(AxisShards):
         Raises:
             LayoutError: If there is no such dim, or `rank` is 0.
         """
-        last = max(as_whole(rank, "the number of axes") - 1, 0)
+        last = max(as_int(rank, "the number of axes", LayoutError, least=0) - 1, 0)
         return cls.batch_sharded(mesh, inner_dim, rank, last)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What can be asked of TensorFlow's spelling of a layout: shards, their order, and shapes."""
+"""Queries of TensorFlow's spelling of a layout: shards, their order, and shapes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpimesh.arguments import as_int, as_shape
 from mpimesh.errors import LayoutError
 from mpimesh.layout.axis_specs import MATCH, UNSHARDED
-from mpimesh.layout.checks import as_shape, as_whole
 from mpimesh.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ class AxisShards:
             LayoutError: If there is no such shard.
         """
         shards = self._shards()
-        place = tuple(as_whole(index, "the index of a shard") for index in offset_tuple)
+        place = tuple(
+            as_int(index, "the index of a shard", LayoutError, least=0) for index in offset_tuple
+        )
         if len(place) != self.rank or any(k >= n for k, n in zip(place, shards, strict=True)):
             raise LayoutError(f"there is no shard {place} among {shards} shards along the axes")
         number = 0
@@ -166,7 +168,7 @@ class AxisShards:
         return self.shape
 
     def _fitting(self, shape: Sequence[int]) -> tuple[int, ...]:
-        lengths = as_shape(shape)
+        lengths = as_shape(shape, LayoutError)
         if len(lengths) != self.rank:
             raise LayoutError(
                 f"{self.sharding_specs} is for {self.rank} axes, but the shape is {lengths}"
@@ -176,7 +178,7 @@ class AxisShards:
 
 def axis_number(axis: int, rank: int) -> int:
     """Return `axis`, which must be one of `rank` axes, counted from 0."""
-    number = as_whole(axis, "an axis")
+    number = as_int(axis, "an axis", LayoutError, least=0)
     if number >= rank:
         raise LayoutError(f"there is no axis {number} in an array of {rank} axes")
     return number

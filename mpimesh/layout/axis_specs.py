@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mpimesh.arguments import as_items, shown
 from mpimesh.errors import LayoutError
 from mpimesh.layout.placement import Placement
 from mpimesh.layout.spec import Replicate, Shard
@@ -29,14 +30,14 @@ def as_specs(specs: object, mesh: Mesh) -> tuple[str, ...]:
         raise LayoutError(
             f"sharding specs must be one for each axis, as in ['x', 'unsharded'], got {specs!r}"
         )
-    found = tuple(specs)
+    found = as_items(specs, "sharding specs", LayoutError)
     for axis, spec in enumerate(found):
-        if spec in (UNSHARDED, MATCH):
+        if isinstance(spec, str) and spec in (UNSHARDED, MATCH):
             continue
         if not isinstance(spec, str) or not mesh.contains_dim(spec):
             raise LayoutError(
                 f"a sharding spec must either be a valid mesh dimension or UNSHARDED, but axis "
-                f"{axis} of {list(found)} has {spec!r}, and the mesh is {_text(mesh)}"
+                f"{axis} of {list(found)} has {shown(spec)}, and the mesh is {_text(mesh)}"
             )
         if spec in found[:axis]:
             raise LayoutError(

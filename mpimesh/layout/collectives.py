@@ -47,7 +47,7 @@ class Collective:
 
     @property
     def steps(self) -> float:
-        """How many messages a rank waits for one after the other, if they are short.
+        """Number of messages that a rank waits for one after the other, if they are short.
 
         Those of an all-to-all count half, as they were measured.
         """

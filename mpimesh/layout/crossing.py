@@ -1,4 +1,4 @@
-"""What of an exchange comes from other nodes."""
+"""The part of an exchange that comes from other nodes."""
 
 from __future__ import annotations
 

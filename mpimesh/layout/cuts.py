@@ -19,7 +19,7 @@ __all__ = ["Cut", "axis_bounds", "cut_further", "even_sizes"]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one mesh dim splits what is left of an axis.
+    """The cut of one mesh dim through what is left of an axis.
 
     Attributes:
         parts: How many parts.

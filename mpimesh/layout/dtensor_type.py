@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpimesh.arguments import as_shape
 from mpimesh.errors import DTypeError, LayoutError
-from mpimesh.layout.checks import as_shape
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.spec import Shard
@@ -66,7 +66,7 @@ class DTensorType:
         placement: PlacementLike,
     ) -> None:
         layout = Layout(mesh, placement)
-        lengths = as_shape(shape)
+        lengths = as_shape(shape, LayoutError)
         for dim, spec in zip(layout.mesh.dims, layout.placement, strict=True):
             if isinstance(spec, Shard) and spec.axis >= len(lengths):
                 raise LayoutError(

@@ -1,4 +1,4 @@
-"""What lies beyond the ends of an axis: elements again, a fixed value, or nothing."""
+"""Elements beyond the ends of an axis: elements again, a fixed value, or nothing."""
 
 from __future__ import annotations
 

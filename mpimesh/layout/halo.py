@@ -22,7 +22,7 @@ __all__ = ["HaloPlan", "plan_halo"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HaloPlan:
-    """What the ranks read to know the elements around their blocks, corners and all.
+    """Reads of the elements around each rank's block, corners and all.
 
     A rank's *padded* block is its block with `width` elements before and after along each axis.
     It is what :func:`numpy.pad` makes of the whole array, cut around the block. A rank whose block

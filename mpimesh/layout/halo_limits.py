@@ -1,4 +1,4 @@
-"""How wide a halo may be: what a rank would read is counted before any of it is planned."""
+"""Limits on the width of a halo: a rank's reads are counted before any of them is planned."""
 
 from __future__ import annotations
 

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mpimesh.errors import LayoutError
+from mpimesh.arguments import as_int, as_shape, shown
+from mpimesh.errors import LayoutError, RankError
 from mpimesh.layout.axis_specs import as_specs, placement_of_specs, specs_of_placement
-from mpimesh.layout.checks import as_mesh, as_shape, as_whole
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.spec import Partial, Replicate, Shard
 from mpimesh.layout.tiling import Box, Tiling
 from mpimesh.mesh import DeviceQueries, Mesh
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "as_mesh"]
+
+_MOST_AXES = 64
+"""Most axes of an array, in NumPy."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -63,7 +66,7 @@ class Layout:
     @classmethod
     def replicated(cls, mesh: DeviceQueries) -> Layout:
         """Return the layout with the whole array on every rank."""
-        return cls(mesh, [Replicate()] * mesh.ndim)
+        return cls(mesh, [Replicate()] * as_mesh(mesh).ndim)
 
     @classmethod
     def from_specs(cls, sharding_specs: Sequence[str], mesh: DeviceQueries) -> Layout:
@@ -92,7 +95,7 @@ class Layout:
             LayoutError: If the array has no such axis, or sizes do not add up to its length; or
                 if `shape` is none.
         """
-        return Tiling.of(self.mesh, self.placement, as_shape(shape))
+        return Tiling.of(self.mesh, self.placement, as_shape(shape, LayoutError))
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return (start, stop) along each axis of the block of `rank`.
@@ -105,7 +108,9 @@ class Layout:
             LayoutError: If the layout does not fit `shape`.
             RankError: If `rank` is not in the mesh.
         """
-        return _box(self, as_shape(shape), rank)
+        if type(rank) is not int:
+            rank = as_int(rank, "rank", RankError)
+        return _box(self, as_shape(shape, LayoutError), rank)
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of the block of `rank`. Errors as of :meth:`box`."""
@@ -117,6 +122,7 @@ class Layout:
 
     def sharding_dims(self, axis: int) -> tuple[str, ...]:
         """Return the names of the dims that split `axis`, outermost first."""
+        axis = as_int(axis, "axis", LayoutError)
         return tuple(
             name
             for name, spec in zip(self.mesh.dim_names, self.placement, strict=True)
@@ -133,11 +139,15 @@ class Layout:
             LayoutError: If that cannot be said in TensorFlow's spelling: a `Partial`, sizes, or two
                 dims that split one axis; or if there is no such axis.
         """
-        number = as_whole(ndim, "the number of axes")
+        number = as_int(ndim, "the number of axes", LayoutError, least=0)
+        if number > _MOST_AXES:
+            raise LayoutError(f"the number of axes is at most {_MOST_AXES}, got {number}")
         return list(specs_of_placement(self.placement, self.mesh, number))
 
     def agrees_with(self, other: Layout) -> bool:
         """Tell whether an array lies the same in both; names of meshes and devices do not count."""
+        if not isinstance(other, Layout):
+            raise LayoutError(f"other must be a Layout, got {shown(other)}")
         return self.placement == other.placement and _same_ranks(self.mesh, other.mesh)
 
     @property
@@ -162,6 +172,20 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {self.text!r})"
+
+
+def as_mesh(mesh: object) -> Mesh:
+    """Return the mesh as a value; that of a live mesh is the same on all ranks.
+
+    Raises:
+        LayoutError: If it is none.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    value = getattr(mesh, "value", None)  # of a live mesh
+    if isinstance(value, Mesh):
+        return value
+    raise LayoutError(f"mesh must be a Mesh or a DeviceMesh, got {shown(mesh)}")
 
 
 def _same_ranks(one: Mesh, other: Mesh) -> bool:

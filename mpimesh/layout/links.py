@@ -1,4 +1,4 @@
-"""How fast bytes get from rank to rank, inside a node and between nodes: what plans reckon with."""
+"""Speeds of bytes from rank to rank, inside a node and between nodes: plans reckon with them."""
 
 from __future__ import annotations
 
@@ -65,4 +65,4 @@ class Links:
 
 
 ASSUMED_LINKS = Links()
-"""What plans reckon with where nothing is measured."""
+"""Links that plans reckon with where nothing is measured."""

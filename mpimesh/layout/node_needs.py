@@ -1,4 +1,4 @@
-"""What each node lacks of the tiles that its ranks are to have, and which rank fetches what.
+"""The far part of each node's tiles, and the rank that fetches each piece of it.
 
 *Mates* are the ranks of a node that are to have the same tile. What the node holds no copy of is
 *far*, and so it is for all of them. Each byte of it is fetched once: the far boxes stand in

@@ -31,7 +31,7 @@ _TABLE_ENTRIES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What a rank gets.
+    """One box that a rank gets.
 
     Attributes:
         box: Which part of the array, as (start, stop) along each axis.
@@ -44,7 +44,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """What a rank gets, as tables of one row for each tile of the source that it meets.
+    """All that a rank gets, as tables of one row for each tile of the source that it meets.
 
     Attributes:
         leaves: For each axis (rows,): the intervals of those tiles.
@@ -66,7 +66,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """What other ranks take of a rank's tile, as tables of one row for each of them.
+    """All that other ranks take of a rank's tile, as tables of one row for each of them.
 
     Attributes:
         ranks: Who takes: (rows,).

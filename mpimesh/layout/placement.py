@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, overload
 
+from mpimesh.arguments import as_items, shown
 from mpimesh.errors import LayoutError, UnknownNameError
 from mpimesh.layout.spec import PARTIAL_OPS, Partial, PlacementSpec, Replicate, Shard
 
@@ -26,7 +27,7 @@ _GRAMMAR = "write R, S[axis] or P for each dim, as in 'S[0], R', or names, as in
 
 
 class Placed(Protocol):
-    """What has its placements on a mesh: a `Layout`, an `AxisLayout`, a `DTensorType`."""
+    """An object with placements on a mesh: a `Layout`, an `AxisLayout`, a `DTensorType`."""
 
     @property
     def mesh(self) -> Any:
@@ -68,7 +69,11 @@ class Placement(Sequence[PlacementSpec]):
             raise LayoutError(
                 f"Placement takes specs; read text with Placement.from_text({specs!r})"
             )
-        object.__setattr__(self, "specs", tuple(_as_spec(spec) for spec in specs))
+        object.__setattr__(
+            self,
+            "specs",
+            tuple(_as_spec(spec) for spec in as_items(specs, "placements", LayoutError)),
+        )
 
     @classmethod
     def from_text(cls, text: str) -> Placement:
@@ -81,7 +86,7 @@ class Placement(Sequence[PlacementSpec]):
             LayoutError: If the text is anything else.
         """
         if not isinstance(text, str):
-            raise LayoutError(f"a placement's text must be a str, got {text!r}; {_GRAMMAR}")
+            raise LayoutError(f"a placement's text must be a str, got {shown(text)}; {_GRAMMAR}")
         specs: list[PlacementSpec] = []
         rest = text.strip(" ")
         while rest:
@@ -107,6 +112,7 @@ class Placement(Sequence[PlacementSpec]):
             LayoutError: If they are not one for each dim, or cannot be read.
             UnknownNameError: If a name is none of the dims.
         """
+        dim_names = [str(name) for name in as_items(dim_names, "dim_names", LayoutError)]
         placements = getattr(placements, "placement", placements)
         if isinstance(placements, str) and "=" in placements:
             placements = _named(placements)
@@ -117,7 +123,7 @@ class Placement(Sequence[PlacementSpec]):
         elif isinstance(placements, Iterable):
             placement = placements if isinstance(placements, Placement) else cls(placements)
         else:
-            raise LayoutError(f"placements cannot be {placements!r}; {_GRAMMAR}")
+            raise LayoutError(f"placements cannot be {shown(placements)}; {_GRAMMAR}")
         if len(placement) != len(dim_names):
             raise LayoutError(
                 f"placement {str(placement)!r} has {_many(len(placement), 'spec')}, but the mesh "
@@ -127,7 +133,10 @@ class Placement(Sequence[PlacementSpec]):
 
     def named(self, dim_names: Sequence[str]) -> str:
         """Return the text with the names of the dims: ``dp=S0, tp=R``."""
-        return ", ".join(f"{n}={spec.short}" for n, spec in zip(dim_names, self, strict=True))
+        names = as_items(dim_names, "dim_names", LayoutError)
+        if len(names) != len(self):
+            raise LayoutError(f"dim_names must be one for each of {self}, got {shown(dim_names)}")
+        return ", ".join(f"{n}={spec.short}" for n, spec in zip(names, self, strict=True))
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -156,7 +165,7 @@ def _as_spec(spec: PlacementSpec | str) -> PlacementSpec:
         found = _SPEC.fullmatch(spec.strip(" "))
         if found is not None:
             return _spec_of(found)
-    raise LayoutError(f"a mesh dim's placement cannot be {spec!r}; {_GRAMMAR}")
+    raise LayoutError(f"a mesh dim's placement cannot be {shown(spec)}; {_GRAMMAR}")
 
 
 def _spec_of(found: re.Match[str]) -> PlacementSpec:

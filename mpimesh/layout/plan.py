@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpimesh.arguments import as_int, as_shape
 from mpimesh.errors import LayoutError
-from mpimesh.layout.checks import as_shape, as_whole
 from mpimesh.layout.collectives import Collective, collective_of
 from mpimesh.layout.cuts import Cut
 from mpimesh.layout.layout import Layout
@@ -20,6 +20,7 @@ from mpimesh.layout.places import places_of
 from mpimesh.layout.spec import Partial, Replicate, Shard
 from mpimesh.layout.tiling import Box, Tiling
 from mpimesh.layout.ways import Exchange, Task, exchange_s, ways
+from mpimesh.mesh import Mesh
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
@@ -32,7 +33,7 @@ _ONE_SHOT_BYTES = 32 * 1024
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RedistributionPlan:
-    """How an array gets from one layout to another, on the same mesh or on another.
+    """The way of an array from one layout to another, on the same mesh or on another.
 
     Where nothing is to be reduced, it is one exchange, in which every rank receives exactly what
     its new block has and its old one has not.
@@ -50,8 +51,8 @@ class RedistributionPlan:
         ways: The ways that there were, each with the seconds that it is said to take; the first
             was taken. Empty if there was one only.
         collective: The collective of a group that does it in place of the exchanges, and moves the
-            same, but that a small all-reduce counts as two messages from each rank, each of a part;
-            None if the exchanges are done.
+            same, but that an all-reduce counts as a reduce-scatter and an all-gather of parts; None
+            if the exchanges are done.
     """
 
     source: Layout
@@ -77,6 +78,8 @@ class RedistributionPlan:
 
     def received_bytes(self, rank: int) -> int:
         """Return the bytes that `rank` gets from others."""
+        if (table := _all_reduced(self)) is not None:
+            return table.of(rank)[0]
         return self.itemsize * sum(
             _elements(take.box) * sum(who != rank for who in take.ranks)
             for phase in self.phases
@@ -85,12 +88,16 @@ class RedistributionPlan:
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes that others get from `rank`."""
+        if (table := _all_reduced(self)) is not None:
+            return table.of(rank)[0]  # each rank gives as much as it gets
         return self.itemsize * sum(
             _elements(box) for phase in self.phases for _, box in phase.gives(rank)
         )
 
     def messages(self, rank: int) -> int:
         """Return how many boxes `rank` gets from others."""
+        if (table := _all_reduced(self)) is not None:
+            return table.of(rank)[1]
         return sum(
             sum(who != rank for who in take.ranks)
             for phase in self.phases
@@ -226,8 +233,8 @@ def plan_redistribution(
         >>> plan.received_bytes(0), plan.total_bytes
         (32, 128)
     """
-    shape = as_shape(shape)
-    if as_whole(itemsize, "itemsize") == 0:
+    shape = as_shape(shape, LayoutError)
+    if as_int(itemsize, "itemsize", LayoutError, least=0) == 0:
         raise LayoutError("itemsize must be the bytes of an element, at least 1, got 0")
     if not isinstance(links, Links):
         raise LayoutError(f"links must be Links, got {links!r}")
@@ -313,8 +320,46 @@ def _collective(
     return found if found is not None and (nodes or found.kind == "all_reduce") else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Bytes and messages that each rank of a mesh gets, in row-major order."""
+
+    mesh: Mesh
+    nbytes: Integers
+    messages: Integers
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """Return those of one rank; none if it is not in the mesh."""
+        if not self.mesh.contains_rank(rank):
+            return 0, 0
+        offset = self.mesh.offset_of(rank)
+        return int(self.nbytes[offset]), int(self.messages[offset])
+
+
+@lru_cache(maxsize=256)
+def _all_reduced(plan: RedistributionPlan) -> _Counts | None:
+    """Return what an all-reduce that does it counts as; None if something else does it.
+
+    As the traffic of a mesh is counted: the bytes of a block fall into a part for each rank. A rank
+    gets its own part of each other rank's summands, and of the result the parts of the others.
+    """
+    if plan.collective is None or plan.collective.kind != "all_reduce":
+        return None
+    mesh, dims, size = plan.target.mesh, plan.collective.dims, plan.collective.size
+    places = places_of(mesh)
+    one = mesh.dim_names.index(dims[0]) if len(dims) == 1 else None
+    place = np.arange(mesh.size) if one is None else places.coords[:, one]
+    blocks = [_elements(plan.target.box(plan.shape, rank)) for rank in places.ranks.tolist()]
+    nbytes = np.array(blocks, np.int64) * plan.itemsize
+    own = nbytes // size + (place < nbytes % size)
+    parts = np.minimum(nbytes, size) + (size - 2) * (own > 0)
+    return _Counts(mesh, nbytes + (size - 2) * own, parts)
+
+
 @lru_cache(maxsize=256)
 def _totals(plan: RedistributionPlan) -> tuple[int, int]:
+    if (table := _all_reduced(plan)) is not None:
+        return int(table.nbytes.sum()), int(table.messages.sum())
     rows = [phase.received() for phase in plan.phases]
     elements, messages = (sum(int(column.sum()) for column in both) for both in zip(*rows))  # noqa: B905
     return elements * plan.itemsize, messages
@@ -322,6 +367,8 @@ def _totals(plan: RedistributionPlan) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _traffic(plan: RedistributionPlan) -> tuple[Integers, Integers]:
+    if (table := _all_reduced(plan)) is not None:
+        return table.nbytes, table.messages
     ranks = places_of(plan.target.mesh).ranks
     nbytes = np.zeros(len(ranks), np.int64)
     messages = nbytes.copy()

@@ -1,4 +1,4 @@
-"""What ranks read of each other's blocks where the question is asked axis by axis.
+"""Reads of ranks from each other's blocks, where they are a question of each axis by itself.
 
 A halo, or a shifted array: along each axis every block reads some runs of elements, of its own
 block and of others, whatever the other axes do. So what a rank reads is the product of the runs

@@ -1,4 +1,4 @@
-"""What an operation on split arrays asks of its operands' layouts, and which way costs least."""
+"""Layouts of the operands of an operation on split arrays, and the way that costs least."""
 
 from __future__ import annotations
 

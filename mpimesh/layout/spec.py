@@ -1,4 +1,4 @@
-"""How one mesh dim treats an array: it splits an axis, holds copies, or holds summands."""
+"""The way in which one mesh dim treats an array: it splits an axis, holds copies, or summands."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import SupportsIndex
 
+from mpimesh.arguments import as_int, shown
 from mpimesh.errors import LayoutError
-from mpimesh.layout.checks import as_whole
 from mpimesh.layout.cuts import even_sizes
 
 __all__ = ["PARTIAL_OPS", "Partial", "PlacementSpec", "Replicate", "Shard"]
@@ -20,7 +20,7 @@ _ALIASES = {"avg": "mean", "average": "mean", "product": "prod"}
 
 
 class PlacementSpec(ABC):
-    """What an array is along one mesh dim: a :class:`Shard`, a :class:`Replicate`, a `Partial`.
+    """The treatment of an array along one mesh dim: a `Shard`, a `Replicate`, a `Partial`.
 
     The text of one (``S[0]``, ``R``, ``P``) is read by :meth:`Placement.from_text`.
     """
@@ -71,21 +71,24 @@ class Shard(PlacementSpec):
     def __init__(
         self, axis: SupportsIndex, *, sizes: Sequence[SupportsIndex] | None = None
     ) -> None:
-        object.__setattr__(self, "axis", as_whole(axis, "the axis of a Shard"))
+        object.__setattr__(self, "axis", as_int(axis, "the axis of a Shard", LayoutError, least=0))
         if sizes is not None:
             if not _is_row(sizes):
                 raise LayoutError(
                     "sizes of a Shard must be a row of whole numbers, one for each rank in order, "
-                    f"got {sizes!r}"
+                    f"got {shown(sizes)}"
                 )
-            sizes = tuple(as_whole(size, "a size of a Shard") for size in sizes)
+            sizes = tuple(as_int(size, "a size of a Shard", LayoutError, least=0) for size in sizes)
         object.__setattr__(self, "sizes", sizes)
 
     @classmethod
     def of_sizes(cls, axis: int, sizes: Sequence[int]) -> Shard:
         """Return the shard with blocks of these sizes, which it does not name if they are even."""
-        even = list(sizes) == even_sizes(sum(sizes), len(sizes))
-        return cls(axis, sizes=None if even else sizes)
+        cut = cls(axis, sizes=sizes)
+        if cut.sizes is None:
+            raise LayoutError("sizes of a Shard are missing: give one for each rank")
+        even = list(cut.sizes) == even_sizes(sum(cut.sizes), len(cut.sizes))
+        return cls(axis) if even else cut
 
     @property
     def short(self) -> str:
@@ -141,7 +144,7 @@ class Partial(PlacementSpec):
     def __init__(self, op: str = "sum") -> None:
         name = _ALIASES.get(str(op), str(op))
         if name not in PARTIAL_OPS:
-            raise LayoutError(f"Partial knows {', '.join(PARTIAL_OPS)}, got {op!r}")
+            raise LayoutError(f"Partial knows {', '.join(PARTIAL_OPS)}, got {shown(op)}")
         object.__setattr__(self, "op", name)
 
     @property

@@ -119,7 +119,7 @@ class Tiling:
 
     @property
     def num_copies(self) -> int:
-        """How many ranks hold each tile."""
+        """Number of ranks that hold each tile."""
         return prod(self.mesh.dims[dim].size for dim in self.free_dims)
 
     def meeting(self, box: Box) -> list[Integers]:

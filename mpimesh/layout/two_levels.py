@@ -39,7 +39,7 @@ class _Half:
 
     @property
     def target(self) -> Tiling:
-        """What the ranks are to hold in the end."""
+        """The tiling that the ranks are to hold in the end."""
         return self.whole.target
 
     @property
@@ -56,7 +56,7 @@ class Fetching(_Half):
 
     @property
     def source(self) -> Tiling:
-        """What the ranks hold."""
+        """The tiling that the ranks hold."""
         return self.whole.source
 
     def takes(self, rank: int) -> list[Take]:
@@ -101,7 +101,7 @@ class Sharing(_Half):
 
     @property
     def source(self) -> Tiling:
-        """What the ranks hold a part of."""
+        """The tiling that the ranks hold a part of."""
         return self.whole.target
 
     def takes(self, rank: int) -> list[Take]:

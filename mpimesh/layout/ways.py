@@ -43,7 +43,7 @@ TWO_LEVELS = "on two levels"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """What is to be done.
+    """A change of tilings to be planned.
 
     Attributes:
         first: What the ranks hold.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpimesh.arguments import as_int
 from mpimesh.errors import MeshError, RankError
 from mpimesh.mesh.create import job_name
-from mpimesh.mesh.dims import as_int
 from mpimesh.mesh.spec import DeviceSpec, check_device_type
 
 __all__ = ["ClientInfo"]
@@ -14,7 +14,7 @@ __all__ = ["ClientInfo"]
 
 @dataclass(frozen=True, slots=True)
 class ClientInfo:
-    """Who this process is: a function of its rank, not of environment variables.
+    """The identity of this process: a function of its rank, not of environment variables.
 
     Every process (client) has the same number of devices of each type.
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpimesh.arguments import as_int, as_items
 from mpimesh.errors import MeshError, RankError, WorldSizeError
 from mpimesh.mesh.device_queries import check_even
-from mpimesh.mesh.dims import DimsLike, MeshDimension, as_int, parse_dims
+from mpimesh.mesh.dims import MAX_RANKS, DimsLike, MeshDimension, parse_dims
 from mpimesh.mesh.fit import advice
 from mpimesh.mesh.mesh import Mesh
 from mpimesh.mesh.spec import DeviceSpec, check_device_type, common_type
@@ -103,7 +104,9 @@ def create_distributed_mesh(
     kind = None if device_type is None else check_device_type(device_type)
     job = job_name(num_clients)
     if local_devices is None:
-        local_devices = [f"{kind or 'CPU'}:{k}" for k in range(num_local_devices)]
+        local_devices = [
+            f"{kind or 'CPU'}:{k}" for k in range(_number(num_local_devices, "num_local_devices"))
+        ]
     specs = _specs(local_devices, kind, job, client_id)
     count = len(specs)
     if not count:
@@ -151,7 +154,7 @@ def mesh_from_device_ids(
     if flat.size == 0:
         raise MeshError("global_device_ids must not be empty")
     if not np.array_equal(flat, np.arange(flat[0], flat[0] + flat.size)):
-        raise MeshError("global_device_ids must sequentially increase")
+        raise MeshError(f"global_device_ids must sequentially increase, got {flat}")
     if len(dim_names) != global_device_ids.ndim:
         raise MeshError(
             f"the number of dim_names, {len(dim_names)}, must be the number of dims of "
@@ -185,11 +188,9 @@ def job_name(num_clients: int) -> str:
 def _specs(
     devices: Sequence[str | DeviceSpec], kind: str | None, job: str, task: int
 ) -> list[DeviceSpec]:
-    if isinstance(devices, str):
-        raise MeshError(f"devices must be a sequence of device names, got the text {devices!r}")
     specs = [
         device if isinstance(device, DeviceSpec) else DeviceSpec.parse(device, job=job, task=task)
-        for device in devices
+        for device in as_items(devices, "devices")
     ]
     found = common_type([str(spec) for spec in specs])
     if kind is not None and found not in (kind, None):
@@ -199,11 +200,19 @@ def _specs(
 
 def _count(mesh_dims: DimsLike | None, num_devices: int | None) -> int:
     if num_devices is not None:
-        return as_int(num_devices, "num_devices")
+        return _number(num_devices, "num_devices")
     sizes = [] if mesh_dims is None else [size for _, size in parse_dims(mesh_dims)]
     if mesh_dims is None or -1 in sizes:
         raise MeshError("a mesh over all devices needs to know them: give devices or num_devices")
     return prod(sizes)
+
+
+def _number(value: object, what: str) -> int:
+    """Return a number of devices; a mesh has no more than `MAX_RANKS`."""
+    number = as_int(value, what)
+    if not 0 <= number <= MAX_RANKS:
+        raise MeshError(f"{what} must be in 0..{MAX_RANKS}, got {number}")
+    return number
 
 
 def _fitted(mesh_dims: DimsLike | None, total: int, what: str) -> tuple[MeshDimension, ...]:

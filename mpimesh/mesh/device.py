@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
+from mpimesh.arguments import as_int
 from mpimesh.errors import MeshError
-from mpimesh.mesh.dims import as_int
 
 __all__ = ["Device", "DeviceBackend", "pick_device"]
 
@@ -17,7 +17,7 @@ _KNOWN = ("cpu", "cuda", "metal", "rocm", "directml", "opencl", "vulkan", "webgp
 
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
-    """What drives a device: one of nine known names, or any other text.
+    """The driver of a device: one of nine known names, or any other text.
 
     Known names are lowercase and read in any case; another text is kept as it is,
     so that it comes back from a record unchanged and equals only itself.
@@ -110,7 +110,7 @@ class Device:
 
     @property
     def identity(self) -> str | None:
-        """What tells it from every other device of its node; None if the record does not.
+        """Text that tells it from every other device of its node; None if the record has none.
 
         CuPy writes the UUID of a MIG instance as that of a GPU, so what stands before the digits
         does not count.

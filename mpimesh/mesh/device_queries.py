@@ -1,4 +1,4 @@
-"""What can be asked of the devices of a mesh: whose they are and what they are called."""
+"""Queries of the devices of a mesh: their owners and their names."""
 
 from __future__ import annotations
 

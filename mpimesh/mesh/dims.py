@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, TypeAlias
 
+from mpimesh.arguments import as_int, as_items, shown
 from mpimesh.errors import MeshError, UnknownNameError
 
 __all__ = ["MAX_RANKS", "DimsLike", "MeshDimension", "NamesLike"]
@@ -42,20 +42,6 @@ NamesLike: TypeAlias = str | Sequence[str]
 """Names of dims as text ``"dp"`` or ``"dp,pp"``, or as a sequence of names."""
 
 
-def as_int(value: object, what: str) -> int:
-    """Return `value` as an int; a bool, a float or a text is refused.
-
-    Raises:
-        MeshError: If `value` is no whole number.
-    """
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise MeshError(f"{what} must be a whole number, got {value!r}") from None
-
-
 def check_dim_name(name: object) -> str:
     """Return `name` if a dim may have it.
 
@@ -65,7 +51,7 @@ def check_dim_name(name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise MeshError(
             f"a mesh dim's name must be letters, digits and '_' and not start with a digit, "
-            f"got {name!r}"
+            f"got {shown(name)}"
         )
     if name in RESERVED_NAMES:
         raise MeshError(f"mesh dim name {name!r} is reserved: {RESERVED_NAMES[name]}")
@@ -108,7 +94,11 @@ def parse_names(names: NamesLike) -> tuple[str, ...]:
     """Split ``"dp,pp"`` into names; a sequence of names is taken as it is."""
     if isinstance(names, str):
         return tuple(name.strip() for name in names.split(","))
-    return tuple(names)
+    found = as_items(names, "the names of mesh dims")
+    for name in found:
+        if not isinstance(name, str):
+            raise MeshError(f"the name of a mesh dim must be a text, got {shown(name)}")
+    return found
 
 
 def dim_numbers(dims: Sequence[MeshDimension], names: NamesLike) -> tuple[int, ...]:
@@ -138,11 +128,18 @@ def _pairs(dims: DimsLike) -> list[tuple[object, object]]:
     if isinstance(dims, Mapping):
         return list(dims.items())
     try:
-        return [(name, size) for name, size in dims]
+        pairs = list(dims)
+        if pairs and all(isinstance(pair, str) for pair in pairs):
+            sizes = ", ".join(f"({name!r}, ...)" for name in pairs)
+            raise MeshError(
+                f"mesh dims have a name and a size each, but {shown(pairs)} are texts: write "
+                f"'dp=2,pp=2', or pairs as [{sizes}]; one size may be -1"
+            )
+        return [(name, size) for name, size in pairs]
     except (TypeError, ValueError):
         raise MeshError(
             f"mesh dims must be a text like 'dp=2,pp=2', a mapping or (name, size) pairs, "
-            f"got {dims!r}"
+            f"got {shown(dims)}"
         ) from None
 
 

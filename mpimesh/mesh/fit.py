@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, islice
 from math import log, prod
 
+from mpimesh.arguments import as_int
 from mpimesh.errors import MeshError, WorldSizeError
-from mpimesh.mesh.dims import MAX_RANKS, MeshDimension, as_int, dims_text
+from mpimesh.mesh.dims import MAX_RANKS, MeshDimension, dims_text
 
 __all__ = ["fit_dims", "shapes_that_fit", "world_size_error"]
 

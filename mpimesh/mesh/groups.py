@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from mpimesh.arguments import as_int, as_items, shown
 from mpimesh.errors import GroupError, RankError
-from mpimesh.mesh.dims import as_int
 from mpimesh.mesh.ids import DeviceIds
 
 __all__ = ["WORLD", "GroupBackend", "GroupSpec"]
@@ -17,7 +17,7 @@ WORLD = "world"
 
 
 class GroupBackend(Enum):
-    """Who moves a group's bytes. A runtime acts on it or refuses it."""
+    """The mover of a group's bytes. A runtime acts on it or refuses it."""
 
     NCCL = "nccl"
     GLOO = "gloo"
@@ -34,14 +34,14 @@ class GroupBackend(Enum):
         Raises:
             GroupError: If there is no such backend.
         """
-        name = text.strip().lower() if isinstance(text, str) else text
+        name = text.strip().lower() if isinstance(text, str) else ""
         if name == "mock":
             return cls.VIRTUAL
         try:
             return cls(name)
         except ValueError:
             known = ", ".join(backend.value for backend in cls)
-            raise GroupError(f"group backend must be one of {known}, got {text!r}") from None
+            raise GroupError(f"group backend must be one of {known}, got {shown(text)}") from None
 
     def __str__(self) -> str:
         return self.value
@@ -68,7 +68,9 @@ class GroupSpec:
         if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
             raise GroupError(f"a group's name must be printable text, got {self.name!r}")
         if not isinstance(self.backend, GroupBackend):
-            raise GroupError(f"backend of group {self.name!r} must be a GroupBackend")
+            raise GroupError(
+                f"backend of group {self.name!r} must be a GroupBackend, got {self.backend!r}"
+            )
         object.__setattr__(self, "ranks", _checked_ranks(self.name, self.ranks))
 
     @property
@@ -99,7 +101,10 @@ class GroupSpec:
 
 def _checked_ranks(name: str, ranks: Sequence[int]) -> Sequence[int]:
     if not isinstance(ranks, range | DeviceIds):
-        ranks = tuple(as_int(rank, f"a rank of group {name!r}") for rank in ranks)
+        ranks = tuple(
+            as_int(rank, f"a rank of group {name!r}")
+            for rank in as_items(ranks, f"ranks of group {name!r}", GroupError)
+        )
         if len(set(ranks)) != len(ranks):
             twice = next(rank for k, rank in enumerate(ranks) if rank in ranks[:k])
             raise GroupError(f"group {name!r} has rank {twice} twice: {ranks}")

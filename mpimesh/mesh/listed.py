@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpimesh.arguments import as_int
 from mpimesh.errors import MeshError
-from mpimesh.mesh.dims import MAX_RANKS, as_int
+from mpimesh.mesh.dims import MAX_RANKS
 from mpimesh.mesh.ids import DeviceIds, Mode, StridedIds, unravel
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from zlib import crc32
 
 import numpy as np
 
+from mpimesh.arguments import as_int, as_items
 from mpimesh.errors import MeshError
 from mpimesh.mesh.device_queries import DeviceQueries, check_even
 from mpimesh.mesh.dims import (
     DimsLike,
     MeshDimension,
     NamesLike,
-    as_int,
     check_dim_name,
     default_names,
     dim_numbers,
@@ -99,10 +99,15 @@ class Mesh(DeviceQueries):
         global_devices: Sequence[str | DeviceSpec] = (),
     ) -> None:
         pairs = parse_dims(dims)
+        if ranks_per_node is not None:
+            as_int(ranks_per_node, "ranks_per_node", least=1)
         if ids is None:
             pairs = fit_dims(pairs, world_size, ranks_per_node=ranks_per_node)
             grid: DeviceIds = StridedIds.row_major([size for _, size in pairs])
         else:
+            given: Any = ids
+            if not isinstance(given, Sequence | np.ndarray):
+                ids = as_items(given, "ids")
             if any(size == -1 for _, size in pairs):
                 pairs = fit_dims(pairs, np.size(ids) if isinstance(ids, np.ndarray) else len(ids))
             grid = make_ids([size for _, size in pairs], ids)
@@ -110,9 +115,11 @@ class Mesh(DeviceQueries):
             "name": _checked_name(name),
             "dims": pairs,
             "ids": grid,
-            "local_ids": tuple(as_int(k, "a local device id") for k in local_ids),
-            "local_names": canonical(local_devices),
-            "global_names": canonical(global_devices),
+            "local_ids": tuple(
+                as_int(k, "a local device id") for k in as_items(local_ids, "local_ids")
+            ),
+            "local_names": canonical(local_devices, "local_devices"),
+            "global_names": canonical(global_devices, "global_devices"),
         }
         for field, value in values.items():
             object.__setattr__(self, field, value)
@@ -146,11 +153,10 @@ class Mesh(DeviceQueries):
             dim_names: Names of the dims; ``d0, d1, ...`` if None.
             name: Name of the mesh.
         """
-        names = default_names(len(shape)) if dim_names is None else tuple(dim_names)
+        shape = as_items(shape, "shape")
+        names = default_names(len(shape)) if dim_names is None else parse_names(dim_names)
         if len(names) != len(shape):
-            raise MeshError(
-                f"shape {tuple(shape)} has {len(shape)} dims, but the names are {names}"
-            )
+            raise MeshError(f"shape {shape} has {len(shape)} dims, but the names are {names}")
         return cls(list(zip(names, shape, strict=True)), ids, name=name)
 
     @classmethod
@@ -225,6 +231,8 @@ class Mesh(DeviceQueries):
         through them row-major in the order they are named.
         """
         joined = dim_numbers(self.dims, dims)
+        if not joined:
+            raise MeshError("flatten makes one dim of several: dims names none")
         runs: list[tuple[int, ...]] = []
         pairs: list[MeshDimension] = []
         for k, dim in enumerate(self.dims):

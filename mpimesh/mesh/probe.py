@@ -77,7 +77,7 @@ class GpuPreference:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What this process may use.
+    """The resources that this process may use.
 
     Attributes:
         cpu_cores: Cores this process may run on.

@@ -1,4 +1,4 @@
-"""What can be asked of named dims over ranks: sizes, places, neighbours, groups."""
+"""Queries of named dims over ranks: sizes, places, neighbours, groups."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpimesh.arguments import as_flag, as_int
 from mpimesh.errors import MeshError, RankError, WorldSizeError
-from mpimesh.mesh.dims import MeshDimension, NamesLike, as_int, dim_numbers, dims_text
+from mpimesh.mesh.dims import MeshDimension, NamesLike, dim_numbers, dims_text
 from mpimesh.mesh.fit import check_world_size, world_size_error
 from mpimesh.mesh.ids import DeviceIds, ravel, unravel
 from mpimesh.mesh.rank_groups import RankGroups, coords_of_rank
@@ -75,7 +76,7 @@ class MeshQueries:
 
     def contains_dim(self, dim: str) -> bool:
         """Tell whether there is a dim called `dim`; also ``dim in mesh``."""
-        return any(dim == known.name for known in self.dims)
+        return isinstance(dim, str) and any(dim == known.name for known in self.dims)
 
     def __contains__(self, dim: object) -> bool:
         return isinstance(dim, str) and self.contains_dim(dim)
@@ -154,7 +155,7 @@ class MeshQueries:
         coords = list(self.coords_of(rank))
         number = self._number(dim)
         place, size = coords[number] + as_int(offset, "offset"), self.dims[number].size
-        if not wrap and not 0 <= place < size:
+        if not as_flag(wrap, "wrap") and not 0 <= place < size:
             return None
         coords[number] = place % size
         return self.ids.at(coords)
@@ -209,6 +210,9 @@ class MeshQueries:
                 `partial`, or a rank that is not in the world.
         """
         world_size = check_world_size(world_size)
+        partial = as_flag(partial, "partial")
+        if ranks_per_node is not None:
+            as_int(ranks_per_node, "ranks_per_node", least=1)
         if self.size > world_size or (self.size < world_size and not partial):
             raise world_size_error(self.dims, world_size, ranks_per_node=ranks_per_node)
         if self.ids.largest >= world_size:

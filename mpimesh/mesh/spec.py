@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mpimesh.arguments import as_items, shown
 from mpimesh.errors import MeshError
 
 __all__ = ["DEVICE_TYPES", "DeviceSpec"]
@@ -52,7 +53,7 @@ class DeviceSpec:
         if found is None:
             raise MeshError(
                 f"a device is written '/job:localhost/replica:0/task:0/device:CPU:0' or 'CPU:0', "
-                f"got {text!r}"
+                f"got {shown(text)}"
             )
         return cls(
             job=found["job"] or job,
@@ -76,18 +77,16 @@ class DeviceSpec:
 def check_device_type(device_type: object) -> str:
     """Return `device_type` in capitals if it is one of `DEVICE_TYPES`."""
     name = device_type.upper() if isinstance(device_type, str) else device_type
-    if name not in DEVICE_TYPES:
-        raise MeshError(f"device_type must be one of {', '.join(DEVICE_TYPES)}, got {name!r}")
-    return str(name)
+    if not isinstance(name, str) or name not in DEVICE_TYPES:
+        raise MeshError(f"device_type must be one of {', '.join(DEVICE_TYPES)}, got {shown(name)}")
+    return name
 
 
-def canonical(devices: Sequence[str | DeviceSpec]) -> tuple[str, ...]:
-    """Write each device in full."""
-    if isinstance(devices, str):
-        raise MeshError(f"devices must be a sequence of device names, got the text {devices!r}")
+def canonical(devices: Sequence[str | DeviceSpec], what: str) -> tuple[str, ...]:
+    """Write each of the devices that were given for `what` in full."""
     return tuple(
         str(device if isinstance(device, DeviceSpec) else DeviceSpec.parse(device))
-        for device in devices
+        for device in as_items(devices, what)
     )
 
 

@@ -1,4 +1,4 @@
-"""What all devices of a mesh have together, hardware that ranks share counted once."""
+"""Totals over the devices of a mesh, hardware that ranks share counted once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
-from mpimesh.errors import MeshError
+from mpimesh.arguments import as_int, shown
+from mpimesh.errors import MeshError, RankError
 from mpimesh.mesh.device import Device, DeviceBackend
 from mpimesh.mesh.groups import GroupSpec
 from mpimesh.mesh.host import cpus_of_text
@@ -72,10 +73,13 @@ class DeviceTable(Sequence[Device]):
 
     def get(self, rank: int) -> Device | None:
         """Return the device of `rank`, None if there is no such rank."""
+        rank = as_int(rank, "rank", RankError)
         return self.devices[rank] if 0 <= rank < len(self.devices) else None
 
     def by_backend(self, backend: DeviceBackend | str) -> list[Device]:
         """Return the devices of exactly this backend; custom ones are told apart by name."""
+        if not isinstance(backend, str | DeviceBackend):
+            raise MeshError(f"backend must be a DeviceBackend or its name, got {shown(backend)}")
         wanted = DeviceBackend(str(backend))
         return [device for device in self.devices if device.backend == wanted]
 

@@ -18,7 +18,7 @@ _FULL_DEVICE = re.compile(r"/job:[^/]+/replica:[0-9]+/task:[0-9]+/device:[A-Za-z
 
 
 class MeshFields(NamedTuple):
-    """What a mesh text holds, not yet checked against each other."""
+    """The fields of a mesh text, not yet checked against each other."""
 
     dims: Sequence[tuple[str, int]]
     ids: Sequence[int]

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from mpimesh.arguments import as_flag, as_int
 from mpimesh.errors import MeshError, WorldSizeError
-from mpimesh.mesh.dims import as_int
 from mpimesh.mesh.fit import check_world_size
 from mpimesh.mesh.groups import GroupBackend, GroupSpec
 from mpimesh.mesh.mesh import Mesh
@@ -39,7 +39,7 @@ _OPTION = re.compile(r"(?P<key>[a-z_]+)=(?P<value>[0-9]{1,9}(?:x[0-9]{1,9})?)")
 
 
 class MeshTopology(ABC):
-    """How the ranks of a world are arranged. A value; its text form parses back."""
+    """The arrangement of the ranks of a world. A value; its text form parses back."""
 
     __slots__ = ()
 
@@ -133,10 +133,11 @@ class MeshTopology(ABC):
         world_size = check_world_size(world_size)
         self._check_enough(world_size)
         used = self._used(world_size)
-        if used != world_size and not allow_idle:
+        if not as_flag(allow_idle, "allow_idle") and used != world_size:
             raise WorldSizeError(
                 f"{self} uses {used} of {world_size} ranks and leaves {world_size - used} idle; "
-                f"start {used} ranks, or say allow_idle=True"
+                f"start {used} ranks, or use the mesh that leaves the last ones out, "
+                f"topology.to_mesh({world_size}, allow_idle=True)"
             )
 
     def to_mesh(self, world_size: int, *, allow_idle: bool = False) -> Mesh:

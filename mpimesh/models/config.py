@@ -1,4 +1,4 @@
-"""What the files beside a model's weights say of it, and where the files are."""
+"""The files beside a model's weights: their contents, and where they are."""
 
 from __future__ import annotations
 

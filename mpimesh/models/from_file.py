@@ -49,7 +49,7 @@ class LineNumbers:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedFile:
-    """What became of the lines of a file.
+    """The outcome of embedding the lines of a file.
 
     Attributes:
         num_lines: How many there were.

@@ -1,4 +1,4 @@
-"""What a folder of sentence-transformers says comes after the BERT, in modules.json."""
+"""The modules after the BERT in a folder of sentence-transformers, as modules.json has them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POOLING = {
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """What happens to a sentence before and after the BERT.
+    """The treatment of a sentence before and after the BERT.
 
     Attributes:
         folder: Where the files of the BERT are.

@@ -1,4 +1,4 @@
-"""What comes after the BERT: one vector for a sentence, by the modes of published models."""
+"""The step after the BERT: one vector for a sentence, by the modes of published models."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["Part", "Share", "load_block", "load_embedding"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of each block a rank computes: some of the heads, some of the columns of the mlp.
+    """A rank's share of each block: some of the heads, some of the columns of the mlp.
 
     Both are dealt to the ranks in order; where they cannot be dealt evenly the first ranks get
     one more.

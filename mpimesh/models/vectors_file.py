@@ -51,7 +51,9 @@ class VectorsFile:
                     f"cannot write {path}: vectors are written as .npy, so the name must end so"
                 )
             self._part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
-            self._file = self._part.open("wb")
+            # A link that somebody put there would lead to a file of another name.
+            self._part.unlink(missing_ok=True)
+            self._file = self._part.open("xb")
             self._start = self._write_header()
         except (OSError, ValueError, RuntimeError) as error:
             self.close()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+from mpimesh.arguments import shown
 from mpimesh.arrays.fused import fused
 from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
@@ -68,8 +69,8 @@ class GELU(Module):
     """
 
     def __init__(self, *, approximate: Literal["none", "tanh"] = "none") -> None:
-        if approximate not in ("none", "tanh"):
-            raise ModuleError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+        if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
+            raise ModuleError(f"approximate must be 'none' or 'tanh', got {shown(approximate)}")
         self.approximate = approximate
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:

@@ -222,7 +222,7 @@ def attend_backward(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the work is cut. Arrays of rows have the axes (rows, kv heads, group, tokens, dim)."""
+    """The cuts of the work. Arrays of rows have the axes (rows, kv heads, group, tokens, dim)."""
 
     xp: ModuleType
     batch: int

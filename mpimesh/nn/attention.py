@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import as_flag
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn import protocol
@@ -97,7 +98,7 @@ class Attention(Composite):
         dim = self.features // self.num_heads if head_dim is None else head_dim
         self.head_dim = check_extent("head_dim", dim)
         turn = _rotary(rotary, self.head_dim)
-        self.causal = causal
+        self.causal = as_flag(causal, "causal", ModuleError)
         self.dropout = check_share("dropout", dropout)
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.query: protocol.SupportsLayer = Linear(self.features, inner, bias=bias)

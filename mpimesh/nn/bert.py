@@ -1,15 +1,18 @@
-"""How tokens enter a BERT."""
+"""The entrance of tokens into a BERT."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from mpimesh.arguments import shape_of
 from mpimesh.arrays.namespace import namespace
 from mpimesh.errors import ShapeError
 from mpimesh.nn.attend import check_mask
+from mpimesh.nn.checks import check_extent
 from mpimesh.nn.composite import Composite
 from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import Dropout
+from mpimesh.nn.drops import check_share
 from mpimesh.nn.embedding import Embedding
 from mpimesh.nn.layernorm import LayerNorm
 from mpimesh.nn.masked import joined, parted
@@ -49,11 +52,11 @@ class BertEmbedding(Composite):
         eps: float = 1e-12,
         dropout: float = 0.0,
     ) -> None:
-        self.words = Embedding(vocabulary, features, std=0.02)
+        self.words = Embedding(check_extent("vocabulary", vocabulary), features, std=0.02)
         self.positions = LearnedPositions(max_tokens, features)
-        self.types = Embedding(token_types, features, std=0.02)
+        self.types = Embedding(check_extent("token_types", token_types), features, std=0.02)
         self.norm = LayerNorm(features, eps=eps)
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(check_share("dropout", dropout))
 
     def forward(self, x: Any, ctx: Context | None = None) -> Any:
         """Return the tokens' vectors.
@@ -69,7 +72,7 @@ class BertEmbedding(Composite):
         if isinstance(x, tuple) and len(x) == 3:
             types, x = x[2], x[:2]
         ids, mask = parted(self, x, ctx)
-        if getattr(ids, "ndim", 0) != 2:
+        if len(shape_of(ids) or ()) != 2:
             raise ShapeError(f"{self!r}: ids must have shape (batch, tokens), got {_shape(ids)}")
         if mask is not None:
             check_mask(mask, tuple(ids.shape))
@@ -100,4 +103,4 @@ class BertEmbedding(Composite):
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(getattr(x, "shape", ()))
+    return shape_of(x) or ()

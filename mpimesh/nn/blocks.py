@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, Literal
 
+from mpimesh.arguments import shown
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
@@ -13,6 +14,7 @@ from mpimesh.nn.attention import Attention
 from mpimesh.nn.composite import Composite
 from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import Dropout
+from mpimesh.nn.drops import check_share
 from mpimesh.nn.feedforward import FeedForward, SwiGLU
 from mpimesh.nn.layernorm import LayerNorm
 from mpimesh.nn.masked import check_sequence, joined, parted
@@ -23,7 +25,7 @@ __all__ = ["BertBlock", "GptBlock"]
 
 
 class _Block(Composite):
-    """What both kinds share: a mask, if there is one, goes around the layers and on."""
+    """The base of both kinds: a mask, if there is one, goes around the layers and on."""
 
     attention: Attention
     mlp: FeedForward | SwiGLU
@@ -107,7 +109,7 @@ class BertBlock(_Block):
         attention_dropout: float = 0.0,
     ) -> None:
         self.attention = Attention(features, num_heads, dropout=attention_dropout)
-        self.attention_dropout = Dropout(dropout)
+        self.attention_dropout = Dropout(check_share("dropout", dropout))
         self.attention_norm = LayerNorm(features, eps=eps)
         self.mlp: FeedForward = FeedForward(features, 4 * features if hidden is None else hidden)
         self.mlp_dropout = Dropout(dropout)
@@ -176,10 +178,11 @@ class GptBlock(_Block):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
     ) -> None:
-        if norm not in ("layer", "rms") or mlp not in ("gelu", "swiglu"):
-            raise ModuleError(
-                f"norm must be 'layer' or 'rms', mlp 'gelu' or 'swiglu', got {norm!r} and {mlp!r}"
-            )
+        if not isinstance(norm, str) or norm not in ("layer", "rms"):
+            raise ModuleError(f"norm must be 'layer' or 'rms', got {shown(norm)}")
+        if not isinstance(mlp, str) or mlp not in ("gelu", "swiglu"):
+            raise ModuleError(f"mlp must be 'gelu' or 'swiglu', got {shown(mlp)}")
+        check_share("attention_dropout", attention_dropout)
         make_norm = LayerNorm if norm == "layer" else RMSNorm
         self.attention_norm = make_norm(features, eps=eps)
         self.attention = Attention(
@@ -191,7 +194,7 @@ class GptBlock(_Block):
             bias=bias,
             dropout=attention_dropout,
         )
-        self.attention_dropout = Dropout(dropout)
+        self.attention_dropout = Dropout(check_share("dropout", dropout))
         self.mlp_norm = make_norm(features, eps=eps)
         hidden = 4 * features if hidden is None else hidden
         self.mlp = (

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import as_int, as_real
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn.context import Context
@@ -14,6 +15,7 @@ from mpimesh.nn.parameter import FLOAT_DTYPES
 
 __all__ = [
     "check_context",
+    "check_eps",
     "check_extent",
     "check_features",
     "check_floats",
@@ -37,10 +39,11 @@ def check_context(layer: object, ctx: object) -> None:
 
 
 def check_floats(layer: object, x: Array, dtype: DType | None = None, *, name: str = "x") -> None:
-    """Refuse an input that is no float array, or not of the layer's dtype.
+    """Refuse an input that is no float array of rows, or not of the layer's dtype.
 
     Raises:
-        DTypeError: If `x` is refused.
+        DTypeError: If `x` is refused for its dtype.
+        ShapeError: If it has no axis.
     """
     given = getattr(x, "dtype", None)
     # NumPy takes None for float64, also in a comparison.
@@ -50,6 +53,8 @@ def check_floats(layer: object, x: Array, dtype: DType | None = None, *, name: s
         raise DTypeError(
             f"{layer!r}: {name} must be an array of {names}, got {got}{tensor_advice(name, x)}"
         )
+    if not x.shape:
+        raise ShapeError(f"{layer!r}: {name} must have rows, that is shape (rows, ...), got ()")
     if dtype is not None and given != dtype:
         raise DTypeError(
             f"{layer!r}: {name} must be {dtype} like the parameters, got {given}; "
@@ -88,13 +93,16 @@ def check_extent(name: str, value: Any) -> int:
     Raises:
         ModuleError: If it is none.
     """
-    try:
-        extent = value.__index__()
-    except AttributeError:
-        extent = 0
-    if extent < 1:
-        raise ModuleError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return int(extent)
+    return as_int(value, name, ModuleError, least=1)
+
+
+def check_eps(value: Any) -> float:
+    """Return `value` as a float above 0.
+
+    Raises:
+        ModuleError: If it is none.
+    """
+    return as_real(value, "eps", ModuleError, above=0)
 
 
 def first_outside(values: Array, wrong: Array) -> str:

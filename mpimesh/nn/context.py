@@ -1,4 +1,4 @@
-"""What one microbatch leaves behind in forward, for its own backward to find.
+"""Values that one microbatch leaves behind in forward, for its own backward.
 
 Layers hold parameters and nothing of a microbatch, so any number of
 microbatches can be in flight through the same layer: each has a `Context`, and
@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
+from mpimesh.arguments import as_flag, as_int
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import ModuleError, ModuleStateError
 
@@ -64,11 +65,9 @@ class Context:
     __slots__ = ("_for", "_made", "_records", "_room", "first_row", "step", "training")
 
     def __init__(self, *, step: int = 0, first_row: int = 0, training: bool = True) -> None:
-        if step < 0 or first_row < 0:
-            raise ModuleError(f"step and first_row must not be negative, got {step}, {first_row}")
-        self.step = step
-        self.first_row = first_row
-        self.training = training
+        self.step = as_int(step, "step", ModuleError, least=0)
+        self.first_row = as_int(first_row, "first_row", ModuleError, least=0)
+        self.training = as_flag(training, "training", ModuleError)
         self._records: dict[int, _Records] = {}
         self._made: dict[int, tuple[object, object]] = {}
         self._for: object = None

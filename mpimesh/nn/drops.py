@@ -12,6 +12,7 @@ from types import ModuleType
 
 import numpy as np
 
+from mpimesh.arguments import as_real
 from mpimesh.arrays.counter_bits import key_of, random_words
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ModuleStateError
@@ -31,9 +32,7 @@ def check_share(name: str, p: float) -> float:
     Raises:
         ModuleError: If it is out of range.
     """
-    if not 0 <= p < 1:
-        raise ModuleError(f"{name} must be in [0, 1), got {p!r}")
-    return float(p)
+    return as_real(p, name, ModuleError, least=0, below=1)
 
 
 def key_at(layer: object, place: Place | None, *numbers: int) -> int:
@@ -101,7 +100,7 @@ class WeightDropout:
 
     @property
     def scale(self) -> float:
-        """What the weights that stay are multiplied by."""
+        """Factor of the weights that stay."""
         return 1.0 / (1.0 - self.p)
 
     def kept(

@@ -42,10 +42,8 @@ class Embedding(Module):
     def __init__(self, num_embeddings: int, features: int, *, std: float = 1.0) -> None:
         self.num_embeddings = check_extent("num_embeddings", num_embeddings)
         self.features = check_extent("features", features)
-        if not 0 <= std < float("inf"):
-            raise ModuleError(f"std must be finite and not negative, got {std!r}")
         shape = (self.num_embeddings, self.features)
-        self.weight = Parameter("weight", shape, Normal(float(std)))
+        self.weight = Parameter("weight", shape, Normal(std))
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
         """Return the vectors that `x` names.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from mpimesh.arguments import shown
 from mpimesh.arrays.types import Array
+from mpimesh.errors import ModuleError
 from mpimesh.nn import protocol
 from mpimesh.nn.activations import GELU, sigmoid, silu_slope
 from mpimesh.nn.checks import check_extent, sum_dtype
@@ -41,7 +43,7 @@ class FeedForward(Composite):
         self.features = check_extent("features", features)
         self.hidden = check_extent("hidden", hidden)
         self.up: protocol.SupportsLayer = Linear(self.features, self.hidden, bias=bias)
-        self.activation: protocol.SupportsLayer = GELU() if activation is None else activation
+        self.activation: protocol.SupportsLayer = _activation(activation)
         self.down: protocol.SupportsLayer = Linear(self.hidden, self.features, bias=bias)
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
@@ -120,3 +122,9 @@ class SwiGLU(Composite):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.features}, {self.hidden})"
+
+
+def _activation(given: protocol.SupportsLayer | None) -> protocol.SupportsLayer:
+    if given is not None and not protocol.is_layer(given):
+        raise ModuleError(f"activation must be a layer, such as nn.GELU(), got {shown(given)}")
+    return GELU() if given is None else given

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from mpimesh.arguments import as_int, as_real
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import ModuleError
 
@@ -26,7 +27,7 @@ _CHUNK_ELEMENTS = 1 << 16
 
 
 class Initializer(Protocol):
-    """How the first values of a parameter are drawn."""
+    """A way to draw the first values of a parameter."""
 
     def draw(self, bits: np.random.Philox, count: int) -> HostArray:
         """Return the next `count` values, float64."""
@@ -35,9 +36,17 @@ class Initializer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """All values are `value`."""
+    """All values are `value`.
+
+    Raises:
+        ModuleError: If it is no number.
+    """
 
     value: float
+
+    def __post_init__(self) -> None:
+        value = as_real(self.value, "value", ModuleError, finite=False)
+        object.__setattr__(self, "value", value)
 
     def draw(self, bits: np.random.Philox, count: int) -> HostArray:
         """Return `count` times the value; takes no bits."""
@@ -46,9 +55,16 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Values between ``-bound`` and ``bound``."""
+    """Values between ``-bound`` and ``bound``.
+
+    Raises:
+        ModuleError: If `bound` is no finite number of at least 0.
+    """
 
     bound: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bound", as_real(self.bound, "bound", ModuleError, least=0))
 
     def draw(self, bits: np.random.Philox, count: int) -> HostArray:
         """Return the next `count` values."""
@@ -60,9 +76,16 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Values of a normal distribution around 0, by the Box-Muller transform."""
+    """Values of a normal distribution around 0, by the Box-Muller transform.
+
+    Raises:
+        ModuleError: If `std` is no finite number of at least 0.
+    """
 
     std: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "std", as_real(self.std, "std", ModuleError, least=0))
 
     def draw(self, bits: np.random.Philox, count: int) -> HostArray:
         """Return the next `count` values."""
@@ -91,8 +114,8 @@ def first_values(
     Raises:
         ModuleError: If `seed` or `index` is negative.
     """
-    if seed < 0 or index < 0:
-        raise ModuleError(f"seed and layer index must not be negative, got {seed} and {index}")
+    seed = as_int(seed, "seed", ModuleError, least=0)
+    index = as_int(index, "index", ModuleError, least=0)
     sequence = np.random.SeedSequence(seed, spawn_key=(index, *name.encode()))
     bits = np.random.Philox(sequence)
     values = np.empty(shape, dtype)

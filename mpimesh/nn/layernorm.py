@@ -5,9 +5,8 @@ from __future__ import annotations
 from mpimesh.arrays.fused import fused
 from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
-from mpimesh.errors import ModuleError
 from mpimesh.nn import kernels
-from mpimesh.nn.checks import check_extent, check_features, check_floats, sum_dtype
+from mpimesh.nn.checks import check_eps, check_extent, check_features, check_floats, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Constant
 from mpimesh.nn.module import Module
@@ -44,9 +43,7 @@ class LayerNorm(Module):
 
     def __init__(self, features: int, *, eps: float = 1e-5) -> None:
         self.features = check_extent("features", features)
-        self.eps = float(eps)
-        if not 0 < self.eps < float("inf"):
-            raise ModuleError(f"eps must be above 0 and finite, got {eps!r}")
+        self.eps = check_eps(eps)
         self.weight = Parameter("weight", (self.features,), Constant(1.0))
         self.bias = Parameter("bias", (self.features,), Constant(0.0))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from mpimesh.arguments import as_flag
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
-from mpimesh.errors import ShapeError
+from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn.checks import check_extent, check_features, check_floats, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Uniform
@@ -49,7 +50,8 @@ class Linear(Module):
         self.out_features = check_extent("out_features", out_features)
         start = Uniform(1.0 / math.sqrt(self.in_features))
         self.weight = Parameter("weight", (self.out_features, self.in_features), start)
-        self.bias = Parameter("bias", (self.out_features,), start) if bias else None
+        with_bias = as_flag(bias, "bias", ModuleError)
+        self.bias = Parameter("bias", (self.out_features,), start) if with_bias else None
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
         """Return ``x @ weight.T + bias``.

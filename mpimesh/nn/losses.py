@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from types import ModuleType
 from typing import Protocol
 
+from mpimesh.arguments import as_int, as_real, shown
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
@@ -24,7 +25,7 @@ __all__ = ["CrossEntropy", "Loss", "MeanSquaredError", "cross_entropy", "mse"]
 
 
 class Loss(Protocol):
-    """What training asks of a loss: an object with these methods, not a plain function.
+    """A loss that training can use: an object with these methods, not a plain function.
 
     A loss may also have ``count(target)``: what its sum over `target` is to be divided by, such as
     the rows that are not ignored. Without it, rows count.
@@ -85,14 +86,13 @@ class _RowLoss(ABC):
             ModuleError: If a target is out of range, or `denominator` is not positive.
         """
         self._check(y, target)
-        if not 0 < denominator < math.inf:
-            raise ModuleError(f"{self!r}: denominator must be positive, got {denominator!r}")
-        value, grad = self._compute(y, target, float(denominator), grad=True)
+        whole = as_real(denominator, f"{self!r}: denominator", ModuleError, above=0)
+        value, grad = self._compute(y, target, whole, grad=True)
         return value, grad
 
     def count(self, target: Array) -> float:
         """Return what `target` adds to the denominator: its rows."""
-        return float(target.shape[0])
+        return float(_rows(self, target))
 
     @abstractmethod
     def _check(self, y: Array, target: Array) -> None: ...
@@ -120,17 +120,21 @@ class CrossEntropy(_RowLoss):
     """
 
     def __init__(self, *, ignore_index: int | None = None) -> None:
+        if ignore_index is not None:
+            ignore_index = as_int(ignore_index, "ignore_index", ModuleError)
         self.ignore_index = ignore_index
 
     def count(self, target: Array) -> float:
         """Return the rows' worth of targets that are not ignored."""
+        rows = _rows(self, target)
         if self.ignore_index is None or not target.size:
-            return float(target.shape[0])
+            return float(rows)
         kept = int((target != self.ignore_index).sum())
-        return kept * int(target.shape[0]) / int(target.size)
+        return kept * rows / int(target.size)
 
     def _check(self, y: Array, target: Array) -> None:
         check_floats(self, y, name="y")
+        _rows(self, target)
         if y.ndim < 2 or tuple(target.shape) != y.shape[:-1] or not y.shape[-1]:
             raise ShapeError(
                 f"{self!r}: y must have shape (rows, ..., classes) and target (rows, ...), "
@@ -141,13 +145,13 @@ class CrossEntropy(_RowLoss):
     def _check_targets(self, target: Array, num_classes: int) -> None:
         if getattr(target.dtype, "kind", "") not in ("i", "u"):
             advice = tensor_advice("target", target)
-            raise DTypeError(f"{self!r}: targets must be integers, got {target.dtype}{advice}")
+            raise DTypeError(f"{self!r}: target must be integers, got {target.dtype}{advice}")
         wrong = (target < 0) | (target >= num_classes)
         if self.ignore_index is not None:
             wrong &= target != self.ignore_index
         if wrong.any():
             raise ModuleError(
-                f"{self!r}: targets must be in [0, {num_classes}), the number of classes, got "
+                f"{self!r}: each target must be in [0, {num_classes}), the number of classes, got "
                 f"{first_outside(target, wrong)}"
             )
 
@@ -195,13 +199,14 @@ class MeanSquaredError(_RowLoss):
 
     def _check(self, y: Array, target: Array) -> None:
         check_floats(self, y, name="y")
+        _rows(self, target)
         if y.ndim == 0 or tuple(target.shape) != y.shape:
             raise ShapeError(
                 f"{self!r}: y and target must have the same shape (rows, ...), "
                 f"got {tuple(y.shape)} and {tuple(target.shape)}"
             )
         if target.dtype.kind not in "fiu":
-            raise DTypeError(f"{self!r}: targets must be real numbers, got {target.dtype}")
+            raise DTypeError(f"{self!r}: target must be real numbers, got {target.dtype}")
 
     def _compute(
         self, y: Array, target: Array, denominator: float, *, grad: bool
@@ -219,6 +224,19 @@ class MeanSquaredError(_RowLoss):
 
     def __repr__(self) -> str:
         return "MeanSquaredError()"
+
+
+def _rows(loss: object, target: Array) -> int:
+    """Return the rows of what a prediction is compared with.
+
+    Raises:
+        ShapeError: If it is no array, or has none.
+    """
+    if not getattr(target, "shape", None) or not hasattr(target, "dtype"):
+        raise ShapeError(
+            f"{loss!r}: target must be an array of shape (rows, ...), got {shown(target)}"
+        )
+    return int(target.shape[0])
 
 
 def _inner_size(shape: tuple[int, ...]) -> int:

@@ -16,7 +16,7 @@ __all__ = ["Add", "Concat"]
 
 
 class _Merge(Module):
-    """What both share: the arrays are of one float dtype, or become so, and have no gradient."""
+    """The base of both: the arrays are of one float dtype, or become so, and have no gradient."""
 
     def forward(self, x: tuple[Array, ...], ctx: Context | None = None) -> Array:
         """Return the arrays as one."""

@@ -35,6 +35,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpimesh.arguments import as_flag, as_int, shape_of, shown
 from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
@@ -42,7 +43,7 @@ from mpimesh.nn.checks import check_context
 from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import Parameter, float_dtype
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
-from mpimesh.nn.state import load_values
+from mpimesh.nn.state import check_state, load_values
 
 __all__ = ["Module"]
 
@@ -189,7 +190,7 @@ class Module(ABC):
 
     @property
     def num_layers(self) -> int:
-        """How many places this module takes in the numbering of layers."""
+        """Number of places that this module takes in the numbering of layers."""
         children = self.named_children()
         own = 1 if self._own_parameters() or not children else 0
         return own + sum(protocol.num_layers(child) for _, child in children)
@@ -216,8 +217,12 @@ class Module(ABC):
             ModuleError: If `seed` or `index` is negative.
         """
         dtype = float_dtype(dtype)
-        if seed < 0 or index < 0:
-            raise ModuleError(f"seed and index must not be negative, got {seed} and {index}")
+        seed, index = (
+            as_int(seed, "seed", ModuleError, least=0),
+            as_int(index, "index", ModuleError, least=0),
+        )
+        if not hasattr(xp, "asarray"):
+            raise ModuleError(f"xp must be numpy or cupy, got {shown(xp)}")
         own = self._own_parameters()
         for parameter in own:
             parameter.materialize(seed=seed, dtype=dtype, xp=xp, index=index)
@@ -285,6 +290,7 @@ class Module(ABC):
             DTypeError: If values are no numbers.
             ModuleStateError: If a parameter has no memory yet.
         """
+        check_state(state)
         named = dict(self.named_parameters())
         missing = [name for name in named if name not in state]
         unknown = [name for name in state if name not in named]
@@ -303,7 +309,7 @@ class Module(ABC):
 
     def set_training(self, training: bool) -> None:
         """Choose training or evaluation for this module and all under it."""
-        self._training = bool(training)
+        self._training = as_flag(training, "training", ModuleError)
         for _, child in self.named_children():
             protocol.set_training(child, self._training)
 
@@ -331,18 +337,22 @@ class Module(ABC):
 
         Returns the values. On an error everything stays saved.
         """
-        if ctx is None:
-            raise ModuleStateError(f"{self!r}: backward needs the Context that forward was given")
+        if not isinstance(ctx, Context):
+            raise ModuleStateError(
+                f"{self!r}: backward needs the Context that forward was given as ctx, got "
+                f"{shown(ctx)}"
+            )
         shape, dtype, *values = ctx.peek(self)
-        if tuple(dy.shape) != shape:
+        given = shape_of(dy)
+        if given != shape:
             raise ShapeError(
-                f"{self!r}: the gradient of the output must have its shape {shape}, "
-                f"got {tuple(dy.shape)}"
+                f"{self!r}: dy, the gradient of the output, must have its shape {shape}, "
+                f"got {shown(dy) if given is None else given}"
             )
         if dy.dtype != dtype:
             raise DTypeError(
-                f"{self!r}: the gradient of the output must be {dtype} like it, got {dy.dtype}; "
-                f"use dy.astype('{dtype}')"
+                f"{self!r}: dy, the gradient of the output, must be {dtype} like it, got "
+                f"{dy.dtype}; use dy.astype('{dtype}')"
             )
         ctx.take(self)
         return tuple(values)

@@ -9,13 +9,14 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from mpimesh.arguments import as_flag, as_int, as_items, check_kind, shape_of, shown
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.initializers import Initializer, first_values
 
-__all__ = ["FLOAT_DTYPES", "Parameter"]
+__all__ = ["FLOAT_DTYPES", "Parameter", "as_parameters", "float_dtype"]
 
 FLOAT_DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 """The dtypes in which a model can be materialised."""
@@ -60,12 +61,17 @@ class Parameter:
         *,
         requires_grad: bool = True,
     ) -> None:
-        if any(extent < 0 for extent in shape):
-            raise ModuleError(f"parameter {name!r}: a shape has no negative extents, got {shape}")
-        self.name = name
-        self.shape = tuple(int(extent) for extent in shape)
+        self.name = check_kind(name, str, "name", ModuleError, wanted="a text")
+        extents = as_items(shape, f"shape of parameter {name!r}", ModuleError, wanted="a tuple")
+        what = f"each extent of the shape of parameter {name!r}"
+        self.shape = tuple(as_int(extent, what, ModuleError, least=0) for extent in extents)
+        if not callable(getattr(initializer, "draw", None)) or isinstance(initializer, type):
+            raise ModuleError(
+                f"parameter {name!r}: initializer must be an object such as nn.Constant(0.0), got "
+                f"{shown(initializer)}"
+            )
         self.initializer = initializer
-        self.requires_grad = requires_grad
+        self.requires_grad = as_flag(requires_grad, "requires_grad", ModuleError)
         self.data: Array = None
         self._is_zero = False
         self.grad = None
@@ -120,6 +126,8 @@ class Parameter:
         values = first_values(
             self.initializer, self.shape, float_dtype(dtype), seed=seed, index=index, name=self.name
         )
+        if not hasattr(xp, "asarray"):
+            raise ModuleError(f"xp must be numpy or cupy, got {shown(xp)}")
         self.data = values if xp is np else xp.asarray(values)
         self.grad = None
         self._attached = False
@@ -183,7 +191,18 @@ class Parameter:
 
         Raises:
             ModuleStateError: If the parameter has no memory yet.
+            ShapeError: If `rows` are no row numbers, or `g` has not a row for each.
         """
+        places, given = shape_of(rows), shape_of(g)
+        if places is None or len(places) != 1 or rows.dtype.kind not in "iu":
+            raise ShapeError(
+                f"rows of parameter {self.name!r} must be row numbers, got {shown(rows)}"
+            )
+        if given != (*places, *self.shape[1:]) or g.dtype.kind not in "fiuV":
+            raise ShapeError(
+                f"g must hold a row of parameter {self.name!r} of shape {self.shape} for each of "
+                f"{places[0]} rows, got {shown(g) if given is None else given}"
+            )
         if self._grad is None:
             data = self.value()
             self.grad = namespace(data).zeros_like(data, dtype=self.grad_dtype)
@@ -245,10 +264,11 @@ class Parameter:
             self._grad[...] = 0
 
     def _check(self, what: str, g: Array) -> None:
-        if tuple(g.shape) != self.shape:
+        shape = shape_of(g)
+        if shape != self.shape:
             raise ShapeError(
-                f"{what} of parameter {self.name!r} must have its shape {self.shape}, "
-                f"got {tuple(g.shape)}"
+                f"{what} of parameter {self.name!r} must be an array of its shape {self.shape}, "
+                f"got {shown(g) if shape is None else shape}"
             )
         if g.dtype.kind != "f" and not is_half(g.dtype):
             raise DTypeError(
@@ -264,6 +284,19 @@ class Parameter:
         where = "no memory" if self.data is None else str(self.data.dtype)
         frozen = "" if self.requires_grad else ", frozen"
         return f"Parameter({self.name!r}, {self.shape}, {where}{frozen})"
+
+
+def as_parameters(given: object, name: str) -> tuple[Parameter, ...]:
+    """Return parameters, which an argument called `name` gives.
+
+    Raises:
+        ModuleError: If it gives something else.
+    """
+    wanted = "Parameter objects, as model.parameters() gives"
+    parameters = as_items(given, name, ModuleError, wanted=wanted)
+    for one in parameters:
+        check_kind(one, Parameter, name, ModuleError, wanted=wanted)
+    return parameters
 
 
 def float_dtype(dtype: Any, *, what: str = "parameters are kept") -> DType:
@@ -283,4 +316,4 @@ def float_dtype(dtype: Any, *, what: str = "parameters are kept") -> DType:
     except TypeError:
         pass
     names = ", ".join(str(known) for known in FLOAT_DTYPES)
-    raise DTypeError(f"{what} in one of {names}, got {dtype!r}")
+    raise DTypeError(f"{what} in one of {names}, got dtype {shown(dtype)}")

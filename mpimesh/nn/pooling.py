@@ -6,8 +6,7 @@ from typing import Any
 
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
-from mpimesh.errors import ModuleError
-from mpimesh.nn.checks import check_floats, sum_dtype
+from mpimesh.nn.checks import check_eps, check_floats, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.masked import check_sequence, parted
 from mpimesh.nn.module import Module
@@ -78,9 +77,7 @@ class Normalize(Module):
     mixes_features = True
 
     def __init__(self, *, eps: float = 1e-12) -> None:
-        self.eps = float(eps)
-        if not 0 < self.eps < float("inf"):
-            raise ModuleError(f"eps must be above 0 and finite, got {eps!r}")
+        self.eps = check_eps(eps)
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
         """Return `x` with vectors of length 1.

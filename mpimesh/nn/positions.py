@@ -42,7 +42,7 @@ class LearnedPositions(Module):
     def __init__(self, max_tokens: int, features: int, *, std: float = 0.02) -> None:
         self.max_tokens = check_extent("max_tokens", max_tokens)
         self.features = check_extent("features", features)
-        self.weight = Parameter("weight", (self.max_tokens, self.features), Normal(float(std)))
+        self.weight = Parameter("weight", (self.max_tokens, self.features), Normal(std))
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
         """Return `x` with the vectors of the places added.

@@ -1,4 +1,4 @@
-"""What mpimesh asks of a layer that is not its own, and how it treats it.
+"""The protocol of layers that are not mpimesh's own, and their treatment.
 
 Anything with the three methods of `SupportsLayer` is a layer: it may stand in a
 `Sequential` or a pipeline stage. What else it has is used when it is there:
@@ -95,7 +95,7 @@ class FeaturePart:
 
     @property
     def size(self) -> int:
-        """How many this rank has."""
+        """Number of elements that this rank has."""
         return self.stop - self.start
 
 

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import numpy as np
 
+from mpimesh.arguments import as_flag, as_real
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import ModuleError, ShapeError
@@ -46,10 +47,8 @@ class Rotary(Module):
         self.head_dim = check_extent("head_dim", head_dim)
         if self.head_dim % 2:
             raise ModuleError(f"head_dim must be even to be cut into pairs, got {head_dim}")
-        if not 0 < base < float("inf"):
-            raise ModuleError(f"base must be above 0 and finite, got {base!r}")
-        self.base = float(base)
-        self.interleaved = interleaved
+        self.base = as_real(base, "base", ModuleError, above=0)
+        self.interleaved = as_flag(interleaved, "interleaved", ModuleError)
         self._tables: dict[tuple[str, str], tuple[Array, Array]] = {}
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from mpimesh.arguments import shown
 from mpimesh.arrays import Array, namespace, to_numpy
-from mpimesh.errors import DTypeError, ShapeError
+from mpimesh.arrays.reduction import is_half
+from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn.parameter import Parameter
 
-__all__ = ["check_shape", "load_values"]
+__all__ = ["check_shape", "check_state", "load_values"]
 
 
 def check_shape(name: str, shape: tuple[int, ...], value: Array) -> None:
@@ -25,24 +27,37 @@ def check_shape(name: str, shape: tuple[int, ...], value: Array) -> None:
         )
 
 
+def check_state(state: object) -> None:
+    """Check that `state` is a dict, or a file of arrays that is like one.
+
+    Raises:
+        ModuleError: If it is not.
+    """
+    if not isinstance(state, Mapping):
+        raise ModuleError(
+            "state must be a dict of arrays by the names of parameters, or what np.load gives of "
+            f"such a file, got {shown(state)}"
+        )
+
+
 def load_values(parameters: Mapping[str, Parameter], state: Mapping[str, Array]) -> None:
     """Copy ``state[name]`` into each parameter, rounded to its dtype. Changes all or none.
 
     Raises:
         ShapeError: If a shape differs.
-        DTypeError: If values are no numbers.
+        DTypeError: If values are no real numbers.
         ModuleStateError: If a parameter has no memory yet.
     """
     ready: list[tuple[Array, Array]] = []
     for name, parameter in parameters.items():
         data = parameter.value()
         check_shape(name, parameter.shape, state[name])
-        try:
-            values = np.asarray(to_numpy(state[name]), dtype=data.dtype)
-        except (TypeError, ValueError) as error:
+        values = np.asarray(to_numpy(state[name]))
+        if values.dtype.kind not in "biuf" and not is_half(values.dtype):
             raise DTypeError(
-                f"state of parameter {name!r} must be numbers of dtype {data.dtype}: {error}"
-            ) from None
-        ready.append((data, namespace(data).asarray(values)))
+                f"state of parameter {name!r} must be real numbers, as its dtype is {data.dtype}, "
+                f"got {values.dtype}"
+            )
+        ready.append((data, namespace(data).asarray(values.astype(data.dtype, copy=False))))
     for data, values in ready:
         data[...] = values

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from mpimesh.arguments import as_real, shown
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
-from mpimesh.nn.parameter import Parameter
+from mpimesh.nn.parameter import Parameter, as_parameters
 
 __all__ = ["clip_grad_norm", "sum_of_squares"]
 
@@ -50,8 +51,10 @@ def clip_grad_norm(
     Raises:
         ModuleError: If `max_norm` is not above 0.
     """
-    if not max_norm > 0:
-        raise ModuleError(f"max_norm must be above 0, got {max_norm!r}")
+    max_norm = as_real(max_norm, "max_norm", ModuleError, above=0, finite=False)
+    params, copies = as_parameters(params, "parameters"), as_parameters(copies, "copies")
+    if all_sum is not None and not callable(all_sum):
+        raise ModuleError(f"all_sum must be a function of a number, or None, got {shown(all_sum)}")
     elsewhere = {id(parameter) for parameter in copies}
     trained = {
         id(parameter): parameter

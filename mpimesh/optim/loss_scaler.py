@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mpimesh.arguments import as_flag, as_int, as_real, shown
 from mpimesh.errors import ModuleError
 from mpimesh.optim.optimizer import check_number
 
@@ -100,7 +101,7 @@ class LossScaler:
 
     def update(self, overflowed: bool) -> None:
         """Take note of a step: that it was done, or left out because a gradient overflowed."""
-        if overflowed:
+        if as_flag(overflowed, "overflowed", ModuleError):
             self.skipped_steps += 1
             self.good_steps = 0
             self.scale = max(self.scale * self.backoff, self.min_scale)
@@ -124,15 +125,20 @@ class LossScaler:
         Raises:
             ModuleError: If something is missing or out of range; then nothing is changed.
         """
-        try:
-            scale = float(state["scale"])
-            counts = int(state["good_steps"]), int(state["skipped_steps"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModuleError(f"this is no state of a LossScaler: {state!r}, {error!r}") from None
-        if not self.min_scale <= scale <= self.max_scale or min(counts) < 0:
+        names = ("scale", "good_steps", "skipped_steps")
+        if not isinstance(state, Mapping) or any(name not in state for name in names):
+            raise ModuleError(
+                f"state must be a dict of {', '.join(names)}, as state_dict() of a LossScaler "
+                f"gives, got {shown(state)}"
+            )
+        scale = as_real(state["scale"], "scale in state", ModuleError, above=0)
+        counts = [
+            as_int(state[name], f"{name} in state", ModuleError, least=0) for name in names[1:]
+        ]
+        if not self.min_scale <= scale <= self.max_scale:
             raise ModuleError(
                 f"the scale of this LossScaler is between {self.min_scale:g} and "
-                f"{self.max_scale:g}, and its counts are not below 0, got {state}"
+                f"{self.max_scale:g}, got {scale:g}"
             )
         self.scale = scale
         self.good_steps, self.skipped_steps = counts

@@ -1,4 +1,4 @@
-"""What the optimizers share: state, memory, and the walk over the parameters.
+"""The base of the optimizers: state, memory, and the walk over the parameters.
 
 An optimizer changes parameters in place. Its state is allocated once, at the
 first step of each parameter, and a step goes over a parameter in blocks, so
@@ -25,10 +25,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpimesh.arguments import as_real
 from mpimesh.arrays.namespace import namespace, to_numpy
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
-from mpimesh.nn.parameter import Parameter
+from mpimesh.nn.parameter import Parameter, as_parameters
 from mpimesh.optim.state_checks import check_layout, check_params
 
 __all__ = ["MASTER", "DecayMask", "Optimizer", "check_number", "state_dtype"]
@@ -39,7 +40,7 @@ DecayMask = Callable[[Parameter], bool]
 """Tells whether weight decay is for a parameter."""
 
 MASTER = "master"
-"""How a state calls the float32 values of a parameter of a smaller dtype."""
+"""Name in a state of the float32 values of a parameter of a smaller dtype."""
 
 
 class _Slot:
@@ -89,22 +90,11 @@ class Optimizer(ABC):
         lr: float,
         decay_mask: DecayMask | None = None,
     ) -> None:
-        if not isinstance(params, Iterable):
-            raise ModuleError(
-                f"{type(self).__name__} takes Parameter objects, as model.parameters() gives; "
-                f"got {type(params).__name__}"
-            )
-        self.params: Sequence[Parameter] = tuple(params)
-        for parameter in self.params:
-            if not isinstance(parameter, Parameter):
-                raise ModuleError(
-                    f"{type(self).__name__} takes Parameter objects, as model.parameters() gives; "
-                    f"got {type(parameter).__name__}"
-                )
+        self.params: Sequence[Parameter] = as_parameters(params, "params")
         if len({id(parameter) for parameter in self.params}) < len(self.params):
             raise ModuleError(f"{type(self).__name__} takes each parameter once, got one twice")
         self.lr = lr
-        if decay_mask is not None and not callable(decay_mask):
+        if decay_mask is not None and (not callable(decay_mask) or isinstance(decay_mask, type)):
             raise ModuleError(
                 "decay_mask is a function that tells of a parameter whether the decay is for it, "
                 f"such as lambda parameter: len(parameter.shape) > 1; got {decay_mask!r}"
@@ -126,6 +116,11 @@ class Optimizer(ABC):
     def lr(self, value: float) -> None:
         # A float of Python, never of NumPy, which would widen float32 arithmetic.
         self._lr = check_number("lr", value)
+
+    @property
+    def steps(self) -> int:
+        """The largest number of steps of any parameter."""
+        return max((slot.steps for slot in self._slots.values()), default=0)
 
     @abstractmethod
     def _state_names(self) -> tuple[str, ...]:
@@ -382,14 +377,7 @@ def check_number(name: str, value: float, *, below: float = math.inf) -> float:
     Raises:
         ModuleError: If it is no such number.
     """
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 <= number < below:
-        limit = "" if below == math.inf else f" and below {below:g}"
-        raise ModuleError(f"{name} must be a finite number, not negative{limit}; got {value!r}")
-    return number
+    return as_real(value, name, ModuleError, least=0, below=below)
 
 
 def state_dtype(dtype: DType) -> DType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mpimesh.arguments import as_flag
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
@@ -65,7 +66,7 @@ class SGD(Optimizer):
 
     def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         momentum = check_number("momentum", numbers["momentum"], below=1.0)
-        nesterov = bool(numbers["nesterov"])
+        nesterov = as_flag(numbers["nesterov"], "nesterov", ModuleError)
         if nesterov and not momentum:
             raise ModuleError("nesterov needs a momentum above 0, got 0")
         return {

@@ -1,4 +1,4 @@
-"""What a state of an optimizer must be, told before anything of it is taken over. Local.
+"""Checks of a state of an optimizer, done before anything of it is taken over. Local.
 
 Values of arrays are not looked at: a run that diverged has NaN in its state, and may be loaded.
 """
@@ -33,10 +33,11 @@ def check_layout(kind: str, state: Any, numbers: Sequence[str], num_params: int)
     """
     if not isinstance(state, Mapping):
         raise ModuleError(
-            f"a state of {kind} is a dict as its state_dict() gives, got {type(state).__name__}"
+            f"state must be a dict as state_dict() of {kind} gives, got {type(state).__name__}"
         )
     params = state.get("params", ())
-    if isinstance(params, Mapping):
+    by_name = any(isinstance(key, str) and key.startswith("params/") for key in state)
+    if isinstance(params, Mapping) or by_name:
         raise ModuleError(
             f"this state has its parameters by name, as full_state_dict() of a ParallelOptimizer "
             f"gives; a plain {kind} takes them in the order of its parameters: load it into "

@@ -1,4 +1,4 @@
-"""What the user gave a rank for a step: looked at, told to the others, cut into microbatches."""
+"""A rank's arguments of a step: looked at, told to the others, cut into microbatches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mpimesh.errors import ModuleError, ScheduleError, ShapeError, UnknownNameError
+import numpy as np
+
+from mpimesh.arguments import shown
+from mpimesh.errors import (
+    ModuleError,
+    ModuleStateError,
+    ScheduleError,
+    ShapeError,
+    UnknownNameError,
+)
 from mpimesh.nn import Loss
 from mpimesh.nn.foreign import loss_advice
 from mpimesh.parallel.batch import Value, as_value
@@ -16,11 +25,11 @@ from mpimesh.parallel.header import Given, Size
 from mpimesh.parallel.microbatch import microbatch_rows, replica_rows
 from mpimesh.parallel.tree import Tree
 
-__all__ = ["Arguments", "Batch", "Share", "SupportsStep", "input_title"]
+__all__ = ["Arguments", "Batch", "Share", "SupportsStep", "check_loss", "input_title"]
 
 
 class SupportsStep(Protocol):
-    """What changes parameters by their gradients, such as an :class:`~mpimesh.optim.Optimizer`."""
+    """A changer of parameters by their gradients, such as an :class:`~mpimesh.optim.Optimizer`."""
 
     def step(self) -> object:
         """Change the parameters."""
@@ -70,18 +79,19 @@ class Arguments:
         if missing:
             raise ShapeError(f"{who} holds {missing}, got None")
         if self.with_loss and engine.is_last and self.loss is None:
-            raise ModuleError(f"{who} holds the last stage and needs loss=, got None")
-        if self.loss is not None and not callable(getattr(self.loss, "value_and_grad", None)):
             raise ModuleError(
-                f"{who}: loss= needs a method value_and_grad(y, target, denominator=), as "
-                f"mm.nn.cross_entropy has and help(mm.nn.Loss) tells, got {self.loss!r}"
-                f"{loss_advice(self.loss)}"
+                f"{who} needs loss=, got None: give one, such as loss=nn.cross_entropy, where the "
+                "last stage is, or the whole model"
             )
+        check_loss(self.loss, who)
         engine.tensor.check_loss(self.loss)
         first = next(iter(values.values()), None)
         for value in values.values():
             if first is not None:
                 _check_rows(first, value, who)
+        checks = bool(engine.mesh.settings.checks)
+        # Without checks nothing is brought from a device for it.
+        unseen = self.training and engine.first_values and (checks or engine.xp is np)
         given = Given(
             call,
             None if first is None else first.rows,
@@ -89,7 +99,10 @@ class Arguments:
             sizes=", ".join(map(str, first.sizes)) if first is not None and first.is_cut else None,
             goal=self._goal(engine),
             kinds={name: value.kind() for name, value in values.items() if name != "target"},
-            sums=_checksums(values) if engine.mesh.settings.checks else {},
+            sums=_checksums(values, whole=checks) if checks or unseen else {},
+            place=engine.place,
+            optimizer=None if self.optimizer is None else numbers_of(self.optimizer),
+            parameters=engine.digests() if unseen or (checks and self.training) else {},
         )
         return Batch(self, values), given
 
@@ -134,6 +147,13 @@ class Arguments:
                 f"{who}: the model has a ParallelOptimizer, which alone knows what its gradients "
                 f"are; give that as optimizer=, got {self.optimizer!r}"
             )
+        done = getattr(self.optimizer, "steps", 0)
+        if not engine.step and not engine.is_step_known and isinstance(done, int) and done:
+            raise ModuleStateError(
+                f"{who}: the optimizer has done {done} steps, and the model does not know of any: "
+                f"set model.step = {done} to go on with that training, as what dropout draws goes "
+                "by it, or model.step = 0 to begin another"
+            )
         if engine.accumulating:
             raise ModuleError(
                 f"{who}: a step under no_sync leaves gradients that are not summed over the "
@@ -157,7 +177,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a replica has of a batch.
+    """A replica's share of a batch.
 
     Attributes:
         spans: The rows of each of its microbatches, counted in the global batch; None where this
@@ -242,6 +262,21 @@ def _row_spans(rows: int, replicas: int, mine: int, most: int) -> list[slice | N
     return [slice(part.start + span.start, part.start + span.stop) for span in spans]
 
 
+def check_loss(loss: object, who: str = "") -> None:
+    """Refuse what is neither a loss nor None.
+
+    Raises:
+        ModuleError: If it is refused.
+    """
+    is_loss = callable(getattr(loss, "value_and_grad", None)) and not isinstance(loss, type)
+    if loss is None or is_loss:
+        return
+    raise ModuleError(
+        f"{who and who + ': '}loss= needs a method value_and_grad(y, target, denominator=), as "
+        f"mm.nn.cross_entropy has and help(mm.nn.Loss) tells, got {shown(loss)}{loss_advice(loss)}"
+    )
+
+
 def _check_rows(first: Value, value: Value, who: str) -> None:
     """Refuse two values of a batch whose rows do not belong together."""
     if first.is_cut != value.is_cut:
@@ -264,9 +299,19 @@ def _check_rows(first: Value, value: Value, who: str) -> None:
             )
 
 
-def _checksums(values: Mapping[str, Value]) -> dict[str, str]:
-    """Return the checksums of the values that have one; reads all of their memory."""
-    sums = {name: value.checksum() for name, value in values.items()}
+def numbers_of(optimizer: SupportsStep) -> str:
+    """Return an optimizer's class, and those of its numbers that replicas must have alike."""
+    parts = getattr(optimizer, "optimizers", (optimizer,))
+    return "; ".join(
+        f"{type(one).__name__} "
+        + ", ".join(f"{name}={getattr(one, name)!r}" for name in getattr(one, "numbers", ()))
+        for one in parts
+    )
+
+
+def _checksums(values: Mapping[str, Value], *, whole: bool) -> dict[str, str]:
+    """Return the checksums of the values that have one; reads their memory, or a sample of it."""
+    sums = {name: value.checksum(whole=whole) for name, value in values.items()}
     return {name: text for name, text in sums.items() if text}
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array
+from mpimesh.dtensor import DTensor, DVariable
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn import Loss
-from mpimesh.parallel.header import checksum
+from mpimesh.parallel.header import checksum, sample
 from mpimesh.parallel.microbatch import Microbatches, num_rows
 from mpimesh.parallel.tree import Tree, flatten, tree_map
 
@@ -55,15 +56,21 @@ class Value:
         """Return the shapes and dtypes of a row, in words."""
         return "; ".join(map(_kind, self.parts))
 
-    def checksum(self) -> str | None:
-        """Return what tells its values from others: those on the host without Python objects."""
+    def checksum(self, *, whole: bool) -> str | None:
+        """Return what tells its values from others: those on the host without Python objects.
+
+        Args:
+            whole: Whether to read all of them, or a sample.
+        """
         leaves = [
             leaf
             for part in self.parts
             for leaf in flatten(part)[0]
             if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
         ]
-        return checksum(leaves) if leaves else None
+        if not leaves:
+            return None
+        return checksum(leaves if whole else map(sample, leaves))
 
     def denominator(self, loss: Loss) -> float:
         """Return what it counts as a target of `loss`."""
@@ -123,4 +130,9 @@ def _as_array(x: Any, path: str) -> Array:
         raise ShapeError(f"{path} is None, where it must be an array")
     if isinstance(x, Microbatches):
         raise ModuleError(f"{path} is Microbatches: they go around a tuple or dict, not into it")
+    if isinstance(x, DTensor | DVariable):
+        raise ModuleError(
+            f"{path} is a split array, and the ranks are given whole ones, of which each takes its "
+            f"rows: give {path.split('[')[0]}.full(), which all ranks call; got {x!r}"
+        )
     return x if hasattr(x, "shape") else np.asarray(x)

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from mpimesh.arguments import as_real, check_kind
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.nn import Parameter
 from mpimesh.optim import clip_grad_norm as clip_local
 from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
 
 __all__ = ["agreed_squares", "clip_grad_norm", "problem_with_norm"]
 
@@ -45,6 +48,8 @@ def clip_grad_norm(
     Cost:
         One all-reduce of 8 bytes.
     """
+    wanted = "the ranks of the stages, as mesh.group('pp') gives"
+    check_kind(group, ProcessGroup, "group", ModuleError, wanted=wanted)
 
     def all_sum(squares: float) -> float:
         return float(group.all_reduce(np.array(squares)).resolve())
@@ -57,11 +62,10 @@ def clip_grad_norm(
 def problem_with_norm(max_norm: object) -> ModuleError | None:
     """Return what is wrong with the limit of a norm, None if nothing is. Local."""
     try:
-        if max_norm > 0:  # type: ignore[operator]
-            return None
-    except (TypeError, ValueError):
-        pass
-    return ModuleError(f"max_norm must be above 0, got {max_norm!r}")
+        as_real(max_norm, "max_norm", ModuleError, above=0, finite=False)
+    except ModuleError as error:
+        return error
+    return None
 
 
 def agreed_squares(
@@ -72,6 +76,7 @@ def agreed_squares(
     repeats: Sequence[ProcessGroup],
     scope: ProcessGroup,
     sums: bool = True,
+    limit: float | None = None,
 ) -> float:
     """Return the sum of a number over all ranks along several dims, if none refuses. Collective.
 
@@ -82,10 +87,12 @@ def agreed_squares(
         repeats: Its groups along dims whose ranks have the same number, which counts once.
         scope: The ranks that step together: those along all of these dims, and maybe along others.
         sums: Whether this rank has sums of gradients, which all have or none.
+        limit: What the norm is to be at most, if that is to be compared.
 
     Raises:
         MpimeshError: On every rank, if any refuses.
         ModuleStateError: On every rank, if only some have sums.
+        MismatchError: On every rank, if the limits differ.
 
     Cost:
         One all-reduce of 24 bytes, if `scope` has no other dims; else one more for each dim.
@@ -103,6 +110,9 @@ def agreed_squares(
                 "zero_grad() on all ranks or on none"
             )
         raise_refusal(scope, problem, what="refused norms")
+    if limit is not None:
+        call = Call("clip_grad_norm", scope.name, rule=f"max_norm {float(limit)!r}")
+        agree(scope.progress, scope.communicator, call)
     if together:
         return float(total)
     for group in groups:

@@ -9,14 +9,15 @@ import numpy as np
 
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.nn.protocol import set_training
-from mpimesh.parallel.arguments import Arguments, SupportsStep
+from mpimesh.parallel.arguments import Arguments, SupportsStep, check_loss
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
+from mpimesh.parallel.groups import live_mesh, no_dim
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor.model import tensor_groups
 from mpimesh.parallel.tree import Tree
-from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import Tracer
 
 __all__ = ["DataParallel"]
@@ -37,7 +38,8 @@ class DataParallel(ParallelModel):
     Args:
         module: The model, the same on every rank. Layers without memory are materialised.
         mesh: The mesh.
-        dim: The dim of the replicas.
+        dim: The dim of the replicas. Of a model that is split over the ranks of another dim, a
+            mesh without ``"dp"`` has one replica.
         loss: The loss of :meth:`train_step`, unless it is given there.
         num_microbatches: Parts in which a replica computes its rows, one after the other, to
             save memory.
@@ -91,8 +93,10 @@ class DataParallel(ParallelModel):
         # A Sequential's layers keep their names and numbers.
         for layer in module.layers if isinstance(module, Sequential) else [module]:
             stage.add_layer(layer)
-        group = mesh.group(dim)
+        live_mesh(mesh)
+        check_loss(loss)
         is_split = bool(tensor_groups(stage))
+        group = self._replicas(mesh, dim, is_split=is_split)
         others = set(mesh.dim_names) - {dim}
         self._engine = Engine(
             [stage],
@@ -114,6 +118,16 @@ class DataParallel(ParallelModel):
                 tracer=tracer,
             ),
         )
+
+    @staticmethod
+    def _replicas(mesh: DeviceMesh, dim: str, *, is_split: bool) -> ProcessGroup:
+        """Return the replicas of this rank's model; of one that is split there may be no other."""
+        group = mesh.get_group(dim) if isinstance(dim, str) else None
+        if group is None and is_split and dim == "dp":
+            return mesh.group().alone()
+        if group is None:
+            raise no_dim(mesh, dim, "dim")
+        return group
 
     def train_step(
         self,
@@ -214,10 +228,15 @@ class DataParallel(ParallelModel):
         return self._module
 
     def into_inner(self) -> SupportsLayer:
-        """Give the model back, free of buckets. This object cannot be used any more. Local."""
-        self._engine.buckets.close()
-        if hasattr(self._module, "input_grad"):
-            self._module.input_grad = self._input_grad
+        """Give the model back, free of buckets. Local.
+
+        Whatever this object is asked to do afterwards, it refuses: it would train this rank's copy
+        alone.
+        """
+        if not self._engine.is_given_back:
+            self._engine.give_back()
+            if hasattr(self._module, "input_grad"):
+                self._module.input_grad = self._input_grad
         return self._module
 
     @property

@@ -1,4 +1,4 @@
-"""What a model that is cut over ranks keeps between its steps."""
+"""The state that a model cut over ranks keeps between its steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpimesh.arguments import as_flag, as_int, as_real, shown
 from mpimesh.arrays import HostArray
-from mpimesh.errors import MismatchError, ModuleStateError, on_all_ranks
+from mpimesh.errors import (
+    MismatchError,
+    ModuleError,
+    ModuleStateError,
+    MpimeshError,
+    ScheduleError,
+    on_all_ranks,
+)
 from mpimesh.nn import Parameter
+from mpimesh.nn.parameter import float_dtype
 from mpimesh.parallel.first_values import give_values, is_used_again
-from mpimesh.parallel.gradients.buckets import GradientBuckets
+from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
-from mpimesh.parallel.gradients.replicas import agree_together, agree_values
+from mpimesh.parallel.gradients.replicas import agree_together, agree_values, digest
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.microbatch import check_microbatches
@@ -32,7 +41,7 @@ from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, exchange
 from mpimesh.runtime.call import Call
-from mpimesh.trace import NULL_TRACER, Tracer
+from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
 
 if TYPE_CHECKING:
     from mpimesh.parallel.optimizer import ParallelOptimizer
@@ -45,6 +54,16 @@ _NO_BUCKETS = (
     "anew"
 )
 
+_GIVEN_BACK = (
+    "into_inner() has given the model back, which this object can train no more: make a new "
+    "DataParallel of it on all ranks"
+)
+
+_FIRST_VALUES = (
+    "give broadcast=True to start with the values of the first replica, or make the layers with "
+    "the same values on all ranks: PyTorch's after torch.manual_seed(...) with one seed"
+)
+
 _OPEN = (
     "gradients of steps under no_sync() are being added up, and new buckets would drop them: take "
     "the step that reduces them first, or forget them by zero_grad()"
@@ -53,7 +72,7 @@ _OPEN = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a model is cut and trained.
+    """Options of the cut and the training of a model.
 
     Attributes:
         num_microbatches: Most microbatches of a replica's batch.
@@ -66,6 +85,7 @@ class Options:
         overlap: Whether buckets are reduced during the backward.
         broadcast: Whether all replicas start with the values of the first one.
         tracer: Records what the rank does.
+        advice: What to say beside that the stages do not fit the ranks.
     """
 
     num_microbatches: int
@@ -78,6 +98,25 @@ class Options:
     broadcast: bool = False
     tracer: Tracer | None = None
     grad_dtype: Any = None
+    advice: str = ""
+
+    def check(self) -> None:
+        """Refuse what is of the wrong kind, or out of range. Local.
+
+        Raises:
+            MpimeshError: If anything is.
+        """
+        as_int(self.seed, "seed", ModuleError, least=0)
+        as_flag(self.overlap, "overlap", ModuleError)
+        as_flag(self.broadcast, "broadcast", ModuleError)
+        as_real(self.bucket_bytes, "bucket_bytes", ModuleError, least=1, finite=False)
+        float_dtype(self.dtype, what="dtype: parameters are kept")
+        if self.grad_dtype is not None:
+            float_dtype(self.grad_dtype, what=GRAD_DTYPE)
+        if not hasattr(self.xp, "ndarray"):
+            raise ModuleError(f"xp must be numpy or cupy, got {shown(self.xp)}")
+        if not isinstance(self.tracer, Tracer | NullTracer | None):
+            raise ModuleError(f"tracer must be a Tracer or None, got {shown(self.tracer)}")
 
 
 class Engine:
@@ -97,7 +136,11 @@ class Engine:
 
     Attributes:
         step: Number of training steps done; what dropout draws depends on it.
+        is_step_known: Whether somebody has set `step`, or a step was done.
+        first_values: Whether no step has compared the parameters with those of other replicas since
+            they were made or loaded.
         why_no_step: Why this rank may start nothing collective; empty if it may.
+        is_given_back: Whether the model has been taken out of here.
         interfaces: What stages give to each other, by kind of input.
         input_names: The names of all inputs that enter at stages of their own.
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
@@ -118,38 +161,37 @@ class Engine:
         counts_loss: bool,
         options: Options,
     ) -> None:
-        self.stages = check_stages(stages)
-        self.num_microbatches = check_microbatches(options.num_microbatches)
-        self.plans = Plans(
-            options.schedule,
-            len(self.stages),
-            self.num_microbatches,
-            num_ranks=pipe.size,
-            rank=_place(pipe),
-            skips=[(source, stage.stage_id) for stage in self.stages for source in stage.skips],
-        )
         self.mesh = mesh
         self.scope = scope
         self.pipe = pipe
         self.data = data
         self.counts_loss = counts_loss
-        self.xp = options.xp
         self.tracer = NULL_TRACER if options.tracer is None else options.tracer
         self.step = 0
+        self.is_step_known = False
+        self.first_values = True
         self.accumulating = False
         self.optimizer: ParallelOptimizer | None = None
         self.why_no_step = ""
+        self.is_given_back = False
         self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
-        self.input_names = sorted({name for stage in self.stages for name in stage.inputs})
         self.pool = SlotPool(self._slot_memory)
-        self.local = {number: self.stages[number] for number in self.plans.stages}
         self._in_backward: set[int] = set()  # local stages to whose gradients more may come
-        self._named = named_places(self.stages)
-        self.tensor = TensorModel(self.stages)
+        problem: MpimeshError | None = None
+        try:
+            rule = self._plan(stages, options)
+        except MpimeshError as error:
+            # Its text may be of this rank.
+            problem, rule = error, f"refused with a {type(error).__name__}"
+        try:
+            agree(scope.progress, scope.communicator, Call("pipeline", scope.name, rule=rule))
+        except MismatchError as error:
+            raise error from problem
+        if problem is not None:
+            raise problem
         ties = find_ties(self.stages, self.plans.placement)
-        call = Call("pipeline", scope.name, rule=self._rule(options))
-        agree(scope.progress, scope.communicator, call)
-        self.library = self._library(call)
+        self.xp = options.xp
+        self.library = self._library()
         self.ties = Ties(ties, mesh=mesh, pipe=pipe, data=data)
         everything = [parameter for _, parameter, _ in self._named]
         self.tensor.make_groups(mesh, scope, data, everything, [tie.parameter for tie in ties])
@@ -162,7 +204,7 @@ class Engine:
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
         self._new_buckets = partial(self._buckets_of, options)
         self.buckets = self._new_buckets(None)
-        agree_together(scope, self._questions_of_values())
+        agree_together(scope, self._questions_of_values(_FIRST_VALUES))
 
     # -- what is where: local -------------------------------------------------------------
 
@@ -178,7 +220,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What losses, and so gradients, are multiplied by."""
+        """Factor of losses, and so of gradients."""
         return 1.0 if self.optimizer is None else self.optimizer.loss_scale
 
     @property
@@ -215,15 +257,48 @@ class Engine:
             if everywhere or not self.local.keys().isdisjoint(numbers)
         ]
 
+    def set_step(self, step: object) -> None:
+        """Go on counting training steps from `step`. Local.
+
+        Raises:
+            ModuleError: If it is no whole number of at least 0.
+        """
+        self.step = as_int(step, "step", ModuleError, least=0)
+        self.is_step_known = True
+
+    @property
+    def places(self) -> int:
+        """In how many parts the model lies on the ranks that step together."""
+        split = self.tensor.group
+        return self.pipe.size * (1 if split is None else split.size)
+
+    @property
+    def place(self) -> int:
+        """The parts of these that this rank holds."""
+        split, mine = self.tensor.group, self.pipe.rank or 0
+        return mine if split is None else mine * split.size + (split.rank or 0)
+
+    def digests(self) -> dict[str, str]:
+        """Return what tells the values of this rank's parameters from others. Reads them once."""
+        if self.data.size == 1:
+            return {}
+        return {name: digest(parameter) for name, parameter in self.named_parameters()}
+
     def check_ready(self) -> None:
         """Return if this rank may do something with the others. Local; all that is collective asks.
 
         Raises:
             ModuleStateError: On this rank, if a step is under way, or was left by this rank alone:
-                what it sends would meet the rest of that step.
+                what it sends would meet the rest of that step. Or if the model was given back.
         """
-        if self.why_no_step:
-            raise ModuleStateError(f"rank {self.mesh.rank}: {self.why_no_step}")
+        why = _GIVEN_BACK if self.is_given_back else self.why_no_step
+        if why:
+            raise ModuleStateError(f"rank {self.mesh.rank}: {why}")
+
+    def give_back(self) -> None:
+        """Let go of the parameters, and refuse everything from now on. Local."""
+        self.buckets.close()
+        self.is_given_back = True
 
     # -- in a step --------------------------------------------------------------------------
 
@@ -310,20 +385,43 @@ class Engine:
 
     # -- helpers ----------------------------------------------------------------------------
 
-    def _questions_of_values(self) -> list[Callable[[], None]]:
+    def _plan(self, stages: Sequence[PipelineStage], options: Options) -> str:
+        """Take in what was given; return what must be alike on all ranks. Local."""
+        self.stages = check_stages(stages)
+        options.check()
+        self.num_microbatches = check_microbatches(options.num_microbatches)
+        try:
+            self.plans = Plans(
+                options.schedule,
+                len(self.stages),
+                self.num_microbatches,
+                num_ranks=self.pipe.size,
+                rank=_place(self.pipe),
+                skips=[(source, stage.stage_id) for stage in self.stages for source in stage.skips],
+            )
+        except ScheduleError as error:
+            raise ScheduleError(f"{error}{options.advice}") from None
+        self.input_names = sorted({name for stage in self.stages for name in stage.inputs})
+        self.local = {number: self.stages[number] for number in self.plans.stages}
+        self._named = named_places(self.stages)
+        self.tensor = TensorModel(self.stages)
+        return self._rule(options)
+
+    def _questions_of_values(self, cure: str = "") -> list[Callable[[], None]]:
         named = self.named_parameters()
         return [
-            partial(agree_values, named, self.data),
+            partial(agree_values, named, self.data, cure=cure),
             partial(self.tensor.agree_values, named),
         ]
 
     def _slot_memory(self, nbytes: int) -> HostArray:
         return self.mesh.shared_empty(nbytes, np.uint8)
 
-    def _library(self, call: Call) -> ModuleType:
+    def _library(self) -> ModuleType:
         """Collective: return whose arrays travel between the ranks of all pipelines."""
         mine = self.xp is not np and self.pipe.moves_device_memory
-        everyone = exchange(self.scope.progress, self.scope.communicator, mine, what=call)
+        what = Call("pipeline", self.scope.name)
+        everyone = exchange(self.scope.progress, self.scope.communicator, mine, what=what)
         return self.xp if all(everyone) else np
 
     def _rule(self, options: Options) -> str:

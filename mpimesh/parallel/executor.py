@@ -31,7 +31,7 @@ __all__ = ["Executor", "Task"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a step is to work on, as one rank sees it.
+    """The input of a step, as one rank sees it.
 
     Attributes:
         count: Number of microbatches.

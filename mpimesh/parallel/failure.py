@@ -1,4 +1,4 @@
-"""What went wrong on a rank, as a value that all ranks can raise."""
+"""A failure of a rank, as a value that all ranks can raise."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from dataclasses import dataclass
 from typing import Self
 
 from mpimesh import errors
+from mpimesh.arguments import rank_names
 from mpimesh.errors import MpimeshError, ShapeError, StageError, StageShapeError, on_all_ranks
-from mpimesh.parallel.refusal import rank_list
-from mpimesh.runtime.tracebacks import from_user_on
-from mpimesh.schedule import Action
+from mpimesh.runtime.failure import from_user_on
+from mpimesh.schedule import Action, ActionKind
 
 __all__ = ["Failure", "agreed_error"]
 
 _LONGEST_TRACEBACK = 8000
 _LONGEST_MESSAGE = 2000
+_DOING = {
+    ActionKind.F: "the forward",
+    ActionKind.B: "the backward",
+    ActionKind.I: "the backward of the input",
+    ActionKind.W: "the backward of the weights",
+    ActionKind.REDUCE_GRAD: "the sum of its gradients",
+    ActionKind.STEP: "the step of the optimizer",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +60,20 @@ class Failure:
             is_shape=isinstance(error, ShapeError),
         )
 
-    def headline(self) -> str:
-        """Return what and where in one line."""
+    def headline(self, raised: str = "") -> str:
+        """Return what and where in one line; its class only if that is not the one `raised`."""
         if not self.action:
             # Many a message begins with its rank.
             who = f"rank {self.rank}"
-            told = f"{self.kind}: {self.message.removeprefix(f'{who}: ')}"
+            told = self.message.removeprefix(f"{who}: ")
+            if self.kind != raised:
+                told = f"{self.kind}: {told}"
             return told if self.message.startswith(f"{who} ") else f"{who}: {told}"
         action = Action.from_string(self.action)
-        part = "" if action.kind.is_whole else f" (microbatch {action.microbatch})"
+        part = "" if action.kind.is_whole else f" of microbatch {action.microbatch}"
+        doing = _DOING.get(action.kind, f"its {action.kind}")
         return (
-            f"stage {action.stage} failed on rank {self.rank} in {self.action}{part}: "
+            f"stage {action.stage} failed on rank {self.rank} in {doing}{part} ({self.action}): "
             f"{self.kind}: {self.message}"
         )
 
@@ -90,18 +101,22 @@ def agreed_error(failures: Sequence[Failure]) -> MpimeshError:
     """
     staged = [failure for failure in failures if failure.action]
     first = (staged or list(failures))[0]
+    own = getattr(errors, first.kind, None)
+    kind: type[MpimeshError] = StageShapeError if first.is_shape else StageError
+    is_own = False
+    if not staged and isinstance(own, type) and issubclass(own, MpimeshError):
+        kind, is_own = own, True
+    raised = kind.__name__
     lines: list[str] = []
     left = [first, *(other for other in failures if other is not first)]
     while left:
         told = left[0]
         same = [one.rank for one in left[1:] if one.is_like(told)]
         left = [one for one in left[1:] if not one.is_like(told)]
-        lines.append(f"also {told.headline()}" if lines else told.headline())
+        lines.append(f"also {told.headline(raised)}" if lines else told.headline(raised))
         if same:
-            lines.append(f"the same on {rank_list(same)}")
-    kind = getattr(errors, first.kind, None)
-    if staged or not (isinstance(kind, type) and issubclass(kind, MpimeshError)):
-        kind = StageShapeError if first.is_shape else StageError
+            lines.append(f"the same on {rank_names(same)}")
+    if not is_own:
         lines.append(f"--- traceback of rank {first.rank} ---\n{first.traceback}")
     error: MpimeshError = kind("\n".join(lines))
     return on_all_ranks(error)

@@ -1,4 +1,4 @@
-"""What passes between stages in one step: outputs on their way, and the gradients coming back.
+"""Values between stages in one step: outputs on their way, and the gradients coming back.
 
 Between two stages on one rank values are handed over in memory, between ranks by the inbox and the
 outbox. An output may go to several stages, to the next one and along skips. The gradients that come

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mpimesh.errors import UnknownNameError
+from mpimesh.arguments import shown
+from mpimesh.errors import MeshError, UnknownNameError
 from mpimesh.parallel.header import fingerprint
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
 
-__all__ = ["group_along", "group_named", "groups_of_lines", "lines_of_holders"]
+__all__ = [
+    "group_along",
+    "group_named",
+    "groups_of_lines",
+    "lines_of_holders",
+    "live_mesh",
+    "no_dim",
+]
 
 _LONGEST_NAME = 40
 
@@ -22,12 +30,35 @@ def group_along(mesh: DeviceMesh, dim: str, usual: str) -> ProcessGroup:
 
     Raises:
         UnknownNameError: If there is no such dim, and it is not the usual one.
+        MeshError: If it is no live mesh.
     """
-    if mesh.contains_dim(dim):
+    live_mesh(mesh)
+    if isinstance(dim, str) and mesh.contains_dim(dim):
         return mesh.group(dim)
-    if dim != usual:
-        raise UnknownNameError(f"the mesh {mesh.dims_text} has no dim {dim!r}")
+    if not isinstance(dim, str) or dim != usual:
+        raise no_dim(mesh, dim, "data_dim" if usual == "dp" else "dim")
     return mesh.group().alone()
+
+
+def no_dim(mesh: DeviceMesh, dim: object, option: str) -> UnknownNameError:
+    """Return the error for a dim that a mesh has not, given as an option of that name."""
+    option_dim = dim if isinstance(dim, str) and dim.isidentifier() else "dp"
+    return UnknownNameError(
+        f"the mesh {mesh.dims_text} has no dim {shown(dim)}: give the name of one of its dims as "
+        f"{option}=, or make the mesh with such a dim, as in DeviceMesh('{option_dim}=-1')"
+    )
+
+
+def live_mesh(mesh: object) -> DeviceMesh:
+    """Return a mesh, if it is one with ranks.
+
+    Raises:
+        MeshError: If it is not.
+    """
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    wanted = "a DeviceMesh, which has ranks, such as mm.DeviceMesh('dp=2')"
+    raise MeshError(f"mesh must be {wanted}, got {shown(mesh)}")
 
 
 def group_named(

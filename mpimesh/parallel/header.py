@@ -1,4 +1,4 @@
-"""What the ranks must agree on in a step, found out while the step already runs.
+"""The agreement of the ranks on a step, found out while the step already runs.
 
 One all-reduce of a few numbers is started when a step begins, and looked at while
 a rank waits and when the step ends. A rank that was given the batch does not wait for it;
@@ -14,13 +14,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpimesh.arrays import Array, HostArray
-from mpimesh.errors import MismatchError, ShapeError
+from mpimesh.errors import MismatchError, MpimeshError, ShapeError
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.digest import digest_bits
 
-__all__ = ["Given", "StepHeader", "checksum", "disagreement", "fingerprint"]
+__all__ = ["Given", "StepHeader", "checksum", "disagreement", "fingerprint", "sample"]
 
 _UNKNOWN = -(1 << 62)
+_SAMPLE = 4096
+_SAME_START = "make the model with broadcast=True, or its first values from the same seed"
+_SAME_CHANGES = (
+    "optimizers with their numbers, clip_grad_norm, load_state_dict and what writes to parameters "
+    "must be alike on all replicas; full_state_dict() of one of them, loaded on all, repairs it"
+)
 
 
 def fingerprint(text: str) -> int:
@@ -40,9 +46,14 @@ def checksum(arrays: Iterable[HostArray]) -> str:
     return f"{crc:08x}"
 
 
+def sample(x: HostArray) -> HostArray:
+    """Return some thousand elements of `x`, spread over it."""
+    return x.flat[:: max(1, x.size // _SAMPLE)]
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a rank was given for a step.
+    """A rank's arguments of a step.
 
     Attributes:
         call: What it calls, in words.
@@ -53,6 +64,11 @@ class Given:
         kinds: Shape and dtype of a row, in words, by the name of each input that it was given.
         sums: What tells the values from others, by the name of each input and the target; empty if
             nothing is to be checked.
+        place: Which of the parts of the model it holds. Ranks of one place are replicas.
+        optimizer: The optimizer that is to change that part, with its numbers; None if there is
+            none.
+        parameters: What tells the values of each parameter of that part from others, by name;
+            empty if they are not to be compared.
     """
 
     call: str
@@ -62,6 +78,9 @@ class Given:
     goal: str | None = None
     kinds: dict[str, str] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)
+    place: int = 0
+    optimizer: str | None = None
+    parameters: dict[str, str] = field(default_factory=dict)
 
     def size(self, names: Sequence[str]) -> Size | None:
         """Return the size of the batch, whose inputs have these names.
@@ -79,7 +98,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a batch is.
+    """The size of a batch.
 
     Attributes:
         rows: Rows of the global batch.
@@ -99,9 +118,15 @@ class StepHeader:
         scope: The ranks of the step.
         given: What this rank was given.
         names: The names of all inputs, the same on every rank.
+        places: In how many parts the model lies on the ranks.
+
+    Attributes:
+        is_alone: Whether it has failed because other ranks are in no step.
     """
 
-    def __init__(self, scope: ProcessGroup, given: Given, names: Sequence[str]) -> None:
+    def __init__(
+        self, scope: ProcessGroup, given: Given, names: Sequence[str], places: int = 1
+    ) -> None:
         self._num_inputs = len(names)
         texts = [
             given.call,
@@ -109,6 +134,8 @@ class StepHeader:
             given.sizes,
             *map(given.kinds.get, names),
             *map(given.sums.get, (*names, "target")),
+            *_at(given.place, given.optimizer, places),
+            *_at(given.place, str(given.parameters) if given.parameters else None, places),
         ]
         values = [
             *(_UNKNOWN if number is None else number for number in (given.rows, given.count)),
@@ -118,6 +145,7 @@ class StepHeader:
         opposite = [value if value == _UNKNOWN else -value for value in values]
         self._handle = scope.all_reduce(np.array([*values, *opposite]), "max", label="step header")
         self._table: Array | None = None
+        self.is_alone = False
 
     def test(self) -> bool:
         """Tell whether :meth:`read` would not wait. Never waits."""
@@ -132,7 +160,11 @@ class StepHeader:
             ShapeError: If no rank was given a batch.
         """
         if self._table is None:
-            self._table = self._handle.resolve()
+            try:
+                self._table = self._handle.resolve()
+            except MpimeshError:
+                self.is_alone = True
+                raise
         largest, opposite = self._table.reshape(2, -1).tolist()
         for high, low in zip(largest, opposite, strict=True):
             if high != -low and high != _UNKNOWN:
@@ -141,6 +173,11 @@ class StepHeader:
         if rows == _UNKNOWN:
             raise ShapeError("no rank was given a batch: x is needed where the first stage lies")
         return Size(rows, count, _kind(rest[: self._num_inputs]))
+
+
+def _at(place: int, text: str | None, places: int) -> list[str | None]:
+    """Return a row that only ranks of one place fill in, so that only they are compared."""
+    return [text if one == place else None for one in range(places)]
 
 
 def _kind(numbers: list[int]) -> int:
@@ -154,12 +191,22 @@ def _parts(given: Given) -> str | None:
     return f"{given.count}, of {given.sizes} rows" if given.count else "none, it is whole"
 
 
-def disagreement(given: Sequence[Given], ranks: Sequence[int]) -> MismatchError | None:
-    """Return the error for what `ranks` were given, None if it is not at odds."""
+def disagreement(
+    given: Sequence[Given], ranks: Sequence[int], *, batch_cure: str = "", first: bool = False
+) -> MismatchError | None:
+    """Return the error for what `ranks` were given, None if it is not at odds.
+
+    Args:
+        given: What each was given.
+        ranks: Their numbers, for messages.
+        batch_cure: What to do where their batches differ.
+        first: Whether it is the first step.
+    """
     batch = "must be given the same global batch in"
-    values = "each takes its own rows out of it. The CRC-32 of its values is"
+    values = "each takes its own rows out of it. The CRC-32 of its values, or of some of them, is"
     kinds = dict.fromkeys(name for one in given for name in one.kinds)
     sums = dict.fromkeys(name for one in given for name in one.sums)
+    places = sorted({one.place for one in given})
     rules: list[tuple[str, Sequence[object]]] = [
         ("must take the same step with the same options", [one.call for one in given]),
         (f"{batch} x and target, or None; rows are", [one.rows for one in given]),
@@ -179,6 +226,24 @@ def disagreement(given: Sequence[Given], ranks: Sequence[int]) -> MismatchError 
             "of the last stage must train by the same loss and denominator",
             [one.goal for one in given],
         ),
+        *(
+            (
+                "that hold the same parameters must change them by the same optimizer",
+                [one.optimizer if one.place == place else None for one in given],
+            )
+            for place in places
+        ),
+        *(
+            (
+                f"that hold parameter {name!r} must hold the same values: "
+                f"{_SAME_START if first else _SAME_CHANGES}. Their digests are",
+                [one.parameters.get(name) if one.place == place else None for one in given],
+            )
+            for place in places
+            for name in dict.fromkeys(
+                name for one in given if one.place == place for name in one.parameters
+            )
+        ),
     ]
     for rule, told in rules:
         by_value: dict[object, list[int]] = {}
@@ -187,5 +252,6 @@ def disagreement(given: Sequence[Given], ranks: Sequence[int]) -> MismatchError 
                 by_value.setdefault(value, []).append(rank)
         if len(by_value) > 1:
             rows = "\n".join(f"  ranks {who}: {value}" for value, who in by_value.items())
-            return MismatchError(f"all ranks {rule}\n{rows}")
+            cure = f"\n{batch_cure}" if rule.startswith(batch) and batch_cure else ""
+            return MismatchError(f"all ranks {rule}\n{rows}{cure}")
     return None

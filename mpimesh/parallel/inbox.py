@@ -1,4 +1,4 @@
-"""What a rank receives from the stages of other ranks in one step.
+"""A rank's receives from the stages of other ranks in one step.
 
 Receives are posted ahead of need, into slots of their own, so that a message meets its buffer when
 it comes: for each edge and direction two, or fewer where the schedule never lets two wait. What a
@@ -84,7 +84,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Channel:
-    """What comes from one stage in one direction.
+    """The messages of one stage in one direction.
 
     Attributes:
         peer: The sending rank of the pipeline.
@@ -223,6 +223,7 @@ class Inbox:
         """Take back all receives, where there will be no agreement with the other ranks."""
         for (peer, _), still_open, count in self._rows():
             _settle(still_open, peer, count, 0)
+        self._wire.group.abandon()
 
     # -- helpers -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a stage gives to the next one, and how both come to know it.
+"""The interface of a stage to the next one, and the way in which both come to know it.
 
 How large a message is both ends must know before it moves. A stage's *interface* is
 the structure of its output, and for each of its arrays the shape of a row, and the dtype; the

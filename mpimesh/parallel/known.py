@@ -1,4 +1,4 @@
-"""What a rank knows in one step of the arrays that pass between the stages.
+"""A rank's knowledge in one step of the arrays that pass between the stages.
 
 Two modes. Where a batch is given whole, a stage has one interface for all microbatches: it is
 announced once, kept for the next steps, and what drifts from it is refused. Where a batch is given

@@ -1,4 +1,4 @@
-"""What each layer of a model costs in a pipeline, measured by all ranks together."""
+"""Costs of each layer of a model in a pipeline, measured by all ranks together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.errors import ScheduleError, StageError
+from mpimesh.arguments import as_int, as_real, shown
+from mpimesh.errors import ModuleError, ScheduleError, StageError
 from mpimesh.nn import Sequential, SupportsLayer
+from mpimesh.nn.parameter import float_dtype
 from mpimesh.nn.protocol import named_parameters
 from mpimesh.parallel.alarm import Alarm, AlarmedError
 from mpimesh.parallel.batch import Value, as_value
@@ -32,8 +34,10 @@ from mpimesh.schedule import Costs
 
 __all__ = ["REPEATS", "describe_layers", "flat_layers", "measure_layers"]
 
+_MOST_REPEATS = 1_000_000
+
 REPEATS = 5
-"""How often a layer or a message is timed, of which the median counts."""
+"""Number of timings of a layer or a message, of which the median counts."""
 
 
 def measure_layers(
@@ -98,10 +102,14 @@ def measure_layers(
         >>> schedule = mm.schedule.auto(4, 16, **of_stages)
         >>> mm.schedule.simulate(schedule, **of_stages).bubble_fraction
     """
-    scope, pipe = mesh.group(), group_along(mesh, dim, "pp")
+    pipe = group_along(mesh, dim, "pp")
+    scope = mesh.group()
 
     def given() -> tuple[Sequence[SupportsLayer], Value, TensorModel]:
         _check_options(repeats, bytes_per_s, latency_s)
+        float_dtype(dtype, what="dtype: parameters are kept")
+        if not hasattr(xp, "ndarray"):
+            raise ModuleError(f"xp must be numpy or cupy, got {shown(xp)}")
         value = as_value(x, "x")
         if value is None or value.is_cut:
             raise ScheduleError(
@@ -162,14 +170,11 @@ def describe_layers(layers: Sequence[SupportsLayer]) -> str:
 
 
 def _check_options(repeats: int, bytes_per_s: float | None, latency_s: float | None) -> None:
-    if not isinstance(repeats, int) or repeats < 1:
-        raise ScheduleError(f"repeats must be a whole number of at least 1, got {repeats!r}")
-    if bytes_per_s is not None and not bytes_per_s > 0:
-        raise ScheduleError(f"bytes_per_s must be above 0, or None to measure, got {bytes_per_s}")
-    if latency_s is not None and not 0 <= latency_s < math.inf:
-        raise ScheduleError(
-            f"latency_s must be at least 0 and finite, or None to measure, got {latency_s}"
-        )
+    as_int(repeats, "repeats", ScheduleError, least=1, most=_MOST_REPEATS)
+    if bytes_per_s is not None:
+        as_real(bytes_per_s, "bytes_per_s", ScheduleError, above=0, finite=False)
+    if latency_s is not None:
+        as_real(latency_s, "latency_s", ScheduleError, least=0)
 
 
 def _measured_everywhere(

@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """What a layer takes for one microbatch.
+    """The times of a layer for one microbatch.
 
     Attributes:
         forward_s: Seconds of its forward.

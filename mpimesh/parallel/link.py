@@ -1,4 +1,4 @@
-"""How fast messages pass between the ranks of a pipeline."""
+"""Speed of messages between the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What messages between two ranks take.
+    """The cost of messages between two ranks.
 
     Attributes:
         latency_s: Seconds of the smallest message.

@@ -1,4 +1,4 @@
-"""How a batch falls into parts: rows over replicas, and a replica's rows into microbatches.
+"""Parts of a batch: rows over replicas, and a replica's rows into microbatches.
 
 Two rules, both closed formulas in the number of rows, so that every rank knows
 the parts of every other without a message.
@@ -18,8 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
+from mpimesh.arguments import as_int, as_items, shape_of, shown
 from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, RankError, ScheduleError, ShapeError
+from mpimesh.schedule.placement import MOST_FORWARDS
 
 __all__ = [
     "Microbatches",
@@ -56,7 +58,8 @@ class Microbatches(Sequence[Any]):
     """
 
     def __init__(self, parts: Iterable[Any]) -> None:
-        self._parts = tuple(parts)
+        wanted = "the microbatches in order, arrays or trees of them"
+        self._parts = as_items(parts, "parts of Microbatches", ModuleError, wanted=wanted)
         if not self._parts:
             raise ModuleError("Microbatches must hold at least one microbatch, got none")
 
@@ -78,20 +81,12 @@ class Microbatches(Sequence[Any]):
 
 
 def check_microbatches(num_microbatches: int) -> int:
-    """Return `num_microbatches` if it is a whole number of at least 1.
+    """Return `num_microbatches` if it is a whole number of at least 1, and can be scheduled.
 
     Raises:
         ScheduleError: If it is not.
     """
-    try:
-        count = num_microbatches.__index__()
-    except AttributeError:
-        count = 0
-    if count < 1:
-        raise ScheduleError(
-            f"num_microbatches must be a whole number of at least 1, got {num_microbatches!r}"
-        )
-    return count
+    return as_int(num_microbatches, "num_microbatches", ScheduleError, least=1, most=MOST_FORWARDS)
 
 
 def num_rows(x: Array, *, name: str = "x") -> int:
@@ -100,8 +95,10 @@ def num_rows(x: Array, *, name: str = "x") -> int:
     Raises:
         ShapeError: If `x` has no axis.
     """
-    if not x.shape:
-        raise ShapeError(f"{name} must have rows, that is shape (rows, ...), got a 0-d array")
+    if not shape_of(x):
+        raise ShapeError(
+            f"{name} must be an array with rows, that is of shape (rows, ...), got {shown(x)}"
+        )
     return int(x.shape[0])
 
 
@@ -112,10 +109,9 @@ def replica_rows(rows: int, parts: int, part: int) -> slice:
         ShapeError: If `rows` is negative.
         RankError: If there is no such part.
     """
-    if rows < 0:
-        raise ShapeError(f"a batch cannot have {rows} rows")
-    if not 0 <= part < parts:
-        raise RankError(f"there are the parts 0 to {parts - 1}, got {part}")
+    rows = as_int(rows, "rows", ShapeError, least=0)
+    parts = as_int(parts, "parts", RankError, least=1)
+    part = as_int(part, "part", RankError, least=0, most=parts - 1)
     base, more = divmod(rows, parts)
     start = part * base + min(part, more)
     return slice(start, start + base + (part < more))
@@ -134,9 +130,7 @@ def microbatch_rows(rows: int, num_microbatches: int) -> tuple[slice, ...]:
         ScheduleError: If `num_microbatches` is less than 1.
         ShapeError: If `rows` is negative.
     """
-    count = min(check_microbatches(num_microbatches), rows)
-    if rows < 0:
-        raise ShapeError(f"a batch cannot have {rows} rows")
+    count = min(check_microbatches(num_microbatches), as_int(rows, "rows", ShapeError, least=0))
     if count <= 1:
         return (slice(0, rows),)
     size = -(-rows // count)

@@ -1,4 +1,4 @@
-"""What data and pipeline parallelism have in common for their users."""
+"""The base of data and pipeline parallelism for their users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpimesh.arrays import Array, to_numpy
 from mpimesh.errors import ModuleError
 from mpimesh.nn import Parameter
 from mpimesh.nn.protocol import set_training
-from mpimesh.nn.state import check_shape, load_values
+from mpimesh.nn.state import check_shape, check_state, load_values
 from mpimesh.optim import clip_grad_norm
 from mpimesh.parallel.arguments import Arguments
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
@@ -75,6 +75,7 @@ class ParallelModel:
             repeats=(engine.data,),
             scope=engine.scope,
             sums=engine.buckets.sums is not None,
+            limit=max_norm if engine.mesh.settings.checks else None,
         )
         copies = [*engine.ties.copies, *engine.tensor.copies(parameters)]
         limit = 1.0 if problem else max_norm  # where there is one, all_sum raises
@@ -133,24 +134,21 @@ class ParallelModel:
     def full_state_dict(self) -> dict[str, Array]:
         """Return the values of the whole model on every rank, as host arrays. Collective.
 
-        To go on with a training another day as if it had not ended, save with them :attr:`step`,
-        the optimizer's state, and the state of its :class:`~mpimesh.optim.LossScaler` if it has
-        one. What dropout draws depends on the step, so that without it the masks begin anew.
+        To go on with a training another day as if it had not ended, save with them the state of
+        the :class:`ParallelOptimizer`, which has :attr:`step`, and that of its
+        :class:`~mpimesh.optim.LossScaler` if it has one. With a plain optimizer save
+        :attr:`step`, too: what dropout draws depends on it.
 
         Example:
-            >>> saved = {
-            ...     "model": model.full_state_dict(),
-            ...     "step": model.step,
-            ...     "optimizer": optimizer.full_state_dict(),
-            ...     "scaler": scaler.state_dict(),
-            ... }
+            >>> if mesh.rank == 0:  # each a flat dict, which np.savez writes without pickle
+            ...     np.savez("model.npz", **values)
+            ...     np.savez("optimizer.npz", **state)
 
-            And on any other mesh:
+            with ``values = model.full_state_dict()`` and ``state = optimizer.full_state_dict()``
+            of all ranks. And on any other mesh:
 
-            >>> model.load_state_dict(saved["model"])
-            >>> model.step = saved["step"]
-            >>> optimizer.load_state_dict(saved["optimizer"])
-            >>> scaler.load_state_dict(saved["scaler"])
+            >>> model.load_state_dict(np.load("model.npz"))
+            >>> optimizer.load_state_dict(np.load("optimizer.npz"))
 
         Cost:
             Two broadcasts for each parameter, over the stages; and an all-gather of what is split.
@@ -175,8 +173,7 @@ class ParallelModel:
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy values into this rank's parameters; all of them or, on an error, none. Local.
 
-        The number of steps is no part of a state: to resume a training, set :attr:`step`, too; see
-        :meth:`full_state_dict`.
+        The number of steps is no part of it, but of the optimizer's: see :meth:`full_state_dict`.
 
         Shapes:
             state[name]: that of the parameter. `state` holds the whole model.
@@ -187,6 +184,8 @@ class ParallelModel:
             DTypeError: If values are no numbers.
         """
         engine = self._engine
+        engine.check_ready()
+        check_state(state)
         expected = dict(engine.named_parameters(everywhere=True))
         if expected.keys() != state.keys():
             missing, unknown = expected.keys() - state.keys(), state.keys() - expected.keys()
@@ -198,12 +197,14 @@ class ParallelModel:
             check_shape(name, whole_shape(parameter), state[name])
         mine = dict(engine.named_parameters())
         load_values(mine, {name: local_part(name, one, state[name]) for name, one in mine.items()})
+        engine.first_values = True
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which steps add up gradients without reducing them.
 
         For all but the last of several steps whose gradients belong together; on all ranks alike.
         """
+        self._engine.check_ready()
         return self._engine.no_sync()
 
     def parameters(self) -> list[Parameter]:
@@ -219,6 +220,7 @@ class ParallelModel:
 
         Steps do so by themselves, so it is never needed before one.
         """
+        self._engine.check_ready()
         self._engine.buckets.forget()
 
     @property
@@ -235,14 +237,18 @@ class ParallelModel:
     def step(self) -> int:
         """Number of training steps done; set it, on all ranks, when training resumes.
 
-        No state has it. What dropout draws depends on it: where it starts from 0 again, the masks
-        of the first steps come again.
+        A state of a :class:`ParallelOptimizer` sets it. What dropout draws depends on it: where it
+        starts from 0 again, the masks of the first steps come again. So the first step with an
+        optimizer that has done steps is refused until it is set.
+
+        Raises:
+            ModuleError: If it is set to something else than a whole number of at least 0.
         """
         return self._engine.step
 
     @step.setter
     def step(self, value: int) -> None:
-        self._engine.step = value
+        self._engine.set_step(value)
 
     def is_training(self) -> bool:
         """Tell whether the model is in training mode, as it is at first."""

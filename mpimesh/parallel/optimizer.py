@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import shape_of, shown
 from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.optim import LossScaler, Optimizer
@@ -24,7 +25,7 @@ from mpimesh.parallel.optimizer_checks import (
     why_no_step,
 )
 from mpimesh.parallel.optimizer_loading import agree_states
-from mpimesh.parallel.optimizer_state import full_states
+from mpimesh.parallel.optimizer_state import flat_state, full_states
 from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, agreed
@@ -109,12 +110,17 @@ class ParallelOptimizer:
         scaler: LossScaler | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
+        if not isinstance(model, ParallelModel):
+            raise ModuleError(
+                f"model must be a DataParallel or a PipelineParallel, got {shown(model)}"
+            )
         self._engine = engine = model._engine
+        engine.check_ready()
         given: Any = optimizer  # what is none is refused below, on all ranks
-        self._single = not isinstance(given, Iterable)
+        self._single = not isinstance(given, Iterable) or shape_of(given) == ()
         self._optimizers: tuple[Optimizer, ...] = (given,) if self._single else tuple(given)
         self._who = f"rank {engine.mesh.rank}"
-        self._zero = zero
+        self._zero = zero  # what is neither 0 nor 1 is refused below, too
         self._scaler = scaler
         self._agreeing = engine.scope if group is None else group
         self._clipped: tuple[int | None, float] | None = None
@@ -134,18 +140,23 @@ class ParallelOptimizer:
 
     @property
     def scaler(self) -> LossScaler | None:
-        """What scales the losses."""
+        """The scaler of the losses."""
         return self._scaler
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by now."""
+        """The factor that losses are multiplied by now."""
         return 1.0 if self._scaler is None else self._scaler.scale
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out because a gradient had overflowed."""
+        """Number of steps that were left out because a gradient had overflowed."""
         return 0 if self._scaler is None else self._scaler.skipped_steps
+
+    @property
+    def steps(self) -> int:
+        """The largest number of steps of any parameter on this rank."""
+        return max(one.steps for one in self._optimizers)
 
     @property
     def lr(self) -> float:
@@ -229,6 +240,7 @@ class ParallelOptimizer:
             (engine.tensor.group, engine.pipe, *divided),
             repeats=repeats,
             scope=engine.scope,
+            limit=max_norm if engine.mesh.settings.checks else None,
         )
         norm = math.sqrt(squares) / self.loss_scale if squares >= 0 else math.nan
         self._clipped = (sums, max_norm / norm if max_norm < norm < math.inf else 1.0)
@@ -238,8 +250,8 @@ class ParallelOptimizer:
         """Return the state of this rank's whole parameters. Collective over the replicas.
 
         The same as that of the optimizers without this object, so either loads the other's, on
-        any number of replicas; :meth:`full_state_dict` fits other stages and splits, too. The
-        scaler has a state of its own.
+        any number of replicas; :meth:`full_state_dict` fits other stages and splits, too, and has
+        the model's count of steps. The scaler has a state of its own.
 
         Returns:
             The state of the optimizer; a list of states if a list of them was given.
@@ -252,15 +264,24 @@ class ParallelOptimizer:
         states = self._pieces.states()
         return states[0] if self._single else states
 
-    def full_state_dict(self) -> Any:
+    def full_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model's parameters, on every rank. Collective.
 
-        Over all ranks that hold parts of the model. As ``params`` it has a dict: by the name of the
-        parameter in the whole model its count of steps and host arrays of its whole shape. It
-        fits the model on any mesh: other replicas, stages and splits of layers, `zero` or not.
+        Over all ranks that hold parts of the model. It fits the model on any mesh: other replicas,
+        stages and splits of layers, `zero` or not.
 
         Returns:
-            The state of the optimizer; a list of states if a list of them was given.
+            One flat dict of host arrays, numbers and a text, which ``np.savez`` writes without
+            pickle and ``np.load`` reads: ``"step"``, the model's count of steps; ``"optimizer"``,
+            the name of its class, and its numbers; and for each parameter, by its name in the
+            whole model, ``"params/NAME/steps"`` and arrays of its whole shape such as
+            ``"params/NAME/mean"``. Where a list of optimizers was given, all but ``"step"``
+            begin with the number of the optimizer, as ``"0/lr"``.
+
+        Example:
+            >>> np.savez("optimizer.npz", **optimizer.full_state_dict())
+            >>> with np.load("optimizer.npz") as state:
+            ...     optimizer.load_state_dict(state)
 
         Cost:
             That of :meth:`state_dict`; then two broadcasts for each array, over the stages, and an
@@ -268,13 +289,14 @@ class ParallelOptimizer:
         """
         self._engine.check_ready()
         states = full_states(self._engine, self._owned, self._pieces.states())
-        return states[0] if self._single else states
+        return flat_state(states, self._engine.step, single=self._single)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Take over a state; all of it or, on an error on any rank, nothing. Collective.
 
         Over the ranks that step together. What :meth:`state_dict` gave fits any number of replicas,
-        which all load the same; what :meth:`full_state_dict` gave fits any mesh.
+        which all load the same; what :meth:`full_state_dict` gave fits any mesh, and may come from
+        ``np.load``. The model's count of steps is taken over, too, if it is in the state.
 
         Raises:
             ModuleError: On every rank, if a state is of other optimizers, or lacks something, or
@@ -286,12 +308,16 @@ class ParallelOptimizer:
         Cost:
             Three exchanges of small texts; with replicas, reading the whole state once.
         """
-        self._cut(agree_states(self._engine, self._owned, state))
+        held, step = agree_states(self._engine, self._owned, state)
+        self._cut(held)
+        if step is not None:
+            self._engine.set_step(step)
 
     # -- local -------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         """Forget the gradients; those of steps under ``no_sync``, too. Local."""
+        self._engine.check_ready()
         self._engine.buckets.forget()
 
     def __repr__(self) -> str:
@@ -382,7 +408,9 @@ class ParallelOptimizer:
 
     def _checked_rule(self) -> str:
         """Return what must be alike on all ranks, if all is well."""
-        problem = problem_with(self._optimizers, self._engine, self._zero, self._agreeing)
+        problem = problem_with(
+            self._optimizers, self._engine, self._zero, self._scaler, self._agreeing
+        )
         if problem:
             raise ModuleError(f"ParallelOptimizer: {problem}")
         kinds = ", ".join(type(one).__name__ for one in self._optimizers)

@@ -1,4 +1,4 @@
-"""What a ParallelOptimizer asks of its optimizers and of gradients; first what is local."""
+"""Checks of a ParallelOptimizer's optimizers and gradients; first those that are local."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpimesh.arguments import shown
 from mpimesh.arrays import Array, namespace
 from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.nn import Parameter
-from mpimesh.optim import Optimizer
+from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.runtime import ProcessGroup
@@ -30,11 +31,19 @@ _OPTIMIZERS = "the optimizers"
 
 
 def problem_with(
-    optimizers: Sequence[object], engine: Engine, zero: object, group: ProcessGroup
+    optimizers: Sequence[object],
+    engine: Engine,
+    zero: object,
+    scaler: object,
+    group: object,
 ) -> str:
     """Say why these cannot train a model; empty if they can."""
-    if zero not in (0, 1):
-        return f"zero must be 0 or 1: other stages of ZeRO are not there, got {zero!r}"
+    if not isinstance(zero, int) or zero not in (0, 1):
+        return f"zero must be 0 or 1: other stages of ZeRO are not there, got {shown(zero)}"
+    if scaler is not None and not isinstance(scaler, LossScaler):
+        return f"scaler must be a LossScaler or None, got {shown(scaler)}"
+    if not isinstance(group, ProcessGroup):
+        return f"group must be a group of ranks, as mesh.group() gives, got {shown(group)}"
     together = set(engine.scope.ranks)
     if not together <= set(group.ranks):
         return (
@@ -53,7 +62,9 @@ def problem_with(
                     f"{kind} of PyTorch cannot be divided among ranks; use an optimizer of "
                     "mpimesh.optim, such as mm.optim.Adam(model.parameters())"
                 )
-            return f"it takes optimizers of mpimesh.optim, got {type(one).__name__}"
+            return (
+                f"optimizer must be of mpimesh.optim, or a list of such, got {type(one).__name__}"
+            )
         if zero and not one.elementwise:
             return (
                 f"{type(one).__name__} does not change each element by itself, so that ranks "
@@ -62,7 +73,7 @@ def problem_with(
         problem = _foreign(one.params, known, seen)
         if problem:
             return problem
-    return "" if optimizers else "it takes at least one optimizer"
+    return "" if optimizers else "optimizer must be at least one, got none"
 
 
 def _foreign(parameters: Sequence[Parameter], known: set[int], seen: set[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from mpimesh.errors import MismatchError, ModuleError, MpimeshError
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
 from mpimesh.parallel.optimizer_checks import difference, raise_together
-from mpimesh.parallel.optimizer_state import local_states
+from mpimesh.parallel.optimizer_state import local_states, nested_states
 from mpimesh.runtime.digest import digest_text
 
 __all__ = ["agree_states"]
@@ -20,10 +20,13 @@ __all__ = ["agree_states"]
 _WHAT = "load_state_dict of the optimizer"
 
 
-def agree_states(engine: Engine, owned: Sequence[Owned], state: Any) -> tuple[HeldState, ...]:
+def agree_states(
+    engine: Engine, owned: Sequence[Owned], state: Any
+) -> tuple[tuple[HeldState, ...], int | None]:
     """Return states of whole parameters, if they fit on every rank and replicas have the same.
 
-    Collective over the ranks that step together.
+    Collective over the ranks that step together. With them comes the model's count of steps, if
+    it is in the state.
 
     Args:
         engine: The model.
@@ -38,13 +41,15 @@ def agree_states(engine: Engine, owned: Sequence[Owned], state: Any) -> tuple[He
     """
     problem: MpimeshError | None = None
     held: tuple[HeldState, ...] = ()
+    step: int | None = None
     try:
-        held = whole_states(owned, local_states(engine, owned, _several(state, len(owned))))
+        states, step = nested_states(state, len(owned))
+        held = whole_states(owned, local_states(engine, owned, states))
     except MpimeshError as error:
         problem = error
     raise_together(engine.scope, problem, ModuleError, what=_WHAT)
     replicas = engine.data
-    texts = _texts(engine, owned, held) if replicas.size > 1 else []
+    texts = [f"step {step}", *_texts(engine, owned, held)] if replicas.size > 1 else []
     rows = difference(texts, replicas, what=_WHAT)
     if rows:
         problem = MismatchError(
@@ -52,27 +57,7 @@ def agree_states(engine: Engine, owned: Sequence[Owned], state: Any) -> tuple[He
             f"changed, as they have\n{rows}"
         )
     raise_together(engine.scope, problem, MismatchError, what=_WHAT)
-    return held
-
-
-def _several(state: Any, count: int) -> list[Any]:
-    """Return the state of each optimizer.
-
-    Raises:
-        ModuleError: If there are more or less.
-    """
-    if isinstance(state, Mapping):
-        states = [state]
-    elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
-        states = list(state)
-    else:
-        raise ModuleError(
-            "a state is a dict as state_dict() gives, or a list of them for a list of "
-            f"optimizers, got {type(state).__name__}"
-        )
-    if len(states) != count:
-        raise ModuleError(f"got {len(states)} states for {count} optimizers")
-    return states
+    return held, step
 
 
 def _texts(engine: Engine, owned: Sequence[Owned], held: Sequence[HeldState]) -> list[str]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count as count_up
+from itertools import takewhile
 from typing import Any
 
+import numpy as np
+
+from mpimesh.arguments import as_int, shown
 from mpimesh.arrays import to_numpy
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.optim.state_checks import check_arrays, check_steps
@@ -14,7 +19,9 @@ from mpimesh.parallel.tensor.model import local_part
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
 
-__all__ = ["full_states", "local_states"]
+__all__ = ["flat_state", "full_states", "local_states", "nested_states"]
+
+_PARAMS = "params/"
 
 
 def full_states(
@@ -78,6 +85,81 @@ def local_states(
         else state
         for one, state in zip(owned, states, strict=True)
     ]
+
+
+def flat_state(states: Sequence[Mapping[str, Any]], step: int, *, single: bool) -> dict[str, Any]:
+    """Return states by name as one dict of arrays, numbers and texts. Local.
+
+    Args:
+        states: What :func:`full_states` gave.
+        step: The model's count of steps.
+        single: Whether there is one optimizer, not a list of them.
+    """
+    flat: dict[str, Any] = {"step": step}
+    for number, state in enumerate(states):
+        prefix = "" if single else f"{number}/"
+        for name, value in state.items():
+            if name != "params":
+                flat[prefix + name] = np.array(value) if isinstance(value, tuple) else value
+        for name, own in state["params"].items():
+            flat |= {f"{prefix}{_PARAMS}{name}/{key}": value for key, value in own.items()}
+    return flat
+
+
+def nested_states(state: Any, count: int) -> tuple[list[Any], int | None]:
+    """Return the state of each optimizer, and the model's count of steps, if it is there. Local.
+
+    Args:
+        state: A state or a list of them, nested or flat, as users load them.
+        count: The number of optimizers.
+
+    Raises:
+        ModuleError: If there are more or less, or it is no state, or 'step' no count.
+    """
+    if isinstance(state, Mapping) and "params" not in state:
+        given = {str(key): _plain(state[key]) for key in state}
+        numbered = map("{}/".format, count_up())
+        prefixes = [*takewhile(lambda prefix: f"{prefix}optimizer" in given, numbered)]
+        states: list[Any] = [_nested(given, prefix) for prefix in prefixes or [""]]
+        if prefixes and "step" in given:
+            states[0]["step"] = given["step"]
+    elif isinstance(state, Mapping):
+        states = [state]
+    elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
+        states = list(state)
+    else:
+        raise ModuleError(
+            "state must be a dict as state_dict() or full_state_dict() gives, or a list of them "
+            f"for a list of optimizers, got {shown(state)}"
+        )
+    if len(states) != count:
+        raise ModuleError(f"state is of {len(states)} optimizers, and there are {count}")
+    steps = [one["step"] for one in states if isinstance(one, Mapping) and "step" in one]
+    step = as_int(steps[0], "'step' in state", ModuleError, least=0) if steps else None
+    return [
+        {key: one[key] for key in one if key != "step"} if isinstance(one, Mapping) else one
+        for one in states
+    ], step
+
+
+def _nested(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the state of one optimizer out of a flat one."""
+    state: dict[str, Any] = {"params": {}}
+    for key, value in flat.items():
+        if not key.startswith(prefix):
+            continue
+        own = key.removeprefix(prefix)
+        if own.startswith(_PARAMS):
+            name, _, what = own.removeprefix(_PARAMS).rpartition("/")
+            state["params"].setdefault(name, {})[what] = value
+        else:
+            state[own] = tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+    return state
+
+
+def _plain(value: Any) -> Any:
+    """Return what np.load gives for a number or a text as that; arrays as they are."""
+    return value.item() if isinstance(value, np.ndarray) and not value.shape else value
 
 
 def _local_state(engine: Engine, owned: Owned, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a rank sends to the stages of other ranks in one step.
+"""A rank's sends to the stages of other ranks in one step.
 
 Messages take the arrays as the layers made them, and keep them until they are gone.
 At most a window of them is unfinished, so that a fast stage does not fill the memory of

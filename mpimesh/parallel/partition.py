@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpimesh.arguments import as_items
 from mpimesh.errors import ScheduleError
 from mpimesh.nn import Sequential, SupportsLayer
 from mpimesh.parallel.layer_costs import describe_layers, flat_layers
@@ -67,9 +68,7 @@ def _cut(times: Any, num_layers: int, num_stages: int) -> Partition:
     message_s: Any = 0
     if isinstance(times, Costs):
         times, message_s = times.total_s, times.message_s
-    if not isinstance(times, Iterable):
-        raise ScheduleError(f"times must be one number for each layer, got {times!r}")
-    layer_s = tuple(times)
+    layer_s = as_items(times, "times", ScheduleError, wanted="one number for each layer")
     if len(layer_s) != num_layers:
         raise ScheduleError(
             f"times must be one number for each of {num_layers} layers, got {len(layer_s)}"

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import as_flag, as_int
+from mpimesh.errors import ScheduleError
 from mpimesh.nn import Sequential, SupportsLayer
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
-from mpimesh.parallel.groups import group_along
+from mpimesh.parallel.groups import group_along, live_mesh
 from mpimesh.parallel.layer_costs import REPEATS, measure_layers
+from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.partition import partition_layers
 from mpimesh.parallel.pipeline_steps import PipelineSteps
 from mpimesh.parallel.plans import ScheduleLike
@@ -123,13 +126,20 @@ class PipelineParallel(PipelineSteps):
         broadcast: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
+        pipe, data = group_along(mesh, dim, "pp"), group_along(mesh, data_dim, "dp")
         others = set(mesh.dim_names) - {dim, data_dim}
+        advice = (
+            ""
+            if mesh.contains_dim(dim)
+            else f"; the mesh {mesh.dims_text} has no dim {dim!r}, so that all stages lie on one "
+            "rank: name the dim of the stages by dim=, or make the mesh with one, as in 'pp=2'"
+        )
         self._engine = Engine(
             stages,
             mesh,
             scope=mesh.group(),
-            pipe=group_along(mesh, dim, "pp"),
-            data=group_along(mesh, data_dim, "dp"),
+            pipe=pipe,
+            data=data,
             counts_loss=not any(mesh.coord(other) for other in others),
             options=Options(
                 num_microbatches=num_microbatches,
@@ -142,6 +152,7 @@ class PipelineParallel(PipelineSteps):
                 overlap=overlap,
                 broadcast=broadcast,
                 tracer=tracer,
+                advice=advice,
             ),
         )
 
@@ -205,7 +216,7 @@ class PipelineParallel(PipelineSteps):
             num_stages,
             times=times,
             x=x,
-            scope=mesh.group(),
+            scope=live_mesh(mesh).group(),
             measure=lambda: measure_layers(
                 layers,
                 x,
@@ -226,6 +237,7 @@ class PipelineParallel(PipelineSteps):
 
     def stage(self, number: int) -> PipelineStage | None:
         """Return a stage, None if there is none of that number. It may have no memory here."""
+        number = as_int(number, "number", ScheduleError)
         return self._engine.stages[number] if 0 <= number < self.num_stages else None
 
     @property
@@ -236,7 +248,8 @@ class PipelineParallel(PipelineSteps):
     def schedule(self, num_microbatches: int | None = None, *, training: bool = True) -> Schedule:
         """Return what all ranks of a pipeline do in a step, without messages."""
         count = self.num_microbatches if num_microbatches is None else num_microbatches
-        return self._engine.plans.schedule(count, training=training)
+        training = as_flag(training, "training", ScheduleError)
+        return self._engine.plans.schedule(check_microbatches(count), training=training)
 
     def step_report(self) -> StepReport | None:
         """Compare the last :meth:`train_step` with what its schedule lets expect. Collective.

@@ -1,10 +1,12 @@
-"""What one rank does in a step, worked out once for each number of microbatches."""
+"""One rank's plan of a step, worked out once for each number of microbatches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from mpimesh.arguments import shown
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import (
     Action,
@@ -176,15 +178,20 @@ class Plans:
         return self._proved[key]
 
     def _training(self, num_microbatches: int) -> Schedule:
-        given = self._schedule
-        if isinstance(given, Schedule):
-            made = given
-        elif isinstance(given, str):
+        given: Any = self._schedule  # of whatever kind
+        made: Any = given
+        if isinstance(given, str):
             made = make_schedule(
                 given, self._num_stages, num_microbatches, num_ranks=self._num_ranks
             )
-        else:
+        elif callable(given) and not isinstance(given, type):
             made = given(self._num_stages, num_microbatches)
+        if not isinstance(made, Schedule):
+            gave = "" if made is given else f" that gives {shown(made)}"
+            raise ScheduleError(
+                "schedule must be the name of one, such as '1f1b', a Schedule, or a function of "
+                f"the numbers of stages and microbatches that gives one, got {shown(given)}{gave}"
+            )
         if made.num_stages != self._num_stages:
             raise ScheduleError(
                 f"schedule {made.name} is for {made.num_stages} stages, but there are "

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NoReturn
 
 from mpimesh import errors
+from mpimesh.arguments import rank_names
 from mpimesh.errors import ModuleError, MpimeshError, on_all_ranks
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import exchange
 
-__all__ = ["raise_refusal", "rank_list"]
+__all__ = ["raise_refusal"]
 
 
 def raise_refusal(group: ProcessGroup, problem: MpimeshError | None, *, what: str) -> NoReturn:
@@ -35,11 +35,6 @@ def raise_refusal(group: ProcessGroup, problem: MpimeshError | None, *, what: st
         if one:
             by_text.setdefault(one[1], []).append(rank)
     error: MpimeshError = getattr(errors, kinds[0], ModuleError)(
-        "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in by_text.items())
+        "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items())
     )
     raise on_all_ranks(error)
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """Return these ranks in words."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -18,7 +18,7 @@ from mpimesh.arrays import DType, HostArray
 __all__ = ["KEPT_STEPS", "SlotPool"]
 
 KEPT_STEPS = 16
-"""How many steps a slot waits to be used again."""
+"""Number of steps that a slot waits to be used again."""
 
 
 class _Slot:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self
 
+from mpimesh.arguments import as_int, as_items
 from mpimesh.errors import ScheduleError
 from mpimesh.nn import Sequential, SupportsLayer
 
@@ -49,9 +50,7 @@ class PipelineStage(Sequential):
         self, stage_id: int, *, inputs: Iterable[str] = (), skips: Iterable[int] = ()
     ) -> None:
         super().__init__()
-        if not isinstance(stage_id, int) or isinstance(stage_id, bool) or stage_id < 0:
-            raise ScheduleError(f"stage_id must be a whole number of at least 0, got {stage_id!r}")
-        self._stage_id = stage_id
+        self._stage_id = stage_id = as_int(stage_id, "stage_id", ScheduleError, least=0)
         self._inputs = _names(inputs)
         self._skips = _sources(stage_id, skips)
 
@@ -98,7 +97,7 @@ class PipelineStage(Sequential):
 
 
 def _names(inputs: Iterable[str]) -> tuple[str, ...]:
-    names = tuple(inputs)
+    names = as_items(inputs, "inputs", ScheduleError, wanted="names, as in inputs=('mask',)")
     bad = isinstance(inputs, str) or not all(isinstance(name, str) and name for name in names)
     if bad or len(set(names)) < len(names):
         raise ScheduleError(
@@ -108,7 +107,7 @@ def _names(inputs: Iterable[str]) -> tuple[str, ...]:
 
 
 def _sources(stage_id: int, skips: Iterable[int]) -> tuple[int, ...]:
-    sources = tuple(skips)
+    sources = as_items(skips, "skips", ScheduleError, wanted="numbers of stages")
     if any(type(source) is not int or not 0 <= source < stage_id - 1 for source in sources) or (
         len(set(sources)) < len(sources)
     ):
@@ -117,7 +116,7 @@ def _sources(stage_id: int, skips: Iterable[int]) -> tuple[int, ...]:
             if stage_id > 1
             else "cannot be: no stage is before the one that it gets its input from"
         )
-        raise ScheduleError(f"skips of stage {stage_id} {rule}; got {sources!r}")
+        raise ScheduleError(f"skips of stage_id {stage_id} {rule}; got {sources!r}")
     return tuple(sorted(sources))
 
 

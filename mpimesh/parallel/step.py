@@ -111,13 +111,13 @@ class Step:
         """Do all of the step but the optimizer's."""
         engine = self._engine
         problem = self._look_at_arguments()
-        self._header = StepHeader(engine.scope, self._given, self._names)
+        self._header = StepHeader(engine.scope, self._given, self._names, engine.places)
         engine.tensor.begin(self._look)
         engine.why_no_step = _UNDER_WAY
         try:
             loss = self._end(self._try(problem))
         except BaseException as error:
-            if getattr(error, "agreed", False):
+            if getattr(error, "agreed", False) and not self._header.is_alone:
                 engine.why_no_step = ""
                 raise
             # Without an agreement with the other ranks, such as after Ctrl-C.
@@ -288,6 +288,7 @@ class Step:
             with engine.tracer.span(GRADIENTS, "wait"):
                 engine.buckets.synchronize()
             engine.step += 1
+            engine.first_values = False
         return float(status[1]) / engine.loss_scale
 
     def _agreed(self) -> bool:
@@ -295,6 +296,8 @@ class Step:
         try:
             self._header.read()
         except MpimeshError:  # on all ranks alike
+            if self._header.is_alone:
+                raise
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""What happened in a pipeline's last step of training, beside what its schedule lets expect."""
+"""Report on a pipeline's last step of training, beside what its schedule lets expect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepReport:
 
     @property
     def overhead_s(self) -> float:
-        """What a rank spent on an action beside computing and waiting, in the mean."""
+        """Seconds that a rank spent on an action beside computing and waiting, in the mean."""
         return action_overhead_s(self.measured)
 
     def to_svg(self) -> str:

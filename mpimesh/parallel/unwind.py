@@ -11,6 +11,7 @@ from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.failure import Failure, agreed_error
 from mpimesh.parallel.header import Given, disagreement
 from mpimesh.parallel.inbox import Inbox, take_in
+from mpimesh.parallel.microbatch import replica_rows
 from mpimesh.parallel.outbox import Outbox
 from mpimesh.runtime.agreement import exchange
 
@@ -19,7 +20,7 @@ __all__ = ["Note", "unwind"]
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a rank tells the others at the end of a failed step.
+    """A rank's note to the others at the end of a failed step.
 
     Attributes:
         given: What it was given for the step.
@@ -90,9 +91,31 @@ def _to_me(engine: Engine, notes: list[dict[str, Any]]) -> dict[tuple[int, int],
     }
 
 
+def _batch_cure(engine: Engine, given: list[Given]) -> str:
+    """Say what to do where each rank was given rows of its own."""
+    data = engine.data
+    rows = next((one.rows for one in given if one.rows), None)
+    if data.size == 1 or rows is None:
+        return ""
+    spans = [replica_rows(rows, data.size, place) for place in range(min(data.size, 4))]
+    taken = ", ".join(f"{one.start}:{one.stop}" for one in spans)
+    more = ", ..." if data.size > len(spans) else ""
+    return (
+        f"of a batch of {rows} rows the replicas along {data.name!r} take rows {taken}{more}; if "
+        "each rank has read rows of its own, put them together first, x as well as target: "
+        f'x = mm.DTensor.from_local(x, mesh, "{data.name}=S0").full()'
+    )
+
+
 def _agreed(engine: Engine, notes: list[dict[str, Any]]) -> MpimeshError:
     """Return the same error on every rank: that they were at odds, or what failed."""
-    error = disagreement([Given(**note["given"]) for note in notes], engine.scope.ranks)
+    given = [Given(**note["given"]) for note in notes]
+    error = disagreement(
+        given,
+        engine.scope.ranks,
+        batch_cure=_batch_cure(engine, given),
+        first=engine.first_values,
+    )
     if error is None:
         return agreed_error([Failure(**note["failure"]) for note in notes if note["failure"]])
     return on_all_ranks(error)

@@ -1,4 +1,4 @@
-"""What both directions of a pipeline's messages need in one step.
+"""The parts that both directions of a pipeline's messages need in one step.
 
 An activation or gradient goes from rank to rank in one of two ways. Between ranks of a node, from
 a size on, the receiver reads it in place: what is sent is a *ticket* of a few bytes, see

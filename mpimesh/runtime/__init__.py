@@ -1,7 +1,7 @@
 """The live part: the world of ranks, meshes, groups, and results to come."""
 
 from mpimesh.runtime.device_mesh import DeviceMesh
-from mpimesh.runtime.exit_all import exit_all
+from mpimesh.runtime.failure import exit_all
 from mpimesh.runtime.group import ProcessGroup
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.launch import Launch

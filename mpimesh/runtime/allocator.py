@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, SupportsIndex
 
-import numpy as np
-
+from mpimesh.arguments import MOST, shown
 from mpimesh.arrays import DType, HostArray, aligned_bytes, refuse_objects
+from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.errors import DTypeError, ShapeError
 
 __all__ = ["aligned_empty", "array_shape"]
@@ -63,12 +63,17 @@ def array_shape(
             )
     except TypeError:
         raise ShapeError(
-            f"a shape is a whole number or a row of whole numbers, got {shape!r}"
+            f"a shape is a whole number or a row of whole numbers, got {shown(shape)}"
         ) from None
     if sizes and min(sizes) < 0:
         raise ShapeError(f"sizes of an array must not be negative, got {sizes}")
-    kind = np.dtype(dtype)
+    kind = as_dtype(dtype)
     refuse_objects(kind)
     if not kind.itemsize:
         raise DTypeError(f"elements of dtype {kind} have no bytes; give their length, as in 'S8'")
+    if math.prod(filter(None, sizes)) * kind.itemsize > MOST:
+        raise ShapeError(
+            f"an array of shape {shown(sizes)} and dtype {kind} has more bytes than an address "
+            "can count"
+        )
     return sizes, kind

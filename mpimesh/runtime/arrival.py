@@ -1,4 +1,4 @@
-"""What comes by one operation whose size only the sender knows."""
+"""The arrival of one operation whose size only the sender knows."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpimesh.arguments import as_time
 from mpimesh.errors import CollectiveTimeoutError, GroupError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
@@ -46,15 +47,11 @@ class Barriers(GroupCore):
         Cost:
             ``log2(n) * latency_s``; with a limit, n-1 messages of 8 bytes from each of n ranks.
         """
-        if timeout_s is None:
+        limit_s = as_time(timeout_s, "timeout_s of a barrier", GroupError)
+        if limit_s is None:
             self.start_barrier(label=label).resolve()
-        elif not isinstance(timeout_s, int | float) or not timeout_s >= 0:
-            raise GroupError(
-                "timeout_s of a barrier is a number of seconds from 0 on, or None, "
-                f"got {timeout_s!r}"
-            )
         else:
-            self._roll_call(timeout_s, label)
+            self._roll_call(limit_s, label)
 
     def _roll_call(self, timeout_s: float, label: str | None) -> None:
         rank = self._member("barrier")
@@ -85,12 +82,15 @@ class Barriers(GroupCore):
             unsent = [send for send in sends if not send.test()]
             return not receives and not unsent
 
-        if self.progress.wait_until(communicator, all_here, what=call, timeout_s=timeout_s):
-            return
+        try:
+            if self.progress.wait_until(communicator, all_here, what=call, timeout_s=timeout_s):
+                return
+        except BaseException:
+            self.abandon(number, heard, receives, sends)
+            raise
         # A rank that comes later still looks for what this one has sent.
         unsent = [send for send in sends if not send.test()]
-        if unsent:
-            self._context.world.abandoned.append((number, unsent))
+        self.abandon(number, unsent)
         missing = sorted(peer for peer, receive in receives.items() if receive.cancel())
         if not missing:  # the last one came in this moment
             return

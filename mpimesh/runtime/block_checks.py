@@ -40,4 +40,4 @@ def compare_blocks(
         f"which sends {tuple(came[source].tolist())}"
         for source in wrong[:2]
     )
-    yield from compare(communicator, call, "blocks", with_site=False, note=note)
+    yield from compare(communicator, call, "blocks", note=note)

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Sequence
 from itertools import accumulate
 
+from mpimesh.arguments import shown
 from mpimesh.arrays import Array, namespace
 from mpimesh.errors import ShapeError
 
@@ -34,7 +35,7 @@ def normal_axis(axis: int, ndim: int, *, what: str = "axis") -> int:
 
 
 class Blocks:
-    """How an array of `shape` falls into blocks along `axis`.
+    """The cut of an array of `shape` into blocks along `axis`.
 
     Args:
         shape: The whole array's shape.
@@ -134,6 +135,6 @@ def check_sizes(sizes: Sequence[int], parts: int) -> list[int]:
     if len(plain) != parts or any(size < 0 for size in plain):
         raise ShapeError(
             f"sizes must hold one size of at least 0 for each of the {parts} ranks of the group, "
-            f"got {sizes!r}"
+            f"got {shown(sizes)}"
         )
     return plain

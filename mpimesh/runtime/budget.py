@@ -17,7 +17,7 @@ __all__ = ["Budget", "Late", "admit", "excess", "spend"]
 
 
 class Budget:
-    """What the operations of a section may receive on this rank; made by `DeviceMesh.budget`.
+    """A limit on what a section receives on this rank; made by `DeviceMesh.budget`.
 
     A context manager, to be entered once. Of nested ones each counts its own section.
 

@@ -1,23 +1,25 @@
-"""What a rank called, where, and with what: for messages, checks and reports."""
+"""Calls of a rank, with their places and arguments: for messages, checks and reports."""
 
 from __future__ import annotations
 
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from mpimesh.runtime.digest import digest_bits
+from mpimesh.transport.signatures import Signatures
 
-__all__ = ["Call", "Site", "call_site", "site_line", "site_text"]
+__all__ = ["Call", "Message", "Site", "call_site", "call_stack", "site_line", "site_text"]
 
 Site = tuple[CodeType, int]
 """A place in a program: the code object and the offset of the instruction in it."""
 
-_PACKAGE = __name__.split(".", 1)[0] + "."
+_PACKAGES = (__name__.split(".", 1)[0] + ".", "numpy.")
+"""Operators of a split array come by NumPy's mixin."""
 
 
 def call_site(depth: int = 1) -> Site:
-    """Return the innermost place outside mpimesh on the stack.
+    """Return the innermost place outside mpimesh and NumPy on the stack.
 
     Costs a walk over a few frames. The line number is worked out only when it
     is shown.
@@ -26,7 +28,7 @@ def call_site(depth: int = 1) -> Site:
         depth: How many callers are known to be mpimesh's own.
     """
     frame = sys._getframe(depth)
-    while frame.f_globals.get("__name__", "").startswith(_PACKAGE) and frame.f_back is not None:
+    while frame.f_globals.get("__name__", "").startswith(_PACKAGES) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code, frame.f_lasti
 
@@ -44,6 +46,17 @@ def site_text(site: Site) -> str:
     return f"{filename}:{line}"
 
 
+def call_stack() -> tuple[str, ...]:
+    """Return ``file:line`` of all places on the stack that are the user's, innermost first."""
+    places: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(_PACKAGES):
+            places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return tuple(places)
+
+
 class Call:
     """One call of an operation on a group.
 
@@ -57,9 +70,29 @@ class Call:
         site: Where it was called.
         peers: The ranks of the group without which it cannot be done; None for all.
         number: Which of the collectives on its communicator it is, from 1; 0 for messages.
+        compared: What of the shape must agree over ranks.
+        ended: Whether its result was taken, or it has failed.
+        record: Its place in the rank's flight record; 0 if it has none.
+        signatures: Where it is still to be compared with what the others start; None if nowhere.
+        word: What this rank has posted there for it.
     """
 
-    __slots__ = ("dtype", "group", "label", "name", "number", "peers", "rule", "shape", "site")
+    __slots__ = (
+        "compared",
+        "dtype",
+        "ended",
+        "group",
+        "label",
+        "name",
+        "number",
+        "peers",
+        "record",
+        "rule",
+        "shape",
+        "signatures",
+        "site",
+        "word",
+    )
 
     def __init__(
         self,
@@ -79,6 +112,11 @@ class Call:
         self.label = label
         self.peers = peers
         self.number = 0
+        self.record = 0
+        self.ended = False
+        self.compared: object = None
+        self.signatures: Signatures | None = None
+        self.word = 0
         # Neither this constructor nor the operation that calls it.
         self.site = call_site(3)
 
@@ -92,14 +130,40 @@ class Call:
         parts = (shape, str(self.dtype), self.rule, self.label and f"label {self.label!r}")
         return f"{self.name}({', '.join(part for part in parts if part)})"
 
-    def fingerprint(self, compared_shape: object, *, with_site: bool) -> int:
+    def fingerprint(self, compared_shape: object) -> int:
         """Return 63 bits that are equal on two ranks only if their calls agree.
 
         Args:
             compared_shape: The part of the shape that must agree, None if none must.
-            with_site: Whether the calling line must agree, too.
         """
-        site = site_text(self.site) if with_site else ""
-        parts = (self.name, self.group, compared_shape, self.dtype, self.rule, self.label, site)
+        parts = (self.name, self.group, compared_shape, self.dtype, self.rule, self.label)
         text = "|".join(map(str, parts))
-        return digest_bits(text.encode(), 63)
+        return digest_bits(text.encode(errors="backslashreplace"), 63)
+
+
+class Message(Call):
+    """The call of one end of a message.
+
+    Attributes:
+        peer: The other rank, counted in the group.
+        tag: Its tag.
+        count: Which of the messages between the two it is, from 1; 0 if nobody counts.
+    """
+
+    __slots__ = ("count", "peer", "tag")
+
+    def __init__(
+        self,
+        name: str,
+        group: str,
+        peer: int,
+        tag: int,
+        shape: Any,
+        dtype: object,
+        label: str | None,
+    ) -> None:
+        end = "dest" if name == "send" else "source"
+        super().__init__(name, group, f"{end} {peer}, tag {tag}", shape, dtype, label, (peer,))
+        self.peer = peer
+        self.tag = tag
+        self.count = 0

@@ -8,7 +8,7 @@ cancel exactly if all ranks agree. Only if not, a table of all ranks' calls is
 gathered, and every rank raises with it.
 
 Calls that differ in nothing but their meaning (two equal gradients swapped) can
-only be told apart by a `label`, or by the calling line with ``MPIMESH_CHECKS=2``.
+only be told apart by a `label`, or by the lines that led to the call with ``MPIMESH_CHECKS=2``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpimesh.arguments import rank_names
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.runtime.call import Call
 from mpimesh.transport import Communicator, Request, Steps, run_steps
@@ -24,12 +25,19 @@ from mpimesh.transport import Communicator, Request, Steps, run_steps
 __all__ = ["checked", "compare"]
 
 _ROW_BYTES = 1024
+_MOST_PLACES = 4
+"""So many of the places that led to a call are shown."""
 _HEAD_BYTES = 256
-"""What a call that is too long for its row keeps of its front."""
+"""Bytes kept from the front of a call that is too long for its row."""
 
 
 def compare(
-    communicator: Communicator, call: Call, compared: object, *, with_site: bool, note: str = ""
+    communicator: Communicator,
+    call: Call,
+    compared: object,
+    *,
+    stack: tuple[str, ...] = (),
+    note: str = "",
 ) -> Steps:
     """Compare `call` with the other ranks' calls.
 
@@ -37,19 +45,19 @@ def compare(
         communicator: The ranks to compare.
         call: What this rank calls.
         compared: The part of the shape that must agree.
-        with_site: Whether the calling line must agree.
+        stack: The places that led to the call, the innermost first, where they must agree, too.
         note: What went wrong already on this rank; makes every rank raise.
 
     Raises:
         MismatchError: On every rank alike, if any two differ.
     """
-    mine = call.fingerprint((compared, note), with_site=with_site)
+    mine = call.fingerprint((compared, stack, note))
     pair = np.array([mine, -mine])
     yield communicator.all_reduce(None, pair, "max")
     if pair[0] == -pair[1] and not note:
         return
     row = np.zeros(_ROW_BYTES, np.uint8)
-    text = _fitted(str(call), note and f": {note}")
+    text = _fitted(_shown(call, stack), note and f": {note}")
     row[: len(text)] = np.frombuffer(text, np.uint8)
     table = np.empty((communicator.size, _ROW_BYTES), np.uint8)
     yield communicator.all_gather(row, table.reshape(-1), [_ROW_BYTES] * communicator.size)
@@ -63,13 +71,17 @@ def checked(
     start: Callable[[], Request | Steps],
     also: Callable[[Call], Steps] | None = None,
     *,
-    with_site: bool,
+    stack: tuple[str, ...] = (),
 ) -> Steps:
     """Compare, also by `also` if there is one, then run `start`."""
-    yield from compare(communicator, call, compared, with_site=with_site)
+    yield from compare(communicator, call, compared, stack=stack)
     if also is not None:
         yield from also(call)
     return (yield from run_steps(start))
+
+
+def _shown(call: Call, stack: tuple[str, ...]) -> str:
+    return str(call) + "".join(f", called at {place}" for place in stack[1:_MOST_PLACES])
 
 
 def _fitted(call: str, note: str) -> bytes:
@@ -77,7 +89,7 @@ def _fitted(call: str, note: str) -> bytes:
 
     The place of the call stands at its end.
     """
-    text = (call + note).encode()
+    text = (call + note).encode(errors="backslashreplace")
     if len(text) <= _ROW_BYTES:
         return text
     tail = call.encode()[_HEAD_BYTES:] + note.encode()[:_HEAD_BYTES]
@@ -89,15 +101,8 @@ def _report(group: str, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) 
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
-    rows = "\n".join(f"  {_names(who)}: {text}" for text, who in ranks.items())
+    rows = "\n".join(f"  {rank_names(who)}: {text}" for text, who in ranks.items())
     return (
         f"the ranks of group {group!r} must call the same collective with matching arguments, "
         f"but called:\n{rows}"
     )
-
-
-def _names(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"ranks {shown}"

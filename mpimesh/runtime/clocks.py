@@ -1,4 +1,4 @@
-"""How far the clocks of ranks are apart, for events of several ranks in one picture.
+"""Offsets between the clocks of ranks, for events of several ranks in one picture.
 
 Processes of one machine read the same clock: on Linux :func:`time.perf_counter` counts from
 the machine's start. Clocks of different machines differ by anything, so one rank of each

@@ -1,4 +1,4 @@
-"""What all groups of one mesh share on one rank."""
+"""The state that all groups of one mesh share on one rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from weakref import WeakSet
 from mpimesh.errors import ClosedError
 from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.traffic import Traffic
+from mpimesh.runtime.wait_graph import Mail
 from mpimesh.runtime.world import World
 from mpimesh.settings import Settings
 from mpimesh.trace import NULL_TRACER, Tracer
+from mpimesh.transport import Communicator
 
 __all__ = ["MeshContext"]
 
@@ -27,8 +29,11 @@ class MeshContext:
         open_operations: Started and not yet resolved, in the order of their start.
         closed: No operation may start or be waited for any more.
         forked: It is that of the parent process: here, in a forked child, nobody may use it.
+        unended: Whether something may be under way that no rank waits for any more.
+        unread: Messages that this rank has sent, less those that it has begun to receive.
         traffic: What this rank has handed to the transport.
         tracer: Where events go.
+        name: What the ranks of the mesh call it, alike on all of them.
     """
 
     world: World
@@ -37,12 +42,48 @@ class MeshContext:
     open_operations: dict[int, Operation] = field(default_factory=dict)
     closed: bool = False
     forked: bool = False
+    unended: bool = False
+    unread: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     tracer: Tracer = NULL_TRACER
+    name: str = ""
 
     def __post_init__(self) -> None:
         """Remember the mesh, so that a forked child lets go of it."""
         _OF_THIS_PROCESS.add(self)
+
+    def adopt(self, communicator: Communicator, name: str) -> None:
+        """Take in a communicator of the mesh, which all its ranks call by `name`."""
+        communicator.name = f"{self.name}/{name}"
+        communicator.mail = Mail() if self.settings.checks else None
+        ranks = tuple(getattr(communicator, "world_ranks", ()))
+        self.world.progress.communicators[communicator.name] = communicator, ranks
+
+    def free(self, communicator: Communicator, *, is_new: bool = False) -> None:
+        """Give a communicator of the mesh back. Collective over it.
+
+        Args:
+            communicator: The communicator.
+            is_new: Whether nothing was started on it yet.
+        """
+        self.world.progress.communicators.pop(communicator.name, None)
+        communicator.unended = self.unended and not is_new
+        communicator.free()
+
+    def give_back(self, control: Communicator) -> None:
+        """Give the communicator of all its ranks back, the last one. Collective over it."""
+        self.free(control)
+        if self.world.guard is not None:
+            self.world.guard.part(control)
+
+    def leave(self, control: Communicator, error: BaseException) -> None:
+        """Stop using the mesh on this rank alone, by an error that may yet be caught."""
+        self.closed = True
+        communicators = self.world.progress.communicators
+        for name in [name for name in communicators if name.startswith(f"{self.name}/")]:
+            del communicators[name]
+        if self.world.guard is not None:
+            self.world.guard.leave_mesh(control, error)
 
     @property
     def why_closed(self) -> str:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
+from mpimesh.arguments import as_int, shown
 from mpimesh.arrays import HostArray
 from mpimesh.errors import (
     ClosedError,
+    MeshError,
     MpimeshError,
     RankError,
     TransportError,
 )
 from mpimesh.layout import ASSUMED_LINKS, Links
 from mpimesh.mesh import WORLD, DimsLike, GroupBackend, Mesh, MeshTopology
-from mpimesh.runtime.agreement import agreed
+from mpimesh.runtime.agreement import agree, agreed
 from mpimesh.runtime.allocator import aligned_empty
 from mpimesh.runtime.budget import Budget
 from mpimesh.runtime.call import Call, call_site
@@ -26,7 +28,6 @@ from mpimesh.runtime.traffic import Traffic
 from mpimesh.runtime.world import current_world
 from mpimesh.settings import Settings
 from mpimesh.trace import Tracer
-from mpimesh.transport import Communicator
 
 __all__ = ["DeviceMesh"]
 
@@ -79,8 +80,10 @@ class DeviceMesh(MeshShape):
         tracer: Tracer | None = None,
     ) -> None:
         self._closed = True  # until it is whole
+        if tracer is not None and not isinstance(tracer, Tracer):
+            raise MeshError(f"tracer must be a Tracer or None, got {shown(tracer)}")
         world = current_world()
-        settings = world.read_settings()
+        settings = Settings.from_environment()
         control = world.open_communicator(comm, settings)
         self._control = control
         self._links = ASSUMED_LINKS
@@ -88,21 +91,22 @@ class DeviceMesh(MeshShape):
         self._context = MeshContext(world, settings, control.rank)
         if tracer is not None:
             self._context.tracer = tracer
-        try:
-            mesh, topology = agreed(
-                world.progress,
-                control,
-                "DeviceMesh",
-                lambda: as_mesh(dims, control.size, name),
-                lambda made: f"{made[0]}, {made[1]}, {settings}",
-            )
-            # Before any group: what moves device memory asks which device is current.
-            self._gather_devices(control)
-        except MpimeshError:
-            self._give_back(control)
-            raise
-        self._settle(mesh, topology)
-        self._groups = self._make_groups(control)
+        with self._progress.watched(Call("DeviceMesh", WORLD), control):
+            try:
+                mesh, topology = agreed(
+                    world.progress,
+                    control,
+                    "DeviceMesh",
+                    lambda: as_mesh(dims, control.size, name),
+                    lambda made: f"{made[0]}, {made[1]}, {settings}",
+                )
+                # Before any group: what moves device memory asks which device is current.
+                self._gather_devices(control)
+            except MpimeshError:
+                self._context.give_back(control)
+                raise
+            self._settle(mesh, topology)
+            self._groups = self._make_groups(control)
         self._closed = False
 
     # -- who and where: local ------------------------------------------------------------
@@ -134,7 +138,7 @@ class DeviceMesh(MeshShape):
 
     @property
     def links(self) -> Links:
-        """How fast bytes get from rank to rank: as assumed, or as :meth:`measure_links` found.
+        """Speeds of bytes from rank to rank: as assumed, or as :meth:`measure_links` found.
 
         The same on all ranks. By them redistributions between nodes choose their way.
         """
@@ -154,7 +158,7 @@ class DeviceMesh(MeshShape):
         Raises:
             RankError: If `rank` is not this rank: MPI decides that.
         """
-        if not 0 <= rank < self.world_size:
+        if not 0 <= as_int(rank, "rank", RankError) < self.world_size:
             raise RankError(f"Rank {rank} out of bounds for world size {self.world_size}")
         if rank != self.rank:
             raise RankError(f"this process is rank {self.rank}, which cannot become rank {rank}")
@@ -207,6 +211,8 @@ class DeviceMesh(MeshShape):
         from mpimesh.runtime.link_speeds import measured_links
 
         self._refuse_closed("measure the links of")
+        if self.settings.checks:
+            agree(self._progress, self._control, Call("measure_links", WORLD))
         self._links = measured_links(self.everyone, self.shared_empty)
         self.kept.clear()  # among it are plans
         return self._links
@@ -314,14 +320,18 @@ class DeviceMesh(MeshShape):
             UnresolvedError: On every rank, naming the operations, if any rank has results that
                 are not resolved. The mesh stays open, so that they can be.
         """
+        self._close()
+
+    def _close(self, *, leaving: bool = False) -> None:
         if self._closed or self._context.forked:
             return
-        self._refuse_unresolved("close", "closed")
+        self._refuse_unresolved("close", "closed", leaving=leaving)
         self._closed = True
         self._context.closed = True
-        if self._groups is not None:
-            self._groups.free()
-        self._give_back(self._control)
+        with self._progress.watched(Call("close", WORLD), self._control):
+            if self._groups is not None:
+                self._groups.free()
+            self._context.give_back(self._control)
 
     def __enter__(self) -> Self:
         """Return the mesh."""
@@ -346,13 +356,18 @@ class DeviceMesh(MeshShape):
             return
         self._abandon_operations()
         if isinstance(error, MpimeshError) and error.agreed and self._all_here():
-            self.close()
+            self._close(leaving=True)
             return
         self._closed = True
-        self._context.closed = True
-        guard = self._context.world.guard
-        if guard is not None:
-            guard.leave(self._control, error)
+        self._context.leave(self._control, error)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: two meshes cannot own one communicator."""
+        raise MeshError(
+            f"{self!r} cannot be copied or pickled, for its communicators are this mesh's alone: "
+            "make another with mesh.copy(), which is collective, or pass mesh.value on, the plain "
+            "Mesh"
+        )
 
     def __repr__(self) -> str:
         """Show dims, rank and groups. Local."""
@@ -374,12 +389,6 @@ class DeviceMesh(MeshShape):
             )
         except TransportError:
             return False
-
-    def _give_back(self, control: Communicator) -> None:
-        control.free()
-        guard = self._context.world.guard
-        if guard is not None:
-            guard.part(control)
 
     def _abandon_operations(self) -> None:
         """Let go of all results. Their buffers stay: the transport may still write into them."""

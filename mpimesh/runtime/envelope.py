@@ -27,7 +27,7 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What an envelope says.
+    """The contents of an envelope.
 
     Attributes:
         shape: The array's shape.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Self
+from typing import NoReturn, Self, SupportsIndex
 
+from mpimesh.arguments import as_int
+from mpimesh.errors import GroupError, RankError
 from mpimesh.runtime.barriers import Barriers
 from mpimesh.runtime.composed import Composed
 from mpimesh.runtime.messages import Messages
@@ -54,13 +56,25 @@ class ProcessGroup(Reductions, Movements, Rooted, Messages, Barriers, Once, Comp
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.size > 8 else "")
         return f"ProcessGroup({self.name!r}, ranks=[{shown}], rank={self.rank})"
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a group belongs to its mesh.
+
+        Raises:
+            GroupError: Always.
+        """
+        raise GroupError(
+            f"{self!r} cannot be copied or pickled, for it belongs to its mesh: pass the group "
+            "itself on, or its name for mesh.group(name)"
+        )
+
     def __contains__(self, world_rank: object) -> bool:
         """Tell whether a rank of the mesh is in the group. Local."""
         return world_rank in self.ranks
 
     def group_rank_of(self, world_rank: int) -> int | None:
         """Return the place in this group of a rank of the mesh; None if it is not in. Local."""
-        return list(self.ranks).index(world_rank) if world_rank in self.ranks else None
+        rank = as_int(world_rank, "world_rank", RankError)
+        return list(self.ranks).index(rank) if rank in self.ranks else None
 
     def routes(self) -> tuple[Route, ...]:
         """Return how the group moves the bytes of its operations, and why. Local.

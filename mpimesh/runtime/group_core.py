@@ -1,4 +1,4 @@
-"""What every operation of a group has in common: who takes part, and how one is started."""
+"""The base of every operation of a group: its ranks, and the start of an operation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from mpimesh.arguments import shown
 from mpimesh.arrays import (
     Array,
     DType,
@@ -22,7 +23,7 @@ from mpimesh.arrays import (
 from mpimesh.errors import ClosedError, MpimeshError, RankError
 from mpimesh.mesh import GroupBackend
 from mpimesh.runtime.arrival import Arrival
-from mpimesh.runtime.call import Call
+from mpimesh.runtime.call import Call, call_stack
 from mpimesh.runtime.checks import checked, compare
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.device_operation import DeviceOperation, begin_in
@@ -33,6 +34,7 @@ from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.received import Amount, Members, Rule
 from mpimesh.runtime.solo_side import SoloSide
 from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
+from mpimesh.transport.signatures import Refused
 
 __all__ = ["GroupCore", "collective"]
 
@@ -98,7 +100,7 @@ class GroupCore:
 
     @property
     def started(self) -> int:
-        """How many collectives this rank has started among the ranks of the group."""
+        """Number of collectives that this rank has started among the ranks of the group."""
         return 0 if self._communicator is None else self._communicator.started
 
     def _launch(
@@ -162,11 +164,20 @@ class GroupCore:
         if scope is not None:
             begin = begin_in(scope, begin)
         checks = context.settings.checks
-        unlock = self.lock(lock)
+        unlock = self.lock(lock, call)
         communicator.started = call.number = communicator.started + 1
-        if checks:
-            steps = checked(communicator, call, compared, begin, also, with_site=checks > 1)
-            request: Request = self.progress.stage(communicator, steps)
+        call.compared = compared
+        word, signatures = 0, communicator.signatures
+        if not checks and signatures is not None:
+            word = signatures.post(call.number, (name, rule, compared, call.dtype))
+            if word > 0:
+                call.word, call.signatures = word, signatures
+        if word < 0 and signatures is not None:
+            request: Request = Refused(signatures, self.name)
+        elif checks:
+            stack = call_stack() if checks > 1 else ()
+            steps = checked(communicator, call, compared, begin, also, stack=stack)
+            request = self.progress.stage(communicator, steps)
         elif self.progress.busy(communicator):
             request = self.progress.stage(communicator, run_steps(begin))
         else:
@@ -227,11 +238,11 @@ class GroupCore:
             return self._context.world.pool.empty(shape, dtype)
         return library.empty(shape, dtype)  # CuPy has a pool of its own
 
-    def lock(self, x: Array | None) -> Callable[[], None] | None:
-        """With checks on, make an input read-only; return what makes it writable again."""
+    def lock(self, x: Array | None, call: Call) -> Callable[[], None] | None:
+        """With checks on, make the input of a call read-only; return what makes it writable."""
         if not self._context.settings.checks or not isinstance(x, np.ndarray):
             return None
-        return self._context.world.locks.lock(x)
+        return self._context.world.locks.lock(x, call)
 
     def stage(self, chain: object, steps: Steps) -> StagedRequest:
         """Start an operation of several steps on `chain`."""
@@ -246,8 +257,11 @@ class GroupCore:
         """Keep a started operation until it is resolved, and give its handle out."""
         context = self._context
         context.open_operations[id(operation)] = operation
-        context.world.progress.last = operation.call
-        name, traffic = operation.call.name, context.traffic
+        call, progress = operation.call, context.world.progress
+        progress.calls.append(call)
+        if progress.recorder is not None:
+            progress.recorder.start(self, call, nbytes)
+        name, traffic = call.name, context.traffic
         traffic.count(name, nbytes)
         if receives is not None:
             traffic.tally.add(name, receives[0], self._members, receives[1])
@@ -255,12 +269,21 @@ class GroupCore:
 
     def forget(self, operation: Operation) -> None:
         """Let go of a resolved operation."""
-        self._context.open_operations.pop(id(operation), None)
+        context = self._context
+        context.open_operations.pop(id(operation), None)
+        recorder = context.world.progress.recorder
+        if recorder is not None:
+            recorder.end(operation.call, failed=operation.error is not None)
 
-    def abandon(self, operation: Operation) -> None:
-        """Keep the buffers of an operation that has failed here and goes on elsewhere."""
-        kept = (operation.request, operation.finish, operation.value)
-        self._context.world.abandoned.append(kept)
+    def abandon(self, *buffers: object) -> None:
+        """Keep the buffers of what has failed here and may go on elsewhere, for ever.
+
+        The mesh keeps its MPI communicators, too: MPI gives the number of one that is freed to
+        another, whose receives would take the messages that are still on their way.
+        """
+        if buffers:
+            self._context.world.abandoned.append(buffers)
+        self._context.unended = True
 
     def wait(self, operation: Operation, timeout_s: float | None) -> bool:
         """Wait for an operation of this group; False after `timeout_s`."""
@@ -272,6 +295,7 @@ class GroupCore:
                 what=operation.call,
                 timeout_s=timeout_s,
                 peers=operation.call.peers,
+                look=operation.look,
             )
 
     def wait_for(
@@ -296,7 +320,7 @@ class GroupCore:
             self.wait(operation, None)
             operation.settle()
         except MpimeshError as error:
-            operation.fail(error)
+            operation.fail(operation.explained(error))
 
     def poison(self, call: Call, error: Exception) -> None:
         """With checks on, make the other ranks raise, too: this one cannot take part in `call`.
@@ -308,14 +332,16 @@ class GroupCore:
             return
         note = f"raised {type(error).__name__}: {error}"
         self._communicator.started += 1
-        steps = compare(self._communicator, call, None, with_site=False, note=note)
+        steps = compare(self._communicator, call, None, note=note)
         request = self.progress.stage(self._communicator, steps)
-        self.progress.wait(
+        has_ended = self.progress.wait(
             self._communicator,
             _Ended(request),
             what=call,
             timeout_s=_POISON_WAIT_S,
         )
+        if not has_ended:
+            self.abandon(request)
 
     def check_rank(self, rank: int, what: str) -> int:
         """Return `rank` if the group has it.
@@ -323,9 +349,11 @@ class GroupCore:
         Raises:
             RankError: If not.
         """
-        if not isinstance(rank, int | np.integer) or not 0 <= rank < self.size:
+        whole = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+        if not whole or not 0 <= rank < self.size:
             raise RankError(
-                f"{what} must be a rank of group {self.name!r}, 0 to {self.size - 1}, got {rank!r}"
+                f"{what} must be a rank of group {self.name!r}, 0 to {self.size - 1}, "
+                f"got {shown(rank)}"
             )
         return int(rank)
 

@@ -1,4 +1,4 @@
-"""What keeps a job of several MPI processes from hanging when one of them ends.
+"""The guard that keeps a job of several MPI processes from hanging when one of them ends.
 
 One for each process, made with its first mesh of more than one rank.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
 
 from mpi4py import MPI
 
-from mpimesh.runtime.abort import write_error
-from mpimesh.runtime.exit_hooks import ExitHooks
+from mpimesh.runtime.deadlock import DeadlockSearch
+from mpimesh.runtime.failure import exit_status, install, write_error
+from mpimesh.runtime.flight import record
 from mpimesh.runtime.lines import Line, Lines
-from mpimesh.runtime.main_program import exit_status
 from mpimesh.runtime.notice import Notice
+from mpimesh.runtime.processes import NodeProcesses
 from mpimesh.runtime.progress import Progress, Wait
 from mpimesh.runtime.watchdog import Watchdog
-from mpimesh.settings import Settings
+from mpimesh.settings import DEFAULT_TIMEOUT_S, Settings
 from mpimesh.transport import Communicator
 from mpimesh.transport.mpi import MPICommunicator
+from mpimesh.transport.node import Node
 from mpimesh.transport.waiting import poll
 
 __all__ = ["Guard"]
@@ -38,7 +42,7 @@ class Guard:
     Args:
         progress: The waits of this rank.
         settings: Those of the first mesh.
-        threads_may_fail: See :class:`ExitHooks`.
+        threads_may_fail: See :class:`~.failure.FailureHooks`.
     """
 
     def __init__(
@@ -48,26 +52,57 @@ class Guard:
         self._settings = settings
         self._rank = MPI.COMM_WORLD.rank
         self._lines = Lines()
-        # The watchdog's report says more.
-        self._notice = Notice(self._rank, 0.0 if settings.timeout_s else settings.notice_s)
+        record(progress, settings.record_dir, self._rank, MPI.COMM_WORLD.size)
+        # The watchdog's report says more, where it comes soon.
+        soon = 0 < settings.timeout_s < DEFAULT_TIMEOUT_S
+        self._notice = Notice(self._rank, 0.0 if soon else settings.notice_s)
+        self._deadlocks: DeadlockSearch | None = None
+        if settings.checks:
+            self._deadlocks = DeadlockSearch(self._rank, progress, self._lines)
         progress.news = self._look
-        self._watchdog: Watchdog | None = None
-        if settings.timeout_s:
-            self._watchdog = Watchdog(self._rank, settings.timeout_s, progress, self._lines)
-            self._watchdog.start()
-        ExitHooks(self._rank, self._end, threads_may_fail).install()
+        self._processes = NodeProcesses()
+        self._watchdog = Watchdog(
+            self._rank, settings.timeout_s, progress, self._lines, self._processes
+        )
+        self._watchdog.start()
+        hooks = install(among_others=True)
+        if hooks is not None:
+            hooks.put_in_place()
+            hooks.job = self
+            hooks.threads_may_fail = threads_may_fail
+        # Whoever finalizes MPI, this comes first: it frees MPI's own communicators then.
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=self._on_finalize), None)
 
-    def adopt(self, communicator: Communicator) -> None:
-        """Collective: take care of the mesh that is to be made of `communicator`."""
+    @property
+    def native(self) -> Any:
+        """A communicator of mpi4py's for notes, or None."""
+        line = next(iter(self._lines), None)
+        return None if line is None else line.communicator.native
+
+    def say_told(self) -> None:
+        """Let the ranks of the node know that this one is about to end the job."""
+        self._processes.say_told()
+
+    def _on_finalize(self, *_: object) -> None:
+        self._processes.say_left()
+
+    def meet(self, communicator: Communicator, node: Node) -> None:
+        """Collective: make sure that the ranks of `communicator` can tell each other that they end.
+
+        All ranks of a line know it, so those of the communicator decide alike.
+        """
         if not isinstance(communicator, MPICommunicator):
             return
         world_ranks = communicator.world_ranks
-        if -1 in world_ranks:
-            return  # of another world, whose ranks have no number here
-        # All ranks of a line know it, so those of the communicator decide alike.
-        if self._lines.find(world_ranks) is None:
-            self._lines.add(Line(MPICommunicator.duplicate(communicator.native)))
-        communicator.family = self._lines.join(world_ranks)
+        if -1 in world_ranks or self._lines.find(world_ranks) is not None:
+            return  # of another world, whose ranks have no number here; or not the first
+        self._lines.add(Line(MPICommunicator.duplicate(communicator.native)))
+        self._processes.meet(communicator, node)
+
+    def adopt(self, communicator: Communicator) -> None:
+        """Take care of the mesh that is to be made of `communicator`, whose ranks have met."""
+        if isinstance(communicator, MPICommunicator) and -1 not in communicator.world_ranks:
+            communicator.family = self._lines.join(communicator.world_ranks)
 
     def count(self, communicator: Communicator, started: Callable[[], Mapping[str, int]]) -> None:
         """Ask `started` for the number of collectives on each group of a mesh."""
@@ -77,7 +112,7 @@ class Guard:
         """A mesh is closed, on all its ranks."""
         self._lines.part(communicator.family)
 
-    def leave(self, communicator: Communicator, error: BaseException) -> None:
+    def leave_mesh(self, communicator: Communicator, error: BaseException) -> None:
         """This rank leaves a mesh by `error`, which may yet be caught. Tells the other ranks."""
         exit_code = exit_status(error.code) if isinstance(error, SystemExit) else 0
         why = f"left the mesh by {type(error).__name__}: {error}"
@@ -86,19 +121,25 @@ class Guard:
     def _look(self, wait: Wait) -> None:
         """Look around while this rank waits."""
         self._lines.look(wait)
+        if self._deadlocks is not None:
+            self._deadlocks.look(wait)
         self._notice.look(wait)
 
-    def _end(self, why: str, exit_code: int) -> bool:
+    def leave(self, why: str, exit_code: int) -> bool:
         """Wait until all ranks have ended; False if the job must not wait for that."""
-        if self._watchdog is not None:
-            self._watchdog.note_end()
-        here = self._all_here()
-        together = poll(here, _UNNOTICED_S, self._progress.advance)
-        if not together:
-            self._lines.leave(why, exit_code)
-            together = self._wait_for_all(here, _TOGETHER_S if exit_code else None)
-            self._lines.listen()  # so that no message is left
-        if together and self._watchdog is not None:
+        self._watchdog.note_end()
+        line = next(iter(self._lines), None)
+        what = "the end of the program"
+        progress = self._progress
+        with nullcontext() if line is None else progress.watched(what, line.communicator):
+            here = self._all_here()
+            together = poll(here, _UNNOTICED_S, progress.advance)
+            if not together:
+                self._lines.leave(why, exit_code)
+                together = self._wait_for_all(here, _TOGETHER_S if exit_code else None)
+                self._lines.listen()  # so that no message is left
+        if together:
+            self._processes.say_left()
             self._watchdog.stop()
         return together
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self, SupportsIndex
 
+from mpimesh.arguments import as_function, as_time
 from mpimesh.errors import (
     CollectiveTimeoutError,
+    GroupError,
+    MismatchError,
     MpimeshError,
     UnresolvedError,
     UnresolvedWarning,
@@ -26,8 +29,9 @@ class CollectiveTensor(Unresolved):
 
     Handles may be resolved in any order, each waits for its own operation only,
     and every handle must be resolved: one that is dropped warns with the line that
-    made it, and :meth:`DeviceMesh.close` fails while one is open. It is no array: operators and
-    NumPy's functions raise UnresolvedError, for none of them waits in secret.
+    made it, and :meth:`DeviceMesh.close` fails while one is open. It is no array, nor does it
+    become one: what :meth:`resolve` returns is. Operators and NumPy's functions on the handle
+    raise UnresolvedError, for none of them waits in secret.
     """
 
     __slots__ = ("_operation",)
@@ -45,10 +49,12 @@ class CollectiveTensor(Unresolved):
             timeout_s: Longest wait; None waits as long as it takes.
 
         Raises:
+            GroupError: If `timeout_s` is no time.
             CollectiveTimeoutError: After `timeout_s`; the operation goes on, and
                 `resolve` may be called again.
-            MismatchError: With ``MPIMESH_CHECKS`` on, on every rank of the group, if
-                the ranks called different operations.
+            MismatchError: If the ranks called different operations: on every rank of the group
+                with ``MPIMESH_CHECKS`` on; else on those that know of another one on their node,
+                and for each later collective of the group.
             TransportError: If the transport failed.
 
         An exception from elsewhere, such as Ctrl-C or one of a signal handler, ends the wait and
@@ -57,6 +63,8 @@ class CollectiveTensor(Unresolved):
         with it on this rank; then so must the program.
         """
         operation = self._operation
+        if timeout_s is not None:
+            timeout_s = as_time(timeout_s, "timeout_s", GroupError)
         if operation.resolved:
             if operation.error is not None:
                 raise operation.error
@@ -70,7 +78,11 @@ class CollectiveTensor(Unresolved):
             # Any other error is of the wait, such as one raised by a signal handler: even if the
             # operation is over meanwhile, its result can still be taken.
             if isinstance(error, MpimeshError) or operation.failed_with(error):
-                operation.fail(error)
+                explained = operation.explained(error)
+                operation.fail(explained)
+                if explained is not error:
+                    # A mismatch says it all: what MPI made of it is no cause.
+                    raise explained from (None if isinstance(explained, MismatchError) else error)
             raise
         if not done:
             raise CollectiveTimeoutError(
@@ -87,9 +99,12 @@ class CollectiveTensor(Unresolved):
             return True
         operation.group.progress.advance()
         try:
-            return operation.request.test()
+            if operation.request.test():
+                return True
+            operation.look()
         except Exception:
             return True  # resolve() raises it
+        return False
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait as :meth:`resolve` does, but return False after `timeout_s` instead of raising."""
@@ -116,6 +131,7 @@ class CollectiveTensor(Unresolved):
 
         Raises:
             UnresolvedError: If the result was taken already.
+            GroupError: If `function` is none.
 
         Example:
             >>> norm = group.all_reduce(x @ x).map(np.sqrt)
@@ -123,11 +139,25 @@ class CollectiveTensor(Unresolved):
         """
         if self._operation.resolved:
             raise UnresolvedError(f"{self._operation.call} is resolved; map its handle before that")
-        self._operation.map(function)
+        self._operation.map(as_function(function, "function", GroupError))
         return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: an operation has one handle.
+
+        Raises:
+            UnresolvedError: Always.
+        """
+        raise UnresolvedError(
+            f"the handle of {self._what()} cannot be copied or pickled: copy the array that "
+            "resolve() returns"
+        )
 
     def _what(self) -> object:
         return self._operation.call
+
+    def _is_resolved(self) -> bool:
+        return self._operation.resolved
 
     def __repr__(self) -> str:
         """Say what was called and how far it is. Never waits, never tests."""

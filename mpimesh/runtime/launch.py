@@ -1,4 +1,4 @@
-"""Who started this process, and does MPI agree?
+"""The launcher of this process, and whether MPI agrees with it.
 
 Started by the wrong launcher, or by `srun` with the wrong ``--mpi``, every rank
 becomes a world of its own and computes everything alone, with exit code 0. The
@@ -21,7 +21,7 @@ _SRUN_FLAGS = {"MPICH": "--mpi=pmi2", "Intel MPI": "--mpi=pmi2", "Open MPI": "--
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the launcher says of this process.
+    """The launcher's facts about this process.
 
     Attributes:
         launcher: ``"mpiexec (Open MPI)"``, ``"mpiexec (MPICH)"``, ``"srun"``, ``"a PMI launcher"``
@@ -103,11 +103,11 @@ def check_world(launch: Launch, world_size: int, vendor: str, *, reason: str = "
             "install one, for example: pip install mpich"
         )
     else:
-        flag = _SRUN_FLAGS.get(vendor, "the --mpi= flag of `srun --mpi=list` made for it")
-        cure = (
-            f"start it with `srun {flag}`"
-            if launch.launcher == "srun"
-            else f"start it with the mpiexec that belongs to {vendor}, beside this Python"
-        )
+        if launch.launcher != "srun":
+            cure = f"start it with the mpiexec that belongs to {vendor}, beside this Python"
+        elif vendor in _SRUN_FLAGS:
+            cure = f"start it with `srun {_SRUN_FLAGS[vendor]}`"
+        else:
+            cure = f"start it with the flag for {vendor} among those of `srun --mpi=list`"
         error = LaunchError(f"{what}{vendor} sees a world of 1: it was not told; {cure}")
     raise on_all_ranks(error)

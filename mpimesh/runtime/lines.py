@@ -8,15 +8,17 @@ for news every 20 ms, and learns there that a rank it waits for has left.
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpimesh.arrays import HostArray
 from mpimesh.errors import PeerLostError
-from mpimesh.runtime.farewell import Farewell
 from mpimesh.runtime.progress import Wait
 from mpimesh.transport import Request
 from mpimesh.transport.waiting import poll
@@ -25,12 +27,48 @@ if TYPE_CHECKING:
     # Importing it starts MPI: who makes a line has done so.
     from mpimesh.transport.mpi import MPICommunicator
 
-__all__ = ["Line", "Lines"]
+__all__ = ["Farewell", "Line", "Lines"]
 
 _FAREWELL_TAG = 1
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 0.5
-"""How long a wait for a rank that has left may go on: its last messages may be under way."""
+"""Seconds that a wait for a rank that has left may go on: its last messages may be under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """A rank has left one mesh, or the job.
+
+    Attributes:
+        why: What happened, with the rank as subject: ``"ended with exit code 3"``.
+        exit_code: The exit code that the job should get from it; 0 if it left in peace.
+        family: The mesh that it left; empty for all of them.
+        started: For each mesh of a rank that left in peace, how many collectives it has started
+            on each group. It has done its part in those, and others may still wait for them.
+    """
+
+    why: str
+    exit_code: int = 0
+    family: str = ""
+    started: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    def to_bytes(self) -> HostArray:
+        """Return the farewell as a message."""
+        return np.frombuffer(json.dumps(asdict(self)).encode(), np.uint8).copy()
+
+    @classmethod
+    def from_bytes(cls, message: HostArray) -> Farewell:
+        """Read a message."""
+        return cls(**json.loads(bytes(message)))
+
+    def ends(self, wait: Wait) -> bool:
+        """Tell whether `wait`, which takes the rank that left, can no longer be done."""
+        family = wait.communicator.family
+        if self.family and self.family != family:
+            return False
+        number = getattr(wait.what, "number", 0)
+        done = self.started.get(family, {}).get(getattr(wait.what, "group", ""), 0)
+        return not 0 < number <= done
 
 
 class Line:
@@ -65,11 +103,16 @@ class Line:
 
     def heard(self) -> Iterator[tuple[int, Farewell]]:
         """Yield the farewells that have come, with their senders' ranks in MPI's world."""
-        while (found := self.communicator.probe(_FAREWELL_TAG)) is not None:
+        for rank, message in self.messages(_FAREWELL_TAG):
+            yield rank, Farewell.from_bytes(message)
+
+    def messages(self, tag: int) -> Iterator[tuple[int, HostArray]]:
+        """Take in all messages that have come, with their senders' ranks in MPI's world."""
+        while (found := self.communicator.probe(tag)) is not None:
             source, size = found
             message = np.empty(size, np.uint8)
-            poll(self.communicator.irecv(message, source, _FAREWELL_TAG).test)
-            yield self.world_ranks[source], Farewell.from_bytes(message)
+            poll(self.communicator.irecv(message, source, tag).test)
+            yield self.world_ranks[source], message
 
 
 class Lines:

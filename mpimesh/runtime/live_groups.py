@@ -15,6 +15,7 @@ from mpimesh.errors import GroupError
 from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.group import ProcessGroup
+from mpimesh.runtime.wait_graph import Mail
 from mpimesh.runtime.world import solo_communicator
 from mpimesh.transport import Communicator
 
@@ -110,11 +111,11 @@ class LiveGroups:
 
     def get(self, name: str) -> ProcessGroup | None:
         """Return the group called `name`, if there is one."""
-        return self._groups.get(name)
+        return self._groups.get(name) if isinstance(name, str) else None
 
     @property
     def backend(self) -> GroupBackend:
-        """Who moves the bytes of these groups."""
+        """The backend that moves these groups' bytes."""
         return GroupBackend.MPI if self._communicator.kind == "mpi" else GroupBackend.VIRTUAL
 
     @property
@@ -131,6 +132,14 @@ class LiveGroups:
         """Return how many collectives this rank has started on each of its groups."""
         counts = {group.name: group.started for group in self._groups.values()}
         return {name: count for name, count in counts.items() if count}
+
+    def mails(self) -> list[tuple[tuple[int, ...], str, Mail]]:
+        """Return ranks, name and messages of each communicator; none without checks."""
+        return [
+            (family.ranks, one.name, one.mail)
+            for family in self._families
+            if (one := family.communicator) is not None and one.mail is not None
+        ]
 
     @property
     def names(self) -> list[str]:
@@ -238,7 +247,7 @@ class LiveGroups:
         for family in reversed(self._families):
             communicator = family.communicator
             if family.owned and communicator is not None and id(communicator) not in kept:
-                communicator.free()
+                self._context.free(communicator)
 
     def why_not(self, name: str) -> str:
         """Return why the bytes of a custom group cannot go the way that it asked for. Local."""
@@ -251,7 +260,7 @@ class LiveGroups:
         if family in self._families:
             self._families.remove(family)
             if family.communicator is not None:
-                family.communicator.free()
+                self._context.free(family.communicator, is_new=True)
 
     # -- helpers ---------------------------------------------------------------------
 
@@ -268,6 +277,8 @@ class LiveGroups:
         *,
         custom: bool,
     ) -> ProcessGroup:
+        if communicator is not None and not communicator.name and communicator.size > 1:
+            self._context.adopt(communicator, name)
         forced = family.forced
         group = ProcessGroup(
             name,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpimesh.arrays import HostArray
 
 __all__ = ["InputLocks"]
@@ -17,9 +19,10 @@ __all__ = ["InputLocks"]
 
 @dataclass(slots=True)
 class _Held:
-    """A locked array and how many operations read it."""
+    """A locked array, how many operations read it, and the first of them."""
 
     array: HostArray
+    reader: object
     count: int = 0
 
 
@@ -32,16 +35,28 @@ class InputLocks:
         self._held: dict[int, _Held] = {}
         self._due: list[int] = []
 
-    def lock(self, x: HostArray) -> Callable[[], None] | None:
-        """Make `x` read-only until the returned function is called; None if it is so already."""
+    def lock(self, x: HostArray, reader: object = None) -> Callable[[], None] | None:
+        """Make `x` read-only until the returned function is called; None if it is so already.
+
+        Args:
+            x: The input.
+            reader: The operation; its `str` names it.
+        """
         held = self._held.get(id(x))
         if held is None:
             if not x.flags.writeable:
                 return None
             x.flags.writeable = False
-            held = self._held[id(x)] = _Held(x)
+            held = self._held[id(x)] = _Held(x, reader)
         held.count += 1
         return lambda: self._release(id(x))
+
+    def holder(self, x: HostArray) -> object:
+        """Return the operation for which `x` is read-only; None if it is so without one."""
+        for held in self._held.values():
+            if np.may_share_memory(held.array, x):
+                return held.reader
+        return None
 
     def _release(self, key: int) -> None:
         held = self._held[key]

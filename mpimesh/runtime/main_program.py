@@ -1,4 +1,4 @@
-"""How the main program ended, as far as Python lets its exit functions know.
+"""The end of the main program, as far as Python lets its exit functions know.
 
 A program that ends by `SystemExit` calls no excepthook, and when the functions of
 :mod:`atexit` run, the exception is gone. Yet whether this rank ends in peace or

@@ -1,4 +1,4 @@
-"""What stands at each rank of a live mesh: devices, totals, TensorFlow's clients."""
+"""Devices at each rank of a live mesh, their totals, TensorFlow's clients."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mpimesh.mesh import (
     ClientInfo,
     Device,
     DeviceBackend,
+    DeviceSpec,
     DeviceTable,
     GroupSpec,
     MeshStats,
@@ -108,6 +109,26 @@ class MeshDevices(MeshGroups):
     def hosts(self) -> tuple[str, ...]:
         """Name of the node of each rank."""
         return self._devices.hosts
+
+    def local_devices(self) -> list[str]:
+        """Return the full name of this rank's device; none on a rank that the mesh leaves out."""
+        return list(self.local_names)
+
+    def global_devices(self) -> list[str]:
+        """Return the full names of the devices of all ranks of the mesh, in its order. Local."""
+        return list(self.global_names) or [self._device_name(rank) for rank in self.ids]
+
+    def device_type(self) -> str:
+        """Return ``"GPU"`` where every rank of `comm` has one, else ``"CPU"``."""
+        if self.local_names or self.global_names:
+            return super().device_type()
+        return self.client().preferred_device_type()
+
+    def _device_name(self, rank: int) -> str:
+        """Return what TensorFlow calls the device of `rank`."""
+        client = self.client()
+        kind = client.preferred_device_type()
+        return str(DeviceSpec(client.job_name, 0, rank, kind, 0))
 
     def get_device(self, rank: int) -> Device | None:
         """Return the device of `rank`, None if there is no such rank. Local."""

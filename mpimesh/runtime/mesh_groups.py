@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from mpimesh.arguments import as_flag, shown
 from mpimesh.errors import ClosedError, GroupError, RankError, UnknownNameError, on_all_ranks
 from mpimesh.mesh import WORLD, DeviceQueries, GroupBackend, GroupSpec, NamesLike
 from mpimesh.mesh.dims import parse_names
@@ -20,7 +21,7 @@ _FORCED = (GroupBackend.MPI, GroupBackend.NODE_SHARED, GroupBackend.NCCL)
 
 
 class MeshGroups(DeviceQueries):
-    """What a mesh can say and do about its groups."""
+    """The groups of a mesh: their names, makers and queries."""
 
     _closed: bool
     _context: MeshContext
@@ -36,7 +37,7 @@ class MeshGroups(DeviceQueries):
         """
         groups = self._live("use a group of")
         if not isinstance(name, str | Sequence):
-            raise UnknownNameError(f"a group is asked for by its name, a text; got {name!r}")
+            raise UnknownNameError(f"a group is asked for by its name, a text; got {shown(name)}")
         key = name if isinstance(name, str) else ",".join(parse_names(name))
         found = groups.get(key)
         if found is None:
@@ -156,6 +157,9 @@ class MeshGroups(DeviceQueries):
         dims: NamesLike | None,
         apart: bool,
     ) -> GroupSpec | tuple[str, ...]:
+        if not isinstance(name, str):
+            raise GroupError(f"the name of a group must be a text, got {shown(name)}")
+        apart = as_flag(apart, "apart", GroupError)
         if (ranks is None) == (dims is None):
             raise GroupError(f"add_group({name!r}) takes ranks or dims, one of them")
         if apart and ranks is None:
@@ -163,7 +167,7 @@ class MeshGroups(DeviceQueries):
         if groups.get(name) is not None:
             raise GroupError(f"there is already a group called {name!r}; choose another name")
         if ranks is None:
-            chosen = parse_names(dims or ())
+            chosen = parse_names(() if dims is None else dims)
             self.num_groups(chosen)  # refuses unknown dims
             return chosen
         spec = GroupSpec(name, ranks, groups.backend)
@@ -186,12 +190,12 @@ def _checked_backend(
     known = (GroupBackend.VIRTUAL,) if on_threads else _FORCED
     asked = None
     with suppress(GroupError):  # it names all backends, also those that no such group has
-        asked = GroupBackend.parse(backend) if isinstance(backend, str) else backend
+        asked = backend if isinstance(backend, GroupBackend) else GroupBackend.parse(backend)
     if asked not in known:
         can = ", ".join(map(str, known))
         raise GroupError(
-            f"group {name!r} asks for backend {str(backend)!r}, but what can be asked for on this "
-            f"mesh is {can}; leave backend= out for the fastest way"
+            f"group {name!r} asks for backend {shown(str(backend))}, but what can be asked for on "
+            f"this mesh is {can}; leave backend= out for the fastest way"
         )
     if on_threads:
         return None

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from mpimesh.errors import (
     GroupError,
+    MeshError,
+    MismatchError,
     RankError,
     UnresolvedError,
     WorldSizeError,
     on_all_ranks,
 )
 from mpimesh.mesh import WORLD, DimsLike, GroupSpec, Mesh, MeshTopology
+from mpimesh.mesh.dims import parse_dims
 from mpimesh.runtime.agreement import agree, agreed, exchange
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.live_groups import LiveGroups
@@ -91,19 +95,22 @@ class MeshShape(MeshDevices):
                     f"communicator, but are there (rank, size) {ranks}"
                 )
             )
-        self._context = replace(context, open_operations={})
+        self._context = replace(context, open_operations={}, unended=False, unread=0)
         fresh = self._make_groups(control)
         if fresh is not None:
             fresh.add_custom_of(groups)
         context.closed = True
         groups.free()
-        self._control.free()
+        context.give_back(self._control)
         self._control, self._groups = control, fresh
 
     def _settle(self, mesh: Mesh, topology: MeshTopology | None) -> None:
         """Take over the fields that the queries read."""
-        local = [self._control.rank] if mesh.contains_rank(self._control.rank) else []
-        self.mesh = mesh.with_local(local)
+        rank = self._control.rank
+        local = [rank] if mesh.contains_rank(rank) else []
+        given = mesh.global_names
+        names = [given[mesh.offset_of(one)] if given else self._device_name(one) for one in local]
+        self.mesh = mesh.with_local(local, names)
         self.value = mesh.with_local(())
         self.kept = {}
         self._topology = topology
@@ -113,6 +120,14 @@ class MeshShape(MeshDevices):
         self.local_ids = self.mesh.local_ids
         self.local_names = self.mesh.local_names
         self.global_names = self.mesh.global_names
+
+    def to_string(self) -> str:
+        """Write the text form of :attr:`mesh`, as :meth:`Mesh.to_string` does. Local."""
+        return self.mesh.to_string()
+
+    def as_proto(self) -> dict[str, Any]:
+        """Write the fields of :attr:`mesh` as a record, as :meth:`Mesh.as_proto` does. Local."""
+        return self.mesh.as_proto()
 
     def _fitting(
         self, groups: LiveGroups, dims: DimsLike | Mesh | MeshTopology
@@ -132,6 +147,10 @@ class MeshShape(MeshDevices):
 
     def _make_groups(self, control: Communicator) -> LiveGroups | None:
         """Collective: make the groups of the world, the dims and the topology."""
+        context, counts = self._context, self._progress.counts
+        counts["meshes"] = counts.get("meshes", 0) + 1
+        context.name = control.family or f"mesh {counts['meshes']}"
+        context.adopt(control, "everyone")
         place = self.offset_of(control.rank) if self.contains_rank(control.rank) else None
         members = control.split(None if place is None else 0, place or 0)
         if members is None:
@@ -150,15 +169,28 @@ class MeshShape(MeshDevices):
             for name, ranks in self._topology.group_plan(self._control.size):
                 groups.add_ranks(GroupSpec(name, ranks, groups.backend))
 
-    def _refuse_unresolved(self, action: str, done: str) -> None:
-        """Raise on all ranks if any has open operations: `action` is not `done` then."""
+    def _refuse_unresolved(self, action: str, done: str, *, leaving: bool = False) -> None:
+        """Raise on all ranks if any has open operations: `action` is not `done` then.
+
+        Args:
+            action: What was asked for.
+            done: The same, as something done.
+            leaving: Whether all leave by an error, after which messages may not be received.
+        """
         call = Call(action, WORLD)
         if self._context.settings.checks and self._groups is not None:
             # Found here, a rank that goes on while the others stop gets an answer.
             agree(self._progress, self._groups.communicator, call)
         mine = [str(operation.call) for operation in self._context.open_operations.values()]
-        everyone = self._everyone(mine, call)
+        told = self._everyone([mine, self._context.unended, self._context.unread], call)
+        # On all ranks alike: what one keeps, the others must not use for something else.
+        self._context.unended = any(unended for _, unended, _ in told)
+        everyone = [texts for texts, _, _ in told]
         if not any(everyone):
+            # A message that nobody has received would be the first of another mesh.
+            self._context.unended |= sum(unread for _, _, unread in told) != 0
+            if not leaving:
+                self._refuse_unreceived(call, done)
             return
         rows = "\n".join(
             f"  rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts[:8]
@@ -169,6 +201,39 @@ class MeshShape(MeshDevices):
                 f"keep what they return and call resolve() on it before:\n{rows}"
             )
         )
+
+    def _refuse_unreceived(self, call: Call, done: str) -> None:
+        """With checks on, raise on all ranks if a message was sent that nobody has received."""
+        if not self._context.settings.checks:
+            return
+        mails = [] if self._groups is None else self._groups.mails()
+        mails.append((tuple(range(self._control.size)), self._control.name, self._control.mail))
+        rank = self._control.rank
+        sent, received = [], []
+        for ranks, name, mail in mails:
+            for (peer, tag), count in mail.sent.items():
+                text = str(mail.calls[peer, tag])
+                sent.append([[name, rank, ranks[peer], tag], count, text])
+            received += [
+                [[name, ranks[peer], rank, tag], count]
+                for (peer, tag), count in mail.received.items()
+            ]
+        everyone = self._everyone([sent, received], call)
+        taken = {tuple(key): count for _, counts in everyone for key, count in counts}
+        rows = "\n".join(
+            f"  {count - taken.get(tuple(key), 0)} of {count} from rank {key[1]} to rank {key[2]}, "
+            f"the last by {text}"
+            for sends, _ in everyone
+            for key, count, text in sends
+            if taken.get(tuple(key), 0) < count
+        )
+        if rows:
+            raise on_all_ranks(
+                MismatchError(
+                    f"the mesh cannot be {done}: these messages were sent, and nobody has called "
+                    f"recv() for them, with the same tag on the same group:\n{rows}"
+                )
+            )
 
 
 def as_mesh(
@@ -185,12 +250,30 @@ def as_mesh(
         if world_size > 1:
             raise
         # Most often the program was started as any other Python program.
-        raise WorldSizeError(f"{error}; for more ranks: mpiexec -n 4 python program.py") from None
+        command = f"mpiexec -n {_ranks_for(dims)} python program.py"
+        raise WorldSizeError(f"{error}; for more ranks: {command}") from None
+
+
+def _ranks_for(dims: DimsLike | Mesh | MeshTopology) -> int:
+    """Return a number of ranks that `dims` fit; 4 where any does, or none can be told."""
+    if isinstance(dims, Mesh):
+        return dims.size
+    try:
+        sizes = [size for _, size in parse_dims(dims)]  # type: ignore[arg-type]
+    except MeshError:
+        return 4
+    fixed = prod(size for size in sizes if size != -1)
+    return fixed * -(-4 // fixed) if -1 in sizes else fixed
 
 
 def _as_mesh(
     dims: DimsLike | Mesh | MeshTopology, world_size: int, name: str
 ) -> tuple[Mesh, MeshTopology | None]:
+    if hasattr(dims, "Get_rank"):
+        raise MeshError(
+            f"the dims of a mesh come first, and {type(dims).__name__} is a communicator: "
+            'DeviceMesh("dp=-1", comm)'
+        )
     topology = dims if isinstance(dims, MeshTopology) else None
     if isinstance(dims, MeshTopology):
         mesh = dims.to_mesh(world_size)

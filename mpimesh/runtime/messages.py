@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import as_flag, shown
 from mpimesh.arrays import Array, DType, StreamScope, is_cupy, moved, namespace, refuse_objects
+from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.errors import DTypeError, GroupError, RankError, ShapeError
 from mpimesh.runtime.arrival import Arrival
-from mpimesh.runtime.call import Call
+from mpimesh.runtime.call import Message
 from mpimesh.runtime.device_operation import DeviceOperation, steps_in
 from mpimesh.runtime.envelope import ENVELOPE_BYTES, Envelope, open_envelope, seal
 from mpimesh.runtime.group_core import GroupCore, collective
@@ -59,22 +61,16 @@ class Messages(GroupCore):
         """
         self._peer(dest, "dest", tag)
         data = self.operand(x)
-        call = Call(
-            "send",
-            self.name,
-            rule=f"dest {dest}, tag {tag}",
-            shape=data.shape,
-            dtype=data.dtype,
-            label=label,
-            peers=(dest,),
-        )
-        steps = self._send_steps(self._parcel(data), dest, 2 * tag)
+        call = Message("send", self.name, dest, tag, data.shape, data.dtype, label)
+        parcel = self._parcel(data)  # first: what cannot be described is not sent
+        self._post(call)
+        steps = self._send_steps(parcel, dest, 2 * tag)
         scope = StreamScope.of(data)
         # A chain that nobody else uses: sends start at once.
         request = self.stage(object(), steps if scope is None else steps_in(scope, steps))
         if scope is not None:
             return self.own(DeviceOperation(scope, self, call, request, None), data.nbytes)
-        return self.own(Operation(self, call, request, None, self.lock(x)), data.nbytes)
+        return self.own(Operation(self, call, request, None, self.lock(x, call)), data.nbytes)
 
     def recv(
         self,
@@ -116,19 +112,12 @@ class Messages(GroupCore):
             shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
             output_array(out, shape, dtype)
         expected = _expected(shape, dtype)
-        call = Call(
-            "recv",
-            self.name,
-            rule=f"source {source}, tag {tag}",
-            shape=expected[0],
-            dtype=expected[1] or "",
-            label=label,
-            peers=(source,),
-        )
+        call = Message("recv", self.name, source, tag, expected[0], expected[1] or "", label)
         arrival = Arrival(self._context.traffic, self._members)
         arrival.call = call
         if expected[0] is not None and expected[1] is not None:
             arrival.expect(source, math.prod(expected[0]) * expected[1].itemsize, 1)
+        self._post(call)
         # Envelopes of one source and tag are opened in order, so that their data is, too.
         chain = (self.communicator, source, tag)
 
@@ -164,7 +153,8 @@ class Messages(GroupCore):
         rank = self._member("shift")
         data = self.operand(x)
         if not isinstance(offset, int | np.integer):
-            raise RankError(f"offset must be a whole number of places, got {offset!r}")
+            raise RankError(f"offset must be a whole number of places, got {shown(offset)}")
+        wrap = as_flag(wrap, "wrap", GroupError)
         dest, source = rank + offset, rank - offset
         if wrap:
             dest, source = dest % self.size, source % self.size
@@ -215,6 +205,13 @@ class Messages(GroupCore):
         """Receive from the rank before; an error on the first one."""
         return self.recv(self._neighbour(-1, "recv_prev"), out=out, tag=tag)
 
+    def _post(self, call: Message) -> None:
+        """Count a message: a mesh is not to close as if one were received that was not."""
+        self._context.unread += 1 if call.name == "send" else -1
+        mail = self.communicator.mail
+        if mail is not None:
+            mail.post(call)
+
     def _neighbour(self, step: int, action: str) -> int:
         peer = self._member(action) + step
         if not 0 <= peer < self.size:
@@ -229,7 +226,7 @@ class Messages(GroupCore):
         if self.check_rank(rank, what) == mine:
             raise RankError(f"{what} is this rank, {mine}, of group {self.name!r}; use a copy")
         if not isinstance(tag, int | np.integer) or not 0 <= tag <= MAX_TAG:
-            raise RankError(f"tag must be a whole number from 0 to {MAX_TAG}, got {tag!r}")
+            raise RankError(f"tag must be a whole number from 0 to {MAX_TAG}, got {shown(tag)}")
 
     def _parcel(self, data: Array) -> list[Array]:
         """Return the messages that carry an array: its envelope, and its data if it is large.
@@ -301,10 +298,7 @@ def _cupy(group: GroupCore, source: int) -> ModuleType:
 
 
 def _expected(shape: Any, dtype: Any) -> tuple[tuple[int, ...] | None, DType | None]:
-    try:
-        kind = None if dtype is None else np.dtype(dtype)
-    except TypeError:
-        raise DTypeError(f"{dtype!r} is no dtype") from None
+    kind = None if dtype is None else as_dtype(dtype)
     if kind is not None:
         refuse_objects(kind)
     return None if shape is None else _axes(shape), kind
@@ -317,7 +311,7 @@ def _axes(shape: Any) -> tuple[int, ...]:
     except TypeError:
         axes = (-1,)
     if any(size < 0 for size in axes):
-        raise ShapeError(f"shape must be whole numbers of at least 0, got {shape!r}")
+        raise ShapeError(f"shape must be whole numbers of at least 0, got {shown(shape)}")
     return axes
 
 

@@ -12,6 +12,8 @@ from mpimesh.runtime.blocks import Blocks, check_sizes, normal_axis
 from mpimesh.runtime.group_core import collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.incoming import Incoming, apart, at_least_1d, byte_counts, flat_bytes
+from mpimesh.runtime.operands import check_output
+from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.received import listed
 from mpimesh.runtime.straight import Straight, bytes_of, even_blocks, is_first
 
@@ -69,11 +71,14 @@ class Movements(Straight):
             value = self._straight_result(x, (self.size * length, *others), out)
             if value is not None:
                 counts = [x.nbytes] * self.size
-                request = transport.all_gather(bytes_of(x), bytes_of(value), counts)
-                rule, receives = even_blocks(length, self.size), (listed, tuple(counts))
-                return self._started(
-                    "all_gather", rule, x, label, request, value, x.nbytes, receives
+                rule = even_blocks(length, self.size)
+                call = self._called(
+                    transport, "all_gather", rule, x.shape, x.dtype, label, value.shape
                 )
+                if call is not None:
+                    request = transport.all_gather(bytes_of(x), bytes_of(value), counts)
+                    operation = Operation(self, call, request, None, None, value)
+                    return self.own(operation, x.nbytes, (listed, tuple(counts)))
         return self._all_gather(x, axis=axis, sizes=sizes, out=out, label=label)
 
     @collective
@@ -140,6 +145,8 @@ class Movements(Straight):
         """
         rank = self._member("gather")
         root = self.check_rank(root, "root")
+        if out is not None:
+            check_output(out)  # everywhere, so that all ranks refuse what is no array
         data = at_least_1d(self.operand(x))
         axis = normal_axis(axis, data.ndim)
         blocks = Blocks.of_mine(data.shape, axis, rank, self.size, sizes)
@@ -213,11 +220,12 @@ class Movements(Straight):
             value = self._straight_result(x, x.shape, out)
             if value is not None:
                 counts = [x.nbytes // self.size] * self.size
-                request = transport.all_to_all(bytes_of(x), bytes_of(value), counts, counts)
-                rule, receives = "split_axis 0, concat_axis 0", (listed, tuple(counts))
-                return self._started(
-                    "all_to_all", rule, x, label, request, value, x.nbytes, receives
-                )
+                rule = "split_axis 0, concat_axis 0"
+                call = self._called(transport, "all_to_all", rule, x.shape, x.dtype, label, x.ndim)
+                if call is not None:
+                    request = transport.all_to_all(bytes_of(x), bytes_of(value), counts, counts)
+                    operation = Operation(self, call, request, None, None, value)
+                    return self.own(operation, x.nbytes, (listed, tuple(counts)))
         return self._all_to_all(
             x,
             split_axis=split_axis,

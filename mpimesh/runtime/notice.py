@@ -1,4 +1,4 @@
-"""One line about a wait that is long, for who has not set ``MPIMESH_TIMEOUT_S``.
+"""One line about a wait that is long, for who has not set a short ``MPIMESH_TIMEOUT_S``.
 
 A long wait may be right: another rank computes. So nothing is ended and nobody is asked; the
 line says where the rank stands, and how to learn more. It must not flood the output of a
@@ -8,11 +8,13 @@ a few ranks, each once for a wait, and again only for one that is twice as long.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
-from mpimesh.runtime.abort import write_error
+from mpimesh.arguments import rank_names
 from mpimesh.runtime.call import Call, call_site, site_text
+from mpimesh.runtime.failure import write_error
 from mpimesh.runtime.progress import Wait
 
 __all__ = ["Notice"]
@@ -24,7 +26,7 @@ _MOST_PEERS = 4
 
 
 class Notice:
-    """What one rank says about its own long waits.
+    """The notices of one rank about its own long waits.
 
     Args:
         rank: This rank in MPI's world.
@@ -53,7 +55,7 @@ class Notice:
         self._after_s *= 2
         self._tell(
             self._rank,
-            f"mpimesh: has waited {waited_s:.0f} s in {_place(wait)}{_peers(wait)}. "
+            f"mpimesh: has waited {waited_s:.0f} s in {_place(wait)}{_peers(wait)}{_cause()}. "
             "MPIMESH_TIMEOUT_S=60 ends such a wait after 60 s and says what each rank does; "
             "MPIMESH_NOTICE_S=0 ends these lines",
         )
@@ -70,7 +72,11 @@ def _peers(wait: Wait) -> str:
     world_ranks = getattr(wait.communicator, "world_ranks", (-1,))
     if wait.peers is None or -1 in world_ranks:
         return ""
-    ranks = sorted(world_ranks[peer] for peer in wait.peers)
-    more = f" and {len(ranks) - _MOST_PEERS} more" if len(ranks) > _MOST_PEERS else ""
-    names = ", ".join(map(str, ranks[:_MOST_PEERS]))
-    return f", for rank{'s' if len(ranks) > 1 else ''} {names}{more} of the job"
+    ranks = [world_ranks[peer] for peer in wait.peers]
+    return f", for {rank_names(ranks, _MOST_PEERS)} of the job"
+
+
+def _cause() -> str:
+    """Say which exception this thread deals with, as in a ``finally``: others do not know of it."""
+    error = sys.exc_info()[1]
+    return "" if error is None else f", while it deals with {type(error).__name__}: {error}"

@@ -8,8 +8,9 @@ import numpy as np
 
 from mpimesh.arrays import Array, HostArray, is_cupy, refuse_objects, to_numpy
 from mpimesh.errors import DTypeError, ShapeError
+from mpimesh.runtime.world import current_world
 
-__all__ = ["host_array", "output_array"]
+__all__ = ["check_output", "host_array", "output_array"]
 
 
 def host_array(x: Array) -> HostArray:
@@ -39,18 +40,49 @@ def host_array(x: Array) -> HostArray:
     return host
 
 
+def check_output(out: Any) -> None:
+    """Check that `out` is an array that can be written, each element for itself.
+
+    Raises:
+        DTypeError: If it is no array.
+        ShapeError: If it is read-only, or elements share memory.
+    """
+    if not isinstance(out, np.ndarray) and not is_cupy(out):
+        raise DTypeError(f"out must be a NumPy or CuPy array, got {type(out).__name__}")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        holder = current_world().locks.holder(out)
+        cure = "pass an array that can be written" if holder is None else "resolve that first"
+        why = "" if holder is None else f" while {holder} uses it"
+        raise ShapeError(f"out is read-only{why}; {cure}")
+    if not out.flags.c_contiguous and _overlaps(out):
+        raise ShapeError(
+            f"out has elements that share memory, by its strides {out.strides} and shape "
+            f"{out.shape}; pass an array where each has its own"
+        )
+
+
 def output_array(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Check an array that is to hold a result.
 
     Raises:
-        ShapeError: If its shape is not `shape`, or it is read-only.
-        DTypeError: If its dtype is not `dtype`.
+        ShapeError: If its shape is not `shape`, it is read-only, or elements share memory.
+        DTypeError: If it is no array, or its dtype is not `dtype`.
     """
-    if not isinstance(out, np.ndarray) and not is_cupy(out):
-        raise DTypeError(f"out must be a NumPy or CuPy array, got {type(out).__name__}")
+    check_output(out)
     if out.shape != shape:
         raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
     if out.dtype != dtype:
         raise DTypeError(f"out has dtype {out.dtype}, but the result has dtype {dtype}")
-    if isinstance(out, np.ndarray) and not out.flags.writeable:
-        raise ShapeError("out is read-only; pass an array that can be written")
+
+
+def _overlaps(out: Array) -> bool:
+    """Tell whether two elements may share memory: axes whose steps do not pass the inner ones."""
+    end = out.dtype.itemsize
+    axes = zip(out.strides, out.shape, strict=True)
+    for stride, length in sorted((abs(stride), length) for stride, length in axes if length != 1):
+        if not length:
+            return False
+        if stride < end:
+            return True
+        end += stride * (length - 1)
+    return False

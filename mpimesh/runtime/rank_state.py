@@ -1,26 +1,30 @@
-"""What a rank is doing, as another thread sees it, and the table of all of them."""
+"""The state of a rank, as another thread sees it, and the table of all of them."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from mpimesh.arguments import rank_names
 from mpimesh.runtime.call import Call
+from mpimesh.runtime.failure import readable
 from mpimesh.runtime.progress import Progress, Wait
 
 __all__ = ["RankState", "missing_ranks", "operation_key", "wait_report"]
 
 _PACKAGE = __name__.split(".", 1)[0] + "."
+_NOBODY = "nobody; ranks may wait for each other in other meshes or groups of one name"
+_UNKNOWN = "unknown, for want of a way to ask"
 _SILENT = "no answer (stopped, dead, or in a call that holds the interpreter)"
-_MOST_RANKS = 16
+_LONGEST_TRACEBACK = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank is doing.
+    """The state of one rank.
 
     Attributes:
         operation: What it waits for, with its place; empty if it waits for nothing.
@@ -29,6 +33,8 @@ class RankState:
         last: What it started last.
         at: The line that its program is at, outside mpimesh.
         ended: Whether its program has ended.
+        inside: The line of a call that blocks, in a section of mpimesh that has such.
+        failing: The traceback of the exception that its program deals with, as in a ``finally``.
     """
 
     operation: str = ""
@@ -37,22 +43,29 @@ class RankState:
     last: str = ""
     at: str = ""
     ended: bool = False
+    inside: str = ""
+    failing: str = ""
 
     @classmethod
     def of(cls, progress: Progress, thread_id: int | None, *, ended: bool = False) -> RankState:
         """Look at a rank of this process that runs in the thread `thread_id`."""
         wait = progress.current
-        last = "" if progress.last is None else str(progress.last)
-        at = _line_of(thread_id)
+        last = str(progress.calls[-1]) if progress.calls else ""
+        state = cls(last=last, at=_line_of(thread_id), ended=ended, failing=_failing(thread_id))
         if wait is None:
-            return cls(last=last, at=at, ended=ended)
-        waited_s = time.monotonic() - wait.since_s
-        return cls(str(wait.what), operation_key(wait.what), waited_s, last, at, ended)
+            return state
+        return replace(
+            state,
+            operation=str(wait.what),
+            key=operation_key(wait.what),
+            waited_s=time.monotonic() - wait.since_s,
+            inside=_innermost(thread_id) if wait.blocking else "",
+        )
 
     def text(self) -> str:
         """Return the state without the time, so that ranks in one state can share a row."""
         if self.operation:
-            return f"in {self.operation}"
+            return f"in {self.operation}" + (self.inside and f", inside {self.inside}")
         if self.ended:
             return "has ended its program"
         last = f"; started last: {self.last}" if self.last else ""
@@ -89,6 +102,7 @@ def wait_report(
     limit_s: float,
     missing: Collection[int] | None,
     states: Mapping[int, RankState | None],
+    stopped: Collection[int] = (),
 ) -> str:
     """Return the report of `rank`, which has waited too long.
 
@@ -98,21 +112,32 @@ def wait_report(
         limit_s: The longest time that it may wait.
         missing: The ranks that it waits for; None if the others could not be asked.
         states: What each rank does; None for one that gave no answer.
+        stopped: Those among the latter whose processes are stopped.
     """
     waited_s = time.monotonic() - wait.since_s
     rows: dict[str, list[int]] = {}
     for one in sorted(states):
         state = states[one]
-        rows.setdefault(_SILENT if state is None else state.text(), []).append(one)
+        silent = f"{_SILENT}; its process is stopped" if one in stopped else _SILENT
+        rows.setdefault(silent if state is None else state.text(), []).append(one)
+    causes: dict[str, list[int]] = {}
+    for one, state in sorted(states.items()):
+        if state is not None and state.failing:
+            causes.setdefault(state.failing, []).append(one)
+    names = _UNKNOWN if missing is None else rank_names(missing) if missing else _NOBODY
     lines = [
+        f"{rank_names(ranks)} got here while dealing with this exception:\n{text.rstrip()}"
+        for text, ranks in causes.items()
+    ]
+    lines += [
         f"mpimesh: rank {rank} has waited {waited_s:.1f} s, longer than MPIMESH_TIMEOUT_S="
         f"{limit_s:g}, in {wait.what}",
-        f"  missing: {'unknown, for want of a way to ask' if missing is None else _names(missing)}",
+        f"  missing: {names}",
     ]
     for text, ranks in rows.items():
         times = [state.waited_s for one in ranks if (state := states[one]) and state.operation]
         since = f", for {_span(times)} s" if times else ""
-        lines.append(f"  {_names(ranks)}: {text}{since}")
+        lines.append(f"  {rank_names(ranks)}: {text}{since}")
     return "\n".join(lines)
 
 
@@ -121,14 +146,19 @@ def _span(times: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _names(ranks: Collection[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:_MOST_RANKS]))
-    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown or 'none'}{more}"
-
-
 def _line_of(thread_id: int | None) -> str:
     frame = None if thread_id is None else sys._current_frames().get(thread_id)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _innermost(thread_id: int | None) -> str:
+    frame = None if thread_id is None else sys._current_frames().get(thread_id)
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _failing(thread_id: int | None) -> str:
+    active: Any = None if thread_id is None else sys._current_exceptions().get(thread_id)
+    error = active[1] if isinstance(active, tuple) else active  # a tuple before Python 3.12
+    return readable(error)[-_LONGEST_TRACEBACK:] if isinstance(error, Exception) else ""

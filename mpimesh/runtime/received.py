@@ -1,4 +1,4 @@
-"""How much a rank receives by an operation, from whom, and by what rule that is counted.
+"""Bytes that a rank receives by an operation, by sender, and the rules that count them.
 
 What others give to one result of all has no single sender and depends on the algorithm. So it
 is counted by a rule: as if the result were made by a reduce-scatter and an all-gather, each rank
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Amount = int | tuple[int, ...]
-"""What a rule needs to know of one operation: bytes, or several numbers."""
+"""The size of one operation, as a rule needs it: bytes, or several numbers."""
 
 _Counts = npt.NDArray[np.int64]
 

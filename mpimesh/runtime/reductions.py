@@ -22,7 +22,8 @@ from mpimesh.arrays import (
 from mpimesh.runtime.blocks import Blocks, normal_axis
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.handle import CollectiveTensor
-from mpimesh.runtime.operands import output_array
+from mpimesh.runtime.operands import check_output, output_array
+from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.received import all_reduced, each
 from mpimesh.runtime.straight import Straight, even_blocks, is_first
 
@@ -65,8 +66,8 @@ class Reductions(Straight):
         Args:
             x: This rank's array, NumPy or CuPy, of any memory order and stride.
             op: ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``; "mean" is the sum
-                divided by the group's size. With NaN among the values of one element,
-                "min" and "max" may give it or not, as MPI does.
+                divided by the group's size. "min" and "max" of values with NaN are NaN, as
+                NumPy's, with the same bits on all ranks.
             out: Array for the result; may be `x` itself. New if None.
             label: The caller's name for this call, compared when ``MPIMESH_CHECKS`` is on.
 
@@ -91,22 +92,24 @@ class Reductions(Straight):
             and (out is None or out is x)
             and communicator is not None
             and isinstance(op, str)
-            and ((x.dtype, op) in _AS_IT_IS or (op == "mean" and self._averages(x)))
+            and (((dtype := x.dtype), op) in _AS_IT_IS or (op == "mean" and self._averages(x)))
             and _is_plain(x)
             and context.world.progress.idle
+            and (out is None or x.flags.writeable)
         ):
-            flat = x.reshape(-1)
+            flat, shape = x.reshape(-1), x.shape
+            call = self._called(communicator, "all_reduce", op, shape, dtype, label, shape)
+            if call is None:
+                return self._all_reduce(x, op, out=out, label=label)
             if out is None:
-                value = context.world.pool.empty(x.shape, x.dtype)
+                value = context.world.pool.empty(shape, dtype)
                 request = communicator.all_reduce(flat, value.reshape(-1), op)
-            elif x.flags.writeable:
+            else:
                 value = x
                 request = communicator.all_reduce(None, flat, op)
-            else:
-                return self._all_reduce(x, op, out=out, label=label)
             nbytes = x.nbytes
-            receives = (all_reduced, nbytes)
-            return self._started("all_reduce", op, x, label, request, value, nbytes, receives)
+            operation = Operation(self, call, request, None, None, value)
+            return self.own(operation, nbytes, (all_reduced, nbytes))
         return self._all_reduce(x, op, out=out, label=label)
 
     @collective
@@ -182,6 +185,8 @@ class Reductions(Straight):
         op = as_reduce_op(op)
         wire = _wire_dtype(data.dtype, op)
         at_root = self.rank == root
+        if out is not None:
+            check_output(out)  # everywhere, so that all ranks refuse what is no array
         send = _wire_copy(data, wire)
         recv: Array | None = None
         finish = value = None
@@ -248,11 +253,14 @@ class Reductions(Straight):
             value = self._straight_result(x, (length, *x.shape[1:]), out)
             if value is not None:
                 counts = [x.size // self.size] * self.size
-                request = transport.reduce_scatter(x.reshape(-1), value.reshape(-1), counts, op)
-                rule, receives = even_blocks(length, self.size), (each, value.nbytes)
-                return self._started(
-                    "reduce_scatter", f"{op}, {rule}", x, label, request, value, x.nbytes, receives
+                rule = f"{op}, {even_blocks(length, self.size)}"
+                call = self._called(
+                    transport, "reduce_scatter", rule, x.shape, x.dtype, label, x.shape
                 )
+                if call is not None:
+                    request = transport.reduce_scatter(x.reshape(-1), value.reshape(-1), counts, op)
+                    operation = Operation(self, call, request, None, None, value)
+                    return self.own(operation, x.nbytes, (each, value.nbytes))
         return self._reduce_scatter(x, op, axis=axis, sizes=sizes, out=out, label=label)
 
     @collective

@@ -22,7 +22,8 @@ from mpimesh.runtime.header import (
     takes_device,
 )
 from mpimesh.runtime.incoming import Incoming, apart, broadcast_buffer, byte_counts
-from mpimesh.runtime.operands import output_array
+from mpimesh.runtime.operands import check_output, output_array
+from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.received import parts
 from mpimesh.runtime.straight import Straight, bytes_of
 from mpimesh.transport import Steps
@@ -68,12 +69,16 @@ class Rooted(Straight):
         if transport is not None and x is not None and type(root) is int and 0 <= root < self.size:
             value = self._straight_buffer(x, out, sends=self.rank == root)
             if value is not None:
-                request = transport.broadcast(bytes_of(value), root)
-                nbytes = x.nbytes if self.rank == root else 0
-                whole = (parts, (root, x.nbytes, int(x.nbytes > 0)))
-                receives = None if self.rank == root else whole
-                rule = f"root {root}"
-                return self._started("broadcast", rule, x, label, request, value, nbytes, receives)
+                call = self._called(
+                    transport, "broadcast", f"root {root}", x.shape, x.dtype, label, x.shape
+                )
+                if call is not None:
+                    request = transport.broadcast(bytes_of(value), root)
+                    nbytes = x.nbytes if self.rank == root else 0
+                    whole = (parts, (root, x.nbytes, int(x.nbytes > 0)))
+                    receives = None if self.rank == root else whole
+                    operation = Operation(self, call, request, None, None, value)
+                    return self.own(operation, nbytes, receives)
         return self._broadcast(x, root=root, out=out, label=label)
 
     def _straight_buffer(self, x: HostArray, out: Array | None, *, sends: bool) -> HostArray | None:
@@ -127,6 +132,8 @@ class Rooted(Straight):
         self, x: Array | None, out: Array | None, label: str | None
     ) -> CollectiveTensor:
         data = None if x is None else self.operand(x)
+        if out is not None:
+            check_output(out)
         header = make_header(data, of_cupy=is_cupy(x), takes_device=self.moves_device_memory)
 
         arrival = Arrival(self._context.traffic, self._members)
@@ -215,6 +222,8 @@ class Rooted(Straight):
         """
         rank = self._member("scatter")
         root = self.check_rank(root, "root")
+        if out is not None:
+            check_output(out)
         data = self.operand(x) if rank == root and x is not None else None
         if rank == root and data is None:
             raise ShapeError(f"scatter needs an array on its root, rank {root} passed None")

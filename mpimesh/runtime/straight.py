@@ -11,19 +11,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from mpimesh.arrays import Array, HostArray
+from mpimesh.arrays import Array, DType, HostArray
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
-from mpimesh.runtime.handle import CollectiveTensor
-from mpimesh.runtime.operation import Operation
-from mpimesh.runtime.received import Amount, Rule
-from mpimesh.transport import Communicator, Request
+from mpimesh.transport import Communicator
 
 __all__ = ["Straight", "bytes_of", "even_blocks", "is_first"]
 
 
 class Straight(GroupCore):
-    """What the operations of a group have in common where they go straight to the transport."""
+    """The base of the operations of a group that go straight to the transport."""
 
     def _straight_to(self, x: Array | None) -> Communicator | None:
         """Return the transport, if an operation on `x` may go straight to it."""
@@ -59,22 +56,32 @@ class Straight(GroupCore):
             return None
         return None if np.may_share_memory(x, out) else out
 
-    def _started(
+    def _called(
         self,
+        communicator: Communicator,
         name: str,
         rule: str,
-        x: HostArray,
+        shape: tuple[int, ...],
+        dtype: DType,
         label: str | None,
-        request: Request,
-        value: HostArray,
-        nbytes: int,
-        receives: tuple[Rule, Amount] | None,
-    ) -> CollectiveTensor:
-        """Return the handle of an operation that was started without any other step."""
-        communicator = self.communicator
-        call = Call(name, self.name, rule, x.shape, x.dtype, label)
-        communicator.started = call.number = communicator.started + 1
-        return self.own(Operation(self, call, request, None, None, value), nbytes, receives)
+        compared: object,
+    ) -> Call | None:
+        """Return the call of an operation that is about to be started without any other step.
+
+        None if another rank of the node has started something else in its place.
+        """
+        call = Call(name, self.name, rule, shape, dtype, label)
+        communicator.started = call.number = number = communicator.started + 1
+        call.compared = compared
+        signatures = communicator.signatures
+        if signatures is not None:
+            word = signatures.post(number, (name, rule, compared, dtype))
+            if word:
+                if word < 0:
+                    communicator.started = number - 1  # it is counted on the general way
+                    return None
+                call.word, call.signatures = word, signatures
+        return call
 
 
 def bytes_of(x: HostArray) -> HostArray:

@@ -1,4 +1,4 @@
-"""How much a rank has handed to the transport, and what it has received from whom."""
+"""Bytes and messages that a rank has handed to the transport, and has had from each other rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["OperationTraffic", "PeerTraffic", "Traffic"]
 
 @dataclass(frozen=True, slots=True)
 class OperationTraffic:
-    """What one rank counts of one operation.
+    """One rank's counts of one operation.
 
     Attributes:
         calls: How often it was started.
@@ -35,7 +35,7 @@ class OperationTraffic:
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """What one rank has received from another.
+    """One rank's counts of what it has received from another.
 
     Attributes:
         received_bytes: Bytes of arrays.

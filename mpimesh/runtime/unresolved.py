@@ -1,4 +1,4 @@
-"""What refuses to take a result to come for the array that it will be.
+"""Refusals to use a result that has not come yet as if it were an array.
 
 Without it Python says that ``+`` does not know a CollectiveTensor, and NumPy makes an array that
 holds the handle. Every operator and every function of NumPy raises UnresolvedError instead, which
@@ -34,7 +34,7 @@ def _reflected(symbol: str) -> Callable[..., NoReturn]:
 
 
 class Unresolved:
-    """Not an array yet, and says so to whoever uses it as one.
+    """Not an array, be it resolved or not, and says so to whoever uses it as one.
 
     Two handles are equal if they are one; a handle and a number or an array cannot be compared.
     """
@@ -45,10 +45,16 @@ class Unresolved:
         """Return what gives the result; its `str` names it."""
         raise NotImplementedError
 
+    def _is_resolved(self) -> bool:
+        """Tell whether its result was taken."""
+        raise NotImplementedError
+
     def _refusal(self, example: str) -> UnresolvedError:
+        cure = "is no array yet: resolve it first"
+        if self._is_resolved():
+            cure = "does not become its array: use what resolve() returned"
         return UnresolvedError(
-            f"a CollectiveTensor is no array yet: resolve it first, as in {example}; it is the "
-            f"result of {self._what()}"
+            f"a CollectiveTensor {cure}, as in {example}; it is the result of {self._what()}"
         )
 
     # In place, too: Python takes the binary method where there is no other.

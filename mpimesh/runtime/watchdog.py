@@ -1,12 +1,13 @@
-"""The watchdog: it reports a rank that waits too long, says for whom, and ends the job.
+"""The watchdogs: they report a rank that waits too long or is gone, and end the job.
 
-Off unless ``MPIMESH_TIMEOUT_S`` is set. Then a thread of each rank looks at the
-rank's current wait. Past the limit it asks the threads of all other ranks what
-these are doing, writes one table, and ends the job. Of several ranks that wait
-the lowest speaks.
+A thread of each rank looks at the rank's current wait. Past ``MPIMESH_TIMEOUT_S`` it asks the
+threads of all other ranks what these are doing, writes one table, and ends the job. Of several
+ranks that wait the lowest speaks. The same thread sleeps until a process of another rank of the
+node ends; of one that had not said that it would, it says so and how, and ends the job.
 
-Only waits in mpimesh are watched: a rank that hangs in a call of mpi4py, or in a
-loop of its own, is reported by the ranks that wait for it here.
+Only waits in mpimesh are watched, among them the making and closing of a mesh: a rank that hangs
+in a call of mpi4py, or in a loop of its own, is reported by the ranks that wait for it here. A rank
+that waits at its end lets others work as long as they answer.
 """
 
 from __future__ import annotations
@@ -16,35 +17,53 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
-from mpimesh.runtime.abort import end_job, write_error
+from mpimesh.errors import CollectiveTimeoutError, on_all_ranks
+from mpimesh.runtime.failure import end_job, is_own, write_error
 from mpimesh.runtime.lines import Line, Lines
+from mpimesh.runtime.processes import NodeProcesses
 from mpimesh.runtime.progress import Progress, Wait
 from mpimesh.runtime.rank_state import RankState, missing_ranks, wait_report
-from mpimesh.transport import Request
-from mpimesh.transport.mpi import MPICommunicator
+from mpimesh.runtime.witness import how_it_ended, is_stopped
+from mpimesh.transport import Request, VirtualCommunicator, VirtualWorld
 from mpimesh.transport.waiting import poll
 
-__all__ = ["EXIT_CODE", "Watchdog"]
+if TYPE_CHECKING:
+    # Importing it starts MPI.
+    from mpimesh.transport.mpi import MPICommunicator
+
+__all__ = ["EXIT_CODE", "VirtualWatchdog", "Watchdog"]
 
 EXIT_CODE = 124
 """Exit code of a job that the watchdog has ended; that of the command ``timeout``."""
 
 _QUESTION_TAG = 2
 _ANSWER_TAG = 3
-_LONGEST_TICK_S = 0.1
+_SHORTEST_TICK_S = 0.1
+_LONGEST_TICK_S = 1.0
+_TICKS = 20
+"""Number of looks within a limit: the longer that is, the less a rank is disturbed."""
 _ANSWER_S = 1.0
+_MOST_PATIENCE_S = 10.0
+_WITNESS_S = 0.2
+"""Seconds for which a rank leaves it to the witness to say who has gone."""
 _STEP_S = 0.4
 """Longer than an abort takes: Open MPI's launcher can hang if two ranks abort at once."""
 _LAST_STEP = 8
 _SENIOR_S = 2.0
-"""How long a rank leaves the report to a lower one."""
+"""Seconds for which a rank leaves the report to a lower one."""
+
+
+def _tick_s(limit_s: float) -> float:
+    if not limit_s:
+        return _LONGEST_TICK_S
+    return min(max(limit_s / _TICKS, _SHORTEST_TICK_S), _LONGEST_TICK_S, limit_s / 4)
 
 
 class Watchdog:
@@ -52,21 +71,36 @@ class Watchdog:
 
     Args:
         rank: This rank in MPI's world.
-        limit_s: The longest time that it may wait.
+        limit_s: The longest time that it may wait; 0 for no limit.
         progress: Its waits.
         lines: Ways to the other ranks.
+        processes: Those of the other ranks of the node.
     """
 
-    def __init__(self, rank: int, limit_s: float, progress: Progress, lines: Lines) -> None:
+    def __init__(
+        self,
+        rank: int,
+        limit_s: float,
+        progress: Progress,
+        lines: Lines,
+        processes: NodeProcesses,
+    ) -> None:
+        from mpi4py import MPI  # late: a world of virtual ranks has its watchdog without MPI
+
+        self._mpi = MPI
         self._rank = rank
         self._limit_s = limit_s
         self._progress = progress
         self._lines = lines
+        self._processes = processes
         # MPI may be called by this thread and the program's at once, or not at all by this one.
         self._may_ask = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._stopped = threading.Event()
+        self._tick_s = _tick_s(limit_s)
+        self._answer_s = _ANSWER_S + self._tick_s
+        self._stopped = False
         self._ended = False
         self._questions = 0
+        self._steps = 0
         self._sends: list[Request] = []
         self._left_to_senior: tuple[Wait | None, float] = (None, 0.0)
         self._thread = threading.Thread(target=self._run, name="mpimesh watchdog", daemon=True)
@@ -81,26 +115,53 @@ class Watchdog:
 
     def stop(self) -> None:
         """End the thread, before MPI ends."""
-        self._stopped.set()
+        self._stopped = True
+        self._processes.wake()
         self._thread.join(_ANSWER_S)
 
     def _run(self) -> None:
-        while not self._stopped.wait(min(_LONGEST_TICK_S, self._limit_s / 4)):
-            if MPI.Is_finalized():
+        while not self._stopped:
+            gone = self._processes.wait(self._tick_s)
+            if self._stopped or self._mpi.Is_finalized():
                 return
+            for rank, file in gone:
+                self._report_gone(rank, file)
             self._answer()
             wait = self._progress.current
-            if wait is not None and time.monotonic() - wait.since_s > self._limit_s:
+            if wait is None or not self._limit_s:
+                continue
+            if wait.blocking and self._progress.steps != self._steps:
+                # A section of many calls, such as one that measures: no single one hangs.
+                self._steps, wait.since_s = self._progress.steps, time.monotonic()
+            if time.monotonic() - wait.since_s > self._limit_s:
                 self._look_into(wait)
+
+    def _report_gone(self, rank: int, file: int) -> None:
+        """End the job, in which a rank of the node is no more."""
+        pid = self._processes.pids[rank]
+        how, exit_code = how_it_ended(pid, file)
+        processes = self._processes
+        gone = f"rank {rank} (process {pid}) {how}, without ending MPI"
+        # Of several that see it, the lowest speaks; and whoever has aborted the job spoke before.
+        later_s = _STEP_S * min(processes.place_without(self._rank, rank), _LAST_STEP)
+        end_s = time.monotonic() + later_s + (_WITNESS_S if processes.has_witness else 0.0)
+        while not processes.told and time.monotonic() < end_s:
+            time.sleep(0.01)
+        if processes.told:
+            time.sleep(_SENIOR_S)  # until it has ended this rank, too
+        elif not self._stopped:
+            processes.say_told()
+            here = f"rank {self._rank} was {self._state().text()}"
+            subject = "the job is ended" if processes.is_named(rank) else gone
+            write_error(self._rank, f"mpimesh: {subject}; {here}")
+        end_job(exit_code, gone)
 
     def _look_into(self, wait: Wait) -> None:
         left, until_s = self._left_to_senior
         if left is wait and time.monotonic() < until_s:
             return
-        communicator = wait.communicator
-        ranks: Collection[int] = (
-            communicator.world_ranks if isinstance(communicator, MPICommunicator) else ()
-        )
+        communicator: Any = wait.communicator
+        ranks: Collection[int] = communicator.world_ranks if communicator.kind == "mpi" else ()
         line = self._lines.find(ranks)
         states: dict[int, RankState | None] = {self._rank: self._state()}
         asked = self._may_ask and line is not None
@@ -109,16 +170,27 @@ class Watchdog:
         else:
             # In the first mesh, before there is a line: the first rank to speak ends the others.
             time.sleep(_STEP_S * min(self._rank, _LAST_STEP))
-        if self._progress.current is not wait or self._stopped.is_set():
+        if self._progress.current is not wait or self._stopped:
             return  # it came to an end meanwhile
+        answers = [state for state in states.values() if state is not None]
+        if self._ended and len(answers) == len(states) and not all(s.ended for s in answers):
+            # Others are at work, and those that wait for something have watchdogs of their own;
+            # a rank that says nothing has stopped.
+            self._left_to_senior = (wait, time.monotonic() + self._limit_s)
+            return
         waiting = [r for r, s in states.items() if s is not None and s.waited_s > self._limit_s / 2]
         if left is not wait and min(waiting, default=self._rank) < self._rank:
             self._left_to_senior = (wait, time.monotonic() + _SENIOR_S)
             return
         missing = missing_ranks(wait, ranks, states) if asked else None
-        report = wait_report(self._rank, wait, self._limit_s, missing, states)
+        stopped = [r for r, s in states.items() if s is None and self._is_stopped(r)]
+        report = wait_report(self._rank, wait, self._limit_s, missing, states, stopped)
         write_error(self._rank, f"{report}\nrank {self._rank} is at:\n{_stack()}")
-        end_job(EXIT_CODE)
+        end_job(EXIT_CODE, report)
+
+    def _is_stopped(self, rank: int) -> bool:
+        pid = self._processes.pids.get(rank)
+        return pid is not None and is_stopped(pid)
 
     def _state(self) -> RankState:
         return RankState.of(self._progress, threading.main_thread().ident, ended=self._ended)
@@ -126,7 +198,7 @@ class Watchdog:
     # -- questions and answers ---------------------------------------------------------
 
     def _ask(self, line: Line) -> dict[int, RankState | None]:
-        """Return the states of the other ranks of `line`; None for who does not answer in 1 s."""
+        """Return the states of the other ranks of `line`; None for who does not answer in time."""
         communicator = line.communicator
         self._questions += 1
         question = np.array([self._questions])
@@ -143,7 +215,8 @@ class Watchdog:
                     states[line.world_ranks[source]] = RankState(**fields)
             return None not in states.values()
 
-        poll(all_answered, _ANSWER_S)
+        patience_s = min(self._limit_s / 2, _MOST_PATIENCE_S) if self._ended else 0.0
+        poll(all_answered, max(self._answer_s, patience_s))
         self._sends = [send for send in self._sends if not send.test()]
         return states
 
@@ -155,7 +228,9 @@ class Watchdog:
                 number = int(message.view(np.int64)[0])
                 text = json.dumps([number, asdict(self._state())]).encode()
                 answer = np.frombuffer(text, np.uint8).copy()
-                poll(line.communicator.isend(answer, source, _ANSWER_TAG).test, _ANSWER_S)
+                send = line.communicator.isend(answer, source, _ANSWER_TAG)
+                if not poll(send.test, _ANSWER_S):
+                    self._sends.append(send)  # MPI may still read the answer
 
 
 def _messages(
@@ -172,7 +247,64 @@ def _messages(
 
 
 def _stack() -> str:
+    """Return where the program stands: its own frames, and the innermost of all."""
     with suppress(KeyError):
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        return "".join(traceback.format_stack(frame))
+        frames = list(traceback.walk_stack(frame))
+        shown = [one for one in frames[1:] if not is_own(one[0])]
+        return "".join(traceback.StackSummary.extract(reversed([frames[0], *shown])).format())
     return ""
+
+
+class VirtualWatchdog:
+    """Ends the waits of all virtual ranks when one of them waits too long.
+
+    Args:
+        world: The virtual job.
+        ranks: Each rank's waits and thread.
+        limit_s: The longest time that a rank may wait; 0 for no limit.
+    """
+
+    def __init__(
+        self,
+        world: VirtualWorld,
+        ranks: Sequence[tuple[Progress, threading.Thread]],
+        limit_s: float,
+    ) -> None:
+        self._world = world
+        self._ranks = ranks
+        self._limit_s = limit_s
+
+    def join_ranks(self) -> None:
+        """Wait until all ranks have ended, or one has waited too long and those that wait ended.
+
+        A rank that does not wait then cannot be ended; it goes on as a daemon thread.
+        """
+        while alive := [thread for _, thread in self._ranks if thread.is_alive()]:
+            if not self._limit_s:
+                alive[0].join()
+                continue
+            alive[0].join(_tick_s(self._limit_s))
+            if self._world.failure is None and self._overdue():
+                break
+
+    def _overdue(self) -> bool:
+        for rank, (progress, _) in enumerate(self._ranks):
+            wait = progress.current
+            if wait is None or time.monotonic() - wait.since_s <= self._limit_s:
+                continue
+            communicator = wait.communicator
+            if not isinstance(communicator, VirtualCommunicator):
+                continue
+            states = {
+                one: RankState.of(progress, thread.ident, ended=not thread.is_alive())
+                for one, (progress, thread) in enumerate(self._ranks)
+            }
+            missing = missing_ranks(wait, communicator.world_ranks, states)
+            report = wait_report(rank, wait, self._limit_s, missing, states)
+            self._world.fail(-1, on_all_ranks(CollectiveTimeoutError(report)))
+            waiting = [t for p, t in self._ranks if p.current is not None]
+            for thread in waiting:
+                thread.join(self._limit_s)
+            return True
+        return False

@@ -1,4 +1,4 @@
-"""What one rank has exactly once: unfinished operations, memory for results, its launcher's world.
+"""State that each rank has once: unfinished operations, memory for results, launcher's world.
 
 A rank is a process under MPI and a thread under :func:`run_virtual`. This module
 holds the only state that is not owned by a mesh, and for the reason that MPI's
@@ -11,18 +11,24 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mpimesh.arguments import as_flag, as_function, as_int, shown
 from mpimesh.arrays import ArrayPool, HostArray, aligned_bytes
-from mpimesh.errors import ClosedError, LaunchError, MpimeshError, RankError, SettingsError
-from mpimesh.mesh import Device, DeviceInfo
+from mpimesh.errors import ClosedError, MeshError, MpimeshError, RankError
+from mpimesh.mesh import WORLD, Device, DeviceInfo
+from mpimesh.runtime.agreement import announce
+from mpimesh.runtime.call import Call, call_site, site_text
+from mpimesh.runtime.failure import limited_start
+from mpimesh.runtime.flight import Recorder
 from mpimesh.runtime.launch import Launch, check_world
 from mpimesh.runtime.locks import InputLocks
 from mpimesh.runtime.progress import Progress
-from mpimesh.runtime.virtual_watchdog import VirtualWatchdog
+from mpimesh.runtime.wait_graph import Waiting, circle_of, circle_text
+from mpimesh.runtime.watchdog import VirtualWatchdog
 from mpimesh.settings import Settings
 from mpimesh.transport import Communicator, VirtualWorld, virtual_communicators
 
@@ -30,12 +36,20 @@ if TYPE_CHECKING:
     from mpimesh.runtime.guard import Guard
     from mpimesh.transport.node import Node
 
-__all__ = ["World", "current_world", "run_virtual", "solo_communicator"]
+__all__ = ["World", "current_world", "is_born_too_late", "run_virtual", "solo_communicator"]
 
 R = TypeVar("R")
 
+_MOST_VIRTUAL = 1 << 16
+"""Most virtual ranks: a process has no more threads."""
+
 _born_too_late = False
 """Whether this is a forked child of a process that had started MPI."""
+
+
+def is_born_too_late() -> bool:
+    """Tell whether this is a forked child of a process that had started MPI."""
+    return _born_too_late
 
 
 def _forked() -> None:
@@ -49,7 +63,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 @dataclass(slots=True)
 class World:
-    """What belongs to one rank, whatever meshes it makes.
+    """The state of one rank, whatever meshes it makes.
 
     Attributes:
         virtual: The communicator of all virtual ranks; None in a process of its own.
@@ -86,23 +100,6 @@ class World:
             self._devices = DeviceInfo.probe().devices
         return self._devices
 
-    def read_settings(self) -> Settings:
-        """Return the settings that the environment asks for now. Local.
-
-        Raises:
-            SettingsError: If it asks for what is not there.
-        """
-        try:
-            return Settings.from_environment()
-        except SettingsError:
-            # Other ranks may have another environment, and wait for this one; or the same, and then
-            # one of them is to tell.
-            among_others = "mpi4py.MPI" in sys.modules or Launch.detect().size > 1
-            if self.virtual is None and among_others:
-                with suppress(LaunchError):  # what this rank has found first is the error
-                    self._post_guard(Settings())
-            raise
-
     def open_communicator(self, comm: Any, settings: Settings) -> Communicator:
         """Collective: return a new communicator of the ranks of `comm`, None for all ranks.
 
@@ -110,9 +107,14 @@ class World:
             LaunchError: If MPI sees one rank where the launcher started several.
             ClosedError: In a forked child of a process that has started MPI.
         """
+        of_job = comm is None
         if comm is None:
             comm = self.virtual
         if not isinstance(comm, Communicator):
+            if comm is not None and not hasattr(comm, "Get_rank"):
+                raise MeshError(
+                    f"comm must be an intracommunicator of mpi4py or None, got {shown(comm)}"
+                )
             if _born_too_late:
                 raise ClosedError(
                     "MPI was started in the parent process, and a forked child cannot use it; "
@@ -121,16 +123,33 @@ class World:
             # Before anything can go wrong: from here on, a failure of one rank ends the job.
             self._post_guard(settings)
             comm = _mpi_communicator(comm, settings)
+            comm.owner = f"the mesh made at {site_text(call_site(2))}"
         # Making one waits inside the transport, where nothing else moves. A rank that is still in
         # an operation, and needs this rank for it, comes first.
-        self.progress.wait(comm, comm.barrier(), what="the other ranks, to make a mesh")
-        duplicate = self._duplicate(comm, settings)
+        among, number, look = comm.name, 0, None
+        if of_job:
+            among = "the job"
+            self.progress.counts[among] = number = self.progress.counts.get(among, 0) + 1
+        elif comm.name:
+            number, look = announce(comm, "DeviceMesh")
+        what = "the other ranks, to make a mesh"
+        barrier = comm.barrier()
+        self.progress.wait(comm, barrier, what=what, number=number, among=among, look=look)
+        with self.progress.watched(Call("DeviceMesh", WORLD), comm):
+            duplicate = self._duplicate(comm, settings)
         if self.guard is not None:
             self.guard.adopt(duplicate)
         return duplicate
 
     def _duplicate(self, comm: Communicator, settings: Settings) -> Communicator:
         """Collective: return a new communicator of the same ranks."""
+        if comm.kind == "mpi" and self.node is None:
+            from mpimesh.transport.routing import open_node  # late: importing it starts MPI
+
+            self.node = open_node(settings)
+        if self.guard is not None and self.node is not None:
+            # Before what may hang: from here on the ranks can ask each other what they are doing.
+            self.guard.meet(comm, self.node)
         duplicate = comm.split(0, comm.rank)
         if duplicate is None:
             raise RankError("a rank got no communicator for a group that it is in")
@@ -139,12 +158,10 @@ class World:
             return duplicate
         # Imported late: importing them starts MPI.
         from mpimesh.transport.mpi import MPICommunicator
-        from mpimesh.transport.routing import open_node, routed
+        from mpimesh.transport.routing import routed
 
-        if not isinstance(duplicate, MPICommunicator):
+        if not isinstance(duplicate, MPICommunicator) or self.node is None:
             return duplicate
-        if self.node is None:
-            self.node = open_node(settings)
         return routed(duplicate, self.node, self.progress, settings)
 
     def shared_bytes(self, nbytes: int) -> HostArray:
@@ -163,7 +180,8 @@ class World:
         return int(comm.size)
 
     def _post_guard(self, settings: Settings) -> None:
-        mpi = _load_mpi()
+        with limited_start(settings.timeout_s):
+            mpi = _load_mpi()
         if self.guard is None and mpi is not None and mpi.COMM_WORLD.size > 1:
             # Imported late: importing it starts MPI.
             from mpimesh.runtime.guard import Guard
@@ -202,6 +220,20 @@ def _load_mpi() -> Any:
         check_world(Launch.detect(), 1, "", reason=str(error))
         return None
     return MPI
+
+
+def _circle(worlds: Sequence[World]) -> str:
+    """Return in words which virtual ranks wait for each other; empty if that is not known."""
+    waits = {rank: one.progress.current for rank, one in enumerate(worlds)}
+    states = {
+        rank: state
+        for rank, wait in waits.items()
+        if wait is not None and (state := Waiting.of(wait, worlds[rank].progress)) is not None
+    }
+    for rank in states:
+        if circle := circle_of(states, rank):
+            return circle_text(states, circle)
+    return ""
 
 
 def solo_communicator() -> Communicator:
@@ -250,10 +282,15 @@ def run_virtual(
             does. A rank that does not wait cannot be ended, and goes on as a daemon thread.
         Exception: The first exception of any rank, with the rank noted.
     """
-    if size < 1:
-        raise RankError(f"run_virtual needs at least one rank, got {size}")
+    size = as_int(size, "size", RankError, least=1)
+    if size > _MOST_VIRTUAL:
+        raise RankError(
+            f"size must be at most {_MOST_VIRTUAL}, for each rank is a thread, got {size}"
+        )
+    as_function(function, "function", RankError)
+    rendezvous = as_flag(rendezvous, "rendezvous", RankError)
     settings = Settings.from_environment()
-    world = VirtualWorld(size, rendezvous=rendezvous)
+    world = VirtualWorld(size, rendezvous=rendezvous, circle=lambda: _circle(worlds))
     communicators = virtual_communicators(world)
     results: list[Any] = [None] * size
 
@@ -268,6 +305,9 @@ def run_virtual(
         finally:
             world.leave(rank)
 
+    if settings.record_dir:
+        for rank, one in enumerate(worlds):
+            one.progress.recorder = Recorder(Path(settings.record_dir), rank, size)
     threads = [
         threading.Thread(target=main, args=(rank,), name=f"virtual rank {rank}", daemon=True)
         for rank in range(size)
@@ -280,6 +320,8 @@ def run_virtual(
     except BaseException as interrupt:  # such as Ctrl-C, which Python gives to the main thread only
         world.fail(-1, interrupt)
         raise
+    for recorder in [one.progress.recorder for one in worlds if one.progress.recorder]:
+        recorder.finish(failed=world.failure is not None)
     if world.failure is not None:
         rank, error = world.failure
         if rank >= 0 and not (isinstance(error, MpimeshError) and error.agreed):

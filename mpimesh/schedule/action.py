@@ -13,13 +13,14 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mpimesh.arguments import as_int, check_kind
 from mpimesh.errors import ScheduleError
 
 __all__ = ["Action", "ActionKind"]
 
 
 class ActionKind(StrEnum):
-    """What an :class:`Action` does.
+    """The kind of an :class:`Action`.
 
     A stage sends and receives under its own number: ``2SEND_F0`` goes from stage 2
     to stage 3, where it is ``3RECV_F0``; ``2SEND_B0`` goes from stage 2 to stage 1,
@@ -89,6 +90,8 @@ _PARTNER = {
 _COMPUTING = frozenset((ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W))
 _WHOLE = frozenset((ActionKind.REDUCE_GRAD, ActionKind.STEP))
 
+_KINDS = f"an ActionKind: {', '.join(ActionKind)}"
+
 _NUMBER = "(0|[1-9][0-9]*)"
 _TEXT = re.compile(
     f"{_NUMBER}(?:({'|'.join(kind for kind in ActionKind if not kind.is_whole)}){_NUMBER}"
@@ -122,11 +125,13 @@ class Action:
     other: int | None = None
 
     def __post_init__(self) -> None:
-        if self.stage < 0 or self.microbatch < 0:
-            raise ScheduleError(
-                "an action needs a stage and a microbatch of at least 0, "
-                f"got stage {self.stage} and microbatch {self.microbatch}"
-            )
+        # Schedules make a million of them.
+        if type(self.stage) is not int or self.stage < 0:
+            as_int(self.stage, "stage of an action", ScheduleError, least=0)
+        if type(self.microbatch) is not int or self.microbatch < 0:
+            as_int(self.microbatch, "microbatch of an action", ScheduleError, least=0)
+        if type(self.kind) is not ActionKind:
+            check_kind(self.kind, ActionKind, "kind of an action", ScheduleError, wanted=_KINDS)
         if self.microbatch and self.kind in _WHOLE:
             raise ScheduleError(
                 f"{self.kind} is for all microbatches of a stage, so its microbatch is 0, "
@@ -169,7 +174,7 @@ class Action:
         Raises:
             ScheduleError: If `text` is anything else: spaces, leading zeros, small letters.
         """
-        match = _TEXT.fullmatch(text)
+        match = _TEXT.fullmatch(check_kind(text, str, "text", ScheduleError, wanted="a text"))
         if match is None:
             raise ScheduleError(
                 f"{text!r} is not an action: write stage, kind and microbatch, such as 2F0; "
@@ -200,7 +205,8 @@ class Action:
         return self.to_string()
 
     def _check_other(self, other: int) -> None:
-        what = f"{self.stage}{self.kind}{self.microbatch} with the other end {other}"
+        as_int(other, "other, the stage at the other end,", ScheduleError)
+        what = f"{self.stage}{self.kind}{self.microbatch} with other={other}"
         if self.kind not in _PARTNER:
             raise ScheduleError(f"{what}: only a send or a receive has another end")
         distance = _PARTNER[self.kind][1]

@@ -1,10 +1,10 @@
-"""How many messages of an edge can have come before a rank takes the first of them."""
+"""The number of messages of an edge that can have come before a rank takes the first of them."""
 
 from __future__ import annotations
 
 from mpimesh.schedule.lower import lower
 from mpimesh.schedule.messages import Messages
-from mpimesh.schedule.schedule import Schedule
+from mpimesh.schedule.schedule import Schedule, check_schedule
 
 __all__ = ["most_waiting"]
 
@@ -38,6 +38,7 @@ def most_waiting(schedule: Schedule, rank: int) -> dict[tuple[int, int], int]:
         >>> most_waiting(make_schedule("1f1b", 3, 8), 1)
         {(0, 1): 3, (2, 1): 2}
     """
+    check_schedule(schedule).stages_of(rank)
     schedule.stages_of(rank)  # raises if there is none
     messages = Messages(lower(schedule))
     run = _Run(messages)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from mpimesh.arguments import as_int
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
 from mpimesh.schedule.costs import Costs
 from mpimesh.schedule.family import FAMILY
 from mpimesh.schedule.list_schedule import Rule, list_schedule
-from mpimesh.schedule.placement import check_sizes, vee_placement
+from mpimesh.schedule.placement import check_ranks, check_sizes, vee_placement
 from mpimesh.schedule.schedule import Schedule
 from mpimesh.schedule.simulate import simulate
 from mpimesh.schedule.timetable import Seconds
@@ -61,11 +62,12 @@ def auto(
         >>> PipelineParallel(stages, 8, mesh=mesh, schedule=functools.partial(auto, num_ranks=2))
     """
     check_sizes("auto", num_stages, num_microbatches)
+    check_ranks("auto", num_ranks)
     num_ranks = num_stages if num_ranks is None else num_ranks
-    if not 1 <= num_ranks <= num_stages:
+    if num_ranks > num_stages:
         raise ScheduleError(
-            f"schedule auto needs between 1 rank and one for each of its {num_stages} stages, got "
-            f"{num_ranks} ranks"
+            f"schedule auto puts at least one stage on each rank, got num_stages {num_stages} and "
+            f"num_ranks {num_ranks}"
         )
     costs = Costs.of(
         num_stages,
@@ -90,7 +92,11 @@ def _caps(
     stages = [len(range(rank, num_stages, num_ranks)) for rank in range(num_ranks)]
     if given is None:
         return [count * num_microbatches for count in stages]
-    caps = list(given) if isinstance(given, Sequence) else [given] * num_ranks
+    listed = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    caps = [
+        as_int(cap, "max_in_flight", ScheduleError, least=1)
+        for cap in (given if listed else [given] * num_ranks)  # type: ignore[union-attr]
+    ]
     if len(caps) != num_ranks:
         raise ScheduleError(
             f"max_in_flight must be one number or one for each of {num_ranks} ranks, "

@@ -1,17 +1,21 @@
-"""What the parts of a step cost, stage by stage or layer by layer."""
+"""Costs of the parts of a step, stage by stage or layer by layer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import Any
 
+from mpimesh.arguments import as_int, as_items, is_real, shape_of, shown
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import ActionKind
+from mpimesh.schedule.placement import MOST_FORWARDS
 from mpimesh.schedule.timetable import Seconds
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,12 @@ class Costs:
         Raises:
             ScheduleError: If a number is negative or not finite, or there is not one for each.
         """
+        as_int(num_stages, "num_stages", ScheduleError, least=1, most=MOST_FORWARDS)
         return cls(
-            _spread("forward_s", forward_s, num_stages),
-            _spread("backward_input_s", backward_input_s, num_stages),
-            _spread("backward_weight_s", backward_weight_s, num_stages),
-            _spread("message_s", message_s, num_stages - 1),
+            spread("forward_s", forward_s, num_stages),
+            spread("backward_input_s", backward_input_s, num_stages),
+            spread("backward_weight_s", backward_weight_s, num_stages),
+            spread("message_s", message_s, num_stages - 1),
         )
 
     @property
@@ -76,7 +81,9 @@ class Costs:
             >>> layers.joined([1, 2]).forward_s, layers.joined([1, 2]).message_s
             ((1, 5), (7,))
         """
-        sizes = tuple(sizes)
+        wanted = "numbers of stages, in order"
+        sizes = as_items(sizes, "sizes", ScheduleError, wanted=wanted)
+        sizes = tuple(as_int(size, "each of sizes", ScheduleError, least=0) for size in sizes)
         bounds = list(accumulate(sizes, initial=0))
         if min(sizes, default=0) < 1 or bounds[-1] != len(self.forward_s):
             raise ScheduleError(
@@ -106,10 +113,25 @@ class Costs:
         }[kind]
 
 
-def _spread(name: str, given: Seconds | Sequence[Seconds], count: int) -> tuple[Seconds, ...]:
-    durations = tuple(given) if isinstance(given, Sequence) else (given,) * count
-    if len(durations) != count:
-        raise ScheduleError(f"{name} must be one number or {count} of them, got {len(durations)}")
-    if not all(0 <= duration < float("inf") for duration in durations):
-        raise ScheduleError(f"{name} must be at least 0 and finite, got {given}")
-    return durations
+def spread(name: str, given: Seconds | Sequence[Seconds], count: int) -> tuple[Seconds, ...]:
+    """Return times: one number for all, or one for each.
+
+    Args:
+        name: What messages call them.
+        given: The number, or the numbers.
+        count: How many there are to be.
+
+    Raises:
+        ScheduleError: If a number is negative or not finite, or there is not one for each.
+    """
+    single = isinstance(given, Real) or (hasattr(given, "shape") and not given.shape)
+    wanted = f"one number or {count} of them"
+    times: tuple[Any, ...] = (
+        (given,) * count if single else as_items(given, name, ScheduleError, wanted=wanted)
+    )
+    if len(times) != count:
+        raise ScheduleError(f"{name} must be {wanted}, got {len(times)}")
+    numbers = all(isinstance(one, Real) or (is_real(one) and shape_of(one) == ()) for one in times)
+    if not numbers or not all(0 <= one < math.inf for one in times):
+        raise ScheduleError(f"{name} must be numbers of at least 0 and finite, got {shown(given)}")
+    return times

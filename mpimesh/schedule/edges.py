@@ -8,11 +8,31 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
+from mpimesh.arguments import as_int, as_items, shown
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action
-from mpimesh.schedule.schedule import Schedule
+from mpimesh.schedule.schedule import Schedule, check_schedule
 
-__all__ = ["Edges"]
+__all__ = ["Edges", "pairs"]
+
+
+def pairs(skips: object) -> tuple[tuple[int, int], ...]:
+    """Return skips in a tuple.
+
+    Raises:
+        ScheduleError: If they are no pairs of whole numbers.
+    """
+    found: list[tuple[int, int]] = []
+    wanted = "pairs of stages, the source of each skip and its destination"
+    for pair in as_items(skips, "skips", ScheduleError, wanted=wanted):
+        ends = as_items(pair, "each of skips", ScheduleError, wanted="a pair of stages")
+        if len(ends) != 2:
+            raise ScheduleError(f"each of skips must be a pair of stages, got {shown(pair)}")
+        source, destination = (
+            as_int(end, "a stage in skips", ScheduleError, least=0) for end in ends
+        )
+        found.append((source, destination))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +61,8 @@ class Edges:
     skips: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        skips = sorted((int(source), int(destination)) for source, destination in self.skips)
+        as_int(self.num_stages, "num_stages", ScheduleError, least=0)
+        skips = sorted(pairs(self.skips))
         for source, destination in skips:
             if not 0 <= source < destination - 1 < self.num_stages - 1:
                 raise ScheduleError(
@@ -56,12 +77,15 @@ class Edges:
     @classmethod
     def of(cls, schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Self:
         """Return the edges of a schedule: with `skips`, and those that have messages in it."""
+        check_schedule(schedule)
         found = {
             (min(action.stage, action.other), max(action.stage, action.other))
             for action in schedule.actions()
             if action.other is not None and max(action.stage, action.other) < schedule.num_stages
         }
-        return cls(schedule.num_stages, tuple({*cls(schedule.num_stages, (*skips,)).skips, *found}))
+        return cls(
+            schedule.num_stages, tuple({*cls(schedule.num_stages, pairs(skips)).skips, *found})
+        )
 
     def __len__(self) -> int:
         return max(self.num_stages - 1, 0) + len(self.skips)

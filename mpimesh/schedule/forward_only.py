@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.placement import check_sizes
 from mpimesh.schedule.schedule import Schedule
 
 __all__ = ["forward_only"]
@@ -16,6 +17,7 @@ def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: If a number is less than 1.
     """
+    check_sizes("forward", num_stages, num_microbatches)
     ranks = tuple(
         tuple(Action(stage, ActionKind.F, microbatch) for microbatch in range(num_microbatches))
         for stage in range(num_stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.placement import check_sizes
 from mpimesh.schedule.schedule import Schedule
 
 __all__ = ["gpipe"]
@@ -18,6 +19,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: If a number is less than 1.
     """
+    check_sizes("gpipe", num_stages, num_microbatches)
     ranks = tuple(
         tuple(
             Action(stage, kind, microbatch)

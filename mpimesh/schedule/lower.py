@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from mpimesh.arguments import as_flag
+from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
-from mpimesh.schedule.edges import Edges
-from mpimesh.schedule.schedule import Schedule
+from mpimesh.schedule.edges import Edges, pairs
+from mpimesh.schedule.schedule import Schedule, check_schedule
 
 __all__ = ["lower"]
 
@@ -58,7 +60,9 @@ def lower(
     Raises:
         ScheduleError: If a skip stands twice, or does not go from a stage to one beyond the next.
     """
-    edges = Edges(schedule.num_stages, tuple(skips))
+    reduce_grad = as_flag(reduce_grad, "reduce_grad", ScheduleError)
+    step = as_flag(step, "step", ScheduleError)
+    edges = Edges(check_schedule(schedule).num_stages, pairs(skips))
     ranks = schedule.ranks
     if not schedule.is_lowered:
         before, after = _far_ends(schedule.placement, edges)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.placement import check_sizes
 from mpimesh.schedule.schedule import Schedule
 
 __all__ = ["one_f_one_b"]
@@ -19,6 +20,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: If a number is less than 1.
     """
+    check_sizes("1f1b", num_stages, num_microbatches)
     ranks = tuple(
         _stage_actions(stage, min(num_stages - stage - 1, num_microbatches), num_microbatches)
         for stage in range(num_stages)

@@ -8,8 +8,9 @@ from fractions import Fraction
 from itertools import pairwise
 from math import lcm
 from numbers import Integral, Rational, Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from mpimesh.arguments import as_int, as_items, shape_of
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.cuts import Row
 from mpimesh.schedule.timetable import Seconds
@@ -102,10 +103,13 @@ def partition(
         >>> partition([1, 1, 1, 3], 2, message_s=[0, 0, 9]).bounds
         (0, 2, 4)
     """
-    layers = list(layer_s)
+    wanted = "one number for each layer"
+    layers = list(as_items(layer_s, "layer_s", ScheduleError, wanted=wanted))
     check_num_stages(num_stages, len(layers))
     boundaries = len(layers) - 1
-    messages = list(message_s) if isinstance(message_s, Iterable) else [message_s] * boundaries
+    given: Any = message_s
+    single = not isinstance(given, Iterable) or shape_of(given) == ()
+    messages: list[Any] = [given] * boundaries if single else list(given)
     if len(messages) != boundaries:
         raise ScheduleError(
             f"message_s must be one number, or one for each of the {boundaries} boundaries between "
@@ -127,11 +131,10 @@ def check_num_stages(num_stages: int, num_layers: int) -> None:
     Raises:
         ScheduleError: If it is refused.
     """
-    if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
-        raise ScheduleError(f"num_stages must be a whole number of at least 1, got {num_stages!r}")
+    as_int(num_stages, "num_stages", ScheduleError, least=1)
     if num_stages > num_layers:
         raise ScheduleError(
-            f"each stage has at least one layer, got {num_layers} layers for {num_stages} stages"
+            f"each stage has a layer at least, got {num_layers} layers for num_stages {num_stages}"
         )
 
 

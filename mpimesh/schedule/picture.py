@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from mpimesh.arguments import as_int, check_kind, shown
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.picture_rows import (
     LABELS,
@@ -65,12 +66,20 @@ def schedule_svg(
     Raises:
         ScheduleError: If `width` is too small, or there is no timetable.
     """
-    tables = {"": timetables} if isinstance(timetables, Timetable) else dict(timetables)
-    if (width is not None and width < 400) or not tables:
+    tables = {"": timetables} if isinstance(timetables, Timetable) else timetables
+    if (
+        not isinstance(tables, Mapping)
+        or not tables
+        or not all(isinstance(one, Timetable) for one in tables.values())
+    ):
         raise ScheduleError(
-            "the picture of a schedule is at least 400 pixels wide and shows at least 1 timetable, "
-            f"got width={width} and {len(tables)} timetables"
+            "timetables must be a Timetable, as simulate() gives, or a dict of them by name, "
+            f"got {shown(timetables)}"
         )
+    if width is not None:
+        as_int(width, "width", ScheduleError, least=400, most=100_000)
+    if title is not None:
+        check_kind(title, str, "title", ScheduleError, wanted="a text")
     first = next(iter(tables.values()))
     bars = [[_bars(table, rank) for rank in _ranks(table)] for table in tables.values()]
     frame = _make_frame(tables, _good_width(tables, bars) if width is None else width)
@@ -245,7 +254,7 @@ def _axis(frame: _Frame) -> list[str]:
 
 
 def _panel(frame: _Frame, number: int, name: str, table: Timetable) -> Iterator[str]:
-    """What stands around the rows of a timetable, and the ground below them."""
+    """Draw the frame of the rows of a timetable, and the ground below them."""
     above = frame.tops[number] - 8
     if name:
         yield svg.text(frame.left, above, name, size=13, weight="600")

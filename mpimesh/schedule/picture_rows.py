@@ -44,7 +44,7 @@ _ALIKE = 0.12  # columns whose shares differ by no more are drawn as one
 
 
 Colour = tuple[ActionKind, int]
-"""What has a colour of its own: a kind of action, on the first, second, ... stage of a rank."""
+"""A kind of action, on the first, second, ... stage of a rank: each has a colour of its own."""
 
 
 def fill(kind: ActionKind, chunk: int) -> str:
@@ -72,7 +72,7 @@ class Bar:
 
     @property
     def colour(self) -> Colour:
-        """What its colour is chosen by."""
+        """The key of its colour."""
         return self.action.kind, self.chunk
 
 

@@ -27,7 +27,7 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """How far the ranks of a lowered schedule get, whose sends and receives match.
+    """The progress of the ranks of a lowered schedule, whose sends and receives match.
 
     Computing never waits, so only the messages of each rank count. Those of an edge are received
     in the order in which they are sent, so that of each edge it is enough to know how many were

@@ -29,7 +29,7 @@ class RankList:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What has been written."""
+        """The actions written so far."""
         return tuple(self._actions)
 
     def forward(self, stage: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from mpimesh.arguments import shown
 from mpimesh.errors import UnknownNameError
 from mpimesh.schedule.auto import auto
 from mpimesh.schedule.family import FAMILY, Generator
@@ -54,8 +55,8 @@ def make_schedule(
         ScheduleError: If a number is less than 1, or the schedule does not put so many stages
             on so many ranks.
     """
-    if name not in _GENERATORS:
+    if not isinstance(name, str) or name not in _GENERATORS:
         raise UnknownNameError(
-            f"there is no schedule {name!r}; known: {', '.join(schedule_names())}"
+            f"the name of a schedule is one of {', '.join(schedule_names())}, got {shown(name)}"
         )
     return _GENERATORS[name](num_stages, num_microbatches, num_ranks=num_ranks)

@@ -1,4 +1,4 @@
-"""What must have happened on a rank before it may do an action."""
+"""Conditions on a rank's earlier actions before it may do an action."""
 
 from __future__ import annotations
 

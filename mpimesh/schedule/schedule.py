@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mpimesh.arguments import as_int, as_items, check_kind, shown
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "check_schedule"]
+
+_RANKS = "for each rank its Actions"
 
 _NAME = "[A-Za-z0-9][A-Za-z0-9_.+-]*"
 _HEADER = re.compile(
@@ -20,7 +23,7 @@ _HEADER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What every rank of a pipeline does in one step, as data.
+    """The actions of every rank of a pipeline in one step, as data.
 
     A value only holds together: numbers of ranks and stages that fit each other. That
     the actions make a correct step is what :func:`~mpimesh.schedule.validate` proves.
@@ -50,26 +53,29 @@ class Schedule:
     placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if re.fullmatch(_NAME, self.name) is None:
+        if not isinstance(self.name, str) or re.fullmatch(_NAME, self.name) is None:
             raise ScheduleError(
-                f"a schedule's name is made of letters, digits and _ . + -, got {self.name!r}"
+                f"a schedule's name is made of letters, digits and _ . + -, got {shown(self.name)}"
             )
-        if self.num_stages < 1 or self.num_microbatches < 1:
-            raise ScheduleError(
-                f"schedule {self.name} needs at least 1 stage and 1 microbatch, "
-                f"got {self.num_stages} and {self.num_microbatches}"
-            )
+        what = f"schedule {self.name}:"
+        as_int(self.num_stages, f"{what} num_stages", ScheduleError, least=1)
+        as_int(self.num_microbatches, f"{what} num_microbatches", ScheduleError, least=1)
+        for actions in as_items(self.ranks, f"{what} ranks", ScheduleError, wanted=_RANKS):
+            for action in as_items(actions, f"{what} ranks", ScheduleError, wanted=_RANKS):
+                if type(action) is not Action:
+                    check_kind(action, Action, f"{what} ranks", ScheduleError, wanted=_RANKS)
         if not 1 <= len(self.ranks) <= self.num_stages:
             raise ScheduleError(
                 f"schedule {self.name} needs between 1 rank and one for each of its "
                 f"{self.num_stages} stages, got {len(self.ranks)} ranks"
             )
+        wanted = "a rank for each stage, in a tuple"
+        check_kind(self.placement, Sequence, f"{what} placement", ScheduleError, wanted=wanted)
         if not self.placement:
             dealt = tuple(stage % len(self.ranks) for stage in range(self.num_stages))
             object.__setattr__(self, "placement", dealt)
-        if len(self.placement) != self.num_stages or set(self.placement) != set(
-            range(len(self.ranks))
-        ):
+        held = [rank for rank in self.placement if isinstance(rank, int)]
+        if len(held) != self.num_stages or {*held} != {*range(len(self.ranks))}:
             raise ScheduleError(
                 f"the placement of schedule {self.name} must name a rank for each of "
                 f"{self.num_stages} stages, and each of {len(self.ranks)} ranks at least once, "
@@ -104,9 +110,9 @@ class Schedule:
         Raises:
             ScheduleError: If there is no such stage.
         """
-        if not 0 <= stage < self.num_stages:
+        if not 0 <= as_int(stage, "stage", ScheduleError, least=0) < self.num_stages:
             raise ScheduleError(
-                f"schedule {self.name} has the stages 0 to {self.num_stages - 1}, got {stage}"
+                f"schedule {self.name} has the stages 0 to {self.num_stages - 1}, got stage {stage}"
             )
         return self.placement[stage]
 
@@ -162,7 +168,7 @@ class Schedule:
         Raises:
             ScheduleError: If a line is wrong; the message names it.
         """
-        lines = text.splitlines()
+        lines = check_kind(text, str, "text", ScheduleError, wanted="a text").splitlines()
         if not lines:
             raise ScheduleError("the text of a schedule is empty: write one line for each rank")
         if not lines[0].startswith("#"):
@@ -187,10 +193,20 @@ class Schedule:
         return self.to_string().rstrip("\n")
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < len(self.ranks):
+        if not 0 <= as_int(rank, "rank", ScheduleError, least=0) < len(self.ranks):
             raise ScheduleError(
-                f"schedule {self.name} has the ranks 0 to {len(self.ranks) - 1}, got {rank}"
+                f"schedule {self.name} has the ranks 0 to {len(self.ranks) - 1}, got rank {rank}"
             )
+
+
+def check_schedule(schedule: object) -> Schedule:
+    """Return `schedule`, if it is one.
+
+    Raises:
+        ScheduleError: If it is not.
+    """
+    wanted = "a Schedule, as make_schedule(name, stages, microbatches) gives"
+    return check_kind(schedule, Schedule, "schedule", ScheduleError, wanted=wanted)
 
 
 def _from_plain_csv(lines: list[str]) -> Schedule:

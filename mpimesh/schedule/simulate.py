@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import ActionKind
+from mpimesh.schedule.costs import spread
 from mpimesh.schedule.edges import Edges
 from mpimesh.schedule.lower import lower
-from mpimesh.schedule.schedule import Schedule
+from mpimesh.schedule.schedule import Schedule, check_schedule
 from mpimesh.schedule.timetable import Seconds, Timetable
 from mpimesh.schedule.validate import validate
 
@@ -69,7 +70,7 @@ def simulate(
     Cost:
         About a second for 64 stages and 1,024 microbatches, a microsecond for each action.
     """
-    edges = Edges.of(schedule, skips)
+    edges = Edges.of(check_schedule(schedule), skips)
     lowered = lower(schedule, skips=edges.skips)
     num_stages = lowered.num_stages
     given = {
@@ -84,9 +85,9 @@ def simulate(
         durations[ActionKind.B] = [first + second for first, second in halves]
     _check_stages(lowered)
     _check_given(lowered, durations)
-    messages = _durations("message_s", message_s, len(edges)) or []
-    transfers = _durations("transfer_s", transfer_s, len(edges)) or []
-    sums = _durations("reduce_s", reduce_s, num_stages) or []
+    messages = spread("message_s", message_s, len(edges))
+    transfers = spread("transfer_s", transfer_s, len(edges))
+    sums = spread("reduce_s", reduce_s, num_stages)
     starts_s, ends_s = _run(lowered, edges, durations, messages, transfers, sums)
     if any(len(done) < len(all_) for done, all_ in zip(ends_s, lowered.ranks, strict=True)):
         validate(lowered)  # Raises: only a wrong schedule stops half-way.
@@ -97,15 +98,7 @@ def simulate(
 def _durations(
     name: str, given: Seconds | Sequence[Seconds] | None, count: int
 ) -> list[Seconds] | None:
-    """Spread one number over all stages, or check that there is one for each."""
-    if given is None:
-        return None
-    durations = list(given) if isinstance(given, Sequence) else [given] * count
-    if len(durations) != count:
-        raise ScheduleError(f"{name} must be one number or {count} of them, got {len(durations)}")
-    if not all(0 <= duration < float("inf") for duration in durations):
-        raise ScheduleError(f"{name} must be at least 0 and finite, got {given}")
-    return durations
+    return None if given is None else list(spread(name, given, count))
 
 
 def _check_stages(schedule: Schedule) -> None:
@@ -142,9 +135,9 @@ def _run(
     schedule: Schedule,
     edges: Edges,
     durations: dict[ActionKind, list[Seconds]],
-    messages: list[Seconds],
-    transfers: list[Seconds],
-    sums: list[Seconds],
+    messages: Sequence[Seconds],
+    transfers: Sequence[Seconds],
+    sums: Sequence[Seconds],
 ) -> tuple[_Times, _Times]:
     """Let each rank go on until it needs a message not yet sent; a send wakes its receiver.
 

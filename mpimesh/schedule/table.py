@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mpimesh.schedule.schedule import Schedule
+from mpimesh.arguments import as_int, as_items, shown
+from mpimesh.errors import ScheduleError
+from mpimesh.schedule.placement import MOST_FORWARDS
+from mpimesh.schedule.schedule import Schedule, check_schedule
 
 __all__ = ["schedule_table"]
 
@@ -27,6 +30,15 @@ def schedule_table(schedule: Schedule, *, mark: tuple[int, int] | None = None) -
         rank 0  0F0  0F1    0B0  0B1
         rank 1  1F0  >1B0<  1F1  1B1  <-- here
     """
+    check_schedule(schedule)
+    if mark is not None:
+        place = as_items(mark, "mark", ScheduleError, wanted="a rank and a step")
+        if len(place) != 2:
+            raise ScheduleError(f"mark must be a rank and a step, got {shown(mark)}")
+        mark = (
+            as_int(place[0], "rank of mark", ScheduleError, least=0, most=schedule.num_ranks - 1),
+            as_int(place[1], "step of mark", ScheduleError, least=0, most=MOST_FORWARDS),
+        )
     num_steps = max(len(actions) for actions in schedule.ranks)
     ranks, steps = range(schedule.num_ranks), range(num_steps)
     if mark is not None:

@@ -92,7 +92,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """What each rank does when: the outcome of :func:`simulate`, or of a step that was measured.
+    """The times of all actions: the outcome of :func:`simulate`, or of a step that was measured.
 
     Attributes:
         schedule: The schedule with its messages.

@@ -8,11 +8,12 @@ from itertools import zip_longest
 from typing import NoReturn
 
 from mpimesh.errors import ScheduleError
+from mpimesh.schedule.edges import Edges, pairs
 from mpimesh.schedule.lower import lower
 from mpimesh.schedule.messages import Messages
 from mpimesh.schedule.progress import Progress
 from mpimesh.schedule.rules import Rules
-from mpimesh.schedule.schedule import Schedule
+from mpimesh.schedule.schedule import Schedule, check_schedule
 from mpimesh.schedule.table import schedule_table
 
 __all__ = ["Proof", "validate"]
@@ -20,7 +21,7 @@ __all__ = ["Proof", "validate"]
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What :func:`validate` found out about a schedule that is correct.
+    """The outcome of :func:`validate` for a schedule that is correct.
 
     Attributes:
         num_messages: Messages of one step, over all ranks.
@@ -65,7 +66,8 @@ def validate(schedule: Schedule, *, skips: Iterable[tuple[int, int]] | None = No
     Cost:
         About a second for 64 stages and 1,024 microbatches.
     """
-    skips = None if skips is None else tuple(skips)
+    check_schedule(schedule)
+    skips = None if skips is None else Edges(schedule.num_stages, pairs(skips)).skips
     _check_actions(schedule, skips)
     lowered = lower(schedule, skips=skips or ())
     messages = Messages(lowered)

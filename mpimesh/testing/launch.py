@@ -57,7 +57,7 @@ _OPENMPI: Final = {
 
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
-    """How a launch ended.
+    """The outcome of a launch.
 
     Attributes:
         returncode: Exit code of the launcher; negative if a signal ended it.

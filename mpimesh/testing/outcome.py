@@ -1,4 +1,4 @@
-"""What a phase of a test came to on each rank, and what that makes on all.
+"""Outcomes of a phase of a test on each rank, and the one that they make together.
 
 The rules: one rank failed, so the test failed. A test that is skipped, or fails
 as expected, does so on all ranks or on none; otherwise it failed too, because
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Headline:
-    """What pytest's short summary shows of a failure: one line, wherever it runs.
+    """The line for a failure in pytest's short summary: one line, wherever it runs.
 
     The summary cuts a text to the terminal's width, but not where it thinks it is in
     CI (the variable `CI`): the whole of every rank's traceback would stand there again.

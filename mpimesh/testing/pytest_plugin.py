@@ -3,7 +3,7 @@
 Load it with ``pytest_plugins = ["mpimesh.testing.pytest_plugin"]`` in the top
 ``conftest.py``, next to the pytest-mpi plugin, and run::
 
-    mpiexec -n 4 python -m pytest --with-mpi tests/ranks
+    mpiexec -n 4 python -m pytest --with-mpi tests/mpi
 
 Every rank runs the same tests, and after each phase of a test (setup, call,
 teardown) the ranks agree on its outcome: what failed on one rank has failed on

@@ -1,4 +1,4 @@
-"""What happened when: events, the ring that keeps them, and the pictures made of them."""
+"""Events and their times: the ring that keeps them, and the pictures made of them."""
 
 from __future__ import annotations
 

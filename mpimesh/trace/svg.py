@@ -1,4 +1,4 @@
-"""What the pictures share: text and numbers for SVG, ticks at round values."""
+"""The parts that the pictures share: text and numbers for SVG, ticks at round values."""
 
 from __future__ import annotations
 

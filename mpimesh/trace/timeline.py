@@ -293,7 +293,7 @@ def _label(event: Event) -> str:
 
 
 def _tip(frame: _Frame, event: Event) -> str:
-    """What pointing at a box shows."""
+    """Return the text shown while the pointer is over a box."""
     moved = f", {event.nbytes:,} bytes" if event.nbytes else ""
     duration, start = svg.duration(event.duration_s), svg.duration(event.start_s - frame.start_s)
     return f"{event.name}: {duration} from {start}{moved}"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from mpimesh.arguments import as_function, as_int
 from mpimesh.errors import TraceError
 from mpimesh.trace.event import Category, Event, check_category
 
@@ -13,6 +14,8 @@ __all__ = ["NULL_TRACER", "NullTracer", "Span", "Tracer"]
 
 # Sequence number, name, category, start_s, duration_s, nbytes, stage, microbatch.
 _Entry = tuple[int, str, Category, float, float, int, int | None, int | None]
+
+_MOST_EVENTS = 1 << 32
 
 
 class Tracer:
@@ -43,13 +46,14 @@ class Tracer:
     def __init__(
         self, rank: int, *, capacity: int = 65536, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        if rank < 0 or capacity < 1:
+        self.rank = as_int(rank, "the rank of a tracer", TraceError)
+        capacity = as_int(capacity, "the capacity of a tracer", TraceError)
+        if rank < 0 or not 1 <= capacity <= _MOST_EVENTS:
             raise TraceError(
-                "a tracer needs a rank of at least 0 and room for at least 1 event, "
+                f"a tracer needs a rank of at least 0 and room for 1 to {_MOST_EVENTS} events, "
                 f"got rank={rank} and capacity={capacity}"
             )
-        self.rank = rank
-        self.clock = clock
+        self.clock = as_function(clock, "the clock of a tracer", TraceError)
         self._slots: list[_Entry | None] = [None] * capacity
         self._count = 0
 

@@ -1,4 +1,4 @@
-"""Who moves the bytes: MPI on host memory, or threads of one process.
+"""Movers of bytes: MPI on host memory, or threads of one process.
 
 `mpimesh.transport.mpi` is not imported here, because importing it starts MPI.
 """
@@ -10,7 +10,7 @@ from mpimesh.transport.base import (
     RecvRequest,
     Request,
 )
-from mpimesh.transport.engine import Engine, StagedRequest, Steps, run_steps
+from mpimesh.transport.engine import Engine, Moved, StagedRequest, Steps, run_steps
 from mpimesh.transport.regions import Give, Part, Regions, Take
 from mpimesh.transport.virtual import VirtualCommunicator, virtual_communicators
 from mpimesh.transport.virtual_world import VirtualWorld
@@ -21,6 +21,7 @@ __all__ = [
     "Communicator",
     "Engine",
     "Give",
+    "Moved",
     "Part",
     "RecvRequest",
     "Regions",

@@ -1,4 +1,4 @@
-"""What is asked about CUDA-aware MPI, and what an answer is."""
+"""Questions about CUDA-aware MPI, and their answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["MEMORIES", "OPERATIONS", "TRIAL_BYTES", "Answer"]
 
 OPERATIONS = ("messages", "broadcast", "all_gather", "gather", "scatter", "all_to_all")
-"""What is tried, in this order: all that moves and nothing that reduces."""
+"""Operations that are tried, in this order: all that moves and nothing that reduces."""
 
 MEMORIES = ("device", "async", "managed")
 """``"device"`` is what CuPy's default pool gives; ``"async"`` is of `cupy.cuda.MemoryAsyncPool`."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpimesh.transport.engine import Engine, Steps
     from mpimesh.transport.lending import Lending
     from mpimesh.transport.regions import Regions
+    from mpimesh.transport.signatures import Signatures
 
 __all__ = ["MAX_USER_TAG", "WHOLE_MESSAGE_BYTES", "Communicator", "RecvRequest", "Request"]
 
@@ -74,11 +75,22 @@ class Communicator(ABC):
     kind: str
     """``"mpi"`` or ``"virtual"``."""
     started: int = 0
-    """How many collectives this rank has started on it; kept by the runtime."""
+    """Number of collectives that this rank has started on it; kept by the runtime."""
+    signatures: Signatures | None = None
+    """Operations that the ranks of this node start on it; None if there is nobody to ask."""
     roll_calls: int = 0
-    """How many barriers with a limit this rank has started on it; kept by the runtime."""
+    """Number of barriers with a limit that this rank has started on it; kept by the runtime."""
+    unended: bool = False
+    """Whether something may be under way that no rank waits for; :meth:`free` then keeps what it
+    uses. Alike on all ranks; kept by the runtime."""
     family: str = ""
     """The mesh that it belongs to, called alike on all its ranks; kept by the runtime."""
+    owner: str = ""
+    """Purpose of those that are split from it, for messages; kept by the runtime."""
+    name: str = ""
+    """Name among its ranks, alike on all of them; kept by the runtime."""
+    mail: Any = None
+    """Counts this rank's messages, where ranks are compared; kept by the runtime."""
     engine: Engine | None = None
     """Moves along what takes several steps, in every wait of the rank; kept by the runtime."""
     lending: Lending | None = None

@@ -1,4 +1,4 @@
-"""What the ranks of a node tell each other about an operation without waiting.
+"""Notes of the ranks of a node about an operation, told without waiting.
 
 Whether an operation can work in place depends on where all ranks' arrays lie, and a
 rank knows only its own. So each posts a note on its *board*: where its arrays are, or
@@ -30,7 +30,7 @@ Note: TypeAlias = tuple[int, int, int]
 """An operation's number, and where its input and its result begin, or what else they stand for."""
 
 SLOTS = 64
-"""How many operations a rank may be ahead of another."""
+"""Number of operations by which a rank may be ahead of another."""
 
 _THROUGH = 0
 _SLOTS_AT = 8
@@ -43,7 +43,7 @@ BOARD_NUMBERS = _SLOTS_AT + SLOTS * _SLOT_NUMBERS
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What all members said when they began an operation.
+    """The notes of all members at the beginning of an operation.
 
     Attributes:
         what: Which operation it is.

@@ -1,4 +1,4 @@
-"""What each transport can do here, and how that is known."""
+"""Capabilities of each transport here, and their proofs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _SIGNAL = re.compile(r"\(signal (\d+)\)|exited on\s+signal (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a child process ended.
+    """The end of a child process.
 
     Attributes:
         returncode: As :mod:`subprocess` has it: negative if a signal ended it.

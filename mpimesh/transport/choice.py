@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def numbers(self) -> list[int]:
-        """What a measured one can be made from again."""
+        """Numbers that a measured one can be made from again."""
         return [*self.sizes, self.staged_from, self.chunks_from]
 
     @classmethod
@@ -64,4 +64,4 @@ class Choice:
 
 
 NUMBERS = len(OPERATIONS) + 2
-"""How many :attr:`Choice.numbers` there are."""
+"""Length of :attr:`Choice.numbers`."""

@@ -21,7 +21,7 @@ _FORMAT = "6"
 
 
 class Choices:
-    """What is known about shared memory on this machine, by the number of ranks and of nodes.
+    """Knowledge about shared memory on this machine, by the number of ranks and of nodes.
 
     Args:
         mode: ``"auto"``, ``"always"`` or ``"never"``: the setting ``MPIMESH_NODE_SHARED``.

@@ -1,4 +1,4 @@
-"""What MPI moves between nodes and no other: blocks that lie apart in an array."""
+"""Messages that MPI moves between nodes: blocks that lie apart in an array."""
 
 from __future__ import annotations
 

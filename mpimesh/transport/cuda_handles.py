@@ -60,7 +60,7 @@ allocation, which begins at ``address - offset``.
 
 _OPENED_MOST = 128
 _ENABLED_ALREADY = 704
-"""What CUDA answers where kernels may read the other GPU's memory by now."""
+"""CUDA's answer if kernels may read the other GPU's memory already."""
 
 
 def address_range(ptr: int) -> tuple[int, int]:

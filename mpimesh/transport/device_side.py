@@ -1,4 +1,4 @@
-"""Who moves the device memory of a communicator: one object with all the ways, which picks one.
+"""The device side of a communicator: one object with all the ways, which picks one.
 
 The first collective finds out what the ranks can do together, step by step like every other
 operation: nothing waits. Messages need no such agreement (see `device_messages.py`).
@@ -34,7 +34,7 @@ _MESSAGE_WAYS = {
     "nccl": ("staged", "mpi_cuda", "cuda_ipc"),
 }
 _ALIASES = {"mpi": "mpi_cuda"}
-"""What a group's backend is called, where that is another word."""
+"""Backends of groups that have another name here."""
 
 
 class DeviceSide:

@@ -23,7 +23,7 @@ from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.engine import Steps
 
 _SUCCESS, _NOT_READY = 0, 600
-"""What CUDA answers when asked for an event."""
+"""CUDA's answers when asked for an event."""
 
 __all__ = ["AllDone", "EventDone", "Lane", "in_lane", "steps_in"]
 

@@ -66,7 +66,7 @@ class Moved:
 
     @property
     def error(self) -> BaseException | None:
-        """What it has failed with, if it has; raised at every test."""
+        """The error that it has failed with, if it has; raised at every test."""
         return self._error
 
     def test(self) -> bool:
@@ -100,6 +100,14 @@ class Moved:
         """Do what can be done, and tell whether all is."""
         raise NotImplementedError
 
+    def give_up(self, error: BaseException) -> None:
+        """Move it no more, if it is not settled: it failed with `error`. Its memory is kept."""
+        with self._engine.lock:
+            if not self.settled:
+                self._error = error
+                self._engine.given_up.append(self)  # others may yet write into its arrays
+                self._engine.untrack(self)
+
 
 class StagedRequest(Moved):
     """The request for an operation of several steps."""
@@ -111,6 +119,12 @@ class StagedRequest(Moved):
         self._steps = steps
         self._current: Request | None = None
         self.value: Any = None
+
+    def give_up(self, error: BaseException) -> None:
+        """Move it no more, nor the request of its step."""
+        super().give_up(error)
+        if isinstance(self._current, Moved):
+            self._current.give_up(error)
 
     def _move(self) -> bool:
         """Run all steps that can run, and tell whether the last one is done."""
@@ -163,15 +177,17 @@ class Engine:
         has_core: Whether this rank has a core that no other rank of the job needs.
         bell: Where the rank sleeps while it waits, for others of its node to wake it; None if it
             has no memory that they can see.
+        given_up: The operations that will never end.
     """
 
-    __slots__ = ("_crowd", "_pending", "_tails", "bell", "has_core", "lock", "steps")
+    __slots__ = ("_crowd", "_pending", "_tails", "bell", "given_up", "has_core", "lock", "steps")
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.steps = 0
         self.has_core = False
         self.bell: Doorbell | None = None
+        self.given_up: list[Moved] = []
         self._crowd = 0
         self._pending: list[Moved] = []
         self._tails: dict[Hashable, Moved] = {}

@@ -39,7 +39,7 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What the algorithms are made of.
+    """The primitives of the algorithms.
 
     Attributes:
         rank: This rank.

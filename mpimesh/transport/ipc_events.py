@@ -17,7 +17,7 @@ NAMES = ("ready", "read")
 EVENT = np.dtype(
     [("process", np.int64), ("pointer", np.int64), ("handle", np.uint8, 64), ("good", np.uint8)]
 )
-"""What another process needs to open an event; within one process, its pointer."""
+"""Fields that another process needs to open an event; within one process, its pointer."""
 
 
 class OwnEvents:

@@ -1,4 +1,4 @@
-"""Who carries what between nodes.
+"""Lanes between nodes, and what each carries.
 
 The ranks with one number on their nodes are a *lane*. As many ranks of each node
 are on one as its smallest node has: its workers. What crosses the network does so

@@ -52,7 +52,7 @@ class _Loan:
 
 
 class Lending:
-    """What one rank lends to others of its node, and borrows from them.
+    """The arrays that one rank lends to others of its node, and borrows from them.
 
     Args:
         arena: This rank's memory.
@@ -107,7 +107,7 @@ class Lending:
 
     @property
     def num_lent(self) -> int:
-        """How many arrays have not come back."""
+        """Number of arrays that have not come back."""
         self.sweep()
         return len(self._loans)
 

@@ -10,11 +10,13 @@ limit is a setting, so tests run the whole suite with a limit of 7.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpimesh.arrays.types import HostArray
@@ -31,6 +33,7 @@ from mpimesh.transport.mpi_requests import (
     MPIReceive,
     MPIRequest,
     MPIRequests,
+    Order,
     PiecewiseReceive,
     fail,
 )
@@ -39,10 +42,38 @@ from mpimesh.transport.waiting import poll
 __all__ = ["MPICommunicator", "places_but"]
 
 _PAIRWISE_TAG = MAX_USER_TAG + 1
-_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+_FUNCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+_UFUNCS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+_SATURATES = "Open MPI" in MPI.Get_library_version()
+"""Its vector code sums whole numbers of 8 and 16 bits with saturation: 200 + 100 is 255."""
+_AS_NUMPY = {op: _FUNCTIONS[op] for op in ("sum", "prod") if op == "prod" or not _SATURATES}
+"""What MPI does as NumPy does, whatever the dtype."""
 _LARGEST_COUNT_BEFORE_MPI_4 = 1 << 30
 _COPIED_BYTES = 1 << 16
 """Up to this size a message to oneself is copied, and its send is done at once."""
+
+_OWNERS: dict[int, str] = {}
+"""What each communicator is for that was split and not freed, by its handle in MPI."""
+
+
+def _advice(error: MPI.Exception) -> str:
+    """Return who holds communicators, if MPI has no more: MPICH has 2,048."""
+    if "communicators" not in error.Get_error_string():
+        return ""
+    counts = Counter(_OWNERS.values())
+    held = ", ".join(f"{count} by {owner or 'no mesh'}" for owner, count in counts.most_common(4))
+    return (
+        f"; {len(_OWNERS)} are open on this rank: {held}; an MPI has few of them: close() meshes "
+        "that are not used any more, or make them in a with statement"
+    )
+
+
+def _begin(name: str, function: Callable[..., MPI.Request], *arguments: Any) -> Request:
+    """Start an operation of MPI at once."""
+    try:
+        return MPIRequest(function(*arguments), arguments)
+    except MPI.Exception as error:
+        fail(name, error)
 
 
 class MPICommunicator(Communicator):
@@ -51,6 +82,7 @@ class MPICommunicator(Communicator):
     Args:
         comm: The communicator; :meth:`free` frees it.
         limit: Most elements in one MPI call; 0 for what this MPI can do.
+        order: That of another object for the same MPI communicator.
 
     Attributes:
         bells: For each rank its bell, or None if it is on another node; empty if none is known.
@@ -59,8 +91,9 @@ class MPICommunicator(Communicator):
     kind = "mpi"
     bells: Sequence[Doorbell | None] = ()
 
-    def __init__(self, comm: MPI.Intracomm, *, limit: int = 0) -> None:
+    def __init__(self, comm: MPI.Intracomm, *, limit: int = 0, order: Order | None = None) -> None:
         self._comm = comm
+        self._order = order or Order()
         self._freed = False
         self._chunk_setting = limit
         before_4 = MPI.VERSION < 4
@@ -96,9 +129,15 @@ class MPICommunicator(Communicator):
     def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
         """Reduce over all ranks into `recv` on each."""
         if recv.size <= self._limit:
+            function = _AS_NUMPY.get(op)
+            if function is None:
+                function = _as_numpy(op, recv.dtype.char)
+            if self._order.busy:
+                given = MPI.IN_PLACE if send is None else send
+                return self._start("all_reduce", self._comm.Iallreduce, given, recv, function)
             try:
                 request = self._comm.Iallreduce(
-                    MPI.IN_PLACE if send is None else send, recv, _OPS[op]
+                    MPI.IN_PLACE if send is None else send, recv, function
                 )
             except MPI.Exception as error:
                 fail("all_reduce", error)
@@ -111,7 +150,7 @@ class MPICommunicator(Communicator):
     def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
         """Reduce over all ranks into `recv` on `root`."""
         if send.size <= self._limit:
-            return self._start("reduce", self._comm.Ireduce, send, recv, _OPS[op], root)
+            return self._start("reduce", self._comm.Ireduce, send, recv, _function(op, send), root)
         pieces = self._pieces(send.size)
         return MPIRequests(
             [self.reduce(send[p], None if recv is None else recv[p], op, root) for p in pieces]
@@ -122,8 +161,9 @@ class MPICommunicator(Communicator):
     ) -> Request:
         """Reduce `send`; rank r gets block r."""
         if send.size <= self._limit:
+            function = _function(op, send)
             return self._start(
-                "reduce_scatter", self._comm.Ireduce_scatter, send, recv, counts, _OPS[op]
+                "reduce_scatter", self._comm.Ireduce_scatter, send, recv, counts, function
             )
         return MPIRequests(
             [
@@ -198,7 +238,7 @@ class MPICommunicator(Communicator):
             copy = buffer.nbytes <= _COPIED_BYTES
             return self._to_self.send((dest, dest, tag), buffer, copy=copy)
         if buffer.size <= self._message_limit:
-            request = self._start("send", self._comm.Isend, buffer, dest, tag)
+            request = _begin("send", self._comm.Isend, buffer, dest, tag)
             bell = self.bells[dest] if self.bells else None
             if bell is not None:
                 bell.ring()
@@ -243,22 +283,36 @@ class MPICommunicator(Communicator):
         return poll(ready, timeout_s, idle, self.engine)
 
     def start_twin(self) -> tuple[Request, Callable[[], MPICommunicator]]:
-        """Start to duplicate it; the second value gives the duplicate once the first is done."""
-        try:
-            copy, request = self._comm.Idup()
-        except MPI.Exception as error:
-            fail("duplicate", error)
+        """Start to duplicate it; the second value gives the duplicate once the first is done.
+
+        Collectives that are started meanwhile wait for it: Open MPI 5.0.11 makes the duplicate by
+        collectives of its own, which each rank starts when MPI has time, and which met others.
+        """
+        copies: list[MPI.Intracomm] = []
+
+        def start() -> Request:
+            try:
+                copy, request = self._comm.Idup()
+            except MPI.Exception as error:
+                fail("duplicate", error)
+            copies.append(copy)
+            return MPIRequest(request, copy)
+
         # Before the request is done not even the rank may be asked for.
-        return MPIRequest(request, copy), lambda: MPICommunicator(copy, limit=self._chunk_setting)
+        return self._order.add(start, alone=True), lambda: MPICommunicator(
+            copies[0], limit=self._chunk_setting
+        )
 
     def split(self, color: int | None, key: int) -> MPICommunicator | None:
         """Make one communicator for each color."""
+        owner = self.owner or _OWNERS.get(MPI._handleof(self._comm), "")
         try:
             part: Any = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
         except MPI.Exception as error:
-            fail("split", error)
+            fail("split", error, _advice(error))
         if part == MPI.COMM_NULL:
             return None
+        _OWNERS[MPI._handleof(part)] = owner
         communicator = self._wrap(part)
         self.adopt(communicator)
         return communicator
@@ -268,11 +322,16 @@ class MPICommunicator(Communicator):
         return MPICommunicator(comm, limit=self._chunk_setting)
 
     def free(self) -> None:
-        """Give the MPI communicator back."""
+        """Give the MPI communicator back, unless messages may be on their way in it."""
         if not self._freed and not MPI.Is_finalized():
             self._freed = True
             self.free_device()
-            self._comm.Free()
+            if self.unended:
+                _OWNERS[MPI._handleof(self._comm)] = "closed meshes whose operations did not end"
+            else:
+                poll(self._order.advance)
+                _OWNERS.pop(MPI._handleof(self._comm), None)
+                self._comm.Free()
 
     def abort(self, code: int) -> None:
         """End all ranks of the job."""
@@ -281,10 +340,10 @@ class MPICommunicator(Communicator):
     # -- helpers -----------------------------------------------------------------
 
     def _start(self, name: str, function: Callable[..., MPI.Request], *arguments: Any) -> Request:
-        try:
-            return MPIRequest(function(*arguments), arguments)
-        except MPI.Exception as error:
-            fail(name, error)
+        """Start a collective in its turn."""
+        if self._order.busy:
+            return self._order.add(partial(_begin, name, function, *arguments))
+        return _begin(name, function, *arguments)
 
     def _pieces(self, size: int, limit: int = 0) -> Iterator[slice]:
         step = limit or self._limit
@@ -309,6 +368,37 @@ class MPICommunicator(Communicator):
             if outgoing and outgoing[peer].size
         ]
         return MPIRequests(requests)
+
+
+def _function(op: str, array: HostArray) -> MPI.Op:
+    """Return what reduces arrays of one dtype by `op`."""
+    return _AS_NUMPY.get(op) or _as_numpy(op, array.dtype.char)
+
+
+@lru_cache
+def _as_numpy(op: str, char: str) -> MPI.Op:
+    """Return MPI's operation for numbers of one dtype, or NumPy's where MPI's gives something else.
+
+    MPI's minimum and maximum of floats lose NaN on some ranks and not on others. Which of two NaN,
+    or of 0.0 and -0.0, comes out of NumPy's depends on their order. So MPI must not exchange the
+    operands: then the result has the same bits on all ranks. A signal handler that raises while MPI
+    calls back ends the job.
+
+    Args:
+        op: The reduction.
+        char: The dtype's.
+    """
+    dtype = np.dtype(char)
+    short = _SATURATES and op == "sum" and dtype.kind in "iu" and dtype.itemsize < 4
+    if not short and (op not in ("min", "max") or dtype.kind != "f"):
+        return _FUNCTIONS[op]
+    function = _UFUNCS[op]
+
+    def combine(first: Any, second: Any, _: MPI.Datatype) -> None:
+        target = np.frombuffer(second, dtype)
+        function(np.frombuffer(first, dtype), target, out=target)
+
+    return MPI.Op.Create(combine, commute=short)
 
 
 def places_but(counts: Sequence[int], apart: Collection[int]) -> tuple[list[int], list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import NoReturn
 
 from mpi4py import MPI
@@ -12,7 +14,7 @@ from mpimesh.transport.base import RecvRequest, Request
 from mpimesh.transport.doorbell import Doorbell
 from mpimesh.transport.waiting import poll
 
-__all__ = ["MPIReceive", "MPIRequest", "MPIRequests", "PiecewiseReceive", "fail"]
+__all__ = ["MPIReceive", "MPIRequest", "MPIRequests", "Order", "PiecewiseReceive", "fail"]
 
 
 class MPIRequest:
@@ -44,6 +46,83 @@ class MPIRequests:
         """Tell whether all are done."""
         self._requests = [request for request in self._requests if not request.test()]
         return not self._requests
+
+
+class Order:
+    """The order of the collectives of one MPI communicator, of which some go alone.
+
+    Attributes:
+        busy: Whether one that goes alone is under way, so that all others must queue.
+    """
+
+    __slots__ = ("_alone", "_moving", "_queue", "busy")
+
+    def __init__(self) -> None:
+        self._alone: Request | None = None
+        self._moving = False
+        self._queue: deque[_Queued] = deque()
+        self.busy = False
+
+    def add(self, start: Callable[[], Request], *, alone: bool = False) -> Request:
+        """Return the request of `start`, which is called when its turn has come.
+
+        Args:
+            start: Starts the collective.
+            alone: Whether all that comes after it is to start when it is done.
+        """
+        queued = _Queued(self, start, alone)
+        self._queue.append(queued)
+        self.busy = True
+        self.advance()
+        return queued
+
+    def advance(self) -> bool:
+        """Start what may start, and tell whether nothing goes alone any more."""
+        if self._moving:
+            return False  # a signal handler came in between, and waits for something else
+        self._moving = True
+        try:
+            while self._alone is None or self._alone.test():
+                self._alone = None
+                if not self._queue:
+                    self.busy = False
+                    return True
+                queued = self._queue[0]
+                queued.begin()
+                self._queue.popleft()  # now: what a signal handler raises must not lose it
+                if queued.alone:
+                    self._alone = queued.request
+            return False
+        finally:
+            self._moving = False
+
+
+class _Queued:
+    """A request that starts in its turn."""
+
+    __slots__ = ("_error", "_order", "_start", "alone", "request")
+
+    def __init__(self, order: Order, start: Callable[[], Request], alone: bool) -> None:
+        self._order = order
+        self._start = start
+        self._error: Exception | None = None
+        self.alone = alone
+        self.request: Request | None = None
+
+    def begin(self) -> None:
+        """Start it; an error is raised where its end is asked for."""
+        try:
+            self.request = self._start()
+        except Exception as error:
+            self._error = error
+
+    def test(self) -> bool:
+        """Tell whether it is done."""
+        if self._order.busy:
+            self._order.advance()
+        if self._error is not None:
+            raise self._error
+        return self.request is not None and self.request.test()
 
 
 class MPIReceive:
@@ -102,8 +181,9 @@ class PiecewiseReceive(MPIRequests):
         return all(taken_back)
 
 
-def fail(name: str, error: MPI.Exception) -> NoReturn:
-    """Raise an error of MPI as one of the transport."""
+def fail(name: str, error: MPI.Exception, advice: str = "") -> NoReturn:
+    """Raise an error of MPI as one of the transport, with what to do where that is known."""
     raise TransportError(
-        f"MPI refused or failed in {name} on rank {MPI.COMM_WORLD.rank}: {error.Get_error_string()}"
+        f"MPI refused or failed in {name} on rank {MPI.COMM_WORLD.rank}: "
+        f"{error.Get_error_string()}{advice}"
     ) from error

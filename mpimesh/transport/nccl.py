@@ -81,12 +81,14 @@ class Nccl(DeviceMover):
         return cls(host, engine, chain, communicator), ""
 
     def cannot(self, operation: str, dtype: DType | None = None, op: str = "") -> str | None:
-        """Return why it does not do `operation`: NCCL lacks some number types."""
+        """Return why it does not do `operation`: NCCL lacks some number types, and keeps no NaN."""
         if operation == "messages":
             return _NO_MESSAGES
         if operation in _REDUCTIONS and dtype is not None:
             if dtype.kind == "c" and op != "sum":
                 return f"NCCL has no complex numbers, and only sums of them go as pairs, not {op}"
+            if dtype.kind == "f" and op in ("min", "max"):
+                return f"NCCL's {op} leaves NaN out"
             if _real(dtype) not in self._dtypes:
                 return f"NCCL has no {dtype}"
         return super().cannot(operation, dtype, op)

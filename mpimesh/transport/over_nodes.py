@@ -42,13 +42,13 @@ from mpimesh.transport.windows import length
 __all__ = ["OverNodes"]
 
 _Flying: TypeAlias = deque[tuple[list[Request], Iterable[Request]]]
-"""What was started on a lane, and the steps that follow once it is done, oldest first."""
+"""Requests started on a lane, and the steps that follow once they are done, oldest first."""
 
 _ROUNDS_AHEAD = 2
-"""How many rounds are on their way between the nodes while the ranks go on with the next."""
+"""Rounds that are on their way between the nodes while the ranks go on with the next."""
 
 _ROUND_STAGES = 4
-"""How many stages full a worker sends in a round: fewer, and the ranks of a node meet too often."""
+"""Stages full that a worker sends in a round: fewer, and the ranks of a node meet too often."""
 
 
 class OverNodes:

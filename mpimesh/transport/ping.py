@@ -1,4 +1,4 @@
-"""How fast messages go between two ranks, there and back.
+"""Times of messages between two ranks, there and back.
 
 Short measurements: they tell the order of magnitude, not the last tenth.
 """

@@ -33,7 +33,7 @@ __all__ = ["Proofs", "cuda_aware", "ensure_proofs", "proof_notes", "proof_steps"
 
 
 class Proofs:
-    """What is known of this process's MPI.
+    """Proofs of what this process's MPI can do.
 
     Args:
         folder: Where answers are kept; None for mpimesh's own place.

@@ -1,4 +1,4 @@
-"""How the child that tries CUDA-aware MPI is started, and what its end means."""
+"""The start of the child that tries CUDA-aware MPI, and the meaning of its end."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _run_child(
 
 
 class _Told:
-    """What the ranks of a child have written.
+    """The output of the ranks of a child.
 
     Attributes:
         world_size: 2 or 1; 0 if MPI did not start.

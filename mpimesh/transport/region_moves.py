@@ -41,7 +41,7 @@ T = TypeVar("T")
 REGIONS_TAG = MAX_USER_TAG + 9
 
 _STEPS_UNDER_WAY = 8
-"""How many messages a rank sends, and receives, at a time."""
+"""Messages that a rank sends, and receives, at a time."""
 
 Blocks: TypeAlias = Mapping[int, Callable[[tuple[int, ...]], HostArray]]
 """For ranks whose memory this one reads: what gives their block by its shape."""

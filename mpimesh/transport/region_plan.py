@@ -1,4 +1,4 @@
-"""Who sends what to whom, when regions travel as messages: worked out once for an exchange."""
+"""Messages that carry regions from rank to rank: worked out once for an exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MovePlan", "Pair", "move_plan"]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What one rank sends to another, as one of them sees it.
+    """The boxes that one rank sends to another, as one of the two sees them.
 
     Attributes:
         rank: The other.
@@ -31,7 +31,7 @@ class Pair:
 
     @property
     def size(self) -> int:
-        """How many elements they have."""
+        """Number of their elements."""
         return self.ends[-1]
 
     def fragments(self, start: int, stop: int) -> list[tuple[int, int, Box]]:
@@ -50,7 +50,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """Who talks to whom.
+    """The sends and receives of one rank.
 
     Attributes:
         sends: What goes to other ranks, step by step.

@@ -55,7 +55,7 @@ from mpimesh.transport.what import EXCHANGE
 __all__ = ["Reading"]
 
 _AT_A_TIME = 4
-"""How many pieces are read before other operations have a turn."""
+"""Pieces that are read before other operations have a turn."""
 
 
 class Reading(Quick):

@@ -1,4 +1,4 @@
-"""What is worked out once for an exchange of regions between arrays of one kind.
+"""Preparations of an exchange of regions, made once for arrays of one kind.
 
 Who reads of whom, what is copied before others read it, and the calls of NumPy that read, as
 far as they are the same again: arrays come and go, but the places where they lie come back.
@@ -42,11 +42,11 @@ _MOST_PIECES = 64
 """Of larger exchanges, working the pieces out costs nothing beside reading them."""
 
 _AT_ONCE_BYTES = 256 * 1024
-"""What is no larger as a whole is read at once."""
+"""Size up to which all is read at once."""
 
 
 class Ready:
-    """What is the same each time that some regions are exchanged between arrays of one kind.
+    """The constant part of an exchange of some regions between arrays of one kind.
 
     Args:
         team: The ranks.

@@ -1,4 +1,4 @@
-"""How pieces of blocks are put together in one process: copied, or reduced in their order.
+"""Work that puts pieces of blocks together in one process: copied, or reduced in their order.
 
 Halves are added up in float32 and rounded once, at the end.
 """
@@ -25,10 +25,10 @@ FUNCTIONS: dict[str, Callable[..., HostArray]] = {
 }
 
 _COPIED_BYTES = 512 * 1024
-"""What is copied at a time, before other operations have a turn."""
+"""Bytes that are copied at a time, before other operations have a turn."""
 
 _REDUCED_BYTES = 128 * 1024
-"""What is reduced at a time: the sum of two parts stays in cache for the third."""
+"""Bytes that are reduced at a time: the sum of two parts stays in cache for the third."""
 
 Piece: TypeAlias = tuple[str, Box, tuple[tuple[int, tuple[int, ...], Box], ...]]
 """The reduction if any, where it goes, and for each part its rank, the shape there, and where."""

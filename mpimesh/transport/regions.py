@@ -1,4 +1,4 @@
-"""What each rank gets of the blocks of others, box by box: a value, prepared once.
+"""The parts that each rank gets of the blocks of others, box by box: a value, prepared once.
 
 The ranks of a communicator hold blocks. Each lists what it is to *take*, where it
 lies, and where it goes; and what it is to *give*, which is what the others take of
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What this rank is to get.
+    """One box that this rank is to get.
 
     Attributes:
         box: Where it goes in this rank's target.
@@ -105,7 +105,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """What another rank takes of this rank's source.
+    """One box of this rank's source that another rank takes.
 
     Attributes:
         rank: The other.

@@ -1,4 +1,4 @@
-"""How the bytes of one operation travel, and why that way."""
+"""The way of the bytes of one operation, and the reason for it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class RoutedCommunicator(MPICommunicator):
         super().__init__(comm, limit=limit)
         self._engine = self.engine = engine
         # What has begun in turn must not queue behind itself, so its pieces go by this one.
-        self._plain = MPICommunicator(comm, limit=limit)
+        self._plain = MPICommunicator(comm, limit=limit, order=self._order)
         self._node = node
         self._choices = choices
         self._choice: Choice | None = None
@@ -111,6 +111,7 @@ class RoutedCommunicator(MPICommunicator):
             self.nodes = tuple(node_of[rank] for rank in range(self.size))
         self._neighbours = next(ranks for ranks in found.nodes if self.rank in ranks)
         self._engine.share_cores(len(self._neighbours), found.cores)
+        self.signatures = found.signatures
         if found.team is None:
             return {}
         self.lending = found.team.lending(self._neighbours)
@@ -134,7 +135,7 @@ class RoutedCommunicator(MPICommunicator):
         comm: Any = self._comm.Split(lane, lanes.node)
         if comm != MPI.COMM_NULL:
             self._lane = lanes.crossing = Crossing(comm, limit=self._chunk_setting)
-        crossing = Crossing(self._comm, limit=self._chunk_setting)
+        crossing = Crossing(self._comm, limit=self._chunk_setting, order=self._order)
         shared = OverNodes(team, self._engine, crossing, lanes)
         if self._chunk_setting and self._choices.mode != "always":
             # In an all-to-all the ranks know only their own sizes: they could not agree on one.
@@ -338,13 +339,16 @@ class RoutedCommunicator(MPICommunicator):
     # -- life --------------------------------------------------------------------------
 
     def free(self) -> None:
-        """Give the MPI communicator and the memory back."""
+        """Give the MPI communicator and the memory back, unless somebody may still use them."""
         if self._freed or MPI.Is_finalized():
             return
-        if self._shared is not None:
+        if self.signatures is not None:
+            self.signatures.close()
+        if self._kept is not None:
             # What was given up by an error must not go on in memory that is used again.
-            self._shared.close()
-            if not poll(self._comm.Ibarrier().Test, _LEAVE_TOGETHER_S):
+            if self._shared is not None:
+                self._shared.close()
+            if self.unended or not poll(self._plain.barrier().test, _LEAVE_TOGETHER_S):
                 # A rank may yet look at this one's counter, or read what it has offered; and the
                 # barrier goes on, which Open MPI does not survive on a communicator it has freed.
                 shared = self._shared
@@ -359,6 +363,7 @@ class RoutedCommunicator(MPICommunicator):
         if self._freed:
             self.free_device()
         elif self._lane is not None:
+            self._lane.unended = self.unended
             self._lane.free()
         super().free()
 

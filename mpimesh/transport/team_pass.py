@@ -20,7 +20,7 @@ from mpimesh.transport.windows import length, windows
 __all__ = ["Stream", "pass_on", "reduce_parts", "share"]
 
 Stream: TypeAlias = Sequence[tuple[int, HostArray | None]]
-"""What a rank stages, one after the other: elements, and where another takes them to, if it does"""
+"""Stages of a rank, one after the other: elements, and where another takes them to, if it does."""
 
 _LINE_BYTES = 64
 

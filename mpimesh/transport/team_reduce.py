@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _PIECE_BYTES = 128 * 1024
-"""What is reduced at a time: the sum of two ranks' pieces stays in cache for the third's."""
+"""Bytes that are reduced at a time: the sum of two ranks' pieces stays in cache for the third's."""
 
 _GRAIN_BYTES = 4096
 """Parts of ranks begin on pages, so that two ranks never write to one cache line."""

@@ -1,4 +1,4 @@
-"""What a rank offers of its block to the others of its node, and what they say of theirs.
+"""Offers of a rank's block to the others of its node, and what they say of theirs.
 
 A block that others take of and that does not lie in the arena is copied there first,
 as far as they take of it: one copy more, where messages have three. So may be a small one that
@@ -54,7 +54,7 @@ _SIZE_BITS = 12
 _DTYPE_BITS = _SIZE_BITS + 7
 
 Fill: TypeAlias = Sequence[tuple[HostArray, HostArray]]
-"""What is copied, and before it where to."""
+"""Copies: the source of each, and before it its target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Offer:
 
 
 NOTHING = Offer(NOT_READ)
-"""What a rank offers of which nobody takes."""
+"""The offer of a rank from which nobody takes anything."""
 
 
 class _Room:

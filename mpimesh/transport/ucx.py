@@ -14,7 +14,7 @@ from pathlib import Path
 __all__ = ["CUDA_MODULE", "Ucx", "loaded_ucx"]
 
 CUDA_MODULE = "libuct_cuda.so"
-"""What moves device memory. UCX loads it at its start, if the driver's libraries are there."""
+"""UCX's module for device memory, loaded at its start if the driver's libraries are there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class VirtualCommunicator(Communicator):
         self.size = len(world_ranks)
         self._context = context
         self.world_ranks = world_ranks
+        self.signatures = context.signatures(rank, self.size)
         self._sequence = 0
 
     # -- collectives -------------------------------------------------------------

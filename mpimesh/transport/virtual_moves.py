@@ -1,4 +1,4 @@
-"""What each collective does with the buffers of all ranks, when they are in one memory.
+"""Collectives on the buffers of all ranks, where they are in one memory.
 
 Plain NumPy, rank after rank: this is also the readable definition of what the
 other transports must do, and the oracle they are tested against.
@@ -22,7 +22,7 @@ _FUNCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.m
 
 @dataclass(slots=True)
 class Contribution:
-    """What one rank brings to a collective.
+    """One rank's part in a collective.
 
     Attributes:
         kind: The collective's name.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from mpimesh.arrays.types import HostArray
 from mpimesh.errors import MpimeshError
 from mpimesh.transport.mailbox import Mailbox
+from mpimesh.transport.signatures import BOARD_BYTES, Signatures
 from mpimesh.transport.virtual_moves import Contribution
 
 __all__ = ["CollectiveRequest", "Context", "Slot"]
@@ -23,10 +27,20 @@ class Slot:
 
 @dataclass(slots=True)
 class Context:
-    """What the ranks of one communicator share."""
+    """The state that the ranks of one communicator share."""
 
     messages: Mailbox
     slots: dict[int, Slot] = field(default_factory=dict)
+    boards: dict[int, HostArray] = field(default_factory=dict)
+
+    def signatures(self, rank: int, size: int) -> Signatures | None:
+        """Return what the ranks compare with each other; None for a rank alone."""
+        if size == 1:
+            return None
+        boards = [
+            self.boards.setdefault(one, np.zeros(BOARD_BYTES, np.uint8)) for one in range(size)
+        ]
+        return Signatures(rank, range(size), boards, refuses=False)
 
 
 class CollectiveRequest:

@@ -22,7 +22,7 @@ from mpimesh.errors import DeadlockError, RemoteError, on_all_ranks
 __all__ = ["VirtualWorld"]
 
 _LOOK_AGAIN_S = 50e-6
-"""How long a rank sleeps that waits for a device and not for another rank."""
+"""Sleep of a rank that waits for a device and not for another rank."""
 
 
 class VirtualWorld:
@@ -31,11 +31,19 @@ class VirtualWorld:
     Args:
         size: How many ranks.
         rendezvous: Sends wait for their receives.
+        circle: Says which ranks wait for each other, when all wait; empty if that is not known.
     """
 
-    def __init__(self, size: int, *, rendezvous: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        rendezvous: bool = False,
+        circle: Callable[[], str] = str,
+    ) -> None:
         self.size = size
         self.rendezvous = rendezvous
+        self._circle = circle
         # Reentrant: what a waiting rank asks for may itself start operations.
         self.changed = threading.Condition(threading.RLock())
         self.failure: tuple[int, BaseException] | None = None
@@ -110,9 +118,9 @@ class VirtualWorld:
         rows = "\n".join(f"  rank {rank} waits in {what}" for rank, what in sorted(stuck.items()))
         gone = sorted(set(range(self.size)) - self._running)
         left = f"\n  returned already: ranks {gone}" if gone else ""
-        error = on_all_ranks(
-            DeadlockError(f"all virtual ranks wait and none can go on:\n{rows}{left}")
-        )
+        circle = self._circle()
+        text = f"all virtual ranks wait and none can go on:\n{rows}{left}"
+        error = on_all_ranks(DeadlockError(f"{text}\n{circle}" if circle else text))
         self.failure = (-1, error)
         self.note_change()
         raise error

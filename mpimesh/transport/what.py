@@ -16,7 +16,7 @@ _CODES = np.typecodes["AllInteger"] + "?fdgFDG"
 _NAMES: dict[int, str] = {np.dtype(code).num: str(np.dtype(code)) for code in _CODES}
 # NumPy may have two types for one format, such as long and long long: ranks may mix them.
 _NUMBERS: dict[int, int] = {np.dtype(code).num: np.dtype(np.dtype(code).str).num for code in _CODES}
-_NBYTES_BITS = 39
+_NBYTES_BITS = 40
 _ROOT_BITS = 12
 _DTYPE_BITS = 5
 _FUNCTION_BITS = 3

@@ -9,7 +9,7 @@ __all__ = ["Fragment", "length", "windows"]
 
 
 class Fragment(NamedTuple):
-    """What of a piece lies in a window.
+    """The part of a piece that lies in a window.
 
     Attributes:
         piece: Its number.

@@ -1,5 +1,5 @@
-"""What every transport must do: functions that all ranks run, each with its own oracle.
+"""Duties of every transport: functions that all ranks run, each with its own oracle.
 
-`tests/pure/test_contract_virtual.py` runs them on virtual ranks and
-`tests/ranks/test_contract.py` under mpiexec.
+`tests/virtual/contract/test_virtual.py` runs them on virtual ranks and
+`tests/mpi/test_contract.py` under mpiexec.
 """

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "turned": lambda x: given(np.ascontiguousarray(x.T)).T,
     "every other": _every_other,
 }
-"""How an array may lie on the device."""
+"""Ways in which an array may lie on the device."""
 
 
 def operations(group: Any, inputs: list[Any]) -> list[tuple[Callable[[Any, Any], Any], Any]]:
@@ -100,6 +100,23 @@ def check_every_operation_gives_what_numpy_gives(comm):
                     else:
                         check(got, right)
                 check(x, inputs[group.rank])
+
+
+def check_min_and_max_give_nan(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        for dtype in DTYPES[:3]:
+            for op in ("min", "max"):
+                inputs = [values(r, (2, 2 * group.size), dtype) for r in group.ranks]
+                for rank, x in enumerate(inputs):
+                    x[0, rank:] = np.nan
+                x, total = given(inputs[group.rank]), reduced(inputs, op)
+                check(group.all_reduce(x, op).resolve(), total)
+                got = group.reduce(x, op, root=0).resolve()
+                if group.rank == 0:
+                    check(got, total)
+                mine = cut(total, 1, [2] * group.size)[group.rank]
+                check(group.reduce_scatter(x, op, axis=1).resolve(), mine)
 
 
 def check_every_operation_into_every_output(comm):

@@ -15,6 +15,7 @@ from mpimesh.errors import (
     WorldSizeError,
 )
 from tests.contract.meshes import groups_of, members_agree, mesh_of, sum_of, world_size
+from tests.helpers.raises import raises
 
 
 def check_groups_of_dims_follow_the_arithmetic(comm):
@@ -82,16 +83,16 @@ def check_non_members_only_describe_a_group(comm):
                 lambda: group.barrier(timeout_s=1),
                 lambda: group.communicator,
             ):
-                with pytest.raises(RankError, match="it is not one of its ranks"):
+                with raises(RankError, f"rank {mesh.rank}", "'even'", list(group.ranks)):
                     call()
         assert "'even'" in repr(group)
 
 
 def check_unknown_groups(comm):
     with mesh_of(comm) as mesh:
-        with pytest.raises(UnknownNameError, match="Group 'none' not found; there are world"):
+        with raises(UnknownNameError, "'none'", f"world, {mesh.dim_names[0]}"):
             mesh.group("none")
-        with pytest.raises(UnknownNameError, match="not found"):
+        with raises(UnknownNameError, "'none'", f"world, {mesh.dim_names[0]}"):
             mesh.devices_in_group("none")
         assert mesh.get_group("none") is None
         assert mesh.group_rank("none") is None
@@ -102,22 +103,22 @@ def check_add_group_refuses_on_all_ranks(comm):
     with mesh_of(comm) as mesh:
         n = mesh.world_size
         before = mesh.group_names
-        for name, options, error, text in (
-            ("g", {"ranks": [n]}, RankError, f"Rank {n} out of bounds"),
-            ("g", {"ranks": [-1]}, MpimeshError, "-1"),
-            ("g", {"ranks": []}, GroupError, "rank"),
-            ("g", {"ranks": [0, 0]}, GroupError, "twice|duplicate|more than once"),
-            ("world", {"ranks": [0]}, GroupError, "already a group called 'world'"),
-            (mesh.dim_names[0], {"ranks": [0]}, GroupError, "already a group"),
-            ("g", {}, GroupError, "ranks or dims"),
-            ("g", {"ranks": [0], "dims": "a"}, GroupError, "ranks or dims"),
-            ("g", {"dims": "nope"}, UnknownNameError, "nope"),
-            ("g", {"ranks": [0], "backend": "nccl"}, GroupError, "backend"),
-            ("g", {"ranks": [0], "backend": "x"}, GroupError, "is (virtual|mpi, [a-z_]+, nccl);"),
-            ("g", {"ranks": ["0"]}, MpimeshError, "rank"),
-            ("", {"ranks": [0]}, MpimeshError, "name"),
+        for name, options, error, values in (
+            ("g", {"ranks": [n]}, RankError, (f"Rank {n}", "'g'", list(range(n)))),
+            ("g", {"ranks": [-1]}, MpimeshError, ("Rank -1", "'g'")),
+            ("g", {"ranks": []}, GroupError, ("'g'", "no ranks")),
+            ("g", {"ranks": [0, 0]}, GroupError, ("'g'", "rank 0", (0, 0))),
+            ("world", {"ranks": [0]}, GroupError, ("already", "'world'")),
+            (mesh.dim_names[0], {"ranks": [0]}, GroupError, ("already", repr(mesh.dim_names[0]))),
+            ("g", {}, GroupError, ("'g'", "ranks or dims")),
+            ("g", {"ranks": [0], "dims": "a"}, GroupError, ("'g'", "ranks or dims")),
+            ("g", {"dims": "nope"}, UnknownNameError, ("nope",)),
+            ("g", {"ranks": [0], "backend": "nccl"}, GroupError, ("'g'", "nccl")),
+            ("g", {"ranks": [0], "backend": "x"}, GroupError, ("'g'", "backend", "'x'")),
+            ("g", {"ranks": ["0"]}, MpimeshError, ("'g'", "rank", "'0'")),
+            ("", {"ranks": [0]}, MpimeshError, ("name", "''")),
         ):
-            with pytest.raises(error, match=text) as caught:
+            with raises(error, *values) as caught:
                 mesh.add_group(name, **options)
             assert caught.value.agreed
         assert mesh.group_names == before
@@ -130,13 +131,13 @@ def check_add_group_with_different_arguments(comm):
             return
         before = mesh.group_names
         last = mesh.rank == mesh.world_size - 1
-        for mine, others, text in (
-            (("p", [0, 1]), ("p", [1, 0]), r"\[1, 0\]|1, 0|1,0"),
-            (("p", [0]), ("q", [0]), "'q'|q"),
-            (("world", [0]), ("p", [0]), "already a group called 'world'"),
-            (("p", [99]), ("p", [0]), "Rank 99 out of bounds"),
+        for mine, others, values in (
+            (("p", [0, 1]), ("p", [1, 0]), ("rank", "'p'", (1, 0), (0, 1))),
+            (("p", [0]), ("q", [0]), ("rank", "'p'", "'q'")),
+            (("world", [0]), ("p", [0]), ("rank", "'p'", "'world'")),
+            (("p", [99]), ("p", [0]), ("rank", "'p'", "Rank 99")),
         ):
-            with pytest.raises(MismatchError, match=text) as caught:
+            with raises(MismatchError, *values) as caught:
                 mesh.add_group(*(mine if last else others))
             assert caught.value.agreed
         assert mesh.group_names == before
@@ -196,15 +197,15 @@ def check_reshape_changes_all_or_nothing(comm):
         mesh.add_group("mine", [0])
         mesh.add_group("tp_0", [n - 1])
         before = (repr(mesh), mesh.dims, mesh.topology, mesh.group_names, mesh.stats())
-        for dims, error, text in (
-            (f"a={n + 1}", WorldSizeError, str(n + 1)),
-            ("a=3,a=4", MpimeshError, "a"),
-            ("mine=-1", GroupError, "mine"),
-            (mm.MeshTopology.tensor_parallel(n), GroupError, "tp_0"),
-            ("a=0", MpimeshError, "0"),
-            (3.5, MpimeshError, "3.5"),
+        for dims, error, values in (
+            (f"a={n + 1}", WorldSizeError, (f"a={n + 1}", n)),
+            ("a=3,a=4", MpimeshError, ("repeated", "'a'")),
+            ("mine=-1", GroupError, (["mine"],)),
+            (mm.MeshTopology.tensor_parallel(n), GroupError, (["tp_0"],)),
+            ("a=0", MpimeshError, ("'a'", 0)),
+            (3.5, MpimeshError, (3.5,)),
         ):
-            with pytest.raises(error, match=text):
+            with raises(error, *values):
                 mesh.reshape(dims)
             now = (repr(mesh), mesh.dims, mesh.topology, mesh.group_names, mesh.stats())
             assert now == before

@@ -1,4 +1,4 @@
-"""What a check needs beside ranks."""
+"""Needs of a check beside ranks."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def groups_of(comm: Any, *, many: bool = False):
 
 
 def sum_of(group):
-    """What the group's ranks add up to, by communication and by arithmetic."""
+    """The sum over the group's ranks, by communication and by arithmetic."""
     total = group.all_reduce(np.array([1 << group.world_rank])).resolve()
     same(total, np.array([sum(1 << rank for rank in group.ranks)]), group)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 
 from mpimesh.errors import DTypeError, GroupError, RankError, ShapeError
 from mpimesh.runtime import MAX_TAG
 from tests.contract.cases import ALL, LAYOUTS, WRITABLE, output, same, values
 from tests.contract.flight import Flight
 from tests.contract.meshes import groups_of, mesh_of
+from tests.helpers.raises import raises
 
 SMALL, LARGE = (3, 2), (40, 31)
 """Shapes whose data travels inside the envelope, and after it."""
@@ -92,21 +92,20 @@ def check_a_message_that_does_not_fit_disturbs_no_other(comm):
             sends = [group.send(x, after) for _ in range(8)]
             out = np.zeros((5, 5))
             receives = [
-                (group.recv(before, shape=(9, 9)), ShapeError, r"shape \(9, 9\), but shape"),
-                (group.recv(before, shape=9), ShapeError, r"shape \(9,\), but shape"),
-                (group.recv(before, dtype="f4"), DTypeError, "dtype float32, but dtype float64"),
-                (group.recv(before, out=out), ShapeError, r"shape \(5, 5\), but"),
-                (group.recv(before, out=np.zeros(shape, ">f8")), DTypeError, "dtype >f8, but"),
-                (group.recv(before, shape=shape[::-1]), ShapeError, "shape"),
-                (group.recv(before, dtype=[("a", "f8")]), DTypeError, "but dtype float64 came"),
+                (group.recv(before, shape=(9, 9)), ShapeError, ((9, 9), shape)),
+                (group.recv(before, shape=9), ShapeError, ((9,), shape)),
+                (group.recv(before, dtype="f4"), DTypeError, ("float32", "float64")),
+                (group.recv(before, out=out), ShapeError, ((5, 5), shape)),
+                (group.recv(before, out=np.zeros(shape, ">f8")), DTypeError, (">f8", "float64")),
+                (group.recv(before, shape=shape[::-1]), ShapeError, (shape[::-1], shape)),
+                (group.recv(before, dtype=[("a", "f8")]), DTypeError, ([("a", "<f8")], "float64")),
             ]
             good = group.recv(before, shape=shape, dtype="f8")
             same(good.resolve(), values(before, shape, "f8"))
-            for handle, error, text in reversed(receives):
-                with pytest.raises(error, match=f"from rank {before}|{text}"):
-                    handle.resolve()
-                with pytest.raises(error, match=text):
-                    handle.resolve()
+            for handle, error, told in reversed(receives):
+                for _ in range(2):
+                    with raises(error, f"rank {group.rank}", f"rank {before}", *told):
+                        handle.resolve()
             same(out, np.zeros((5, 5)))
             for handle in sends:
                 handle.resolve()
@@ -134,32 +133,32 @@ def check_wrong_peers_and_tags(comm):
         group = mesh.group()
         x = np.ones(2)
         for call in (lambda peer, **o: group.send(x, peer, **o), group.recv):
-            with pytest.raises(RankError, match="is this rank"):
+            with raises(RankError, group.rank, "group 'world'"):
                 call(group.rank)
-            for peer in (-1, group.size, 0.0, "1", None):
-                with pytest.raises(RankError, match="must be a rank of group 'world'"):
+            for peer in (-1, group.size, 0.0, "1", None, True):
+                with raises(RankError, "group 'world'", f"0 to {group.size - 1}", repr(peer)):
                     call(peer)
             if group.size > 1:
                 other = (group.rank + 1) % group.size
                 for tag in (-1, MAX_TAG + 1, 1.0, "a", None):
-                    with pytest.raises(RankError, match=f"tag must be .* 0 to {MAX_TAG}"):
+                    with raises(RankError, "tag", f"0 to {MAX_TAG}", repr(tag)):
                         call(other, tag=tag)
         if group.size > 1:
             other = (group.rank + 1) % group.size
-            with pytest.raises(DTypeError, match="Python objects"):
+            with raises(DTypeError, "object", "Python objects"):
                 group.send([object()], other)
             blocked = np.zeros(2)
             blocked.flags.writeable = False
-            with pytest.raises(ShapeError, match="read-only"):
+            with raises(ShapeError, "out", "read-only"):
                 group.recv(other, out=blocked)
-            with pytest.raises(DTypeError, match="dtype"):
+            with raises(DTypeError, "dtype", "'no such type'"):
                 group.recv(other, dtype="no such type")
-            with pytest.raises(DTypeError, match="Python objects"):
+            with raises(DTypeError, "object", "Python objects"):
                 group.recv(other, dtype=object)
-            with pytest.raises(DTypeError, match="out must be a NumPy or CuPy array, got list"):
+            with raises(DTypeError, "out", "list"):
                 group.recv(other, out=[1, 2])
             for shape in (3.5, -1, (2, -1), "ab", (2, None)):
-                with pytest.raises(ShapeError, match="must be whole numbers of at least 0, got"):
+                with raises(ShapeError, "shape", repr(shape)):
                     group.recv(other, shape=shape)
 
 
@@ -180,7 +179,7 @@ def check_shift(comm):
                     handle = group.shift(x, offset)
                     flight.add(handle, expected if inside else None, (offset, "row"))
             flight.land()
-            with pytest.raises(RankError, match="offset must be"):
+            with raises(RankError, "offset", 0.5):
                 group.shift(np.ones(1), 0.5)
 
 
@@ -201,13 +200,15 @@ def check_neighbours(comm):
                     flight.add(group.send_prev(x, tag=3), None, "send_prev")
             flight.land()
             if me == n - 1:
-                for call in (lambda: group.send_next(np.ones(1)), group.recv_next):  # noqa: B023
-                    with pytest.raises(RankError, match=r"has no neighbour for .*_next"):
-                        call()
+                with raises(RankError, f"rank {me}", "send_next", f"{n} ranks"):
+                    group.send_next(np.ones(1))
+                with raises(RankError, f"rank {me}", "recv_next", f"{n} ranks"):
+                    group.recv_next()
             if me == 0:
-                for call in (lambda: group.send_prev(np.ones(1)), group.recv_prev):  # noqa: B023
-                    with pytest.raises(RankError, match=r"has no neighbour for .*_prev"):
-                        call()
+                with raises(RankError, f"rank {me}", "send_prev", f"{n} ranks"):
+                    group.send_prev(np.ones(1))
+                with raises(RankError, f"rank {me}", "recv_prev", f"{n} ranks"):
+                    group.recv_prev()
 
 
 def check_all_pairs_at_once(comm):
@@ -238,7 +239,9 @@ def check_messages_on_two_names_of_the_same_ranks(comm):
             wrong, right, good = again.recv(before), again.recv(before), world.recv(before)
             same(good.resolve(), np.ones(shape))
             same(right.resolve(), np.zeros(shape))
-            with pytest.raises(GroupError, match=r"sent on group 'world', which has the same"):
+            with raises(
+                GroupError, f"rank {again.rank} of group 'again'", f"rank {before}", "group 'world'"
+            ):
                 wrong.resolve()
             for send in sends:
                 send.resolve()
@@ -257,6 +260,6 @@ def check_dtypes_that_cannot_be_described(comm):
         if group.size > 1:
             calls.append(lambda: group.send(x, (group.rank + 1) % group.size))
         for call in calls:
-            with pytest.raises(DTypeError, match="cannot be described to another rank"):
+            with raises(DTypeError, overlapping):
                 call()
         assert group.all_gather(x).resolve().dtype == overlapping

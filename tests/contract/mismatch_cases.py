@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RIGHT", "WRONG", "Program", "place_of"]
+__all__ = ["RIGHT", "WRONG", "Case", "Program", "place_of"]
 
 Calls = Sequence[Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the ranks of a group run.
+    """The calls of the ranks of a group.
 
     Attributes:
         name: What it is about.
@@ -34,6 +34,35 @@ class Program:
     rest: Calls
     local: bool = False
     least: int = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to differ.
+
+    Attributes:
+        name: The kind, and what differs.
+        body: The program of a rank: takes the mesh, and whether this is the odd rank.
+        found: ``mismatch`` by comparing, ``deadlock`` by who waits for whom, ``error`` by another
+            error of mpimesh, or ``silent``.
+        said: What the error must name.
+        ranks: The fewest ranks that it takes.
+        alone: Whether the ranks part at different times, so that no other case can follow.
+        rendezvous: Whether virtual sends wait for their receives, as MPI's of large arrays do.
+    """
+
+    name: str
+    body: Callable[[Any, bool], object]
+    found: str = "mismatch"
+    said: str = ""
+    ranks: int = 2
+    rendezvous: bool = False
+    alone: bool = False
+
+    @property
+    def leaves_ranks_apart(self) -> bool:
+        """Whether no other case can be run after it in one job."""
+        return self.alone or self.found == "deadlock"
 
 
 def place_of(call: Any) -> str:

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from mpimesh.arguments import rank_names
 from mpimesh.errors import MismatchError, MpimeshError
 from tests.contract.cases import same
 from tests.contract.marks import needs_checks
@@ -95,8 +96,7 @@ def check_every_rank_of_a_table_is_named(comm):
             assert f"  rank {rank}: all_reduce(shape ({rank + 1},), float64, sum)" in text
         with pytest.raises(MismatchError) as caught:
             group.all_reduce(np.ones(1 + group.rank // (n - 1))).resolve()
-        others = "rank 0" if n == 2 else "ranks " + ", ".join(map(str, range(n - 1)))
-        assert f"  {others}: all_reduce(shape (1,)" in str(caught.value)
+        assert f"  {rank_names(range(n - 1))}: all_reduce(shape (1,)" in str(caught.value)
 
 
 @needs_checks
@@ -169,3 +169,29 @@ def swapped_calls_on_lines_of_their_own(comm):
             for call in calls:
                 assert place_of(call) in text
         same(calls[0]().resolve(), np.full(2, float(group.size)))
+
+
+def swapped_calls_through_one_helper(comm):
+    """For ``MPIMESH_CHECKS=2``: calls of one line are told by those that called its function."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+
+        def summed(value):
+            return group.all_reduce(np.full(2, value)).resolve()
+
+        def first():
+            return summed(1.0)
+
+        def second():
+            return summed(2.0)
+
+        for step in (first, second):
+            step()
+        if group.size == 1:
+            return
+        for step in (first, second) if group.rank else (second, first):
+            with pytest.raises(MismatchError) as caught:
+                step()
+            for name in (first, second):
+                code = name.__code__
+                assert f"{code.co_filename}:{code.co_firstlineno + 1}" in str(caught.value)

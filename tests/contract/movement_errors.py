@@ -1,13 +1,13 @@
-"""What all_gather, gather, scatter, all_to_all and broadcast refuse."""
+"""Refusals of all_gather, gather, scatter, all_to_all and broadcast."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from mpimesh.errors import DTypeError, GroupError, RankError, ShapeError
 from tests.contract.cases import same
 from tests.contract.meshes import mesh_of
+from tests.helpers.raises import raises
 
 
 def check_movements_refuse_objects(comm):
@@ -29,7 +29,7 @@ def check_movements_refuse_objects(comm):
                 lambda x: group.broadcast(x, root=None),
                 group.shift,
             ):
-                with pytest.raises(DTypeError, match="Python objects"):
+                with raises(DTypeError, np.asarray(x).dtype, "Python objects"):
                     call(x)
         same(group.all_gather(np.arange(2)).resolve(), np.tile(np.arange(2), group.size))
 
@@ -48,13 +48,13 @@ def check_movements_refuse_outputs_that_do_not_fit(comm):
         for call, shape in calls:
             blocked = np.zeros(shape)
             blocked.flags.writeable = False
-            for out, error in (
-                (np.zeros((*shape, 1)), ShapeError),
-                (np.zeros(shape, "f4"), DTypeError),
-                (blocked, ShapeError),
-                ([1.0], DTypeError),
+            for out, error, told in (
+                (np.zeros((*shape, 1)), ShapeError, ((*shape, 1), shape)),
+                (np.zeros(shape, "f4"), DTypeError, ("float32", "float64")),
+                (blocked, ShapeError, ("read-only",)),
+                ([1.0], DTypeError, ("list",)),
             ):
-                with pytest.raises(error, match="out "):
+                with raises(error, "out", *told):
                     call(x, out=out)
         same(group.all_reduce(x).resolve(), x * n)
 
@@ -73,7 +73,7 @@ def check_an_output_that_does_not_fit_on_one_rank_spoils_no_later_call(comm):
             handle = call(np.zeros(right + 1) if me == last else np.zeros(right))
             later = group.all_reduce(np.ones(3))
             if me == last:
-                with pytest.raises(ShapeError, match="out has shape"):
+                with raises(ShapeError, "out", (right + 1,), (right,)):
                     handle.resolve()
             else:
                 same(handle.resolve(), x[:right] + (right == 2) * 2 * me)
@@ -86,33 +86,33 @@ def check_movements_refuse_wrong_blocks(comm):
         me, n = group.rank, group.size
         x = np.ones((n + 1, 3))
         for call in (group.all_gather, group.gather):
-            with pytest.raises(ShapeError, match="sizes"):
+            with raises(ShapeError, [n] * n, f"rank {me}", "axis 0", x.shape):
                 call(x, sizes=[n] * n)
-            with pytest.raises(ShapeError, match="sizes"):
+            with raises(ShapeError, "sizes", f"{n} ranks", [n + 1] * (n + 1)):
                 call(x, sizes=[n + 1] * (n + 1))
-            with pytest.raises(ShapeError, match="sizes"):
+            with raises(ShapeError, "sizes", f"{n} ranks", [*[n + 1] * (n - 1), -1]):
                 call(x, sizes=[*[n + 1] * (n - 1), -1])
-            with pytest.raises(ShapeError, match="axis 2 does not exist"):
+            with raises(ShapeError, "axis 2", "2 axes"):
                 call(x, axis=2)
-            with pytest.raises(ShapeError, match="axis"):
+            with raises(ShapeError, "axis", "'rows'"):
                 call(x, axis="rows")
         for sizes in ([1] * n, [n + 1] * (n + 1), [-1] * n, "ab", 4):
-            with pytest.raises(ShapeError, match="sizes"):
+            with raises(ShapeError, "sizes", repr(sizes)):
                 group.all_to_all(x, sizes=sizes)
-            with pytest.raises(ShapeError, match="sizes"):
+            with raises(ShapeError, "sizes", repr(sizes)):
                 group.scatter(x if me == 0 else None, sizes=sizes).resolve()
-        with pytest.raises(ShapeError, match="sizes"):
+        with raises(ShapeError, "sizes", f"{n} ranks", [1] * (n + 1)):
             group.all_to_all(np.ones(n), recv_sizes=[1] * (n + 1))
-        with pytest.raises(ShapeError, match="split_axis 2"):
+        with raises(ShapeError, "split_axis 2", "2 axes"):
             group.all_to_all(x, split_axis=2)
-        with pytest.raises(ShapeError, match="concat_axis -3"):
+        with raises(ShapeError, "concat_axis -3", "2 axes"):
             group.all_to_all(np.ones((n, n)), concat_axis=-3)
-        with pytest.raises(ShapeError, match="axis 5 does not exist"):
+        with raises(ShapeError, "axis 5", "2 axes"):
             group.scatter(x if me == 0 else None, axis=5).resolve()
         if n > 1:
-            with pytest.raises(ShapeError, match="does not divide"):
+            with raises(ShapeError, "axis 0", x.shape, n, "sizes"):
                 group.all_to_all(x)
-            with pytest.raises(ShapeError, match="does not divide"):
+            with raises(ShapeError, "axis 0", x.shape, n, "sizes"):
                 group.scatter(x if me == 0 else None).resolve()
         same(group.all_reduce(x).resolve(), x * n)
 
@@ -123,11 +123,11 @@ def check_movements_refuse_wrong_roots(comm):
         x = np.ones(group.size)
         for root in (-1, group.size, 1.0, "0"):
             for call in (group.broadcast, group.gather, group.scatter):
-                with pytest.raises(RankError, match="root must be a rank"):
+                with raises(RankError, "root", "group 'world'", repr(root)):
                     call(x, root=root)
-        with pytest.raises(ShapeError, match="passed None"):
+        with raises(ShapeError, "broadcast", "root=0", f"rank {group.rank}", "root=None"):
             group.broadcast(None, root=0)
-        with pytest.raises(ShapeError, match="passed None"):
+        with raises(ShapeError, "scatter", f"rank {group.rank}", None):
             group.scatter(None, root=group.rank)
         same(group.all_reduce(x).resolve(), x * group.size)
 
@@ -135,12 +135,11 @@ def check_movements_refuse_wrong_roots(comm):
 def check_broadcast_from_whom_needs_one_sender(comm):
     with mesh_of(comm) as mesh:
         group = mesh.group()
-        with pytest.raises(GroupError, match=r"exactly one rank .* but ranks \[\] did"):
+        with raises(GroupError, "broadcast", "group 'world'", "ranks []"):
             group.broadcast(None, root=None).resolve()
         if group.size > 1:
             x = np.ones(3) if group.rank in (0, group.size - 1) else None
-            senders = rf"but ranks \[0, {group.size - 1}\] did"
-            with pytest.raises(GroupError, match=senders):
+            with raises(GroupError, "broadcast", "group 'world'", f"ranks [0, {group.size - 1}]"):
                 group.broadcast(x, root=None).resolve()
         for sender in range(group.size):
             given = np.full((2, 2), sender) if group.rank == sender else None

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
 from mpimesh.errors import UnresolvedError
 from tests.contract.cases import same
 from tests.contract.meshes import mesh_of
+from tests.helpers.raises import raises
 
 
 def check_a_handle_is_no_array_and_says_what_to_write(comm):
@@ -49,14 +49,12 @@ def check_a_handle_is_no_array_and_says_what_to_write(comm):
         group = mesh.group()
         handle, other = group.all_reduce(x + group.rank), group.all_reduce(x.copy())
         call = f"all_reduce(shape (3, 3), float64, sum) on group 'world' at {__file__}:"
-        for _ in range(2):  # under way, and resolved
+        for cure in ("first", "returned"):  # under way, and resolved
             for example, ways in uses.items():
                 for use in ways:
-                    with pytest.raises(UnresolvedError) as caught:
+                    with raises(UnresolvedError, call, example, cure):
                         use(handle)
-                    assert call in str(caught.value)
-                    assert f"resolve it first, as in {example}; " in str(caught.value)
-            with pytest.raises(AttributeError, match=r"may: handle\.resolve\(\)\.shape"):
+            with raises(AttributeError, "shape", "handle.resolve().shape"):
                 handle.shape  # noqa: B018
             assert f"{handle}" == str(handle)
             assert handle == handle

@@ -1,4 +1,4 @@
-"""What each operation must give, worked out by NumPy from all ranks' inputs."""
+"""Results of each operation, worked out by NumPy from all ranks' inputs."""
 
 from __future__ import annotations
 

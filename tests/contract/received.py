@@ -1,4 +1,4 @@
-"""What each operation of a group must count as received; not run as a check of the suite."""
+"""Received bytes that each operation of a group must count; not run as a check of the suite."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
+import pytest
 
 import mpimesh as mm
 from mpimesh.layout import Partial
+from tests.helpers import warned
 
 
 def values(shape, dtype="f8", seed=0):
@@ -74,8 +74,7 @@ def same(got, want, what="", rtol=1e-12):
 
 def quiet(function, *args, **kwargs):
     """Call without NumPy's warnings, which come in other numbers from blocks."""
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
+    with warned.ignored, np.errstate(all="ignore"):
         return function(*args, **kwargs)
 
 
@@ -93,3 +92,21 @@ def on_every_layout(ranks, check, arrays, dims="x", pick=None):
                 check(mesh, tensors, f"{ranks} ranks, {chosen}")
 
     mm.run_virtual(ranks, main)
+
+
+def agrees(function, *arrays, ranks=2):
+    """Check that a function gives what NumPy's gives: value, dtype, or kind of error."""
+    try:
+        want, error = quiet(function, *arrays), None
+    except Exception as found:
+        want, error = None, found
+
+    def check(mesh, tensors, what):
+        if error is None:
+            same(quiet(function, *tensors), want, what)
+            return
+        kinds = [one for one in type(error).__mro__ if one.__module__ == "builtins"]
+        with pytest.raises(kinds[0]):
+            quiet(function, *tensors)
+
+    on_every_layout(ranks, check, list(arrays))

@@ -19,7 +19,7 @@ from tests.contract import (
     systems,
 )
 
-__all__ = ["CHECKS", "cases", "runs"]
+__all__ = ["CHECKS", "cases"]
 
 _PREFIX = "check_"
 _DATA = (reductions, movements, messages)
@@ -35,15 +35,19 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 _DATA_NAMES = tuple(f"{module.__name__.rsplit('.', 1)[-1]}: " for module in _DATA)
 
 
-def runs(name: str, *, checked: bool) -> bool:
-    """Tell whether a check says something with ``MPIMESH_CHECKS`` on, or with it off."""
-    return checked or not getattr(CHECKS[name], "needs_checks", False)
+def cases(
+    *modes: str, data_modes: tuple[str, ...] = (), checked: bool = True
+) -> list[tuple[str, str]]:
+    """Pair every check with `modes`, and those that compare moved values with `data_modes`, too.
 
-
-def cases(*modes: str, data_modes: tuple[str, ...] = ()) -> list[tuple[str, str]]:
-    """Pair every check with `modes`, and those that compare moved values with `data_modes`, too."""
+    Args:
+        modes: Names of modes for all checks.
+        data_modes: Names of modes for reductions, movements and messages only.
+        checked: Whether these modes have ``MPIMESH_CHECKS`` on; some checks are about that.
+    """
     return [
         (name, mode)
-        for name in CHECKS
+        for name, check in CHECKS.items()
+        if checked or not getattr(check, "needs_checks", False)
         for mode in (*modes, *(data_modes if name.startswith(_DATA_NAMES) else ()))
     ]

@@ -1,4 +1,4 @@
-"""What a communicator must do by itself: messages, probes, cancelled receives, splits, waits."""
+"""Duties of a communicator alone: messages, probes, cancelled receives, splits, waits."""
 
 from __future__ import annotations
 

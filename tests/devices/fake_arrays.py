@@ -24,7 +24,7 @@ _OPERATORS = [
 
 
 class Allocation:
-    """What one allocation gave: the pool's block, with its address and size."""
+    """The block of the pool that one allocation gave, with its address and size."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ __all__ = ["FakeCupy", "address_range", "installed"]
 
 
 class CUDARuntimeError(RuntimeError):
-    """What CuPy raises where CUDA refuses."""
+    """The error of CuPy where CUDA refuses."""
 
 
 class Runtime(SimpleNamespace):

@@ -1,4 +1,4 @@
-"""What every way to move device memory must do, against NumPy; on any fake or real CuPy."""
+"""Duties of every way to move device memory, against NumPy; on any fake or real CuPy."""
 
 from __future__ import annotations
 

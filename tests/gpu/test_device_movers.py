@@ -144,7 +144,7 @@ def test_sums_are_the_same_to_the_last_bit(communicator):
 
 
 def test_a_mesh(comm, monkeypatch):
-    """What a user sees: arrays of CuPy go in and come out."""
+    """A user's view: arrays of CuPy go in and come out."""
     import cupy
 
     monkeypatch.setenv("MPIMESH_SHARED_GPU", "allow")

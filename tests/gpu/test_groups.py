@@ -12,7 +12,7 @@ from mpimesh import nn
 from tests.contract import device_memory
 from tests.contract.oracle import reduced
 from tests.devices.on_device import check, given, late
-from tests.pure.parallel_models import batch, cut
+from tests.helpers.parallel_models import batch, cut
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpimesh.testing import mpi_vendor
 from mpimesh.testing.launch import LaunchResult
+from tests.helpers.raises import names
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -38,9 +39,10 @@ def in_process(name: str, monkeypatch: Any, tmp_path: Path) -> Callable[..., tup
     return run
 
 
-def assert_one_line(printed: str, name: str, message: str) -> None:
-    """Check that all that was printed is one line of an error."""
-    assert re.fullmatch(f"{name}: error: .*{message}.*\n", printed), printed
+def assert_one_line(printed: str, name: str, *values: object) -> None:
+    """Check that all that was printed is one line of an error, which names `values`."""
+    assert re.fullmatch(f"{name}: error: .*\n", printed), printed
+    names(printed, *values)
 
 
 def assert_said_once(result: LaunchResult, name: str) -> None:

@@ -23,7 +23,7 @@ WAITS = {
     "raw_mpi": "MPI.COMM_WORLD.Barrier()",
     "compute": "time.sleep(100)",
 }
-"""What the other ranks do for as long as it takes."""
+"""The calls of the other ranks for as long as it takes."""
 
 _PROGRAM = """
 mesh = mm.DeviceMesh("dp=-1")

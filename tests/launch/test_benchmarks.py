@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.raises import names
+
 ROOT = Path(__file__).parents[2]
 WAYS = ("ordinary arrays", "shared arrays")
 
@@ -23,7 +25,7 @@ def run(*arguments):
 
 
 def measure(*suites):
-    """What tiny suites print: by the first line of a table, what was measured and its numbers."""
+    """The output of tiny suites: by the first line of a table, its subject and its numbers."""
     result = run("--tiny", "--python", sys.executable, *suites)
     assert result.returncode == 0, result.stdout + result.stderr
     parts = result.stdout.split("\n\n")
@@ -45,6 +47,7 @@ def number(cell):
     return float(cell.replace(",", ""))
 
 
+@pytest.mark.deep
 def test_all_suites_on_the_host():
     tables = measure(
         "startup", "all_reduce", "shared", "buckets", "pipeline", "training", "redistribute"
@@ -104,6 +107,7 @@ def test_gpt_has_the_losses_of_torch():
     assert [what.split(": ")[1] for what in table] == ["PyTorch", "mpimesh"]
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(
     not (find_spec("safetensors") and find_spec("tokenizers")), reason="needs what reads models"
 )
@@ -124,4 +128,4 @@ def test_without_torch_it_says_how_to_get_it(monkeypatch):
 def test_the_command_knows_its_suites():
     result = run("shred")
     assert result.returncode == 2
-    assert "no suite is called 'shred'; there are startup, all_reduce, shared" in result.stderr
+    names(result.stderr, "'shred'", "startup", "all_reduce", "shared")

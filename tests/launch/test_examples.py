@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from tests.helpers.raises import names
 from tests.launch.example_runs import EXAMPLES as FOLDER
 from tests.launch.example_runs import assert_said_once
 
@@ -56,6 +57,7 @@ def shown_in(docstring):
     return textwrap.dedent(shown[1]).splitlines()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["hello_mesh", "heat2d"])
 def test_an_example_prints_what_its_docstring_shows(launch, name):
     path = next(path for path in EXAMPLES if path.stem == name)
@@ -75,12 +77,14 @@ def test_a_docstring_has_a_picture_of_the_mesh_and_shows_what_is_printed(name):
     assert len(shown_in(docstring)) >= 2
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_wrong_options_of_heat2d_are_said_once(launch, ranks):
     path = FOLDER / "heat2d.py"
     assert_said_once(launch(ranks, [str(path), "--points", "7"]), "heat2d.py")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(launch, path):
     found = re.search(rf"mpiexec -n (\d+) python examples/{path.name}", docstring_of(path))
@@ -118,21 +122,22 @@ def test_train_torch(launch):
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "values"),
     [
-        ("--mesh dp=3", "mesh dp=3.* needs 3.* ranks"),
-        ("--mesh tp=2", r"argument --mesh: this program knows the dims dp .*, got tp"),
-        ("--rows 0", "argument --rows: needs a whole number of at least 1"),
-        ("--virtual 2", "argument --virtual: is for running without mpiexec"),
+        ("--mesh dp=3", ("dp=3", 3, 2)),
+        ("--mesh tp=2", ("--mesh", "dp", "got tp")),
+        ("--rows 0", ("--rows", "at least 1", "'0'")),
+        ("--virtual 2", ("--virtual", "mpiexec")),
     ],
 )
-def test_train_torch_says_once_what_is_wrong(launch, arguments, message):
+def test_train_torch_says_once_what_is_wrong(launch, arguments, values):
     path = next(path for path in EXAMPLES if path.name == "train_torch.py")
     result = launch(2, [str(path), *arguments.split()])
     assert_said_once(result, "train_torch.py")
-    assert re.search(f"train_torch.py: error: .*{message}", result.stderr)
+    names(result.stderr, "train_torch.py: error:", *values)
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(find_spec("torch") is not None, reason="torch is here")
 def test_train_torch_says_once_that_it_needs_torch(launch):
     path = next(path for path in EXAMPLES if path.name == "train_torch.py")
@@ -142,6 +147,7 @@ def test_train_torch_says_once_that_it_needs_torch(launch):
     assert "pip install torch ml_dtypes" in line
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("ends", "numbers"), HEAT.items())
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_heat2d(launch, tmp_path, ends, numbers, ranks):

@@ -1,4 +1,4 @@
-"""Every way out of one rank ends the job: within seconds, with a code, with a reason."""
+"""Ways out of one rank, beside the fault matrix: each ends the job, with a code and a reason."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ PROMISED_S = 5.0
 LIMIT_S = 40.0
 
 
-# Each wait, and two of them with the mesh as a context manager, which sees the exception first.
+IN_MATRIX = ("all_reduce", "recv", "new_mesh")
+# What else the others may be in, and two of it with the mesh as a context manager, which sees the
+# exception first.
 CASES = pytest.mark.parametrize(
     ("wait", "within"),
-    [*((wait, False) for wait in WAITS), ("all_reduce", True), ("raw_mpi", True)],
+    [
+        *((wait, False) for wait in WAITS if wait not in IN_MATRIX),
+        ("all_reduce", True),
+        ("raw_mpi", True),
+    ],
 )
 
 
@@ -35,6 +41,7 @@ def failed(result: LaunchResult, *, code: int | None = None) -> None:
         assert result.returncode == code, str(result)
 
 
+@pytest.mark.thin(6)
 @CASES
 def test_exception(launch, wait, within):
     text = program("raise ValueError('the cause')", wait, within=within)
@@ -45,23 +52,24 @@ def test_exception(launch, wait, within):
     assert "PeerLostError" not in result.stderr
 
 
+@pytest.mark.thin(6)
 @CASES
-@pytest.mark.parametrize("way", ["sys.exit(3)", "raise SystemExit(3)"])
-def test_exit_with_a_code(launch, way, wait, within):
-    result = launch(3, program(way, wait, within=within), timeout_s=LIMIT_S)
+def test_exit_with_a_code(launch, wait, within):
+    result = launch(3, program("raise SystemExit(3)", wait, within=within), timeout_s=LIMIT_S)
     failed(result, code=3)
     assert "rank 1" in result.stderr, str(result)
     assert "SystemExit: 3" in result.stderr or "with exit code 3" in result.stderr, str(result)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("wait", ["all_reduce", "recv", "close", "new_mesh"])
 def test_end_in_peace_while_others_wait_for_it(launch, wait):
     result = launch(3, program("pass", wait), timeout_s=LIMIT_S)
     failed(result, code=1)
-    assert "PeerLostError: this rank waits in" in result.stderr, str(result)
-    assert "rank 1 of the job has ended its program" in result.stderr
+    assert re.search(r"PeerLostError: .*\brank 1\b.* ended\b", result.stderr), str(result)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("wait", ["all_reduce", "raw_mpi", "compute"])
 def test_exception_in_a_thread(launch, wait):
     way = "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); time.sleep(100)"
@@ -70,15 +78,16 @@ def test_exception_in_a_thread(launch, wait):
     assert "[rank 1] ZeroDivisionError: division by zero" in result.stderr, str(result)
 
 
-@pytest.mark.parametrize("wait", ["all_reduce", "raw_mpi", "compute"])
+@pytest.mark.deep
+@pytest.mark.parametrize("wait", ["raw_mpi", "compute"])
 def test_kill(launch, wait):
     way = "os.kill(os.getpid(), signal.SIGKILL)"
     failed(launch(3, program(way, wait), timeout_s=LIMIT_S))
 
 
-@pytest.mark.parametrize("wait", ["all_reduce", "raw_mpi"])
-def test_interrupt(launch, wait):
+@pytest.mark.deep
+def test_interrupt(launch):
     way = "os.kill(os.getpid(), signal.SIGINT); time.sleep(100)"
-    result = launch(3, program(way, wait), timeout_s=LIMIT_S)
+    result = launch(3, program(way, "raw_mpi"), timeout_s=LIMIT_S)
     failed(result, code=128 + signal.SIGINT)
     assert "[rank 1] KeyboardInterrupt" in result.stderr, str(result)

@@ -29,6 +29,7 @@ second.group().barrier()
 """
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("last", "code"),
     [
@@ -45,6 +46,7 @@ def test_all_ranks_end_alike(launch, last, code):
     quiet(launch(3, PRELUDE + MESHES + last, timeout_s=LIMIT_S), code=code)
 
 
+@pytest.mark.deep
 def test_the_hooks_cost_no_time_at_the_end(launch):
     """Measured from the last statement to the exit of each process, against MPI alone."""
     end = "import atexit; MPI.COMM_WORLD.Barrier(); start_s = time.time()\n"
@@ -58,6 +60,7 @@ def test_the_hooks_cost_no_time_at_the_end(launch):
     assert max(took) < 1.0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("within", [False, True], ids=["open", "within"])
 def test_a_caught_exit_is_no_exit(launch, within):
     text = """
@@ -79,6 +82,7 @@ def test_a_caught_exit_is_no_exit(launch, within):
     quiet(launch(2, PRELUDE + body, timeout_s=LIMIT_S))
 
 
+@pytest.mark.deep
 def test_a_rank_may_leave_while_others_compute(launch):
     text = program("pass", "time.sleep(2); print('done', flush=True)")
     result = launch(3, text, timeout_s=LIMIT_S)
@@ -87,6 +91,7 @@ def test_a_rank_may_leave_while_others_compute(launch):
     assert result.seconds > 2
 
 
+@pytest.mark.deep
 def test_a_rank_that_waits_long_at_its_end_says_so_once(launch):
     text = program("pass", "time.sleep(2)")
     result = launch(3, text, env={"MPIMESH_EXIT_WARN_S": "0.5"}, timeout_s=LIMIT_S)
@@ -108,6 +113,7 @@ def test_a_rank_may_leave_when_it_has_done_its_part(launch):
     assert "[6. 6.]" in result.stdout
 
 
+@pytest.mark.deep
 def test_a_message_of_a_rank_that_left_still_comes(launch):
     send = "mesh.group().send(np.arange(3.0), 0).resolve()"
     receive = """
@@ -121,6 +127,7 @@ def test_a_message_of_a_rank_that_left_still_comes(launch):
     assert "[0. 1. 2.]" in result.stdout
 
 
+@pytest.mark.deep
 def test_a_forked_child_has_no_part_in_it(launch):
     text = """
     child = os.fork()
@@ -140,6 +147,7 @@ def test_a_forked_child_has_no_part_in_it(launch):
     assert "[rank" not in result.stderr
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("code", [0, 85])
 def test_exit_all(launch, code):
     text = f"""
@@ -159,6 +167,44 @@ def test_exit_all(launch, code):
     assert "not reached" not in result.stdout
 
 
+@pytest.mark.deep
 def test_exit_all_needs_no_mesh_nor_mpi(launch):
     text = "from mpimesh.runtime import exit_all; exit_all(85)"
     assert launch(1, ["-c", text], launcher=["env"]).returncode == 85
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("code", ["256", "-1", "'x'", "True", "1.0"])
+def test_exit_all_refuses_what_is_no_exit_code(launch, code):
+    text = f"import mpimesh as mm\ntry: mm.exit_all({code})\nexcept ValueError: print('refused')"
+    result = launch(1, ["-c", text], launcher=["env"])
+    assert (result.returncode, result.stdout) == (0, "refused\n"), str(result)
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize(
+    ("last", "status"), [("", 0), ("sys.exit(3)", 3), ("raise SystemExit(4)", 4), ("1 / 0", 1)]
+)
+def test_a_forked_child_ends_without_its_parents_mpi(launch, last, status):
+    """It would finalize what the parent uses: messages were lost, and jobs hung or crashed."""
+    program = f"""
+import os
+mesh = mm.DeviceMesh("dp=-1")
+group = mesh.group()
+group.all_reduce(np.ones(3)).resolve()
+child = os.fork() if mesh.rank == 1 else -1
+if child == 0:
+    {last or "pass"}
+else:
+    for _ in range(200):
+        group.all_reduce(np.ones(3)).resolve()
+        group.broadcast(np.ones(10_000), root=1).resolve()
+    if mesh.rank == 1:
+        print("the child's status:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    mesh.close()
+"""
+    result = launch(3, PRELUDE + program, timeout_s=LIMIT_S)
+    assert not result.timed_out, str(result)
+    assert result.returncode == 0, str(result)
+    assert f"the child's status: {status}" in result.stdout, str(result)
+    assert "inalize" not in result.stderr, str(result)

@@ -48,6 +48,7 @@ WAYS = {
 }
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("lent_from", [1, 1 << 60], ids=["lent", "messages"])
 @pytest.mark.parametrize(
     ("way", "schedule", "kind"),

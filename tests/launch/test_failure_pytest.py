@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
+
 from mpimesh.testing import LaunchResult
 
 CONFTEST = 'pytest_plugins = ["mpimesh.testing.pytest_plugin"]\n'
@@ -60,6 +62,7 @@ def test_failures_and_exits_stay_those_of_a_test(launch, tmp_path):
     assert "[rank" not in result.stderr, str(result)
 
 
+@pytest.mark.deep
 def test_a_thread_that_fails_fails_its_test(launch, tmp_path):
     result = run(
         launch,

@@ -37,6 +37,7 @@ def run(launch, text: str, nprocs: int = 4, limit_s: float = 2.0) -> LaunchResul
     return result
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("wait", ["all_reduce", "close", "new_mesh"])
 def test_a_sleeping_rank_is_named(launch, wait):
     result = run(launch, program("time.sleep(30)", wait))
@@ -46,14 +47,15 @@ def test_a_sleeping_rank_is_named(launch, wait):
         r"started last: all_reduce\(shape \(3,\), float64, sum\) on group 'world' at",
         result.stderr,
     ), str(result)
-    assert "[rank 0]   ranks 0, 2, 3: in " in result.stderr
+    assert "[rank 0]   ranks 0, 2-3: in " in result.stderr
 
 
+@pytest.mark.deep
 def test_a_message_waits_for_its_sender_only(launch):
     wait = "RANK == 0 and mesh.group().recv(1).resolve(); time.sleep(30)"
     result = run(launch, program("time.sleep(30)", wait))
     reported(result, missing="rank 1")
-    assert "[rank 0]   ranks 2, 3: in no operation of mpimesh" in result.stderr, str(result)
+    assert "[rank 0]   ranks 2-3: in no operation of mpimesh" in result.stderr, str(result)
 
 
 def test_a_rank_in_another_operation_is_missing(launch):
@@ -65,28 +67,70 @@ def test_a_rank_in_another_operation_is_missing(launch):
     assert "[rank 0]   rank 1: in recv(source 0, tag 0) on group 'world'" in result.stderr
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("nprocs", [2, 4])
 def test_a_stopped_rank_gives_no_answer(launch, nprocs):
     result = run(launch, program("os.kill(os.getpid(), signal.SIGSTOP)", "all_reduce"), nprocs)
     reported(result, missing="rank 1")
     assert "rank 1: no answer (stopped, dead, or" in result.stderr, str(result)
+    assert "its process is stopped" in result.stderr, str(result)
 
 
 def test_the_first_mesh_is_watched_too(launch):
-    """A rank that fails before it has made a mesh has no hooks yet, and waits in MPI's end."""
+    """A rank that never makes its first mesh; nobody can ask it."""
     text = """
 print("rank 1 goes at", time.time(), flush=True)
 if RANK == 1:
-    raise ValueError("too early")
+    time.sleep(30)
 mm.DeviceMesh("dp=-1")
 """
     result = run(launch, PRELUDE + text, nprocs=3)
+    reported(result, missing="unknown, for want of a way to ask")
+
+
+FIFO = """
+import mpimesh.transport.choices
+os.environ["XDG_CACHE_HOME"] = cache = os.path.join(os.getcwd(), f"cache{RANK}")
+os.makedirs(os.path.join(cache, "mpimesh"))
+if RANK == 1:
+    os.mkfifo(mpimesh.transport.choices.Choices.of_machine("auto")._path)
+    print("rank 1 goes at", time.time(), flush=True)
+mm.DeviceMesh("dp=-1")
+"""
+
+CLOSE = """
+from mpimesh.runtime.live_groups import LiveGroups
+mesh = mm.DeviceMesh("dp=-1")
+if RANK == 1:
+    LiveGroups.free = lambda groups: time.sleep(30)
+    print("rank 1 goes at", time.time(), flush=True)
+mesh.close()
+mm.DeviceMesh("dp=-1")
+"""
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(
+    ("text", "where"), [(FIFO, "DeviceMesh"), (CLOSE, "close")], ids=["making", "closing"]
+)
+def test_a_rank_that_hangs_while_a_mesh_is_made_or_closed(launch, text, where):
+    """As on a file system that does not answer."""
+    result = run(launch, PRELUDE + text, nprocs=3)
     assert result.returncode == EXIT_CODE, str(result)
-    assert "has waited" in result.stderr
-    assert "missing: unknown" in result.stderr, str(result)
-    assert "ValueError: too early" in result.stderr
+    assert re.search(rf"rank 1(: in| has waited .* in) {where}\(\)", result.stderr), str(result)
+    assert result.seconds < LIMIT_S / 2, str(result)
 
 
+@pytest.mark.deep
+def test_a_rank_that_has_stopped_while_others_wait_at_their_end(launch):
+    way = "os.kill(os.getpid(), signal.SIGSTOP)"
+    result = run(launch, program(way, "pass"), nprocs=3)
+    assert result.returncode == EXIT_CODE, str(result)
+    assert "in the end of the program" in result.stderr, str(result)
+    assert "its process is stopped" in result.stderr, str(result)
+
+
+@pytest.mark.deep
 def test_the_report_is_the_lowest_waiting_rank_s(launch):
     """Rank 0 is stopped: rank 1 speaks, not rank 2, which waits as long."""
     text = """
@@ -101,6 +145,7 @@ mesh.group().barrier()
     assert "[rank 1] mpimesh: rank 1 has waited" in result.stderr, str(result)
 
 
+@pytest.mark.deep
 def test_what_is_not_watched(launch):
     """Work, waits in MPI itself, short waits, and a rank that has ended before the others."""
     text = """
@@ -130,6 +175,7 @@ mesh.close()
 """
 
 
+@pytest.mark.deep
 def test_a_long_wait_is_told_in_one_line_and_goes_on(launch):
     environment = {"MPIMESH_NOTICE_S": "1"}
     result = launch(4, PRELUDE + LATE, env=environment, timeout_s=LIMIT_S)
@@ -147,6 +193,7 @@ def test_a_long_wait_is_told_in_one_line_and_goes_on(launch):
     assert "all_reduce" in text
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("variable", ["MPIMESH_NOTICE_S", "MPIMESH_TIMEOUT_S"])
 def test_no_line_where_it_is_off_or_the_watchdog_looks(launch, variable):
     environment = {"MPIMESH_NOTICE_S": "1", variable: "0" if "NOTICE" in variable else "30"}

@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from mpimesh.testing import LaunchResult, mpi_vendor
 from mpimesh.testing.launch import launch as launch_in
 
@@ -33,6 +35,7 @@ def test_arguments_and_files(launch, tmp_path):
     assert launch(1, ["-c", "print('from arguments')"]).stdout.strip() == "from arguments"
 
 
+@pytest.mark.deep
 def test_the_limit_ends_every_process(launch):
     """The ranks have sessions of their own and are deaf to SIGTERM: only the mark finds them."""
     result = launch(

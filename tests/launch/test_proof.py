@@ -15,6 +15,7 @@ import pytest
 from mpimesh.testing.launch import mpiexec_environment
 from mpimesh.transport.answer import OPERATIONS, Answer
 from mpimesh.transport.proof_launch import prove
+from tests.helpers.raises import names
 
 STAND_IN = Path(__file__).with_name("stand_in")
 
@@ -40,6 +41,7 @@ def answers(kind, operations=OPERATIONS, **options) -> dict[str, Answer]:
             time.sleep(0.01)
 
 
+@pytest.mark.deep
 def test_memory_that_mpi_can_read_is_moved_right_by_every_operation():
     found = answers("host")
     assert [*found] == [*OPERATIONS]
@@ -47,29 +49,33 @@ def test_memory_that_mpi_can_read_is_moved_right_by_every_operation():
     assert {*found.values()} == {Answer(True, right)}
 
 
+@pytest.mark.deep
 def test_memory_that_it_cannot_read_kills_the_child_alone():
     found = answers("nowhere")
     assert [*found] == [*OPERATIONS]
     for answer in found.values():
         assert not answer.usable
         assert answer.lasting
-        assert "killed by signal 11 (SIGSEGV); two ranks under mpiexec" in answer.reason
+        names(answer.reason, "signal 11", "SIGSEGV", "two ranks", "mpiexec")
 
 
+@pytest.mark.deep
 def test_without_mpiexec_one_process_talks_to_itself():
     found = answers("host", ["messages", "all_to_all"], mpiexec=None)
     assert {answer.usable for answer in found.values()} == {True}
     assert "one process to itself" in found["messages"].reason
     found = answers("nowhere", ["messages"], mpiexec=None)
-    assert "killed by signal 11 (SIGSEGV); one process to itself" in found["messages"].reason
+    names(found["messages"].reason, "signal 11", "SIGSEGV", "one process")
 
 
+@pytest.mark.deep
 def test_wrong_data_is_a_no_for_its_operation_and_the_rest_is_tried():
     found = answers("elsewhere", ["broadcast", "gather"])
     for operation, answer in found.items():
         assert answer.reason.startswith(f"wrong data in {operation} of 8 bytes; wrong data in")
 
 
+@pytest.mark.deep
 def test_a_hang_ends_at_its_limit_with_all_its_processes():
     start_s = time.monotonic()
     found = answers("stuck", ["gather", "scatter"], limit_s=3)
@@ -79,6 +85,7 @@ def test_a_hang_ends_at_its_limit_with_all_its_processes():
         assert not answer.lasting
 
 
+@pytest.mark.deep
 def test_without_a_device_nothing_is_tried():
     found = answers("absent")
     assert len({*found.values()}) == 1
@@ -86,6 +93,7 @@ def test_without_a_device_nothing_is_tried():
     assert not found["messages"].lasting
 
 
+@pytest.mark.deep
 def test_a_launcher_of_another_mpi_is_not_trusted(tmp_path):
     """It starts two processes, each a world of its own."""
     other = tmp_path / "mpiexec"
@@ -93,7 +101,7 @@ def test_a_launcher_of_another_mpi_is_not_trusted(tmp_path):
     other.chmod(0o755)
     found = answers("host", ["messages"], mpiexec=str(other))
     assert found["messages"].usable
-    assert "under mpiexec, MPI did not start two ranks" in found["messages"].reason
+    names(found["messages"].reason, "mpiexec", "not start two ranks")
 
 
 PROGRAM = """
@@ -141,6 +149,7 @@ def test_ranks_share_one_proof_and_the_next_job_its_answer(launch, tmp_path):
     assert json.loads(kept.read_text())["answers"]["messages"]["usable"] is True
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("setting", ["yes", "no"])
 def test_the_setting_is_believed_and_nothing_is_tried(setting, launch, tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "MPIMESH_CUDA_AWARE": setting}
@@ -165,6 +174,7 @@ print(first == second, first["messages"].usable, fresh["messages"].usable, len(p
 """
 
 
+@pytest.mark.deep
 def test_where_no_cache_can_be_kept_a_process_still_tries_once(launch, tmp_path):
     (tmp_path / "file").write_text("")
     env = {

@@ -45,6 +45,7 @@ def ended(result: LaunchResult) -> None:
     assert ended_s - float(gone[1]) < PROMISED_S, str(result)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("when", ["between", "within"])
 def test_a_killed_rank_ends_the_job_and_leaves_nothing(launch, when):
     before = left_behind()
@@ -55,6 +56,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing(launch, when):
     assert left_behind() == before
 
 
+@pytest.mark.deep
 def test_a_rank_that_raises_ends_the_job_with_its_traceback(launch):
     way = "raise ValueError('the cause')"
     result = launch(3, PRELUDE + LOOP.format(way=way), env=ALWAYS, timeout_s=LIMIT_S)
@@ -64,6 +66,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(launch):
     assert "PeerLostError" not in result.stderr
 
 
+@pytest.mark.deep
 def test_ranks_do_not_wait_for_one_that_has_left(launch):
     """Its exception is caught: the program goes on, and ends in peace."""
     text = """
@@ -83,10 +86,10 @@ def test_ranks_do_not_wait_for_one_that_has_left(launch):
     result = launch(3, PRELUDE + dedent(text), env=ALWAYS, timeout_s=LIMIT_S)
     ended(result)
     assert "caught the cause" in result.stdout
-    assert "PeerLostError: this rank waits in" in result.stderr, str(result)
-    assert "rank 1 of the job has ended its program" in result.stderr
+    assert re.search(r"PeerLostError: .*\brank 1\b.* ended\b", result.stderr), str(result)
 
 
+@pytest.mark.deep
 def test_limited_address_space_sends_all_to_messages(launch):
     text = """
     import resource
@@ -108,6 +111,7 @@ def test_limited_address_space_sends_all_to_messages(launch):
     assert re.search(r"rank 1 has \{1.0\} mpi no address space .*ulimit -v", result.stdout)
 
 
+@pytest.mark.deep
 def test_forked_children_do_not_disturb_shared_arrays(launch):
     if mpi_vendor() == "openmpi":
         pytest.skip("what it does to forked children is its own")

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def chosen() -> dict[str, str]:
-    """What a shell's variables are after the command, as far as they differ."""
+    """A shell's variables after the command, as far as they differ."""
     python = shlex.quote(sys.executable)
     script = f'eval "$({python} -m mpimesh ucx-env)"; {python} -c "'
     script += 'import json, os; print(json.dumps(dict(os.environ)))"'

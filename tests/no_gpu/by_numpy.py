@@ -1,4 +1,4 @@
-"""What kernels without a GPU would have done is done by NumPy, after CuPy has been asked.
+"""NumPy does the work of kernels without a GPU, after CuPy has been asked.
 
 Every function and operator of CuPy is called first, so it checks its arguments, chooses its kernel
 and makes its result; its kernel does nothing. Then NumPy does the same on the same memory, which is

@@ -59,7 +59,7 @@ _signature.argtypes = [ctypes.py_object]
 
 
 class Driver:
-    """What CuPy finds in the place of CUDA.
+    """CuPy's stand-in for CUDA.
 
     Args:
         devices: How many GPUs there seem to be.

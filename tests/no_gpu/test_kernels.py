@@ -14,8 +14,8 @@ from mpimesh import nn, optim
 from mpimesh.arrays.fused import fused
 from mpimesh.nn import kernels
 from mpimesh.optim import adam
-from tests.pure.array_makers import ANY_SHAPE
-from tests.pure.nn_gradcheck import CASES
+from tests.helpers.array_makers import ANY_SHAPE
+from tests.helpers.nn_gradcheck import CASES
 
 DTYPES = ("float16", "float32", "float64")
 _FUSED = (

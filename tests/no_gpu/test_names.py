@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.devices.fake_cuda import FakeCupy
-from tests.pure import fake_cupy
+from tests.helpers import fake_cupy
 
 _ROOT = Path(__file__).parents[2]
 _FILES = [*_ROOT.glob("mpimesh/**/*.py"), *_ROOT.glob("tests/gpu/*.py")]
@@ -126,7 +126,7 @@ def test_the_functions_of_the_stand_in_are_functions_of_cupy(name):
 
 
 def test_what_cupy_refuses():
-    """What the stand-ins refuse, too, and what the library keeps to."""
+    """The stand-ins refuse the same, and the library keeps to it."""
     import cupy
     import numpy as np
 

@@ -46,6 +46,9 @@ class Slurm:
             # One machine without a fabric: Open MPI need not look for one.
             "OMPI_MCA_pml": "ob1",
             "OMPI_MCA_btl": "self,tcp",
+            # Over UCX, MPICH starts by sending 4 KiB of its memory by PMI, and Slurm's PMI-2 cuts
+            # long lines: whether a job starts depends on what lay there. Over OFI it is 16 bytes.
+            "MPIR_CVAR_CH4_NETMOD": "ofi",
         }
 
     def __enter__(self) -> Slurm:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.slurm.cluster import Slurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {"MPICH": "--mpi=pmi2", "Open MPI": "--mpi=pmix"}

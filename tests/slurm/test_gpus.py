@@ -12,7 +12,7 @@ import pytest
 from mpimesh.testing import mpi_vendor
 from tests.slurm.cluster import Slurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).with_name("gpu_job.py")

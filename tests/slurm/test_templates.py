@@ -13,7 +13,7 @@ import pytest
 
 from tests.slurm.cluster import Job, Slurm
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).with_name("job.py")

@@ -1,4 +1,4 @@
-"""What becomes of placements when the axes of an array change places, come or go."""
+"""Placements after the axes of an array change places, come or go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key of NumPy's indexing means for an array of some shape."""
+"""Keys of NumPy's indexing for an array of some shape."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class AxisGroup:
 
 @dataclass(frozen=True, slots=True)
 class Reshaped:
-    """How an array with a new shape lies.
+    """The placement of an array with a new shape.
 
     Attributes:
         placement: The placement of the result.

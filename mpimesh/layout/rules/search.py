@@ -23,12 +23,12 @@ _MOST_TRIED = 150
 """Up to so many ways all are compared; of more, one dim after the other is bettered."""
 
 _ROUNDS = 4
-"""How often every dim is looked at again."""
+"""Number of times that every dim is looked at again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What one mesh dim does: a spec for each operand and for the result."""
+    """The choice of one mesh dim: a spec for each operand and for the result."""
 
     inputs: tuple[PlacementSpec, ...]
     output: PlacementSpec

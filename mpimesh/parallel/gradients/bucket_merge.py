@@ -24,7 +24,7 @@ _MOST_UNITS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What it takes to sum a bucket.
+    """The cost of summing a bucket.
 
     Attributes:
         latency_s: Seconds beside its bytes.

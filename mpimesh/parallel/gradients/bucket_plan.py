@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from mpimesh.arguments import as_real
 from mpimesh.errors import ModuleError
 
 __all__ = ["plan_buckets"]
@@ -30,8 +31,7 @@ def plan_buckets(
     Raises:
         ModuleError: If `bucket_bytes` is less than 1.
     """
-    if bucket_bytes < 1:
-        raise ModuleError(f"bucket_bytes must be at least 1, got {bucket_bytes!r}")
+    as_real(bucket_bytes, "bucket_bytes", ModuleError, least=1, finite=False)
     done: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
     filled_bytes: dict[Hashable, int] = {}

@@ -34,10 +34,11 @@ from itertools import chain
 from time import perf_counter
 from typing import Any
 
+from mpimesh.arguments import as_flag, as_int, as_items, as_real, check_kind, shown
 from mpimesh.arrays import ReduceOp, as_reduce_op
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
-from mpimesh.nn.parameter import float_dtype
+from mpimesh.nn.parameter import as_parameters, float_dtype
 from mpimesh.parallel.gradients import entries as entry_rules
 from mpimesh.parallel.gradients import entry_checks
 from mpimesh.parallel.gradients.bucket import Bucket
@@ -45,12 +46,15 @@ from mpimesh.parallel.gradients.entries import Entry, Plan
 from mpimesh.parallel.gradients.reductions import Reductions
 from mpimesh.parallel.gradients.replicas import agree_parameters, agree_touched
 from mpimesh.parallel.gradients.shard import Shard
+from mpimesh.parallel.groups import live_mesh
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.trace import NULL_TRACER, Tracer
+from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
 
-__all__ = ["BUCKET_BYTES", "GradientBuckets"]
+__all__ = ["BUCKET_BYTES", "GRAD_DTYPE", "GradientBuckets"]
 
-_GRAD_DTYPE = "grad_dtype: gradients are added up"
+_GROUP = "a group of ranks, as mesh.group('dp') gives"
+
+GRAD_DTYPE = "grad_dtype: gradients are added up"
 
 BUCKET_BYTES = 4 * 1024 * 1024
 """Large enough that an all-reduce runs at full speed, small enough that several overlap."""
@@ -117,18 +121,37 @@ class GradientBuckets:
         plan: Plan | None = None,
         grad_dtype: Any = None,
     ) -> None:
-        self._group = group
-        self._op = as_reduce_op(op)
-        self._overlap = overlap
-        if self._op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise ModuleError(f"gradients are reduced by sum or mean, not by {self._op}")
-        given = list(parameters)
+        self._group = check_kind(group, ProcessGroup, "group", ModuleError, wanted=_GROUP)
+        live_mesh(mesh)
+        if isinstance(op, str | ReduceOp):
+            self._op = as_reduce_op(op)
+        if not isinstance(op, str | ReduceOp) or self._op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ModuleError(f"op must be 'sum' or 'mean' of gradients, got {shown(op)}")
+        self._overlap = as_flag(overlap, "overlap", ModuleError)
+        if not isinstance(tracer, Tracer | NullTracer):
+            raise ModuleError(f"tracer must be a Tracer, got {shown(tracer)}")
+        given = list(as_parameters(parameters, "parameters"))
+        if names is not None:
+            names = as_items(names, "names", ModuleError, wanted="a text for each parameter")
+            for name in names:
+                check_kind(name, str, "each of names", ModuleError, wanted="a text")
+        if groups is not None:
+            wanted = "a group or None for each parameter"
+            for one in as_items(groups, "groups", ModuleError, wanted=wanted):
+                if one is not None:
+                    check_kind(one, ProcessGroup, "each of groups", ModuleError, wanted=_GROUP)
+        as_real(bucket_bytes, "bucket_bytes", ModuleError, least=1, finite=False)
+        if plan is not None:
+            wanted = "for each bucket the numbers of its parameters"
+            for members in as_items(plan, "plan", ModuleError, wanted=wanted):
+                for number in as_items(members, "plan", ModuleError, wanted=wanted):
+                    as_int(number, "each number in plan", ModuleError, least=0)
         over = (
             [group] * len(given)
             if groups is None
             else [group if one is None else one for one in groups]
         )
-        wide = None if grad_dtype is None else float_dtype(grad_dtype, what=_GRAD_DTYPE)
+        wide = None if grad_dtype is None else float_dtype(grad_dtype, what=GRAD_DTYPE)
         self._entries, self._frozen = entry_rules.make_entries(given, names, over, wide)
         plans = entry_rules.plans_of([*self._entries.values()], group, bucket_bytes, plan)
         rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}, grad_dtype {grad_dtype}"
@@ -165,12 +188,12 @@ class GradientBuckets:
 
     @property
     def begun(self) -> int:
-        """How often :meth:`begin` was called since gradients were last reduced or forgotten."""
+        """Number of calls of :meth:`begin` since gradients were last reduced or forgotten."""
         return self._begun
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """What is counted for the parameters that are reduced over the replicas, in order."""
+        """The counts of the parameters that are reduced over the replicas, in order."""
         return tuple(entry for entry in self._entries.values() if entry.group is self._group)
 
     @property
@@ -180,7 +203,7 @@ class GradientBuckets:
 
     @property
     def cycles(self) -> int:
-        """How many cycles have been summed by these buckets."""
+        """Number of cycles that these buckets have summed."""
         return self._cycles
 
     def divide(self) -> None:

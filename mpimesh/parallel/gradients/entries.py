@@ -1,7 +1,8 @@
-"""What buckets count for each parameter, and which parameters share one."""
+"""Counts of buckets for each parameter, and the parameters that share a bucket."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ Plan = Sequence[Sequence[int]]
 
 
 class Entry:
-    """What is counted for one parameter.
+    """The counts of one parameter.
 
     Attributes:
         parameter: Whose gradient it is.
@@ -86,7 +87,8 @@ def make_entries(
 
     Args:
         parameters: The parameters.
-        names: Their names for messages; their own if None.
+        names: Their names for messages; their own if None. To one that several have, the number
+            of the parameter is added, by which ranks know what they speak of.
         groups: For each the ranks over which its gradient is reduced.
         grad_dtype: The dtype of gradients where it is wider than the parameter's.
     """
@@ -96,8 +98,10 @@ def make_entries(
         raise ModuleError(f"got {len(groups)} groups for {len(parameters)} parameters")
     entries: dict[int, Entry] = {}
     frozen: list[tuple[str, Parameter]] = []
+    names = [parameter.name for parameter in parameters] if names is None else names
+    often = Counter(names)
     for place, parameter in enumerate(parameters):
-        name = parameter.name if names is None else names[place]
+        name = names[place]
         if id(parameter) in entries:
             raise ModuleError(f"parameter {name!r} is registered twice, the second time as {place}")
         if parameter.on_ready is not None:
@@ -105,6 +109,8 @@ def make_entries(
                 f"parameter {name!r} is registered with other buckets: call buckets.close() of the "
                 "model that trains it, or make new layers"
             )
+        if often[name] > 1:  # of a weight in each of several layers
+            name = f"{name} of parameter {place}"
         if parameter.requires_grad:
             dtype = np.dtype(parameter.value().dtype)
             if grad_dtype is not None:

@@ -1,4 +1,4 @@
-"""What buckets refuse: gradients at the wrong time, and parameters that changed."""
+"""Refusals of buckets: gradients at the wrong time, and parameters that changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds of the states of optimizers: for each parameter the state of some elements."""
+"""A rank's part of the states of optimizers: for each parameter the state of some elements."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """What this rank holds of the state of one optimizer.
+    """This rank's part of the state of one optimizer.
 
     Attributes:
         numbers: What is of no parameter.

@@ -23,7 +23,7 @@ __all__ = ["Spread", "moved_states", "spread_of"]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a parameter lies on the ranks that divide its bucket.
+    """The layout of a parameter on the ranks that divide its bucket.
 
     Attributes:
         parameter: The parameter.

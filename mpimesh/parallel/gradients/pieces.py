@@ -1,4 +1,4 @@
-"""What a rank steps of parameters that the ranks of a group divide, and the state of that.
+"""Pieces of parameters that the ranks of a group divide, and the state of a rank's pieces.
 
 An optimizer that changes each element by itself does not care where parameters begin and end. So
 a rank gives its optimizers *pieces*: of each bucket its own part, cut only where the optimizer,

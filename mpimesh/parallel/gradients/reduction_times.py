@@ -1,4 +1,4 @@
-"""How long the sums of gradients take, and how much of that the computing of others hides."""
+"""Times of the sums of gradients, and how much of them is hidden behind computing."""
 
 from __future__ import annotations
 

@@ -50,8 +50,15 @@ def agree_parameters(
     _agree([describe(parameter, name) for name, parameter in named], group, rule)
 
 
-def agree_values(named: Sequence[tuple[str, Parameter]], group: ProcessGroup) -> None:
+def agree_values(
+    named: Sequence[tuple[str, Parameter]], group: ProcessGroup, *, cure: str = ""
+) -> None:
     """Return if all ranks of `group` hold the same values, bit for bit. Collective.
+
+    Args:
+        named: This rank's parameters, in its order.
+        group: The replicas.
+        cure: What to do where they do not.
 
     Raises:
         MismatchError: On every rank, naming the first parameter that differs.
@@ -59,7 +66,8 @@ def agree_values(named: Sequence[tuple[str, Parameter]], group: ProcessGroup) ->
     Cost:
         One all-reduce of 16 bytes, and reading all parameters once.
     """
-    _agree([f"{name} with values {digest(p)}" for name, p in named], group, "same values")
+    texts = [f"{name} with values {digest(p)}" for name, p in named]
+    _agree(texts, group, "same values", cure)
 
 
 def agree_together(scope: ProcessGroup, questions: Sequence[Callable[[], None]]) -> None:
@@ -119,7 +127,7 @@ def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
     )
 
 
-def _agree(texts: list[str], group: ProcessGroup, rule: str) -> None:
+def _agree(texts: list[str], group: ProcessGroup, rule: str, cure: str = "") -> None:
     if group.size == 1:
         return
     digest = digest_text("\n".join(texts).encode())
@@ -128,14 +136,15 @@ def _agree(texts: list[str], group: ProcessGroup, rule: str) -> None:
         agree(group.progress, group.communicator, call)
     except MismatchError as error:
         everyone: list[list[str]] = exchange(group.progress, group.communicator, texts, what=call)
-        raise _first_difference(everyone, group, error) from None
+        raise _first_difference(everyone, group, error, cure) from None
 
 
 def _first_difference(
-    everyone: list[list[str]], group: ProcessGroup, error: MismatchError
+    everyone: list[list[str]], group: ProcessGroup, error: MismatchError, cure: str
 ) -> MismatchError:
     """Return an error that names the first parameter that is not alike; `error` if all are."""
     longest = max(map(len, everyone))
+    advice = f"\n{cure}" if cure else ""
     for place in range(longest):
         texts = [texts[place] if place < len(texts) else "none" for texts in everyone]
         if len(set(texts)) > 1:
@@ -143,7 +152,7 @@ def _first_difference(
             return on_all_ranks(
                 MismatchError(
                     f"the ranks of group {group.name!r} must have the same parameters, but "
-                    f"parameter {place} is\n{rows}"
+                    f"parameter {place} is\n{rows}{advice}"
                 )
             )
     return error

@@ -20,7 +20,7 @@ _MOST_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class BucketTuning:
-    """What a tuning of buckets has found, the same on every replica.
+    """The outcome of a tuning of buckets, the same on every replica.
 
     Attributes:
         reduction: What it takes to sum a bucket.

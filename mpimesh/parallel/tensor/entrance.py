@@ -24,7 +24,7 @@ __all__ = ["Around", "Entered", "Entrance"]
 
 
 class Entrance:
-    """What layers that are split by their outputs have in common.
+    """The entrance of layers that are split by their outputs.
 
     Args:
         group: The ranks that they are split over.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import ModuleError
 from mpimesh.nn import (
     Dropout,
@@ -16,6 +17,7 @@ from mpimesh.nn import (
     RMSNorm,
 )
 from mpimesh.nn.checks import check_extent
+from mpimesh.nn.drops import check_share
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.parallel.tensor.linear import ColumnParallelLinear
 from mpimesh.parallel.tensor.sequence import SequenceSplit
@@ -23,6 +25,8 @@ from mpimesh.parallel.tensor.split import split_layers
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["gpt_layers"]
+
+MOST_LAYERS = 1 << 16
 
 
 def gpt_layers(
@@ -98,14 +102,22 @@ def gpt_layers(
         >>> sizes = [len(part) for part in np.array_split(np.arange(50257), tp.size)]
         >>> logits = tp.all_gather(y, axis=1, sizes=sizes).resolve()
     """
-    if sequence_parallel and tp is None:
+    vocab_size = check_extent("vocab_size", vocab_size)
+    max_tokens = check_extent("max_tokens", max_tokens)
+    rotary = as_flag(rotary, "rotary", ModuleError)
+    tied = as_flag(tied, "tied", ModuleError)
+    if tp is not None and not isinstance(tp, ProcessGroup | TensorGroup):
+        raise ModuleError(f"tp must be a group of ranks, as mesh.group('tp'), got {shown(tp)}")
+    if tokens is not None:
+        check_extent("tokens", tokens)
+    if as_flag(sequence_parallel, "sequence_parallel", ModuleError) and tp is None:
         raise ModuleError("sequence_parallel splits over the ranks of tp, which is None")
     embedding = Embedding(vocab_size, features, std=0.02)
     layers: list[Module] = [embedding]
     if not rotary:
         layers.append(LearnedPositions(max_tokens, features))
-    layers.append(Dropout(dropout))
-    layers += [
+    layers.append(Dropout(check_share("dropout", dropout)))
+    blocks = [
         GptBlock(
             features,
             num_heads,
@@ -118,9 +130,11 @@ def gpt_layers(
             dropout=dropout,
             attention_dropout=attention_dropout,
         )
-        for _ in range(check_extent("num_layers", num_layers))
+        for _ in range(as_int(num_layers, "num_layers", ModuleError, least=1, most=MOST_LAYERS))
     ]
-    layers.append(LayerNorm(features) if norm == "layer" else RMSNorm(features))
+    eps = blocks[-1].mlp_norm.eps
+    last = LayerNorm(features, eps=eps) if norm == "layer" else RMSNorm(features, eps=eps)
+    layers += [*blocks, last]
     if tp is None:
         head: Linear | ColumnParallelLinear = Linear(features, vocab_size, bias=False)
     else:

@@ -79,7 +79,7 @@ class TensorGroup:
 
     @property
     def watch(self) -> TensorWatch | None:
-        """What looks after the waits of a step over these ranks; None outside of one."""
+        """The watch over the waits of a step over these ranks; None outside of one."""
         return _watches.get(self.group)
 
     def sizes(self, extent: int) -> list[int]:
@@ -152,7 +152,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What was started, so that a rank that missed it can take part."""
+    """A started collective, so that a rank that missed it can take part."""
 
     name: str
     shape: tuple[int, ...]
@@ -193,7 +193,7 @@ class _Call:
 
 
 class TensorWatch:
-    """What a step knows of the collectives of its layers on this rank.
+    """A step's record of the collectives of its layers on this rank.
 
     Args:
         group: The ranks that share the layers, for their collectives in this step.

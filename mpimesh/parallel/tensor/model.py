@@ -1,4 +1,4 @@
-"""What a model has to do about those of its layers that are split over a group.
+"""The work of a model for its layers that are split over a group.
 
 Such a model is trained by :class:`~mpimesh.DataParallel` or :class:`~mpimesh.PipelineParallel`
 like any other: the ranks along the group's dim of the mesh do the same actions in the same order,

@@ -29,7 +29,7 @@ _CHUNK_ELEMENTS = 1 << 16
 # As in mpimesh.nn.initializers: even, so that Normal's pairs do not straddle two chunks.
 
 Runs = tuple[tuple[int, int], ...]
-"""What a rank holds along an axis: pairs of start and stop, rising."""
+"""A rank's part of an axis: pairs of start and stop, rising."""
 
 
 def even_parts(extent: int, size: int, unit: int = 1) -> tuple[Runs, ...]:

@@ -17,7 +17,7 @@ __all__ = ["ColumnPart", "RowPart"]
 
 
 class _Part(Module):
-    """What both kinds share: ``y = x @ weight.T + bias`` with the weight split along an axis.
+    """The base of both kinds: ``y = x @ weight.T + bias`` with the weight split along an axis.
 
     Args:
         like: The unsplit layer, without memory.

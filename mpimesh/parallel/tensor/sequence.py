@@ -27,7 +27,7 @@ M = TypeVar("M", bound=Module)
 
 
 class SequenceSplit:
-    """How the ranks of a tensor-parallel group share the places of sequences.
+    """The split of the places of sequences over the ranks of a tensor-parallel group.
 
     Shapes:
         x: (rows, places, ...); a rank has consecutive places of each row.

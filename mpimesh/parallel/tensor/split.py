@@ -147,7 +147,7 @@ def _places(model: Any) -> dict[int, tuple[Parameter, int]]:
 
 
 class _Splitter:
-    """What makes split layers of unsplit ones.
+    """A maker of split layers from unsplit ones.
 
     Args:
         tensor: The ranks.

@@ -1,0 +1,651 @@
+"""The end of a job: every way out of one rank ends all of them, and the first cause is shown, once.
+
+Under plain ``python`` a rank that fails waits in `MPI_Finalize` for the others, and they wait for
+it, for ever; one that fails before `MPI_Init` leaves them waiting there. So a process that a
+launcher has started together with others gets hooks when it imports mpimesh, and any process of
+an MPI world of several ranks when it makes its first mesh:
+
+- An uncaught exception, in any thread, is shown with the rank before each line and ends the job.
+  One that several ranks raise alike is shown by the lowest of them.
+- A rank whose program ends otherwise waits for the others to end, too, once it has made a mesh.
+  Meanwhile it tells them that it has left, so that whoever waits for it in mpimesh raises
+  `PeerLostError`. If it leaves with an exit code and the others do not leave, it ends the job with
+  that code.
+
+Excepthooks that were there before are called as well. The hooks stay until the process ends, also
+when all meshes are closed: the other ranks may still wait for this one in MPI calls of their own,
+and hooks set since then may call these. Children of the process have no hooks, however they were
+started: they have no part in the job.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import faulthandler
+import fcntl
+import os
+import signal
+import socket
+import stat
+import sys
+import termios
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Protocol
+
+from mpimesh.arguments import as_int, plain_text, rank_names
+from mpimesh.errors import (
+    LaunchError,
+    MeshError,
+    MpimeshError,
+    PeerLostError,
+    RemoteError,
+    SettingsError,
+    on_all_ranks,
+)
+from mpimesh.runtime.digest import digest_bits
+from mpimesh.runtime.flight import save_record
+from mpimesh.runtime.launch import Launch
+from mpimesh.runtime.main_program import MainProgram, exit_status
+from mpimesh.settings import Settings
+
+__all__ = [
+    "FailureHooks",
+    "JobEnd",
+    "end_job",
+    "exit_all",
+    "exit_status",
+    "from_user_on",
+    "install",
+    "is_own",
+    "limited_start",
+    "readable",
+    "write_error",
+]
+
+_STDERR_FD = 2
+_GRACE_S = 3.0
+_DELIVERY_S = 0.1
+_LONGEST_DELIVERY_S = 1.0
+_STEP_S = 0.15
+"""Longer than an abort takes: Open MPI's launcher can hang if two ranks abort at once."""
+_LAST_STEP = 16
+_APART_S = 0.5
+"""Longest time between two ranks at the same line, before the first mesh."""
+_TOGETHER_S = 1.5
+"""Ranks that end with an exit code within this time of each other end in peace."""
+_COMPARE_S = 0.25
+"""Time that a rank that has failed waits for others that fail alike."""
+_FEW = 16
+"""Ranks of the job below this one tell all others how they have failed; the others tell these."""
+_NOTE_TAG = 32_750
+"""Below what every MPI allows. Before the first mesh notes travel in the world's communicator."""
+_LEFT = 0
+"""Stands in a note for the failure of a rank that has left with an exit code."""
+
+# -- what is written ---------------------------------------------------------------------------
+
+
+def write_error(rank: int | Collection[int], text: str) -> None:
+    """Write `text` to stderr in one piece, each line with the rank or ranks before it."""
+    name = f"rank {rank}" if isinstance(rank, int) else rank_names(rank)
+    lines = "".join(f"[{name}] {line}\n" for line in text.splitlines())
+    with suppress(Exception):
+        sys.stderr.write(lines)
+        sys.stderr.flush()
+
+
+def flush() -> None:
+    """Write out what the standard streams hold back."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+_PACKAGE = __name__.split(".", 1)[0] + "."
+
+
+def readable(error: BaseException) -> str:
+    """Return the traceback of `error`, and of what it came from, without mpimesh's own frames.
+
+    Of an exception of another kind, those within which it was raised stay. With ``MPIMESH_CHECKS``
+    nothing is left out.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    with suppress(SettingsError):
+        if Settings.from_environment().checks:
+            return "".join(shown.format())
+    _hide_own(shown, error)
+    return "".join(shown.format())
+
+
+def _hide_own(shown: traceback.TracebackException, error: BaseException) -> None:
+    own = _own_frames(error)
+    inside = 0
+    if not isinstance(error, MpimeshError):
+        while inside < len(own) and own[-1 - inside]:
+            inside += 1
+    kept = [not one or at >= len(own) - inside for at, one in enumerate(own)]
+    if not any(kept) and kept:
+        kept[-1] = True
+    frames = [frame for frame, keep in zip(shown.stack, kept, strict=False) if keep]
+    shown.stack = traceback.StackSummary.from_list(frames)
+    for link, before in (
+        (shown.__cause__, error.__cause__),
+        (shown.__context__, error.__context__),
+    ):
+        if link is not None and before is not None:
+            _hide_own(link, before)
+
+
+def from_user_on(error: BaseException) -> str:
+    """Return the traceback of `error` from the first frame outside mpimesh on.
+
+    Where there is none the last of mpimesh's rooms stays, which is the one that refused.
+    """
+    modules = [_module(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [module.startswith(_PACKAGE) for module in modules]
+    start = own.index(False) if False in own else len(own)
+    if start == len(own) and modules:
+        room = ".".join(modules[-1].split(".")[:2])
+        while start and modules[start - 1].startswith(room):
+            start -= 1
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack = traceback.StackSummary.from_list(list(shown.stack)[start:])
+    return "".join(shown.format())
+
+
+def _own_frames(error: BaseException) -> list[bool]:
+    trace = traceback.walk_tb(error.__traceback__)
+    return [is_own(frame) for frame, _ in trace]
+
+
+def is_own(frame: FrameType) -> bool:
+    """Tell whether a frame is one of mpimesh's."""
+    return _module(frame).startswith(_PACKAGE)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _likeness(kind: type[BaseException], text: str) -> int:
+    """Return a number that is equal for what several ranks raise alike."""
+    # An interrupt comes to all ranks, wherever each is.
+    what = kind.__name__ if kind is KeyboardInterrupt else plain_text(text)
+    return digest_bits(what.encode(errors="replace"), 62) + 1
+
+
+# -- the end of all ranks ------------------------------------------------------------------------
+
+
+def end_job(exit_code: int, ending: str) -> NoReturn:
+    """End all ranks of the job, with `exit_code` where the launcher hands it on.
+
+    The flight record keeps `ending`, which says why.
+
+    If that has not ended this process after 3 s, it ends by itself; the launcher then ends the
+    others, because it left without finalizing MPI.
+    """
+    exit_code = exit_code & 0xFF or 1
+    # A thread in C: it needs neither the interpreter's lock nor MPI to come to an end.
+    with suppress(Exception):
+        faulthandler.dump_traceback_later(_GRACE_S, exit=True, file=_STDERR_FD)
+    save_record(write_error, ending)
+    flush()
+    with suppress(Exception):
+        if _hooks is not None and _hooks.job is not None:
+            _hooks.job.say_told()
+    _deliver()
+    with suppress(Exception):
+        mpi = _running_mpi()
+        if mpi is None:
+            _end_before_mpi(exit_code)
+        elif _may_call(mpi):
+            mpi.COMM_WORLD.Abort(exit_code)
+    os._exit(exit_code)
+
+
+def _deliver() -> None:
+    """Give the launcher time to read what was written: once a rank aborts it reads no more."""
+    end_s = time.monotonic() + _LONGEST_DELIVERY_S
+    while any(map(_unread_bytes, (1, _STDERR_FD))) and time.monotonic() < end_s:
+        time.sleep(0.005)
+    # From the launcher's part on this node to the one that started it.
+    time.sleep(_DELIVERY_S)
+
+
+def _unread_bytes(fd: int) -> int:
+    """Return how much of what was written to a pipe has not been read; 0 if `fd` is none."""
+    unread = array.array("i", [0])
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            fcntl.ioctl(fd, termios.FIONREAD, unread)
+    return unread[0]
+
+
+def _loaded_mpi() -> Any:
+    """Return `mpi4py.MPI` if somebody has imported it, be MPI running or not."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    # While it is being imported, which starts MPI, it has nothing yet.
+    return mpi if hasattr(mpi, "Is_initialized") else None
+
+
+def _running_mpi() -> Any:
+    mpi = _loaded_mpi()
+    return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
+
+
+def _may_call(mpi: Any) -> bool:
+    """Tell whether this thread may call MPI."""
+    return _in_main_thread() or bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _end_before_mpi(exit_code: int) -> None:
+    """End the ranks of a job in which this one has not started MPI.
+
+    Open MPI's mpiexec, and ``srun -K``, end a job one of whose processes leaves with an exit code.
+    MPICH's waits on, and so does srun: the other ranks would stay in `MPI_Init`. MPICH's processes
+    have a connection to either, on which MPI_Abort's request can be said at any time.
+    """
+    connection = _process_manager()
+    if connection is not None:
+        # PMI 1, which both speak. What they answer to the greeting is in the way of nothing.
+        connection.settimeout(_GRACE_S)
+        connection.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
+        connection.recv(1024)
+        connection.sendall(b"cmd=abort exitcode=%d\n" % exit_code)
+        connection.recv(1024)  # until this process is ended
+    elif Launch.detect().launcher == "srun":
+        import shutil  # late, both: nobody else needs them
+        import subprocess
+
+        command = shutil.which("scancel")
+        job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+        if command is not None and job and step:
+            subprocess.run([command, f"{job}.{step}"], timeout=_GRACE_S, check=False)
+
+
+def _process_manager() -> socket.socket | None:
+    """Return the connection to the launcher that MPICH's process manager interface has."""
+    text = os.environ.get("PMI_FD", "")
+    if not text.isdecimal():
+        return None
+    try:
+        if not stat.S_ISSOCK(os.fstat(int(text)).st_mode):
+            return None
+        return socket.socket(fileno=os.dup(int(text)))
+    except OSError:
+        return None
+
+
+@contextmanager
+def limited_start(limit_s: float) -> Iterator[None]:
+    """End this process if MPI has not started within `limit_s`, because another rank never does.
+
+    While MPI starts no other thread of Python runs: the clock is one in C, which shows where the
+    program stands. There is only one, so it is left alone where a test runner may have set it.
+    """
+    needed = limit_s and "mpi4py.MPI" not in sys.modules and _hooks is not None
+    if not needed or "pytest" in sys.modules:
+        yield
+        return
+    limit_s = min(limit_s, threading.TIMEOUT_MAX)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=_STDERR_FD)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+# -- the hooks -----------------------------------------------------------------------------------
+
+
+class JobEnd(Protocol):
+    """The end of a process that has made a mesh; implemented by :class:`~.guard.Guard`."""
+
+    def leave(self, why: str, exit_code: int) -> bool:
+        """Wait until all ranks have ended; False if the job must not wait for that."""
+
+    def say_told(self) -> None:
+        """Let the ranks of the node know that this one is about to end the job."""
+
+    @property
+    def native(self) -> Any:
+        """A communicator of mpi4py's for notes, or None."""
+
+
+class FailureHooks:
+    """Hooks that run when this process fails or ends.
+
+    Attributes:
+        job: The lines to the other ranks; None before the first mesh.
+        threads_may_fail: Asked after an exception in a thread: whether somebody else answers
+            for it.
+    """
+
+    def __init__(self) -> None:
+        self.job: JobEnd | None = None
+        self.threads_may_fail: Callable[[], bool] = lambda: False
+        self._pid = os.getpid()
+        launch = Launch.detect()
+        self._among_others, self._launch_rank = launch.size > 1, launch.rank
+        self._main = MainProgram()
+        self._failure = 0
+        self._untold: Callable[[], None] | None = None
+        self._why = ""
+        self._telling = False
+        self._ending = False
+        self._excepthook = sys.excepthook
+        self._thread_excepthook = threading.excepthook
+        self._main.watch()
+        # Exit functions run in reverse order, and MPI is finalized after all of them.
+        atexit.register(self._on_exit)
+        self.put_in_place()
+
+    def put_in_place(self) -> None:
+        """Become the excepthooks, before those that are there."""
+        if sys.excepthook != self._on_exception:
+            self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        if threading.excepthook != self._on_thread_exception:
+            before, threading.excepthook = threading.excepthook, self._on_thread_exception
+            self._thread_excepthook = before
+
+    @property
+    def is_of_a_parent(self) -> bool:
+        """True in a process that was forked from a rank."""
+        return os.getpid() != self._pid
+
+    @property
+    def rank(self) -> int:
+        """This rank in MPI's world, or as the launcher has it."""
+        mpi = _running_mpi()
+        return self._launch_rank if mpi is None else int(mpi.COMM_WORLD.rank)
+
+    @property
+    def applies(self) -> bool:
+        """True if other ranks depend on this process.
+
+        Not on a forked child, nor where MPI sees one rank only, nor once it is finalized.
+        """
+        if self.is_of_a_parent:
+            return False
+        mpi = _loaded_mpi()
+        if mpi is None or not mpi.Is_initialized():
+            return self._among_others
+        return not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1
+
+    # -- exceptions --------------------------------------------------------------------------
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        error = error if error.__traceback__ is trace else error.with_traceback(trace)
+        if self._telling:  # by a hook that was set after these, and calls them
+            write_error(self.rank, readable(error))
+            return
+        if isinstance(error, LaunchError):
+            self._among_others = False  # as far as this process can know
+        if not self.applies:
+            self._excepthook(kind, error, trace)
+            return
+        exit_code = 128 + signal.SIGINT if kind is KeyboardInterrupt else 1
+        if isinstance(error, MpimeshError) and error.agreed:
+            # All ranks are about to end with it: no reason to end them by force.
+            self._failure = exit_code
+            self._why = f"raised {kind.__name__}: {error}"
+            if self.rank == 0 or _has_cause_of_its_own(error):
+                self._show([self.rank], kind, error)
+            else:
+                text = readable(error)
+                self._untold = lambda: write_error(self.rank, text)
+            return
+        # Should MPI not answer while the ranks compare what they have to say.
+        faulthandler.dump_traceback_later(2 * _GRACE_S, exit=True, file=_STDERR_FD)
+        if isinstance(error, PeerLostError):
+            exit_code = error.exit_code
+            time.sleep(self._later_s())
+            ranks = [self.rank]
+        else:
+            ranks = self._ranks_alike(_likeness(kind, readable(error)))
+        if kind is KeyboardInterrupt and len(ranks) > 1:
+            write_error(ranks, f"interrupted; rank {self.rank} was here:")
+            ranks = [self.rank]
+        self._show(ranks, kind, error)
+        end_job(exit_code, f"{kind.__name__}: {error}")
+
+    def _later_s(self) -> float:
+        """Return how long to wait where many ranks find out at once: the first ends the others."""
+        return _STEP_S * min(self.rank, _LAST_STEP)
+
+    def _ranks_alike(self, likeness: int) -> list[int]:
+        """Return the ranks that fail alike and at once, if this is the lowest of them.
+
+        Another one waits to be ended by that one, and then returns.
+        """
+        mpi = _running_mpi()
+        if mpi is None:
+            # No way to ask. Rank 0 ends the others before they speak, if it fails, too.
+            time.sleep(self.rank and _APART_S + self._later_s())
+            return [self.rank]
+        if not _in_main_thread():
+            return [self.rank]
+        channel = self._channel(mpi)
+        notes = _Notes(mpi, channel)
+        notes.send(likeness, everyone=channel.rank < _FEW)
+        end_s = time.monotonic() + _COMPARE_S
+        while time.monotonic() < end_s:
+            time.sleep(0.01)
+            notes.take()
+        group, world = channel.Get_group(), mpi.COMM_WORLD.Get_group()
+        others = [rank for rank, note in notes.came.items() if note == likeness]
+        alike = sorted({self.rank, *group.Translate_ranks(others, world)})
+        if alike[0] == self.rank:
+            return alike
+        time.sleep(_GRACE_S)
+        return [self.rank]
+
+    def _channel(self, mpi: Any) -> Any:
+        return (self.job and self.job.native) or mpi.COMM_WORLD
+
+    def _show(self, ranks: list[int], kind: type[BaseException], error: BaseException) -> None:
+        if self._excepthook is sys.__excepthook__:
+            write_error(ranks, readable(error))
+            return
+        write_error(ranks, f"uncaught {kind.__name__}:")
+        self._telling = True
+        try:
+            self._excepthook(kind, error, error.__traceback__)
+        finally:
+            self._telling = False
+
+    def _on_thread_exception(self, failed: threading.ExceptHookArgs) -> None:
+        kind = failed.exc_type
+        if kind is SystemExit or not self.applies or self._telling or self.threads_may_fail():
+            self._thread_excepthook(failed)
+            return
+        name = "a thread" if failed.thread is None else f"thread {failed.thread.name!r}"
+        headline = f"uncaught {kind.__name__} in {name}:\n"
+        if self._thread_excepthook is threading.__excepthook__:
+            error = failed.exc_value or kind()
+            write_error(self.rank, headline + readable(error.with_traceback(failed.exc_traceback)))
+        else:
+            write_error(self.rank, headline)
+            self._telling = True
+            self._thread_excepthook(failed)
+        end_job(1, f"{kind.__name__} in {name}: {failed.exc_value}")
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def _on_exit(self) -> None:
+        if self.is_of_a_parent:
+            self._leave_the_parents_mpi_alone()
+        if not self.applies:
+            return
+        exit_code = self._failure or self._main.exit_status()
+        ending = f"ended with exit code {exit_code}" if exit_code else "has ended its program"
+        if self.job is not None:
+            together = self.job.leave(self._why or ending, exit_code)
+        else:
+            # A rank that has made no mesh may leave in peace at any time.
+            together = not exit_code or self._all_leave()
+        if together:
+            return
+        if self._untold is not None:
+            self._untold()
+        else:
+            told = f"{ending} while other ranks had not: ending the job"
+            write_error(self.rank, told)
+        end_job(exit_code, self._why or ending)
+
+    def _leave_the_parents_mpi_alone(self) -> None:
+        """End a forked child, if MPI was running: it would finalize what its parent uses."""
+        from mpimesh.runtime.world import is_born_too_late  # late: it imports this module
+
+        if self._ending or not is_born_too_late() or _running_mpi() is None:
+            return
+        self._ending = True
+        exit_code = self._main.exit_status()
+        atexit._run_exitfuncs()  # of this function, too
+        flush()
+        os._exit(exit_code)
+
+    def _all_leave(self) -> bool:
+        """Tell whether all ranks leave with an exit code at once, before a mesh was made."""
+        mpi = _running_mpi()
+        if mpi is None:
+            # Nobody can be asked. Where all have found the same mistake, one speaks for them.
+            time.sleep(_APART_S + self._later_s())
+            return False
+        notes = _Notes(mpi, mpi.COMM_WORLD)
+        notes.send(_LEFT, everyone=True)
+        end_s = time.monotonic() + _TOGETHER_S
+        while time.monotonic() < end_s:
+            if len(notes.take()) == mpi.COMM_WORLD.size - 1:
+                return True
+            time.sleep(0.005)
+        return False
+
+
+class _Notes:
+    """One number to other ranks that have failed or left, and theirs."""
+
+    def __init__(self, mpi: Any, channel: Any) -> None:
+        self._mpi = mpi
+        self._channel = channel
+        self._sends: list[Any] = []
+        self.came: dict[int, int] = {}
+
+    def send(self, number: int, *, everyone: bool) -> None:
+        """Send `number` to the first ranks or to all. Never waits."""
+        note = array.array("q", [number])
+        for rank in range(self._channel.size if everyone else min(_FEW, self._channel.size)):
+            if rank != self._channel.rank:
+                self._sends.append((self._channel.Isend(note, rank, _NOTE_TAG), note))
+
+    def take(self) -> dict[int, int]:
+        """Return the numbers that have come so far, by rank in the channel. Never waits."""
+        while self._channel.Iprobe(self._mpi.ANY_SOURCE, _NOTE_TAG, status := self._mpi.Status()):
+            note = array.array("q", [0])
+            self._channel.Recv(note, status.source, _NOTE_TAG)
+            self.came[status.source] = note[0]
+        return self.came
+
+
+def _has_cause_of_its_own(error: BaseException) -> bool:
+    """Tell whether `error` came up while the program dealt with another that nobody has shown."""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is None or isinstance(error, RemoteError):  # which tells it in its message
+        return False
+    return not any(_own_frames(before)[-1:])
+
+
+_hooks: FailureHooks | None = None
+_MARK = "_MPIMESH_RANK"
+"""The variable by which children know that they are no ranks, though they have their variables."""
+
+
+def install(*, among_others: bool = False) -> FailureHooks | None:
+    """Install the hooks if other ranks depend on this process, and return them. Starts no MPI.
+
+    Args:
+        among_others: Whether that is known, because MPI says so; else the launcher is asked.
+    """
+    global _hooks
+    if _hooks is None and (among_others or (Launch.detect().size > 1 and _is_rank())):
+        _hooks = FailureHooks()
+    return _hooks
+
+
+def _is_rank() -> bool:
+    """Tell whether the launcher has started this process itself, and no rank has."""
+    job = "|".join(os.environ.get(name, "") for name in _JOB)
+    mark = os.environ.get(_MARK, "").split(" ", 1)
+    if mark[1:] == [job]:
+        return mark[0] == str(os.getpid())
+    os.environ[_MARK] = f"{os.getpid()} {job}"
+    return True
+
+
+_JOB = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "SLURM_JOB_ID")
+
+
+# -- an end on purpose ---------------------------------------------------------------------------
+
+
+def exit_all(exit_code: int) -> NoReturn:
+    """End all ranks with `exit_code`, for example to ask the batch system for a requeue.
+
+    Collective over all ranks of the job. An aborted job loses its exit code under some
+    launchers (137 under `srun` with MPICH): here the ranks wait for each other, finalize MPI,
+    and end with the code that was asked for. Exit functions (:mod:`atexit`) run and the
+    standard streams are written out, but nothing is unwound: close meshes and files before.
+
+    On virtual ranks, and in a forked child, which is no rank, it raises SystemExit.
+
+    Raises:
+        MeshError: On every rank, if `exit_code` is no whole number from 0 to 255, of which an
+            exit code consists. It is a `ValueError`.
+    """
+    from mpimesh.runtime.world import current_world  # late: it imports this module
+
+    try:
+        exit_code = as_int(exit_code, "exit_all: exit_code", least=0)
+        if exit_code > 255:
+            raise MeshError(f"exit_all: exit_code must be at most 255, got {exit_code}")
+    except MeshError as error:
+        raise on_all_ranks(error) from None
+    in_child = _hooks is not None and _hooks.is_of_a_parent
+    if current_world().virtual is not None or in_child:
+        raise SystemExit(exit_code)
+    # Among them the one that waits for the other ranks.
+    atexit._run_exitfuncs()
+    mpi = _running_mpi()
+    if mpi is not None:
+        mpi.Finalize()
+    flush()
+    _exit_by_c(exit_code)
+
+
+def _exit_by_c(exit_code: int) -> NoReturn:
+    """End the process by C's ``exit``: after what MPI left to do there, and nothing of Python's.
+
+    `os._exit` would leave that out. MPICH says goodbye to mpiexec in an exit function of C, not
+    in `MPI_Finalize`; with one rank gone without it, mpiexec may kill the others and end with
+    code 9. `sys.exit` would give the signals back their default actions while it tidies up, and
+    `srun -K` sends SIGTERM as soon as the first rank has left.
+    """
+    import ctypes  # late: nobody else needs it
+
+    # PyDLL keeps the interpreter's lock: no other thread may run Python any more.
+    ctypes.PyDLL(None).exit(exit_code)
+    os._exit(exit_code)  # not reached; C's exit does not return

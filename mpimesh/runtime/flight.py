@@ -1,0 +1,604 @@
+"""The flight record: what each rank has started last, kept for the end that nobody planned.
+
+Each rank keeps its last 8 calls in memory; whoever ends a job by force writes them to stderr. With
+``MPIMESH_RECORD_DIR`` it also writes each operation into a file of that folder, ``rank-N.ring``,
+which is mapped into its memory: a rank that is killed, stopped, or ended by its launcher leaves it
+as it was. A rank that ends by itself turns its ring into ``rank-N.json`` if it has failed, and
+removes it if all went well. `python -m mpimesh flight DIR` reads both.
+
+A ring has a head, in which rank, job and the current wait stand as JSON; the last 1,000 operations
+as rows of numbers; and the texts that they refer to by number, each written when it is new.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import mmap
+import os
+import re
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpimesh.arguments import rank_names, ranks_of, ranks_text
+from mpimesh.errors import SettingsError
+from mpimesh.runtime.call import Call, site_text
+from mpimesh.runtime.digest import digest_text
+from mpimesh.transport.signatures import signature_text
+
+if TYPE_CHECKING:
+    from mpimesh.runtime.group_core import GroupCore
+    from mpimesh.runtime.progress import Progress, Wait
+
+__all__ = [
+    "Difference",
+    "Entry",
+    "Record",
+    "Recorder",
+    "circle",
+    "first_difference",
+    "last_words",
+    "read_records",
+    "record",
+    "report",
+    "save_record",
+    "waits_for",
+]
+
+KEPT = 1000
+_ROW = struct.Struct("<7q")
+_END = struct.Struct("<2q")
+_END_AT = 5 * 8
+_STARTED, _DONE, _FAILED = range(3)
+_STATES = ("started", "done", "failed")
+
+_MOST_RANKS = 1 << 20
+_LONGEST_NAME = 100
+"""Most characters of a group's name that are kept."""
+_FILE_NAME = re.compile(r"rank-(\d+)\.(json|ring)")
+_MAGIC = b"mpimesh flight 1"
+_HEAD_AT = 64
+_HEAD_BYTES = 1024
+_WAIT_AT = _HEAD_AT + _HEAD_BYTES
+_WAIT_BYTES = 3008
+_ROWS_AT = 4096
+_TEXTS_AT = _ROWS_AT + -(-KEPT * _ROW.size // 4096) * 4096
+_TEXTS = 2048
+_TEXT_BYTES = 512
+_FILE_BYTES = _TEXTS_AT + _TEXTS * _TEXT_BYTES
+_LENGTH = struct.Struct("<q")
+_FIELDS = "\x1f"
+_MOST_SHOWN = 16
+_MOST_NEEDED = 256
+_LONGEST_ENDING = 400
+_LONGEST_RANKS = 160
+"""The longest text of a group's ranks, so that the rest of its operation has room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation of one rank.
+
+    Attributes:
+        group: The group's name.
+        mesh: Its mesh, called alike on all ranks.
+        ranks: The group's ranks in the job, such as ``"0-3"``.
+        number: Which of the collectives of these ranks it is, from 1; 0 for a message.
+        signature: What was called.
+        digest: Equal on two ranks that called the same, be their blocks of different sizes.
+        site: Where.
+        bytes: The bytes that the rank put in.
+        start_s: When it was started, in seconds since 1970.
+        end_s: When its result was taken; 0 if it was not.
+        state: ``"started"``, ``"waited for"``, ``"done"`` or ``"failed"``.
+    """
+
+    group: str
+    mesh: str
+    ranks: str
+    number: int
+    signature: str
+    digest: str
+    site: str
+    bytes: int
+    start_s: float
+    end_s: float
+    state: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Mesh, name and ranks of the group, equal on all its ranks."""
+        return (self.mesh, self.group, self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The flight record of one rank.
+
+    Attributes:
+        rank: Its number in the job.
+        size: How many ranks the job had.
+        host: Its machine.
+        pid: Its process.
+        wait: What it waited for last, for which ranks, and since when; empty if it did not wait.
+        entries: Its last operations, the latest last.
+        ending: What it said when it ended the job, in one line; empty if it did not.
+    """
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    wait: dict[str, Any]
+    entries: tuple[Entry, ...]
+    ending: str = ""
+
+
+class Recorder:
+    """Writes the operations of one rank into its ring.
+
+    Args:
+        folder: Where the rings of all ranks lie; made if it is not there.
+        rank: This rank in the job.
+        size: How many ranks the job has.
+
+    Raises:
+        SettingsError: If the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self._rank = rank
+        self._ring = folder / f"rank-{rank}.ring"
+        self._json = folder / f"rank-{rank}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in folder.glob("rank-*.*"):  # of an earlier job, which may have been larger
+                if (match := _FILE_NAME.fullmatch(path.name)) and int(match[1]) % size == rank:
+                    path.unlink(missing_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            file = os.open(self._ring, flags, 0o644)
+            try:
+                os.ftruncate(file, _FILE_BYTES)
+                self._map = mmap.mmap(file, _FILE_BYTES)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise SettingsError(
+                f"MPIMESH_RECORD_DIR={str(folder)!r}: rank {rank} cannot write its record there: "
+                f"{error}"
+            ) from None
+        self._pid = os.getpid()
+        self._started = 0
+        self._texts: dict[tuple[object, ...], tuple[int, object]] = {}
+        self._written = 0
+        self._waited: object = None
+        self._map[: len(_MAGIC)] = _MAGIC
+        head = {"rank": rank, "size": size, "host": socket.gethostname(), "pid": self._pid}
+        self._put(_HEAD_AT, _HEAD_BYTES, json.dumps(head).encode())
+
+    def start(self, group: GroupCore, call: Call, nbytes: int) -> None:
+        """Note that an operation was started."""
+        self._started = call.record = order = self._started + 1
+        code, offset = call.site
+        shape = (call.shape, call.compared)
+        key = (id(group), call.name, call.rule, shape, call.dtype, id(code), offset)
+        text = self._texts.get(key)
+        if text is None:
+            text = self._learn(key, group, call)
+        at = _ROWS_AT + order % KEPT * 56
+        now_ns = time.time_ns()
+        _ROW.pack_into(self._map, at, order, call.number, text[0], nbytes, now_ns, 0, _STARTED)
+
+    def end(self, call: Call, *, failed: bool) -> None:
+        """Note that the result of an operation was taken, or that it failed."""
+        if call.record > self._started - KEPT:
+            at = _ROWS_AT + call.record % KEPT * 56 + _END_AT
+            _END.pack_into(self._map, at, time.time_ns(), _FAILED if failed else _DONE)
+
+    def wait(self, wait: Wait | None) -> None:
+        """Note what the rank waits for; None for nothing any more. For waits that take a while."""
+        if wait is self._waited:
+            return
+        self._waited = wait
+        text = b""
+        if wait is not None:
+            what, communicator = wait.what, wait.communicator
+            ranks: Sequence[int] = getattr(communicator, "world_ranks", range(communicator.size))
+            peers = ranks if wait.peers is None else [ranks[peer] for peer in wait.peers]
+            since_s = time.time() - (time.monotonic() - wait.since_s)
+            record = what.record if isinstance(what, Call) else 0
+            number = what.number if isinstance(what, Call) else 0
+            name = what.group if isinstance(what, Call) else ""
+            facts = {
+                "what": str(what)[:400],
+                "record": record,
+                "number": number,
+                "group": name[:_LONGEST_NAME],
+                "mesh": communicator.family,
+                "needs": ranks_text(peers[:_MOST_NEEDED]),
+                "since_s": since_s,
+            }
+            text = json.dumps(facts, ensure_ascii=False).encode(errors="backslashreplace")
+        self._put(_WAIT_AT, _WAIT_BYTES, text)
+
+    def finish(self, *, failed: bool, ending: str = "") -> None:
+        """Turn the ring into a JSON file if the job has failed, and remove it.
+
+        Args:
+            failed: Whether it has.
+            ending: Why this rank ended it; empty if it did not.
+        """
+        if os.getpid() != self._pid:
+            return  # a forked child, which has no part in it
+        if failed:
+            line = ending.split("\n", 1)[0][:_LONGEST_ENDING]
+            _write_json(self._json, replace(_read_ring(self._ring), ending=line))
+        self._ring.unlink(missing_ok=True)
+
+    def _learn(self, key: tuple[object, ...], group: GroupCore, call: Call) -> tuple[int, object]:
+        if len(self._texts) >= _TEXTS:
+            self._texts.clear()
+        ranks = getattr(group.communicator, "world_ranks", group.ranks)
+        signature = (call.name, call.rule, call.compared, call.dtype)
+        members = ranks_text(ranks)
+        if len(members) > _LONGEST_RANKS:
+            members = f"{len(ranks)} ranks with digest {digest_text(members.encode())}"
+        fields = (
+            group.name[:_LONGEST_NAME],
+            group.communicator.family,
+            members,
+            site_text(call.site),
+            digest_text(signature_text(signature).encode(errors="backslashreplace")),
+            call.text(),
+        )
+        self._written = number = self._written + 1
+        at = _TEXTS_AT + number % _TEXTS * _TEXT_BYTES
+        self._put(at + 8, _TEXT_BYTES - 8, _FIELDS.join(fields).encode(errors="backslashreplace"))
+        _LENGTH.pack_into(self._map, at, number)
+        # The group and the code are kept: another object might get the same id.
+        found = self._texts[key] = (number, (group, call.site[0]))
+        return found
+
+    def _put(self, at: int, room: int, text: bytes) -> None:
+        """Write a text with its length before it, which is 0 meanwhile."""
+        text = text[: room - _LENGTH.size]
+        _LENGTH.pack_into(self._map, at, 0)
+        self._map[at + 8 : at + 8 + len(text)] = text
+        _LENGTH.pack_into(self._map, at, len(text))
+
+
+# -- the record of this process ------------------------------------------------------------
+
+_of_process: tuple[Progress, int] | None = None
+
+
+def record(progress: Progress, folder: str, rank: int, size: int) -> None:
+    """Keep the record of this process, which is `rank` of a job of `size`.
+
+    Args:
+        progress: What its operations are started through.
+        folder: Where its ring is to lie; empty for none.
+        rank: Its number.
+        size: How many there are.
+
+    Raises:
+        SettingsError: If no file can be made there.
+    """
+    global _of_process
+    _of_process = (progress, rank)
+    if folder:
+        progress.recorder = Recorder(Path(folder), rank, size)
+
+
+def save_record(write: Callable[[int, str], None], ending: str) -> None:
+    """Leave the record of this process, whose job is about to be ended by force. Never raises.
+
+    Args:
+        write: Writes a text of a rank to stderr, for one that has no folder for its record.
+        ending: Why this process ends it.
+    """
+    if _of_process is None:
+        return
+    with suppress(Exception):
+        progress, rank = _of_process
+        recorder = progress.recorder
+        if recorder is not None:
+            if progress.current is not None:
+                recorder.wait(progress.current)
+            recorder.finish(failed=True, ending=ending)
+        elif progress.calls:
+            write(rank, last_words(list(progress.calls)))
+
+
+def last_words(calls: Sequence[Call]) -> str:
+    """Return the last calls of a rank, the latest last, for stderr."""
+    lines: list[list[Any]] = []
+    for call in list(calls):
+        number = f" as number {call.number}" if call.number else ""
+        text = str(call)
+        state = "" if call.ended else ", not ended"
+        if lines and lines[-1][0] == text and not state:
+            lines[-1][1:] = [number, lines[-1][2] + 1, state]
+        else:
+            lines.append([text, number, 1, state])
+    rows = [
+        f"  {text}{number}{f', {times} times' if times > 1 else ''}{state}"
+        for text, number, times, state in lines
+    ]
+    return "\n".join(["last operations of this rank:", *rows])
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Keep the record of a program that ends by an exception; else it has ended well.
+
+    Exit functions run in reverse order: the hooks that may end the job, which are put in place
+    later, have run by then.
+    """
+    with suppress(Exception):
+        if _of_process is not None and _of_process[0].recorder is not None:
+            error = getattr(sys, "last_value", None)
+            ending = "" if error is None else f"{type(error).__name__}: {error}"
+            _of_process[0].recorder.finish(failed=error is not None, ending=ending)
+
+
+# -- reading -------------------------------------------------------------------------------
+
+
+def read_records(folder: Path) -> tuple[dict[int, Record], list[Path]]:
+    """Return the records in a folder by rank, and the files that are damaged.
+
+    Records are JSON files, and rings of ranks that wrote none.
+    """
+    records: dict[int, Record] = {}
+    damaged: list[Path] = []
+    for path in sorted(folder.glob("rank-*.*")):
+        match = _FILE_NAME.fullmatch(path.name)
+        if match is None or (match[2] == "ring" and int(match[1]) in records):
+            continue
+        try:
+            found = _read_ring(path) if match[2] == "ring" else _read_json(path)
+            _check(found, int(match[1]))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error):
+            damaged.append(path)
+        else:
+            records[found.rank] = found
+    return records, damaged
+
+
+def _check(found: Record, rank: int) -> None:
+    """Raise ValueError or TypeError for a record that no rank has written."""
+    numbers = (found.rank, found.size, *(entry.number for entry in found.entries))
+    texts = [found.host, found.ending]
+    for entry in found.entries:
+        texts += [entry.group, entry.mesh, entry.ranks, entry.signature, entry.digest]
+        texts += [entry.site, entry.state]
+        numbers += (entry.bytes,)
+        float(entry.start_s), float(entry.end_s)
+    if found.wait:
+        texts += [found.wait["what"], found.wait["needs"], found.wait["group"]]
+        numbers += (found.wait["record"], found.wait["number"])
+    if not all(type(number) is int for number in numbers):
+        raise TypeError
+    if not all(type(text) is str for text in texts):
+        raise TypeError
+    if found.rank != rank or not rank < found.size <= _MOST_RANKS:
+        raise ValueError
+
+
+def _write_json(path: Path, found: Record) -> None:
+    new = path.with_suffix(".json.new")
+    new.write_text(json.dumps(asdict(found), indent=1))
+    new.replace(path)
+
+
+def _read_json(path: Path) -> Record:
+    fields = json.loads(path.read_text())
+    entries = tuple(Entry(**entry) for entry in fields.pop("entries"))
+    return Record(**fields, entries=entries)
+
+
+def _read_ring(path: Path) -> Record:
+    data = path.read_bytes()
+    if data[: len(_MAGIC)] != _MAGIC or len(data) != _FILE_BYTES:
+        raise ValueError(f"{path} is no flight record")
+
+    def text_at(at: int) -> str:
+        (length,) = _LENGTH.unpack_from(data, at)
+        return data[at + 8 : at + 8 + length].decode(errors="replace")
+
+    head = json.loads(text_at(_HEAD_AT))
+    wait: dict[str, Any] = {}
+    with suppress(ValueError):  # the rank may have been killed while it wrote
+        wait = json.loads(text_at(_WAIT_AT) or "{}")
+    rows = [_ROW.unpack_from(data, _ROWS_AT + place * _ROW.size) for place in range(KEPT)]
+    entries = []
+    for order, number, text, nbytes, start_ns, end_ns, state in sorted(rows):
+        if not order:
+            continue
+        at = _TEXTS_AT + text % _TEXTS * _TEXT_BYTES
+        known = _LENGTH.unpack_from(data, at)[0] == text
+        fields = text_at(at + 8).split(_FIELDS) if known else []
+        group, mesh, ranks, site, digest, signature = (*fields, *[""] * 6)[:6]
+        waited = wait.get("record") == order and state == _STARTED
+        entries.append(
+            Entry(
+                group,
+                mesh,
+                ranks,
+                number,
+                signature,
+                digest,
+                site,
+                nbytes,
+                start_ns / 1e9,
+                end_ns / 1e9,
+                "waited for" if waited else _STATES[state],
+            )
+        )
+    return Record(**head, wait=wait, entries=tuple(entries))
+
+
+# -- merging: pure functions ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first operation of a group in which its ranks differ.
+
+    Attributes:
+        key: The group: mesh, name, ranks.
+        number: The operation's number.
+        started: What was started, where, and by which ranks.
+        missing: The ranks that had not started it, though their record reaches up to it.
+    """
+
+    key: tuple[str, str, str]
+    number: int
+    started: dict[str, list[int]]
+    missing: list[int]
+
+
+def first_difference(records: Mapping[int, Record]) -> Difference | None:
+    """Return where ranks first differ: in what they have started, or else in how far they are.
+
+    Of several groups it is the one whose operation was started first.
+    """
+    found: list[tuple[bool, float, Difference]] = []
+    for key in {entry.key for one in records.values() for entry in one.entries if entry.number}:
+        table = {
+            rank: {
+                one.number: one for one in records[rank].entries if one.number and one.key == key
+            }
+            for rank in ranks_of(key[2]) or _ranks_with(records, key)
+            if rank in records
+        }
+        begins = max((_first_kept(records[rank], row) for rank, row in table.items()), default=0)
+        for number in sorted({one for row in table.values() for one in row if one >= begins}):
+            started: dict[str, list[int]] = {}
+            for rank, row in table.items():
+                if number in row:
+                    started.setdefault(row[number].digest, []).append(rank)
+            missing = [rank for rank, row in table.items() if number not in row]
+            if len(started) > 1 or missing:
+                time_s = min(row[number].start_s for row in table.values() if number in row)
+                sites = {
+                    _texts(table[rank][number] for rank in ranks): ranks
+                    for ranks in started.values()
+                }
+                found.append((len(started) < 2, time_s, Difference(key, number, sites, missing)))
+                break
+    return min(found, key=lambda one: one[:2])[2] if found else None
+
+
+def _ranks_with(records: Mapping[int, Record], key: tuple[str, str, str]) -> list[int]:
+    """Return the ranks that have started something in a group."""
+    return [rank for rank, one in records.items() if any(row.key == key for row in one.entries)]
+
+
+def _first_kept(one: Record, row: Mapping[int, Entry]) -> int:
+    """Return the first operation of a group that a record would still have."""
+    return 1 if len(one.entries) < KEPT - 1 else min(row, default=1 << 62)
+
+
+def _texts(entries: Iterable[Entry]) -> str:
+    """Return what several ranks have called, and where."""
+    return " or ".join(dict.fromkeys(f"{one.signature} at {one.site}" for one in entries))
+
+
+def waits_for(records: Mapping[int, Record]) -> dict[int, list[int]]:
+    """Return for each rank that waits the ranks that it waits for, in their order.
+
+    Of the ranks that its operation takes, these are the ones that have not started it; one
+    without a record may be one of them.
+    """
+    waits: dict[int, list[int]] = {}
+    for rank, one in records.items():
+        if not one.wait:
+            continue
+        mine = next((e for e in one.entries if e.state == "waited for" and e.number), None)
+        needs = [peer for peer in ranks_of(one.wait["needs"]) if peer != rank]
+        if mine is not None:
+            here = {
+                peer
+                for peer in needs
+                if peer in records
+                and any(
+                    e.key == mine.key and e.number == mine.number for e in records[peer].entries
+                )
+            }
+            # All are there, so it is not the start of one that it lacks.
+            needs = [peer for peer in needs if peer not in here] or needs
+        waits[rank] = needs
+    return waits
+
+
+def circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return ranks of which each waits for the next, and the last for the first; or nothing."""
+    for first in sorted(waits):
+        paths = [[first]]
+        seen = {first}
+        while paths:
+            path = paths.pop(0)
+            for peer in waits.get(path[-1], ()):
+                if peer == first:
+                    return path
+                if peer not in seen:
+                    seen.add(peer)
+                    paths.append([*path, peer])
+    return []
+
+
+def report(records: Mapping[int, Record], damaged: Sequence[Path] = ()) -> str:
+    """Return what the records of a job say together."""
+    size = max(one.size for one in records.values())
+    lines = [f"a job of {size} ranks, of which {rank_names(records)} left a record"]
+    lines += [f"damaged, and left out: {path}" for path in damaged]
+    without = [rank for rank in range(size) if rank not in records]
+    if without:
+        lines.append(f"no record of {rank_names(without)}")
+    endings: dict[str, list[int]] = {}
+    for rank, one in sorted(records.items()):
+        if one.ending:
+            endings.setdefault(one.ending, []).append(rank)
+    lines += [f"{rank_names(who)} ended with: {ending}" for ending, who in endings.items()]
+    difference = first_difference(records)
+    if difference is None:
+        lines.append("no difference: they have started the same collectives")
+    else:
+        _, group, ranks = difference.key
+        lines.append(
+            f"first difference: operation {difference.number} of group {group!r} (ranks {ranks})"
+        )
+        lines += [f"  {rank_names(who)}: {text}" for text, who in difference.started.items()]
+        for rank in difference.missing[:_MOST_SHOWN]:
+            lines.append(f"  rank {rank}: has not started it; {_last(records[rank])}")
+    waits = waits_for(records)
+    for rank in sorted(waits)[:_MOST_SHOWN]:
+        one = records[rank]
+        lines.append(f"rank {rank} waits for {rank_names(waits[rank])} in {one.wait['what']}")
+    ring = circle(waits)
+    if ring:
+        pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
+        steps = ", ".join(f"rank {rank} waits for rank {peer}" for rank, peer in pairs)
+        lines.append(f"a circle: {steps}")
+    idle = [rank for rank in records if rank not in waits]
+    for rank in sorted(idle)[:_MOST_SHOWN]:
+        lines.append(f"rank {rank} waits for nobody; {_last(records[rank])}")
+    return "\n".join(lines)
+
+
+def _last(one: Record) -> str:
+    if not one.entries:
+        return "it has started nothing"
+    last = one.entries[-1]
+    number = f", operation {last.number}" if last.number else ""
+    what = f"{last.signature} on group {last.group!r}{number}"
+    return f"started last: {what}, {last.state}, at {last.site}"

@@ -1,0 +1,238 @@
+"""The ways in which replicas come to differ: batches, optimizers, weights and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import mpimesh as mm
+from mpimesh import nn, optim
+from tests.contract.mismatch_cases import Case
+
+__all__ = ["MODELS"]
+
+_BATCH = np.random.default_rng(0).normal(size=(8, 4))
+_TARGET = np.arange(8) % 2
+
+
+def _net(width: int = 3) -> Any:
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def _model(mesh: Any, **options: Any) -> Any:
+    options = {"loss": nn.cross_entropy, "dtype": "float64", **options}
+    return mm.DataParallel(options.pop("net", None) or _net(), mesh, **options)
+
+
+def _train(
+    mesh: Any,
+    *,
+    steps: int = 2,
+    optimizer: Any = None,
+    before: Any = None,
+    between: Any = None,
+    **options: Any,
+) -> None:
+    """Take some steps of an optimizer, with something done before and between them."""
+    model = _model(mesh, **options)
+    made = optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer(model)
+    if before is not None:
+        before(model)
+    for _ in range(steps):
+        model.train_step(_BATCH, _TARGET)
+        if between is not None:
+            between(model)
+        made.step()
+
+
+def _step(mesh: Any, x: Any = _BATCH, target: Any = _TARGET, **options: Any) -> None:
+    _model(mesh).train_step(x, target, **options)
+
+
+def _set_weight(model: Any, value: float) -> None:
+    model.parameters()[0].data[...] = value
+
+
+def _load(model: Any, factor: float) -> None:
+    model.load_state_dict({k: v * factor for k, v in model.full_state_dict().items()})
+
+
+def _freeze(model: Any, odd: bool) -> None:
+    model.parameters()[0].requires_grad = not odd
+    model.rebuild_buckets()
+
+
+def _resume(mesh: Any, odd: bool) -> None:
+    def loaded(model: Any) -> Any:
+        adam = optim.Adam(model.parameters(), lr=0.1)
+        model.train_step(_BATCH, _TARGET, optimizer=adam)
+        state = adam.state_dict()
+        state["params"] = [
+            {k: v * (2 if odd and k == "mean" else 1) for k, v in one.items()}
+            for one in state["params"]
+        ]
+        adam.load_state_dict(state)
+        return adam
+
+    _train(mesh, optimizer=loaded)
+
+
+def _given(mesh: Any, optimizer: Callable[[Any], Any]) -> None:
+    """The optimizer is given to the step."""
+    model = _model(mesh)
+    model.train_step(_BATCH, _TARGET, optimizer=optimizer(model))
+
+
+def _left_out(mesh: Any, odd: bool) -> None:
+    model = _model(mesh)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model.train_step(_BATCH, _TARGET)
+        if not odd:
+            sgd.step()
+
+
+def _last_step(mesh: Any, odd: bool) -> None:
+    """Nothing compares after it."""
+    _train(mesh, steps=1, optimizer=lambda m: optim.SGD(m.parameters(), lr=0.1 * (1 + odd)))
+
+
+def _no_sync(mesh: Any, odd: bool) -> None:
+    model = _model(mesh)
+    if odd:
+        with model.no_sync():
+            model.train_step(_BATCH, _TARGET)
+    else:
+        model.train_step(_BATCH, _TARGET)
+
+
+def _sgd(odd: bool, **options: Any) -> Callable[[Any], Any]:
+    return lambda model: optim.SGD(model.parameters(), **{"lr": 0.1, **(options if odd else {})})
+
+
+def _pipeline(mesh: Any, odd: bool, *, schedule: str = "1f1b", num_microbatches: int = 2) -> None:
+    stages = [mm.PipelineStage(i).add_layer(nn.Linear(4, 4)) for i in range(mesh.size)]
+    pipe = mm.PipelineParallel(
+        stages,
+        mesh=mesh,
+        dim="dp",
+        schedule=schedule if odd else "1f1b",
+        num_microbatches=num_microbatches if odd else 2,
+    )
+    pipe.train_step(_BATCH, _BATCH, loss=nn.mse)
+
+
+def _own_rows(mesh: Any, odd: bool) -> None:
+    rows = slice(mesh.rank * 4, mesh.rank * 4 + 4)
+    _step(mesh, np.tile(_BATCH, (4, 1))[rows] + mesh.rank, np.tile(_TARGET, 4)[rows])
+
+
+MODELS = [
+    Case("model: rows", lambda m, odd: _step(m, *([_BATCH[:6], _TARGET[:6]] if odd else []))),
+    Case("model: values", lambda m, odd: _step(m, _BATCH + odd), said="from_local"),
+    Case("model: targets", lambda m, odd: _step(m, target=1 - _TARGET if odd else _TARGET)),
+    Case("model: rows of each rank's own", _own_rows, said="from_local"),
+    Case("model: dtype of a batch", lambda m, odd: _step(m, _BATCH.astype("f4" if odd else "f8"))),
+    Case(
+        "model: loss",
+        lambda m, odd: _model(m, loss=nn.mse if odd else nn.cross_entropy).train_step(
+            _BATCH, np.ones((8, 2)) if odd else _TARGET
+        ),
+    ),
+    Case("model: denominator", lambda m, odd: _step(m, denominator=4.0 if odd else 8.0)),
+    Case("model: microbatches", lambda m, odd: _train(m, num_microbatches=2 if odd else 1)),
+    Case("model: seed", lambda m, odd: _train(m, seed=int(odd)), said="seed"),
+    Case("model: layers", lambda m, odd: _train(m, net=_net(4 if odd else 3))),
+    Case("model: dtype", lambda m, odd: _train(m, dtype="float32" if odd else "float64")),
+    Case("model: buckets", lambda m, odd: _train(m, bucket_bytes=16 if odd else 1024), "any"),
+    Case(
+        "model: weights before the first step",
+        lambda m, odd: _train(m, before=lambda model: _set_weight(model, 1.0 + odd)),
+        said="broadcast=True",
+    ),
+    Case(
+        "model: weights between steps",
+        lambda m, odd: _train(m, between=lambda model: _set_weight(model, 1.0 + odd)),
+    ),
+    Case(
+        "model: a loaded state",
+        lambda m, odd: _train(m, before=lambda model: _load(model, 1.0 + odd)),
+    ),
+    Case("model: lr", lambda m, odd: _train(m, optimizer=_sgd(odd, lr=0.2))),
+    Case("model: lr, given to the step", lambda m, odd: _given(m, _sgd(odd, lr=0.2)), said="lr"),
+    Case("model: momentum", lambda m, odd: _given(m, _sgd(odd, momentum=0.9)), said="momentum"),
+    Case("model: decay", lambda m, odd: _train(m, optimizer=_sgd(odd, weight_decay=0.1))),
+    Case(
+        "model: optimizer",
+        lambda m, odd: _given(
+            m, lambda model: (optim.Adam if odd else optim.SGD)(model.parameters(), lr=0.1)
+        ),
+        said="Adam",
+    ),
+    Case("model: a loaded optimizer", _resume),
+    Case("model: an optimizer's step left out", _left_out),
+    Case(
+        "model: limit of a norm",
+        lambda m, odd: _train(m, between=lambda model: model.clip_grad_norm(0.1 + odd)),
+        said="0.1",
+    ),
+    Case(
+        "model: limit of an ordinary norm",
+        lambda m, odd: _train(
+            m, between=lambda model: optim.clip_grad_norm(model.parameters(), 0.01 + odd)
+        ),
+    ),
+    Case(
+        "model: clipping left out",
+        lambda m, odd: _train(m, between=None if odd else lambda model: model.clip_grad_norm(0.1)),
+    ),
+    Case(
+        "model: lr of a ParallelOptimizer",
+        lambda m, odd: _train(
+            m, optimizer=lambda model: mm.ParallelOptimizer(_sgd(odd, lr=0.2)(model), model)
+        ),
+    ),
+    Case(
+        "model: zero",
+        lambda m, odd: _train(
+            m,
+            optimizer=lambda model: mm.ParallelOptimizer(_sgd(odd)(model), model, zero=int(odd)),
+        ),
+    ),
+    Case(
+        "model: lr of a ParallelOptimizer, set later",
+        lambda m, odd: _lr_later(m, odd),
+    ),
+    Case(
+        "model: training and evaluation mode",
+        lambda m, odd: _train(m, before=lambda model: model.set_training(not odd)),
+    ),
+    Case(
+        "model: training and forward",
+        lambda m, odd: _model(m).forward(_BATCH) if odd else _step(m),
+    ),
+    Case("model: no_sync", _no_sync),
+    Case(
+        "model: number of the step",
+        lambda m, odd: _train(m, before=lambda model: setattr(model, "step", 5 * odd)),
+    ),
+    Case(
+        "model: frozen parameters",
+        lambda m, odd: _train(m, before=lambda model: _freeze(model, odd)),
+    ),
+    Case("model: steps", lambda m, odd: _train(m, steps=1 if odd else 2)),
+    Case("model: schedule", lambda m, odd: _pipeline(m, odd, schedule="gpipe")),
+    Case("model: microbatches of a pipeline", lambda m, odd: _pipeline(m, odd, num_microbatches=4)),
+    Case("model: lr of the last step", _last_step, "silent"),
+]
+
+
+def _lr_later(mesh: Any, odd: bool) -> None:
+    model = _model(mesh)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mm.ParallelOptimizer(sgd, model)
+    for _ in range(2):
+        sgd.lr = 0.2 if odd else 0.1
+        model.train_step(_BATCH, _TARGET, optimizer=optimizer)

@@ -1,0 +1,403 @@
+"""Every public callable with arguments that work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import mpimesh as mm
+import mpimesh.dtensor as dtensor
+from mpimesh.errors import MpimeshError
+
+__all__ = ["CALLS", "LOCAL", "Call", "Place"]
+
+
+class Place:
+    """The arguments at a rank's hand: a mesh of two ranks, and what lies on it."""
+
+    def __init__(self) -> None:
+        self.mesh = mm.DeviceMesh("dp=2")
+        self.group = self.mesh.group("dp")
+        self.peer = 1 - self.mesh.rank
+        self.value = mm.Mesh("dp=2,tp=2")
+        self.tensor = mm.distribute(np.arange(8.0), self.mesh, "dp=S0")
+        self.halo = mm.Halo(self.tensor)
+        self.handle: mm.CollectiveTensor | None = None
+
+    def start(self) -> mm.CollectiveTensor:
+        """Start an operation, which :meth:`finish` resolves."""
+        self.handle = self.group.all_reduce(np.ones(2))
+        return self.handle
+
+    def finish(self) -> None:
+        """Resolve what was started."""
+        if self.handle is not None:
+            with suppress(MpimeshError):
+                self.handle.resolve()
+
+    def send(self, x: Any = (1.0, 2.0), dest: Any = None, tag: Any = 0) -> Any:
+        """Send to the other rank, which does so, too."""
+        self.handle = self.group.send(x, self.peer if dest is None else dest, tag=tag)
+        return self.group.recv(self.peer, tag=tag)
+
+    def recv(
+        self, source: Any = ..., shape: Any = None, dtype: Any = None, out: Any = None, tag: Any = 0
+    ) -> Any:
+        """Receive what the other rank sends, which does so, too."""
+        source = self.peer if source is ... else source
+        self.handle = self.group.recv(source, shape=shape, dtype=dtype, out=out, tag=tag)
+        self.group.send(np.arange(2.0), self.peer, tag=tag).resolve()
+        return self.handle
+
+    def mapped(self, function: Any = abs, out_placements: Any = "dp=S0", **options: Any) -> Any:
+        """Call what `local_map` returns."""
+        return mm.local_map(function, out_placements, **options)(self.tensor)
+
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
+CALLS: dict[str, Callable[[Place], Call]] = {}
+"""By its public name, a function and arguments that it takes."""
+
+LOCAL: set[str] = set()
+"""Those that take part in nothing: what one rank gives is no other's concern."""
+
+
+def _call_of(
+    owner: Callable[[Place], Any], name: str, arguments: dict[str, Any], place: Place
+) -> Call:
+    return getattr(owner(place), name.split()[0]), arguments
+
+
+def _call_on_mesh(owner: Any, name: str, arguments: dict[str, Any], place: Place) -> Call:
+    there = {"mesh": place.mesh, "placements": "dp=S0"}
+    return getattr(owner, name.split()[0]), {**arguments, **there}
+
+
+def _plain(prefix: str, owner: Any, calls: dict[str, dict[str, Any]]) -> None:
+    """Add what is looked up in `owner`, which talks to no other rank."""
+    for name, arguments in calls.items():
+        CALLS[f"{prefix}.{name}"] = partial(_call_of, lambda _: owner, name, arguments)
+        LOCAL.add(f"{prefix}.{name}")
+
+
+def _of(
+    prefix: str,
+    owner: Callable[[Place], Any],
+    calls: dict[str, dict[str, Any]],
+    *,
+    local: bool = False,
+) -> None:
+    """Add methods of what a place has."""
+    for name, arguments in calls.items():
+        CALLS[f"{prefix}.{name}"] = partial(_call_of, owner, name, arguments)
+        if local:
+            LOCAL.add(f"{prefix}.{name}")
+
+
+def _on_mesh(prefix: str, owner: Any, calls: dict[str, dict[str, Any]]) -> None:
+    """Add what takes a mesh and placements, too."""
+    for name, arguments in calls.items():
+        CALLS[f"{prefix}.{name}"] = partial(_call_on_mesh, owner, name, arguments)
+
+
+_QUERIES: dict[str, dict[str, Any]] = {
+    "check_world": {"world_size": 4},
+    "contains_dim": {"dim": "dp"},
+    "contains_rank": {"rank": 0},
+    "coord_of": {"rank": 0, "dim": "dp"},
+    "coords": {"offset": 0},
+    "coords_of": {"rank": 0},
+    "device_location": {"offset": 0},
+    "dim_size": {"dim": "dp"},
+    "group_index": {"rank": 0, "dims": "dp"},
+    "group_ranks": {"rank": 0, "dims": "dp"},
+    "groups": {"dims": "dp"},
+    "neighbour": {"rank": 0, "dim": "dp"},
+    "num_groups": {"dims": "dp"},
+    "offset_of": {"rank": 0},
+    "place_in_group": {"rank": 0, "dims": "dp"},
+    "rank_of": {"offset": 0},
+}
+
+_plain(
+    "mm",
+    mm,
+    {
+        "Device": {"id": 0, "name": "a", "backend": mm.DeviceBackend("cpu")},
+        "Mesh": {"dims": "dp=2"},
+        "Partial": {},
+        "Placement": {"specs": ["S0"]},
+        "Random": {},
+        "Replicate": {},
+        "Shard": {"axis": 0},
+        "Tracer": {"rank": 0},
+        "create_distributed_mesh": {"mesh_dims": "dp=2", "client_id": 0, "num_clients": 2},
+        "create_mesh": {"mesh_dims": "dp=2", "num_devices": 2},
+        "device_mesh": {"shape": (2, 2), "device_ids": [0, 1, 2, 3]},
+        "run_virtual": {"size": 1, "function": int},
+    },
+)
+_plain(
+    "Mesh",
+    mm.Mesh,
+    {
+        "from_device": {"device": "CPU:0"},
+        "from_ids": {"shape": (2,), "ids": [0, 1]},
+        "from_proto": {"record": mm.Mesh("dp=2").as_proto()},
+        "from_string": {"text": "|x=2|0,1|0|/job:localhost/replica:0/task:0/device:CPU:0"},
+        "parse": {"text": "dp=2"},
+    },
+)
+_plain(
+    "MeshTopology",
+    mm.MeshTopology,
+    {
+        "data_parallel": {},
+        "mixed": {"tp": 1, "pp": 1, "dp": 1},
+        "parse": {"text": "data-parallel"},
+        "pipeline_parallel": {"stages": 2},
+        "tensor_parallel": {"degree": 2},
+    },
+)
+_plain(
+    "MeshTopology",
+    mm.MeshTopology.parse("mixed:tp=2,pp=2,dp=2"),
+    {name: {"world_size": 8} for name in ("group_plan", "group_specs", "to_mesh", "validate")},
+)
+_plain(
+    "Layout",
+    mm.Layout,
+    {
+        "from_specs": {"sharding_specs": ["dp"], "mesh": mm.Mesh("dp=2")},
+        "replicated": {"mesh": mm.Mesh("dp=2")},
+    },
+)
+_plain(
+    "Layout",
+    mm.Layout(mm.Mesh("dp=2"), "S0"),
+    {
+        "agrees_with": {"other": mm.Layout(mm.Mesh("dp=2"), "S0")},
+        "box": {"shape": (4,), "rank": 0},
+        "global_offset": {"shape": (4,), "rank": 0},
+        "local_shape": {"shape": (4,), "rank": 0},
+        "sharding_dims": {"axis": 0},
+        "sharding_specs": {"ndim": 1},
+        "tiling": {"shape": (4,)},
+    },
+)
+for _spec in (mm.Shard, mm.Replicate, mm.Partial):
+    _plain(_spec.__name__, _spec, {"replica": {}, "sharding": {"axis": 0}})
+_plain("Shard", mm.Shard, {"of_sizes": {"axis": 0, "sizes": [1, 2]}})
+_plain(
+    "Placement",
+    mm.Placement,
+    {"from_text": {"text": "S0"}, "of": {"placements": "S0", "dim_names": ["dp"]}},
+)
+_plain("Placement", mm.Placement(["S0"]), {"named": {"dim_names": ["dp"]}})
+_of("Mesh", lambda place: place.value, _QUERIES, local=True)
+_of("DeviceMesh", lambda place: place.mesh, _QUERIES, local=True)
+_of(
+    "Mesh",
+    lambda place: place.value,
+    {
+        "flatten": {"dims": "dp,tp", "name": "all"},
+        "submesh_of": {"rank": 0, "dims": "dp"},
+        "unflatten": {"dim": "dp", "dims": "a=2"},
+        "with_local": {"local_ids": [0]},
+    },
+    local=True,
+)
+_of(
+    "DeviceMesh",
+    lambda place: place.mesh,
+    {
+        "budget": {},
+        "coord": {"dim": "dp"},
+        "devices_by_backend": {"backend": "cpu"},
+        "devices_in_group": {"name": "dp"},
+        "get_device": {"rank": 0},
+        "get_group": {"name": "dp"},
+        "group": {},
+        "group_rank": {"name": "dp"},
+        "in_group": {"name": "dp"},
+        "set_rank": {"rank": 0},
+        "shared_empty": {"shape": (2,)},
+    },
+    local=True,
+)
+_of(
+    "DeviceMesh",
+    lambda place: place.mesh,
+    {
+        "add_group": {"name": "more", "ranks": [0, 1]},
+        "add_group along dims": {"name": "more", "dims": "dp"},
+        "barrier": {},
+        "reshape": {"dims": "a=2"},
+        "set_comm": {"comm": None},
+    },
+)
+_of(
+    "ProcessGroup",
+    lambda place: place.group,
+    {
+        "barrier": {},
+        "check_rank": {"rank": 0, "what": "dest"},
+        "empty_once": {"shape": 2},
+        "group_rank_of": {"world_rank": 0},
+        "start_barrier": {},
+        **{
+            name: {"x": np.arange(4.0)}
+            for name in (
+                "all_gather",
+                "all_reduce",
+                "all_to_all",
+                "broadcast",
+                "gather",
+                "reduce",
+                "reduce_scatter",
+                "scatter",
+                "shift",
+            )
+        },
+    },
+)
+CALLS["ProcessGroup.send"] = lambda place: (place.send, {})
+CALLS["ProcessGroup.recv"] = lambda place: (place.recv, {})
+_of(
+    "CollectiveTensor",
+    Place.start,
+    {"map": {"function": abs}, "resolve": {}, "wait": {}},
+)
+_on_mesh(
+    "mm",
+    mm,
+    {
+        "Layout": {},
+        "arange": {"start": 4},
+        "distribute": {"x": np.arange(4.0)},
+        "distribute from a root": {"x": np.arange(4.0), "root": 0},
+        "empty": {"shape": (4,)},
+        "eye": {"rows": 4},
+        "from_callback": {"shape": (4,), "callback": lambda _: np.zeros(2)},
+        "full": {"shape": (4,), "value": 1},
+        "linspace": {"start": 0, "stop": 1},
+        "ones": {"shape": (4,)},
+        "zeros": {"shape": (4,)},
+    },
+)
+_on_mesh("Halo", mm.Halo, {"of_shape": {"shape": (4,)}})
+_on_mesh("DTensor", mm.DTensor, {"from_local": {"block": np.zeros(2)}})
+_on_mesh(
+    "Random",
+    mm.Random(1),
+    {
+        "bernoulli": {"p": 0.5, "shape": (4,)},
+        "exponential": {"shape": (4,)},
+        "integers": {"low": 0, "high": 3, "shape": (4,)},
+        "normal": {"shape": (4,)},
+        "uniform": {"shape": (4,)},
+    },
+)
+_plain("Random", mm.Random(1), {"permutation": {"n": 3}})
+_of(
+    "Halo",
+    lambda place: place.halo,
+    {"exchange": {"x": None}, "field": {}, "start": {"field": None}},
+)
+_of(
+    "DTensor",
+    lambda place: place.tensor,
+    {
+        "full": {},
+        "plan": {},
+        "redistribute": {"placements": "R"},
+        "start_redistribute": {"placements": "R"},
+    },
+)
+CALLS |= {
+    "Mesh.rank_at": lambda place: (
+        lambda dp, tp: place.value.rank_at(dp, tp),
+        {"dp": 0, "tp": 0},
+    ),
+    "Mesh.submesh": lambda place: (
+        lambda dims, tp: place.value.submesh(dims, tp=tp),
+        {"dims": "dp", "tp": 0},
+    ),
+    "DeviceMesh.rank_at": lambda place: (lambda dp: place.mesh.rank_at(dp=dp), {"dp": 0}),
+    "mm.DeviceMesh": lambda _: (mm.DeviceMesh, {"dims": "dp=2"}),
+    "mm.DTensor": lambda place: (
+        mm.DTensor,
+        {
+            "mesh": place.mesh,
+            "layout": place.tensor.layout,
+            "shape": (8,),
+            "dtype": float,
+            "block": np.zeros(4),
+        },
+    ),
+    "mm.Halo": lambda place: (mm.Halo, {"x": place.tensor}),
+    "mm.HaloField": lambda place: (mm.HaloField, {"halo": place.halo}),
+    "mm.default_layout": lambda place: (
+        lambda mesh, placements=None: mm.default_layout(mesh, placements).__enter__(),
+        {"mesh": place.mesh},
+    ),
+    "mm.local_map": lambda place: (
+        place.mapped,
+        {
+            "function": abs,
+            "out_placements": "dp=S0",
+            "in_placements": None,
+            "out_shapes": None,
+            "mesh": None,
+        },
+    ),
+    "mm.shift": lambda place: (mm.shift, {"x": place.tensor, "steps": 1, "axis": 0}),
+    "dtensor.annotate_sharding": lambda place: (
+        dtensor.annotate_sharding,
+        {"x": place.tensor, "mesh": place.mesh, "placement": "S0"},
+    ),
+    "dtensor.call_with_layout": lambda place: (
+        lambda function, layout, mesh=None: dtensor.call_with_layout(
+            function, layout, place.tensor, mesh=mesh
+        ),
+        {"function": np.abs, "layout": "S0"},
+    ),
+    "dtensor.check_layout": lambda place: (
+        dtensor.check_layout,
+        {"x": place.tensor, "layout": "S0"},
+    ),
+    "dtensor.copy_to_mesh": lambda place: (
+        dtensor.copy_to_mesh,
+        {"x": np.ones(4), "layout": "S0", "mesh": place.mesh},
+    ),
+    "dtensor.default_mesh": lambda place: (
+        lambda mesh: dtensor.default_mesh(mesh).__enter__(),
+        {"mesh": place.mesh},
+    ),
+    "dtensor.device_name": lambda place: (dtensor.device_name, {"mesh": place.mesh}),
+    "dtensor.dtensor_type": lambda place: (dtensor.dtensor_type, {"x": place.tensor}),
+    "dtensor.fetch_layout": lambda place: (dtensor.fetch_layout, {"x": place.tensor}),
+    "dtensor.is_dtensor": lambda place: (dtensor.is_dtensor, {"x": place.tensor}),
+    "dtensor.pack": lambda place: (
+        dtensor.pack,
+        {"tensors": [np.ones(2)], "layout": "S0", "mesh": place.mesh},
+    ),
+    "dtensor.redistribute": lambda place: (
+        dtensor.redistribute,
+        {"x": place.tensor, "mesh": place.mesh, "placement": "R"},
+    ),
+    "dtensor.redistribute_replica_to_shard": lambda place: (
+        dtensor.redistribute_replica_to_shard,
+        {"x": place.tensor.redistribute("R"), "num_workers": 2, "axis": 0},
+    ),
+    "dtensor.relayout": lambda place: (dtensor.relayout, {"x": place.tensor, "layout": "R"}),
+    "dtensor.relayout_like": lambda place: (
+        dtensor.relayout_like,
+        {"x": place.tensor, "other": place.tensor},
+    ),
+    "dtensor.unpack": lambda place: (dtensor.unpack, {"x": place.tensor}),
+}

@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpimesh.errors import MeshError, RankError, UnknownNameError
+from mpimesh.mesh import ListedIds, Mesh, MeshDimension, StridedIds
+from tests.helpers.mesh_strategies import meshes, meshes_and_dims, shapes
+from tests.helpers.raises import raises
+
+
+def test_tensorflows_three_by_two_example():
+    mesh = Mesh("x=3,y=2")
+    assert (mesh.dim_names, mesh.shape(), mesh.size, mesh.ndim) == (["x", "y"], [3, 2], 6, 2)
+    assert mesh.strides == [2, 1]
+    wrapped = [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1], [0, 0], [0, 1]]
+    assert [mesh.coords(k).tolist() for k in range(8)] == wrapped
+    assert mesh.coords(-1).tolist() == [2, 1]
+    assert isinstance(mesh.coords(0), np.ndarray)
+    # "Reducing over x" reduces columns, over y rows.
+    assert [list(ranks) for ranks in mesh.groups("x")] == [[0, 2, 4], [1, 3, 5]]
+    assert [list(ranks) for ranks in mesh.groups("y")] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("dims", "strides"),
+    [
+        ("a=3,b=2", [2, 1]),
+        ("a=2,b=4,c=2", [8, 2, 1]),
+        ("a=8,b=16,c=2,d=4", [128, 8, 4, 1]),
+        ("a=8", [1]),
+    ],
+)
+def test_strides_are_row_major_in_elements(dims, strides):
+    assert Mesh(dims).strides == strides
+
+
+@given(shapes, st.integers(-100, 100))
+def test_coords_are_those_of_numpy_and_wrap(shape, offset):
+    mesh = Mesh.from_ids(shape, range(prod(shape)))
+    expected = np.unravel_index(offset % mesh.size, shape)
+    assert mesh.coords(offset).tolist() == [int(k) for k in expected]
+    formula = (offset // np.array(mesh.strides)) % np.array(shape)
+    assert mesh.coords(offset).tolist() == formula.tolist()
+
+
+@given(meshes())
+def test_every_way_to_a_place_agrees_with_the_array(drawn):
+    mesh, grid = drawn
+    assert np.array_equal(mesh.global_device_ids(), grid)
+    assert list(mesh.ids) == grid.reshape(-1).tolist() == [mesh.ids[k] for k in range(mesh.size)]
+    assert mesh.shape() == list(grid.shape)
+    assert (mesh.min_global_device_id(), mesh.ids.largest) == (grid.min(), grid.max())
+    table = mesh.unravel_index()
+    assert list(table) == list(range(mesh.size))
+    for offset, place in enumerate(np.ndindex(grid.shape)):
+        rank = int(grid[place])
+        assert mesh.coords_of(rank) == place == tuple(mesh.device_location(offset))
+        assert mesh.offset_of(rank) == offset == mesh.ids.index(rank)
+        assert mesh.rank_of(offset) == rank == mesh.rank_at(*place)
+        by_name = dict(zip(mesh.dim_names, place, strict=True))
+        assert mesh.rank_at(**by_name) == rank
+        assert table[offset] == by_name
+        assert all(mesh.coord_of(rank, name) == k for name, k in by_name.items())
+    outside = set(range(-1, int(grid.max()) + 2)) - set(grid.reshape(-1).tolist())
+    for rank in outside:
+        assert not mesh.contains_rank(rank)
+        with raises(RankError, f"rank {rank}"):
+            mesh.coords_of(rank)
+
+
+@given(meshes_and_dims())
+def test_groups_partition_the_ranks(drawn):
+    mesh, grid, dims = drawn
+    groups = mesh.groups(dims)
+    axes = [mesh.dim_names.index(name) for name in dims]
+    others = [k for k in range(mesh.ndim) if k not in axes]
+    rows = grid.transpose(others + axes).reshape(-1, prod(grid.shape[k] for k in axes))
+    assert [list(ranks) for ranks in groups] == rows.tolist()
+    assert len(groups) == mesh.num_groups(dims) == len(rows)
+    assert groups.group_size == rows.shape[1]
+    for index, row in enumerate(rows.tolist()):
+        for place, rank in enumerate(row):
+            assert mesh.group_index(rank, dims) == index
+            assert mesh.place_in_group(rank, dims) == place
+            assert list(mesh.group_ranks(rank, dims)) == row
+    assert list(groups[-1]) == rows[-1].tolist()
+    assert [list(ranks) for ranks in groups[1:]] == rows[1:].tolist()
+    with raises(IndexError, f"group {len(groups)}", len(groups)):
+        groups[len(groups)]
+
+
+@given(meshes(), st.integers(-5, 5), st.data())
+def test_neighbour_moves_along_one_dim(drawn, offset, data):
+    mesh, grid = drawn
+    dim = data.draw(st.integers(0, mesh.ndim - 1))
+    name = mesh.dim_names[dim]
+    rolled = np.roll(grid, -offset, axis=dim)
+    for place in np.ndindex(grid.shape):
+        rank = int(grid[place])
+        assert mesh.neighbour(rank, name, offset, wrap=True) == rolled[place]
+        inside = 0 <= place[dim] + offset < grid.shape[dim]
+        assert mesh.neighbour(rank, name, offset) == (rolled[place] if inside else None)
+
+
+def test_group_ranks_are_ranges_where_equally_spaced():
+    mesh = Mesh("dp=2,pp=2,tp=2")
+    assert mesh.group_ranks(5, "tp") == range(4, 6)
+    assert mesh.group_ranks(5, "dp") == range(1, 9, 4)
+    assert mesh.group_ranks(5, "pp,tp") == range(4, 8)
+    assert list(mesh.group_ranks(5, ("dp", "tp"))) == [0, 1, 4, 5]
+    assert list(mesh.group_ranks(5, ("tp", "dp"))) == [0, 4, 1, 5]
+    assert mesh.group_ranks(5, ()) == range(5, 6)
+
+
+def test_dims_by_name():
+    mesh = Mesh("dp=4,tp=2")
+    assert mesh["tp"] == MeshDimension("tp", 2) == ("tp", 2)
+    assert str(mesh["tp"]) == "tp=2"
+    assert mesh.dim_size("dp") == 4
+    assert mesh.contains_dim("dp")
+    assert "tp" in mesh
+    assert "x" not in mesh
+    assert list(mesh) == ["dp", "tp"]
+    for ask in (mesh.dim_size, mesh.__getitem__, mesh.groups, lambda d: mesh.coord_of(0, d)):
+        with raises(UnknownNameError, "z", "dp, tp"):
+            ask("z")
+    assert issubclass(UnknownNameError, KeyError)
+    assert issubclass(UnknownNameError, ValueError)
+
+
+@pytest.mark.parametrize("offset", [-1, 6])
+def test_device_location_does_not_wrap(offset):
+    with raises(RankError, f"offset {offset}", "x=3,y=2"):
+        Mesh("x=3,y=2").device_location(offset)
+
+
+@pytest.mark.parametrize(
+    ("coords", "by_dim"), [((0,), {}), ((0, 0, 0), {}), ((0,), {"y": 1}), ((), {"x": 1})]
+)
+def test_rank_at_wants_every_coordinate_once(coords, by_dim):
+    with raises(MeshError, "rank_at", "x=3,y=2"):
+        Mesh("x=3,y=2").rank_at(*coords, **by_dim)
+
+
+def test_rank_at_checks_its_values():
+    with raises(MeshError, "coordinate x=3"):
+        Mesh("x=3,y=2").rank_at(3, 0)
+    with pytest.raises(UnknownNameError):
+        Mesh("x=3,y=2").rank_at(x=0, z=0)
+
+
+# -- slices --------------------------------------------------------------------
+
+
+@given(meshes())
+def test_equality_hash_repr_pickle_and_copy(drawn):
+    mesh, grid = drawn
+    dims = list(zip(mesh.dim_names, grid.shape, strict=True))
+    listed = Mesh(dims, ListedIds(grid))
+    assert mesh == listed
+    assert hash(mesh) == hash(listed)
+    if mesh.size <= 32 or isinstance(mesh.ids, StridedIds):
+        assert eval(repr(mesh)) == mesh  # the repr is the constructor call
+    for other in (pickle.loads(pickle.dumps(mesh)), copy.deepcopy(mesh), copy.copy(listed)):
+        assert other == mesh
+        assert hash(other) == hash(mesh)
+    assert mesh != Mesh([*dims, ("z", 1)], list(mesh.ids))
+
+
+def test_every_field_counts_in_equality():
+    mesh = Mesh("x=2", name="a")
+    assert mesh != Mesh("x=2")
+    assert mesh != Mesh("y=2", name="a")
+    assert mesh != Mesh("x=2", [1, 0], name="a")
+    assert mesh != mesh.with_local([0])
+    others: list[object] = ["x=2", 3, None]
+    for other in others:
+        assert mesh != other
+
+
+def test_a_mesh_cannot_be_changed():
+    mesh = Mesh("x=2,y=2", [3, 1, 0, 2])
+    for field in ("name", "dims", "ids"):
+        with pytest.raises(AttributeError):
+            setattr(mesh, field, None)
+    mesh.global_device_ids()[0, 0] = 9
+    mesh.shape()[0] = 9
+    mesh.strides[0] = 9
+    assert mesh == Mesh("x=2,y=2", [3, 1, 0, 2])
+    assert isinstance(mesh.ids, ListedIds)
+    with raises(ValueError, "read-only"):
+        mesh.ids.ids[0, 0] = 9
+
+
+def test_repr_is_short_for_many_ranks():
+    assert repr(Mesh("dp=2,pp=2")) == "Mesh('dp=2,pp=2')"
+    assert (
+        repr(Mesh("dp=2", range(4, 8, 2), name="m")) == "Mesh('dp=2', ids=range(4, 8, 2), name='m')"
+    )
+    large = Mesh("dp=1000,tp=100").flatten("tp,dp", "x")
+    assert len(repr(large)) < 200
+    listed = [Mesh("x=100", [*range(1, 98), *last]) for last in ([98, 99, 0], [99, 98, 0])]
+    assert all("<100 listed ids, crc32 " in repr(mesh) for mesh in listed)
+    assert repr(listed[0]) != repr(listed[1])
+    assert eval(repr(large)) == large
+
+
+# -- from shape and ids ----------------------------------------------------------
+
+
+def test_from_ids_takes_any_distinct_ranks():
+    mesh = Mesh.from_ids((2, 2), [7, 3, 5, 0])
+    assert mesh.dim_names == ["d0", "d1"]
+    assert mesh.coords_of(5) == (1, 0)
+    assert list(mesh.group_ranks(7, "d0")) == [7, 5]
+    assert Mesh.from_ids((2, 2), range(4)) == Mesh("d0=2,d1=2")
+    assert Mesh.from_ids((4,), np.arange(4, dtype=np.uint8), dim_names=["x"]) == Mesh("x=4")
+    assert isinstance(Mesh.from_ids((2, 3), [1, 2, 3, 11, 12, 13]).ids, StridedIds)
+    assert Mesh("dp=-1,tp=2", range(8)).shape() == [4, 2]
+    assert Mesh((), [5]).coords_of(5) == ()
+    assert Mesh.from_ids((3,), range(9, 3, -2)).ids[2] == 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "ids", "values"),
+    [
+        ((2, 2), [0, 1, 2], ("ids", 3, 4)),
+        ((2, 2), [0, 1, 2, 2], ("id 2", "twice")),
+        ((2,), [0, -1], ("ids", -1)),
+        ((2,), range(-1, 1), ("ids", -1, 0)),
+        ((2,), [0, 2**31], ("ids", 2**31)),
+        ((2,), [0, 1.0], ("id", 1.0)),
+        ((2,), [0, True], ("id", True)),
+        ((2,), np.zeros(2), ("ids", "float64")),
+        ((2, 0), [], ("size", "'d1'", 0)),
+        ((2, -3), [0] * 6, ("'d1'", -3)),
+    ],
+)
+def test_from_ids_refuses(shape, ids, values):
+    with raises(MeshError, *values):
+        Mesh.from_ids(shape, ids)
+
+
+def test_from_ids_wants_a_name_for_each_dim():
+    with raises(MeshError, (2, 2), ("x",)):
+        Mesh.from_ids((2, 2), range(4), dim_names=["x"])
+
+
+def test_strides_that_overlap_are_refused():
+    with raises(MeshError, "strides", "(((2, 1),), ((2, 1),))"):
+        StridedIds(0, (((2, 1),), ((2, 1),)))
+
+
+# -- devices -----------------------------------------------------------------------
+
+
+def test_local_locations_where_ids_do_not_start_at_zero():
+    mesh = Mesh("x=2,y=2", range(4, 8), local_ids=[5, 6], local_devices=["CPU:0", "CPU:1"])
+    assert mesh.local_device_locations() == [{"x": 0, "y": 1}, {"x": 1, "y": 0}]
+    assert mesh.num_local_devices() == 2
+    assert mesh.min_global_device_id() == 4
+    assert not mesh.is_remote()
+    assert mesh.device_type() == "CPU"
+
+
+def test_host_mesh_has_cpu_devices_and_no_name():
+    devices = [
+        "/job:worker/replica:0/task:1/device:GPU:0",
+        "/job:worker/replica:0/task:1/device:GPU:3",
+    ]
+    mesh = Mesh("x=4", name="M", local_ids=[2, 3], local_devices=devices)
+    host = mesh.host_mesh()
+    assert host.local_devices() == [text.replace("GPU", "CPU") for text in devices]
+    assert (host.name, host.dims, host.ids, host.local_ids) == ("", mesh.dims, mesh.ids, (2, 3))
+    assert (mesh.device_type(), host.device_type()) == ("GPU", "CPU")
+    assert host.host_mesh() is host
+    assert Mesh("x=2").host_mesh() == Mesh("x=2")
+
+
+def test_device_type_comes_from_the_names():
+    assert Mesh("x=2", global_devices=["GPU:0", "GPU:1"]).device_type() == "GPU"
+    with raises(MeshError, "device_type", "x=2"):
+        Mesh("x=2").device_type()
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        ({"local_ids": [4]}, ("local device id 4", "x=4")),
+        ({"local_ids": [1, 1]}, ("local device id", "twice", (1, 1))),
+        ({"local_ids": ["1"]}, ("local device id", "'1'")),
+        (
+            {"local_ids": [0, 1], "local_devices": ["CPU:0"]},
+            ("2 local device ids", "1 local devices"),
+        ),
+        ({"local_devices": ["CPU:0"]}, ("0 local device ids", "1 local devices")),
+        ({"global_devices": ["CPU:0"]}, ("1 global devices", 4)),
+        ({"local_ids": [0, 1], "local_devices": ["GPU:0", "GPU:0"]}, ("Duplicate", "device:GPU:0")),
+        (
+            {"local_ids": [0, 1, 2], "local_devices": ["CPU:0", "CPU:0", "CPU:1"]},
+            ("Duplicate", "device:CPU:0"),
+        ),
+        ({"local_ids": [0, 1], "local_devices": ["CPU:0", "GPU:0"]}, ("device_types", "CPU, GPU")),
+        ({"local_ids": [0], "local_devices": ["TPU:0"]}, ("device_type", "CPU, GPU", "'TPU'")),
+        ({"local_ids": [0], "local_devices": ["nonsense"]}, ("device", "'nonsense'")),
+        ({"local_ids": [0], "local_devices": "CPU:0"}, ("local_devices", "'CPU:0'")),
+        ({"name": "a|b"}, ("name", "'a|b'")),
+        ({"name": 3}, ("name", 3)),
+    ],
+)
+def test_devices_that_break_a_rule(options, values):
+    with raises(MeshError, *values):
+        Mesh("x=4", **options)
+
+
+def test_one_cpu_may_stand_for_all_places():
+    assert Mesh("x=2", local_ids=[0, 1], local_devices=["CPU:0", "CPU:0"]).num_local_devices() == 2
+
+
+def test_single_device():
+    mesh = Mesh.from_device("/job:localhost/replica:0/task:0/device:GPU:1")
+    assert mesh.is_single_device()
+    assert mesh.single_device == "/job:localhost/replica:0/task:0/device:GPU:1"
+    assert (mesh.size, mesh.shape(), mesh.strides) == (1, [], [])
+    assert mesh.use_xla_spmd() is False
+    assert not Mesh("x=1").is_single_device()
+    with raises(MeshError, "x=1", "single device"):
+        _ = Mesh("x=1").single_device

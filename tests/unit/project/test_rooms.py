@@ -1,0 +1,235 @@
+"""The library's rooms and house rules, read off its source.
+
+A room may import from the rooms before it in `ROOMS`, and from nowhere else in
+the library, be it at the top of a module, inside a function or for type checking.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+ROOMS = [
+    {"errors", "settings"},
+    {"arguments"},
+    {"trace"},
+    {"mesh"},
+    {"layout"},
+    {"schedule"},
+    {"arrays"},
+    {"nn", "optim"},
+    {"transport"},
+    {"runtime"},
+    {"dtensor"},
+    {"parallel"},
+    {"interop"},
+    {"models"},
+    {"testing"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+
+# Beside the standard library, at the top of a module. Elsewhere in it, see LAZY.
+LIBRARIES = {
+    "errors": set(),
+    "arguments": set(),
+    "settings": set(),
+    "trace": set(),
+    "interop": {"numpy", "torch", "jax"},
+    "testing": {"numpy", "mpi4py", "pytest"},
+    "cli": {"numpy", "mpi4py", "rich", "typer"},
+}
+BEFORE_TRANSPORT = {"numpy", "ml_dtypes"}
+FROM_TRANSPORT_ON = {"numpy", "ml_dtypes", "mpi4py"}
+# Inside a function of any room but those of the standard library.
+LAZY = {"cupy", "cupyx", "ml_dtypes", "nvidia", "rich"}
+# And inside a function of these rooms, where a library of the field reads a format better.
+LAZY_OF_ROOM = {"models": {"safetensors", "tokenizers"}, "cli": {"threadpoolctl"}}
+
+PICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
+MOST_LINES = 700
+
+
+def test_the_library_keeps_its_rules():
+    modules = sorted((ROOT / "mpimesh").rglob("*.py"))
+    assert len(modules) > 20, "the library was not found"
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {breach}"
+        for path in modules
+        for line, breach in breaches(path.read_text(), path.relative_to(ROOT / "mpimesh"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["mpimesh", "tests", "examples", "benchmarks"])
+def test_no_module_is_past_its_length(folder):
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in (ROOT / folder).rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > MOST_LINES
+    }
+    assert not long, f"past {MOST_LINES} lines a module wants to be two: {long}"
+
+
+# -- the rules' own test: each of these lines is a breach -------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "breach"),
+    [
+        ("mesh/mesh.py", "from mpimesh.runtime.group import ProcessGroup", "later room runtime"),
+        ("mesh/mesh.py", "from mpimesh import runtime", "later room runtime"),
+        ("mesh/mesh.py", "import mpimesh.parallel.pipeline", "later room parallel"),
+        ("mesh/mesh.py", "def f():\n    import mpimesh.runtime", "later room runtime"),
+        ("nn/linear.py", "from mpimesh.optim import SGD", "beside it"),
+        ("runtime/world.py", "import mpimesh as mm", "whole library"),
+        ("runtime/world.py", "from mpimesh import DeviceMesh", "whole library"),
+        ("mesh/mesh.py", "from .strides import strides", "relative"),
+        ("trace/event.py", "import numpy as np", "numpy"),
+        ("settings.py", "def f():\n    import numpy", "numpy"),
+        ("mesh/devices.py", "import cupy", "cupy"),
+        ("transport/mpi.py", "import cupy", "cupy"),
+        ("arrays/pool.py", "def f():\n    from mpi4py import MPI", "mpi4py"),
+        ("arrays/pool.py", "import importlib\nimportlib.import_module('mpi4py.MPI')", "mpi4py"),
+        ("runtime/world.py", "import requests", "requests"),
+        ("runtime/world.py", "import pickle", "pickle"),
+        ("runtime/world.py", "def f():\n    from marshal import loads", "marshal"),
+        ("runtime/world.py", "def f(x):\n    assert x > 0", "assert"),
+        ("runtime/world.py", "import os\nos.environ['MPIMESH_CHECKS']", "settings.py"),
+        ("runtime/world.py", "import os\nos.environ.get('MPIMESH_CHECKS')", "settings.py"),
+        ("runtime/world.py", "import os\nos.getenv('MPIMESH_CHECKS', '')", "settings.py"),
+        ("nn/__init__.py", "def linear(): ...", "re-exports"),
+        ("kitchen/sink.py", "", "no room"),
+    ],
+)
+def test_a_breach_is_found(module, text, breach):
+    found = list(breaches(text, Path(module)))
+    assert len(found) == 1, found
+    assert breach in found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("mesh/mesh.py", "import math\nimport numpy as np\nfrom mpimesh.errors import MeshError"),
+        ("mesh/devices.py", "def f():\n    import cupy"),
+        ("optim/adam.py", "from mpimesh.nn import Parameter"),
+        ("transport/mpi.py", "from mpi4py import MPI\nfrom mpimesh.transport.base import Request"),
+        ("parallel/pipe.py", "import mpimesh.runtime\nfrom mpimesh.schedule import Schedule"),
+        ("cli/main.py", "import mpimesh as mm"),
+        ("nn/__init__.py", '"""Layers."""\nfrom mpimesh.nn.linear import Linear\n__all__ = ["L"]'),
+        ("__init__.py", "def __getattr__(name): ..."),
+    ],
+)
+def test_what_is_allowed_is_no_breach(module, text):
+    assert not list(breaches(text, Path(module)))
+
+
+# -- the rules --------------------------------------------------------------------------
+
+
+def breaches(text: str, module: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, what is wrong) for the source `text` of `module`, a path inside mpimesh/."""
+    tree = ast.parse(text)
+    room = module.parts[0].removesuffix(".py")
+    yield from _statement_breaches(tree, module)
+    if module.parts == ("__init__.py",):
+        return
+    if room not in LEVEL:
+        yield 1, f"{room} is no room; the list is in tests/unit/project/test_rooms.py"
+        return
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        for name in _imported(node):
+            problem = _import_breach(room, name, at_top=id(node) in top)
+            if problem:
+                yield node.lineno, problem  # type: ignore[attr-defined]
+
+
+def _import_breach(room: str, name: str, *, at_top: bool) -> str | None:
+    package, *parts = name.split(".")
+    if package == "":
+        return f"relative import of {name}"
+    if package in PICKLERS:
+        return f"{package} is not used: array traffic is bytes, control data is JSON"
+    if package == "mpimesh":
+        return _room_breach(room, parts)
+    if package in sys.stdlib_module_names:
+        return None
+    default = BEFORE_TRANSPORT if LEVEL[room] < LEVEL["transport"] else FROM_TRANSPORT_ON
+    allowed = LIBRARIES.get(room, default)
+    if allowed and not at_top:
+        allowed = allowed | LAZY | LAZY_OF_ROOM.get(room, set())
+    return None if package in allowed else f"{room} may not import {package} here"
+
+
+def _room_breach(room: str, parts: list[str]) -> str | None:
+    if not parts or parts[0] not in LEVEL:
+        return None if room in {"testing", "cli"} else "imports the whole library"
+    other = parts[0]
+    if LEVEL[other] > LEVEL[room]:
+        return f"{room} imports from the later room {other}"
+    # optim updates what nn defines, settings raises what errors defines; never the other way.
+    if (
+        other != room
+        and LEVEL[other] == LEVEL[room]
+        and (room, other)
+        not in {
+            ("optim", "nn"),
+            ("settings", "errors"),
+        }
+    ):
+        return f"{room} imports from {other}, which stands beside it"
+    return None
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    """The modules that `node` imports, with full names; a relative one begins with a dot."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        source = "." * node.level + (node.module or "")
+        if source == "mpimesh":
+            yield from (f"mpimesh.{alias.name}" for alias in node.names)
+        else:
+            yield source
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in {
+        "__import__",
+        "import_module",
+        "importlib.import_module",
+    }:
+        yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def _statement_breaches(tree: ast.Module, module: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            yield node.lineno, "assert: on wrong input raise, and what cannot be needs no check"
+        if module.name != "settings.py" and _reads_setting(node):
+            yield node.lineno, "reads MPIMESH_*, which settings.py does"  # type: ignore[attr-defined]
+    if module.name == "__init__.py" and len(module.parts) > 1:
+        for statement in tree.body:
+            if not isinstance(statement, ast.Import | ast.ImportFrom | ast.Expr | ast.Assign):
+                yield statement.lineno, "a room's __init__.py only re-exports"
+
+
+def _reads_setting(node: ast.AST) -> bool:
+    """True for os.environ["MPIMESH_X"], os.environ.get("MPIMESH_X") and os.getenv("MPIMESH_X")."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        container, key = node.value, node.slice
+    elif isinstance(node, ast.Call) and node.args:
+        container, key = node.func, node.args[0]
+    else:
+        return False
+    return (
+        isinstance(key, ast.Constant)
+        and str(key.value).startswith("MPIMESH_")
+        and ("environ" in ast.unparse(container) or "getenv" in ast.unparse(container))
+    )

@@ -1,0 +1,67 @@
+"""Arguments of the wrong kind get an error of mpimesh, not one of Python's insides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh.errors import GroupError, ScheduleError, ShapeError, UnknownNameError
+from mpimesh.runtime.allocator import aligned_empty
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.operation import Operation
+from mpimesh.transport import Engine
+from tests.helpers.raises import raises
+
+
+@pytest.mark.parametrize("shape", [2.5, "ab", None, (2, 1.5), -1])
+def test_a_shape_is_whole_numbers(shape):
+    with pytest.raises(ShapeError):
+        aligned_empty(shape, float)
+
+
+def test_any_kind_of_whole_number_is_a_shape():
+    assert aligned_empty(np.int64(3), float).shape == (3,)
+    assert aligned_empty((np.int8(2), 3), float).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", [3, None, 2.5])
+def test_a_group_has_a_name(name):
+    with mm.DeviceMesh("dp=1", comm=None) as mesh, raises(UnknownNameError, "group", "name", name):
+        mesh.group(name)
+
+
+@pytest.mark.parametrize("timeout_s", ["a", -1, float("nan")])
+def test_a_limit_is_a_time(timeout_s):
+    with mm.DeviceMesh("dp=1") as mesh, raises(GroupError, "timeout_s", repr(timeout_s)):
+        mesh.group().barrier(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("stages", [5, None, mm.PipelineStage(0)])
+def test_stages_are_a_list(stages):
+    with mm.DeviceMesh("pp=1") as mesh, raises(ScheduleError, "PipelineStage", stages):
+        mm.PipelineParallel(stages, 1, mesh=mesh)
+
+
+def test_a_result_that_cannot_be_made_stays_an_error():
+    class Group:
+        forgotten = 0
+        progress = Engine()
+
+        def forget(self, operation):
+            self.forgotten += 1
+
+    class Done:
+        def test(self):
+            return True
+
+    def finish():
+        raise ValueError("no room")
+
+    group = Group()
+    operation = Operation(group, Call("all_reduce", "world"), Done(), finish, None, np.ones(1))  # type: ignore[arg-type]
+    handle = mm.CollectiveTensor(operation)
+    for _ in range(2):
+        with raises(ValueError, "no room"):
+            handle.resolve()
+    assert group.forgotten == 1

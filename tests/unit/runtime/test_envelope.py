@@ -1,0 +1,71 @@
+"""Messages that say what they are, and dtypes as text."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.errors import DTypeError
+from mpimesh.runtime.envelope import ENVELOPE_BYTES, open_envelope, seal
+from tests.contract.cases import ALL, values
+from tests.helpers.raises import raises
+
+
+def as_bytes(x):
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_a_dtype_survives_as_text(dtype):
+    again = dtype_from_json(json.loads(json.dumps(dtype_to_json(dtype))))
+    assert again == dtype
+    assert again.itemsize == dtype.itemsize
+    assert again.byteorder == dtype.byteorder
+
+
+@given(
+    dtype=st.sampled_from(ALL),
+    shape=st.lists(st.integers(0, 40), max_size=3).map(tuple),
+    group=st.text(max_size=20),
+)
+def test_an_envelope_says_what_is_in_it(dtype, shape, group):
+    x = values(0, shape, dtype)
+    envelope, inline = seal(as_bytes(x), shape, dtype, group)
+    assert envelope.nbytes <= ENVELOPE_BYTES
+    # The receiver gives the whole room, whatever was in it before.
+    room = np.full(ENVELOPE_BYTES, 255, np.uint8)
+    room[: envelope.size] = envelope
+    opened = open_envelope(room)
+    assert (opened.shape, opened.dtype, opened.group) == (shape, dtype, group)
+    assert opened.nbytes == x.nbytes
+    assert (opened.inline is not None) == inline
+    if opened.inline is not None:
+        assert opened.inline.tobytes() == as_bytes(x).tobytes()
+    else:
+        assert envelope.nbytes + x.nbytes > ENVELOPE_BYTES
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_the_largest_that_goes_inside(extra):
+    head = seal(np.empty(0, np.uint8), (9999,), np.dtype("u1"), "g")[0].size
+    size = ENVELOPE_BYTES - head + extra
+    envelope, inline = seal(np.zeros(size, np.uint8), (size,), np.dtype("u1"), "g")
+    assert inline == (extra <= 0)
+    assert (open_envelope(envelope).inline is not None) == inline
+
+
+def test_a_dtype_that_takes_too_many_words():
+    dtype = np.dtype([(f"a rather long field name {k}", "f8") for k in range(200)])
+    with raises(DTypeError, 4092, "field names"):
+        seal(np.empty(0, np.uint8), (0,), dtype, "g")
+
+
+def test_texts_that_are_no_dtype():
+    for text in ("nonsense", ["x"], {"ml_dtypes": "float1"}, {"other": 1}, [["a"]]):
+        with pytest.raises(DTypeError):
+            dtype_from_json(text)

@@ -1,0 +1,68 @@
+"""Waits of ranks for each other, and circles of them."""
+
+from __future__ import annotations
+
+from mpimesh.runtime.wait_graph import Waiting, blocked_by, circle_of, circle_text, reaching
+
+
+def in_collective(among, number, takes, started):
+    return Waiting(f"{among} {number}", among, number, takes, started=started)
+
+
+def in_message(name, peer, tag, count, **done):
+    return Waiting(f"{name} {tag}", "world", 0, [peer], (name, tag, count), **done)
+
+
+def test_a_rank_that_has_done_its_part_blocks_nobody():
+    states = {
+        0: in_collective("world", 3, [0, 1], {"world": 3}),
+        1: in_collective("other", 1, [1, 2], {"world": 3, "other": 1}),
+    }
+    assert blocked_by(0, states) == []
+    assert circle_of(states, 0) == []
+
+
+def test_ranks_that_do_not_wait_block_nobody():
+    states = {0: in_collective("world", 3, [0, 1, 2], {"world": 3})}
+    assert blocked_by(0, states) == []
+
+
+def test_three_groups_in_a_ring():
+    states = {
+        2: in_collective("ca", 1, [2, 0], {"ca": 1}),
+        0: in_collective("ab", 1, [0, 1], {"ab": 1}),
+        1: in_collective("bc", 1, [1, 2], {"bc": 1}),
+        3: in_collective("world", 1, [0, 1, 2, 3], {"world": 1}),
+    }
+    for start in states:
+        assert circle_of(states, start) == [0, 1, 2]
+    assert reaching(states, [0, 1, 2]) == [0, 1, 2, 3]
+    text = circle_text(states, [0, 1, 2])
+    assert "rank 2 waits for rank 0, in ca 1" in text
+    assert "rank 3 waits for these" in text
+
+
+def test_messages_are_counted_by_tag():
+    states = {
+        0: in_message("recv", 1, 4, 2, received={"world|1|4": 2}),
+        1: in_message("recv", 0, 7, 1, sent={"world|0|4": 1, "world|0|5": 3}),
+    }
+    assert circle_of(states, 1) == [0, 1]
+    sent = {"world|0|4": 2}
+    states[1] = in_message("recv", 0, 7, 1, sent=sent)
+    assert blocked_by(0, states) == []
+
+
+def test_a_send_waits_for_its_receive():
+    states = {
+        0: in_message("send", 1, 0, 1, sent={"world|1|0": 1}),
+        1: in_message("send", 0, 0, 1, sent={"world|0|0": 1}),
+    }
+    assert circle_of(states, 0) == [0, 1]
+    states[1] = in_message("send", 0, 0, 1, received={"world|0|0": 1})
+    assert circle_of(states, 0) == []
+
+
+def test_a_wait_that_nobody_counts_ends_a_chain():
+    states = {0: Waiting("a message of a pipeline", "dp", 0, [1]), 1: Waiting("sleep", takes=[0])}
+    assert circle_of(states, 0) == []

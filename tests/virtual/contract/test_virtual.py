@@ -1,0 +1,48 @@
+"""The contract on virtual ranks: sends that are buffered, and sends that wait for receives."""
+
+from __future__ import annotations
+
+import pytest
+
+import mpimesh as mm
+from tests.contract.mismatches import swapped_calls_on_lines_of_their_own
+from tests.contract.suite import CHECKS, cases
+from tests.helpers.depth import deep
+
+MODES = {
+    "buffered": ({"MPIMESH_CHECKS": "1"}, False),
+    "rendezvous": ({"MPIMESH_CHECKS": "1"}, True),
+    "unchecked": ({"MPIMESH_CHECKS": "0"}, True),
+}
+
+
+def run(name, size, mode, monkeypatch):
+    environment, rendezvous = MODES[mode]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    mm.run_virtual(size, CHECKS[name], None, rendezvous=rendezvous)
+
+
+@pytest.mark.parametrize("size", [2, 3, *deep(1, 4)])
+@pytest.mark.parametrize(("name", "mode"), cases("unchecked", checked=False))
+def test_contract(name, size, mode, monkeypatch):
+    run(name, size, mode, monkeypatch)
+
+
+@pytest.mark.parametrize("size", [3, *deep(1, 2, 4)])
+@pytest.mark.parametrize(("name", "mode"), cases("rendezvous"))
+def test_checked(name, size, mode, monkeypatch):
+    run(name, size, mode, monkeypatch)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize(("name", "mode"), cases("buffered"))
+def test_buffered(name, size, mode, monkeypatch):
+    run(name, size, mode, monkeypatch)
+
+
+def test_lines_are_compared_at_level_two(monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "2")
+    for size in (1, 2, 3):
+        mm.run_virtual(size, swapped_calls_on_lines_of_their_own, None)

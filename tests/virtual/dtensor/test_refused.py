@@ -1,0 +1,67 @@
+"""Functions of NumPy without a rule for split arrays: refused with a reason, or done on copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh.dtensor.refused import REFUSED
+from mpimesh.dtensor.registry import FUNCTIONS, name_of
+from mpimesh.errors import NoRuleError
+from tests.helpers.dtensor_check import on
+
+
+def test_every_function_of_numpy_has_a_rule_or_a_reason():
+    """NumPy of another version may lack some, or have more: those are refused with the advice."""
+    known = {}
+    for module in (np, np.linalg, np.fft):
+        for name in dir(module):
+            function: Any = None if name.startswith("_") else getattr(module, name, None)
+            if hasattr(function, "_implementation"):  # how NumPy marks those that others may do
+                known[name_of(function)] = function
+    assert len(known) > 200
+    both = [name for name, function in known.items() if function in FUNCTIONS and name in REFUSED]
+    assert both == []
+    version = np.lib.NumpyVersion(np.__version__)
+    if version >= "2.4.0" and version < "2.5.0":  # the lists are those of this one
+        neither = {n for n, function in known.items() if function not in FUNCTIONS} - {*REFUSED}
+        assert neither == set()
+        assert {*REFUSED} - {*known} == set()
+
+
+def test_what_is_refused_says_what_to_do():
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            x: Any = mm.zeros((4, 4), mesh, "S0")
+            for call, advice in [
+                (lambda: np.save("x.npy", x), "root=0"),
+                (lambda: np.apply_along_axis(np.sum, 0, x), "local_map"),
+                (lambda: np.polyadd(x[:, 0], [1]), "allow_gather"),
+                (lambda: np.place(x, x > 0, [1]), r"x\[mask\] = value"),
+            ]:
+                with pytest.raises(NoRuleError, match=advice):
+                    call()
+            with mm.allow_gather(), pytest.raises(NoRuleError, match="place"):
+                np.place(x, x > 0, [1])
+
+    mm.run_virtual(2, main)
+
+
+def test_functions_without_a_rule_work_on_copies():
+    """Every rank has all of them, so nothing is gathered."""
+    a, b = np.diag([2.0, 4.0]), np.array([1.0, 2.0])
+
+    def main(mesh):
+        x, y = mm.distribute(a, mesh, "R"), mm.distribute(b, mesh, "R")
+        before = mesh.traffic().snapshot()
+        found: Any = np.linalg.solve(x, y)
+        assert found.layout.is_replicated
+        assert found.local.tolist() == [0.5, 0.5]
+        assert (mesh.traffic() - before).received_bytes == 0
+        with pytest.raises(NoRuleError, match="solve"):
+            np.linalg.solve(x.redistribute("S0"), y)
+
+    on("a=2", main)

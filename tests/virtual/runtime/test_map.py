@@ -1,0 +1,49 @@
+"""A handle gives what a function makes of its result."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh.errors import UnresolvedError
+from tests.helpers.raises import raises
+
+
+def test_a_mapped_handle():
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            group, asked = mesh.group(), []
+
+            def root(total):
+                asked.append(total)
+                return float(np.sqrt(total))
+
+            handles = [
+                group.all_reduce(np.array(8.0)),  # a value
+                group.all_reduce(np.array(8, np.float16)),  # made of a wider one at the end
+            ]
+            for handle in handles:
+                assert handle.map(root) is handle
+                assert not asked
+                assert handle.resolve() == 4.0
+                assert handle.resolve() == 4.0
+                assert len(asked) == 1
+                asked.clear()
+                with raises(UnresolvedError, "all_reduce(shape ()", "resolved"):
+                    handle.map(root)
+            twice = group.all_gather(np.array([mesh.rank])).map(list).map(len)
+            assert twice.resolve() == 2
+
+    mm.run_virtual(2, main)
+
+
+def test_an_error_of_the_function_is_kept():
+    def main():
+        with mm.DeviceMesh("a=1") as mesh:
+            handle = mesh.group().all_reduce(np.ones(1)).map(lambda x: x.nothing)
+            for _ in range(2):
+                with pytest.raises(AttributeError):
+                    handle.resolve()
+
+    mm.run_virtual(1, main)

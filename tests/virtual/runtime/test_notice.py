@@ -1,0 +1,81 @@
+"""The line about a long wait: when it comes, how often, from whom, and what it says."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh.runtime.call import Call, site_line
+from mpimesh.runtime.notice import Notice
+from mpimesh.runtime.progress import Wait
+from mpimesh.transport import VirtualWorld, virtual_communicators
+from tests.helpers.raises import names
+
+COMMUNICATORS = virtual_communicators(VirtualWorld(3))
+
+
+def waiting(seconds: float, *, what: object = "something", rank: int = 0, peers=None) -> Wait:
+    wait = Wait(what, COMMUNICATORS[rank], peers)
+    wait.since_s = time.monotonic() - seconds
+    return wait
+
+
+def lines_of(*waits: Wait, rank: int = 0, after_s: float = 30.0) -> list[str]:
+    lines: list[str] = []
+    notice = Notice(rank, after_s, lambda rank, line: lines.append(f"{rank} {line}"))
+    for wait in waits:
+        for _ in range(3):
+            notice.look(wait)
+    return lines
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(29.5, 0), (30.5, 1), (3000, 1)])
+def test_a_wait_is_told_once_and_not_before_its_time(seconds, number):
+    assert len(lines_of(waiting(seconds))) == number
+
+
+def test_again_only_for_a_wait_twice_as_long():
+    lengths_s = [31, 40, 59, 61, 100, 119, 121, 200]
+    told = lines_of(*map(waiting, lengths_s))
+    assert [line.split(" has waited ")[1].split()[0] for line in told] == ["31", "61", "121"]
+
+
+@pytest.mark.parametrize(
+    ("place", "rank", "seconds", "number"),
+    [(0, 15, 31, 1), (0, 16, 3000, 0), (1, 1, 31, 0), (1, 1, 89, 0), (2, 2, 91, 1)],
+)
+def test_of_many_ranks_few_speak_and_the_first_of_a_group_before_the_others(
+    place, rank, seconds, number
+):
+    assert len(lines_of(waiting(seconds, rank=place), rank=rank)) == number
+
+
+def test_nothing_is_said_at_0():
+    assert lines_of(waiting(1e9), after_s=0) == []
+
+
+def test_the_line_says_what_where_for_whom_and_what_to_do():
+    call = Call("all_reduce", "dp", "sum", (3,), "float64")
+    (told,) = lines_of(waiting(31, what=call), rank=4)
+    assert told.startswith("4 mpimesh: ")
+    names(told, "31 s", "all_reduce(shape (3,), float64, sum)", "group 'dp'")
+    names(told, "MPIMESH_TIMEOUT_S=60", "MPIMESH_NOTICE_S=0")
+    assert "\n" not in told
+    (told,) = lines_of(waiting(31, what="pipeline action 0F1", peers=(2,)))
+    names(told, "pipeline action 0F1", f"{__file__}:", "rank 2")
+
+
+def test_an_operator_of_a_split_array_is_where_the_program_has_it():
+    """And not in NumPy's mixin, through which it comes."""
+
+    def main():
+        with mm.DeviceMesh("dp=-1") as mesh:
+            x = mm.distribute(np.arange(8.0), mesh, "dp=S0").sum()
+            assert not x > 100
+            filename, _ = site_line(mesh._progress.calls[-1].site)
+            return filename
+
+    assert mm.run_virtual(2, main) == [__file__] * 2
