@@ -235,23 +235,28 @@ def _problems(case: Case, result: LaunchResult, seconds: float | None) -> Iterat
         words = re.search("interrupt|Ctrl-C|SIGINT|signal 2", told, re.IGNORECASE)
         if not words and not silent:
             yield "the interrupt is not told"
-    elif not re.search(r"\brank 1\b", told) and not _nobody_can_tell(case):
+    elif not re.search(_naming(case), told):
         yield "rank 1 is not named"
+
+
+def _naming(case: Case) -> str:
+    """Return a pattern of words that name the rank that failed; what is left out README says."""
+    if case.place != "mesh creation":
+        return r"\brank 1\b"
+    # The others are in MPI_Init, where they can run nothing: a launcher may know who has gone.
+    if _is_for_the_watchdog(case):
+        return ""
+    return r"\(signal \d+\)" if _is_under_hydra(case) else r"\brank 1\b|\btask 1: "
 
 
 def _is_under_hydra(case: Case) -> bool:
     return case.launcher == "mpiexec" and mpi_vendor() == "mpich"
 
 
-def _nobody_can_tell(case: Case) -> bool:
-    """Tell whether the others are in MPI_Init, where they can run nothing; see README."""
-    gone = case.fault == "os._exit" and _is_under_hydra(case)
-    return case.place == "mesh creation" and (gone or case.fault == "SIGSTOP")
-
-
 def _is_for_the_watchdog(case: Case) -> bool:
     """Tell whether nothing but the limit of a wait ends the job."""
-    return case.fault == "SIGSTOP" or _nobody_can_tell(case)
+    gone_unseen = case.fault == "os._exit" and case.place == "mesh creation"
+    return case.fault == "SIGSTOP" or gone_unseen
 
 
 # -- the command ---------------------------------------------------------------------------
@@ -272,8 +277,11 @@ def _measure(chosen: Sequence[Case], launcher: str) -> Iterator[tuple[Case, Outc
             kind = "pmi2" if mpi_vendor() == "mpich" else "pmix"
             command = ["srun", f"--mpi={kind}", "-N2", f"-n{_RANKS}"]
         for case in chosen:
+            # Before MPI has started nobody else can end the others of one that was killed.
+            ends_all = ["-K"] if case.place == "mesh creation" else []
+            srun = None if command is None else [*command, *ends_all]
             with tempfile.TemporaryDirectory() as folder:
-                yield case, run(case, Path(folder), srun=command, env=environment)
+                yield case, run(case, Path(folder), srun=srun, env=environment)
 
 
 def main() -> int:
