@@ -7,8 +7,8 @@ before, in a word of memory that the ranks of the node share and that outlives i
 
 Where the system has no such files, or the ranks share no memory, nobody is watched.
 
-Under MPICH's mpiexec the other ranks are killed before they can speak; there one rank of each node
-starts a :mod:`~.witness`.
+Under mpiexec, and under srun with PMIx, the other ranks may have to go before they can speak; there
+one rank of each node starts a :mod:`~.witness`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class NodeProcesses:
     @property
     def has_witness(self) -> bool:
         """True if a separate process watches the ranks, for the launcher may kill them all."""
-        return bool(self._words) and Launch.detect().launcher.startswith("mpiexec")
+        # By PMIx, Open MPI's ranks learn it and leave, under Slurm, too.
+        hasty = Launch.detect().launcher.startswith("mpiexec") or "PMIX_RANK" in os.environ
+        return bool(self._words) and hasty
 
     def wait(self, timeout_s: float) -> list[tuple[int, int]]:
         """Wait at most so long for ranks to go; return those that have not said why.

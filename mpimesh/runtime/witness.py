@@ -108,11 +108,12 @@ def _watch(ranks: list[str]) -> None:
                 return
             how, code = how_it_ended(pid, file)
             text = f"mpimesh: rank {rank} (process {pid}) {how}, without ending MPI"
-            # Of several the first, but rather one that the launcher cannot have killed.
-            killed = code == 128 + signal.SIGKILL
-            gone.append((killed, len(gone), f"[rank {rank}] {text}\n"))
+            # Of several the first, but rather one that has crashed: when another has gone, the
+            # launcher kills, and Open MPI leaves with a code.
+            crashed = code > 128 and code != 128 + signal.SIGKILL
+            gone.append((not crashed, len(gone), f"[rank {rank}] {text}\n"))
             os.pwrite(words, NAMED.to_bytes(WORD_BYTES, sys.byteorder), place)
-            if not killed:
+            if crashed:
                 break
         else:
             if gone and len(gone) < _FEW and watched and _is_soon(waiting):
