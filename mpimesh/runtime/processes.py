@@ -61,11 +61,12 @@ class NodeProcesses:
                 node.keep(self._word)  # it outlives all arrays
         has_word = arena is not None and self._word is not None
         at = arena.find(self._word) if arena is not None and self._word is not None else -1
-        mine = np.array([*node.address, os.getpid(), at if has_word else -1], np.int64)
+        place = at if has_word else -1
+        mine = np.array([*node.address, os.getpid(), place, self._called], np.int64)
         all_of_them = np.empty((communicator.size, mine.size), np.int64)
         communicator.native.Allgather(mine, all_of_them)
         for rank, row in zip(communicator.world_ranks, all_of_them.tolist(), strict=True):
-            *address, pid, place = row
+            *address, pid, place, _ = row
             if address[0] != node.address[0] or pid == os.getpid() or rank in self.pids:
                 continue
             self.pids[rank] = pid
@@ -80,8 +81,8 @@ class NodeProcesses:
         first = all(other > communicator.world_ranks[communicator.rank] for other in self._words)
         if self.has_witness and first:
             watched = [
-                f"{rank}:{pid}:{number}:{place}"
-                for rank, (key, _, number, _, _, pid, place) in zip(
+                f"{rank}:{pid}:{number}:{place}:{pipe}"
+                for rank, (key, _, number, _, _, pid, place, pipe) in zip(
                     communicator.world_ranks, all_of_them.tolist(), strict=True
                 )
                 if key == node.address[0] and place >= 0

@@ -16,6 +16,7 @@ import select
 import signal
 import struct
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +29,11 @@ WORD_BYTES = 8
 _LATER_S = 0.005
 """A rank that crashes may take longer to go than one that the launcher kills after it."""
 _FEW = 4
+_LONGEST_END_S = 1.0
+"""Time from the end of a process's pipe to its own, on a busy machine."""
+_WHEN_ANOTHER_HAS_GONE = (128 + signal.SIGKILL, 14)
+"""Ends of ranks of which another has gone: a launcher kills them, and Open MPI, told so by Slurm
+through PMIx, leaves with this code."""
 
 _GET_INFO = 0xC040FF0B
 _INFO = struct.Struct("=QQ11Ii")
@@ -79,28 +85,42 @@ def _fields(pid: int) -> list[str]:
 def _watch(ranks: list[str]) -> None:
     """Watch ranks until all have ended in peace or one has not.
 
+    A process that ends closes its files first, by which its launcher learns of it, and is over some
+    time later: which of two has gone first is told by a pipe that each has open.
+
     Args:
-        ranks: ``"rank:process:file:place"`` of each: where its word stands in a file of it.
+        ranks: ``"rank:process:file:place:pipe"`` of each: where its word stands in a file of it,
+            and the reading end of its pipe.
     """
     # It tells of what has come in its order: whom the launcher kills comes later.
     waiting = select.epoll()
     watched: dict[int, tuple[int, int, int, int]] = {}
+    pipes: dict[int, int] = {}
     for text in ranks:
-        rank, pid, number, place = map(int, text.split(":"))
+        rank, pid, number, place, end = map(int, text.split(":"))
         with suppress(OSError):
             words = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+            pipe = os.open(f"/proc/{pid}/fd/{end}", os.O_RDONLY)
             file = os.pidfd_open(pid)
             watched[file] = (rank, pid, words, place)
             waiting.register(file, select.EPOLLIN)
+            pipes[pipe] = rank
+            waiting.register(pipe, 0)  # its end alone, not what is written
     # Its parent goes once it watches, for that is waited for; and a program that waits for its
     # children must not meet this one.
     if os.fork():
         os._exit(0)
+    signs: dict[int, int] = {}
     gone: list[tuple[bool, int, str]] = []
     while watched:
-        for file, _ in waiting.poll(_LATER_S if gone else -1):
+        events = waiting.poll(_LATER_S if gone else -1)
+        for file, _ in events:
             waiting.unregister(file)
+            if file in pipes:
+                signs.setdefault(pipes.pop(file), len(signs))
+                continue
             rank, pid, words, place = watched.pop(file)
+            sign = signs.setdefault(rank, len(signs))
             said = _word(words, place)
             if said == LEFT:
                 continue
@@ -108,24 +128,21 @@ def _watch(ranks: list[str]) -> None:
                 return
             how, code = how_it_ended(pid, file)
             text = f"mpimesh: rank {rank} (process {pid}) {how}, without ending MPI"
-            # Of several the first, but rather one that has crashed: when another has gone, the
-            # launcher kills, and Open MPI leaves with a code.
-            crashed = code > 128 and code != 128 + signal.SIGKILL
-            gone.append((not crashed, len(gone), f"[rank {rank}] {text}\n"))
+            # Of several the first, but rather one that nobody else can have ended.
+            follows = code in _WHEN_ANOTHER_HAS_GONE
+            gone.append((follows, sign, f"[rank {rank}] {text}\n"))
             os.pwrite(words, NAMED.to_bytes(WORD_BYTES, sys.byteorder), place)
-            if crashed:
+            if not follows:
                 break
+            end_s = time.monotonic() + _LONGEST_END_S
         else:
-            if gone and len(gone) < _FEW and watched and _is_soon(waiting):
+            ending = any(row[0] in signs for row in watched.values())
+            more = (events and len(gone) < _FEW) or (ending and time.monotonic() < end_s)
+            if watched and (more or not gone):
                 continue
         if gone:
             os.write(2, min(gone)[2].encode())
             return
-
-
-def _is_soon(waiting: select.epoll) -> bool:
-    """Tell whether another goes within a moment."""
-    return bool(waiting.poll(_LATER_S))
 
 
 def _word(file: int, place: int) -> int:
