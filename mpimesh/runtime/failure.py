@@ -76,9 +76,12 @@ _STEP_S = 0.15
 """Longer than an abort takes: Open MPI's launcher can hang if two ranks abort at once."""
 _LAST_STEP = 16
 _APART_S = 0.5
-"""Longest time between two ranks that fail alike; so long a rank waits for others that do."""
+"""Longest time between two ranks at the same line, before the first mesh."""
 _TOGETHER_S = 1.5
 """Ranks that end with an exit code within this time of each other end in peace."""
+_COMPARE_S = 0.25
+"""Time that a rank that has failed waits for others that fail alike; the others, told by its mesh
+that it leaves, wait longer before they say so."""
 _FEW = 16
 """Ranks of the job below this one tell all others how they have failed; the others tell these."""
 _NOTE_TAG = 32_750
@@ -440,7 +443,7 @@ class FailureHooks:
         channel = self._channel(mpi)
         notes = _Notes(mpi, channel)
         notes.send(likeness, everyone=channel.rank < _FEW)
-        end_s = time.monotonic() + _APART_S
+        end_s = time.monotonic() + (_APART_S if self.job is None else _COMPARE_S)
         while time.monotonic() < end_s:
             time.sleep(0.01)
             notes.take()
