@@ -16,7 +16,7 @@ from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, ShapeError
 from mpimesh.layout import Layout
 from mpimesh.layout.shifted import shift_reads
-from mpimesh.runtime.blocks import normal_axis
+from mpimesh.runtime.operands import normal_axis
 
 __all__ = ["shift"]
 

@@ -3,7 +3,6 @@
 from mpimesh.runtime.device_mesh import DeviceMesh
 from mpimesh.runtime.failure import exit_all
 from mpimesh.runtime.group import ProcessGroup
-from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.launch import Launch
 from mpimesh.runtime.messages import MAX_TAG
 from mpimesh.runtime.system import (
@@ -12,6 +11,7 @@ from mpimesh.runtime.system import (
     shutdown_accelerator_system,
 )
 from mpimesh.runtime.traffic import Traffic
+from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import run_virtual
 
 __all__ = [

@@ -1,25 +1,39 @@
-"""Small facts that all ranks must know or agree on. Collective, and waits."""
+"""Agreement of all ranks: that they call the same, on a small value, or on the same error.
+
+Of the ways in which ranks can call different collectives, MPI answers most with wrong numbers and
+the rest with a hang. With ``MPIMESH_CHECKS`` one all-reduce of 16 bytes before each finds them all:
+each rank puts in its call's fingerprint h as ``(h, -h)``; after a maximum, the first is the largest
+fingerprint and the second minus the smallest, and they cancel exactly if all ranks agree. Only if
+not, a table of all ranks' calls is gathered, and every rank raises with it.
+
+Calls that differ in nothing but their meaning (two equal gradients swapped) can only be told apart
+by a `label`, or by the lines that led to the call with ``MPIMESH_CHECKS=2``.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from mpimesh.arguments import plain_text
+from mpimesh.arguments import plain_text, rank_names
 from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.mesh import WORLD
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.checks import compare
 from mpimesh.runtime.progress import Progress
-from mpimesh.transport import Communicator, Steps
+from mpimesh.transport import Communicator, Request, Steps, run_steps
 
-__all__ = ["agree", "agreed", "announce", "exchange"]
+if TYPE_CHECKING:
+    from mpimesh.runtime.operands import Blocks
+
+__all__ = ["agree", "agreed", "announce", "checked", "compare", "compare_blocks", "exchange"]
 
 T = TypeVar("T")
+
+# -- values and errors ---------------------------------------------------------------------------
 
 
 def agree(
@@ -149,3 +163,119 @@ def announce(
     if word < 0:
         raise signatures.error(group)
     return number, partial(signatures.look, number, group) if word else None
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+_ROW_BYTES = 1024
+_MOST_PLACES = 4
+"""So many of the places that led to a call are shown."""
+_HEAD_BYTES = 256
+"""Bytes kept from the front of a call that is too long for its row."""
+
+
+def compare(
+    communicator: Communicator,
+    call: Call,
+    compared: object,
+    *,
+    stack: tuple[str, ...] = (),
+    note: str = "",
+) -> Steps:
+    """Compare `call` with the other ranks' calls.
+
+    Args:
+        communicator: The ranks to compare.
+        call: What this rank calls.
+        compared: The part of the shape that must agree.
+        stack: The places that led to the call, the innermost first, where they must agree, too.
+        note: What went wrong already on this rank; makes every rank raise.
+
+    Raises:
+        MismatchError: On every rank alike, if any two differ.
+    """
+    mine = call.fingerprint((compared, stack, note))
+    pair = np.array([mine, -mine])
+    yield communicator.all_reduce(None, pair, "max")
+    if pair[0] == -pair[1] and not note:
+        return
+    row = np.zeros(_ROW_BYTES, np.uint8)
+    text = _fitted(_shown(call, stack), note and f": {note}")
+    row[: len(text)] = np.frombuffer(text, np.uint8)
+    table = np.empty((communicator.size, _ROW_BYTES), np.uint8)
+    yield communicator.all_gather(row, table.reshape(-1), [_ROW_BYTES] * communicator.size)
+    raise on_all_ranks(MismatchError(_report(call.group, table)))
+
+
+def checked(
+    communicator: Communicator,
+    call: Call,
+    compared: object,
+    start: Callable[[], Request | Steps],
+    also: Callable[[Call], Steps] | None = None,
+    *,
+    stack: tuple[str, ...] = (),
+) -> Steps:
+    """Compare, also by `also` if there is one, then run `start`."""
+    yield from compare(communicator, call, compared, stack=stack)
+    if also is not None:
+        yield from also(call)
+    return (yield from run_steps(start))
+
+
+def _shown(call: Call, stack: tuple[str, ...]) -> str:
+    return str(call) + "".join(f", called at {place}" for place in stack[1:_MOST_PLACES])
+
+
+def _fitted(call: str, note: str) -> bytes:
+    """Return a call and a note in the bytes of a row; what is cut is the middle of the call.
+
+    The place of the call stands at its end.
+    """
+    text = (call + note).encode(errors="backslashreplace")
+    if len(text) <= _ROW_BYTES:
+        return text
+    tail = call.encode()[_HEAD_BYTES:] + note.encode()[:_HEAD_BYTES]
+    return text[:_HEAD_BYTES] + b" ... " + tail[_HEAD_BYTES + 5 - _ROW_BYTES :]
+
+
+def _report(group: str, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> str:
+    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in table]
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    rows = "\n".join(f"  {rank_names(who)}: {text}" for text, who in ranks.items())
+    return (
+        f"the ranks of group {group!r} must call the same collective with matching arguments, "
+        f"but called:\n{rows}"
+    )
+
+
+def compare_blocks(
+    communicator: Communicator, call: Call, outgoing: Blocks, incoming: Blocks
+) -> Steps:
+    """Compare what the ranks of an all-to-all send each other with what they expect.
+
+    The blocks differ from rank to rank, so no fingerprint tells whether they fit. MPI cuts a
+    block that is larger than expected, or leaves the end of the result as it was.
+
+    Raises:
+        MismatchError: On every rank alike, if any has another.
+
+    Cost:
+        An all-to-all of shapes and an all-reduce of 16 bytes.
+    """
+    size, ndim = communicator.size, len(outgoing.shape)
+    ranks = range(size)
+    sent = np.array([outgoing.block_shape(dest) for dest in ranks], np.int64)
+    expected = np.array([incoming.block_shape(source) for source in ranks], np.int64)
+    came = np.empty_like(sent)
+    counts = [ndim] * size
+    yield communicator.all_to_all(sent.reshape(-1), came.reshape(-1), counts, counts)
+    wrong = np.flatnonzero((came != expected).any(axis=1)).tolist()
+    note = "; ".join(
+        f"expects a block of shape {tuple(expected[source].tolist())} from rank {source}, "
+        f"which sends {tuple(came[source].tolist())}"
+        for source in wrong[:2]
+    )
+    yield from compare(communicator, call, "blocks", note=note)

@@ -1,18 +1,23 @@
-"""Arrays for exchange: gradient buckets, pipeline slots, blocks."""
+"""Arrays for exchange: gradient buckets, pipeline slots, blocks, and one for all of a node."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from mpimesh.arguments import MOST, shown
 from mpimesh.arrays import DType, HostArray, aligned_bytes, refuse_objects
 from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.errors import DTypeError, ShapeError
+from mpimesh.runtime.agreement import agreed, exchange
+from mpimesh.runtime.call import Call
 
-__all__ = ["aligned_empty", "array_shape"]
+if TYPE_CHECKING:
+    from mpimesh.runtime.group_core import GroupCore
+
+__all__ = ["aligned_empty", "array_shape", "empty_once"]
 
 
 def aligned_empty(
@@ -77,3 +82,33 @@ def array_shape(
             "can count"
         )
     return sizes, kind
+
+
+def empty_once(
+    group: GroupCore,
+    shape: Sequence[SupportsIndex] | SupportsIndex,
+    dtype: Any,
+    take: Callable[[int], HostArray],
+) -> tuple[HostArray, bool]:
+    """Return an array that exists once for the ranks of a node, and whether this rank writes it.
+
+    See :meth:`ProcessGroup.empty_once`.
+    """
+    progress, communicator = group.progress, group.communicator
+    sizes, kind = agreed(
+        progress,
+        communicator,
+        "empty_once",
+        lambda: array_shape(shape, dtype),
+        lambda found: f"{found[0]} {found[1]}",
+    )
+    nbytes = math.prod(sizes) * kind.itemsize
+    offered = communicator.offer_once(nbytes)
+    places = exchange(progress, communicator, offered, what=Call("empty_once", group.name))
+    found = communicator.take_once(places, nbytes)
+    if found is None:
+        return aligned_empty(sizes, kind, take), True
+    memory, writes = found
+    array: HostArray = memory.view(kind).reshape(sizes)
+    array.flags.writeable = writes
+    return array, writes

@@ -103,6 +103,7 @@ class Call:
         dtype: object = "",
         label: str | None = None,
         peers: tuple[int, ...] | None = None,
+        compared: object = None,
     ) -> None:
         self.name = name
         self.group = group
@@ -114,7 +115,7 @@ class Call:
         self.number = 0
         self.record = 0
         self.ended = False
-        self.compared: object = None
+        self.compared = compared
         self.signatures: Signatures | None = None
         self.word = 0
         # Neither this constructor nor the operation that calls it.

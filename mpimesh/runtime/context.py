@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from mpimesh.errors import ClosedError
-from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.traffic import Traffic
 from mpimesh.runtime.wait_graph import Mail
+from mpimesh.runtime.work import Operation
 from mpimesh.runtime.world import World
 from mpimesh.settings import Settings
 from mpimesh.trace import NULL_TRACER, Tracer

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpimesh.arrays import StreamScope
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.operation import Operation, Owner
+from mpimesh.runtime.work import Operation, Owner
 from mpimesh.transport import Request, Steps
 from mpimesh.transport.device_work import steps_in
 

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn, Self, SupportsIndex
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self, SupportsIndex
 
-from mpimesh.arguments import as_int
+from mpimesh.arguments import as_int, as_time
+from mpimesh.arrays import Array, HostArray, ReduceOp
 from mpimesh.errors import GroupError, RankError
-from mpimesh.runtime.barriers import Barriers
-from mpimesh.runtime.composed import Composed
-from mpimesh.runtime.messages import Messages
-from mpimesh.runtime.movements import Movements
-from mpimesh.runtime.once import Once
-from mpimesh.runtime.reductions import Reductions
-from mpimesh.runtime.rooted import Rooted
+from mpimesh.runtime import messages, rooted
+from mpimesh.runtime.allocator import empty_once
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.group_core import GroupCore, collective
+from mpimesh.runtime.plan import (
+    PersistentCollective,
+    Plan,
+    plan_all_gather,
+    plan_all_reduce,
+    plan_all_to_all,
+    plan_broadcast,
+    plan_gather,
+    plan_reduce,
+    plan_reduce_scatter,
+)
+from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import solo_communicator
 from mpimesh.transport.route import Route
 
 __all__ = ["ProcessGroup"]
 
 
-class ProcessGroup(Reductions, Movements, Rooted, Messages, Barriers, Once, Composed):
+class ProcessGroup(GroupCore):
     """An ordered set of ranks with its own collectives and messages.
 
     Made by a :class:`~mpimesh.DeviceMesh`: one for the world, one for each dim, and more by
@@ -50,6 +61,595 @@ class ProcessGroup(Reductions, Movements, Rooted, Messages, Barriers, Once, Comp
     it, are one group to the transport: their operations stand in one order, and so do their
     messages.
     """
+
+    def all_reduce(
+        self,
+        x: Array,
+        op: ReduceOp | str = "sum",
+        *,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> CollectiveTensor:
+        """Reduce `x` element by element over all ranks of the group; every rank gets the result.
+
+        Collective: every rank of the group calls it, in the same order among all
+        collectives on the group. Returns at once; do not write `x` or read `out`
+        before :meth:`CollectiveTensor.resolve`.
+
+        Its adjoint is itself: the gradient of an all-reduce by sum is the
+        all-reduce by sum of the gradients, and so for mean.
+
+        Shapes:
+            x: any, the same on every rank; 0-d and empty arrays too.
+            result: the shape of `x`.
+
+        Args:
+            x: This rank's array, NumPy or CuPy, of any memory order and stride.
+            op: ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``; "mean" is the sum
+                divided by the group's size. "min" and "max" of values with NaN are NaN, as
+                NumPy's, with the same bits on all ranks.
+            out: Array for the result; may be `x` itself. New if None.
+            label: The caller's name for this call, compared when ``MPIMESH_CHECKS`` is on.
+
+        Returns:
+            A handle; ``resolve()`` gives the array.
+
+        Raises:
+            DTypeError: If the dtype cannot be reduced by `op`; see
+                :mod:`mpimesh.arrays.reduction`.
+            ShapeError: If `out` does not fit.
+
+        Cost:
+            MPI's: about ``2 log2(n) * latency_s + 2 nbytes / bytes_per_s`` seconds for n ranks.
+        """
+        return self.run(plan_all_reduce, x, out, label, op, cached=isinstance(op, str))
+
+    def reduce(
+        self,
+        x: Array,
+        op: ReduceOp | str = "sum",
+        *,
+        root: int = 0,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> CollectiveTensor:
+        """Reduce `x` element by element over all ranks; only `root` gets the result.
+
+        Collective, as :meth:`all_reduce`.
+
+        Args:
+            x: This rank's array.
+            op: As in :meth:`all_reduce`.
+            root: The receiving rank, counted in the group.
+            out: Array for the result on `root`, ignored elsewhere. New if None.
+            label: The caller's name for this call.
+
+        Returns:
+            A handle; ``resolve()`` gives the array on `root` and None elsewhere.
+
+        Raises:
+            RankError: If `root` is not a rank of the group.
+            DTypeError: If the dtype cannot be reduced by `op`.
+            ShapeError: If `out` does not fit.
+        """
+        cached = isinstance(op, str) and type(root) is int
+        return self.run(plan_reduce, x, out, label, op, root, cached=cached)
+
+    def reduce_scatter(
+        self,
+        x: Array,
+        op: ReduceOp | str = "sum",
+        *,
+        axis: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> CollectiveTensor:
+        """Reduce `x` over all ranks and give each rank one block of the result along `axis`.
+
+        Collective, as :meth:`all_reduce`.
+
+        Shapes, with r this rank's place in the group:
+            x: (..., sum(sizes), ...), the same on every rank.
+            result: (..., sizes[r], ...). A size may be 0.
+
+        Args:
+            x: This rank's array, at least 1-d.
+            op: As in :meth:`all_reduce`.
+            axis: The axis that is cut.
+            sizes: Block size of each rank along `axis`, in group order; equal blocks if None.
+            out: Array for the result. New if None.
+            label: The caller's name for this call.
+
+        Returns:
+            A handle; ``resolve()`` gives this rank's block.
+
+        Raises:
+            ShapeError: If `x` does not fall into such blocks, or `out` does not fit.
+            DTypeError: If the dtype cannot be reduced by `op`.
+        """
+        cached = isinstance(op, str) and type(axis) is int and sizes is None
+        return self.run(plan_reduce_scatter, x, out, label, op, axis, sizes, cached=cached)
+
+    def all_gather(
+        self,
+        x: Array,
+        *,
+        axis: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> CollectiveTensor:
+        """Join the blocks of all ranks of this group along array axis `axis`.
+
+        Collective: every rank of the group calls it, in the same order among all
+        collectives on the group. Returns at once; do not write `x` or read `out`
+        before :meth:`CollectiveTensor.resolve`.
+
+        Shapes, with r this rank's place in the group:
+            x: (..., sizes[r], ...). A size may be 0. A 0-d array counts as one of shape (1,).
+            result: (..., sum(sizes), ...), the same on every rank.
+
+        Args:
+            x: This rank's block, NumPy or CuPy.
+            axis: Array axis to join.
+            sizes: Block size of each rank along `axis`, in group order; if None,
+                all blocks have the shape of `x`.
+            out: Array for the result. New if None.
+            label: The caller's name for this call, compared when ``MPIMESH_CHECKS`` is on.
+
+        Returns:
+            A handle; ``resolve()`` gives the joined array.
+
+        Raises:
+            ShapeError: If `x` does not fit `sizes`, or `out` does not fit.
+            DTypeError: If `x` holds Python objects.
+
+        Cost:
+            Ring: ``(n-1) * (latency_s + nbytes / (n * bytes_per_s))`` seconds for n ranks,
+            with `nbytes` the bytes of the result.
+        """
+        cached = type(axis) is int and sizes is None
+        return self.run(plan_all_gather, x, out, label, axis, sizes, cached=cached)
+
+    def gather(
+        self,
+        x: Array,
+        *,
+        root: int = 0,
+        axis: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> CollectiveTensor:
+        """Join the blocks of all ranks along `axis`, on `root` only.
+
+        Collective, as :meth:`all_gather`, with the same shapes.
+
+        Args:
+            x: This rank's block.
+            root: The receiving rank, counted in the group.
+            axis: Array axis to join.
+            sizes: Block sizes along `axis`, given on every rank; equal blocks if None.
+            out: Array for the result on `root`, ignored elsewhere. New if None.
+            label: The caller's name for this call.
+
+        Returns:
+            A handle; ``resolve()`` gives the joined array on `root` and None elsewhere.
+
+        Raises:
+            RankError: If `root` is not a rank of the group.
+            ShapeError: If `x` does not fit `sizes`, or `out` does not fit.
+        """
+        cached = type(root) is int and type(axis) is int and sizes is None
+        return self.run(plan_gather, x, out, label, root, axis, sizes, cached=cached)
+
+    def all_to_all(
+        self,
+        x: Array,
+        *,
+        split_axis: int = 0,
+        concat_axis: int | None = None,
+        sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> CollectiveTensor:
+        """Cut `x` into one block for each rank, exchange them, and join what came.
+
+        Collective, as :meth:`all_gather`. Block d of this rank becomes block r of
+        rank d, with r this rank's place in the group.
+
+        Shapes:
+            x: (..., sum(sizes), ...) along `split_axis`.
+            result: if `concat_axis` is `split_axis`: (..., sum(recv_sizes), ...) along it;
+                else sizes[r] along `split_axis` and sum(recv_sizes) along `concat_axis`.
+
+        Args:
+            x: This rank's array, at least 1-d.
+            split_axis: The axis that is cut.
+            concat_axis: The axis along which what came is joined; `split_axis` if None.
+            sizes: Size of the block for each rank along `split_axis`; equal blocks if None.
+            recv_sizes: Size of the block from each rank along `concat_axis`; if None, that of
+                what this rank itself puts in.
+            out: Array for the result. New if None.
+            label: The caller's name for this call.
+
+        Returns:
+            A handle; ``resolve()`` gives the joined array.
+
+        Raises:
+            ShapeError: If `x` does not fall into such blocks, or `out` does not fit.
+            MismatchError: From ``resolve()`` on every rank, with ``MPIMESH_CHECKS`` on, if a rank
+                sends another a block of a shape that it does not expect.
+        """
+        options = split_axis, concat_axis, sizes, recv_sizes
+        cached = all(option is None or type(option) is int for option in options)
+        return self.run(plan_all_to_all, x, out, label, *options, cached=cached)
+
+    def broadcast(
+        self,
+        x: Array | None,
+        *,
+        root: int | None = 0,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> CollectiveTensor:
+        """Give every rank the array of `root`.
+
+        Collective, as :meth:`all_gather`.
+
+        Args:
+            x: On `root`, the array. Elsewhere an array of the same shape and dtype, whose
+                values do not matter. With ``root=None``, exactly one rank passes its array
+                and the others None.
+            root: The sending rank, counted in the group; None to find it, together with its
+                shape and dtype, at the cost of one more small exchange.
+            out: Array for the result; may be `x` itself. New if None.
+            label: The caller's name for this call.
+
+        Returns:
+            A handle; ``resolve()`` gives the array; with ``root=None`` it lies where the root's
+            does, on the host or on this rank's device.
+
+        Raises:
+            RankError: If `root` is not a rank of the group.
+            ShapeError: If a rank passes no array though `root` is given, or `out` does not fit.
+            GroupError: From ``resolve()`` on every rank, with ``root=None``, if not exactly one
+                rank passed an array.
+        """
+        if root is None or x is None:
+            return self._broadcast(x, root, out, label)
+        return self.run(plan_broadcast, x, out, label, root, cached=type(root) is int)
+
+    @collective
+    def _broadcast(
+        self, x: Array | None, root: int | None, out: Array | None, label: str | None
+    ) -> CollectiveTensor:
+        return rooted.broadcast_from_any(self, x, root, out, label)
+
+    @collective
+    def scatter(
+        self,
+        x: Array | None,
+        *,
+        root: int = 0,
+        axis: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> CollectiveTensor:
+        """Cut the array of `root` along `axis` and give each rank its block.
+
+        Collective, as :meth:`all_gather`. The root's shape and dtype travel ahead
+        in one small broadcast, so the other ranks need not know them.
+
+        Shapes, with r this rank's place in the group:
+            x on root: (..., sum(sizes), ...).
+            result: (..., sizes[r], ...). A size may be 0.
+
+        Args:
+            x: On `root`, the array; ignored elsewhere.
+            root: The sending rank, counted in the group.
+            axis: The axis that is cut.
+            sizes: Block sizes along `axis`, given on every rank; equal blocks if None.
+            out: Array for the result. New if None.
+            label: The caller's name for this call.
+
+        Returns:
+            A handle; ``resolve()`` gives this rank's block, which lies where the root's array
+            does, on the host or on this rank's device.
+
+        Raises:
+            RankError: If `root` is not a rank of the group.
+            ShapeError: If the root's array does not fall into such blocks (from ``resolve()``
+                on every rank), if root passes None, or if `out` does not fit (from
+                ``resolve()``).
+        """
+        return rooted.scatter(self, x, root=root, axis=axis, sizes=sizes, out=out, label=label)
+
+    # -- started many times ---------------------------------------------------------------------
+
+    def all_reduce_init(
+        self,
+        x: Array,
+        op: ReduceOp | str = "sum",
+        *,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> PersistentCollective:
+        """Plan an :meth:`all_reduce` of `x`, to be started many times. Local.
+
+        For loops: arguments are checked and buffers worked out once. Each start reads `x` as it
+        is then. What the ranks start is compared as in a plain call.
+
+        Example:
+            >>> planned = group.all_reduce_init(x, out=x)
+            >>> for _ in range(100):
+            ...     x[...] = step()
+            ...     planned.start().resolve()
+        """
+        return self._init(plan_all_reduce, x, out, label, op)
+
+    def reduce_init(
+        self,
+        x: Array,
+        op: ReduceOp | str = "sum",
+        *,
+        root: int = 0,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> PersistentCollective:
+        """Plan a :meth:`reduce`, as :meth:`all_reduce_init`. Local."""
+        return self._init(plan_reduce, x, out, label, op, root)
+
+    def reduce_scatter_init(
+        self,
+        x: Array,
+        op: ReduceOp | str = "sum",
+        *,
+        axis: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> PersistentCollective:
+        """Plan a :meth:`reduce_scatter`, as :meth:`all_reduce_init`. Local."""
+        return self._init(plan_reduce_scatter, x, out, label, op, axis, sizes)
+
+    def all_gather_init(
+        self,
+        x: Array,
+        *,
+        axis: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> PersistentCollective:
+        """Plan an :meth:`all_gather`, as :meth:`all_reduce_init`. Local."""
+        return self._init(plan_all_gather, x, out, label, axis, sizes)
+
+    def gather_init(
+        self,
+        x: Array,
+        *,
+        root: int = 0,
+        axis: int = 0,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> PersistentCollective:
+        """Plan a :meth:`gather`, as :meth:`all_reduce_init`. Local."""
+        return self._init(plan_gather, x, out, label, root, axis, sizes)
+
+    def all_to_all_init(
+        self,
+        x: Array,
+        *,
+        split_axis: int = 0,
+        concat_axis: int | None = None,
+        sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str | None = None,
+    ) -> PersistentCollective:
+        """Plan an :meth:`all_to_all`, as :meth:`all_reduce_init`. Local."""
+        options = split_axis, concat_axis, sizes, recv_sizes
+        return self._init(plan_all_to_all, x, out, label, *options)
+
+    def broadcast_init(
+        self, x: Array, *, root: int = 0, out: Array | None = None, label: str | None = None
+    ) -> PersistentCollective:
+        """Plan a :meth:`broadcast` from a rank that all know, as :meth:`all_reduce_init`. Local."""
+        return self._init(plan_broadcast, x, out, label, root)
+
+    def _init(
+        self,
+        make: Callable[..., Plan],
+        x: Array,
+        out: Array | None,
+        label: str | None,
+        *options: Any,
+    ) -> PersistentCollective:
+        plan, data, buffers = self.planned(make, x, out, *options, cached=False)
+        return PersistentCollective(self, plan, (x, data, out), buffers, label)
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def send(
+        self, x: Array, dest: int, *, tag: int = 0, label: str | None = None
+    ) -> CollectiveTensor:
+        """Send `x` to one rank of the group, which must :meth:`recv` it.
+
+        Returns at once; do not write `x` before the handle is resolved. Messages of one
+        sender, receiver and tag arrive in order, and never meet a collective.
+
+        Args:
+            x: The array: any dtype but objects, any memory order.
+            dest: The receiving rank, counted in the group; not this one.
+            tag: 0 to `MAX_TAG`, tells messages of one pair apart.
+            label: The caller's name for this message, for reports.
+
+        Returns:
+            A handle; ``resolve()`` gives None once `x` may be written again.
+
+        Raises:
+            RankError: If `dest` is no other rank of the group.
+            DTypeError: If `x` holds Python objects, or its dtype cannot be described.
+
+        Cost:
+            One message up to 4 KiB, else two: ``2 * latency_s + nbytes / bytes_per_s``.
+        """
+        return messages.send(self, x, dest, tag, label)
+
+    def recv(
+        self,
+        source: int,
+        *,
+        shape: Sequence[int] | int | None = None,
+        dtype: Any = None,
+        out: Array | None = None,
+        tag: int = 0,
+        label: str | None = None,
+    ) -> CollectiveTensor:
+        """Receive the array that `source` sends to this rank.
+
+        What comes may be of any shape and dtype, or be held to those given: a message that
+        differs is an error and is never cut or left half-filled.
+
+        Args:
+            source: The sending rank, counted in the group; not this one.
+            shape: The shape that must come, for one axis as a number, too; any if None.
+            dtype: The dtype that must come; any if None.
+            out: Array to receive into; its shape and dtype must come. New if None.
+            tag: The sender's tag.
+            label: The caller's name for this message, for reports.
+
+        Returns:
+            A handle; ``resolve()`` gives the array, which lies where the sender's did: on the
+            host, or on this rank's device.
+
+        Raises:
+            RankError: If `source` is no other rank of the group.
+            ShapeError: If `shape` is no shape; from ``resolve()``, if another one came. The
+                message is gone.
+            DTypeError: If `dtype` is no dtype that can be sent; from ``resolve()``, if another one
+                came. The message is gone.
+            GroupError: From ``resolve()``, if it was sent on another group of the same ranks.
+        """
+        return messages.recv(self, source, shape=shape, dtype=dtype, out=out, tag=tag, label=label)
+
+    @collective
+    def shift(
+        self, x: Array, offset: int = 1, *, wrap: bool = False, label: str | None = None
+    ) -> CollectiveTensor:
+        """Send `x` to the rank `offset` places on, and receive from the one `offset` before.
+
+        Collective: every rank of the group calls it with the same `offset` and `wrap`.
+
+        Args:
+            x: This rank's array; shapes and dtypes may differ over ranks.
+            offset: How many places; negative goes backwards.
+            wrap: Whether the last rank is followed by the first.
+            label: The caller's name for this call.
+
+        Returns:
+            A handle; ``resolve()`` gives the array that came, or None where the row ends.
+        """
+        return messages.shift(self, x, offset, wrap=wrap, label=label)
+
+    def send_next(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
+        """Send `x` to the next rank of the group; an error on the last one."""
+        return self.send(x, self._neighbour(1, "send_next"), tag=tag)
+
+    def send_prev(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
+        """Send `x` to the rank before; an error on the first one."""
+        return self.send(x, self._neighbour(-1, "send_prev"), tag=tag)
+
+    def recv_next(self, *, out: Array | None = None, tag: int = 0) -> CollectiveTensor:
+        """Receive from the next rank of the group; an error on the last one."""
+        return self.recv(self._neighbour(1, "recv_next"), out=out, tag=tag)
+
+    def recv_prev(self, *, out: Array | None = None, tag: int = 0) -> CollectiveTensor:
+        """Receive from the rank before; an error on the first one."""
+        return self.recv(self._neighbour(-1, "recv_prev"), out=out, tag=tag)
+
+    def _neighbour(self, step: int, action: str) -> int:
+        peer = self.member(action) + step
+        if not 0 <= peer < self.size:
+            raise RankError(
+                f"rank {self.rank} of group {self.name!r} has no neighbour for {action}: "
+                f"the group ends here, with {self.size} ranks"
+            )
+        return peer
+
+    def start_barrier(self, *, label: str | None = None) -> CollectiveTensor:
+        """Start a barrier: the handle is done once every rank of the group has started it.
+
+        Collective. ``resolve()`` gives None.
+        """
+        return self.submit(
+            Call("barrier", self.name, label=label), lambda: self.communicator.barrier()
+        )
+
+    def barrier(self, *, timeout_s: float | None = None, label: str | None = None) -> None:
+        """Wait until every rank of the group has come.
+
+        Collective, with or without `timeout_s` on all ranks alike.
+
+        Args:
+            timeout_s: Longest wait in seconds. With a limit, each rank tells every other that
+                it has come, so that a timeout can name who has not.
+            label: The caller's name for this barrier.
+
+        Raises:
+            GroupError: If `timeout_s` is no time.
+            CollectiveTimeoutError: After `timeout_s`, naming the ranks that did not come; on
+                every rank that did. A rank that comes later finds all others there and does
+                not raise.
+
+        Cost:
+            ``log2(n) * latency_s``; with a limit, n-1 messages of 8 bytes from each of n ranks.
+        """
+        limit_s = as_time(timeout_s, "timeout_s of a barrier", GroupError)
+        if limit_s is None:
+            self.start_barrier(label=label).resolve()
+        else:
+            messages.roll_call(self, limit_s, label)
+
+    def empty_once(
+        self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: Any = float
+    ) -> tuple[HostArray, bool]:
+        """Return an array that exists once for the ranks of the group on each node.
+
+        For values that are the same on all ranks, such as parameters that nobody splits: they
+        cost the memory of one rank. Collective, and waits.
+
+        Example:
+            >>> with mm.DeviceMesh("dp=-1") as mesh:
+            ...     group = mesh.group("dp")
+            ...     table, writes = group.empty_once((50, 4), "float32")
+            ...     if writes:
+            ...         table[...] = np.arange(200).reshape(50, 4)
+            ...     group.barrier()  # from here on all ranks may read it
+            ...     print(table[10])
+            [40. 41. 42. 43.]
+
+        Args:
+            shape: Its shape, the same on every rank.
+            dtype: Its dtype.
+
+        Returns:
+            The array, uninitialised, and whether this rank is the one of its node that writes it;
+            to the others it is read-only. Ranks that cannot open each other's memory have an
+            array each, and all write. Once the mesh is closed, it holds its values for the readers
+            as long as the writer has it.
+
+        Raises:
+            ShapeError: On every rank, if a size is negative or no whole number.
+            DTypeError: On every rank, if `dtype` holds Python objects.
+            MismatchError: On every rank, if the ranks ask for different arrays.
+        """
+        return empty_once(self, shape, dtype, self._context.world.shared_bytes)
 
     def __repr__(self) -> str:
         """Show name, ranks and this rank's place. Local."""

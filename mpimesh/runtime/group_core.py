@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from functools import wraps
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from types import GeneratorType, ModuleType
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -20,19 +20,19 @@ from mpimesh.arrays import (
     namespace,
     refuse_objects,
 )
-from mpimesh.errors import ClosedError, MpimeshError, RankError
+from mpimesh.errors import BudgetError, ClosedError, MpimeshError, RankError, on_all_ranks
 from mpimesh.mesh import GroupBackend
-from mpimesh.runtime.arrival import Arrival
-from mpimesh.runtime.call import Call, call_stack
-from mpimesh.runtime.checks import checked, compare
+from mpimesh.runtime.agreement import checked, compare
+from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.device_operation import DeviceOperation, begin_in
-from mpimesh.runtime.handle import CollectiveTensor
+from mpimesh.runtime.messages import Arrival
 from mpimesh.runtime.operands import host_array
-from mpimesh.runtime.operation import Operation
+from mpimesh.runtime.plan import Buffers, Plan
 from mpimesh.runtime.progress import Progress
-from mpimesh.runtime.received import Amount, Members, Rule
+from mpimesh.runtime.received import Amount, Members, Rule, each
 from mpimesh.runtime.solo_side import SoloSide
+from mpimesh.runtime.work import CollectiveTensor, Operation
 from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
 from mpimesh.transport.signatures import Refused
 
@@ -43,6 +43,23 @@ R = TypeVar("R")
 G = TypeVar("G", bound="GroupCore")
 
 _POISON_WAIT_S = 2.0
+_MOST_PLANS = 256
+
+
+def collective(
+    method: Callable[Concatenate[G, P], R],
+) -> Callable[Concatenate[G, P], R]:
+    """Mark a method as collective: with checks on, its errors reach the other ranks, too."""
+
+    @wraps(method)
+    def guarded(self: G, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self.poison(Call(method.__name__.lstrip("_"), self.name), error)
+            raise
+
+    return cast(Callable[Concatenate[G, P], R], guarded)
 
 
 class GroupCore:
@@ -75,6 +92,7 @@ class GroupCore:
         self._communicator = communicator
         self._context = context
         self._members = Members(ranks, self.rank or 0)  # no operation starts where it has none
+        self._plans: dict[object, Plan] = {}
 
     @property
     def world_rank(self) -> int:
@@ -103,46 +121,120 @@ class GroupCore:
         """Number of collectives that this rank has started among the ranks of the group."""
         return 0 if self._communicator is None else self._communicator.started
 
-    def _launch(
+    # -- the start of operations ---------------------------------------------------------------
+
+    def run(
         self,
-        name: str,
-        begin: Callable[[], Request | Steps],
+        make: Callable[..., Plan],
+        x: Array,
+        out: Array | None,
+        label: str | None,
+        *options: Any,
+        cached: bool = True,
+    ) -> CollectiveTensor:
+        """Start the collective that `make` plans, by the plan of the last call alike.
+
+        Args:
+            make: Plans it: called with the group, the array as the group moves it, and `options`.
+            x: The caller's array.
+            out: The caller's array for the result.
+            label: The caller's name for the call.
+            options: Numbers of type int, names, None.
+            cached: Whether the plan is kept; not if an option is something else.
+        """
+        plan, _, buffers = self.planned(make, x, out, *options, cached=cached)
+        return self.start(plan, buffers, x, out, label)
+
+    def planned(
+        self,
+        make: Callable[..., Plan],
+        x: Array,
+        out: Array | None,
+        *options: Any,
+        cached: bool = True,
+    ) -> tuple[Plan, Array, Buffers]:
+        """Return the plan of a collective, `x` as the group moves it, and the buffers.
+
+        With checks on, an error reaches the other ranks, too.
+        """
+        if self._communicator is None or self._context.closed:
+            self._refuse(_operation_name(make))
+        try:
+            data = x if type(x) is np.ndarray else self.operand(x)
+            key = (make, type(data), data.shape, data.dtype, options) if cached else None
+            plan = None if key is None else self._plans.get(key)
+            if plan is None:
+                refuse_objects(data.dtype)
+                plan = make(self, data, *options)
+                if key is not None:
+                    if len(self._plans) >= _MOST_PLANS:
+                        self._plans.clear()
+                    self._plans[key] = plan
+            return plan, data, plan.bind(self, x, data, out)
+        except Exception as error:
+            self.poison(Call(_operation_name(make), self.name), error)
+            raise
+
+    def start(
+        self, plan: Plan, buffers: Buffers, x: Array, out: Array | None, label: str | None
+    ) -> CollectiveTensor:
+        """Start a collective with its buffers, and give its handle out."""
+        call = Call(
+            plan.name, self.name, plan.rule, plan.shape_in, plan.kind, label, None, plan.compared
+        )
+        begin: Callable[..., Request | Steps] = getattr(self._communicator, plan.name)
+        scope = None
+        if plan.on_device:
+            # Only in its turn: the first on a device makes what moves its memory, collectively.
+            library, name = namespace(x), plan.name
+            begin, scope = lambda *given: getattr(self.side(library), name)(*given), StreamScope()
+        elif out is not None and type(out) is not np.ndarray:
+            scope = StreamScope.of(out)
+        try:
+            return self.submit(
+                call,
+                begin,
+                buffers.arguments,
+                scope=scope,
+                also=plan.also,
+                value=buffers.value,
+                finish=buffers.finish,
+                lock=x,
+                nbytes=plan.nbytes,
+                receives=plan.receives,
+            )
+        except Exception as error:
+            self.poison(call, error)
+            raise
+
+    def submit(
+        self,
+        call: Call,
+        begin: Callable[..., Request | Steps],
+        arguments: tuple[Any, ...] = (),
         *,
-        rule: str = "",
-        data: Array | None = None,
-        out: Array | None = None,
         scope: StreamScope | None = None,
-        label: str | None = None,
-        peers: tuple[int, ...] | None = None,
-        compared: object = None,
         also: Callable[[Call], Steps] | None = None,
         value: Any = None,
         finish: Callable[[], Any] | None = None,
         lock: Array | None = None,
-        nbytes: int | None = None,
+        nbytes: int = 0,
         receives: tuple[Rule, Amount] | None = None,
         arrival: Arrival | None = None,
     ) -> CollectiveTensor:
-        """Start one collective of the group and return its handle.
+        """Start one collective of the group in its turn, and give its handle out.
 
         Args:
-            name: What is called.
+            call: What is called, with all that must agree over ranks.
             begin: Starts it: gives one request, or several steps.
-            rule: What must agree over ranks beside name, shape and dtype.
-            data: This rank's array, whose dtype must agree, and on which memory it lies; None if
-                they need not.
-            out: The caller's array for the result.
-            scope: Where an operation works that may turn out to be one on device memory; if None,
-                it is one if `data` or `out` lies there.
-            label: The caller's name for the call.
-            peers: The ranks without which it cannot be done; None for all.
-            compared: The part of the shape that must agree over ranks.
+            arguments: What `begin` is called with.
+            scope: The stream that it works on, if it may be on device memory.
             also: Compares more, with checks on.
             value: The result, valid when the request is done.
             finish: Makes the result from the buffers, if `value` is not enough.
             lock: The caller's input, which must not change meanwhile: with checks on, a NumPy
                 array is read-only until then.
-            nbytes: Bytes that this rank puts in; those of `data` if None.
+            nbytes: Bytes that this rank puts in.
             receives: How what it receives is counted; None if it receives nothing, or `arrival`
                 counts it.
             arrival: Counts what it receives when it comes.
@@ -153,46 +245,105 @@ class GroupCore:
         context = self._context
         communicator = self._communicator
         if communicator is None or context.closed:
-            self._refuse(name)
-        scope = scope or StreamScope.of(data) or StreamScope.of(out)
-        shape, dtype = (None, "") if data is None else (data.shape, _dtype_text(data))
-        call = Call(name, self.name, rule, shape, dtype, label, peers)
+            self._refuse(call.name)
         if receives is not None and context.traffic.budgets:
             context.traffic.admit_by(call, receives[0], self._members, receives[1])
         if arrival is not None:
             arrival.call = call
         if scope is not None:
-            begin = begin_in(scope, begin)
-        checks = context.settings.checks
-        unlock = self.lock(lock, call)
-        communicator.started = call.number = communicator.started + 1
-        call.compared = compared
+            begin, arguments = begin_in(scope, partial(begin, *arguments)), ()
+        progress, checks = context.world.progress, context.settings.checks
+        unlock = self.lock(lock, call) if checks else None
+        communicator.started = call.number = number = communicator.started + 1
         word, signatures = 0, communicator.signatures
-        if not checks and signatures is not None:
-            word = signatures.post(call.number, (name, rule, compared, call.dtype))
+        if signatures is not None and not checks:
+            word = signatures.post(number, (call.name, call.rule, call.compared, call.dtype))
             if word > 0:
                 call.word, call.signatures = word, signatures
+        request: Request
         if word < 0 and signatures is not None:
-            request: Request = Refused(signatures, self.name)
+            request = Refused(signatures, self.name)
         elif checks:
             stack = call_stack() if checks > 1 else ()
-            steps = checked(communicator, call, compared, begin, also, stack=stack)
-            request = self.progress.stage(communicator, steps)
-        elif self.progress.busy(communicator):
-            request = self.progress.stage(communicator, run_steps(begin))
+            turn = partial(begin, *arguments)
+            steps = checked(communicator, call, call.compared, turn, also, stack=stack)
+            request = progress.stage(communicator, steps)
+        elif progress.busy(communicator):
+            request = progress.stage(communicator, run_steps(partial(begin, *arguments)))
         else:
-            started = begin()
-            if isinstance(started, Generator):
-                request = self.stage(communicator, started)
-            else:
-                request = started
-        if nbytes is None:
-            nbytes = 0 if data is None else data.nbytes
+            started: Any = begin(*arguments)
+            if type(started) is GeneratorType:
+                started = progress.stage(communicator, started)
+            request = started
         if scope is None:
-            operation = Operation(self, call, request, finish, unlock, value)
-            return self.own(operation, nbytes, receives)
+            return self.own(Operation(self, call, request, finish, unlock, value), nbytes, receives)
         on_device = DeviceOperation(scope, self, call, request, finish, unlock, value)
         return self.own(on_device, nbytes, receives)
+
+    @collective
+    def compose(
+        self,
+        name: str,
+        begin: Callable[[], Request | Steps],
+        *,
+        rule: str,
+        nbytes: int = 0,
+        finish: Callable[[], Any] | None = None,
+        lock: Array | None = None,
+        label: str | None = None,
+        receives: tuple[Rule, Amount] | None = None,
+    ) -> CollectiveTensor:
+        """Start a collective of several steps, which keeps its place among all of the group.
+
+        Args:
+            name: What it is called in messages and counts.
+            begin: Starts it, be it one request or several steps, when what came before it on this
+                group has ended.
+            rule: What must agree over ranks; compared with ``MPIMESH_CHECKS`` on.
+            nbytes: The bytes that this rank puts in.
+            finish: Makes the result; None for the value of the steps.
+            lock: The caller's input, which must not change meanwhile.
+            label: The caller's name for this call.
+            receives: How what this rank receives is counted; None if it receives nothing.
+
+        Raises:
+            BudgetError: When it is resolved, on every rank, if any receives more than a budget has
+                left. Then nothing has moved.
+        """
+        call = Call(name, self.name, rule, label=label)
+        if self.size > 1 and self._context.traffic.refuses:
+            begin, receives = partial(self._within_budget, call, begin, receives), None
+        return self.submit(call, begin, nbytes=nbytes, finish=finish, lock=lock, receives=receives)
+
+    def _within_budget(
+        self,
+        call: Call,
+        begin: Callable[[], Request | Steps],
+        receives: tuple[Rule, Amount] | None,
+    ) -> Steps:
+        """Begin only if no rank exceeds a budget: they may receive unequally much.
+
+        One that refused alone would leave the others in an exchange with its next one.
+        """
+        traffic, side = self._context.traffic, self.communicator
+        error: BudgetError | None = None
+        if receives is not None:
+            error = traffic.excess(call, receives[0], self._members, receives[1])
+        exceeded = np.zeros(self.size, np.int8)
+        yield side.all_gather(np.array([error is not None], np.int8), exceeded, [1] * self.size)
+        if exceeded.any():
+            ranks = [self.ranks[place] for place in np.flatnonzero(exceeded).tolist()]
+            raise on_all_ranks(
+                error
+                or BudgetError(
+                    f"rank {self.world_rank}: {call} is refused on all ranks, because it exceeds "
+                    f"the budget of rank {', '.join(map(str, ranks[:8]))}"
+                )
+            )
+        if receives is not None:
+            traffic.admit_by(call, receives[0], self._members, receives[1])
+            traffic.tally.add(call.name, receives[0], self._members, receives[1])
+        yield from run_steps(begin)
 
     # -- where bytes lie, and who moves them from there --------------------------------------
 
@@ -357,7 +508,25 @@ class GroupCore:
             )
         return int(rank)
 
-    def _member(self, action: str) -> int:
+    def arrival(self) -> Arrival:
+        """Return what counts the bytes of an operation whose size only the sender knows."""
+        return Arrival(self._context.traffic, self._members)
+
+    def count_from_each(self, call: Call, nbytes: int) -> None:
+        """Count an exchange in which each rank sends every other one so many bytes."""
+        traffic = self._context.traffic
+        traffic.admit_by(call, each, self._members, nbytes)
+        traffic.count(call.name, nbytes * (self.size - 1))
+        traffic.tally.add(call.name, each, self._members, nbytes)
+
+    def count_message(self, call: Message) -> None:
+        """Count a message: a mesh is not to close as if one were received that was not."""
+        self._context.unread += 1 if call.name == "send" else -1
+        mail = self.communicator.mail
+        if mail is not None:
+            mail.post(call)
+
+    def member(self, action: str) -> int:
         """Return this rank's place in the group, or refuse `action`."""
         if self.rank is None or self._context.closed:
             self._refuse(action)
@@ -375,9 +544,8 @@ class GroupCore:
         )
 
 
-def _dtype_text(data: Array) -> object:
-    """Return what must be alike on all ranks of an array's dtype and place."""
-    return data.dtype if namespace(data) is np else f"{data.dtype} on a device"
+def _operation_name(make: Callable[..., Plan]) -> str:
+    return make.__name__.removeprefix("plan_")
 
 
 class _Ended:
@@ -388,19 +556,3 @@ class _Ended:
 
     def test(self) -> bool:
         return self._request.settled
-
-
-def collective(
-    method: Callable[Concatenate[G, P], R],
-) -> Callable[Concatenate[G, P], R]:
-    """Mark a method as collective: with checks on, its errors reach the other ranks, too."""
-
-    @wraps(method)
-    def guarded(self: G, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            self.poison(Call(method.__name__.lstrip("_"), self.name), error)
-            raise
-
-    return cast(Callable[Concatenate[G, P], R], guarded)

@@ -1,287 +1,410 @@
-"""Messages between two ranks of a group, and shifts along it."""
+"""Messages between two ranks of a group, which say what they are.
+
+MPI delivers bytes. A receiver that expects other bytes than were sent gets wrong numbers, cut or
+half-filled arrays. So each array goes as an envelope of at most 4 KiB, which holds dtype, shape and
+the data itself where it is small enough; larger data follows as a second message, received straight
+into its place.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpimesh.arguments import as_flag, shown
-from mpimesh.arrays import Array, DType, StreamScope, is_cupy, moved, namespace, refuse_objects
-from mpimesh.arrays.dtypes import as_dtype
-from mpimesh.errors import DTypeError, GroupError, RankError, ShapeError
-from mpimesh.runtime.arrival import Arrival
-from mpimesh.runtime.call import Message
+from mpimesh.arrays import (
+    Array,
+    DType,
+    HostArray,
+    StreamScope,
+    is_cupy,
+    moved,
+    namespace,
+    refuse_objects,
+)
+from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
+from mpimesh.errors import (
+    BudgetError,
+    CollectiveTimeoutError,
+    DTypeError,
+    GroupError,
+    RankError,
+    ShapeError,
+)
+from mpimesh.runtime.budget import spend
+from mpimesh.runtime.call import Call, Message
 from mpimesh.runtime.device_operation import DeviceOperation, steps_in
-from mpimesh.runtime.envelope import ENVELOPE_BYTES, Envelope, open_envelope, seal
-from mpimesh.runtime.group_core import GroupCore, collective
-from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.operands import output_array
-from mpimesh.runtime.operation import Operation
-from mpimesh.transport import MAX_USER_TAG, Steps
+from mpimesh.runtime.received import Members
+from mpimesh.runtime.traffic import Traffic
+from mpimesh.runtime.work import CollectiveTensor, Operation
+from mpimesh.transport import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps
 
-__all__ = ["MAX_TAG", "Messages"]
+if TYPE_CHECKING:
+    from mpimesh.runtime.group_core import GroupCore
+
+__all__ = [
+    "ENVELOPE_BYTES",
+    "MAX_TAG",
+    "Arrival",
+    "Envelope",
+    "open_envelope",
+    "recv",
+    "roll_call",
+    "seal",
+    "send",
+    "shift",
+]
 
 MAX_TAG = MAX_USER_TAG // 2
 """The largest `tag` of a message. Each tag takes two of MPI's: envelope and data."""
 
 _SHIFT_TAG = MAX_USER_TAG + 3
+_ROLL_CALL_TAG = MAX_USER_TAG + 5
+_NOTE_BYTES = 8
+
+# -- envelopes ------------------------------------------------------------------------------------
+
+ENVELOPE_BYTES = WHOLE_MESSAGE_BYTES
+_LENGTH_BYTES = 4
 
 
-class Messages(GroupCore):
-    """``send``, ``recv`` and their neighbours of a group."""
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The contents of an envelope.
 
-    def send(
-        self, x: Array, dest: int, *, tag: int = 0, label: str | None = None
-    ) -> CollectiveTensor:
-        """Send `x` to one rank of the group, which must :meth:`recv` it.
+    Attributes:
+        shape: The array's shape.
+        dtype: Its dtype.
+        group: Name of the group that it was sent on.
+        on_device: Whether its data follows from the memory of a device to that of another.
+        inline: Its data, if it was small enough.
+    """
 
-        Returns at once; do not write `x` before the handle is resolved. Messages of one
-        sender, receiver and tag arrive in order, and never meet a collective.
+    shape: tuple[int, ...]
+    dtype: DType
+    group: str
+    on_device: bool = False
+    inline: HostArray | None = None
 
-        Args:
-            x: The array: any dtype but objects, any memory order.
-            dest: The receiving rank, counted in the group; not this one.
-            tag: 0 to `MAX_TAG`, tells messages of one pair apart.
-            label: The caller's name for this message, for reports.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
-        Returns:
-            A handle; ``resolve()`` gives None once `x` may be written again.
 
-        Raises:
-            RankError: If `dest` is no other rank of the group.
-            DTypeError: If `x` holds Python objects, or its dtype cannot be described.
+def seal(
+    data: HostArray | None, shape: tuple[int, ...], dtype: DType, group: str
+) -> tuple[HostArray, bool]:
+    """Return the envelope for an array, and whether it holds the data already.
 
-        Cost:
-            One message up to 4 KiB, else two: ``2 * latency_s + nbytes / bytes_per_s``.
-        """
-        self._peer(dest, "dest", tag)
-        data = self.operand(x)
-        call = Message("send", self.name, dest, tag, data.shape, data.dtype, label)
-        parcel = self._parcel(data)  # first: what cannot be described is not sent
-        self._post(call)
-        steps = self._send_steps(parcel, dest, 2 * tag)
-        scope = StreamScope.of(data)
-        # A chain that nobody else uses: sends start at once.
-        request = self.stage(object(), steps if scope is None else steps_in(scope, steps))
-        if scope is not None:
-            return self.own(DeviceOperation(scope, self, call, request, None), data.nbytes)
-        return self.own(Operation(self, call, request, None, self.lock(x, call)), data.nbytes)
+    Args:
+        data: The array's elements in C order as flat bytes; None if they are on a device.
+        shape: Its shape.
+        dtype: Its dtype.
+        group: Name of the group that it is sent on.
 
-    def recv(
-        self,
-        source: int,
-        *,
-        shape: Sequence[int] | int | None = None,
-        dtype: Any = None,
-        out: Array | None = None,
-        tag: int = 0,
-        label: str | None = None,
-    ) -> CollectiveTensor:
-        """Receive the array that `source` sends to this rank.
-
-        What comes may be of any shape and dtype, or be held to those given: a message that
-        differs is an error and is never cut or left half-filled.
-
-        Args:
-            source: The sending rank, counted in the group; not this one.
-            shape: The shape that must come, for one axis as a number, too; any if None.
-            dtype: The dtype that must come; any if None.
-            out: Array to receive into; its shape and dtype must come. New if None.
-            tag: The sender's tag.
-            label: The caller's name for this message, for reports.
-
-        Returns:
-            A handle; ``resolve()`` gives the array, which lies where the sender's did: on the
-            host, or on this rank's device.
-
-        Raises:
-            RankError: If `source` is no other rank of the group.
-            ShapeError: If `shape` is no shape; from ``resolve()``, if another one came. The
-                message is gone.
-            DTypeError: If `dtype` is no dtype that can be sent; from ``resolve()``, if another one
-                came. The message is gone.
-            GroupError: From ``resolve()``, if it was sent on another group of the same ranks.
-        """
-        self._peer(source, "source", tag)
-        if out is not None:
-            shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
-            output_array(out, shape, dtype)
-        expected = _expected(shape, dtype)
-        call = Message("recv", self.name, source, tag, expected[0], expected[1] or "", label)
-        arrival = Arrival(self._context.traffic, self._members)
-        arrival.call = call
-        if expected[0] is not None and expected[1] is not None:
-            arrival.expect(source, math.prod(expected[0]) * expected[1].itemsize, 1)
-        self._post(call)
-        # Envelopes of one source and tag are opened in order, so that their data is, too.
-        chain = (self.communicator, source, tag)
-
-        def all_steps() -> Steps:
-            result = yield from self._recv_steps(source, 2 * tag, expected, out, arrival)
-            arrival.settle()
-            return result
-
-        steps = all_steps()
-        scope = self.scope_if_any()
-        if scope is None:
-            return self.own(Operation(self, call, self.stage(chain, steps), None), 0)
-        request = self.stage(chain, steps_in(scope, steps))
-        return self.own(DeviceOperation(scope, self, call, request, None), 0)
-
-    @collective
-    def shift(
-        self, x: Array, offset: int = 1, *, wrap: bool = False, label: str | None = None
-    ) -> CollectiveTensor:
-        """Send `x` to the rank `offset` places on, and receive from the one `offset` before.
-
-        Collective: every rank of the group calls it with the same `offset` and `wrap`.
-
-        Args:
-            x: This rank's array; shapes and dtypes may differ over ranks.
-            offset: How many places; negative goes backwards.
-            wrap: Whether the last rank is followed by the first.
-            label: The caller's name for this call.
-
-        Returns:
-            A handle; ``resolve()`` gives the array that came, or None where the row ends.
-        """
-        rank = self._member("shift")
-        data = self.operand(x)
-        if not isinstance(offset, int | np.integer):
-            raise RankError(f"offset must be a whole number of places, got {shown(offset)}")
-        wrap = as_flag(wrap, "wrap", GroupError)
-        dest, source = rank + offset, rank - offset
-        if wrap:
-            dest, source = dest % self.size, source % self.size
-        parcel = self._parcel(data)
-        arrival = Arrival(self._context.traffic, self._members)
-
-        def steps() -> Steps:
-            if dest == rank:
-                return moved(data.copy(), namespace(x))
-            result = None
-            # Both under way at once: a ring of ranks that all send first must not wait.
-            sent = []
-            if 0 <= dest < self.size:
-                sent.append(self.stage(object(), self._send_steps(parcel, dest, _SHIFT_TAG)))
-            if 0 <= source < self.size:
-                result = yield from self._recv_steps(
-                    source, _SHIFT_TAG, (None, None), None, arrival
-                )
-            yield from sent
-            arrival.settle()
-            return None if result is None else moved(result, namespace(x))
-
-        return self._launch(
-            "shift",
-            steps,
-            rule=f"offset {offset}, wrap {wrap}",
-            scope=self.scope_if_any(),
-            label=label,
-            peers=tuple(peer for peer in (dest, source) if 0 <= peer < self.size),
-            lock=x,
-            nbytes=data.nbytes,
-            arrival=arrival,
+    Raises:
+        DTypeError: If the dtype's description does not fit.
+    """
+    text = json.dumps([shape, dtype_to_json(dtype), group, data is None]).encode()
+    head_bytes = _LENGTH_BYTES + len(text)
+    if head_bytes > ENVELOPE_BYTES:
+        raise DTypeError(
+            f"the description of the dtype takes {len(text)} bytes, more than "
+            f"{ENVELOPE_BYTES - _LENGTH_BYTES}: shorten its field names"
         )
+    inline = data if data is not None and head_bytes + data.size <= ENVELOPE_BYTES else None
+    envelope = np.empty(head_bytes + (0 if inline is None else inline.size), np.uint8)
+    envelope[:_LENGTH_BYTES] = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+    envelope[_LENGTH_BYTES:head_bytes] = np.frombuffer(text, np.uint8)
+    if inline is not None:
+        envelope[head_bytes:] = inline
+    return envelope, inline is not None
 
-    def send_next(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
-        """Send `x` to the next rank of the group; an error on the last one."""
-        return self.send(x, self._neighbour(1, "send_next"), tag=tag)
 
-    def send_prev(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
-        """Send `x` to the rank before; an error on the first one."""
-        return self.send(x, self._neighbour(-1, "send_prev"), tag=tag)
+def open_envelope(envelope: HostArray) -> Envelope:
+    """Read a received envelope."""
+    head_bytes = _LENGTH_BYTES + int.from_bytes(bytes(envelope[:_LENGTH_BYTES]), "little")
+    shape, dtype, group, on_device = json.loads(bytes(envelope[_LENGTH_BYTES:head_bytes]))
+    described = Envelope(tuple(shape), dtype_from_json(dtype), group, on_device)
+    if on_device or head_bytes + described.nbytes > ENVELOPE_BYTES:
+        return described
+    return replace(described, inline=envelope[head_bytes : head_bytes + described.nbytes])
 
-    def recv_next(self, *, out: Array | None = None, tag: int = 0) -> CollectiveTensor:
-        """Receive from the next rank of the group; an error on the last one."""
-        return self.recv(self._neighbour(1, "recv_next"), out=out, tag=tag)
 
-    def recv_prev(self, *, out: Array | None = None, tag: int = 0) -> CollectiveTensor:
-        """Receive from the rank before; an error on the first one."""
-        return self.recv(self._neighbour(-1, "recv_prev"), out=out, tag=tag)
+# -- accounts -------------------------------------------------------------------------------------
 
-    def _post(self, call: Message) -> None:
-        """Count a message: a mesh is not to close as if one were received that was not."""
-        self._context.unread += 1 if call.name == "send" else -1
-        mail = self.communicator.mail
-        if mail is not None:
-            mail.post(call)
 
-    def _neighbour(self, step: int, action: str) -> int:
-        peer = self._member(action) + step
-        if not 0 <= peer < self.size:
-            raise RankError(
-                f"rank {self.rank} of group {self.name!r} has no neighbour for {action}: "
-                f"the group ends here, with {self.size} ranks"
-            )
-        return peer
+class Arrival:
+    """Counts what comes, for the budgets that were open when the operation was called.
 
-    def _peer(self, rank: int, what: str, tag: int) -> None:
-        mine = self._member("send" if what == "dest" else "recv")
-        if self.check_rank(rank, what) == mine:
-            raise RankError(f"{what} is this rank, {mine}, of group {self.name!r}; use a copy")
-        if not isinstance(tag, int | np.integer) or not 0 <= tag <= MAX_TAG:
-            raise RankError(f"tag must be a whole number from 0 to {MAX_TAG}, got {shown(tag)}")
+    An operation takes part to its end, whatever came: a rank that left it would meet the
+    others' next one in the wrong one. So :meth:`settle` is called last.
 
-    def _parcel(self, data: Array) -> list[Array]:
-        """Return the messages that carry an array: its envelope, and its data if it is large.
+    Attributes:
+        call: The operation, which is to be set before anything is counted.
+        budgets: Those that hold for it.
+    """
 
-        The data of an array on a device is always a message of its own, which stays on devices.
+    __slots__ = ("_bytes", "_error", "_members", "_messages", "_traffic", "budgets", "call")
+
+    call: Call
+
+    def __init__(self, traffic: Traffic, members: Members) -> None:
+        self.budgets = traffic.budgets
+        self._traffic = traffic
+        self._members = members
+        self._error: BudgetError | None = None
+        self._bytes = self._messages = 0
+
+    def expect(self, place: int, nbytes: int, messages: int) -> None:
+        """Count now what must come from a place of the group, so that nothing else can.
+
+        Raises:
+            BudgetError: If it is too much.
         """
-        flat = namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
-        held = None if is_cupy(data) else flat
-        envelope, inline = seal(held, data.shape, np.dtype(data.dtype), self.name)
-        return [envelope] if inline else [envelope, flat]
+        if self.budgets:
+            self._traffic.admit(self.call, nbytes, messages)
+        self._bytes, self._messages = nbytes, messages
+        self._count(place, nbytes, messages)
 
-    def _send_steps(self, parcel: list[Array], dest: int, wire_tag: int) -> Steps:
-        requests = [
-            self.side(namespace(part)).isend(part, dest, wire_tag + place)
-            for place, part in enumerate(parcel)
-        ]
-        yield from requests
+    def came(self, place: int, nbytes: int, messages: int) -> None:
+        """Count what came from a place of the group, but for what was expected."""
+        nbytes -= self._bytes
+        messages -= self._messages
+        if nbytes or messages:
+            self._count(place, nbytes, messages)
+            if self.budgets:
+                name, what = self.call.name, self.call.__str__
+                self._error = spend(self.budgets, name, what, nbytes, messages)
 
-    def _recv_steps(
-        self,
-        source: int,
-        wire_tag: int,
-        expected: tuple[tuple[int, ...] | None, DType | None],
-        out: Array | None,
-        arrival: Arrival,
-    ) -> Steps:
-        buffer = np.empty(ENVELOPE_BYTES, np.uint8)
-        yield self.communicator.irecv(buffer, source, wire_tag)
-        envelope = open_envelope(buffer)
-        fits = _misfit(envelope, expected) is None
-        library = _cupy(self, source) if envelope.on_device else np
-        direct = fits and out is not None and namespace(out) is library and out.flags.c_contiguous
-        target: Any = out if direct else self.empty(envelope.shape, envelope.dtype, library)
-        if envelope.inline is None:
-            # Taken in even where it does not fit, or it would meet the next receive.
-            bytes_of_target = target.reshape(-1).view(np.uint8)
-            yield self.side(library).irecv(bytes_of_target, source, wire_tag + 1)
-        else:
-            target.reshape(-1).view(np.uint8)[...] = envelope.inline
-        arrival.came(source, envelope.nbytes, 1)
-        if envelope.group != self.name:
-            raise GroupError(
-                f"rank {self.rank} of group {self.name!r} got a message from rank {source} that "
-                f"was sent on group {envelope.group!r}, which has the same ranks and so the same "
-                "row of messages; receive on the group that was sent on, in the order of sending"
-            )
-        problem = _misfit(envelope, expected)
-        if problem is not None:
-            raise type(problem)(
-                f"rank {self.rank} of group {self.name!r} expected {problem} from rank {source}"
-            )
-        if out is None or direct:
-            return target
-        out[...] = moved(target, namespace(out))
-        return out
+    def settle(self) -> None:
+        """End the operation.
+
+        Raises:
+            BudgetError: If what came was too much.
+        """
+        if self._error is not None:
+            self._traffic.refuse(self._error)
+
+    def _count(self, place: int, nbytes: int, messages: int) -> None:
+        self._traffic.tally.add_from(self.call.name, self._members.ranks[place], nbytes, messages)
+
+
+# -- operations -----------------------------------------------------------------------------------
+
+
+def send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> CollectiveTensor:
+    """Start to send `x`; see :meth:`ProcessGroup.send`."""
+    _check_peer(group, dest, "dest", tag)
+    data = group.operand(x)
+    call = Message("send", group.name, dest, tag, data.shape, data.dtype, label)
+    parcel = _parcel(group, data)  # first: what cannot be described is not sent
+    group.count_message(call)
+    steps = _send_steps(group, parcel, dest, 2 * tag)
+    scope = StreamScope.of(data)
+    # A chain that nobody else uses: sends start at once.
+    request = group.stage(object(), steps if scope is None else steps_in(scope, steps))
+    if scope is not None:
+        return group.own(DeviceOperation(scope, group, call, request, None), data.nbytes)
+    return group.own(Operation(group, call, request, None, group.lock(x, call)), data.nbytes)
+
+
+def recv(
+    group: GroupCore,
+    source: int,
+    *,
+    shape: Sequence[int] | int | None,
+    dtype: Any,
+    out: Array | None,
+    tag: int,
+    label: str | None,
+) -> CollectiveTensor:
+    """Start to receive an array; see :meth:`ProcessGroup.recv`."""
+    _check_peer(group, source, "source", tag)
+    if out is not None:
+        shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
+        output_array(out, shape, dtype)
+    expected = _expected(shape, dtype)
+    call = Message("recv", group.name, source, tag, expected[0], expected[1] or "", label)
+    arrival = group.arrival()
+    arrival.call = call
+    if expected[0] is not None and expected[1] is not None:
+        arrival.expect(source, math.prod(expected[0]) * expected[1].itemsize, 1)
+    group.count_message(call)
+    # Envelopes of one source and tag are opened in order, so that their data is, too.
+    chain = (group.communicator, source, tag)
+
+    def all_steps() -> Steps:
+        result = yield from _recv_steps(group, source, 2 * tag, expected, out, arrival)
+        arrival.settle()
+        return result
+
+    steps = all_steps()
+    scope = group.scope_if_any()
+    if scope is None:
+        return group.own(Operation(group, call, group.stage(chain, steps), None), 0)
+    request = group.stage(chain, steps_in(scope, steps))
+    return group.own(DeviceOperation(scope, group, call, request, None), 0)
+
+
+def shift(
+    group: GroupCore, x: Array, offset: int, *, wrap: bool, label: str | None
+) -> CollectiveTensor:
+    """Start to send `x` along the group; see :meth:`ProcessGroup.shift`."""
+    rank = group.member("shift")
+    data = group.operand(x)
+    if not isinstance(offset, int | np.integer):
+        raise RankError(f"offset must be a whole number of places, got {shown(offset)}")
+    wrap = as_flag(wrap, "wrap", GroupError)
+    dest, source = rank + offset, rank - offset
+    if wrap:
+        dest, source = dest % group.size, source % group.size
+    parcel = _parcel(group, data)
+    arrival = group.arrival()
+
+    def steps() -> Steps:
+        if dest == rank:
+            return moved(data.copy(), namespace(x))
+        result = None
+        # Both under way at once: a ring of ranks that all send first must not wait.
+        sent = []
+        if 0 <= dest < group.size:
+            sent.append(group.stage(object(), _send_steps(group, parcel, dest, _SHIFT_TAG)))
+        if 0 <= source < group.size:
+            result = yield from _recv_steps(group, source, _SHIFT_TAG, (None, None), None, arrival)
+        yield from sent
+        arrival.settle()
+        return None if result is None else moved(result, namespace(x))
+
+    peers = tuple(peer for peer in (dest, source) if 0 <= peer < group.size)
+    return group.submit(
+        Call("shift", group.name, f"offset {offset}, wrap {wrap}", label=label, peers=peers),
+        steps,
+        scope=group.scope_if_any(),
+        lock=x,
+        nbytes=data.nbytes,
+        arrival=arrival,
+    )
+
+
+def roll_call(group: GroupCore, timeout_s: float, label: str | None) -> None:
+    """Wait at most so long for all ranks to come; see :meth:`ProcessGroup.barrier`."""
+    rank = group.member("barrier")
+    communicator = group.communicator
+    call = Call("barrier", group.name, rule=f"timeout_s {timeout_s}", label=label)
+    group.count_from_each(call, _NOTE_BYTES)
+    # Counted by communicator: groups of the same ranks share one, and so its messages.
+    communicator.roll_calls = current = communicator.roll_calls + 1
+    number = np.array([current])
+    heard = {peer: np.zeros(1, np.int64) for peer in range(group.size) if peer != rank}
+    receives: dict[int, RecvRequest] = {
+        peer: communicator.irecv(buffer, peer, _ROLL_CALL_TAG) for peer, buffer in heard.items()
+    }
+    sends: list[Request] = [communicator.isend(number, p, _ROLL_CALL_TAG) for p in heard]
+
+    def all_here() -> bool:
+        for peer in list(receives):
+            if not receives[peer].test():
+                continue
+            if heard[peer][0] < current:
+                # Of an earlier barrier that this rank gave up: wait for the current one.
+                receives[peer] = communicator.irecv(heard[peer], peer, _ROLL_CALL_TAG)
+            else:
+                del receives[peer]
+        unsent = [send for send in sends if not send.test()]
+        return not receives and not unsent
+
+    try:
+        if group.progress.wait_until(communicator, all_here, what=call, timeout_s=timeout_s):
+            return
+    except BaseException:
+        group.abandon(number, heard, receives, sends)
+        raise
+    # A rank that comes later still looks for what this one has sent.
+    unsent = [send for send in sends if not send.test()]
+    group.abandon(number, unsent)
+    missing = sorted(peer for peer, receive in receives.items() if receive.cancel())
+    if not missing:  # the last one came in this moment
+        return
+    raise CollectiveTimeoutError(
+        f"{call}: after {timeout_s} s, ranks {missing} of group {group.name!r} had not come "
+        f"(ranks {[group.ranks[peer] for peer in missing]} of the mesh); rank {rank} waited"
+    )
+
+
+def _check_peer(group: GroupCore, rank: int, what: str, tag: int) -> None:
+    mine = group.member("send" if what == "dest" else "recv")
+    if group.check_rank(rank, what) == mine:
+        raise RankError(f"{what} is this rank, {mine}, of group {group.name!r}; use a copy")
+    if not isinstance(tag, int | np.integer) or not 0 <= tag <= MAX_TAG:
+        raise RankError(f"tag must be a whole number from 0 to {MAX_TAG}, got {shown(tag)}")
+
+
+def _parcel(group: GroupCore, data: Array) -> list[Array]:
+    """Return the messages that carry an array: its envelope, and its data if it is large.
+
+    The data of an array on a device is always a message of its own, which stays on devices.
+    """
+    flat = namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
+    enclosed = None if is_cupy(data) else flat
+    envelope, inline = seal(enclosed, data.shape, np.dtype(data.dtype), group.name)
+    return [envelope] if inline else [envelope, flat]
+
+
+def _send_steps(group: GroupCore, parcel: list[Array], dest: int, wire_tag: int) -> Steps:
+    requests = [
+        group.side(namespace(part)).isend(part, dest, wire_tag + place)
+        for place, part in enumerate(parcel)
+    ]
+    yield from requests
+
+
+def _recv_steps(
+    group: GroupCore,
+    source: int,
+    wire_tag: int,
+    expected: tuple[tuple[int, ...] | None, DType | None],
+    out: Array | None,
+    arrival: Arrival,
+) -> Steps:
+    buffer = np.empty(ENVELOPE_BYTES, np.uint8)
+    yield group.communicator.irecv(buffer, source, wire_tag)
+    envelope = open_envelope(buffer)
+    fits = _misfit(envelope, expected) is None
+    library = _cupy(group, source) if envelope.on_device else np
+    direct = fits and out is not None and namespace(out) is library and out.flags.c_contiguous
+    target: Any = out if direct else group.empty(envelope.shape, envelope.dtype, library)
+    if envelope.inline is None:
+        # Taken in even where it does not fit, or it would meet the next receive.
+        bytes_of_target = target.reshape(-1).view(np.uint8)
+        yield group.side(library).irecv(bytes_of_target, source, wire_tag + 1)
+    else:
+        target.reshape(-1).view(np.uint8)[...] = envelope.inline
+    arrival.came(source, envelope.nbytes, 1)
+    if envelope.group != group.name:
+        raise GroupError(
+            f"rank {group.rank} of group {group.name!r} got a message from rank {source} that "
+            f"was sent on group {envelope.group!r}, which has the same ranks and so the same "
+            "row of messages; receive on the group that was sent on, in the order of sending"
+        )
+    problem = _misfit(envelope, expected)
+    if problem is not None:
+        raise type(problem)(
+            f"rank {group.rank} of group {group.name!r} expected {problem} from rank {source}"
+        )
+    if out is None or direct:
+        return target
+    out[...] = moved(target, namespace(out))
+    return out
 
 
 def _cupy(group: GroupCore, source: int) -> ModuleType:

@@ -1,16 +1,26 @@
-"""The arrays that callers give to operations: which there are, and where their bytes lie."""
+"""Arrays of the callers of collectives: where their bytes lie, and their cut into blocks.
+
+The transports move flat blocks that lie one after the other. Along axis 0 (or any axis with only
+ones before it) the blocks of a C-contiguous array already do; along another axis they are copied
+together before and apart after.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import Array, HostArray, is_cupy, refuse_objects, to_numpy
+from mpimesh.arguments import shown
+from mpimesh.arrays import Array, HostArray, is_cupy, namespace, refuse_objects, to_numpy
 from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.runtime.world import current_world
 
-__all__ = ["check_output", "host_array", "output_array"]
+__all__ = ["Blocks", "check_output", "check_sizes", "host_array", "normal_axis", "output_array"]
 
 
 def host_array(x: Array) -> HostArray:
@@ -86,3 +96,127 @@ def _overlaps(out: Array) -> bool:
             return True
         end += stride * (length - 1)
     return False
+
+
+# -- blocks along an axis ------------------------------------------------------------------------
+
+
+def normal_axis(axis: int, ndim: int, *, what: str = "axis") -> int:
+    """Return `axis` counted from the front.
+
+    Raises:
+        ShapeError: If an array of `ndim` axes has no such axis.
+    """
+    try:
+        place = operator.index(axis)
+    except TypeError:
+        raise ShapeError(f"{what} must be a whole number, got {axis!r}") from None
+    if not -ndim <= place < ndim:
+        raise ShapeError(f"{what} {place} does not exist in an array with {ndim} axes")
+    return place % ndim
+
+
+class Blocks:
+    """The cut of an array of `shape` into blocks along `axis`.
+
+    Args:
+        shape: The whole array's shape.
+        axis: The axis that is cut, counted from the front.
+        sizes: The blocks' sizes along `axis`; they must add up to ``shape[axis]``.
+    """
+
+    __slots__ = ("axis", "counts", "in_order", "shape", "sizes", "slices")
+
+    def __init__(self, shape: Sequence[int], axis: int, sizes: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+        self.axis = axis
+        self.sizes = tuple(sizes)
+        rest = math.prod(shape[:axis]) * math.prod(shape[axis + 1 :])
+        self.counts = [size * rest for size in self.sizes]
+        self.in_order = math.prod(shape[:axis]) == 1
+        ends = accumulate(self.sizes)
+        before = (slice(None),) * axis
+        self.slices = [
+            (*before, slice(end - size, end)) for size, end in zip(self.sizes, ends, strict=True)
+        ]
+
+    @classmethod
+    def of_whole(
+        cls, shape: Sequence[int], axis: int, parts: int, sizes: Sequence[int] | None
+    ) -> Blocks:
+        """Cut an array of `shape` into `parts` blocks: of `sizes`, or equal ones.
+
+        Raises:
+            ShapeError: If the sizes do not fit, or equal ones do not exist.
+        """
+        total = shape[axis]
+        if sizes is None:
+            if total % parts:
+                raise ShapeError(
+                    f"axis {axis} of shape {tuple(shape)} does not divide into {parts} equal "
+                    f"blocks; give sizes= with {parts} sizes that add up to {total}"
+                )
+            return cls(shape, axis, [total // parts] * parts)
+        sizes = check_sizes(sizes, parts)
+        if sum(sizes) != total:
+            raise ShapeError(
+                f"sizes {sizes} add up to {sum(sizes)}, but axis {axis} of shape "
+                f"{tuple(shape)} has {total}"
+            )
+        return cls(shape, axis, sizes)
+
+    @classmethod
+    def of_mine(
+        cls, shape: Sequence[int], axis: int, rank: int, parts: int, sizes: Sequence[int] | None
+    ) -> Blocks:
+        """The whole in which this rank's block has `shape`.
+
+        Raises:
+            ShapeError: If `shape` is not what `sizes` say of this rank.
+        """
+        sizes = [shape[axis]] * parts if sizes is None else check_sizes(sizes, parts)
+        if sizes[rank] != shape[axis]:
+            raise ShapeError(
+                f"sizes {sizes} give rank {rank} a block of {sizes[rank]} along axis {axis}, "
+                f"but its array has shape {tuple(shape)}"
+            )
+        whole = (*shape[:axis], sum(sizes), *shape[axis + 1 :])
+        return cls(whole, axis, sizes)
+
+    def block_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of one block."""
+        return (*self.shape[: self.axis], self.sizes[rank], *self.shape[self.axis + 1 :])
+
+    def pack(self, whole: Array) -> Array:
+        """Return the blocks of `whole` one after the other, flat; a view where they lie so."""
+        if self.in_order and whole.flags.c_contiguous:
+            return whole.reshape(-1)
+        packed = namespace(whole).empty(whole.size, whole.dtype)
+        for count, end, part in zip(self.counts, accumulate(self.counts), self.slices, strict=True):
+            block = whole[part]
+            packed[end - count : end].reshape(block.shape)[...] = block
+        return packed
+
+    def unpack(self, packed: Array, whole: Array) -> None:
+        """Put flat blocks that lie one after the other into their places in `whole`."""
+        for count, end, part in zip(self.counts, accumulate(self.counts), self.slices, strict=True):
+            target = whole[part]
+            target[...] = packed[end - count : end].reshape(target.shape)
+
+
+def check_sizes(sizes: Sequence[int], parts: int) -> list[int]:
+    """Return block sizes as plain numbers, of whatever type and in whatever sequence they came.
+
+    Raises:
+        ShapeError: If there is not one size for each rank, or one is negative or no whole number.
+    """
+    try:
+        plain = [operator.index(size) for size in sizes]
+    except TypeError:
+        plain = []
+    if len(plain) != parts or any(size < 0 for size in plain):
+        raise ShapeError(
+            f"sizes must hold one size of at least 0 for each of the {parts} ranks of the group, "
+            f"got {shown(sizes)}"
+        )
+    return plain

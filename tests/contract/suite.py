@@ -15,6 +15,7 @@ from tests.contract import (
     movement_errors,
     movements,
     no_arrays,
+    persistent,
     reductions,
     systems,
 )
@@ -22,7 +23,7 @@ from tests.contract import (
 __all__ = ["CHECKS", "cases"]
 
 _PREFIX = "check_"
-_DATA = (reductions, movements, messages)
+_DATA = (reductions, movements, messages, persistent)
 _OTHERS = (movement_errors, handles, no_arrays, barriers, groups, meshes_made, mismatches, systems)
 
 CHECKS: dict[str, Callable[[Any], None]] = {
@@ -42,7 +43,7 @@ def cases(
 
     Args:
         modes: Names of modes for all checks.
-        data_modes: Names of modes for reductions, movements and messages only.
+        data_modes: Names of modes for reductions, movements, messages and persistent ones only.
         checked: Whether these modes have ``MPIMESH_CHECKS`` on; some checks are about that.
     """
     return [

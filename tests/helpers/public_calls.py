@@ -265,6 +265,27 @@ _of(
         },
     },
 )
+
+
+def _planned(name: str, place: Place) -> Call:
+    """Return a call that plans a collective and starts it."""
+
+    def call(**arguments: Any) -> Any:
+        return getattr(place.group, name)(**arguments).start()
+
+    return call, {"x": np.arange(4.0)}
+
+
+for _name in (
+    "all_gather_init",
+    "all_reduce_init",
+    "all_to_all_init",
+    "broadcast_init",
+    "gather_init",
+    "reduce_init",
+    "reduce_scatter_init",
+):
+    CALLS[f"ProcessGroup.{_name}"] = partial(_planned, _name)
 CALLS["ProcessGroup.send"] = lambda place: (place.send, {})
 CALLS["ProcessGroup.recv"] = lambda place: (place.recv, {})
 _of(

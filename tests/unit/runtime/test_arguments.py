@@ -9,7 +9,7 @@ import mpimesh as mm
 from mpimesh.errors import GroupError, ScheduleError, ShapeError, UnknownNameError
 from mpimesh.runtime.allocator import aligned_empty
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.operation import Operation
+from mpimesh.runtime.work import Operation
 from mpimesh.transport import Engine
 from tests.helpers.raises import raises
 

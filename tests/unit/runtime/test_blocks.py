@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.errors import ShapeError
-from mpimesh.runtime.blocks import Blocks, check_sizes, normal_axis
+from mpimesh.runtime.operands import Blocks, check_sizes, normal_axis
 from tests.helpers.raises import raises
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.errors import DTypeError
-from mpimesh.runtime.envelope import ENVELOPE_BYTES, open_envelope, seal
+from mpimesh.runtime.messages import ENVELOPE_BYTES, open_envelope, seal
 from tests.contract.cases import ALL, values
 from tests.helpers.raises import raises
 

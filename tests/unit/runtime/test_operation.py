@@ -10,9 +10,8 @@ import pytest
 
 from mpimesh.errors import PeerLostError, TransportError
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.handle import CollectiveTensor
-from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.progress import Progress
+from mpimesh.runtime.work import CollectiveTensor, Operation
 from mpimesh.transport import Engine, StagedRequest
 from tests.helpers.raises import raises
 

@@ -45,7 +45,9 @@ PEERS = {"ProcessGroup.send", "ProcessGroup.recv", "DeviceMesh.set_rank"}
 
 OF_THE_ROOT = {
     ("ProcessGroup.gather", "out"),
+    ("ProcessGroup.gather_init", "out"),
     ("ProcessGroup.reduce", "out"),
+    ("ProcessGroup.reduce_init", "out"),
     ("ProcessGroup.scatter", "x"),
 }
 """Arguments that only the root looks at: the others wait for it."""
@@ -77,7 +79,8 @@ INSIDE = {
     *(f"ProcessGroup.{name}" for name in ("recv_next", "recv_prev", "send_next", "send_prev")),
     *(f"ProcessGroup.{name}" for name in ("abandon", "complete", "compose", "empty", "forget")),
     *(f"ProcessGroup.{name}" for name in ("lock", "operand", "own", "poison", "side", "stage")),
-    *(f"ProcessGroup.{name}" for name in ("wait", "wait_for")),
+    *(f"ProcessGroup.{name}" for name in ("wait", "wait_for", "run", "planned", "start")),
+    *(f"ProcessGroup.{name}" for name in ("submit", "count_from_each", "count_message", "member")),
     "dtensor.DVariable",
     "dtensor.run_on",
 }

@@ -1,0 +1,517 @@
+"""Collectives planned once and started many times.
+
+A `Plan` is what a collective needs to know but for the arrays: how the transport is called, in
+which dtype, with which blocks, and how what comes becomes the result. A call looks it up by shape,
+dtype and arguments, binds it to its arrays, and starts it. A `PersistentCollective` is a plan bound
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpimesh.arrays import (
+    Array,
+    DType,
+    ReduceOp,
+    as_reduce_op,
+    is_cupy,
+    moved,
+    namespace,
+    wire_dtype,
+)
+from mpimesh.errors import UnresolvedError
+from mpimesh.runtime.agreement import compare_blocks
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
+from mpimesh.runtime.received import Amount, Rule, all_reduced, each, listed, parts
+from mpimesh.runtime.work import CollectiveTensor, Operation
+from mpimesh.transport import Steps
+
+if TYPE_CHECKING:
+    from mpimesh.runtime.group_core import GroupCore
+
+__all__ = [
+    "Buffers",
+    "PersistentCollective",
+    "Plan",
+    "flat_bytes",
+    "plan_all_gather",
+    "plan_all_reduce",
+    "plan_all_to_all",
+    "plan_broadcast",
+    "plan_gather",
+    "plan_reduce",
+    "plan_reduce_scatter",
+    "receive",
+]
+
+
+class Plan:
+    """A collective of a group, worked out but for the arrays.
+
+    Args:
+        name: The operation, which is the transport's, too.
+        data: This rank's array, as the group moves it: of NumPy, or of CuPy on its device.
+        rule: What must agree over ranks beside shape and dtype, in words.
+        compared: The part of the shape that must agree.
+        tail: What the transport is given after the buffers.
+        shape: The result's shape; None if this rank gets none.
+        wire: The dtype in which values are reduced; None if bytes are moved.
+        outgoing: The blocks into which `data` is cut.
+        incoming: The blocks that come.
+        divisor: By which the result is divided.
+        receives: How what this rank receives is counted.
+        nbytes: Bytes that this rank puts in; those of `data` if None.
+        also: Compares more, with checks on.
+        sends: Whether this rank's array is read.
+        in_place: Whether the transport can reduce an array where it lies.
+    """
+
+    __slots__ = (
+        "also",
+        "compared",
+        "divisor",
+        "dtype",
+        "in_place",
+        "incoming",
+        "kind",
+        "name",
+        "nbytes",
+        "on_device",
+        "outgoing",
+        "receives",
+        "rule",
+        "sends",
+        "shape",
+        "shape_in",
+        "tail",
+        "wire",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        data: Array,
+        rule: str,
+        compared: object,
+        tail: tuple[Any, ...],
+        shape: tuple[int, ...] | None,
+        *,
+        wire: DType | None = None,
+        outgoing: Blocks | None = None,
+        incoming: Blocks | None = None,
+        divisor: int = 1,
+        receives: tuple[Rule, Amount] | None = None,
+        nbytes: int | None = None,
+        also: Callable[[Call], Steps] | None = None,
+        sends: bool = True,
+        in_place: bool = False,
+    ) -> None:
+        self.name = name
+        self.rule = rule
+        self.compared = compared
+        self.tail = tail
+        self.shape_in = data.shape
+        self.dtype: DType = data.dtype
+        self.on_device = namespace(data) is not np
+        self.kind: object = f"{data.dtype} on a device" if self.on_device else data.dtype
+        self.shape = shape
+        self.wire = wire
+        self.outgoing = None if outgoing is None or outgoing.in_order else outgoing
+        self.incoming = None if incoming is None or incoming.in_order else incoming
+        self.divisor = divisor
+        self.receives = receives
+        self.nbytes = data.nbytes if nbytes is None else nbytes
+        self.also = also
+        self.sends = sends
+        self.in_place = in_place
+
+    def bind(self, group: GroupCore, x: Array, data: Array, out: Array | None) -> Buffers:
+        """Return the flat buffers of one start, and how they become the result.
+
+        Args:
+            group: Gives memory for the result.
+            x: The caller's array.
+            data: The same, as the group moves it.
+            out: The caller's array for the result; may be `x`.
+
+        Raises:
+            ShapeError: If `out` does not fit.
+            DTypeError: If `out` is no array, or of another dtype.
+        """
+        library = namespace(data)
+        if self.shape is None:
+            if out is not None:
+                check_output(out)  # so that all ranks refuse what is no array
+            return Buffers((self._packed(data, library), None, *self.tail), None, None)
+        recv, target, finish = receive(
+            group,
+            library,
+            (self.shape, self.dtype),
+            out,
+            of_caller=library if x is data else namespace(x),
+            wire=self.wire,
+            blocks=self.incoming,
+            divisor=self.divisor,
+        )
+        if self.name == "broadcast":
+            if self.sends and target is not x:
+                target[...] = data
+            return Buffers((recv, *self.tail), target, finish)
+        send: Array | None = None
+        if target is not x or not self.in_place:
+            send = self._packed(data, library)
+            if out is not None and library.may_share_memory(send, recv):
+                send = send.copy()
+        return Buffers((send, recv, *self.tail), target, finish)
+
+    def _packed(self, data: Array, library: ModuleType) -> Array:
+        """Return what is sent: flat, contiguous, in the dtype of the wire; a view where it can."""
+        wire = self.wire
+        if wire is not None and (data.dtype != wire or not is_aligned(data)):
+            data = data.astype(wire, order="C")
+        if self.outgoing is not None:
+            data = self.outgoing.pack(data)
+        elif not data.flags.c_contiguous:
+            data = library.ascontiguousarray(data)
+        flat = data.reshape(-1)
+        return flat if wire is not None else flat.view(np.uint8)
+
+
+class Buffers:
+    """The arrays of one start of a plan.
+
+    Attributes:
+        arguments: Those of the transport's method.
+        value: What comes, which is the result if it needs no more work.
+        finish: The work that it needs, if any.
+    """
+
+    __slots__ = ("arguments", "finish", "value")
+
+    def __init__(
+        self, arguments: tuple[Any, ...], value: Any, finish: Callable[[], Any] | None
+    ) -> None:
+        self.arguments = arguments
+        self.value = value
+        self.finish = finish
+
+
+class PersistentCollective:
+    """A collective with its arrays, checked and bound once, to be started many times.
+
+    Made by :meth:`ProcessGroup.all_reduce_init` and the like; MPI's word for it is a persistent
+    operation. Each :meth:`start` reads what the input holds then. Where no `out` was given, results
+    may come into one array: use one before the next start.
+    """
+
+    __slots__ = ("_buffers", "_data", "_group", "_label", "_last", "_out", "_plan", "_x")
+
+    def __init__(
+        self,
+        group: GroupCore,
+        plan: Plan,
+        arrays: tuple[Array, Array, Array | None],
+        buffers: Buffers,
+        label: str | None,
+    ) -> None:
+        self._group = group
+        self._plan = plan
+        self._x, self._data, self._out = arrays
+        self._label = label
+        self._last: Operation | None = None
+        self._buffers = buffers if self._reads_in_place(buffers) else None
+
+    def start(self) -> CollectiveTensor:
+        """Start it once more; the handle's ``resolve()`` gives the result.
+
+        Collective, as the call that it stands for.
+
+        Raises:
+            UnresolvedError: If the last start is not resolved: its buffers are in use.
+            ClosedError: If the mesh is closed.
+        """
+        group, plan, buffers, last = self._group, self._plan, self._buffers, self._last
+        if last is not None and not last.resolved:
+            raise UnresolvedError(
+                f"{self!r} is started again while its last start is under way; resolve that first"
+            )
+        if buffers is None:
+            self._data = group.operand(self._x)
+            buffers = plan.bind(group, self._x, self._data, self._out)
+        handle = group.start(plan, buffers, self._x, self._out, self._label)
+        self._last = handle._operation  # not the handle, which warns when it is dropped
+        return handle
+
+    def _reads_in_place(self, buffers: Buffers) -> bool:
+        """Tell whether a start needs no copy of the input made before it."""
+        plan = self._plan
+        if self._data is not self._x:
+            return False
+        if plan.name == "broadcast":
+            return not plan.sends or buffers.value is self._x
+        send = buffers.arguments[0]
+        return send is None or bool(namespace(send).may_share_memory(send, self._x))
+
+    def __repr__(self) -> str:
+        """Show what it starts. Local."""
+        plan = self._plan
+        what = f"{plan.name}(shape {plan.shape_in}, {plan.kind}, {plan.rule})"
+        return f"<PersistentCollective {what} on {self._group.name!r}>"
+
+
+# -- results -------------------------------------------------------------------------------------
+
+
+def receive(
+    group: GroupCore,
+    library: ModuleType,
+    result: tuple[tuple[int, ...], DType],
+    out: Array | None,
+    *,
+    of_caller: ModuleType,
+    wire: DType | None = None,
+    blocks: Blocks | None = None,
+    divisor: int = 1,
+) -> tuple[Array, Any, Callable[[], Any] | None]:
+    """Return a flat buffer to receive into, the array it becomes, and the work that it still needs.
+
+    Args:
+        group: Gives memory.
+        library: The library whose memory bytes come into, NumPy or CuPy.
+        result: Shape and dtype.
+        out: The caller's array for the result.
+        of_caller: The library whose array the caller gets.
+        wire: The dtype in which values come; None for bytes.
+        blocks: The blocks that come, if they do not lie one after the other in the result.
+        divisor: By which it is to be divided.
+    """
+    shape, dtype = result
+    if out is not None:
+        output_array(out, shape, dtype)
+    arrives_as = dtype if wire is None else wire
+    fits = (
+        out is not None
+        and arrives_as == dtype
+        and namespace(out) is library
+        and out.flags.c_contiguous
+        and (wire is None or is_aligned(out))
+    )
+    target = out if fits and out is not None else group.empty(shape, arrives_as, library)
+    packed = target if blocks is None else group.empty((target.size,), arrives_as, library)
+    recv = packed.reshape(-1)
+    if wire is None:
+        recv = recv.view(np.uint8)
+    plain = blocks is None and divisor == 1 and arrives_as == dtype
+    if plain and (target is out or (out is None and of_caller is library)):
+        return recv, target, None
+
+    def finish() -> Any:
+        if blocks is not None:
+            blocks.unpack(packed, target)
+        # Overflow and NaN pass silently, as they do in the reduction itself.
+        with np.errstate(all="ignore"):
+            if divisor != 1:
+                library.divide(target, divisor, out=target)
+            value = target if arrives_as == dtype else target.astype(dtype)
+        if out is None:
+            return moved(value, of_caller)
+        if out is not target:
+            out[...] = moved(value, namespace(out))
+        return out
+
+    return recv, target, finish
+
+
+def flat_bytes(data: Array) -> Array:
+    """Return an array's elements in C order as flat bytes; a view where they lie so."""
+    return namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+def is_aligned(x: Array) -> bool:
+    """Tell whether each element of `x` starts where its type may; all of CuPy's do."""
+    return is_cupy(x) or bool(x.flags.aligned)
+
+
+def _byte_counts(blocks: Blocks, dtype: DType) -> list[int]:
+    return [count * dtype.itemsize for count in blocks.counts]
+
+
+# -- reductions ----------------------------------------------------------------------------------
+
+
+def plan_all_reduce(group: GroupCore, data: Array, op: ReduceOp | str) -> Plan:
+    """Plan an all-reduce."""
+    op = as_reduce_op(op)
+    wire = wire_dtype(data.dtype, op)
+    averages = op is ReduceOp.MEAN and _averages(group, data, wire)
+    return Plan(
+        "all_reduce",
+        data,
+        str(op),
+        data.shape,
+        ("mean" if averages else _moved_as(op),),
+        data.shape,
+        wire=wire,
+        divisor=group.size if op is ReduceOp.MEAN and not averages else 1,
+        receives=(all_reduced, data.nbytes),
+        in_place=True,
+    )
+
+
+def _moved_as(op: ReduceOp) -> str:
+    """Return the transport's name of a reduction; a mean is a sum to it, divided here."""
+    return "sum" if op is ReduceOp.MEAN else str(op.value)
+
+
+def _averages(group: GroupCore, data: Array, wire: DType) -> bool:
+    """Tell whether the transport divides a mean itself, while it is in cache."""
+    return (
+        namespace(data) is np
+        and wire.char in "fd"
+        and group.communicator.averages(data.size * wire.itemsize)
+    )
+
+
+def plan_reduce(group: GroupCore, data: Array, op: ReduceOp | str, root: int) -> Plan:
+    """Plan a reduction to one rank."""
+    root = group.check_rank(root, "root")
+    op = as_reduce_op(op)
+    at_root = group.rank == root
+    return Plan(
+        "reduce",
+        data,
+        f"{op}, root {root}",
+        data.shape,
+        (_moved_as(op), root),
+        data.shape if at_root else None,
+        wire=wire_dtype(data.dtype, op),
+        divisor=group.size if op is ReduceOp.MEAN else 1,
+        receives=(each, data.nbytes) if at_root else None,
+    )
+
+
+def plan_reduce_scatter(
+    group: GroupCore, data: Array, op: ReduceOp | str, axis: int, sizes: Sequence[int] | None
+) -> Plan:
+    """Plan a reduce-scatter."""
+    op = as_reduce_op(op)
+    wire = wire_dtype(data.dtype, op)
+    axis = normal_axis(axis, data.ndim)
+    blocks = Blocks.of_whole(data.shape, axis, group.size, sizes)
+    rank = group.rank or 0
+    return Plan(
+        "reduce_scatter",
+        data,
+        f"{op}, axis {axis}, sizes {list(blocks.sizes)}",
+        data.shape,
+        (blocks.counts, _moved_as(op)),
+        blocks.block_shape(rank),
+        wire=wire,
+        outgoing=blocks,
+        divisor=group.size if op is ReduceOp.MEAN else 1,
+        receives=(each, blocks.counts[rank] * data.dtype.itemsize),
+    )
+
+
+# -- movements: of bytes, so of every dtype but objects ---------------------------------------
+
+
+def plan_all_gather(group: GroupCore, data: Array, axis: int, sizes: Sequence[int] | None) -> Plan:
+    """Plan an all-gather."""
+    shape = data.shape or (1,)
+    axis = normal_axis(axis, len(shape))
+    blocks = Blocks.of_mine(shape, axis, group.rank or 0, group.size, sizes)
+    counts = _byte_counts(blocks, data.dtype)
+    return Plan(
+        "all_gather",
+        data,
+        f"axis {axis}, sizes {list(blocks.sizes)}",
+        blocks.shape,
+        (counts,),
+        blocks.shape,
+        incoming=blocks,
+        receives=(listed, tuple(counts)),
+    )
+
+
+def plan_gather(
+    group: GroupCore, data: Array, root: int, axis: int, sizes: Sequence[int] | None
+) -> Plan:
+    """Plan a gather."""
+    root = group.check_rank(root, "root")
+    shape = data.shape or (1,)
+    axis = normal_axis(axis, len(shape))
+    blocks = Blocks.of_mine(shape, axis, group.rank or 0, group.size, sizes)
+    counts = _byte_counts(blocks, data.dtype)
+    at_root = group.rank == root
+    return Plan(
+        "gather",
+        data,
+        f"root {root}, axis {axis}, sizes {list(blocks.sizes)}",
+        blocks.shape,
+        (counts, root),
+        blocks.shape if at_root else None,
+        incoming=blocks,
+        receives=(listed, tuple(counts)) if at_root else None,
+    )
+
+
+def plan_all_to_all(
+    group: GroupCore,
+    data: Array,
+    split_axis: int,
+    concat_axis: int | None,
+    sizes: Sequence[int] | None,
+    recv_sizes: Sequence[int] | None,
+) -> Plan:
+    """Plan an all-to-all."""
+    ndim = data.ndim
+    split_axis = normal_axis(split_axis, ndim, what="split_axis")
+    if concat_axis is None:
+        concat_axis = split_axis
+    concat_axis = normal_axis(concat_axis, ndim, what="concat_axis")
+    blocks = Blocks.of_whole(data.shape, split_axis, group.size, sizes)
+    mine = blocks.block_shape(group.rank or 0)
+    if recv_sizes is None:
+        recv_sizes = [mine[concat_axis]] * group.size
+    recv_sizes = check_sizes(recv_sizes, group.size)
+    joined = (*mine[:concat_axis], sum(recv_sizes), *mine[concat_axis + 1 :])
+    incoming = Blocks(joined, concat_axis, recv_sizes)
+    recv_counts = _byte_counts(incoming, data.dtype)
+    return Plan(
+        "all_to_all",
+        data,
+        f"split_axis {split_axis}, concat_axis {concat_axis}",
+        ndim,
+        (_byte_counts(blocks, data.dtype), recv_counts),
+        joined,
+        outgoing=blocks,
+        incoming=incoming,
+        also=partial(compare_blocks, group.communicator, outgoing=blocks, incoming=incoming),
+        receives=(listed, tuple(recv_counts)),
+    )
+
+
+def plan_broadcast(group: GroupCore, data: Array, root: int) -> Plan:
+    """Plan a broadcast from a rank that all know."""
+    root = group.check_rank(root, "root")
+    at_root = group.rank == root
+    whole = (parts, (root, data.nbytes, int(data.nbytes > 0)))
+    return Plan(
+        "broadcast",
+        data,
+        f"root {root}",
+        data.shape,
+        (root,),
+        data.shape,
+        receives=None if at_root else whole,
+        nbytes=data.nbytes if at_root else 0,
+        sends=at_root,
+    )

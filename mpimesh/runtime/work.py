@@ -1,0 +1,484 @@
+"""Operations under way, and the handles by which users take their results."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, Self, SupportsIndex
+
+from mpimesh.arguments import as_function, as_time
+from mpimesh.errors import (
+    CollectiveTimeoutError,
+    GroupError,
+    MismatchError,
+    MpimeshError,
+    TransportError,
+    UnresolvedError,
+    UnresolvedWarning,
+)
+from mpimesh.runtime.call import Call, site_line
+from mpimesh.runtime.progress import Progress
+from mpimesh.transport import Moved, Request, StagedRequest
+from mpimesh.transport.signatures import LAST_SLOT
+from mpimesh.transport.waiting import test_often
+
+__all__ = ["CollectiveTensor", "Operation", "Owner"]
+
+
+class Owner(Protocol):
+    """The group that started an operation, as far as the operation needs it."""
+
+    @property
+    def world_rank(self) -> int:
+        """This rank, as numbered in the mesh."""
+        ...
+
+    @property
+    def progress(self) -> Progress:
+        """The unfinished operations of this rank."""
+        ...
+
+    def wait(self, operation: Operation, timeout_s: float | None) -> bool:
+        """Wait for `operation`; False after `timeout_s`."""
+        ...
+
+    def complete(self, operation: Operation) -> None:
+        """Wait for `operation` and take its result; its handle keeps an error to raise."""
+        ...
+
+    def forget(self, operation: Operation) -> None:
+        """Let go of `operation`, which is resolved."""
+        ...
+
+    def abandon(self, *buffers: object) -> None:
+        """Keep the buffers of an operation that nobody waits for any more."""
+        ...
+
+
+class Operation:
+    """A started operation with all it needs to stay alive: its buffers live in `finish`.
+
+    The group keeps it until it is resolved, whatever becomes of the user's handle,
+    because the transport goes on writing into its buffers.
+    """
+
+    __slots__ = ("call", "error", "finish", "group", "request", "resolved", "unlock", "value")
+
+    def __init__(
+        self,
+        group: Owner,
+        call: Call,
+        request: Request,
+        finish: Callable[[], Any] | None,
+        unlock: Callable[[], None] | None = None,
+        value: Any = None,
+    ) -> None:
+        self.group = group
+        self.call = call
+        self.request = request
+        self.finish = finish
+        self.unlock = unlock
+        self.value = value
+        self.error: BaseException | None = None
+        self.resolved = False
+
+    def compare(self) -> None:
+        """Look whether a rank of this node has started something else in its place.
+
+        Raises:
+            MismatchError: If so.
+        """
+        call = self.call
+        if call.signatures is not None:
+            call.signatures.compare(call.number, call.word, call.group)
+
+    def look(self) -> None:
+        """Look, while it is waited for, what the ranks of this node have started up to now.
+
+        Raises:
+            MismatchError: If one of them has started something else.
+        """
+        call = self.call
+        if call.signatures is not None:
+            call.signatures.look(call.number, call.group)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Return what is behind an error of the transport, as far as it is known."""
+        if isinstance(error, TransportError | MismatchError):
+            try:
+                self.compare()
+            except MismatchError as found:
+                if str(found) != str(error):  # or it was found while waiting
+                    found.agreed = error.agreed
+                    return found
+        return error
+
+    def settle(self) -> None:
+        """Take the result of the finished request, and let go of the buffers.
+
+        Raises:
+            MismatchError: If a rank of this node has started something else in its place.
+        """
+        if self.unlock is not None:
+            self._give_back()  # first: the result may be written into the caller's own array
+        call = self.call
+        try:
+            if (signatures := call.signatures) is not None:
+                at, word = call.number & LAST_SLOT, call.word
+                for words in signatures.others:  # without the cost of a call
+                    if words[at] != word:
+                        self.compare()
+            if self.finish is not None:
+                self.value = self.finish()
+            elif self.value is None and isinstance(self.request, StagedRequest):
+                self.value = self.request.value
+        except Exception as error:
+            self.error = error  # a second resolve must not find a half-made result
+            if isinstance(error, MismatchError):
+                self.group.abandon()  # over here, but perhaps not elsewhere
+            raise
+        finally:
+            self.release()
+
+    def map(self, function: Callable[[Any], Any]) -> None:
+        """Let the result be what `function` makes of it. Before it is resolved."""
+        finish = self.finish
+
+        def last() -> Any:
+            if finish is not None:
+                return function(finish())
+            if self.value is None and isinstance(self.request, StagedRequest):
+                return function(self.request.value)
+            return function(self.value)
+
+        self.finish = last
+
+    def is_over(self) -> bool:
+        """Tell whether the transport is done with the buffers. Never waits."""
+        settled = getattr(self.request, "settled", None)
+        if settled is not None:
+            return bool(settled)  # a test might start its next step
+        try:
+            return self.request.test()
+        except MpimeshError:
+            return True
+
+    def failed_with(self, error: BaseException) -> bool:
+        """Tell whether `error` has ended the request, and is none that came from elsewhere."""
+        return getattr(self.request, "error", None) is error
+
+    def fail(self, error: BaseException) -> None:
+        """Remember that the operation ended with `error` for this rank."""
+        self.error = error
+        if not self.is_over():
+            self.group.abandon(self.request, self.finish, self.value)
+            if isinstance(error, MismatchError) and isinstance(self.request, Moved):
+                self.request.give_up(error)
+        elif isinstance(error, TransportError | MismatchError):
+            # Over here, but perhaps not elsewhere; and one that consists of several messages ends
+            # with the first that fails, while MPI may still write the others.
+            several = hasattr(self.request, "settled")
+            buffers = (self.request, self.finish, self.value) if several else ()
+            self.group.abandon(*buffers)
+        self.release()
+
+    def release(self) -> None:
+        """Drop everything but the result; the operation is over for this rank."""
+        self.finish = None
+        self.call.ended = True
+        if self.unlock is not None:
+            self._give_back()
+        self.group.forget(self)
+        self.resolved = True  # last: whatever ends this before, it can be done again
+
+    def _give_back(self) -> None:
+        """Make the caller's array writable again."""
+        if self.unlock is not None:
+            self.unlock()
+            self.unlock = None
+
+
+# -- refusals to be an array ----------------------------------------------------------------------
+#
+# Without them Python says that ``+`` does not know a CollectiveTensor, and NumPy makes an array
+# that holds the handle.
+
+
+def _refusing(example: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses, and shows how it would go."""
+
+    def refuse(handle: Unresolved, *_: Any, **_options: Any) -> NoReturn:
+        raise handle._refusal(example)
+
+    return refuse
+
+
+def _binary(symbol: str) -> Callable[..., NoReturn]:
+    return _refusing(f"handle.resolve() {symbol} x")
+
+
+def _reflected(symbol: str) -> Callable[..., NoReturn]:
+    return _refusing(f"x {symbol} handle.resolve()")
+
+
+class Unresolved:
+    """Not an array, be it resolved or not, and says so to whoever uses it as one.
+
+    Two handles are equal if they are one; a handle and a number or an array cannot be compared.
+    """
+
+    __slots__ = ()
+
+    def _what(self) -> object:
+        """Return what gives the result; its `str` names it."""
+        raise NotImplementedError
+
+    def _is_resolved(self) -> bool:
+        """Tell whether its result was taken."""
+        raise NotImplementedError
+
+    def _refusal(self, example: str) -> UnresolvedError:
+        cure = "is no array yet: resolve it first"
+        if self._is_resolved():
+            cure = "does not become its array: use what resolve() returned"
+        return UnresolvedError(
+            f"a CollectiveTensor {cure}, as in {example}; it is the result of {self._what()}"
+        )
+
+    # In place, too: Python takes the binary method where there is no other.
+    __add__, __radd__ = _binary("+"), _reflected("+")
+    __sub__, __rsub__ = _binary("-"), _reflected("-")
+    __mul__, __rmul__ = _binary("*"), _reflected("*")
+    __matmul__, __rmatmul__ = _binary("@"), _reflected("@")
+    __truediv__, __rtruediv__ = _binary("/"), _reflected("/")
+    __floordiv__, __rfloordiv__ = _binary("//"), _reflected("//")
+    __mod__, __rmod__ = _binary("%"), _reflected("%")
+    __pow__, __rpow__ = _binary("**"), _reflected("**")
+    __and__, __rand__ = _binary("&"), _reflected("&")
+    __or__, __ror__ = _binary("|"), _reflected("|")
+    __xor__, __rxor__ = _binary("^"), _reflected("^")
+    __lshift__, __rlshift__ = _binary("<<"), _reflected("<<")
+    __rshift__, __rrshift__ = _binary(">>"), _reflected(">>")
+    __lt__, __le__, __gt__, __ge__ = map(_binary, ("<", "<=", ">", ">="))
+    __neg__, __pos__ = _refusing("-handle.resolve()"), _refusing("+handle.resolve()")
+    __invert__, __abs__ = _refusing("~handle.resolve()"), _refusing("abs(handle.resolve())")
+    __round__ = _refusing("handle.resolve().round()")
+    __int__, __float__ = _refusing("int(handle.resolve())"), _refusing("float(handle.resolve())")
+    __complex__ = _refusing("complex(handle.resolve())")
+    __index__ = _refusing("int(handle.resolve())")
+    __getitem__, __iter__ = _refusing("handle.resolve()[i]"), _refusing("iter(handle.resolve())")
+    __setitem__ = _refusing("handle.resolve()[i] = x")
+    __contains__ = _refusing("x in handle.resolve()")
+    # A handle is no answer to a question: without this, `if handle:` is true whatever comes.
+    __bool__ = _refusing("bool(handle.resolve())")
+    __len__ = _refusing("len(handle.resolve())")
+    __array__ = _refusing("numpy.asarray(handle.resolve())")
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether `other` is this very handle.
+
+        Raises:
+            UnresolvedError: If it is a number or an array.
+        """
+        if isinstance(other, numbers.Number) or hasattr(other, "dtype"):
+            raise self._refusal("handle.resolve() == x")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __format__(self, how: str) -> str:
+        """Say what it is, if asked for no format of numbers.
+
+        Raises:
+            UnresolvedError: If it is.
+        """
+        if how:
+            raise self._refusal("format(handle.resolve(), ...)")
+        return str(self)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse an attribute, which the result may have.
+
+        Raises:
+            AttributeError: Always.
+        """
+        hint = "" if name.startswith("_") else f"; its result may: handle.resolve().{name}"
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self
+        )
+
+    def __array_ufunc__(self, function: Any, *_args: Any, **_options: Any) -> NoReturn:
+        """Refuse to be an operand of NumPy.
+
+        Raises:
+            UnresolvedError: Always.
+        """
+        raise self._refusal(f"numpy.{function.__name__}(handle.resolve(), ...)")
+
+    def __array_function__(self, function: Any, *_: Any) -> NoReturn:
+        """Refuse to be an argument of NumPy.
+
+        Raises:
+            UnresolvedError: Always.
+        """
+        raise self._refusal(f"numpy.{function.__name__}(handle.resolve(), ...)")
+
+
+# -- the handle -----------------------------------------------------------------------------------
+
+
+class CollectiveTensor(Unresolved):
+    """A result to come. Start the operation, do other work, then :meth:`resolve`.
+
+    Handles may be resolved in any order, each waits for its own operation only,
+    and every handle must be resolved: one that is dropped warns with the line that
+    made it, and :meth:`DeviceMesh.close` fails while one is open. It is no array, nor does it
+    become one: what :meth:`resolve` returns is. Operators and NumPy's functions on the handle
+    raise UnresolvedError, for none of them waits in secret.
+    """
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+
+    def resolve(self, timeout_s: float | None = None) -> Any:
+        """Wait for this operation and return its result; a second call returns the same.
+
+        A CuPy array may be used at once on the stream that is current here, whichever was current
+        when the operation was called.
+
+        Args:
+            timeout_s: Longest wait; None waits as long as it takes.
+
+        Raises:
+            GroupError: If `timeout_s` is no time.
+            CollectiveTimeoutError: After `timeout_s`; the operation goes on, and
+                `resolve` may be called again.
+            MismatchError: If the ranks called different operations: on every rank of the group
+                with ``MPIMESH_CHECKS`` on; else on those that know of another one on their node,
+                and for each later collective of the group.
+            TransportError: If the transport failed.
+
+        An exception from elsewhere, such as Ctrl-C or one of a signal handler, ends the wait and
+        not the operation: `resolve` may be called again. But what goes in several steps, as large
+        ordinary arrays through shared memory and all that takes two levels over nodes, may end
+        with it on this rank; then so must the program.
+        """
+        operation = self._operation
+        if timeout_s is not None:
+            timeout_s = as_time(timeout_s, "timeout_s", GroupError)
+        if operation.resolved:
+            if operation.error is not None:
+                raise operation.error
+            return operation.value
+        test = operation.request.test
+        try:
+            # Most small operations are over within a few tests: no wait need be set up.
+            group = operation.group
+            done = test_often(test, group.progress) or group.wait(operation, timeout_s)
+        except Exception as error:
+            # Any other error is of the wait, such as one raised by a signal handler: even if the
+            # operation is over meanwhile, its result can still be taken.
+            if isinstance(error, MpimeshError) or operation.failed_with(error):
+                explained = operation.explained(error)
+                operation.fail(explained)
+                if explained is not error:
+                    # A mismatch says it all: what MPI made of it is no cause.
+                    raise explained from (None if isinstance(explained, MismatchError) else error)
+            raise
+        if not done:
+            raise CollectiveTimeoutError(
+                f"rank {operation.group.world_rank} waited {timeout_s} s for {operation.call}; "
+                "it is still under way, and not all ranks may have started it"
+            )
+        operation.settle()
+        return operation.value
+
+    def done(self) -> bool:
+        """Tell whether :meth:`resolve` would return (or raise) at once. Never waits."""
+        operation = self._operation
+        if operation.resolved:
+            return True
+        operation.group.progress.advance()
+        try:
+            if operation.request.test():
+                return True
+            operation.look()
+        except Exception:
+            return True  # resolve() raises it
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait as :meth:`resolve` does, but return False after `timeout_s` instead of raising."""
+        try:
+            self.resolve(timeout_s)
+        except CollectiveTimeoutError:
+            return False
+        return True
+
+    def assume_resolved(self) -> Any:
+        """Return the result of an operation that is known to be done. Never waits.
+
+        Raises:
+            UnresolvedError: If it is not done after all.
+        """
+        if not self.done():
+            raise UnresolvedError(f"{self._operation.call} is still under way; use resolve()")
+        return self.resolve()
+
+    def map(self, function: Callable[[Any], Any]) -> Self:
+        """Let :meth:`resolve` give what `function` makes of the result; return this handle. Local.
+
+        The function is called once, on the rank that resolves, and calls no collective.
+
+        Raises:
+            UnresolvedError: If the result was taken already.
+            GroupError: If `function` is none.
+
+        Example:
+            >>> norm = group.all_reduce(x @ x).map(np.sqrt)
+            >>> norm.resolve()
+        """
+        if self._operation.resolved:
+            raise UnresolvedError(f"{self._operation.call} is resolved; map its handle before that")
+        self._operation.map(as_function(function, "function", GroupError))
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: an operation has one handle.
+
+        Raises:
+            UnresolvedError: Always.
+        """
+        raise UnresolvedError(
+            f"the handle of {self._what()} cannot be copied or pickled: copy the array that "
+            "resolve() returns"
+        )
+
+    def _what(self) -> object:
+        return self._operation.call
+
+    def _is_resolved(self) -> bool:
+        return self._operation.resolved
+
+    def __repr__(self) -> str:
+        """Say what was called and how far it is. Never waits, never tests."""
+        operation = self._operation
+        state = "failed" if operation.error else "resolved" if operation.resolved else "started"
+        return f"<CollectiveTensor {operation.call.text()} on {operation.call.group!r}, {state}>"
+
+    def __del__(self) -> None:
+        """Warn, with the line that started it, about a result that nobody took."""
+        operation = getattr(self, "_operation", None)
+        if operation is None or operation.resolved or sys.is_finalizing():
+            return  # at the interpreter's end nothing can be shown any more
+        filename, line = site_line(operation.call.site)
+        message = (
+            f"the result of {operation.call.text()} on group {operation.call.group!r} was dropped "
+            f"on rank {operation.group.world_rank} before it was resolved; keep the handle and "
+            "call resolve()"
+        )
+        warnings.warn_explicit(message, UnresolvedWarning, filename, line)
