@@ -19,7 +19,6 @@ from mpimesh.transport.nccl import Nccl
 from mpimesh.transport.proof import cuda_aware, proof_steps
 from mpimesh.transport.route import Route
 from mpimesh.transport.staged import Staged
-from mpimesh.transport.twin import twin_steps
 
 __all__ = ["Choice", "find_ways"]
 
@@ -144,7 +143,7 @@ class Choice:
 
 def find_ways(communicator: Communicator, engine: Engine, prefer: str) -> Steps:
     """Collective: find the ways that all ranks have; the steps' value is the :class:`Choice`."""
-    twin: Communicator = yield from twin_steps(communicator)
+    twin: Communicator = yield from communicator.idup()
     chain: Hashable = ("device", id(twin))
     refused: dict[str, str] = {}
     candidates: list[_Candidate] = []
