@@ -6,7 +6,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from mpimesh.transport.proof_cache import cache_folder
+from mpimesh.transport.mpi_environment import cache_folder
 
 __all__ = ["forget", "why_not_kept"]
 

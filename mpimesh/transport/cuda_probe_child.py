@@ -1,7 +1,7 @@
 """The program that tries CUDA-aware MPI, in a process that may crash.
 
-``python -m mpimesh.transport.proof_child FOLDER MEMORY OPERATION...`` moves device
-memory by each operation, in three sizes (MPI has another way for each), from
+``python -m mpimesh.transport.cuda_probe_child FOLDER MEMORY OPERATION...`` moves device
+memory by each operation, in three sizes, from
 and to addresses that are not the start of an allocation, and compares. Each
 rank writes lines of JSON into a file of its own; what is missing there did not
 come to its end.
@@ -19,9 +19,11 @@ from typing import Any, TextIO
 import numpy as np
 
 from mpimesh.arrays.types import HostArray
-from mpimesh.transport.answer import TRIAL_BYTES
 
-__all__ = ["main"]
+__all__ = ["OPERATIONS", "TRIAL_BYTES", "main"]
+
+TRIAL_BYTES = (8, 1 << 15, 1 << 22)
+"""Sizes that are tried: MPI has another way for each."""
 
 _FAILED = 3
 
@@ -51,10 +53,10 @@ class _Trial:
 
     def run(self, operation: str) -> str:
         """Return what went wrong; nothing if nothing did."""
-        requests, received, expected, kept = _STARTS[operation](self)
+        requests, received, expected, operands = _STARTS[operation](self)
         for request in requests:
             request.Wait()
-        del kept
+        del operands
         if received is None or np.array_equal(self.cupy.asnumpy(received), expected):
             return ""
         return f"wrong data in {operation} of {self.size * 4} bytes"
@@ -122,6 +124,8 @@ _STARTS: dict[str, Callable[[_Trial], _Started]] = {
     "scatter": _scatter,
     "all_to_all": _all_to_all,
 }
+OPERATIONS = tuple(_STARTS)
+"""Operations that are tried, in this order: all that moves and nothing that reduces."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -131,13 +135,13 @@ def main(arguments: Sequence[str]) -> None:
     folder, memory, *operations = arguments
     comm = MPI.COMM_WORLD
     with (Path(folder) / f"rank{comm.rank}").open("a", buffering=1) as log:
-        _tell(log, event="world", size=comm.size)
+        _log(log, event="world", size=comm.size)
         try:
             cupy = _device(comm.rank, memory)
         except Exception as error:
             _fail(log, "device", f"{type(error).__name__}: {error}")
         for operation in operations:
-            _tell(log, event="started", operation=operation)
+            _log(log, event="started", operation=operation)
             try:
                 problems = [
                     _Trial(comm, cupy, nbytes // 4).run(operation) for nbytes in TRIAL_BYTES
@@ -146,7 +150,7 @@ def main(arguments: Sequence[str]) -> None:
                 problems = [f"{type(error).__name__}: {error}"]
             if any(problems):
                 _fail(log, operation, "; ".join(filter(None, problems)))
-            _tell(log, event="passed", operation=operation)
+            _log(log, event="passed", operation=operation)
 
 
 def _device(rank: int, memory: str) -> Any:
@@ -162,12 +166,12 @@ def _device(rank: int, memory: str) -> Any:
     return cupy
 
 
-def _tell(log: TextIO, **fields: object) -> None:
+def _log(log: TextIO, **fields: object) -> None:
     log.write(json.dumps(fields) + "\n")
 
 
 def _fail(log: TextIO, operation: str, problem: str) -> None:
-    _tell(log, event="failed", operation=operation, problem=problem)
+    _log(log, event="failed", operation=operation, problem=problem)
     log.flush()
     # Not by an exception: the exit of an MPI process waits for the other rank.
     os._exit(_FAILED)
