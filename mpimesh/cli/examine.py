@@ -15,7 +15,6 @@ from mpimesh.cli.diagnosis import Capability, Diagnosis, Finding, nodes_of
 from mpimesh.cli.facts_rank import Rank, find_rank, node_name
 from mpimesh.cli.facts_software import Cuda, Mpi, Software, find_cuda, find_mpi, find_software
 from mpimesh.cli.guard import Guard
-from mpimesh.cli.kept import forget, why_not_kept
 from mpimesh.cli.measure import SHARED_MEMORY, Measurement, measure, measure_device
 from mpimesh.errors import MpimeshError, SettingsError
 from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
@@ -26,6 +25,7 @@ from mpimesh.settings import Settings
 from mpimesh.transport import Communicator
 from mpimesh.transport.cuda_probe import PROCESS_PROBE, ProbeResult
 from mpimesh.transport.device_side import device_side
+from mpimesh.transport.mpi_environment import cache_problem, clear_cache
 from mpimesh.transport.route import Route
 
 __all__ = ["capability_table", "examine"]
@@ -49,7 +49,7 @@ def examine(guard: Guard, *, fresh: bool = False) -> Diagnosis:
     mpi = find_mpi()
     communicator = _open_world(mpi)
     if fresh:
-        forget()  # before any rank can come to read it: what is next waits for all
+        clear_cache()  # before any rank can come to read it: what is next waits for all
     guard.step = "asking all ranks where they are"
     places = _everyone(communicator, [node_name(launch), launch.local_rank])
     local_rank = _local_rank(places, communicator.rank)
@@ -62,9 +62,9 @@ def examine(guard: Guard, *, fresh: bool = False) -> Diagnosis:
     ][:1]
     # From here on only what all ranks can do.
     whole = not problems and launch.size in (1, communicator.size)
-    why_not = why_not_kept()
-    if why_not:
-        what = f"what is measured and proven is not kept for later jobs: {why_not}"
+    why_not_kept = cache_problem()
+    if why_not_kept:
+        what = f"what is measured and proven is not kept for later jobs: {why_not_kept}"
         cure = "export XDG_CACHE_HOME=..., a folder that can be written"
         problems.append(Finding("warning", what, cure))
     guard.step = "measuring"

@@ -4,7 +4,7 @@ The MPIs from PyPI bring a UCX without CUDA. They find it by a path that LD_LIBR
 so the UCX of the libucx wheels can take its place. Both MPIs are built without CUDA all the same:
 they hand a message's pointer to UCX unread, which is why that works, but copy on the host whatever
 they copy themselves, as a rank's own share in an all-gather. What may be given to them is for the
-proof to say.
+probe to say.
 """
 
 from __future__ import annotations

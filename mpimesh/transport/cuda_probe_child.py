@@ -1,10 +1,9 @@
 """The program that tries CUDA-aware MPI, in a process that may crash.
 
-``python -m mpimesh.transport.cuda_probe_child FOLDER MEMORY OPERATION...`` moves device
-memory by each operation, in three sizes, from
-and to addresses that are not the start of an allocation, and compares. Each
-rank writes lines of JSON into a file of its own; what is missing there did not
-come to its end.
+``python -m mpimesh.transport.cuda_probe_child FOLDER MEMORY OPERATION...`` moves
+device memory by each operation, in three sizes, from and to addresses that are
+not the start of an allocation, and compares. Each rank writes lines of JSON into
+a file of its own; what is missing there did not come to its end.
 """
 
 from __future__ import annotations

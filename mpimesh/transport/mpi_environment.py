@@ -23,7 +23,9 @@ __all__ = [
     "CUDA_MODULE",
     "Ucx",
     "cache_folder",
+    "cache_problem",
     "clean_environment",
+    "clear_cache",
     "digest",
     "find_mpiexec",
     "has_ucx_module",
@@ -89,14 +91,13 @@ def find_mpiexec(environment: Mapping[str, str]) -> str | None:
 
 def processes_with(variable: str) -> list[int]:
     """Return the processes that have `variable`, as ``NAME=text``, in their environment."""
+    wanted = variable.encode()
     pids = []
     for entry in Path("/proc").iterdir():
         # A process may vanish while it is looked at, and others' are not ours to read.
         with suppress(OSError):
-            if entry.name.isdecimal():
-                variables = (entry / "environ").read_bytes().split(b"\0")
-                if variable.encode() in variables:
-                    pids.append(int(entry.name))
+            if entry.name.isdecimal() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                pids.append(int(entry.name))
     return pids
 
 
@@ -177,6 +178,31 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
     with suppress(RuntimeError):
         return Path.home() / ".cache" / "mpimesh"
     return None
+
+
+def cache_problem(folder: Path | None = None) -> str:
+    """Return why nothing can be kept for later jobs; "" if it can. Local.
+
+    Args:
+        folder: Where it would be; None for mpimesh's own place.
+    """
+    folder = cache_folder() if folder is None else folder
+    if folder is None:
+        return "this user has no home folder"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
+
+
+def clear_cache() -> None:
+    """Remove all that earlier jobs have kept. Local; another rank may do it at the same time."""
+    folder = cache_folder()
+    for path in folder.glob("*.json") if folder is not None else ():
+        with suppress(OSError):  # such as another rank was faster
+            path.unlink()
 
 
 def digest(*texts: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from mpimesh.transport.mpi_environment import (
     Ucx,
     cache_folder,
+    cache_problem,
     clean_environment,
     loaded_ucx,
     tuning,
@@ -47,6 +49,14 @@ def test_a_child_knows_nothing_of_the_job_and_all_of_the_person():
 def test_the_cache_is_where_the_system_keeps_such_files(given, folder):
     assert cache_folder({"XDG_CACHE_HOME": given}) == folder
     assert cache_folder({}) == Path.home() / ".cache/mpimesh"
+
+
+def test_whether_anything_can_be_kept(tmp_path):
+    assert cache_problem(tmp_path / "new" / "mpimesh") == ""
+    assert not list((tmp_path / "new" / "mpimesh").iterdir())
+    file = tmp_path / "file"
+    file.touch()
+    assert re.search("file.* cannot be written: .*directory", cache_problem(file / "mpimesh"))
 
 
 # -- UCX -----------------------------------------------------------------------------------
