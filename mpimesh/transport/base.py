@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_USER_TAG",
     "WHOLE_MESSAGE_BYTES",
+    "AllDone",
     "Communicator",
     "RecvRequest",
     "Request",
@@ -69,6 +70,20 @@ class RecvRequest(Request, Protocol):
     def cancel(self) -> bool:
         """Take the receive back; False if a message had already matched it."""
         ...
+
+
+class AllDone:
+    """Several requests that are one operation."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, *requests: Request) -> None:
+        self._requests = list(requests)
+
+    def test(self) -> bool:
+        """Move all along, and tell whether all are done."""
+        self._requests = [request for request in self._requests if not request.test()]
+        return not self._requests
 
 
 class Communicator(ABC):

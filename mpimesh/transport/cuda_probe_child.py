@@ -52,70 +52,66 @@ class _Trial:
 
     def run(self, operation: str) -> str:
         """Return what went wrong; nothing if nothing did."""
-        requests, received, expected, operands = _STARTS[operation](self)
-        for request in requests:
+        start, received, expected = _PREPARATIONS[operation](self)
+        self.cupy.cuda.get_current_stream().synchronize()
+        for request in start():
             request.Wait()
-        del operands
         if received is None or np.array_equal(self.cupy.asnumpy(received), expected):
             return ""
         return f"wrong data in {operation} of {self.size * 4} bytes"
 
-    def synchronize(self) -> None:
-        self.cupy.cuda.get_current_stream().synchronize()
+
+# What starts the operation and keeps its arrays alive, the array that is received (None on a rank
+# that receives nothing), and the data that it must hold in the end.
+_Prepared = tuple[Callable[[], list[Any]], Any, Any]
 
 
-# Requests, the array that is received (None on a rank that receives nothing), what must stand in
-# it, and what must live until then.
-_Started = tuple[list[Any], Any, Any, Any]
-
-
-def _messages(trial: _Trial) -> _Started:
+def _messages(trial: _Trial) -> _Prepared:
     peer = trial.comm.size - 1 - trial.comm.rank  # itself, where it is alone
     send, recv = trial.filled(trial.mine), trial.empty(trial.size)
-    trial.synchronize()
-    requests = [trial.comm.Irecv(recv, peer, 1), trial.comm.Isend(send, peer, 1)]
-    return requests, recv, _pattern(peer, trial.size), send
+
+    def start() -> list[Any]:
+        return [trial.comm.Irecv(recv, peer, 1), trial.comm.Isend(send, peer, 1)]
+
+    return start, recv, _pattern(peer, trial.size)
 
 
-def _broadcast(trial: _Trial) -> _Started:
+def _broadcast(trial: _Trial) -> _Prepared:
     root = trial.comm.size - 1
     buffer = trial.filled(trial.mine)
-    trial.synchronize()
-    return [trial.comm.Ibcast(buffer, root)], buffer, _pattern(root, trial.size), None
+    return lambda: [trial.comm.Ibcast(buffer, root)], buffer, _pattern(root, trial.size)
 
 
-def _all_gather(trial: _Trial) -> _Started:
+def _all_gather(trial: _Trial) -> _Prepared:
     send, recv = trial.filled(trial.mine), trial.empty(trial.all.size)
-    trial.synchronize()
-    return [trial.comm.Iallgatherv(send, [recv, trial.counts()])], recv, trial.all, send
+    return lambda: [trial.comm.Iallgatherv(send, [recv, trial.counts()])], recv, trial.all
 
 
-def _gather(trial: _Trial) -> _Started:
+def _gather(trial: _Trial) -> _Prepared:
     send = trial.filled(trial.mine)
     recv = trial.empty(trial.all.size) if trial.comm.rank == 0 else None
-    trial.synchronize()
     target = None if recv is None else [recv, trial.counts()]
-    return [trial.comm.Igatherv(send, target, 0)], recv, trial.all, send
+    return lambda: [trial.comm.Igatherv(send, target, 0)], recv, trial.all
 
 
-def _scatter(trial: _Trial) -> _Started:
-    send = trial.filled(trial.all) if trial.comm.rank == 0 else None
+def _scatter(trial: _Trial) -> _Prepared:
+    source = [trial.filled(trial.all), trial.counts()] if trial.comm.rank == 0 else None
     recv = trial.empty(trial.size)
-    trial.synchronize()
-    source = None if send is None else [send, trial.counts()]
-    return [trial.comm.Iscatterv(source, recv, 0)], recv, trial.mine, send
+    return lambda: [trial.comm.Iscatterv(source, recv, 0)], recv, trial.mine
 
 
-def _all_to_all(trial: _Trial) -> _Started:
+def _all_to_all(trial: _Trial) -> _Prepared:
     ranks, me = trial.comm.size, trial.comm.rank
     send = trial.filled(np.concatenate([trial.mine + rank for rank in range(ranks)]))
     recv = trial.empty(trial.all.size)
-    trial.synchronize()
-    request = trial.comm.Ialltoallv([send, trial.counts()], [recv, trial.counts()])
-    return [request], recv, trial.all + me, send
+
+    def start() -> list[Any]:
+        return [trial.comm.Ialltoallv([send, trial.counts()], [recv, trial.counts()])]
+
+    return start, recv, trial.all + me
 
 
-_STARTS: dict[str, Callable[[_Trial], _Started]] = {
+_PREPARATIONS: dict[str, Callable[[_Trial], _Prepared]] = {
     "messages": _messages,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
@@ -123,7 +119,7 @@ _STARTS: dict[str, Callable[[_Trial], _Started]] = {
     "scatter": _scatter,
     "all_to_all": _all_to_all,
 }
-OPERATIONS = tuple(_STARTS)
+OPERATIONS = tuple(_PREPARATIONS)
 """Operations that are tried, in this order: all that moves and nothing that reduces."""
 
 
@@ -140,7 +136,6 @@ def main(arguments: Sequence[str]) -> None:
         except Exception as error:
             _fail(log, "device", f"{type(error).__name__}: {error}")
         for operation in operations:
-            _log(log, event="started", operation=operation)
             try:
                 problems = [
                     _Trial(comm, cupy, nbytes // 4).run(operation) for nbytes in TRIAL_BYTES

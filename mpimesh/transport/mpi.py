@@ -24,6 +24,7 @@ from mpimesh.errors import TransportError
 from mpimesh.transport.base import (
     MAX_USER_TAG,
     WHOLE_MESSAGE_BYTES,
+    AllDone,
     Communicator,
     RecvRequest,
     Request,
@@ -118,8 +119,8 @@ class MPICommunicator(Communicator):
                 _fail("all_reduce", error)
             return _MPIRequest(request, (send, recv))
         pieces = self._pieces(recv.size)
-        return _MPIRequests(
-            [self.all_reduce(None if send is None else send[p], recv[p], op) for p in pieces]
+        return AllDone(
+            *(self.all_reduce(None if send is None else send[p], recv[p], op) for p in pieces)
         )
 
     def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
@@ -127,8 +128,8 @@ class MPICommunicator(Communicator):
         if send.size <= self._limit:
             return self._start("reduce", self._comm.Ireduce, send, recv, _function(op, send), root)
         pieces = self._pieces(send.size)
-        return _MPIRequests(
-            [self.reduce(send[p], None if recv is None else recv[p], op, root) for p in pieces]
+        return AllDone(
+            *(self.reduce(send[p], None if recv is None else recv[p], op, root) for p in pieces)
         )
 
     def reduce_scatter(
@@ -140,11 +141,11 @@ class MPICommunicator(Communicator):
             return self._start(
                 "reduce_scatter", self._comm.Ireduce_scatter, send, recv, counts, function
             )
-        return _MPIRequests(
-            [
+        return AllDone(
+            *(
                 self.reduce(send[block], recv if root == self.rank else None, op, root)
                 for root, block in enumerate(block_slices(counts))
-            ]
+            )
         )
 
     def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
@@ -199,7 +200,7 @@ class MPICommunicator(Communicator):
         """Copy `buffer` of `root` into `buffer` of every rank."""
         if buffer.size <= self._limit:
             return self._start("broadcast", self._comm.Ibcast, buffer, root)
-        return _MPIRequests([self.broadcast(buffer[p], root) for p in self._pieces(buffer.size)])
+        return AllDone(*(self.broadcast(buffer[p], root) for p in self._pieces(buffer.size)))
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""
@@ -219,7 +220,7 @@ class MPICommunicator(Communicator):
                 bell.ring()
             return request
         pieces = self._pieces(buffer.size, self._message_limit)
-        return _MPIRequests([self.isend(buffer[p], dest, tag) for p in pieces])
+        return AllDone(*(self.isend(buffer[p], dest, tag) for p in pieces))
 
     def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
         """Receive into `buffer`."""
@@ -343,7 +344,7 @@ class MPICommunicator(Communicator):
             for peer in order
             if outgoing and outgoing[peer].size
         ]
-        return _MPIRequests(requests)
+        return AllDone(*requests)
 
 
 def _function(op: str, array: HostArray) -> MPI.Op:
@@ -427,20 +428,6 @@ class _MPIRequest:
             return self._request.Test()
         except MPI.Exception as error:
             _fail("an operation under way", error)
-
-
-class _MPIRequests:
-    """Several requests that are one operation."""
-
-    __slots__ = ("_requests",)
-
-    def __init__(self, requests: list[Request]) -> None:
-        self._requests = requests
-
-    def test(self) -> bool:
-        """Tell whether all are done."""
-        self._requests = [request for request in self._requests if not request.test()]
-        return not self._requests
 
 
 class CollectiveOrder:
@@ -557,13 +544,13 @@ class _MPIReceive:
         return self._status.Is_cancelled()
 
 
-class _PiecewiseReceive(_MPIRequests):
+class _PiecewiseReceive(AllDone):
     """A receive in pieces, of a message that has just the buffer's size."""
 
     __slots__ = ("_pieces",)
 
     def __init__(self, pieces: list[RecvRequest]) -> None:
-        super().__init__(list(pieces))
+        super().__init__(*pieces)
         self._pieces = pieces
 
     def received_bytes(self) -> int:
