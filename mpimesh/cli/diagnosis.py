@@ -11,10 +11,9 @@ from mpimesh.cli.facts_rank import Rank
 from mpimesh.cli.facts_software import Cuda, Mpi, Software
 from mpimesh.cli.measure import Measurement
 from mpimesh.runtime import Launch
-from mpimesh.transport.capability import Capability
 from mpimesh.transport.route import Route
 
-__all__ = ["Diagnosis", "Finding", "Node", "nodes_of"]
+__all__ = ["Capability", "Diagnosis", "Finding", "Node", "nodes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,25 @@ class Node:
 
     name: str
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Whether one transport may be used for one operation on one kind of memory.
+
+    Attributes:
+        transport: Who moves the bytes, such as ``"mpi_cuda"``.
+        operation: A collective, ``"messages"``, or ``"*"`` for all.
+        memory: ``"host"``, ``"shared"`` or ``"device"``.
+        usable: Whether it may be used.
+        proof: How that is known.
+    """
+
+    transport: str
+    operation: str
+    memory: str
+    usable: bool
+    proof: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from mpimesh.cli.clean import find_leftovers
-from mpimesh.cli.diagnosis import Diagnosis, Finding, nodes_of
+from mpimesh.cli.diagnosis import Capability, Diagnosis, Finding, nodes_of
 from mpimesh.cli.facts_rank import Rank, find_rank, node_name
 from mpimesh.cli.facts_software import Cuda, Mpi, Software, find_cuda, find_mpi, find_software
 from mpimesh.cli.guard import Guard
-from mpimesh.cli.kept import forget, why_not_kept
 from mpimesh.cli.measure import SHARED_MEMORY, Measurement, measure, measure_device
 from mpimesh.errors import MpimeshError, SettingsError
 from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
@@ -24,13 +23,12 @@ from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.world import solo_communicator
 from mpimesh.settings import Settings
 from mpimesh.transport import Communicator
-from mpimesh.transport.answer import Answer
-from mpimesh.transport.capability import Capability, capability_table
+from mpimesh.transport.cuda_probe import PROCESS_PROBE, ProbeResult
 from mpimesh.transport.device_side import device_side
-from mpimesh.transport.proof import ensure_proofs, proof_notes
+from mpimesh.transport.mpi_environment import cache_problem, clear_cache
 from mpimesh.transport.route import Route
 
-__all__ = ["examine"]
+__all__ = ["capability_table", "examine"]
 
 _CHECKED_ELEMENTS = (1, 1 << 18)
 _REPORT = "run the tests of this MPI; if they pass, report it to mpimesh"
@@ -51,7 +49,7 @@ def examine(guard: Guard, *, fresh: bool = False) -> Diagnosis:
     mpi = find_mpi()
     communicator = _open_world(mpi)
     if fresh:
-        forget()  # before any rank can come to read it: what is next waits for all
+        clear_cache()  # before any rank can come to read it: what is next waits for all
     guard.step = "asking all ranks where they are"
     places = _everyone(communicator, [node_name(launch), launch.local_rank])
     local_rank = _local_rank(places, communicator.rank)
@@ -64,21 +62,21 @@ def examine(guard: Guard, *, fresh: bool = False) -> Diagnosis:
     ][:1]
     # From here on only what all ranks can do.
     whole = not problems and launch.size in (1, communicator.size)
-    why_not = why_not_kept()
-    if why_not:
-        what = f"what is measured and proven is not kept for later jobs: {why_not}"
+    why_not_kept = cache_problem()
+    if why_not_kept:
+        what = f"what is measured and proven is not kept for later jobs: {why_not_kept}"
         cure = "export XDG_CACHE_HOME=..., a folder that can be written"
         problems.append(Finding("warning", what, cure))
     guard.step = "measuring"
     speeds = _speeds(communicator, ranks, cuda)
     tried = _Tried()
-    answers: dict[str, Answer] = {}
+    probed: dict[str, ProbeResult] = {}
     if whole:
         guard.step = "trying CUDA-aware MPI in a child process"
         on_device = all(_everyone(communicator, bool(cuda.gpus and not cuda.problem)))
         if on_device:
-            answers = ensure_proofs(communicator, fresh=fresh)
-            problems += [Finding("note", note) for note in proof_notes()]
+            probed = PROCESS_PROBE.run(communicator, fresh=fresh)
+            problems += [Finding("note", note) for note in PROCESS_PROBE.notes]
         guard.step = "making a mesh and reducing over all ranks"
         tried = _try_mesh(communicator, on_device=on_device)
         problems += tried.problems
@@ -90,7 +88,7 @@ def examine(guard: Guard, *, fresh: bool = False) -> Diagnosis:
         launch=launch,
         world_size=communicator.size,
         ranks=ranks,
-        capabilities=_capabilities(mpi, cuda, communicator.size, speeds, answers, tried.ways),
+        capabilities=_capabilities(mpi, cuda, communicator.size, speeds, probed, tried.ways),
         measurements=speeds,
         routes=tuple(tried.routes),
         leftovers=leftovers,
@@ -154,13 +152,13 @@ class _Tried:
     """The findings of a trial mesh: its routes, the ways of its device memory, what was wrong."""
 
     routes: Sequence[Route] = ()
-    ways: Mapping[str, Answer] = field(default_factory=dict)
+    ways: Mapping[str, ProbeResult] = field(default_factory=dict)
     problems: Sequence[Finding] = ()
 
 
 def _try_mesh(communicator: Communicator, *, on_device: bool) -> _Tried:
     """Make a mesh of all ranks, reduce over it, and ask how its group moves bytes."""
-    ways: Mapping[str, Answer] = {}
+    ways: Mapping[str, ProbeResult] = {}
     try:
         with DeviceMesh("ranks=-1") as mesh:
             group = mesh.group("world")
@@ -211,28 +209,87 @@ def _capabilities(
     cuda: Cuda,
     world_size: int,
     speeds: Sequence[Measurement],
-    answers: Mapping[str, Answer],
-    ways: Mapping[str, Answer],
+    probed: Mapping[str, ProbeResult],
+    ways: Mapping[str, ProbeResult],
 ) -> tuple[Capability, ...]:
     shared = next((one for one in speeds if one.how == SHARED_MEMORY), None)
     if shared is None:
-        node_shared = Answer(False, "rank 0 is alone on its node")
+        node_shared = ProbeResult(False, "rank 0 is alone on its node")
     elif shared.problem:
-        node_shared = Answer(False, shared.problem)
+        node_shared = ProbeResult(False, shared.problem)
     elif _node_shared_setting() == "never":
-        node_shared = Answer(False, "off (MPIMESH_NODE_SHARED=never)")
+        node_shared = ProbeResult(False, "off (MPIMESH_NODE_SHARED=never)")
     else:
-        node_shared = Answer(True, f"rank 0 has read an array of rank {shared.ranks[1]} in place")
-    device = Answer(False, "CuPy is not installed")
+        node_shared = ProbeResult(
+            True, f"rank 0 has read an array of rank {shared.ranks[1]} in place"
+        )
+    device = ProbeResult(False, "CuPy is not installed")
     if cuda.installed:
-        device = Answer(bool(cuda.gpus), cuda.problem or f"CuPy sees {_count(cuda.gpus, 'GPU')}")
-    alone = Answer(False, "there is one rank" if world_size == 1 else "no mesh could be made")
+        device = ProbeResult(
+            bool(cuda.gpus), cuda.problem or f"CuPy sees {_count(cuda.gpus, 'GPU')}"
+        )
+    alone = ProbeResult(False, "there is one rank" if world_size == 1 else "no mesh could be made")
     return capability_table(
-        mpi=Answer(not mpi.problem, mpi.problem or f"a world of {_count(world_size, 'rank')}"),
+        mpi=ProbeResult(not mpi.problem, mpi.problem or f"a world of {_count(world_size, 'rank')}"),
         large_counts=mpi.large_counts,
         node_shared=node_shared,
         device=device,
-        mpi_cuda=answers,
+        mpi_cuda=probed,
         nccl=ways.get("nccl", alone),
         cuda_ipc=ways.get("cuda_ipc", alone),
+    )
+
+
+def capability_table(
+    *,
+    mpi: ProbeResult,
+    large_counts: bool,
+    node_shared: ProbeResult,
+    device: ProbeResult,
+    mpi_cuda: Mapping[str, ProbeResult],
+    nccl: ProbeResult,
+    cuda_ipc: ProbeResult,
+) -> tuple[Capability, ...]:
+    """Return which transport can be used for what; nothing on devices where there is none.
+
+    Args:
+        mpi: Whether there is an MPI that has made the world.
+        large_counts: Whether one call of it moves more than 2^31 elements.
+        node_shared: Whether ranks of one node can read each other's memory.
+        device: Whether there is a device, and an array library for it.
+        mpi_cuda: The results of the probe of CUDA-aware MPI, by operation.
+        nccl: Whether NCCL can be used.
+        cuda_ipc: Whether ranks of one node can read each other's device memory.
+    """
+    counts = ProbeResult(
+        mpi.usable,
+        "in one call" if large_counts else "in pieces: this MPI is older than 4",
+    )
+    threads = ProbeResult(True, "threads of one process (run_virtual), without MPI")
+    rows = [
+        ("mpi", "*", "host", mpi),
+        ("mpi", "counts above 2^31", "host", counts),
+        ("node_shared", "*", "host", node_shared),
+        ("node_shared", "*", "shared", node_shared),
+        ("virtual", "*", "host", threads),
+    ]
+    if device.usable:
+        staged = ProbeResult(
+            mpi.usable, f"copied through host memory, with any MPI; {device.reason}"
+        )
+        rows += [
+            ("mpi_cuda", operation, "device", result) for operation, result in mpi_cuda.items()
+        ]
+        rows += [
+            ("nccl", "*", "device", nccl),
+            ("cuda_ipc", "*", "device", cuda_ipc),
+            ("staged", "*", "device", staged),
+        ]
+    else:
+        rows += [
+            (name, "*", "device", device) for name in ("mpi_cuda", "nccl", "cuda_ipc", "staged")
+        ]
+    return tuple(
+        Capability(transport, operation, memory, result.usable, result.reason)
+        for transport, operation, memory, result in rows
     )

@@ -12,10 +12,9 @@ from rich.text import Text
 
 from mpimesh.arguments import ranks_text
 from mpimesh.cli.clean import SHM
-from mpimesh.cli.diagnosis import Diagnosis, Finding
+from mpimesh.cli.diagnosis import Capability, Diagnosis, Finding
 from mpimesh.cli.texts import bytes_text, rate_text, seconds_text
-from mpimesh.transport.capability import Capability
-from mpimesh.transport.ucx import Ucx
+from mpimesh.transport.mpi_environment import Ucx
 
 __all__ = ["show"]
 

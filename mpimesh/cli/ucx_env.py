@@ -4,7 +4,7 @@ The MPIs from PyPI bring a UCX without CUDA. They find it by a path that LD_LIBR
 so the UCX of the libucx wheels can take its place. Both MPIs are built without CUDA all the same:
 they hand a message's pointer to UCX unread, which is why that works, but copy on the host whatever
 they copy themselves, as a rank's own share in an all-gather. What may be given to them is for the
-proof to say.
+probe to say.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpimesh.cli.quantities import InputError
-from mpimesh.transport.job_variables import clean_environment
-from mpimesh.transport.ucx import CUDA_MODULE
+from mpimesh.transport.mpi_environment import CUDA_MODULE, clean_environment, has_ucx_module
 
 __all__ = ["LoadedMpi", "UcxWheel", "find_wheel", "load_mpi", "run_ucx_env", "variables"]
 
@@ -59,7 +58,7 @@ import json
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-from mpimesh.transport.ucx import loaded_ucx
+from mpimesh.transport.mpi_environment import loaded_ucx
 vendor, version = MPI.get_vendor()
 print(json.dumps([vendor, ".".join(map(str, version)), loaded_ucx().path]))
 """
@@ -82,7 +81,7 @@ class UcxWheel:
     @property
     def infiniband(self) -> bool:
         """Whether it can use InfiniBand."""
-        return any((self.folder / "ucx").glob("libuct_ib.so*"))
+        return has_ucx_module(self.folder, "libuct_ib.so")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def find_wheel() -> UcxWheel:
     spec = importlib.util.find_spec("libucx")
     places = (spec.submodule_search_locations if spec else None) or []
     for folder in (Path(place) / "lib" for place in places):
-        if (folder / "libucp.so.0").exists() and [*(folder / "ucx").glob(f"{CUDA_MODULE}*")]:
+        if (folder / "libucp.so.0").exists() and has_ucx_module(folder, CUDA_MODULE):
             return UcxWheel(package, version, folder)
     raise InputError(
         f"{package} {version} has no libucp.so.0 or no {CUDA_MODULE} in {[*places]}: "

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
+
+from mpimesh.transport.mpi_environment import find_mpiexec, processes_with
 
 __all__ = ["LaunchResult", "Program", "launch", "mpi_vendor", "mpiexec", "mpiexec_environment"]
 
@@ -92,13 +93,12 @@ def mpiexec() -> Path:
     Raises:
         FileNotFoundError: If there is none.
     """
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
+    path = find_mpiexec(os.environ)
+    if path is None:
         raise FileNotFoundError(
             f"no mpiexec beside {sys.executable} nor in PATH; pip install mpich brings one"
         )
-    return Path(found)
+    return Path(path)
 
 
 @functools.cache
@@ -214,17 +214,13 @@ def _strays(mark: str, launcher_pid: int) -> tuple[str, ...]:
 
 def _processes(mark: str, launcher_pid: int) -> dict[int, str]:
     """The living processes that have the mark, by process id, with their commands."""
-    needle = f"{_MARK}={mark}".encode()
-    found: dict[int, str] = {}
-    for entry in Path("/proc").iterdir():
-        # A process may vanish while it is looked at, and others' are not ours to read.
-        with contextlib.suppress(OSError):
-            if entry.name.isdecimal() and int(entry.name) != launcher_pid:
-                variables = (entry / "environ").read_bytes().split(b"\0")
-                if needle in variables:
-                    words = (entry / "cmdline").read_bytes().split(b"\0")
-                    found[int(entry.name)] = b" ".join(words).decode(errors="replace").strip()
-    return found
+    commands: dict[int, str] = {}
+    for pid in processes_with(f"{_MARK}={mark}"):
+        with contextlib.suppress(OSError):  # it may vanish while it is looked at
+            if pid != launcher_pid:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                commands[pid] = b" ".join(words).decode(errors="replace").strip()
+    return commands
 
 
 def _kill_all(mark: str, process: subprocess.Popen[bytes]) -> None:

@@ -12,8 +12,7 @@ from mpimesh.transport.base import (
 )
 from mpimesh.transport.engine import Engine, Moved, StagedRequest, Steps, run_steps
 from mpimesh.transport.regions import Give, Part, Regions, Take
-from mpimesh.transport.virtual import VirtualCommunicator, virtual_communicators
-from mpimesh.transport.virtual_world import VirtualWorld
+from mpimesh.transport.virtual import VirtualCommunicator, VirtualWorld, virtual_communicators
 
 __all__ = [
     "MAX_USER_TAG",

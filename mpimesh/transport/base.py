@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpimesh.arrays.types import HostArray
+from mpimesh.errors import TransportError
 from mpimesh.transport.route import Route
 
 if TYPE_CHECKING:
@@ -29,7 +31,15 @@ if TYPE_CHECKING:
     from mpimesh.transport.regions import Regions
     from mpimesh.transport.signatures import Signatures
 
-__all__ = ["MAX_USER_TAG", "WHOLE_MESSAGE_BYTES", "Communicator", "RecvRequest", "Request"]
+__all__ = [
+    "MAX_USER_TAG",
+    "WHOLE_MESSAGE_BYTES",
+    "AllDone",
+    "Communicator",
+    "RecvRequest",
+    "Request",
+    "block_slices",
+]
 
 MAX_USER_TAG = 16383
 """Message tags above this one, up to MPI's guaranteed 32767, are mpimesh's own."""
@@ -60,6 +70,20 @@ class RecvRequest(Request, Protocol):
     def cancel(self) -> bool:
         """Take the receive back; False if a message had already matched it."""
         ...
+
+
+class AllDone:
+    """Several requests that are one operation."""
+
+    __slots__ = ("_requests",)
+
+    def __init__(self, *requests: Request) -> None:
+        self._requests = list(requests)
+
+    def test(self) -> bool:
+        """Move all along, and tell whether all are done."""
+        self._requests = [request for request in self._requests if not request.test()]
+        return not self._requests
 
 
 class Communicator(ABC):
@@ -290,6 +314,19 @@ class Communicator(ABC):
         A rank with ``color=None`` gets None.
         """
 
+    def idup(self) -> Steps:
+        """Collective: make a communicator of the same ranks without waiting; the steps' value.
+
+        Device memory is moved by operations of several steps, whose host messages and collectives
+        come at other moments on each rank. They must not meet the collectives that the ranks start
+        meanwhile on the communicator itself, so they have one of their own. The first step starts
+        the duplication, so ranks take that one in the order of their collectives.
+
+        Raises:
+            TransportError: If this communicator has no duplicates.
+        """
+        raise TransportError(f"device memory cannot be moved by a {self.kind} communicator")
+
     @abstractmethod
     def free(self) -> None:
         """Collective: give the communicator's resources back. A second call does nothing."""
@@ -297,3 +334,8 @@ class Communicator(ABC):
     @abstractmethod
     def abort(self, code: int) -> None:
         """End all ranks of the job at once with exit code `code`."""
+
+
+def block_slices(counts: Sequence[int]) -> list[slice]:
+    """Return the places of blocks of so many elements that lie one after the other."""
+    return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mpimesh.transport.choice import NEVER, NUMBERS, Choice
-from mpimesh.transport.job_variables import tuning
-from mpimesh.transport.proof_cache import cache_folder, digest
-from mpimesh.transport.ucx import loaded_ucx
+from mpimesh.transport.mpi_environment import (
+    cache_folder,
+    digest,
+    loaded_ucx,
+    tuning,
+    write_json,
+)
 
 __all__ = ["Choices"]
 
@@ -66,7 +69,7 @@ class Choices:
             table = {**_read(self._path), (ranks, nodes): numbers}
             # Not to be able to keep it costs the next job a tenth of a second, no more.
             with suppress(OSError):
-                _write(self._path, {f"{r} on {n}": row for (r, n), row in table.items()})
+                write_json(self._path, {f"{r} on {n}": row for (r, n), row in table.items()})
         return choice
 
 
@@ -112,11 +115,3 @@ def _read(path: Path | None) -> dict[tuple[int, int], list[int]]:
 def _group(text: str) -> tuple[int, int]:
     ranks, nodes = text.split(" on ")
     return int(ranks), int(nodes)
-
-
-def _write(path: Path, table: dict[str, list[int]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, new = tempfile.mkstemp(prefix=".new-", dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        json.dump(table, file)
-    Path(new).replace(path)

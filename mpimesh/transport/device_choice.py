@@ -9,17 +9,15 @@ import numpy as np
 
 from mpimesh.arrays.types import DType
 from mpimesh.errors import GroupError, on_all_ranks
-from mpimesh.transport.answer import Answer
 from mpimesh.transport.base import Communicator
 from mpimesh.transport.cuda_ipc import CudaIpc
+from mpimesh.transport.cuda_probe import PROCESS_PROBE, ProbeResult, cuda_aware
 from mpimesh.transport.device_mover import COLLECTIVES, DeviceMover
 from mpimesh.transport.engine import Engine, Steps
 from mpimesh.transport.mpi_cuda import MPICuda
 from mpimesh.transport.nccl import Nccl
-from mpimesh.transport.proof import cuda_aware, proof_steps
 from mpimesh.transport.route import Route
 from mpimesh.transport.staged import Staged
-from mpimesh.transport.twin import twin_steps
 
 __all__ = ["Choice", "find_ways"]
 
@@ -128,10 +126,10 @@ class Choice:
         others = [f"{name}: {why}" for name, why in self._refused.items()]
         return "; ".join([own, *others])
 
-    def ways(self) -> dict[str, Answer]:
+    def ways(self) -> dict[str, ProbeResult]:
         """Return for each way, by name, whether the ranks have it, and why. Local."""
-        refused = {name: Answer(False, why) for name, why in self._refused.items()}
-        return refused | {one.mover.name: Answer(True, one.reason) for one in self._candidates}
+        refused = {name: ProbeResult(False, why) for name, why in self._refused.items()}
+        return refused | {one.mover.name: ProbeResult(True, one.reason) for one in self._candidates}
 
     def free(self) -> None:
         """Give all back. A second call does nothing."""
@@ -144,7 +142,7 @@ class Choice:
 
 def find_ways(communicator: Communicator, engine: Engine, prefer: str) -> Steps:
     """Collective: find the ways that all ranks have; the steps' value is the :class:`Choice`."""
-    twin: Communicator = yield from twin_steps(communicator)
+    twin: Communicator = yield from communicator.idup()
     chain: Hashable = ("device", id(twin))
     refused: dict[str, str] = {}
     candidates: list[_Candidate] = []
@@ -162,7 +160,7 @@ def find_ways(communicator: Communicator, engine: Engine, prefer: str) -> Steps:
     if ipc is not None and prefer != "mpi_cuda":
         refused["mpi_cuda"] = "not tried, since memory is read in place"
     else:
-        yield from proof_steps(twin)
+        yield from PROCESS_PROBE.steps(twin)
         mpi = MPICuda(twin, engine, chain)
         why_not = mpi.cannot("messages")
         votes = np.array([why_not is None], np.uint8)

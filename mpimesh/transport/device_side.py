@@ -15,8 +15,8 @@ from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.stream_scope import StreamScope
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, GroupError, ShapeError
-from mpimesh.transport.answer import Answer
 from mpimesh.transport.base import Communicator, RecvRequest, Request
+from mpimesh.transport.cuda_probe import ProbeResult
 from mpimesh.transport.device_choice import Choice, find_ways
 from mpimesh.transport.device_messages import DeviceMessages
 from mpimesh.transport.device_mover import DeviceMover
@@ -185,7 +185,7 @@ class DeviceSide:
         choice: Choice = self._found.value
         return (*choice.routes(), *self._message_routes())
 
-    def ways(self) -> dict[str, Answer]:
+    def ways(self) -> dict[str, ProbeResult]:
         """Return for each way whether the ranks have it, and why. Local; empty as `routes` is."""
         if self._found is None or not self._found.done:
             return {}

@@ -10,36 +10,32 @@ limit is a setting, so tests run the whole suite with a limit of 7.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
 from mpimesh.arrays.types import HostArray
+from mpimesh.errors import TransportError
 from mpimesh.transport.base import (
     MAX_USER_TAG,
     WHOLE_MESSAGE_BYTES,
+    AllDone,
     Communicator,
     RecvRequest,
     Request,
+    block_slices,
 )
 from mpimesh.transport.doorbell import Doorbell
+from mpimesh.transport.engine import Steps
 from mpimesh.transport.mailbox import Mailbox
-from mpimesh.transport.mpi_requests import (
-    MPIReceive,
-    MPIRequest,
-    MPIRequests,
-    Order,
-    PiecewiseReceive,
-    fail,
-)
 from mpimesh.transport.waiting import poll
 
-__all__ = ["MPICommunicator", "places_but"]
+__all__ = ["CollectiveOrder", "MPICommunicator", "places_but"]
 
 _PAIRWISE_TAG = MAX_USER_TAG + 1
 _FUNCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
@@ -54,26 +50,6 @@ _COPIED_BYTES = 1 << 16
 
 _OWNERS: dict[int, str] = {}
 """What each communicator is for that was split and not freed, by its handle in MPI."""
-
-
-def _advice(error: MPI.Exception) -> str:
-    """Return who holds communicators, if MPI has no more: MPICH has 2,048."""
-    if "communicators" not in error.Get_error_string():
-        return ""
-    counts = Counter(_OWNERS.values())
-    held = ", ".join(f"{count} by {owner or 'no mesh'}" for owner, count in counts.most_common(4))
-    return (
-        f"; {len(_OWNERS)} are open on this rank: {held}; an MPI has few of them: close() meshes "
-        "that are not used any more, or make them in a with statement"
-    )
-
-
-def _begin(name: str, function: Callable[..., MPI.Request], *arguments: Any) -> Request:
-    """Start an operation of MPI at once."""
-    try:
-        return MPIRequest(function(*arguments), arguments)
-    except MPI.Exception as error:
-        fail(name, error)
 
 
 class MPICommunicator(Communicator):
@@ -91,9 +67,11 @@ class MPICommunicator(Communicator):
     kind = "mpi"
     bells: Sequence[Doorbell | None] = ()
 
-    def __init__(self, comm: MPI.Intracomm, *, limit: int = 0, order: Order | None = None) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, *, limit: int = 0, order: CollectiveOrder | None = None
+    ) -> None:
         self._comm = comm
-        self._order = order or Order()
+        self._order = order or CollectiveOrder()
         self._freed = False
         self._chunk_setting = limit
         before_4 = MPI.VERSION < 4
@@ -132,19 +110,17 @@ class MPICommunicator(Communicator):
             function = _AS_NUMPY.get(op)
             if function is None:
                 function = _as_numpy(op, recv.dtype.char)
+            source = MPI.IN_PLACE if send is None else send
             if self._order.busy:
-                given = MPI.IN_PLACE if send is None else send
-                return self._start("all_reduce", self._comm.Iallreduce, given, recv, function)
+                return self._start("all_reduce", self._comm.Iallreduce, source, recv, function)
             try:
-                request = self._comm.Iallreduce(
-                    MPI.IN_PLACE if send is None else send, recv, function
-                )
+                request = self._comm.Iallreduce(source, recv, function)
             except MPI.Exception as error:
-                fail("all_reduce", error)
-            return MPIRequest(request, (send, recv))
+                _fail("all_reduce", error)
+            return _MPIRequest(request, (send, recv))
         pieces = self._pieces(recv.size)
-        return MPIRequests(
-            [self.all_reduce(None if send is None else send[p], recv[p], op) for p in pieces]
+        return AllDone(
+            *(self.all_reduce(None if send is None else send[p], recv[p], op) for p in pieces)
         )
 
     def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
@@ -152,8 +128,8 @@ class MPICommunicator(Communicator):
         if send.size <= self._limit:
             return self._start("reduce", self._comm.Ireduce, send, recv, _function(op, send), root)
         pieces = self._pieces(send.size)
-        return MPIRequests(
-            [self.reduce(send[p], None if recv is None else recv[p], op, root) for p in pieces]
+        return AllDone(
+            *(self.reduce(send[p], None if recv is None else recv[p], op, root) for p in pieces)
         )
 
     def reduce_scatter(
@@ -165,11 +141,11 @@ class MPICommunicator(Communicator):
             return self._start(
                 "reduce_scatter", self._comm.Ireduce_scatter, send, recv, counts, function
             )
-        return MPIRequests(
-            [
+        return AllDone(
+            *(
                 self.reduce(send[block], recv if root == self.rank else None, op, root)
-                for root, block in enumerate(_blocks(counts))
-            ]
+                for root, block in enumerate(block_slices(counts))
+            )
         )
 
     def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
@@ -224,7 +200,7 @@ class MPICommunicator(Communicator):
         """Copy `buffer` of `root` into `buffer` of every rank."""
         if buffer.size <= self._limit:
             return self._start("broadcast", self._comm.Ibcast, buffer, root)
-        return MPIRequests([self.broadcast(buffer[p], root) for p in self._pieces(buffer.size)])
+        return AllDone(*(self.broadcast(buffer[p], root) for p in self._pieces(buffer.size)))
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""
@@ -244,7 +220,7 @@ class MPICommunicator(Communicator):
                 bell.ring()
             return request
         pieces = self._pieces(buffer.size, self._message_limit)
-        return MPIRequests([self.isend(buffer[p], dest, tag) for p in pieces])
+        return AllDone(*(self.isend(buffer[p], dest, tag) for p in pieces))
 
     def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
         """Receive into `buffer`."""
@@ -253,11 +229,11 @@ class MPICommunicator(Communicator):
         if buffer.size <= self._message_limit:
             bell = self.bells[source] if self.bells else None
             try:
-                return MPIReceive(self._comm.Irecv(buffer, source, tag), buffer, bell)
+                return _MPIReceive(self._comm.Irecv(buffer, source, tag), buffer, bell)
             except MPI.Exception as error:
-                fail("receive", error)
+                _fail("receive", error)
         pieces = self._pieces(buffer.size, self._message_limit)
-        return PiecewiseReceive([self.irecv(buffer[p], source, tag) for p in pieces])
+        return _PiecewiseReceive([self.irecv(buffer[p], source, tag) for p in pieces])
 
     def probe(self, tag: int) -> tuple[int, int] | None:
         """Return (source, bytes) of a message with `tag` that waits to be received."""
@@ -282,8 +258,22 @@ class MPICommunicator(Communicator):
         """Call `ready` until it is True, with naps."""
         return poll(ready, timeout_s, idle, self.engine)
 
-    def start_twin(self) -> tuple[Request, Callable[[], MPICommunicator]]:
-        """Start to duplicate it; the second value gives the duplicate once the first is done.
+    def split(self, color: int | None, key: int) -> MPICommunicator | None:
+        """Make one communicator for each color."""
+        owner = self.owner or _OWNERS.get(MPI._handleof(self._comm), "")
+        try:
+            part: Any = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        except MPI.Exception as error:
+            _fail("split", error, _advice(error))
+        if part == MPI.COMM_NULL:
+            return None
+        _OWNERS[MPI._handleof(part)] = owner
+        communicator = self._wrap(part)
+        self.adopt(communicator)
+        return communicator
+
+    def idup(self) -> Steps:
+        """Make a communicator of the same ranks without waiting; the steps' value.
 
         Collectives that are started meanwhile wait for it: Open MPI 5.0.11 makes the duplicate by
         collectives of its own, which each rank starts when MPI has time, and which met others.
@@ -294,28 +284,15 @@ class MPICommunicator(Communicator):
             try:
                 copy, request = self._comm.Idup()
             except MPI.Exception as error:
-                fail("duplicate", error)
+                _fail("duplicate", error)
             copies.append(copy)
-            return MPIRequest(request, copy)
+            return _MPIRequest(request, copy)
 
+        yield self._order.add(start, alone=True)
         # Before the request is done not even the rank may be asked for.
-        return self._order.add(start, alone=True), lambda: MPICommunicator(
-            copies[0], limit=self._chunk_setting
-        )
-
-    def split(self, color: int | None, key: int) -> MPICommunicator | None:
-        """Make one communicator for each color."""
-        owner = self.owner or _OWNERS.get(MPI._handleof(self._comm), "")
-        try:
-            part: Any = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
-        except MPI.Exception as error:
-            fail("split", error, _advice(error))
-        if part == MPI.COMM_NULL:
-            return None
-        _OWNERS[MPI._handleof(part)] = owner
-        communicator = self._wrap(part)
-        self.adopt(communicator)
-        return communicator
+        duplicate = MPICommunicator(copies[0], limit=self._chunk_setting)
+        self.adopt(duplicate)
+        return duplicate
 
     def _wrap(self, comm: MPI.Intracomm) -> MPICommunicator:
         """Return a communicator of this class for `comm`. Collective over `comm`."""
@@ -367,7 +344,7 @@ class MPICommunicator(Communicator):
             for peer in order
             if outgoing and outgoing[peer].size
         ]
-        return MPIRequests(requests)
+        return AllDone(*requests)
 
 
 def _function(op: str, array: HostArray) -> MPI.Op:
@@ -407,15 +384,188 @@ def places_but(counts: Sequence[int], apart: Collection[int]) -> tuple[list[int]
     return [0 if rank in apart else count for rank, count in enumerate(counts)], starts
 
 
-def _blocks(counts: Sequence[int]) -> Iterator[slice]:
-    ends = list(accumulate(counts))
-    return (slice(end - count, end) for end, count in zip(ends, counts, strict=True))
-
-
 def _block(counts: Sequence[int], rank: int) -> slice:
     begin = sum(counts[:rank])
     return slice(begin, begin + counts[rank])
 
 
 def _cut(buffer: HostArray, counts: Sequence[int]) -> list[HostArray]:
-    return [buffer[block] for block in _blocks(counts)]
+    return [buffer[block] for block in block_slices(counts)]
+
+
+def _advice(error: MPI.Exception) -> str:
+    """Return who holds communicators, if MPI has no more: MPICH has 2,048."""
+    if "communicators" not in error.Get_error_string():
+        return ""
+    counts = Counter(_OWNERS.values())
+    owners = ", ".join(f"{count} by {owner or 'no mesh'}" for owner, count in counts.most_common(4))
+    return (
+        f"; {len(_OWNERS)} are open on this rank: {owners}; an MPI has few of them: close() meshes "
+        "that are not used any more, or make them in a with statement"
+    )
+
+
+def _begin(name: str, function: Callable[..., MPI.Request], *arguments: Any) -> Request:
+    """Start an operation of MPI at once."""
+    try:
+        return _MPIRequest(function(*arguments), arguments)
+    except MPI.Exception as error:
+        _fail(name, error)
+
+
+class _MPIRequest:
+    """One MPI request and the buffers it works on."""
+
+    __slots__ = ("_buffers", "_request")
+
+    def __init__(self, request: MPI.Request, buffers: object) -> None:
+        self._request = request
+        self._buffers = buffers
+
+    def test(self) -> bool:
+        """Tell whether it is done."""
+        try:
+            return self._request.Test()
+        except MPI.Exception as error:
+            _fail("an operation under way", error)
+
+
+class CollectiveOrder:
+    """The order of the collectives of one MPI communicator, of which some go alone.
+
+    Attributes:
+        busy: Whether one that goes alone is under way, so that all others must queue.
+    """
+
+    __slots__ = ("_alone", "_moving", "_queue", "busy")
+
+    def __init__(self) -> None:
+        self._alone: Request | None = None
+        self._moving = False
+        self._queue: deque[_Queued] = deque()
+        self.busy = False
+
+    def add(self, start: Callable[[], Request], *, alone: bool = False) -> Request:
+        """Return the request of `start`, which is called when its turn has come.
+
+        Args:
+            start: Starts the collective.
+            alone: Whether all that comes after it is to start when it is done.
+        """
+        queued = _Queued(self, start, alone)
+        self._queue.append(queued)
+        self.busy = True
+        self.advance()
+        return queued
+
+    def advance(self) -> bool:
+        """Start what may start, and tell whether nothing goes alone any more."""
+        if self._moving:
+            return False  # a signal handler came in between, and waits for something else
+        self._moving = True
+        try:
+            while self._alone is None or self._alone.test():
+                self._alone = None
+                if not self._queue:
+                    self.busy = False
+                    return True
+                queued = self._queue[0]
+                queued.begin()
+                self._queue.popleft()  # now: what a signal handler raises must not lose it
+                if queued.alone:
+                    self._alone = queued.request
+            return False
+        finally:
+            self._moving = False
+
+
+class _Queued:
+    """A request that starts in its turn."""
+
+    __slots__ = ("_error", "_order", "_start", "alone", "request")
+
+    def __init__(self, order: CollectiveOrder, start: Callable[[], Request], alone: bool) -> None:
+        self._order = order
+        self._start = start
+        self._error: Exception | None = None
+        self.alone = alone
+        self.request: Request | None = None
+
+    def begin(self) -> None:
+        """Start it; an error is raised where its end is asked for."""
+        try:
+            self.request = self._start()
+        except Exception as error:
+            self._error = error
+
+    def test(self) -> bool:
+        """Tell whether it is done."""
+        if self._order.busy:
+            self._order.advance()
+        if self._error is not None:
+            raise self._error
+        return self.request is not None and self.request.test()
+
+
+class _MPIReceive:
+    """A receive, which knows afterwards how much came."""
+
+    __slots__ = ("_bell", "_buffer", "_request", "_status")
+
+    def __init__(self, request: MPI.Request, buffer: HostArray, bell: Doorbell | None) -> None:
+        self._request = request
+        self._buffer = buffer
+        self._bell = bell
+        self._status = MPI.Status()
+
+    def test(self) -> bool:
+        """Tell whether the message is here."""
+        # A finished request is REQUEST_NULL, whose test would overwrite the status.
+        if self._request == MPI.REQUEST_NULL:
+            return True
+        try:
+            done = self._request.Test(self._status)
+        except MPI.Exception as error:
+            _fail("receive", error)
+        if done and self._bell is not None:
+            self._bell.ring()  # the sender may wait for a large message to be taken
+        return done
+
+    def received_bytes(self) -> int:
+        """Return the message's size."""
+        return self._status.Get_count(MPI.BYTE)
+
+    def cancel(self) -> bool:
+        """Take the receive back, if no message has matched it."""
+        if self._request == MPI.REQUEST_NULL:
+            return False
+        self._request.Cancel()
+        poll(self.test)
+        return self._status.Is_cancelled()
+
+
+class _PiecewiseReceive(AllDone):
+    """A receive in pieces, of a message that has just the buffer's size."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, pieces: list[RecvRequest]) -> None:
+        super().__init__(*pieces)
+        self._pieces = pieces
+
+    def received_bytes(self) -> int:
+        """Return the message's size."""
+        return sum(piece.received_bytes() for piece in self._pieces)
+
+    def cancel(self) -> bool:
+        """Take the receive back, if no message has matched it."""
+        taken_back = [piece.cancel() for piece in self._pieces]
+        return all(taken_back)
+
+
+def _fail(name: str, error: MPI.Exception, advice: str = "") -> NoReturn:
+    """Raise an error of MPI as one of the transport, with what to do where that is known."""
+    raise TransportError(
+        f"MPI refused or failed in {name} on rank {MPI.COMM_WORLD.rank}: "
+        f"{error.Get_error_string()}{advice}"
+    ) from error

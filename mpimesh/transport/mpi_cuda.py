@@ -18,6 +18,7 @@ import numpy as np
 
 from mpimesh.arrays.types import Array, DType
 from mpimesh.transport.base import MAX_USER_TAG, Communicator, Request
+from mpimesh.transport.cuda_probe import cuda_aware
 from mpimesh.transport.device_mover import COLLECTIVES, DeviceMover
 from mpimesh.transport.engine import Engine, Steps
 from mpimesh.transport.exchange import (
@@ -29,7 +30,6 @@ from mpimesh.transport.exchange import (
     reduce_scatter_steps,
     reduce_steps,
 )
-from mpimesh.transport.proof import cuda_aware
 
 __all__ = ["MPICuda"]
 

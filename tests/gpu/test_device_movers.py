@@ -7,9 +7,9 @@ import pytest
 
 from mpimesh.errors import GroupError
 from mpimesh.transport.cuda_ipc import CudaIpc
+from mpimesh.transport.cuda_probe import PROCESS_PROBE
 from mpimesh.transport.device_side import DeviceSide, device_side
 from mpimesh.transport.nccl import Nccl
-from mpimesh.transport.proof import proof_steps
 from mpimesh.transport.staged import Staged
 from tests.devices.operations import (
     check_all,
@@ -80,9 +80,9 @@ def test_nccl(communicator):
 def test_cuda_aware_mpi(communicator):
     from mpimesh.transport.mpi_cuda import MPICuda
 
-    answers = value(communicator, proof_steps(communicator))
+    results = value(communicator, PROCESS_PROBE.steps(communicator))
     mover = MPICuda(communicator, communicator.engine, "test")
-    no = [f"{operation}: {answer}" for operation, answer in answers.items() if not answer.usable]
+    no = [f"{operation}: {result}" for operation, result in results.items() if not result.usable]
     if no:
         pytest.skip("; ".join(no))
     check_all(mover, communicator, dtypes=DTYPES, sizes=SIZES)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpimesh.cli.diagnosis import Diagnosis
+from mpimesh.cli.diagnosis import Capability, Diagnosis
 from mpimesh.cli.facts_rank import Rank, Shm
 from mpimesh.cli.facts_software import Cuda, Mpi, Software
 from mpimesh.runtime import Launch
-from mpimesh.transport.capability import Capability
 
 GIB = 1 << 30
 

@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,10 +20,8 @@ import pytest
 
 from mpimesh.cli.ucx_env import find_wheel
 from mpimesh.testing.launch import mpiexec_environment
-from mpimesh.transport.answer import Answer
-from mpimesh.transport.proof_launch import prove
-
-STAND_IN = Path(__file__).with_name("stand_in")
+from mpimesh.transport.cuda_probe import ProbeResult, probe_in_children
+from tests.launch.test_cuda_probe import STAND_IN, finish
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libucx") is None,
@@ -48,9 +45,8 @@ PROGRAM = """
 import json, os, subprocess, sys
 import numpy as np
 import mpimesh as mm
-from mpimesh.transport.job_variables import clean_environment
-from mpimesh.transport.proof_cache import key_facts
-from mpimesh.transport.ucx import loaded_ucx
+from mpimesh.transport.cuda_probe import key_facts
+from mpimesh.transport.mpi_environment import clean_environment, loaded_ucx
 
 told = {"key": key_facts(), "path": loaded_ucx().path}
 with mm.DeviceMesh("ranks=-1") as mesh:
@@ -63,7 +59,7 @@ with mm.DeviceMesh("ranks=-1") as mesh:
         assert (group.recv(peer).resolve() == np.arange(size) + peer).all()
         sent.resolve()
     # As the proof's child processes are started.
-    ask = "import mpi4py.MPI, mpimesh.transport.ucx as ucx; print(ucx.loaded_ucx().path)"
+    ask = "import mpi4py.MPI, mpimesh.transport.mpi_environment as e; print(e.loaded_ucx().path)"
     environment = clean_environment(os.environ)
     child = subprocess.check_output([sys.executable, "-c", ask], env=environment, text=True)
     told["child"] = child.strip()
@@ -100,9 +96,9 @@ def only_ucx(tmp_path_factory) -> Path:
     return library
 
 
-def answers(
+def probe(
     operations: Sequence[str], library: Path, variables: Mapping[str, str]
-) -> dict[str, Answer]:
+) -> dict[str, ProbeResult]:
     environment = {
         **os.environ,
         **mpiexec_environment(),
@@ -111,25 +107,17 @@ def answers(
         "STAND_IN": "ucx",
         **variables,
     }
-    trials = prove(operations, environment=environment)
-    while True:
-        try:
-            child = next(trials)
-        except StopIteration as stop:
-            told: dict[str, Answer] = stop.value
-            return told
-        while not child.test():
-            time.sleep(0.01)
+    return finish(probe_in_children(operations, environment=environment))
 
 
 def test_messages_and_broadcasts_are_handed_to_ucx_untouched(chosen, only_ucx):
-    found = answers(["messages", "broadcast"], only_ucx, chosen)
+    found = probe(["messages", "broadcast"], only_ucx, chosen)
     right = "two ranks under mpiexec moved 8 B, 32 KiB and 4 MiB right"
-    assert {*found.values()} == {Answer(True, right)}
+    assert {*found.values()} == {ProbeResult(True, right)}
 
 
 def test_another_ucx_alone_is_not_enough(chosen, only_ucx):
     """Without the other variables, messages inside a node are MPI's own, which copies them."""
     path = {"LD_LIBRARY_PATH": chosen["LD_LIBRARY_PATH"]}
-    found = answers(["messages"], only_ucx, path)
+    found = probe(["messages"], only_ucx, path)
     assert "killed by signal 11" in found["messages"].reason

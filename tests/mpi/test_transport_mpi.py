@@ -27,19 +27,22 @@ def test_collectives_beside_duplications(comm):
     communicator = MPICommunicator.duplicate(comm)
     size = communicator.size
     for number in range(40):
-        twins = [communicator.start_twin() for _ in range(2)]
+        duplicates = [communicator.idup() for _ in range(2)]
+        duplications = [next(steps) for steps in duplicates]
         if (communicator.rank + number) % 2:
             for _ in range(number):
-                twins[0][0].test()
+                duplications[0].test()
         given = np.full(100, float(communicator.rank + number))
         total = np.array([communicator.rank + number])
         requests = [communicator.broadcast(given, 0), communicator.all_reduce(None, total, "sum")]
-        for request in [requests[1], requests[0], *(done for done, _ in twins)]:
+        for request in [requests[1], requests[0], *duplications]:
             poll(request.test)
         assert (given == number).all()
         assert total == size * number + size * (size - 1) // 2
-        for _, twin in twins:
-            twin().free()
+        for steps in duplicates:
+            with pytest.raises(StopIteration) as stop:
+                next(steps)
+            stop.value.value.free()
     communicator.free()
 
 
@@ -55,9 +58,9 @@ class Fake:
 
 def test_what_a_start_raises_is_its_own(comm):
     """But for what comes from a signal handler: then it is started again."""
-    from mpimesh.transport.mpi_requests import Order
+    from mpimesh.transport.mpi import CollectiveOrder
 
-    order, first, interrupts = Order(), Fake(False), [KeyboardInterrupt]
+    order, first, interrupts = CollectiveOrder(), Fake(False), [KeyboardInterrupt]
 
     def interrupted():
         if interrupts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import sys
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from mpimesh.cli.doctor import shm_warning
 from mpimesh.cli.facts_rank import Rank, Shm, cpu_quota, find_rank, find_shm
 from mpimesh.cli.facts_software import _library_path, find_cuda, find_software
-from mpimesh.cli.kept import why_not_kept
 from mpimesh.runtime import Launch
 
 
@@ -130,11 +128,3 @@ def test_what_is_said_before_mpi_starts():
     warning = shm_warning(Shm(64 << 10, 64 << 10))
     assert "64 KiB free of 64 KiB" in warning
     assert "--shm-size=1g" in warning
-
-
-def test_whether_anything_can_be_kept(tmp_path):
-    assert why_not_kept(tmp_path / "new" / "mpimesh") == ""
-    assert not list((tmp_path / "new" / "mpimesh").iterdir())
-    file = tmp_path / "file"
-    file.touch()
-    assert re.search("file.* cannot be written: .*directory", why_not_kept(file / "mpimesh"))

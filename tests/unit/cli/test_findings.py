@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.cli.clean import Leftover
-from mpimesh.cli.diagnosis import Finding, nodes_of
+from mpimesh.cli.diagnosis import Capability, Finding, nodes_of
 from mpimesh.cli.facts_rank import Rank, Shm
 from mpimesh.cli.facts_software import Cuda, Mpi
 from mpimesh.cli.findings import crowded, find_findings
 from mpimesh.runtime import Launch
-from mpimesh.transport.capability import Capability
 from tests.helpers.cli_diagnoses import diagnosis, rank
 
 MIB = 1 << 20

@@ -8,13 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from mpimesh.cli.diagnosis import Finding
+from mpimesh.cli.diagnosis import Capability, Finding
 from mpimesh.cli.facts_software import Cuda, Mpi
 from mpimesh.cli.findings import find_findings
 from mpimesh.cli.measure import Measurement
 from mpimesh.cli.report import show
 from mpimesh.cli.texts import bytes_text, rate_text, seconds_text
-from mpimesh.transport.capability import Capability
 from mpimesh.transport.route import Route
 from tests.helpers.cli_diagnoses import diagnosis, rank
 

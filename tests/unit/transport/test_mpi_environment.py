@@ -1,12 +1,65 @@
-"""The UCX that a process has loaded, as its mapped files tell."""
+"""The environment of an MPI job: variables, the cache, and the UCX that is loaded."""
 
 from __future__ import annotations
 
 import ctypes
+import re
+from pathlib import Path
 
 import pytest
 
-from mpimesh.transport.ucx import Ucx, loaded_ucx
+from mpimesh.transport.mpi_environment import (
+    Ucx,
+    cache_folder,
+    cache_problem,
+    clean_environment,
+    loaded_ucx,
+    tuning,
+)
+
+
+def test_a_child_knows_nothing_of_the_job_and_all_of_the_person():
+    person = {"HOME": "/h", "UCX_TLS": "all", "OMPI_MCA_pml": "ucx", "LD_LIBRARY_PATH": "/l"}
+    job = {
+        "PMI_RANK": "1",
+        "PMIX_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "8",
+        "OMPI_MCA_initial_wdir": "/w",
+        "PRTE_LAUNCHED": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURMD_NODENAME": "n0",
+        "MPI_LOCALRANKID": "1",
+        "HYDI_CONTROL_FD": "5",
+    }
+    clean = clean_environment(person | job)
+    assert {name: clean.get(name) for name in person} == person
+    assert not clean.keys() & job.keys()
+    assert (Path(clean["PYTHONPATH"]) / "mpimesh").is_dir()
+    assert tuning(person | job) == ["LD_LIBRARY_PATH=/l", "OMPI_MCA_pml=ucx", "UCX_TLS=all"]
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ("/var/cache", Path("/var/cache/mpimesh")),
+        ("", Path.home() / ".cache/mpimesh"),
+        ("relative", Path.home() / ".cache/mpimesh"),
+    ],
+)
+def test_the_cache_is_where_the_system_keeps_such_files(given, folder):
+    assert cache_folder({"XDG_CACHE_HOME": given}) == folder
+    assert cache_folder({}) == Path.home() / ".cache/mpimesh"
+
+
+def test_whether_anything_can_be_kept(tmp_path):
+    assert cache_problem(tmp_path / "new" / "mpimesh") == ""
+    assert not list((tmp_path / "new" / "mpimesh").iterdir())
+    file = tmp_path / "file"
+    file.touch()
+    assert re.search("file.* cannot be written: .*directory", cache_problem(file / "mpimesh"))
+
+
+# -- UCX -----------------------------------------------------------------------------------
 
 
 class Library:

@@ -1,10 +1,9 @@
 """The program that tries CUDA-aware MPI, in a process that may crash.
 
-``python -m mpimesh.transport.proof_child FOLDER MEMORY OPERATION...`` moves device
-memory by each operation, in three sizes (MPI has another way for each), from
-and to addresses that are not the start of an allocation, and compares. Each
-rank writes lines of JSON into a file of its own; what is missing there did not
-come to its end.
+``python -m mpimesh.transport.cuda_probe_child FOLDER MEMORY OPERATION...`` moves
+device memory by each operation, in three sizes, from and to addresses that are
+not the start of an allocation, and compares. Each rank writes lines of JSON into
+a file of its own; what is missing there did not come to its end.
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ from typing import Any, TextIO
 import numpy as np
 
 from mpimesh.arrays.types import HostArray
-from mpimesh.transport.answer import TRIAL_BYTES
 
-__all__ = ["main"]
+__all__ = ["OPERATIONS", "TRIAL_BYTES", "main"]
+
+TRIAL_BYTES = (8, 1 << 15, 1 << 22)
+"""Sizes that are tried: MPI has another way for each."""
 
 _FAILED = 3
 
@@ -51,70 +52,66 @@ class _Trial:
 
     def run(self, operation: str) -> str:
         """Return what went wrong; nothing if nothing did."""
-        requests, received, expected, kept = _STARTS[operation](self)
-        for request in requests:
+        start, received, expected = _PREPARATIONS[operation](self)
+        self.cupy.cuda.get_current_stream().synchronize()
+        for request in start():
             request.Wait()
-        del kept
         if received is None or np.array_equal(self.cupy.asnumpy(received), expected):
             return ""
         return f"wrong data in {operation} of {self.size * 4} bytes"
 
-    def synchronize(self) -> None:
-        self.cupy.cuda.get_current_stream().synchronize()
+
+# What starts the operation and keeps its arrays alive, the array that is received (None on a rank
+# that receives nothing), and the data that it must hold in the end.
+_Prepared = tuple[Callable[[], list[Any]], Any, Any]
 
 
-# Requests, the array that is received (None on a rank that receives nothing), what must stand in
-# it, and what must live until then.
-_Started = tuple[list[Any], Any, Any, Any]
-
-
-def _messages(trial: _Trial) -> _Started:
+def _messages(trial: _Trial) -> _Prepared:
     peer = trial.comm.size - 1 - trial.comm.rank  # itself, where it is alone
     send, recv = trial.filled(trial.mine), trial.empty(trial.size)
-    trial.synchronize()
-    requests = [trial.comm.Irecv(recv, peer, 1), trial.comm.Isend(send, peer, 1)]
-    return requests, recv, _pattern(peer, trial.size), send
+
+    def start() -> list[Any]:
+        return [trial.comm.Irecv(recv, peer, 1), trial.comm.Isend(send, peer, 1)]
+
+    return start, recv, _pattern(peer, trial.size)
 
 
-def _broadcast(trial: _Trial) -> _Started:
+def _broadcast(trial: _Trial) -> _Prepared:
     root = trial.comm.size - 1
     buffer = trial.filled(trial.mine)
-    trial.synchronize()
-    return [trial.comm.Ibcast(buffer, root)], buffer, _pattern(root, trial.size), None
+    return lambda: [trial.comm.Ibcast(buffer, root)], buffer, _pattern(root, trial.size)
 
 
-def _all_gather(trial: _Trial) -> _Started:
+def _all_gather(trial: _Trial) -> _Prepared:
     send, recv = trial.filled(trial.mine), trial.empty(trial.all.size)
-    trial.synchronize()
-    return [trial.comm.Iallgatherv(send, [recv, trial.counts()])], recv, trial.all, send
+    return lambda: [trial.comm.Iallgatherv(send, [recv, trial.counts()])], recv, trial.all
 
 
-def _gather(trial: _Trial) -> _Started:
+def _gather(trial: _Trial) -> _Prepared:
     send = trial.filled(trial.mine)
     recv = trial.empty(trial.all.size) if trial.comm.rank == 0 else None
-    trial.synchronize()
     target = None if recv is None else [recv, trial.counts()]
-    return [trial.comm.Igatherv(send, target, 0)], recv, trial.all, send
+    return lambda: [trial.comm.Igatherv(send, target, 0)], recv, trial.all
 
 
-def _scatter(trial: _Trial) -> _Started:
-    send = trial.filled(trial.all) if trial.comm.rank == 0 else None
+def _scatter(trial: _Trial) -> _Prepared:
+    source = [trial.filled(trial.all), trial.counts()] if trial.comm.rank == 0 else None
     recv = trial.empty(trial.size)
-    trial.synchronize()
-    source = None if send is None else [send, trial.counts()]
-    return [trial.comm.Iscatterv(source, recv, 0)], recv, trial.mine, send
+    return lambda: [trial.comm.Iscatterv(source, recv, 0)], recv, trial.mine
 
 
-def _all_to_all(trial: _Trial) -> _Started:
+def _all_to_all(trial: _Trial) -> _Prepared:
     ranks, me = trial.comm.size, trial.comm.rank
     send = trial.filled(np.concatenate([trial.mine + rank for rank in range(ranks)]))
     recv = trial.empty(trial.all.size)
-    trial.synchronize()
-    request = trial.comm.Ialltoallv([send, trial.counts()], [recv, trial.counts()])
-    return [request], recv, trial.all + me, send
+
+    def start() -> list[Any]:
+        return [trial.comm.Ialltoallv([send, trial.counts()], [recv, trial.counts()])]
+
+    return start, recv, trial.all + me
 
 
-_STARTS: dict[str, Callable[[_Trial], _Started]] = {
+_PREPARATIONS: dict[str, Callable[[_Trial], _Prepared]] = {
     "messages": _messages,
     "broadcast": _broadcast,
     "all_gather": _all_gather,
@@ -122,6 +119,8 @@ _STARTS: dict[str, Callable[[_Trial], _Started]] = {
     "scatter": _scatter,
     "all_to_all": _all_to_all,
 }
+OPERATIONS = tuple(_PREPARATIONS)
+"""Operations that are tried, in this order: all that moves and nothing that reduces."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -131,13 +130,12 @@ def main(arguments: Sequence[str]) -> None:
     folder, memory, *operations = arguments
     comm = MPI.COMM_WORLD
     with (Path(folder) / f"rank{comm.rank}").open("a", buffering=1) as log:
-        _tell(log, event="world", size=comm.size)
+        _log(log, event="world", size=comm.size)
         try:
             cupy = _device(comm.rank, memory)
         except Exception as error:
             _fail(log, "device", f"{type(error).__name__}: {error}")
         for operation in operations:
-            _tell(log, event="started", operation=operation)
             try:
                 problems = [
                     _Trial(comm, cupy, nbytes // 4).run(operation) for nbytes in TRIAL_BYTES
@@ -146,7 +144,7 @@ def main(arguments: Sequence[str]) -> None:
                 problems = [f"{type(error).__name__}: {error}"]
             if any(problems):
                 _fail(log, operation, "; ".join(filter(None, problems)))
-            _tell(log, event="passed", operation=operation)
+            _log(log, event="passed", operation=operation)
 
 
 def _device(rank: int, memory: str) -> Any:
@@ -162,12 +160,12 @@ def _device(rank: int, memory: str) -> Any:
     return cupy
 
 
-def _tell(log: TextIO, **fields: object) -> None:
+def _log(log: TextIO, **fields: object) -> None:
     log.write(json.dumps(fields) + "\n")
 
 
 def _fail(log: TextIO, operation: str, problem: str) -> None:
-    _tell(log, event="failed", operation=operation, problem=problem)
+    _log(log, event="failed", operation=operation, problem=problem)
     log.flush()
     # Not by an exception: the exit of an MPI process waits for the other rank.
     os._exit(_FAILED)

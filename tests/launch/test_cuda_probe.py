@@ -8,86 +8,93 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from mpimesh.testing.launch import mpiexec_environment
-from mpimesh.transport.answer import OPERATIONS, Answer
-from mpimesh.transport.proof_launch import prove
+from mpimesh.transport.cuda_probe import ChildProcess, ProbeResult, probe_in_children
+from mpimesh.transport.cuda_probe_child import OPERATIONS
 from tests.helpers.raises import names
 
 STAND_IN = Path(__file__).with_name("stand_in")
 
 
-def answers(kind, operations=OPERATIONS, **options) -> dict[str, Answer]:
-    environment = {
-        **os.environ,
-        **mpiexec_environment(),
-        "PYTHONPATH": str(STAND_IN),
-        "STAND_IN": kind,
-    }
-    trials = prove(operations, environment=environment, **options)
+def finish(
+    trials: Generator[ChildProcess, None, dict[str, ProbeResult]],
+) -> dict[str, ProbeResult]:
+    """Wait for the children of a probe, and return its results."""
     folders: list[Path] = []
     while True:
         try:
             child = next(trials)
         except StopIteration as stop:
             assert not any(folder.exists() for folder in folders), "a child left its folder"
-            told: dict[str, Answer] = stop.value
-            return told
+            results: dict[str, ProbeResult] = stop.value
+            return results
         folders.append(child.folder)
         while not child.test():
             time.sleep(0.01)
 
 
+def probe(kind, operations=OPERATIONS, **options) -> dict[str, ProbeResult]:
+    environment = {
+        **os.environ,
+        **mpiexec_environment(),
+        "PYTHONPATH": str(STAND_IN),
+        "STAND_IN": kind,
+    }
+    return finish(probe_in_children(operations, environment=environment, **options))
+
+
 @pytest.mark.deep
 def test_memory_that_mpi_can_read_is_moved_right_by_every_operation():
-    found = answers("host")
+    found = probe("host")
     assert [*found] == [*OPERATIONS]
     right = "two ranks under mpiexec moved 8 B, 32 KiB and 4 MiB right"
-    assert {*found.values()} == {Answer(True, right)}
+    assert {*found.values()} == {ProbeResult(True, right)}
 
 
 @pytest.mark.deep
 def test_memory_that_it_cannot_read_kills_the_child_alone():
-    found = answers("nowhere")
+    found = probe("nowhere")
     assert [*found] == [*OPERATIONS]
-    for answer in found.values():
-        assert not answer.usable
-        assert answer.lasting
-        names(answer.reason, "signal 11", "SIGSEGV", "two ranks", "mpiexec")
+    for result in found.values():
+        assert not result.usable
+        assert result.lasting
+        names(result.reason, "signal 11", "SIGSEGV", "two ranks", "mpiexec")
 
 
 @pytest.mark.deep
 def test_without_mpiexec_one_process_talks_to_itself():
-    found = answers("host", ["messages", "all_to_all"], mpiexec=None)
-    assert {answer.usable for answer in found.values()} == {True}
+    found = probe("host", ["messages", "all_to_all"], mpiexec=None)
+    assert {result.usable for result in found.values()} == {True}
     assert "one process to itself" in found["messages"].reason
-    found = answers("nowhere", ["messages"], mpiexec=None)
+    found = probe("nowhere", ["messages"], mpiexec=None)
     names(found["messages"].reason, "signal 11", "SIGSEGV", "one process")
 
 
 @pytest.mark.deep
 def test_wrong_data_is_a_no_for_its_operation_and_the_rest_is_tried():
-    found = answers("elsewhere", ["broadcast", "gather"])
-    for operation, answer in found.items():
-        assert answer.reason.startswith(f"wrong data in {operation} of 8 bytes; wrong data in")
+    found = probe("elsewhere", ["broadcast", "gather"])
+    for operation, result in found.items():
+        assert result.reason.startswith(f"wrong data in {operation} of 8 bytes; wrong data in")
 
 
 @pytest.mark.deep
 def test_a_hang_ends_at_its_limit_with_all_its_processes():
     start_s = time.monotonic()
-    found = answers("stuck", ["gather", "scatter"], limit_s=3)
+    found = probe("stuck", ["gather", "scatter"], limit_s=3)
     assert time.monotonic() - start_s < 15
-    for answer in found.values():
-        assert answer.reason.startswith("the child process did not end within 3 s")
-        assert not answer.lasting
+    for result in found.values():
+        assert result.reason.startswith("the child process did not end within 3 s")
+        assert not result.lasting
 
 
 @pytest.mark.deep
 def test_without_a_device_nothing_is_tried():
-    found = answers("absent")
+    found = probe("absent")
     assert len({*found.values()}) == 1
     assert found["messages"].reason == "RuntimeError: no CUDA-capable device is detected"
     assert not found["messages"].lasting
@@ -99,7 +106,7 @@ def test_a_launcher_of_another_mpi_is_not_trusted(tmp_path):
     other = tmp_path / "mpiexec"
     other.write_text('#!/bin/sh\nshift 2\n"$@"\n"$@"\n')
     other.chmod(0o755)
-    found = answers("host", ["messages"], mpiexec=str(other))
+    found = probe("host", ["messages"], mpiexec=str(other))
     assert found["messages"].usable
     names(found["messages"].reason, "mpiexec", "not start two ranks")
 
@@ -107,12 +114,12 @@ def test_a_launcher_of_another_mpi_is_not_trusted(tmp_path):
 PROGRAM = """
 import json
 from mpi4py import MPI
+from mpimesh.transport.cuda_probe import PROCESS_PROBE, cuda_aware
 from mpimesh.transport.mpi import MPICommunicator
-from mpimesh.transport.proof import cuda_aware, ensure_proofs
 
 before = cuda_aware("messages")
 communicator = MPICommunicator.duplicate(MPI.COMM_WORLD)
-ensure_proofs(communicator, ["messages", "gather"])
+PROCESS_PROBE.run(communicator, ["messages", "gather"])
 facts = [before, cuda_aware("messages"), cuda_aware("gather"), cuda_aware("all_reduce")]
 every = MPI.COMM_WORLD.gather(facts)
 communicator.free()
@@ -121,7 +128,7 @@ if MPI.COMM_WORLD.rank == 0:
 """
 
 
-def test_ranks_share_one_proof_and_the_next_job_its_answer(launch, tmp_path):
+def test_ranks_share_one_probe_and_the_next_job_its_result(launch, tmp_path):
     """Inside a job, whose variables the children must not see."""
     cache = tmp_path / "cache"
     env = {
@@ -161,16 +168,16 @@ def test_the_setting_is_believed_and_nothing_is_tried(setting, launch, tmp_path)
 TWICE = """
 import os, sys
 from mpi4py import MPI
+from mpimesh.transport.cuda_probe import PROCESS_PROBE
 from mpimesh.transport.mpi import MPICommunicator
-from mpimesh.transport.proof import ensure_proofs, proof_notes
 
 communicator = MPICommunicator.duplicate(MPI.COMM_WORLD)
-first = ensure_proofs(communicator, ["messages"])
+first = PROCESS_PROBE.run(communicator, ["messages"])
 os.environ["STAND_IN"] = "nowhere"  # a second trial would crash
-second = ensure_proofs(communicator, ["messages"])
-fresh = ensure_proofs(communicator, ["messages"], fresh=True)
+second = PROCESS_PROBE.run(communicator, ["messages"])
+fresh = PROCESS_PROBE.run(communicator, ["messages"], fresh=True)
 communicator.free()
-print(first == second, first["messages"].usable, fresh["messages"].usable, len(proof_notes()))
+print(first == second, first["messages"].usable, fresh["messages"].usable, len(PROCESS_PROBE.notes))
 """
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from mpimesh.transport.answer import OPERATIONS, Answer
-from mpimesh.transport.capability import Capability, capability_table
+from mpimesh.cli.diagnosis import Capability
+from mpimesh.cli.examine import capability_table
+from mpimesh.transport.cuda_probe import ProbeResult
+from mpimesh.transport.cuda_probe_child import OPERATIONS
 
-YES, NO = Answer(True, "seen"), Answer(False, "not there")
+YES, NO = ProbeResult(True, "seen"), ProbeResult(False, "not there")
 
 
 def table(**changes):
