@@ -26,7 +26,7 @@ from mpimesh.settings import Settings
 from mpimesh.transport import Communicator
 from mpimesh.transport.answer import Answer
 from mpimesh.transport.capability import Capability, capability_table
-from mpimesh.transport.device_side import device_side
+from mpimesh.transport.device_communicator import device_communicator
 from mpimesh.transport.proof import ensure_proofs, proof_notes
 from mpimesh.transport.route import Route
 
@@ -168,7 +168,7 @@ def _try_mesh(communicator: Communicator, *, on_device: bool) -> _Tried:
             if on_device:
                 mesh.use_device()
                 wrong += _wrong_sums(group, mesh.rank, sys.modules["cupy"])
-                ways = device_side(group.communicator).ways()
+                ways = device_communicator(group.communicator).strategies()
             routes = group.routes()
     except MpimeshError as error:
         if not error.agreed:

@@ -16,13 +16,14 @@ from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.errors import DTypeError, GroupError, RankError, ShapeError
 from mpimesh.runtime.arrival import Arrival
 from mpimesh.runtime.call import Message
-from mpimesh.runtime.device_operation import DeviceOperation, steps_in
+from mpimesh.runtime.device_operation import DeviceOperation
 from mpimesh.runtime.envelope import ENVELOPE_BYTES, Envelope, open_envelope, seal
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.operands import output_array
 from mpimesh.runtime.operation import Operation
 from mpimesh.transport import MAX_USER_TAG, Steps
+from mpimesh.transport.device_strategy import steps_in
 
 __all__ = ["MAX_TAG", "Messages"]
 
