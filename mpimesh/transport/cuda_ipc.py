@@ -81,9 +81,7 @@ allocation, which begins at ``address - offset``.
 
 _EVENT_NAMES = ("ready", "read")
 
-_EVENT = np.dtype(
-    [("process", np.int64), ("pointer", np.int64), ("handle", np.uint8, 64), ("good", np.uint8)]
-)
+_EVENT = np.dtype([("process", np.int64), ("pointer", np.int64), ("handle", np.uint8, 64)])
 """Fields that another process needs to open an event; within one process, its pointer."""
 
 _MAX_OPEN = 128
@@ -386,8 +384,8 @@ class _IpcEvents:
         self.records = np.zeros(len(_EVENT_NAMES), _EVENT)
         for record, event in zip(self.records, self._own.values(), strict=True):
             record["process"], record["pointer"] = process, event.ptr
-            handle = cuda.runtime.ipcGetEventHandle(event.ptr)
-            record["handle"], record["good"] = np.frombuffer(handle, np.uint8), 1
+            handle = self._runtime.ipcGetEventHandle(event.ptr)
+            record["handle"] = np.frombuffer(handle, np.uint8)
 
     def open(self, records: Any, rank: int) -> None:
         """Open the events of all ranks but `rank`, this one; there is a row of records for each.
@@ -413,7 +411,7 @@ class _IpcEvents:
     def record(self, name: str, stream: CommStream) -> None:
         """Record this rank's event on the stream."""
         with stream.device:
-            self._own[name].record(stream.cupy_stream)
+            self._own[name].record(stream.stream)
 
     def wait(self, name: str, stream: CommStream) -> None:
         """Let the stream wait for the events of all other ranks."""

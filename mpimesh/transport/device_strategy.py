@@ -20,12 +20,11 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from mpimesh.arrays.stream_scope import StreamScope, made_current
+from mpimesh.arrays.stream_scope import StreamScope
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import TransportError
 from mpimesh.transport.base import Communicator, Request
@@ -47,39 +46,23 @@ _SUCCESS, _NOT_READY = 0, 600
 # -- streams ---------------------------------------------------------------------------------
 
 
-class CommStream:
+class CommStream(StreamScope):
     """A stream of mpimesh's own on the device that is current when it is made.
 
     Args:
         host: Its waits are woken while work on the stream is under way.
-
-    Attributes:
-        device: CuPy's device.
-        cupy_stream: CuPy's stream.
     """
 
     def __init__(self, host: Communicator) -> None:
-        self._cuda: Any = sys.modules["cupy"].cuda
-        self.device: Any = self._cuda.Device()
-        self.cupy_stream: Any = self._cuda.Stream(non_blocking=True)
+        super().__init__()
+        self.stream = self._cuda.Stream(non_blocking=True)
         self._host = host
 
     @property
     def ptr(self) -> int:
         """CUDA's handle of the stream."""
-        ptr: int = self.cupy_stream.ptr
+        ptr: int = self.stream.ptr
         return ptr
-
-    def current(self) -> AbstractContextManager[None]:
-        """Make device and stream current for a ``with`` block."""
-        return made_current(self.device, self.cupy_stream)
-
-    def mark(self) -> Any:
-        """Return an event after all that the stream was given so far."""
-        with self.device:
-            event = self._cuda.Event(block=False, disable_timing=True)
-            event.record(self.cupy_stream)
-        return event
 
     def reached(self) -> Request:
         """Return the request that is done when all the stream was given so far has happened."""
@@ -100,7 +83,7 @@ class CommStream:
         return self._run(caller, caller.mark(), make)
 
     def _run(self, caller: StreamScope, start: Any, make: Callable[[], Steps]) -> Steps:
-        self.cupy_stream.wait_event(start)
+        self.stream.wait_event(start)
         steps = make()
         while True:
             with self.current():

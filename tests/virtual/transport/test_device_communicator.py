@@ -103,7 +103,7 @@ def test_the_ways_belong_to_the_device_of_the_call_and_not_of_the_wait():
         same(x, np.full(3, 6, "f4"))
         streams = [one.strategy.stream for one in dev_comm._candidates]
         assert {one.device.id for one in streams} == {1}
-        assert {one.cupy_stream.device_id for one in streams} == {1} == {late.device_id}
+        assert {one.stream.device_id for one in streams} == {1} == {late.device_id}
 
     on_ranks(3, main, devices=3)
 
@@ -321,7 +321,7 @@ def test_a_late_message(prefer):
             else:
                 room = nonsense(6, "f4")
                 receive = dev_comm.irecv(room, 0, 0)
-                dev_comm.messages()._stream.cupy_stream.delay(300 * (1 - turn % 2))
+                dev_comm.messages()._stream.stream.delay(300 * (1 - turn % 2))
                 finish(comm, receive)
                 same(room + 0, numbers(turn, 6, "f4"))
 

@@ -43,11 +43,11 @@ def found(comm, *, apart=True):
 @pytest.mark.parametrize("apart", [False, True])
 def test_every_operation(size, apart):
     def main(comm):
-        strategy, why = found(comm, apart=apart)
+        alone, why = found(comm, apart=apart)
         assert why == ""
-        check_all(strategy, comm, dtypes=("f4", "i8", "c8"), sizes=(0, 13))
-        strategy.free()
-        strategy.free()
+        check_all(alone, comm, dtypes=("f4", "i8", "c8"), sizes=(0, 13))
+        alone.free()
+        alone.free()
 
     on_ranks(size, main)
 
@@ -58,22 +58,22 @@ def test_two_shots(size, identity, monkeypatch):
     monkeypatch.setattr("mpimesh.transport.cuda_ipc.one_shot", lambda nbytes, size: False)
 
     def main(comm):
-        strategy, _ = found(comm)
+        alone, _ = found(comm)
         finish(comm, comm.barrier())
         vars(sys.modules["cupy"])["library"].identity = identity
-        check_all_reduce(strategy, comm, 13, "f4")
-        check_all_reduce(strategy, comm, 2, "f8")
-        check_all_reduce(strategy, comm, 300, "i4")
+        check_all_reduce(alone, comm, 13, "f4")
+        check_all_reduce(alone, comm, 2, "f8")
+        check_all_reduce(alone, comm, 300, "i4")
 
     on_ranks(size, main)
 
 
 def test_memory_that_has_no_handle_is_shown_as_a_copy():
     def main(comm):
-        strategy, _ = found(comm)
+        alone, _ = found(comm)
         finish(comm, comm.barrier())
         vars(sys.modules["cupy"])["library"].identity = "MemoryAsync"
-        check_all(strategy, comm, dtypes=("f4",), sizes=(13,))
+        check_all(alone, comm, dtypes=("f4",), sizes=(13,))
 
     on_ranks(3, main)
 
@@ -89,8 +89,8 @@ def test_a_rank_that_cannot_makes_all_say_no():
             runtime.ipcOpenEventHandle = refuse
         return found(comm)
 
-    for strategy, why in on_ranks(2, main):
-        assert strategy is None
+    for alone, why in on_ranks(2, main):
+        assert alone is None
         assert why
 
 
@@ -99,8 +99,8 @@ def test_without_a_driver(monkeypatch):
         return found(comm, apart=False)
 
     monkeypatch.setattr(cuda_ipc, "address_range", _no_driver)
-    for strategy, why in on_ranks(2, main):
-        assert strategy is None
+    for alone, why in on_ranks(2, main):
+        assert alone is None
         assert "no handle" in why
 
 
@@ -110,9 +110,9 @@ def _no_driver(ptr):
 
 def test_sums_are_the_same_to_the_last_bit():
     def main(comm):
-        strategy, _ = found(comm)
+        alone, _ = found(comm)
         x = device(np.random.default_rng(comm.rank).standard_normal(1000).astype("f4"))
-        finish(comm, strategy.all_reduce(None, x, "sum"))
+        finish(comm, alone.all_reduce(None, x, "sum"))
         return sys.modules["cupy"].asnumpy(x).tobytes()
 
     assert len(set(on_ranks(4, main))) == 1
@@ -131,16 +131,16 @@ def test_a_late_rank():
     """Peers read only what is ready, and nobody writes what is still being read."""
 
     def main(comm):
-        strategy, _ = found(comm)
+        alone, _ = found(comm)
         inputs = [numbers(r, 9, "f4") for r in range(comm.size)]
         for turn in range(5):
             stream = sys.modules["cupy"].cuda.get_current_stream()
             if comm.rank == turn % comm.size:
-                strategy.strategy.stream.cupy_stream.delay(25)
+                alone.strategy.stream.stream.delay(25)
                 stream.delay(9)
             x = device(inputs[comm.rank]) + 0
             out = nonsense(9, "f4")
-            finish(comm, strategy.all_reduce(x, out, "sum"))
+            finish(comm, alone.all_reduce(x, out, "sum"))
             x[...] = -1
             same(out, reduced(inputs, "sum"))
 
@@ -193,11 +193,11 @@ def test_gpus_of_one_process_are_allowed_to_read_each_other_or_it_is_refused(mon
     """Kernels that read another GPU's memory unallowed end all work on theirs."""
 
     def main(comm):
-        strategy, why = found(comm, apart=False)
+        alone, why = found(comm, apart=False)
         runtime = sys.modules["cupy"].cuda.runtime
-        if strategy is not None:
+        if alone is not None:
             assert (comm.rank, 1 - comm.rank) in runtime.peers
-            check_all_reduce(strategy, comm, 13, "f4")
+            check_all_reduce(alone, comm, 13, "f4")
         return why
 
     assert on_ranks(2, main, devices=2) == ["", ""]
