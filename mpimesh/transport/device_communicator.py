@@ -319,7 +319,7 @@ class DeviceCommunicator:
 
     def _routes_of(self, operation: str) -> list[Route]:
         """Return who does an operation from which size on, and why."""
-        sizes: list[int | None] = [None]  # sizes differ over ranks, so they decide nothing
+        sizes: Sequence[int | None] = [None]  # sizes differ over ranks, so they decide nothing
         if operation != "all_to_all":
             sizes = sorted({0} | {c.below_bytes for c in self._candidates if c.below_bytes})
         routes: list[Route] = []
