@@ -198,17 +198,13 @@ class CudaIpc(DeviceStrategy):
 
     # -- reductions ----------------------------------------------------------------------
 
-    def all_reduce(self, send: Array, recv: Array, op: str) -> Steps:
-        """Reduce over all ranks into `recv` on each, which may be `send`."""
-        if one_shot(recv.nbytes, self.size):
-            yield from self._one_shot(send, recv, slice(0, recv.size), op)
-        else:
+    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
+        """Reduce over all ranks into `recv` on `root`; on each if None."""
+        if root is None and not one_shot(send.nbytes, self.size):
             yield from self._two_shot(send, recv, op)
-
-    def reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Steps:
-        """Reduce over all ranks into `recv` on `root`; None on the others."""
-        part = slice(0, 0 if recv is None else send.size)
-        yield from self._one_shot(send, recv, part, op)
+        else:
+            part = slice(0, 0 if recv is None else send.size)
+            yield from self._one_shot(send, recv, part, op)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
         """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""

@@ -132,7 +132,7 @@ class DeviceCommunicator:
         """Reduce over all ranks into `recv` on each; ``send=None`` means `recv` is the input."""
         data = _checked(recv if send is None else send)
         return self._start_reduction(
-            "all_reduce", data, _checked(recv), op, lambda s, x, out: s.all_reduce(x, out, op)
+            "all_reduce", data, _checked(recv), op, lambda s, x, out: s.reduce(x, out, op, None)
         )
 
     def reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Request:

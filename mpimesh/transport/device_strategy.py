@@ -265,12 +265,11 @@ class DeviceStrategy(ABC):
         """Give back all resources. Local; a second call does nothing."""
 
     @abstractmethod
-    def all_reduce(self, send: Array, recv: Array, op: str) -> Steps:
-        """Reduce over all ranks into `recv` on each, which may be `send`."""
+    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
+        """Reduce over all ranks into `recv`, which may be `send`, on `root`; on each if None.
 
-    @abstractmethod
-    def reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Steps:
-        """Reduce over all ranks into `recv` on `root`; None on the others."""
+        `recv` is None on all ranks but a root.
+        """
 
     @abstractmethod
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:

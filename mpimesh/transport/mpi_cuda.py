@@ -35,7 +35,7 @@ from mpimesh.transport.device_strategy import BlockMove, DeviceStrategy, cut
 from mpimesh.transport.engine import Steps
 from mpimesh.transport.proof import cuda_aware
 
-__all__ = ["MPICuda", "Peers", "all_reduce_steps", "reduce_scatter_steps", "reduce_steps"]
+__all__ = ["MPICuda", "Peers", "reduce_scatter_steps", "reduce_steps"]
 
 _TAG = MAX_USER_TAG + 40
 _MOVES = ("all_gather", "gather", "scatter", "all_to_all", "broadcast")
@@ -73,14 +73,8 @@ class MPICuda(DeviceStrategy):
 
     # -- reductions ----------------------------------------------------------------------
 
-    def all_reduce(self, send: Array, recv: Array, op: str) -> Steps:
-        """Reduce over all ranks into `recv` on each, which may be `send`."""
-        if recv.data.ptr != send.data.ptr:
-            recv[...] = send
-        yield from all_reduce_steps(self._peers(recv.dtype, op), recv)
-
-    def reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Steps:
-        """Reduce over all ranks into `recv` on `root`; None on the others."""
+    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
+        """Reduce over all ranks into `recv` on `root`; on each if None."""
         work = self.cupy.empty_like(send) if recv is None else recv
         if work.data.ptr != send.data.ptr:
             work[...] = send
@@ -171,20 +165,11 @@ class _AllOf:
         return not self._requests
 
 
-def all_reduce_steps(peers: Peers, data: Array) -> Steps:
-    """Reduce `data` over all ranks, in place on each."""
-    if peers.size == 1 or data.size == 0:
-        return
-    if data.nbytes <= peers.small_bytes:
-        yield from _doubling(peers, data)
-        return
-    counts = even_sizes(data.size, peers.size)
-    yield from reduce_scatter_steps(peers, data, counts)
-    yield from _ring_gather(peers, cut(data, counts))
+def reduce_steps(peers: Peers, data: Array, root: int | None = None) -> Steps:
+    """Reduce `data` over all ranks into that of `root`, or of each if None.
 
-
-def reduce_steps(peers: Peers, data: Array, root: int) -> Steps:
-    """Reduce `data` over all ranks into that of `root`; on the others it holds nothing after."""
+    On other ranks than a root it holds nothing after.
+    """
     if peers.size == 1 or data.size == 0:
         return
     if data.nbytes <= peers.small_bytes:
@@ -193,10 +178,12 @@ def reduce_steps(peers: Peers, data: Array, root: int) -> Steps:
     counts = even_sizes(data.size, peers.size)
     yield from reduce_scatter_steps(peers, data, counts)
     blocks = cut(data, counts)
-    if peers.rank != root:
+    if root is None:
+        yield from _ring_gather(peers, blocks)
+    elif peers.rank == root:
+        yield _AllOf(*(peers.irecv(blocks[r], r) for r in range(peers.size) if r != root))
+    else:
         yield peers.isend(blocks[peers.rank], root)
-        return
-    yield _AllOf(*(peers.irecv(blocks[r], r) for r in range(peers.size) if r != root))
 
 
 def reduce_scatter_steps(peers: Peers, data: Array, counts: Sequence[int]) -> Steps:

@@ -96,23 +96,15 @@ class Nccl(DeviceStrategy):
 
     # -- reductions ----------------------------------------------------------------------
 
-    def all_reduce(self, send: Array, recv: Array, op: str) -> Steps:
-        """Reduce over all ranks into `recv` on each, which may be `send`."""
-        count, kind = self._numbers(recv)
-        if count:
-            self._comm.allReduce(
-                send.data.ptr, recv.data.ptr, count, kind, self._op(op), self.stream.ptr
-            )
-        yield from ()
-
-    def reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Steps:
-        """Reduce over all ranks into `recv` on `root`; None on the others."""
+    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
+        """Reduce over all ranks into `recv` on `root`; on each if None."""
         count, kind = self._numbers(send)
-        out = send if recv is None else recv
-        if count:
-            self._comm.reduce(
-                send.data.ptr, out.data.ptr, count, kind, self._op(op), root, self.stream.ptr
-            )
+        source, target = send.data.ptr, (send if recv is None else recv).data.ptr
+        function, stream = self._op(op), self.stream.ptr
+        if count and root is None:
+            self._comm.allReduce(source, target, count, kind, function, stream)
+        elif count:
+            self._comm.reduce(source, target, count, kind, function, root, stream)
         yield from ()
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:

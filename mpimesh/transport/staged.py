@@ -73,31 +73,21 @@ class Staged(DeviceStrategy):
 
     # -- reductions --------------------------------------------------------------------------
 
-    def all_reduce(self, send: Array, recv: Array, op: str) -> Steps:
-        """Reduce over all ranks into `recv` on each, which may be `send`."""
-
-        def rounds() -> Iterator[_Round]:
-            for piece in self._pieces(send):
-                part, out = send[piece], recv[piece]
-
-                def move(buffer: HostArray, part: Array = part) -> Request:
-                    return self.host.all_reduce(None, _typed(buffer, 0, part), op)
-
-                yield _Round(part.nbytes, move, [(part, 0)], [(out, 0)])
-
-        yield from self._run(rounds())
-
-    def reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Steps:
-        """Reduce over all ranks into `recv` on `root`; None on the others."""
+    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
+        """Reduce over all ranks into `recv` on `root`; on each if None."""
 
         def rounds() -> Iterator[_Round]:
             for piece in self._pieces(send):
                 part = send[piece]
-                at = _aligned(part.nbytes)
+                # To all ranks it goes in place.
+                at = 0 if root is None else _aligned(part.nbytes)
 
                 def move(buffer: HostArray, part: Array = part, at: int = at) -> Request:
+                    data = _typed(buffer, 0, part)
+                    if root is None:
+                        return self.host.all_reduce(None, data, op)
                     out = None if recv is None else _typed(buffer, at, part)
-                    return self.host.reduce(_typed(buffer, 0, part), out, op, root)
+                    return self.host.reduce(data, out, op, root)
 
                 stores = [] if recv is None else [(recv[piece], at)]
                 yield _Round(at + part.nbytes, move, [(part, 0)], stores)

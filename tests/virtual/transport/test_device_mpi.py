@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpimesh.transport.mpi_cuda import Peers, all_reduce_steps, reduce_scatter_steps, reduce_steps
+from mpimesh.transport.mpi_cuda import Peers, reduce_scatter_steps, reduce_steps
 from tests.devices.operations import finish, numbers, reduced
 from tests.devices.virtual import on_ranks
 
@@ -37,7 +37,7 @@ def test_reductions(ranks, small_bytes):
             for function, op in ((np.add, "sum"), (np.maximum, "max")):
                 net = peers(comm, "i8", small_bytes=small_bytes, function=function)
                 mine = inputs[comm.rank].copy()
-                finish(comm, comm.engine.stage("a", all_reduce_steps(net, mine)))
+                finish(comm, comm.engine.stage("a", reduce_steps(net, mine)))
                 assert mine.tolist() == reduced(inputs, op).tolist()
             for root in {0, comm.size - 1}:
                 mine = inputs[comm.rank].copy()
@@ -61,7 +61,7 @@ def test_all_ranks_get_the_same_bits(small_bytes):
     def main(comm):
         x = np.random.default_rng(comm.rank).standard_normal(1001).astype("f4")
         net = peers(comm, "f4", small_bytes=small_bytes)
-        finish(comm, comm.engine.stage("a", all_reduce_steps(net, x)))
+        finish(comm, comm.engine.stage("a", reduce_steps(net, x)))
         return x.tobytes()
 
     for ranks in (3, 4, 6):
