@@ -58,6 +58,7 @@ __all__ = [
     "gpu_key",
     "node_key",
     "one_shot",
+    "one_shot_bytes",
     "process_key",
 ]
 
@@ -91,11 +92,18 @@ _ENABLED_ALREADY = 704
 _TRIAL_NUMBERS = 4
 
 
+def one_shot_bytes(size: int) -> int:
+    """Return the bytes below which so many ranks read the whole of all others (vLLM's rule)."""
+    if size <= 2:
+        return 1 << 62
+    if size <= 4:
+        return 512 << 10
+    return 256 << 10 if size <= 8 else 0
+
+
 def one_shot(nbytes: int, size: int) -> bool:
     """Tell whether every rank reads the whole of all others."""
-    if size <= 2:
-        return True
-    return (size <= 4 and nbytes < 512 << 10) or (size <= 8 and nbytes < 256 << 10)
+    return nbytes < one_shot_bytes(size)
 
 
 # -- the strategy ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, GroupError, ShapeError, on_all_ranks
 from mpimesh.transport.answer import Answer
 from mpimesh.transport.base import Communicator, RecvRequest, Request
-from mpimesh.transport.cuda_ipc import CudaIpc
+from mpimesh.transport.cuda_ipc import CudaIpc, one_shot_bytes
 from mpimesh.transport.device_messages import DeviceMessages
 from mpimesh.transport.device_strategy import BlockMove, DeviceStrategy, steps_in
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
@@ -54,11 +54,6 @@ _MESSAGE_STRATEGIES = {
 
 _ALIASES = {"mpi": "mpi_cuda"}
 """Backends of groups that have another name here."""
-
-_ONE_SHOT_BYTES = {2: 1 << 62, 3: 512 << 10, 4: 512 << 10}
-"""Up to which size reading all others directly beats NCCL (vLLM's rule); further ranks: 256 KiB."""
-
-_MOST_ONE_SHOT_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +258,8 @@ class DeviceCommunicator:
         ipc, refused["cuda_ipc"] = yield from CudaIpc.find(host)
         nccl, refused["nccl"] = yield from Nccl.find(host)
         if ipc is not None:
-            below = None
-            if nccl is not None:
-                most = _ONE_SHOT_BYTES.get(host.size, 256 << 10)
-                below = most if host.size <= _MOST_ONE_SHOT_RANKS else 0
+            # Above, NCCL is faster.
+            below = None if nccl is None else one_shot_bytes(host.size)
             why = "all ranks open each other's memory on this node"
             candidates.append(Candidate(ipc, below, why))
         if nccl is not None:
