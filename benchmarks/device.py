@@ -52,7 +52,7 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
 
 def _all_reduce(mesh: mm.DeviceMesh, cupy: Any, effort: Effort) -> list[dict[str, Any]]:
     from mpimesh.errors import GroupError
-    from mpimesh.transport.device_side import DeviceSide
+    from mpimesh.transport.device_communicator import DeviceCommunicator
 
     communicator = mesh.group().communicator
     free_bytes = _least(mesh, cupy.cuda.runtime.memGetInfo()[0]) // communicator.size
@@ -65,10 +65,10 @@ def _all_reduce(mesh: mm.DeviceMesh, cupy: Any, effort: Effort) -> list[dict[str
         limit_s = _time(mesh, cupy, partial(cupy.copyto, y, x))
         rows.append(_row(f"limit, {nbytes:,} B", limit_s, limit_s))
         for way in WAYS:
-            side = DeviceSide(communicator, prefer=way)
+            dev_comm = DeviceCommunicator(communicator, prefer=way)
 
-            def call(side: DeviceSide = side, x: Any = x, y: Any = y) -> None:
-                _wait(mesh, side.all_reduce(x, y, "sum"))
+            def call(dev_comm: DeviceCommunicator = dev_comm, x: Any = x, y: Any = y) -> None:
+                _wait(mesh, dev_comm.all_reduce(x, y, "sum"))
 
             try:
                 spent_s = _time(mesh, cupy, call)
@@ -77,13 +77,13 @@ def _all_reduce(mesh: mm.DeviceMesh, cupy: Any, effort: Effort) -> list[dict[str
                     print(f"{way}: {error}", file=sys.stderr)
                 continue
             finally:
-                side.free()
+                dev_comm.free()
             rows.append(_row(f"all_reduce by {way}, {nbytes:,} B", spent_s, limit_s))
     return rows
 
 
 def _hand_over(mesh: mm.DeviceMesh, cupy: Any, effort: Effort) -> list[dict[str, Any]]:
-    from mpimesh.transport.device_side import DeviceSide
+    from mpimesh.transport.device_communicator import DeviceCommunicator
 
     communicator = mesh.group().communicator
     if communicator.size == 1:
@@ -94,20 +94,20 @@ def _hand_over(mesh: mm.DeviceMesh, cupy: Any, effort: Effort) -> list[dict[str,
         limit_s = _time(mesh, cupy, partial(cupy.copyto, y, x))
         rows.append(_row(f"limit, {nbytes:,} B", limit_s, limit_s))
         for way in ("cuda_ipc", "mpi_cuda", "staged"):
-            side = DeviceSide(communicator, prefer=way)
-            _wait(mesh, side.prepare())
-            if not any(route.transport == way for route in side.routes()[:1]):
-                side.free()  # messages would go another way
+            dev_comm = DeviceCommunicator(communicator, prefer=way)
+            _wait(mesh, dev_comm.prepare())
+            if not any(route.transport == way for route in dev_comm.routes()[:1]):
+                dev_comm.free()  # messages would go another way
                 continue
 
-            def call(side: DeviceSide = side, x: Any = x, y: Any = y) -> None:
+            def call(dev_comm: DeviceCommunicator = dev_comm, x: Any = x, y: Any = y) -> None:
                 if mesh.rank == 0:
-                    _wait(mesh, side.isend(x, 1, 0))
+                    _wait(mesh, dev_comm.isend(x, 1, 0))
                 elif mesh.rank == 1:
-                    _wait(mesh, side.irecv(y, 0, 0))
+                    _wait(mesh, dev_comm.irecv(y, 0, 0))
 
             rows.append(_row(f"hand-over by {way}, {nbytes:,} B", _time(mesh, cupy, call), limit_s))
-            side.free()
+            dev_comm.free()
     return rows
 
 

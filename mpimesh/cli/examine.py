@@ -24,7 +24,7 @@ from mpimesh.runtime.world import solo_communicator
 from mpimesh.settings import Settings
 from mpimesh.transport import Communicator
 from mpimesh.transport.cuda_probe import PROCESS_PROBE, ProbeResult
-from mpimesh.transport.device_side import device_side
+from mpimesh.transport.device_communicator import device_communicator
 from mpimesh.transport.mpi_environment import cache_problem, clear_cache
 from mpimesh.transport.route import Route
 
@@ -166,7 +166,7 @@ def _try_mesh(communicator: Communicator, *, on_device: bool) -> _Tried:
             if on_device:
                 mesh.use_device()
                 wrong += _wrong_sums(group, mesh.rank, sys.modules["cupy"])
-                ways = device_side(group.communicator).ways()
+                ways = device_communicator(group.communicator).strategies()
             routes = group.routes()
     except MpimeshError as error:
         if not error.agreed:

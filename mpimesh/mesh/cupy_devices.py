@@ -1,14 +1,20 @@
-"""CUDA devices as CuPy describes them, where somebody has already imported CuPy."""
+"""GPUs as CuPy describes them, and the GPU of a rank as CuPy's current device."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from mpimesh.errors import MeshError
 from mpimesh.mesh.device import Device, DeviceBackend
 
-__all__ = ["query_cupy"]
+__all__ = ["cupy_in_use", "cupy_number", "make_current", "query_cupy"]
+
+
+def cupy_in_use() -> bool:
+    """Tell whether this process has imported CuPy."""
+    return sys.modules.get("cupy") is not None
 
 
 def query_cupy() -> list[Device] | None:
@@ -28,6 +34,46 @@ def query_cupy() -> list[Device] | None:
         return [_device(runtime, k) for k in range(_count(runtime))]
     except (runtime.CUDARuntimeError, KeyError, TypeError, ValueError) as error:
         raise MeshError(f"CuPy cannot describe its devices: {error}") from None
+
+
+def make_current(device: Device) -> None:
+    """Make `device` current in CuPy, for the calling thread; nothing if it is no GPU.
+
+    Raises:
+        MeshError: If CuPy cannot be imported or does not find the GPU.
+    """
+    if not device.backend.is_gpu:
+        return
+    try:
+        import cupy
+    except ImportError as error:
+        raise MeshError(f"CuPy is needed to use GPU {device.id}, {device.name}: {error}") from None
+    cupy.cuda.Device(cupy_number(device, query_cupy() or ())).use()
+
+
+def cupy_number(device: Device, seen: Sequence[Device]) -> int:
+    """Return the number of `device` among those that CuPy sees.
+
+    Where the record is from ``nvidia-smi``, CUDA may count in another order, and counts
+    only what it shows: so the UUID decides, else the place on the bus.
+
+    Raises:
+        MeshError: If none of them is it.
+    """
+    for field in ("identity", "pci_bus_id"):
+        value = getattr(device, field)
+        numbers = [other.id for other in seen if getattr(other, field) == value is not None]
+        if len(numbers) == 1:
+            return numbers[0]
+    if len(seen) == 1:
+        return seen[0].id
+    if any(other.id == device.id for other in seen) and device.identity is None:
+        return device.id
+    raise MeshError(
+        f"CuPy sees {len(seen)} GPUs, but not GPU {device.id}, {device.name}, "
+        f"{device.partition_id or device.pci_bus_id}, that was chosen when the mesh was made; "
+        "CUDA_VISIBLE_DEVICES may have changed since"
+    )
 
 
 def _count(runtime: Any) -> int:

@@ -11,9 +11,9 @@ from mpimesh.arrays import StreamScope
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.work import Operation, Owner
 from mpimesh.transport import Request, Steps
-from mpimesh.transport.device_work import steps_in
+from mpimesh.transport.device_strategy import steps_in
 
-__all__ = ["DeviceOperation", "begin_in", "steps_in"]
+__all__ = ["DeviceOperation", "begin_in"]
 
 
 class DeviceOperation(Operation):

@@ -31,7 +31,6 @@ from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Buffers, Plan
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.received import Amount, Members, Rule, each
-from mpimesh.runtime.solo_side import SoloSide
 from mpimesh.runtime.work import CollectiveTensor, Operation
 from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
 from mpimesh.transport.signatures import Refused
@@ -374,14 +373,14 @@ class GroupCore:
         """Return who moves flat arrays of `library`, `numpy` or `cupy`."""
         if library is np:
             return self.communicator
-        if self.size == 1:
-            return SoloSide()
         # Imported late: most programs have no device.
-        from mpimesh.transport.device_side import device_side
+        from mpimesh.transport.device_communicator import SelfCommunicator, device_communicator
 
+        if self.size == 1:
+            return SelfCommunicator()
         # Shared memory is a way for the host; for a device it says nothing.
         prefer = self._prefer if self._prefer in ("mpi", "nccl") else ""
-        return device_side(self.communicator, prefer=prefer)
+        return device_communicator(self.communicator, prefer=prefer)
 
     def empty(self, shape: Sequence[int], dtype: DType, library: ModuleType = np) -> Array:
         """Return memory for a result, warm from earlier ones where it can be."""

@@ -22,9 +22,9 @@ from mpimesh.mesh import (
     shared_gpus,
     sharing_text,
 )
+from mpimesh.mesh.cupy_devices import cupy_in_use, make_current
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call, call_site, site_line
-from mpimesh.runtime.current_gpu import cupy_in_use, make_current
 from mpimesh.runtime.launch import Launch
 from mpimesh.runtime.mesh_groups import MeshGroups
 from mpimesh.runtime.progress import Progress

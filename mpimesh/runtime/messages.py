@@ -40,12 +40,13 @@ from mpimesh.errors import (
 )
 from mpimesh.runtime.budget import spend
 from mpimesh.runtime.call import Call, Message
-from mpimesh.runtime.device_operation import DeviceOperation, steps_in
+from mpimesh.runtime.device_operation import DeviceOperation
 from mpimesh.runtime.operands import output_array
 from mpimesh.runtime.received import Members
 from mpimesh.runtime.traffic import Traffic
 from mpimesh.runtime.work import CollectiveTensor, Operation
 from mpimesh.transport import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps
+from mpimesh.transport.device_strategy import steps_in
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore

@@ -124,7 +124,7 @@ class Communicator(ABC):
     nodes: tuple[int, ...] = ()
     """The node of each rank, as a number; empty if all share one, or it is not known."""
     device: Any = None
-    """Moves device memory between the same ranks; made by `device_side` on first use."""
+    """Moves device memory between the same ranks; made by `device_communicator` on first use."""
 
     @property
     def native(self) -> Any:

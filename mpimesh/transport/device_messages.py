@@ -1,8 +1,12 @@
 """Messages of device memory: each says first how its bytes travel.
 
 Sender and receiver need not have agreed on anything. The sender looks what it can do with this
-array and this peer, and writes it into a header; the receiver follows. An offer to read the
-sender's memory in place may be declined, and is not made to that peer again.
+array and this peer, and writes it into a header; the receiver follows.
+
+Inside a node nothing needs to be sent: the header carries the array's descriptor, and the receiver
+copies from the sender's memory straight into its own, one read and one write on the device. The
+sender's array belongs to the message until the receiver has replied that the copy is done. An
+offer may be declined, and is not made to that peer again.
 
 Messages of one source, destination and tag queue on a chain, so that header and data of one never
 meet those of another. Their tags are above those of host memory.
@@ -11,20 +15,16 @@ meet those of another. Their tags are above those of host memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from mpimesh.arrays.types import Array
 from mpimesh.errors import TransportError
 from mpimesh.transport.base import Communicator, RecvRequest, Request
-from mpimesh.transport.device_work import Lane, in_lane
+from mpimesh.transport.cuda_ipc import DESCRIPTOR, ImportedMemory, export_array, process_key
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
-from mpimesh.transport.hand_over import OFFER_BYTES, HandOver
 from mpimesh.transport.staged import Staged
-
-if TYPE_CHECKING:
-    from mpimesh.arrays.types import HostArray
 
 __all__ = ["DeviceMessages"]
 
@@ -32,7 +32,7 @@ _FIRST_TAG = 1 << 15
 _REPLY_TAG = 1 << 16
 _LAST_TAG = _REPLY_TAG + _FIRST_TAG - 1
 _STAGED, _DIRECT, _OFFERED = 0, 1, 2
-_HEAD = 16
+_HEADER = np.dtype([("nbytes", np.int64), ("way", np.int64), ("array", DESCRIPTOR)])
 
 
 class DeviceMessages:
@@ -41,7 +41,7 @@ class DeviceMessages:
     Args:
         host: The communicator whose ranks they are; tags from 32768 on are used.
         engine: Moves operations along.
-        allowed: Ways that may be used: of ``"staged"``, ``"mpi_cuda"``, ``"cuda_ipc"``.
+        allowed: Strategies that may be used: of ``"staged"``, ``"mpi_cuda"``, ``"cuda_ipc"``.
         direct: Tells whether all ranks of `host` may give device memory to MPI.
 
     Raises:
@@ -59,10 +59,11 @@ class DeviceMessages:
         self._host = host
         self._direct = direct
         self._engine = engine
-        self._staged = Staged(host, engine, ("device messages", id(self)))
-        self._lane: Lane = self._staged.lane
+        self._staged = Staged(host)
+        self._stream = self._staged.stream
         self._allowed = allowed
-        self._hand_over = HandOver(self._lane) if "cuda_ipc" in allowed else None
+        self._process = process_key()
+        self._imports = ImportedMemory(process=self._process)
         self._declined: set[int] = set()
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Request:
@@ -79,31 +80,27 @@ class DeviceMessages:
         return receive
 
     def free(self) -> None:
-        """Give back what is held. Local."""
+        """Close what was opened, and free the rest. Local."""
         self._staged.free()
-        if self._hand_over is not None:
-            self._hand_over.free()
+        self._imports.close()
 
     def _start(self, chain: tuple[object, ...], make: Callable[[], Steps]) -> StagedRequest:
-        return self._engine.stage(chain, in_lane(self._lane, make))
+        return self._engine.stage(chain, self._stream.run(make))
 
     # -- the sender ----------------------------------------------------------------------
 
     def _send(self, data: Array, dest: int, tag: int) -> Steps:
-        offer = None
-        if self._hand_over is not None and dest not in self._declined and data.size:
-            offer = self._hand_over.offer(data)
-        way = _STAGED
-        if offer is not None:
-            way = _OFFERED
-        elif "mpi_cuda" in self._allowed and self._direct():
+        header, way = np.zeros(1, _HEADER), _STAGED
+        if "cuda_ipc" in self._allowed and dest not in self._declined and data.size:
+            descriptor = export_array(data, process=self._process)
+            if descriptor["nbytes"] >= 0:
+                header["array"], way = descriptor, _OFFERED
+        if way == _STAGED and "mpi_cuda" in self._allowed and self._direct():
             way = _DIRECT
-        header: HostArray = np.zeros(_HEAD + OFFER_BYTES, np.uint8)
-        header[:_HEAD].view(np.int64)[:] = (data.size, way)
-        if offer is not None:
-            header[_HEAD:] = offer
-            yield self._lane.reached()  # the receiver reads as soon as it knows
-        yield self._host.isend(header, dest, _FIRST_TAG + tag)
+        header["nbytes"], header["way"] = data.size, way
+        if way == _OFFERED:
+            yield self._stream.reached()  # the receiver reads as soon as it knows
+        yield self._host.isend(header.view(np.uint8), dest, _FIRST_TAG + tag)
         if way == _OFFERED:
             reply = np.zeros(1, np.uint8)
             yield self._host.irecv(reply, dest, _REPLY_TAG + tag)
@@ -112,43 +109,55 @@ class DeviceMessages:
             self._declined.add(dest)
             way = _STAGED
         if way == _DIRECT:
-            yield self._lane.reached()
+            yield self._stream.reached()
             yield self._host.isend(data, dest, _FIRST_TAG + tag)
         else:
-            yield from self._staged.send_steps(data, dest, _FIRST_TAG + tag)
+            yield from self._staged.send(data, dest, _FIRST_TAG + tag)
 
     # -- the receiver ---------------------------------------------------------------------
 
-    def _receive(self, receive: _Receive, room: Array, source: int, tag: int) -> Steps:
-        if receive.taken_back():
+    def _receive(self, receive: _Receive, buffer: Array, source: int, tag: int) -> Steps:
+        if receive.was_cancelled():
             return
-        header: HostArray = np.zeros(_HEAD + OFFER_BYTES, np.uint8)
-        receive.header = self._host.irecv(header, source, _FIRST_TAG + tag)
+        header = np.zeros(1, _HEADER)
+        receive.header = self._host.irecv(header.view(np.uint8), source, _FIRST_TAG + tag)
         yield receive.header_or_cancelled()
-        if receive.taken_back():
+        if receive.was_cancelled():
             return
-        nbytes, way = header[:_HEAD].view(np.int64).tolist()
+        nbytes, way = int(header["nbytes"][0]), int(header["way"][0])
         receive.nbytes = nbytes
         # Taken in even where it does not fit, or it would meet the next receive.
-        data = room[:nbytes] if nbytes <= room.size else self._lane.cupy.empty(nbytes, np.uint8)
+        fits = nbytes <= buffer.size
+        data = buffer[:nbytes] if fits else self._staged.cupy.empty(nbytes, np.uint8)
         if way == _OFFERED:
-            taken = self._hand_over is not None and (
-                yield from self._hand_over.take_steps(header[_HEAD:], data)
+            accepted = "cuda_ipc" in self._allowed and (
+                yield from self._read(header["array"][0], data)
             )
-            reply = np.array([taken], np.uint8)
+            reply = np.array([accepted], np.uint8)
             yield self._host.isend(reply, source, _REPLY_TAG + tag)
-            if not taken:
+            if not accepted:
                 way = _STAGED
         if way == _DIRECT:
-            yield self._lane.reached()
+            yield self._stream.reached()
             yield self._host.irecv(data, source, _FIRST_TAG + tag)
         elif way == _STAGED:
-            yield from self._staged.recv_steps(data, source, _FIRST_TAG + tag)
-        if nbytes > room.size:
+            yield from self._staged.recv(data, source, _FIRST_TAG + tag)
+        if not fits:
             raise TransportError(
-                f"rank {self._host.rank} receives {room.size} bytes of device memory from rank "
+                f"rank {self._host.rank} receives {buffer.size} bytes of device memory from rank "
                 f"{source} with tag {tag}, but {nbytes} bytes were sent"
             )
+
+    def _read(self, descriptor: Any, target: Array) -> Steps:
+        """Copy an offered array into `target`; the steps' value is False if that cannot be."""
+        try:
+            address = self._imports.open(descriptor)
+        except TransportError:
+            return False
+        self._stream.copy(target.data.ptr, address, target.nbytes)
+        yield self._stream.reached()
+        self._imports.trim()
+        return True
 
 
 def _check_tags(host: Communicator) -> None:
@@ -156,11 +165,11 @@ def _check_tags(host: Communicator) -> None:
         return
     from mpi4py import MPI
 
-    most = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
-    if most < _LAST_TAG:
+    tag_ub = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
+    if tag_ub < _LAST_TAG:
         raise TransportError(
             f"messages of device memory need tags up to {_LAST_TAG}, but this MPI has them up to "
-            f"{most}; send cupy.asnumpy(x)"
+            f"{tag_ub}; send cupy.asnumpy(x)"
         )
 
 
@@ -184,23 +193,23 @@ class _Receive:
         self.cancelled = False
 
     def test(self) -> bool:
-        """Move the receive along, and tell whether the message is here."""
+        """Progress the receive, and tell whether the message is here."""
         return self.request is not None and self.request.test()
 
     def header_or_cancelled(self) -> Request:
-        """Return the request for the header, which is done, too, when this is taken back."""
+        """Return the request for the header, which is done, too, when this is cancelled."""
         return self._HeaderOrCancelled(self)
 
     def received_bytes(self) -> int:
         """Return the message's size."""
         return self.nbytes
 
-    def taken_back(self) -> bool:
+    def was_cancelled(self) -> bool:
         """Tell whether it was cancelled."""
         return self.cancelled
 
     def cancel(self) -> bool:
-        """Take the receive back, if no message has met it."""
+        """Cancel the receive, if no message has matched it."""
         if self.header is not None and not self.header.cancel():
             return False
         self.cancelled = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,10 +18,9 @@ import numpy as np
 
 from mpimesh.arrays.types import Array, DType
 from mpimesh.transport.base import Communicator
-from mpimesh.transport.cuda_handles import gpu_key, node_key
-from mpimesh.transport.device_mover import DeviceMover
-from mpimesh.transport.engine import Engine, Steps
-from mpimesh.transport.exchange import cut
+from mpimesh.transport.cuda_ipc import gpu_key, node_key
+from mpimesh.transport.device_strategy import BlockMove, DeviceStrategy, cut
+from mpimesh.transport.engine import Steps
 
 __all__ = ["Nccl", "nccl_library"]
 
@@ -32,30 +31,26 @@ _NO_MESSAGES = (
 )
 
 
-class Nccl(DeviceMover):
+class Nccl(DeviceStrategy):
     """Moves device memory by NCCL.
 
     Args:
-        host: As for :class:`DeviceMover`.
-        engine: As for :class:`DeviceMover`.
-        chain: As for :class:`DeviceMover`.
+        host: As for :class:`DeviceStrategy`.
         communicator: NCCL's, of the same ranks.
     """
 
     name = "nccl"
 
-    def __init__(
-        self, host: Communicator, engine: Engine, chain: Hashable, communicator: Any
-    ) -> None:
-        super().__init__(host, engine, chain)
+    def __init__(self, host: Communicator, communicator: Any) -> None:
+        super().__init__(host)
         self._nccl: Any = nccl_library()
         self._comm = communicator
         self._dtypes = _dtypes(self._nccl)
         self._freed = False
 
     @classmethod
-    def find(cls, host: Communicator, engine: Engine, chain: Hashable) -> Steps:
-        """Collective: make it if all ranks can; the steps' value is (mover or None, reason).
+    def find(cls, host: Communicator) -> Steps:
+        """Collective: make it if all ranks can; the steps' value is (strategy or None, reason).
 
         Its last step waits for the other ranks, which have all come by then.
         """
@@ -78,7 +73,7 @@ class Nccl(DeviceMover):
         yield host.all_reduce(None, joined, "min")
         if not joined[0]:
             return None, problem or "NCCL cannot start on another rank"
-        return cls(host, engine, chain, communicator), ""
+        return cls(host, communicator), ""
 
     def cannot(self, operation: str, dtype: DType | None = None, op: str = "") -> str | None:
         """Return why it does not do `operation`: NCCL lacks some number types, and keeps no NaN."""
@@ -94,32 +89,27 @@ class Nccl(DeviceMover):
         return super().cannot(operation, dtype, op)
 
     def free(self) -> None:
-        """Let go of NCCL's communicator."""
+        """Destroy NCCL's communicator. A second call does nothing."""
         if not self._freed:
             self._freed = True
             self._comm.destroy()
 
     # -- reductions ----------------------------------------------------------------------
 
-    def _all_reduce(self, send: Array, recv: Array, op: str) -> Steps:
-        count, kind = self._numbers(recv)
-        if count:
-            self._comm.allReduce(
-                send.data.ptr, recv.data.ptr, count, kind, self._op(op), self.lane.stream.ptr
-            )
-        yield from ()
-
-    def _reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Steps:
+    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
+        """Reduce over all ranks into `recv` on `root`; on each if None."""
         count, kind = self._numbers(send)
-        out = send if recv is None else recv
-        if count:
-            self._comm.reduce(
-                send.data.ptr, out.data.ptr, count, kind, self._op(op), root, self.lane.stream.ptr
-            )
+        source, target = send.data.ptr, (send if recv is None else recv).data.ptr
+        function, stream = self._op(op), self.stream.ptr
+        if count and root is None:
+            self._comm.allReduce(source, target, count, kind, function, stream)
+        elif count:
+            self._comm.reduce(source, target, count, kind, function, root, stream)
         yield from ()
 
-    def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
-        stream, function = self.lane.stream.ptr, self._op(op)
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
+        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
+        stream, function = self.stream.ptr, self._op(op)
         if len(set(counts)) == 1:
             count, kind = self._numbers(recv)
             if count:
@@ -127,9 +117,8 @@ class Nccl(DeviceMover):
                     send.data.ptr, recv.data.ptr, count, kind, function, stream
                 )
         else:
-            blocks = cut(send, counts)
             with self._group():
-                for root, block in enumerate(blocks):
+                for root, block in enumerate(cut(send, counts)):
                     count, kind = self._numbers(block)
                     out = recv if root == self.rank else block
                     if count:
@@ -140,50 +129,32 @@ class Nccl(DeviceMover):
 
     # -- movements, as bytes ---------------------------------------------------------------
 
-    def _all_gather(self, send: Array, recv: Array, counts: Sequence[int]) -> Steps:
-        if len(set(counts)) == 1:
-            if send.nbytes:
-                self._comm.allGather(
-                    send.data.ptr,
-                    recv.data.ptr,
-                    send.nbytes,
-                    self._nccl.NCCL_UINT8,
-                    self.lane.stream.ptr,
-                )
+    def move_blocks(self, move: BlockMove) -> Steps:
+        """Move blocks of bytes: all sends and receives at once, or as an all-gather of NCCL's."""
+        if move.operation == "all_gather" and len(set(move.recv_counts)) == 1:
+            self._all_gather(move.send, move.recv)
         else:
-            self._exchange([send] * self.size, cut(recv, counts))
+            self._exchange(move.outgoing(), move.incoming())
         yield from ()
 
-    def _gather(self, send: Array, recv: Array | None, counts: Sequence[int], root: int) -> Steps:
-        incoming = cut(recv, counts) if recv is not None and self.rank == root else []
-        self._exchange(self._only(root, send), incoming)
-        yield from ()
-
-    def _scatter(self, send: Array | None, recv: Array, counts: Sequence[int], root: int) -> Steps:
-        outgoing = cut(send, counts) if send is not None and self.rank == root else []
-        self._exchange(outgoing, self._only(root, recv))
-        yield from ()
-
-    def _all_to_all(
-        self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> Steps:
-        self._exchange(cut(send, send_counts), cut(recv, recv_counts))
-        yield from ()
-
-    def _broadcast(self, buffer: Array, root: int) -> Steps:
+    def broadcast(self, buffer: Array, root: int) -> Steps:
+        """Copy the bytes of `root` into those of every rank."""
         if buffer.nbytes:
-            place, kind = buffer.data.ptr, self._nccl.NCCL_UINT8
-            self._comm.broadcast(place, place, buffer.nbytes, kind, root, self.lane.stream.ptr)
+            address, kind = buffer.data.ptr, self._nccl.NCCL_UINT8
+            self._comm.broadcast(address, address, buffer.nbytes, kind, root, self.stream.ptr)
         yield from ()
 
-    # -- helpers ---------------------------------------------------------------------------
+    def _all_gather(self, send: Array, recv: Array) -> None:
+        if send.nbytes:
+            kind, stream = self._nccl.NCCL_UINT8, self.stream.ptr
+            self._comm.allGather(send.data.ptr, recv.data.ptr, send.nbytes, kind, stream)
 
     def _exchange(self, outgoing: list[Array], incoming: list[Array]) -> None:
         """Send block d to rank d and receive block s from rank s, all at once."""
-        kind, stream = self._nccl.NCCL_UINT8, self.lane.stream.ptr
+        kind, stream = self._nccl.NCCL_UINT8, self.stream.ptr
         if outgoing and incoming and outgoing[self.rank].nbytes:
-            mine, place = outgoing[self.rank], incoming[self.rank]
-            self.lane.copy(place.data.ptr, mine.data.ptr, mine.nbytes)
+            source, target = outgoing[self.rank], incoming[self.rank]
+            self.stream.copy(target.data.ptr, source.data.ptr, source.nbytes)
         with self._group():
             for peer in range(self.size):
                 if peer == self.rank:
@@ -194,6 +165,8 @@ class Nccl(DeviceMover):
                 if incoming and incoming[peer].nbytes:
                     block = incoming[peer]
                     self._comm.recv(block.data.ptr, block.nbytes, kind, peer, stream)
+
+    # -- helpers ---------------------------------------------------------------------------
 
     @contextmanager
     def _group(self) -> Iterator[None]:
@@ -206,9 +179,6 @@ class Nccl(DeviceMover):
                 self._nccl.groupEnd()
             raise
         self._nccl.groupEnd()
-
-    def _only(self, root: int, block: Array) -> list[Array]:
-        return [block if rank == root else block[:0] for rank in range(self.size)]
 
     def _numbers(self, array: Array) -> tuple[int, int]:
         """Return how many numbers NCCL sees, and of which type."""

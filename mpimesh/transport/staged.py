@@ -14,24 +14,26 @@ do (shared memory inside a node, several nodes, any size), this can do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from mpimesh.arrays.types import Array, DType, HostArray
 from mpimesh.transport.base import Communicator, Request
-from mpimesh.transport.device_mover import COLLECTIVES, DeviceMover
-from mpimesh.transport.engine import Engine, Steps
-from mpimesh.transport.pinned import PinnedPool
+from mpimesh.transport.device_strategy import BlockMove, DeviceStrategy, block_slices
+from mpimesh.transport.engine import Steps
 
-__all__ = ["STAGE_BYTES", "Staged"]
-
-_BYTE = np.dtype(np.uint8)
+__all__ = ["STAGE_BYTES", "PinnedPool", "Staged"]
 
 STAGE_BYTES = 4 << 20
 """Largest buffer of one round: large enough for the bus, small enough to overlap."""
+
+_BYTE = np.dtype(np.uint8)
+_SMALLEST_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -50,84 +52,69 @@ class _Round:
     stores: list[tuple[Array, int]] = field(default_factory=list)
 
 
-class Staged(DeviceMover):
+class Staged(DeviceStrategy):
     """Moves everything through pinned host memory.
 
     Args:
         host: Moves the host memory.
-        engine: As for :class:`DeviceMover`.
-        chain: As for :class:`DeviceMover`.
         stage_bytes: Size of one of the two buffers.
     """
 
     name = "staged"
-    operations = frozenset((*COLLECTIVES, "messages"))
 
-    def __init__(
-        self,
-        host: Communicator,
-        engine: Engine,
-        chain: Hashable,
-        *,
-        stage_bytes: int = STAGE_BYTES,
-    ) -> None:
-        super().__init__(host, engine, chain)
+    def __init__(self, host: Communicator, *, stage_bytes: int = STAGE_BYTES) -> None:
+        super().__init__(host)
         self._stage_bytes = stage_bytes
         self._pool = PinnedPool()
 
+    def cannot(self, operation: str, dtype: DType | None = None, op: str = "") -> str | None:
+        """Return None: it does all."""
+        return None
+
     # -- reductions --------------------------------------------------------------------------
 
-    def _all_reduce(self, send: Array, recv: Array, op: str) -> Steps:
+    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
+        """Reduce over all ranks into `recv` on `root`; on each if None."""
+
         def rounds() -> Iterator[_Round]:
-            for piece in self._pieces(send.size, send.dtype.itemsize):
-                part, out = send[piece], recv[piece]
-
-                def move(buffer: HostArray, part: Array = part) -> Request:
-                    return self.host.all_reduce(None, _typed(buffer, part), op)
-
-                yield _Round(part.nbytes, move, [(part, 0)], [(out, 0)])
-
-        yield from self._run(rounds())
-
-    def _reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Steps:
-        def rounds() -> Iterator[_Round]:
-            for piece in self._pieces(send.size, send.dtype.itemsize):
+            for piece in self._pieces(send):
                 part = send[piece]
-                nbytes = part.nbytes
-                at = _aligned(nbytes)
+                # To all ranks it goes in place.
+                at = 0 if root is None else _aligned(part.nbytes)
 
                 def move(buffer: HostArray, part: Array = part, at: int = at) -> Request:
-                    out = _typed(buffer[at:], part) if self.rank == root else None
-                    return self.host.reduce(_typed(buffer, part), out, op, root)
+                    data = _typed(buffer, 0, part)
+                    if root is None:
+                        return self.host.all_reduce(None, data, op)
+                    out = None if recv is None else _typed(buffer, at, part)
+                    return self.host.reduce(data, out, op, root)
 
-                stores = [(recv[piece], at)] if recv is not None and self.rank == root else []
-                yield _Round(at + nbytes, move, [(part, 0)], stores)
+                stores = [] if recv is None else [(recv[piece], at)]
+                yield _Round(at + part.nbytes, move, [(part, 0)], stores)
 
         yield from self._run(rounds())
 
-    def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
-        dtype = np.dtype(send.dtype)
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
+        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
+        share = self._share(send.dtype.itemsize)
+        starts = [block.start for block in block_slices(counts)]
 
         def rounds() -> Iterator[_Round]:
-            for parts in self._block_pieces(counts, dtype.itemsize):
-                sizes = [part.stop - part.start for part in parts]
-                loads, at = _in_a_row([send[part] for part in parts])
-                mine = sizes[self.rank]
-                own = _starts(counts)[self.rank]
-                place = parts[self.rank]
-                out = recv[place.start - own : place.stop - own]
-                start = _aligned(at)
+            for number in range(_ceil_div(max(counts), share)):
+                at, sizes = number * share, _piece_sizes(counts, share, number)
+                parts = [slice(s + at, s + at + n) for s, n in zip(starts, sizes, strict=True)]
+                loads, end = _in_a_row([send[part] for part in parts])
+                out = recv[at : at + share]
+                start = _aligned(end)
 
                 def move(
                     buffer: HostArray,
                     sizes: list[int] = sizes,
+                    out: Array = out,
                     start: int = start,
-                    mine: int = mine,
                 ) -> Request:
-                    given = _cut(buffer, dtype, 0, sum(sizes))
-                    return self.host.reduce_scatter(
-                        given, _cut(buffer, dtype, start, mine), sizes, op
-                    )
+                    summands = _host_view(buffer, np.dtype(send.dtype), 0, sum(sizes))
+                    return self.host.reduce_scatter(summands, _typed(buffer, start, out), sizes, op)
 
                 yield _Round(start + out.nbytes, move, loads, [(out, start)])
 
@@ -135,141 +122,74 @@ class Staged(DeviceMover):
 
     # -- movements, as bytes -----------------------------------------------------------------
 
-    def _all_gather(self, send: Array, recv: Array, counts: Sequence[int]) -> Steps:
-        yield from self._gathering(send, recv, counts, None)
-
-    def _gather(self, send: Array, recv: Array | None, counts: Sequence[int], root: int) -> Steps:
-        yield from self._gathering(send, recv if self.rank == root else None, counts, root)
-
-    def _gathering(
-        self, send: Array, recv: Array | None, counts: Sequence[int], root: int | None
-    ) -> Steps:
-        itemsize = send.dtype.itemsize
-        given, out = _bytes(send), None if recv is None else _bytes(recv)
-        counts = [count * itemsize for count in counts]
-        own = _starts(counts)[self.rank]
-
-        def rounds() -> Iterator[_Round]:
-            for parts in self._block_pieces(counts, 1):
-                sizes = [part.stop - part.start for part in parts]
-                piece = parts[self.rank]
-                at = _aligned(sizes[self.rank])
-                stores: list[tuple[Array, int]] = []
-                total = 0
-                if out is not None:
-                    stores, total = _in_a_row([out[part] for part in parts], at)
-
-                def move(buffer: HostArray, sizes: list[int] = sizes, at: int = at) -> Request:
-                    mine = _cut(buffer, _BYTE, 0, sizes[self.rank])
-                    if root is None:
-                        whole = _cut(buffer, _BYTE, at, sum(sizes))
-                        return self.host.all_gather(mine, whole, sizes)
-                    out = _cut(buffer, _BYTE, at, sum(sizes)) if self.rank == root else None
-                    return self.host.gather(mine, out, sizes, root)
-
-                loads = [(given[piece.start - own : piece.stop - own], 0)]
-                yield _Round(max(at, total), move, loads, stores)
-
-        yield from self._run(rounds())
-
-    def _scatter(self, send: Array | None, recv: Array, counts: Sequence[int], root: int) -> Steps:
-        itemsize = recv.dtype.itemsize
-        given = _bytes(send) if send is not None and self.rank == root else None
-        out = _bytes(recv)
-        counts = [count * itemsize for count in counts]
-        own = _starts(counts)[self.rank]
-
-        def rounds() -> Iterator[_Round]:
-            for parts in self._block_pieces(counts, 1):
-                sizes = [part.stop - part.start for part in parts]
-                piece = parts[self.rank]
-                at = _aligned(sizes[self.rank])
-                loads: list[tuple[Array, int]] = []
-                total = 0
-                if given is not None:
-                    loads, total = _in_a_row([given[part] for part in parts], at)
-
-                def move(buffer: HostArray, sizes: list[int] = sizes, at: int = at) -> Request:
-                    whole = _cut(buffer, _BYTE, at, sum(sizes)) if given is not None else None
-                    mine = _cut(buffer, _BYTE, 0, sizes[self.rank])
-                    return self.host.scatter(whole, mine, sizes, root)
-
-                stores = [(out[piece.start - own : piece.stop - own], 0)]
-                yield _Round(max(at, total), move, loads, stores)
-
-        yield from self._run(rounds())
-
-    def _all_to_all(
-        self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> Steps:
-        itemsize = send.dtype.itemsize
-        given, out = _bytes(send), _bytes(recv)
-        outgoing = [count * itemsize for count in send_counts]
-        incoming = [count * itemsize for count in recv_counts]
+    def move_blocks(self, move: BlockMove) -> Steps:
+        """Move blocks of bytes: a piece of every block in each round."""
         share = self._share(1)
-        # A rank knows the sizes of its own blocks only: how many rounds there are is agreed on.
-        most = np.array([-(-max([0, *outgoing, *incoming]) // share)], np.int64)
-        yield self.host.all_reduce(None, most, "max")
+        count = _ceil_div(max([*move.send_counts, *move.recv_counts]), share)
+        if move.operation == "all_to_all":
+            # A rank knows the sizes of its own blocks only: how many rounds there are is agreed on.
+            most = np.array([count], np.int64)
+            yield self.host.all_reduce(None, most, "max")
+            count = int(most[0])
 
         def rounds() -> Iterator[_Round]:
-            for number in range(int(most[0])):
-                sends = _nth_pieces(outgoing, share, number)
-                receives = _nth_pieces(incoming, share, number)
-                there = [part.stop - part.start for part in sends]
-                back = [part.stop - part.start for part in receives]
-                loads, middle = _in_a_row([given[part] for part in sends])
-                stores, end = _in_a_row([out[part] for part in receives], middle)
+            for number in range(count):
+                piece = slice(number * share, (number + 1) * share)
+                loads, send_end = _in_a_row([block[piece] for block in move.send_blocks()])
+                at = _aligned(send_end)
+                stores, end = _in_a_row([block[piece] for block in move.recv_blocks()], at)
 
-                def move(
+                def start(
                     buffer: HostArray,
-                    there: list[int] = there,
-                    back: list[int] = back,
-                    middle: int = middle,
+                    number: int = number,
+                    send_end: int = send_end,
+                    at: int = at,
                     end: int = end,
                 ) -> Request:
-                    mine = _cut(buffer, _BYTE, 0, middle)
-                    theirs = _cut(buffer, _BYTE, middle, end - middle)
-                    return self.host.all_to_all(mine, theirs, there, back)
+                    return move.start(
+                        self.host,
+                        None if move.send is None else _host_view(buffer, _BYTE, 0, send_end),
+                        None if move.recv is None else _host_view(buffer, _BYTE, at, end - at),
+                        _piece_sizes(move.send_counts, share, number),
+                        _piece_sizes(move.recv_counts, share, number),
+                    )
 
-                yield _Round(end, move, loads, stores)
+                yield _Round(end, start, loads, stores)
 
         yield from self._run(rounds())
 
-    def _broadcast(self, buffer: Array, root: int) -> Steps:
+    def broadcast(self, buffer: Array, root: int) -> Steps:
+        """Copy the bytes of `root` into those of every rank."""
         yield from self._in_pieces(
             buffer, lambda part: self.host.broadcast(part, root), comes=self.rank != root
         )
 
-    def send_steps(self, buffer: Array, dest: int, tag: int) -> Steps:
-        """Return the steps of a send, in pieces that the receiver cuts alike."""
+    def send(self, buffer: Array, dest: int, tag: int) -> Steps:
+        """Send bytes, in pieces that the receiver cuts alike."""
         yield from self._in_pieces(
             buffer, lambda part: self.host.isend(part, dest, tag), comes=False
         )
 
-    def recv_steps(self, buffer: Array, source: int, tag: int) -> Steps:
-        """Return the steps of a receive of a message that has the buffer's size."""
+    def recv(self, buffer: Array, source: int, tag: int) -> Steps:
+        """Receive a message of bytes that has the buffer's size."""
         yield from self._in_pieces(
             buffer, lambda part: self.host.irecv(part, source, tag), comes=True
         )
 
     def _in_pieces(
-        self, buffer: Array, move: Callable[[HostArray], Request], *, comes: bool
+        self, data: Array, move: Callable[[HostArray], Request], *, comes: bool
     ) -> Steps:
-        """Move a whole buffer, piece by piece: out of it, or into it if it `comes`."""
-        data = _bytes(buffer)
+        """Move all bytes, piece by piece: out of the array, or into it if they `come`."""
 
         def rounds() -> Iterator[_Round]:
-            for piece in self._pieces(data.size, 1):
+            for piece in self._pieces(data):
                 part = data[piece]
 
                 def move_part(stage: HostArray, size: int = part.size) -> Request:
                     return move(stage[:size])
 
                 whole = [(part, 0)]
-                if comes:
-                    yield _Round(part.size, move_part, stores=whole)
-                else:
-                    yield _Round(part.size, move_part, loads=whole)
+                yield _Round(part.size, move_part, [] if comes else whole, whole if comes else [])
 
         yield from self._run(rounds())
 
@@ -280,58 +200,45 @@ class Staged(DeviceMover):
         buffers: list[HostArray] = []
         before: tuple[_Round, HostArray, Request] | None = None
         try:
-            for number, one in enumerate(rounds):
+            for number, current in enumerate(rounds):
                 place = number % 2
                 if place == len(buffers):
-                    buffers.append(self._pool.take(one.nbytes))
-                elif buffers[place].size < one.nbytes:
-                    self._pool.give(buffers[place], self.lane.mark())
-                    buffers[place] = self._pool.take(one.nbytes)
+                    buffers.append(self._pool.take(current.nbytes))
+                elif buffers[place].size < current.nbytes:
+                    self._pool.give(buffers[place], self.stream.mark())
+                    buffers[place] = self._pool.take(current.nbytes)
                 buffer = buffers[place]
-                for array, at in one.loads:
-                    self.lane.copy(buffer.ctypes.data + at, array.data.ptr, array.nbytes)
-                loaded = self.lane.reached()
+                for array, at in current.loads:
+                    self.stream.copy(buffer.ctypes.data + at, array.data.ptr, array.nbytes)
+                loaded = self.stream.reached()
                 if before is not None:
                     yield from self._move(*before)
-                before = (one, buffer, loaded)
+                before = (current, buffer, loaded)
             if before is not None:
                 yield from self._move(*before)
         finally:
-            end = self.lane.mark()
+            end = self.stream.mark()
             for buffer in buffers:
                 self._pool.give(buffer, end)
 
-    def _move(self, one: _Round, buffer: HostArray, loaded: Request) -> Steps:
+    def _move(self, current: _Round, buffer: HostArray, loaded: Request) -> Steps:
         yield loaded
-        yield one.move(buffer)
-        for array, at in one.stores:
-            self.lane.copy(array.data.ptr, buffer.ctypes.data + at, array.nbytes)
+        yield current.move(buffer)
+        for array, at in current.stores:
+            self.stream.copy(array.data.ptr, buffer.ctypes.data + at, array.nbytes)
 
     def _share(self, itemsize: int) -> int:
         """Return how many elements of every rank's block fit into one round."""
         return max(1, self._stage_bytes // (self.size + 1) // itemsize)
 
-    def _pieces(self, size: int, itemsize: int) -> Iterator[slice]:
-        step = max(1, self._stage_bytes // itemsize)
-        return (slice(at, min(at + step, size)) for at in range(0, size, step))
-
-    def _block_pieces(self, counts: Sequence[int], itemsize: int) -> Iterator[list[slice]]:
-        share = self._share(itemsize)
-        for number in range(-(-max([0, *counts]) // share)):
-            yield _nth_pieces(counts, share, number)
+    def _pieces(self, data: Array) -> Iterator[slice]:
+        step = max(1, self._stage_bytes // data.dtype.itemsize)
+        return (slice(at, min(at + step, data.size)) for at in range(0, data.size, step))
 
 
-def _nth_pieces(counts: Sequence[int], share: int, number: int) -> list[slice]:
-    """Return of every block its piece `number`, as places in the row of all blocks."""
-    at = number * share
-    return [
-        slice(start + min(at, count), start + min(at + share, count))
-        for start, count in zip(_starts(counts), counts, strict=True)
-    ]
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    return [0, *accumulate(counts)][: len(counts)]
+def _piece_sizes(counts: Sequence[int], share: int, number: int) -> list[int]:
+    """Return of every block the size of its piece `number`."""
+    return [max(0, min(count - number * share, share)) for count in counts]
 
 
 def _in_a_row(arrays: list[Array], at: int = 0) -> tuple[list[tuple[Array, int]], int]:
@@ -340,15 +247,11 @@ def _in_a_row(arrays: list[Array], at: int = 0) -> tuple[list[tuple[Array, int]]
     return list(zip(arrays, ends[:-1], strict=True)), ends[-1]
 
 
-def _bytes(array: Array) -> Array:
-    return array.view(np.uint8)
+def _typed(buffer: HostArray, at: int, like: Array) -> HostArray:
+    return _host_view(buffer, np.dtype(like.dtype), at, like.size)
 
 
-def _typed(buffer: HostArray, like: Array) -> HostArray:
-    return _cut(buffer, np.dtype(like.dtype), 0, like.size)
-
-
-def _cut(buffer: HostArray, dtype: DType, at: int, size: int) -> HostArray:
+def _host_view(buffer: HostArray, dtype: DType, at: int, size: int) -> HostArray:
     if size == 0:
         # NumPy's empty views point to the beginning of the buffer, and MPI refuses the same place
         # for input and result.
@@ -357,4 +260,43 @@ def _cut(buffer: HostArray, dtype: DType, at: int, size: int) -> HostArray:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
+    return _ceil_div(nbytes, 64) * 64
+
+
+def _ceil_div(size: int, step: int) -> int:
+    return -(-size // step)
+
+
+class PinnedPool:
+    """Pinned buffers of powers of two: a GPU copies to and from them beside other work.
+
+    Allocating pinned memory takes a millisecond and stops the device, so it stays allocated. A
+    buffer that is given back may still be read by a copy under way; it is given out again when the
+    event is done that was recorded after that copy.
+
+    Args:
+        limit_bytes: Most memory that stays while it is not in use.
+    """
+
+    def __init__(self, *, limit_bytes: int = 256 << 20) -> None:
+        self._limit_bytes = limit_bytes
+        self._free: list[tuple[HostArray, Any]] = []
+
+    def take(self, nbytes: int) -> HostArray:
+        """Return bytes that no copy uses any more; at least `nbytes` of them."""
+        size = max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length()) if nbytes else _SMALLEST_BYTES
+        for place, (buffer, event) in enumerate(self._free):
+            if buffer.size == size and event.done:
+                del self._free[place]
+                return buffer
+        memory = sys.modules["cupy"].cuda.alloc_pinned_memory(size)
+        return np.frombuffer(memory, np.uint8, size)
+
+    def give(self, buffer: HostArray, event: Any) -> None:
+        """Take `buffer` back; copies that use it come before `event`."""
+        if buffer.size + sum(other.size for other, _ in self._free) <= self._limit_bytes:
+            self._free.append((buffer, event))
+        elif not event.done:
+            # Over the limit, but a copy may still use it: it goes when another comes after it.
+            self._free = [(other, e) for other, e in self._free if not e.done]
+            self._free.append((buffer, event))

@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import mpimesh as mm
-from mpimesh.transport import device_side
+from mpimesh.transport import device_communicator
 from tests.contract.cases import same
 from tests.devices.fake_cuda import FakeCupy, installed
-from tests.devices.stand_in_side import stand_in
+from tests.devices.stand_in import stand_in
 
 __all__ = ["MOVERS", "check", "given", "late", "moved_by", "on_ranks"]
 
-MOVERS = ["stand-in", "device_side"]
+MOVERS = ["stand-in", "device_communicator"]
 
 
 @contextmanager
 def moved_by(mover: str, monkeypatch: Any) -> Iterator[FakeCupy]:
     """Install the fake CuPy, and who moves its arrays: the stand-in or mpimesh itself."""
     if mover == "stand-in":
-        monkeypatch.setattr(device_side, "device_side", stand_in)
+        monkeypatch.setattr(device_communicator, "device_communicator", stand_in)
     with installed() as fake:
         yield fake
 

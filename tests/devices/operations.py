@@ -59,90 +59,90 @@ def same(got: Any, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-def check_all_reduce(mover: Any, comm: Any, size: int, dtype: Any) -> None:
+def check_all_reduce(strategy: Any, comm: Any, size: int, dtype: Any) -> None:
     inputs = [numbers(r, size, dtype) for r in range(comm.size)]
     for op in ("sum", "prod", "min", "max"):
-        if mover.cannot("all_reduce", np.dtype(dtype), op) or (
+        if strategy.cannot("all_reduce", np.dtype(dtype), op) or (
             np.dtype(dtype).kind == "c" and op in ("min", "max")
         ):
             continue
         send, recv = device(inputs[comm.rank]), nonsense(size, dtype)
         in_place = device(inputs[comm.rank])
-        requests = mover.all_reduce(send, recv, op), mover.all_reduce(None, in_place, op)
+        requests = strategy.all_reduce(send, recv, op), strategy.all_reduce(None, in_place, op)
         finish(comm, *requests)
         same(recv, reduced(inputs, op))
         same(in_place, reduced(inputs, op))
         same(send, inputs[comm.rank])
 
 
-def check_reduce(mover: Any, comm: Any, size: int, dtype: Any) -> None:
+def check_reduce(strategy: Any, comm: Any, size: int, dtype: Any) -> None:
     inputs = [numbers(r, size, dtype) for r in range(comm.size)]
-    if mover.cannot("reduce", np.dtype(dtype), "sum"):
+    if strategy.cannot("reduce", np.dtype(dtype), "sum"):
         return
     for root in {0, comm.size - 1}:
         send = device(inputs[comm.rank])
         recv = nonsense(size, dtype) if comm.rank == root else None
-        finish(comm, mover.reduce(send, recv, "sum", root))
+        finish(comm, strategy.reduce(send, recv, "sum", root))
         if recv is not None:
             same(recv, reduced(inputs, "sum"))
         same(send, inputs[comm.rank])
 
 
-def check_reduce_scatter(mover: Any, comm: Any, size: int, dtype: Any) -> None:
-    if mover.cannot("reduce_scatter", np.dtype(dtype), "sum"):
+def check_reduce_scatter(strategy: Any, comm: Any, size: int, dtype: Any) -> None:
+    if strategy.cannot("reduce_scatter", np.dtype(dtype), "sum"):
         return
     for counts in ([size] * comm.size, [size * r for r in range(comm.size)]):
         inputs = [numbers(r, sum(counts), dtype) for r in range(comm.size)]
         start = sum(counts[: comm.rank])
         send, recv = device(inputs[comm.rank]), nonsense(counts[comm.rank], dtype)
-        finish(comm, mover.reduce_scatter(send, recv, counts, "sum"))
+        finish(comm, strategy.reduce_scatter(send, recv, counts, "sum"))
         same(recv, reduced(inputs, "sum")[start : start + counts[comm.rank]])
         same(send, inputs[comm.rank])
 
 
-def check_all_gather(mover: Any, comm: Any, size: int, dtype: Any) -> None:
+def check_all_gather(strategy: Any, comm: Any, size: int, dtype: Any) -> None:
     for counts in ([size] * comm.size, [size * r for r in range(comm.size)]):
         inputs = [numbers(r, counts[r], dtype) for r in range(comm.size)]
         send, recv = device(inputs[comm.rank]), nonsense(sum(counts), dtype)
-        finish(comm, mover.all_gather(send, recv, counts))
+        finish(comm, strategy.all_gather(send, recv, counts))
         same(recv, np.concatenate(inputs))
 
 
-def check_gather_and_scatter(mover: Any, comm: Any, size: int, dtype: Any) -> None:
+def check_gather_and_scatter(strategy: Any, comm: Any, size: int, dtype: Any) -> None:
     counts = [size + r for r in range(comm.size)]
     inputs = [numbers(r, counts[r], dtype) for r in range(comm.size)]
     whole = np.concatenate(inputs)
     for root in {0, comm.size - 1}:
         recv = nonsense(whole.size, dtype) if comm.rank == root else None
-        finish(comm, mover.gather(device(inputs[comm.rank]), recv, counts, root))
+        finish(comm, strategy.gather(device(inputs[comm.rank]), recv, counts, root))
         if recv is not None:
             same(recv, whole)
         send = device(whole) if comm.rank == root else None
         part = nonsense(counts[comm.rank], dtype)
-        finish(comm, mover.scatter(send, part, counts, root))
+        finish(comm, strategy.scatter(send, part, counts, root))
         same(part, inputs[comm.rank])
 
 
-def check_all_to_all(mover: Any, comm: Any, size: int, dtype: Any) -> None:
+def check_all_to_all(strategy: Any, comm: Any, size: int, dtype: Any) -> None:
     n, me = comm.size, comm.rank
     counts = [[(size * (s + 2 * d)) % (2 * size + 1) for d in range(n)] for s in range(n)]
     inputs = [numbers(s, sum(counts[s]), dtype) for s in range(n)]
     blocks = [np.split(inputs[s], np.cumsum(counts[s])[:-1]) for s in range(n)]
     incoming = [counts[s][me] for s in range(n)]
     recv = nonsense(sum(incoming), dtype)
-    finish(comm, mover.all_to_all(device(inputs[me]), recv, counts[me], incoming))
+    finish(comm, strategy.all_to_all(device(inputs[me]), recv, counts[me], incoming))
     same(recv, np.concatenate([blocks[s][me] for s in range(n)]))
 
 
-def check_broadcast(mover: Any, comm: Any, size: int, dtype: Any) -> None:
+def check_broadcast(strategy: Any, comm: Any, size: int, dtype: Any) -> None:
     for root in {0, comm.size - 1}:
         values = numbers(root, size, dtype)
         buffer = device(values) if comm.rank == root else nonsense(size, dtype)
-        finish(comm, mover.broadcast(buffer, root))
+        finish(comm, strategy.broadcast(buffer, root))
         same(buffer, values)
 
 
-def check_order(mover: Any, comm: Any, size: int, dtype: Any) -> None:
+def check_order(strategy: Any, comm: Any, size: int, dtype: Any) -> None:
     """Inputs are made late, results are used at once, and inputs are written right afterwards."""
     cupy = sys.modules["cupy"]
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -152,12 +152,14 @@ def check_order(mover: Any, comm: Any, size: int, dtype: Any) -> None:
         send, recv = values + values, nonsense(size, dtype)
         finish(
             comm,
-            mover.all_gather(send, both := nonsense(size * comm.size, dtype), [size] * comm.size),
+            strategy.all_gather(
+                send, both := nonsense(size * comm.size, dtype), [size] * comm.size
+            ),
         )
         twice = both + both
         send[...] = 0
         again = device(numbers(comm.rank, size, dtype)) + 0
-        finish(comm, mover.all_reduce(again, recv, "sum"))
+        finish(comm, strategy.all_reduce(again, recv, "sum"))
         again[...] = 0
         third = recv + recv
         inputs = [numbers(r, size, dtype) for r in range(comm.size)]
@@ -165,12 +167,12 @@ def check_order(mover: Any, comm: Any, size: int, dtype: Any) -> None:
         same(third, (2 * reduced(inputs, "sum")).astype(dtype))
 
 
-def check_messages(mover: Any, comm: Any, size: int, dtype: Any) -> None:
-    if comm.size == 1 or mover.cannot("messages"):
+def check_messages(strategy: Any, comm: Any, size: int, dtype: Any) -> None:
+    if comm.size == 1 or strategy.cannot("messages"):
         return
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     send, recv = device(numbers(comm.rank, size, dtype)), nonsense(size, dtype)
-    finish(comm, mover.irecv(recv, before, 5), mover.isend(send, after, 5))
+    finish(comm, strategy.irecv(recv, before, 5), strategy.isend(send, after, 5))
     same(recv, numbers(before, size, dtype))
 
 
@@ -180,9 +182,9 @@ CHECKS: list[Callable[[Any, Any, int, Any], None]] = [
 ]
 
 
-def check_all(mover: Any, comm: Any, *, dtypes: Any, sizes: Any = (1, 13)) -> None:
+def check_all(strategy: Any, comm: Any, *, dtypes: Any, sizes: Any = (1, 13)) -> None:
     for check in CHECKS:
         for dtype in dtypes:
             for size in sizes:
-                check(mover, comm, size, dtype)
-    check_order(mover, comm, 5, np.float32)
+                check(strategy, comm, size, dtype)
+    check_order(strategy, comm, 5, np.float32)

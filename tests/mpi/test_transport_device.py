@@ -8,8 +8,12 @@ import pytest
 from mpimesh.errors import TransportError
 from mpimesh.testing.fake_device import FakeDeviceArray
 from mpimesh.transport import Engine
-from mpimesh.transport.device_mover import COLLECTIVES
-from mpimesh.transport.device_side import DeviceSide, device_side
+from mpimesh.transport.device_communicator import (
+    COLLECTIVES,
+    DeviceCommunicator,
+    device_communicator,
+)
+from tests.devices.alone import Alone
 from tests.devices.fake_cuda import installed
 from tests.devices.operations import (
     check_all,
@@ -37,8 +41,8 @@ def communicator(comm):
 def test_staged(communicator):
     from mpimesh.transport.staged import Staged
 
-    mover = Staged(communicator, communicator.engine, "test", stage_bytes=256)
-    check_all(mover, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
+    strategy = Alone(communicator, Staged(communicator, stage_bytes=256))
+    check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
 
 
 def test_cuda_aware_mpi(communicator):
@@ -47,11 +51,11 @@ def test_cuda_aware_mpi(communicator):
     def proof(operation):
         return True, "tried here"
 
-    mover = MPICuda(communicator, communicator.engine, "test", proof=proof)
-    assert mover.cannot("all_reduce") is None
-    check_all(mover, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
+    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    assert strategy.cannot("all_reduce") is None
+    check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
     for size in (20_000, 40_001):
-        check_all_reduce(mover, communicator, size, "f4")  # by the ring
+        check_all_reduce(strategy, communicator, size, "f4")  # by the ring
 
 
 def test_what_mpi_crashes_in_is_made_of_messages(communicator):
@@ -61,11 +65,11 @@ def test_what_mpi_crashes_in_is_made_of_messages(communicator):
     def proof(operation):
         return operation == "messages", f"{operation} crashed"
 
-    mover = MPICuda(communicator, communicator.engine, "test", proof=proof)
-    assert {mover.cannot(operation) for operation in COLLECTIVES} == {None}
+    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    assert {strategy.cannot(operation) for operation in COLLECTIVES} == {None}
     for name in ("all_gather", "gather", "scatter", "all_to_all", "broadcast"):
         setattr(communicator, name, _never)
-    check_all(mover, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
+    check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
 
 
 def _never(*_):
@@ -78,22 +82,22 @@ def test_nothing_is_given_to_mpi_that_was_not_proven(communicator):
     def proof(operation):
         return operation == "broadcast", f"{operation} crashed"
 
-    mover = MPICuda(communicator, communicator.engine, "test", proof=proof)
-    assert mover.cannot("broadcast") is None
-    assert mover.cannot("all_gather") == "all_gather crashed"
-    assert mover.cannot("all_reduce") == "messages crashed"
-    assert mover.cannot("messages") == "messages crashed"
+    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    assert strategy.cannot("broadcast") is None
+    assert strategy.cannot("all_gather") == "all_gather crashed"
+    assert strategy.cannot("all_reduce") == "messages crashed"
+    assert strategy.cannot("messages") == "messages crashed"
 
 
 @pytest.mark.parametrize("word", ["yes", "no"])
 def test_the_choice(communicator, monkeypatch, word):
     monkeypatch.setenv("MPIMESH_CUDA_AWARE", word)
-    side = device_side(communicator)
+    dev_comm = device_communicator(communicator)
     x = device(numbers(communicator.rank, 50, "f4"))
-    finish(communicator, side.all_reduce(None, x, "sum"))
+    finish(communicator, dev_comm.all_reduce(None, x, "sum"))
     same(x, np.sum([numbers(r, 50, "f4") for r in range(communicator.size)], 0))
     if communicator.size > 1:
-        (route,) = (r for r in side.routes() if r.operation == "all_reduce")
+        (route,) = (r for r in dev_comm.routes() if r.operation == "all_reduce")
         assert route.transport == ("mpi_cuda" if word == "yes" else "staged")
         assert f"MPIMESH_CUDA_AWARE={word}" in route.reason
 
@@ -101,39 +105,39 @@ def test_the_choice(communicator, monkeypatch, word):
 @pytest.mark.parametrize("word", ["yes", "no"])
 def test_messages(communicator, monkeypatch, word):
     monkeypatch.setenv("MPIMESH_CUDA_AWARE", word)
-    side = DeviceSide(communicator)
-    finish(communicator, side.prepare())
+    dev_comm = DeviceCommunicator(communicator)
+    finish(communicator, dev_comm.prepare())
     n, me = communicator.size, communicator.rank
     if n > 1:
         after, before = (me + 1) % n, (me - 1) % n
-        sends = [side.isend(device(numbers(me, 7 + k, "f8")), after, 16383) for k in range(3)]
+        sends = [dev_comm.isend(device(numbers(me, 7 + k, "f8")), after, 16383) for k in range(3)]
         rooms = [nonsense(7 + k, "f8") for k in range(3)]
-        receives = [side.irecv(room, before, 16383) for room in rooms]
+        receives = [dev_comm.irecv(room, before, 16383) for room in rooms]
         finish(communicator, *receives, *sends)
         for k, room in enumerate(rooms):
             same(room, numbers(before, 7 + k, "f8"))
-    side.free()
+    dev_comm.free()
 
 
 def test_an_mpi_with_few_tags_has_no_device_messages(communicator, monkeypatch):
     monkeypatch.setattr("mpimesh.transport.device_messages._LAST_TAG", 1 << 40)
     with raises(TransportError, 1 << 40):
-        device_side(communicator).isend(nonsense(1, "f4"), 0, 0)
+        device_communicator(communicator).isend(nonsense(1, "f4"), 0, 0)
 
 
 @pytest.mark.parametrize("word", ["yes", "no"])
 def test_a_pointer_to_nowhere_never_reaches_mpi(communicator, monkeypatch, word):
     """MPI would crash on it; and what follows works."""
     monkeypatch.setenv("MPIMESH_CUDA_AWARE", word)
-    side = device_side(communicator)
+    dev_comm = device_communicator(communicator)
     bogus = FakeDeviceArray((6,), np.float32)
     for call in (
-        lambda: side.all_reduce(None, bogus, "sum"),
-        lambda: side.broadcast(bogus, 0),
-        lambda: side.isend(bogus, 0, 0),
+        lambda: dev_comm.all_reduce(None, bogus, "sum"),
+        lambda: dev_comm.broadcast(bogus, 0),
+        lambda: dev_comm.isend(bogus, 0, 0),
     ):
         with raises(TypeError, "CuPy", "FakeDeviceArray"):
             call()
     x = device(numbers(0, 6, "f4")) if communicator.rank == 0 else nonsense(6, "f4")
-    finish(communicator, side.broadcast(x, 0))
+    finish(communicator, dev_comm.broadcast(x, 0))
     same(x, numbers(0, 6, "f4"))

@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from mpimesh.transport import Engine, cuda_handles
+from mpimesh.transport import Engine, cuda_ipc
 from mpimesh.transport.cuda_ipc import CudaIpc
-from mpimesh.transport.device_side import device_side
+from mpimesh.transport.device_communicator import device_communicator
+from tests.devices.alone import Alone
 from tests.devices.fake_cuda import address_range
 from tests.devices.fake_shared import SharedCupy
 from tests.devices.operations import (
@@ -29,7 +30,7 @@ def communicator(comm, monkeypatch):
 
     cupy = SharedCupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(cuda_handles, "address_range", address_range)
+    monkeypatch.setattr(cuda_ipc, "address_range", address_range)
     communicator = MPICommunicator.duplicate(comm)
     communicator.engine = Engine()
     yield communicator
@@ -41,38 +42,38 @@ def communicator(comm, monkeypatch):
 @pytest.mark.parametrize("shots", [1, 2])
 def test_every_operation(communicator, monkeypatch, shots):
     monkeypatch.setattr("mpimesh.transport.cuda_ipc.one_shot", lambda nbytes, size: shots == 1)
-    steps = CudaIpc.find(communicator, communicator.engine, "test")
-    request = communicator.engine.stage("find", steps)
+    request = communicator.engine.stage("find", CudaIpc.find(communicator))
     finish(communicator, request)
-    mover, why = request.value
+    found, why = request.value
     assert why == ""
+    strategy = Alone(communicator, found)
     if shots == 1:
-        check_all(mover, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
+        check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
     else:
-        check_all_reduce(mover, communicator, 500, "f4")
+        check_all_reduce(strategy, communicator, 500, "f4")
     opened = sys.modules["cupy"].cuda.runtime.opened
     assert (len(opened) > 0) == (communicator.size > 1)
-    mover.free()
+    strategy.free()
 
 
 def test_messages_are_handed_over(communicator):
-    side = device_side(communicator)
+    dev_comm = device_communicator(communicator)
     n, me = communicator.size, communicator.rank
     if n > 1:
         after, before = (me + 1) % n, (me - 1) % n
         for turn in range(3):
             room = nonsense(40, "f8")
             x = device(numbers(me + turn, 40, "f8")) + 0
-            finish(communicator, side.irecv(room, before, 3), side.isend(x, after, 3))
+            finish(communicator, dev_comm.irecv(room, before, 3), dev_comm.isend(x, after, 3))
             same(room, numbers(before + turn, 40, "f8"))
         assert sys.modules["cupy"].cuda.runtime.opened
 
 
 def test_it_is_the_choice_inside_a_node(communicator):
-    side = device_side(communicator)
+    dev_comm = device_communicator(communicator)
     x = device(np.full(9, communicator.rank + 1.0))
-    finish(communicator, side.all_reduce(None, x, "sum"))
+    finish(communicator, dev_comm.all_reduce(None, x, "sum"))
     same(x, np.full(9, float(sum(range(1, communicator.size + 1)))))
     if communicator.size > 1:
-        (route,) = (r for r in side.routes() if r.operation == "all_reduce")
+        (route,) = (r for r in dev_comm.routes() if r.operation == "all_reduce")
         assert (route.from_bytes, route.transport) == (0, "cuda_ipc")

@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 
-from mpimesh.transport import cuda_handles
+from mpimesh.transport import cuda_ipc
 from tests.no_gpu.by_numpy import Numbers
 from tests.no_gpu.driver import Driver
 
@@ -29,7 +29,7 @@ def _start() -> tuple[Driver | None, Numbers | None]:
             import cupy
     except ImportError:
         return None, None
-    cuda_handles.address_range = found.address_range  # which asks a library of the driver
+    cuda_ipc.address_range = found.address_range  # which asks a library of the driver
     return found, Numbers(cupy)
 
 

@@ -14,7 +14,7 @@ from mpimesh.errors import ClosedError, DTypeError, MismatchError, RankError, Sh
 from tests.contract.cases import same, values
 from tests.contract.oracle import joined, reduced
 from tests.devices.on_device import MOVERS, check, given, late, moved_by, on_ranks
-from tests.devices.stand_in_side import stand_in
+from tests.devices.stand_in import stand_in
 from tests.helpers.raises import names, raises
 
 SIZE = 3

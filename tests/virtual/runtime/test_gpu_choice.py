@@ -17,8 +17,8 @@ from mpimesh.mesh import (
     shared_gpus,
     sharing_text,
 )
+from mpimesh.mesh.cupy_devices import cupy_number
 from mpimesh.mesh.nvidia_smi import parse_mig, parse_row, visible_devices
-from mpimesh.runtime.current_gpu import number_of
 from mpimesh.runtime.world import World
 from tests.devices.gpu_runtime import CupyOfDevices, uuid_of
 from tests.helpers.raises import raises
@@ -160,15 +160,15 @@ def seen(*places, uuids=True):
 
 
 def test_the_number_is_cupys_own():
-    assert number_of(GPUS[2], seen(3, 2, 1, 0)) == 1  # CUDA counts the fastest first
-    assert number_of(GPUS[2], seen(3, 2, uuids=False)) == 1
-    assert number_of(GPUS[2], seen(2)) == 0
-    assert number_of(INSTANCES[1], seen(0, uuids=False)) == 0  # the only one there is
-    assert number_of(Device(1, "old", DeviceBackend.ROCM), seen(0, 1, uuids=False)) == 1
+    assert cupy_number(GPUS[2], seen(3, 2, 1, 0)) == 1  # CUDA counts the fastest first
+    assert cupy_number(GPUS[2], seen(3, 2, uuids=False)) == 1
+    assert cupy_number(GPUS[2], seen(2)) == 0
+    assert cupy_number(INSTANCES[1], seen(0, uuids=False)) == 0  # the only one there is
+    assert cupy_number(Device(1, "old", DeviceBackend.ROCM), seen(0, 1, uuids=False)) == 1
     with raises(MeshError, "2 GPUs", "GPU 3", "CUDA_VISIBLE_DEVICES"):
-        number_of(GPUS[3], seen(0, 1))
+        cupy_number(GPUS[3], seen(0, 1))
     with raises(MeshError, "0 GPUs", "GPU 3", "CUDA_VISIBLE_DEVICES"):
-        number_of(GPUS[3], [])
+        cupy_number(GPUS[3], [])
 
 
 # -- meshes ---------------------------------------------------------------------------------

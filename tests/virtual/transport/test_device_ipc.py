@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from mpimesh.errors import TransportError
-from mpimesh.transport import cuda_handles
+from mpimesh.transport import cuda_ipc
 from mpimesh.transport.cuda_ipc import CudaIpc, one_shot
 from tests.devices import fake_cuda
+from tests.devices.alone import Alone
 from tests.devices.fake_cuda import address_range, installed
 from tests.devices.operations import (
     check_all,
@@ -27,26 +28,26 @@ from tests.devices.virtual import on_ranks
 
 @pytest.fixture(autouse=True)
 def _driver(monkeypatch):
-    monkeypatch.setattr(cuda_handles, "address_range", address_range)
+    monkeypatch.setattr(cuda_ipc, "address_range", address_range)
 
 
 def found(comm, *, apart=True):
     process = 1000 + comm.rank if apart else None
-    steps = CudaIpc.find(comm, comm.engine, "test", process=process)
-    request = comm.engine.stage("find", steps)
+    request = comm.engine.stage("find", CudaIpc.find(comm, process=process))
     finish(comm, request)
-    return request.value
+    strategy, why = request.value
+    return strategy and Alone(comm, strategy), why
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("apart", [False, True])
 def test_every_operation(size, apart):
     def main(comm):
-        mover, why = found(comm, apart=apart)
+        alone, why = found(comm, apart=apart)
         assert why == ""
-        check_all(mover, comm, dtypes=("f4", "i8", "c8"), sizes=(0, 13))
-        mover.free()
-        mover.free()
+        check_all(alone, comm, dtypes=("f4", "i8", "c8"), sizes=(0, 13))
+        alone.free()
+        alone.free()
 
     on_ranks(size, main)
 
@@ -57,22 +58,22 @@ def test_two_shots(size, identity, monkeypatch):
     monkeypatch.setattr("mpimesh.transport.cuda_ipc.one_shot", lambda nbytes, size: False)
 
     def main(comm):
-        mover, _ = found(comm)
+        alone, _ = found(comm)
         finish(comm, comm.barrier())
         vars(sys.modules["cupy"])["library"].identity = identity
-        check_all_reduce(mover, comm, 13, "f4")
-        check_all_reduce(mover, comm, 2, "f8")
-        check_all_reduce(mover, comm, 300, "i4")
+        check_all_reduce(alone, comm, 13, "f4")
+        check_all_reduce(alone, comm, 2, "f8")
+        check_all_reduce(alone, comm, 300, "i4")
 
     on_ranks(size, main)
 
 
 def test_memory_that_has_no_handle_is_shown_as_a_copy():
     def main(comm):
-        mover, _ = found(comm)
+        alone, _ = found(comm)
         finish(comm, comm.barrier())
         vars(sys.modules["cupy"])["library"].identity = "MemoryAsync"
-        check_all(mover, comm, dtypes=("f4",), sizes=(13,))
+        check_all(alone, comm, dtypes=("f4",), sizes=(13,))
 
     on_ranks(3, main)
 
@@ -88,8 +89,8 @@ def test_a_rank_that_cannot_makes_all_say_no():
             runtime.ipcOpenEventHandle = refuse
         return found(comm)
 
-    for mover, why in on_ranks(2, main):
-        assert mover is None
+    for alone, why in on_ranks(2, main):
+        assert alone is None
         assert why
 
 
@@ -97,9 +98,9 @@ def test_without_a_driver(monkeypatch):
     def main(comm):
         return found(comm, apart=False)
 
-    monkeypatch.setattr(cuda_handles, "address_range", _no_driver)
-    for mover, why in on_ranks(2, main):
-        assert mover is None
+    monkeypatch.setattr(cuda_ipc, "address_range", _no_driver)
+    for alone, why in on_ranks(2, main):
+        assert alone is None
         assert "no handle" in why
 
 
@@ -109,9 +110,9 @@ def _no_driver(ptr):
 
 def test_sums_are_the_same_to_the_last_bit():
     def main(comm):
-        mover, _ = found(comm)
+        alone, _ = found(comm)
         x = device(np.random.default_rng(comm.rank).standard_normal(1000).astype("f4"))
-        finish(comm, mover.all_reduce(None, x, "sum"))
+        finish(comm, alone.all_reduce(None, x, "sum"))
         return sys.modules["cupy"].asnumpy(x).tobytes()
 
     assert len(set(on_ranks(4, main))) == 1
@@ -130,16 +131,16 @@ def test_a_late_rank():
     """Peers read only what is ready, and nobody writes what is still being read."""
 
     def main(comm):
-        mover, _ = found(comm)
+        alone, _ = found(comm)
         inputs = [numbers(r, 9, "f4") for r in range(comm.size)]
         for turn in range(5):
             stream = sys.modules["cupy"].cuda.get_current_stream()
             if comm.rank == turn % comm.size:
-                mover.lane.stream.delay(25)
+                alone.strategy.stream.stream.delay(25)
                 stream.delay(9)
             x = device(inputs[comm.rank]) + 0
             out = nonsense(9, "f4")
-            finish(comm, mover.all_reduce(x, out, "sum"))
+            finish(comm, alone.all_reduce(x, out, "sum"))
             x[...] = -1
             same(out, reduced(inputs, "sum"))
 
@@ -164,8 +165,8 @@ def test_memory_that_was_freed_there_is_closed_before_new_memory_is_opened_at_it
             self.open = [one for one in self.open if one[0] != base]
 
     def place(start, stop, process=7):
-        found = np.zeros((), cuda_handles.PLACE)
-        found["node"], found["process"] = cuda_handles.node_key(), process
+        found = np.zeros((), cuda_ipc.DESCRIPTOR)
+        found["node"], found["process"] = cuda_ipc.node_key(), process
         found["address"], found["offset"], found["nbytes"] = start + 8, 8, 1
         found["allocated"] = stop - start
         found["handle"][:16] = np.frombuffer(np.array([start, stop]).tobytes(), np.uint8)
@@ -175,7 +176,7 @@ def test_memory_that_was_freed_there_is_closed_before_new_memory_is_opened_at_it
         cuda = Cuda()
         for name in ("ipcOpenMemHandle", "ipcCloseMemHandle"):
             setattr(cupy.cuda.runtime, name, getattr(cuda, name))
-        first, second = (cuda_handles.Imports(process=1) for _ in range(2))
+        first, second = (cuda_ipc.ImportedMemory(process=1) for _ in range(2))
         assert first.open(place(100, 200)) == 108
         assert first.open(place(100, 200)) == 108
         assert second.open(place(200, 300)) == 208
@@ -192,11 +193,11 @@ def test_gpus_of_one_process_are_allowed_to_read_each_other_or_it_is_refused(mon
     """Kernels that read another GPU's memory unallowed end all work on theirs."""
 
     def main(comm):
-        mover, why = found(comm, apart=False)
+        alone, why = found(comm, apart=False)
         runtime = sys.modules["cupy"].cuda.runtime
-        if mover is not None:
+        if alone is not None:
             assert (comm.rank, 1 - comm.rank) in runtime.peers
-            check_all_reduce(mover, comm, 13, "f4")
+            check_all_reduce(alone, comm, 13, "f4")
         return why
 
     assert on_ranks(2, main, devices=2) == ["", ""]

@@ -8,25 +8,27 @@ import numpy as np
 import pytest
 
 from mpimesh.transport.nccl import Nccl
+from tests.devices.alone import Alone
 from tests.devices.operations import check_all, device, finish, nonsense
 from tests.devices.virtual import on_ranks
 from tests.helpers.raises import raises
 
 
 def found(comm):
-    request = comm.engine.stage("find", Nccl.find(comm, comm.engine, "test"))
+    request = comm.engine.stage("find", Nccl.find(comm))
     finish(comm, request)
-    return request.value
+    strategy, why = request.value
+    return strategy and Alone(comm, strategy), why
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_operation(size):
     def main(comm):
-        mover, why = found(comm)
+        alone, why = found(comm)
         assert why == ""
-        check_all(mover, comm, dtypes=("f4", "i8", "c8", "u1"), sizes=(0, 13))
-        mover.free()
-        mover.free()
+        check_all(alone, comm, dtypes=("f4", "i8", "c8", "u1"), sizes=(0, 13))
+        alone.free()
+        alone.free()
 
     on_ranks(size, main, devices=size)
 
@@ -35,21 +37,21 @@ def test_a_shared_gpu_is_refused_on_all_ranks():
     def main(comm):
         return found(comm)
 
-    for mover, why in on_ranks(3, main, devices=2):
-        assert mover is None
+    for alone, why in on_ranks(3, main, devices=2):
+        assert alone is None
         assert why == "ranks 0 and 2 share one GPU, which NCCL refuses"
 
 
 def test_what_nccl_has_not():
     def main(comm):
-        mover, _ = found(comm)
-        assert mover.cannot("all_reduce", np.dtype("i2"), "sum") == "NCCL has no int16"
-        assert "only sums" in mover.cannot("reduce", np.dtype("c16"), "prod")
-        assert "NaN" in mover.cannot("all_reduce", np.dtype("f4"), "max")
-        assert mover.cannot("all_reduce", np.dtype("f4"), "sum") is None
-        assert mover.cannot("all_reduce", np.dtype("i4"), "max") is None
-        assert mover.cannot("all_gather", np.dtype("i2")) is None
-        assert "by their order alone" in mover.cannot("messages")
+        alone, _ = found(comm)
+        assert alone.cannot("all_reduce", np.dtype("i2"), "sum") == "NCCL has no int16"
+        assert "only sums" in alone.cannot("reduce", np.dtype("c16"), "prod")
+        assert "NaN" in alone.cannot("all_reduce", np.dtype("f4"), "max")
+        assert alone.cannot("all_reduce", np.dtype("f4"), "sum") is None
+        assert alone.cannot("all_reduce", np.dtype("i4"), "max") is None
+        assert alone.cannot("all_gather", np.dtype("i2")) is None
+        assert "by their order alone" in alone.cannot("messages")
 
     on_ranks(2, main, devices=2)
 
@@ -66,7 +68,7 @@ def test_an_error_of_nccl_leaves_no_group_open(monkeypatch):
     """Calls in an open group wait for its end, for ever."""
 
     def main(comm):
-        mover, _ = found(comm)
+        alone, _ = found(comm)
         nccl = sys.modules["cupy"].cuda.nccl
         send = device(np.ones(2, "f4"))
 
@@ -74,9 +76,9 @@ def test_an_error_of_nccl_leaves_no_group_open(monkeypatch):
             raise nccl.NcclError("NCCL_ERROR_INVALID_USAGE")
 
         with monkeypatch.context() as patch:
-            patch.setattr(mover._comm, "send", refuse, raising=False)
+            patch.setattr(alone.strategy._comm, "send", refuse, raising=False)
             with raises(RuntimeError, "NCCL_ERROR_INVALID_USAGE"):
-                finish(comm, mover.all_to_all(send, nonsense(2, "f4"), [1, 1], [1, 1]))
+                finish(comm, alone.all_to_all(send, nonsense(2, "f4"), [1, 1], [1, 1]))
         assert getattr(nccl.group, "parts", None) is None
 
     on_ranks(2, main, devices=2)

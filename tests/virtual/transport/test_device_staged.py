@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpimesh.transport.pinned import PinnedPool
-from mpimesh.transport.staged import Staged
+from mpimesh.transport.staged import PinnedPool, Staged
+from tests.devices.alone import Alone
 from tests.devices.fake_cuda import installed
 from tests.devices.operations import check_all, device, finish, nonsense, same
 from tests.devices.virtual import on_ranks
@@ -16,20 +16,20 @@ from tests.devices.virtual import on_ranks
 @pytest.mark.parametrize("stage_bytes", [256, 4096])
 def test_every_operation(size, stage_bytes):
     def main(comm):
-        mover = Staged(comm, comm.engine, "test", stage_bytes=stage_bytes)
-        check_all(mover, comm, dtypes=("f4", "c16", "u1"), sizes=(0, 50))
+        alone = Alone(comm, Staged(comm, stage_bytes=stage_bytes))
+        check_all(alone, comm, dtypes=("f4", "c16", "u1"), sizes=(0, 50))
 
     on_ranks(size, main)
 
 
 def test_half_types_and_booleans_move():
     def main(comm):
-        mover = Staged(comm, comm.engine, "test")
+        alone = Alone(comm, Staged(comm))
         from tests.devices.operations import check_all_gather, check_broadcast
 
         for dtype in ("f2", "?", "M8[s]"):
-            check_all_gather(mover, comm, 5, np.dtype(dtype))
-            check_broadcast(mover, comm, 5, np.dtype(dtype))
+            check_all_gather(alone, comm, 5, np.dtype(dtype))
+            check_broadcast(alone, comm, 5, np.dtype(dtype))
 
     on_ranks(2, main)
 
@@ -51,10 +51,10 @@ def test_pinned_memory_is_not_used_again_before_its_copies_are_done():
 
 def test_the_next_part_is_loaded_while_one_is_moved(monkeypatch):
     def main(comm):
-        mover = Staged(comm, comm.engine, "test", stage_bytes=64)
-        finish(comm, mover.broadcast(nonsense(4, "f4"), 0))
+        alone = Alone(comm, Staged(comm, stage_bytes=64))
+        finish(comm, alone.broadcast(nonsense(4, "f4"), 0))
         happened = []
-        copy, all_reduce = mover.lane.copy, comm.all_reduce
+        copy, all_reduce = alone.strategy.stream.copy, comm.all_reduce
         x = device(np.ones(64, "f4"))
         first = x.data.ptr
 
@@ -67,9 +67,9 @@ def test_the_next_part_is_loaded_while_one_is_moved(monkeypatch):
             happened.append(("move", recv.nbytes))
             return all_reduce(send, recv, op)
 
-        monkeypatch.setattr(mover.lane, "copy", copying)
+        monkeypatch.setattr(alone.strategy.stream, "copy", copying)
         monkeypatch.setattr(comm, "all_reduce", moving)
-        finish(comm, mover.all_reduce(None, x, "sum"))
+        finish(comm, alone.all_reduce(None, x, "sum"))
         same(x, np.full(64, comm.size, "f4"))
         assert {nbytes for _, nbytes in happened} == {64}
         assert [what for what, _ in happened] == [

@@ -1,6 +1,6 @@
-"""The simplest mover of device memory: it waits for the caller's stream and lets the host move.
+"""The simplest device communicator: it waits for the caller's stream and lets the host move.
 
-For tests of what stands above the movers. It holds its callers to the contract: arrays of the
+For tests of what stands above communicators. It holds its callers to the contract: arrays of the
 fake CuPy, flat and contiguous, that may only be read once the stream of the call has come so far,
 and whose results are there for that stream only.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from mpimesh.arrays import StreamScope
 from mpimesh.transport.route import Route
 
-__all__ = ["StandInSide", "stand_in"]
+__all__ = ["StandInCommunicator", "stand_in"]
 
 
 class _Reached:
@@ -30,7 +30,7 @@ class _Reached:
         return False
 
 
-class StandInSide:
+class StandInCommunicator:
     """Moves arrays of the fake CuPy over a communicator of their own.
 
     Attributes:
@@ -105,9 +105,9 @@ def _come_late(out: np.ndarray, stream: Any) -> None:
     stream.put(lambda: out.__setitem__(..., came))
 
 
-def stand_in(communicator: Any, *, prefer: str = "") -> StandInSide:
-    """Return the mover of a communicator, made on first use."""
-    side = getattr(communicator, "stand_in", None)
-    if side is None:
-        side = communicator.stand_in = StandInSide(communicator)
-    return side
+def stand_in(communicator: Any, *, prefer: str = "") -> StandInCommunicator:
+    """Return the device communicator of a communicator, made on first use."""
+    found = getattr(communicator, "stand_in", None)
+    if found is None:
+        found = communicator.stand_in = StandInCommunicator(communicator)
+    return found

@@ -8,9 +8,10 @@ import pytest
 from mpimesh.errors import GroupError
 from mpimesh.transport.cuda_ipc import CudaIpc
 from mpimesh.transport.cuda_probe import PROCESS_PROBE
-from mpimesh.transport.device_side import DeviceSide, device_side
+from mpimesh.transport.device_communicator import DeviceCommunicator, device_communicator
 from mpimesh.transport.nccl import Nccl
 from mpimesh.transport.staged import Staged
+from tests.devices.alone import Alone
 from tests.devices.operations import (
     check_all,
     check_all_reduce,
@@ -34,87 +35,92 @@ def value(communicator, steps):
     return request.value
 
 
+def alone(communicator, steps):
+    strategy, why = value(communicator, steps)
+    return strategy and Alone(communicator, strategy), why
+
+
 def test_staged(communicator):
-    mover = Staged(communicator, communicator.engine, "test", stage_bytes=1 << 16)
-    check_all(mover, communicator, dtypes=DTYPES, sizes=SIZES)
-    check_all_reduce(mover, communicator, LARGE, "f4")
-    check_broadcast(mover, communicator, LARGE, "f2")
+    strategy = Alone(communicator, Staged(communicator, stage_bytes=1 << 16))
+    check_all(strategy, communicator, dtypes=DTYPES, sizes=SIZES)
+    check_all_reduce(strategy, communicator, LARGE, "f4")
+    check_broadcast(strategy, communicator, LARGE, "f2")
 
 
 def test_cuda_ipc(communicator):
-    mover, why = value(communicator, CudaIpc.find(communicator, communicator.engine, "test"))
-    if mover is None:
+    strategy, why = alone(communicator, CudaIpc.find(communicator))
+    if strategy is None:
         pytest.skip(why)
-    check_all(mover, communicator, dtypes=DTYPES, sizes=SIZES)
-    check_all_reduce(mover, communicator, LARGE, "f4")
-    check_broadcast(mover, communicator, LARGE, "f2")
-    mover.free()
+    check_all(strategy, communicator, dtypes=DTYPES, sizes=SIZES)
+    check_all_reduce(strategy, communicator, LARGE, "f4")
+    check_broadcast(strategy, communicator, LARGE, "f2")
+    strategy.free()
 
 
 def test_cuda_ipc_from_the_asynchronous_pool(communicator):
     import cupy
 
-    mover, why = value(communicator, CudaIpc.find(communicator, communicator.engine, "test"))
-    if mover is None:
+    strategy, why = alone(communicator, CudaIpc.find(communicator))
+    if strategy is None:
         pytest.skip(why)
     before = cupy.cuda.get_allocator()
     cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
     try:
-        check_all(mover, communicator, dtypes=("f4",), sizes=(1001,))
-        check_all_reduce(mover, communicator, LARGE, "f4")
+        check_all(strategy, communicator, dtypes=("f4",), sizes=(1001,))
+        check_all_reduce(strategy, communicator, LARGE, "f4")
     finally:
         cupy.cuda.set_allocator(before)
-    mover.free()
+    strategy.free()
 
 
 def test_nccl(communicator):
-    mover, why = value(communicator, Nccl.find(communicator, communicator.engine, "test"))
-    if mover is None:
+    strategy, why = alone(communicator, Nccl.find(communicator))
+    if strategy is None:
         assert communicator.size > 1 or "CuPy finds no NCCL" in why
         pytest.skip(why)
-    check_all(mover, communicator, dtypes=DTYPES, sizes=SIZES)
-    check_all_reduce(mover, communicator, LARGE, "f4")
-    mover.free()
+    check_all(strategy, communicator, dtypes=DTYPES, sizes=SIZES)
+    check_all_reduce(strategy, communicator, LARGE, "f4")
+    strategy.free()
 
 
 def test_cuda_aware_mpi(communicator):
     from mpimesh.transport.mpi_cuda import MPICuda
 
     results = value(communicator, PROCESS_PROBE.steps(communicator))
-    mover = MPICuda(communicator, communicator.engine, "test")
+    strategy = Alone(communicator, MPICuda(communicator))
     no = [f"{operation}: {result}" for operation, result in results.items() if not result.usable]
     if no:
         pytest.skip("; ".join(no))
-    check_all(mover, communicator, dtypes=DTYPES, sizes=SIZES)
-    check_all_reduce(mover, communicator, LARGE, "f4")
+    check_all(strategy, communicator, dtypes=DTYPES, sizes=SIZES)
+    check_all_reduce(strategy, communicator, LARGE, "f4")
 
 
 def test_the_choice(communicator):
-    side = device_side(communicator)
-    finish(communicator, side.prepare(), limit_s=240)
+    dev_comm = device_communicator(communicator)
+    finish(communicator, dev_comm.prepare(), limit_s=240)
     for size in (100, LARGE):
         x = device(numbers(communicator.rank, size, "f4"))
-        finish(communicator, side.all_reduce(None, x, "sum"))
+        finish(communicator, dev_comm.all_reduce(None, x, "sum"))
         same(x, np.sum([numbers(r, size, "f4") for r in range(communicator.size)], 0))
-    assert {route.memory for route in side.routes()} == {"device"}
+    assert {route.memory for route in dev_comm.routes()} == {"device"}
     if communicator.rank == 0:
-        for route in side.routes():
+        for route in dev_comm.routes():
             print(route)
 
 
 @pytest.mark.parametrize("prefer", ["staged", "cuda_ipc"])
 def test_messages(communicator, prefer):
-    side = DeviceSide(communicator, prefer=prefer)
+    dev_comm = DeviceCommunicator(communicator, prefer=prefer)
     n, me = communicator.size, communicator.rank
     if n > 1:
         after, before = (me + 1) % n, (me - 1) % n
         for size in (1, LARGE):
             room = nonsense(size, "f4")
-            receive = side.irecv(room, before, 3)
-            send = side.isend(device(numbers(me, size, "f4")) + 0, after, 3)
+            receive = dev_comm.irecv(room, before, 3)
+            send = dev_comm.isend(device(numbers(me, size, "f4")) + 0, after, 3)
             finish(communicator, receive, send)
             same(room, numbers(before, size, "f4"))
-    side.free()
+    dev_comm.free()
 
 
 def test_a_way_that_cannot_is_refused(communicator):
@@ -122,20 +128,20 @@ def test_a_way_that_cannot_is_refused(communicator):
 
     if communicator.size <= cupy.cuda.runtime.getDeviceCount():
         pytest.skip("needs ranks that share a GPU")
-    side = DeviceSide(communicator, prefer="nccl")
-    finish(communicator, side.prepare(), limit_s=240)
+    dev_comm = DeviceCommunicator(communicator, prefer="nccl")
+    finish(communicator, dev_comm.prepare(), limit_s=240)
     with pytest.raises(GroupError, match=r"share one GPU, which NCCL refuses|CuPy finds no NCCL"):
-        finish(communicator, side.broadcast(nonsense(3, "f4"), 0))
-    side.free()
+        finish(communicator, dev_comm.broadcast(nonsense(3, "f4"), 0))
+    dev_comm.free()
 
 
 def test_sums_are_the_same_to_the_last_bit(communicator):
-    side = device_side(communicator)
-    finish(communicator, side.prepare(), limit_s=240)
+    dev_comm = device_communicator(communicator)
+    finish(communicator, dev_comm.prepare(), limit_s=240)
     for size in (1000, LARGE):
         values = np.random.default_rng(communicator.rank).standard_normal(size)
         x = device(values.astype("f4"))
-        finish(communicator, side.all_reduce(None, x, "sum"))
+        finish(communicator, dev_comm.all_reduce(None, x, "sum"))
         mine = np.frombuffer(host(x).tobytes(), np.uint8).astype(np.int64)
         least, most = mine.copy(), mine.copy()
         finish(communicator, communicator.all_reduce(None, least, "min"))

@@ -11,9 +11,10 @@ import mpimesh as mm
 from mpimesh.cli.measure import measure_device
 from mpimesh.mesh import DeviceInfo
 from mpimesh.transport.cuda_ipc import CudaIpc
-from mpimesh.transport.device_side import DeviceSide, device_side
+from mpimesh.transport.device_communicator import DeviceCommunicator, device_communicator
 from mpimesh.transport.nccl import nccl_library
 from mpimesh.transport.staged import Staged
+from tests.devices.alone import Alone
 from tests.devices.operations import check_all, check_all_reduce, device, finish, numbers, same
 
 
@@ -28,9 +29,9 @@ def on_ranks(size: int, check: Any) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_staged(size):
     def check(comm):
-        mover = Staged(comm, comm.engine, "test", stage_bytes=1 << 8)
-        check_all(mover, comm, dtypes=("f4", "i8", "c16"), sizes=(0, 13))
-        mover.free()
+        strategy = Alone(comm, Staged(comm, stage_bytes=1 << 8))
+        check_all(strategy, comm, dtypes=("f4", "i8", "c16"), sizes=(0, 13))
+        strategy.free()
 
     on_ranks(size, check)
 
@@ -41,27 +42,28 @@ def test_cuda_ipc(size, shots, monkeypatch):
     monkeypatch.setattr("mpimesh.transport.cuda_ipc.one_shot", lambda nbytes, size: shots == 1)
 
     def check(comm):
-        request = comm.engine.stage("find", CudaIpc.find(comm, comm.engine, "test"))
+        request = comm.engine.stage("find", CudaIpc.find(comm))
         finish(comm, request)
-        mover, why = request.value
+        found, why = request.value
         assert why == ""
-        check_all(mover, comm, dtypes=("f4", "c16"), sizes=(0, 13))
-        check_all_reduce(mover, comm, 300, "i4")
-        mover.free()
+        strategy = Alone(comm, found)
+        check_all(strategy, comm, dtypes=("f4", "c16"), sizes=(0, 13))
+        check_all_reduce(strategy, comm, 300, "i4")
+        strategy.free()
 
     on_ranks(size, check)
 
 
 def test_the_choice_and_messages():
     def check(comm):
-        side = device_side(comm)
+        dev_comm = device_communicator(comm)
         for dtype in ("f4", "f2"):
             x = device(numbers(comm.rank, 100, dtype))
-            finish(comm, side.all_reduce(None, x, "sum"))
+            finish(comm, dev_comm.all_reduce(None, x, "sum"))
             same(x, np.sum([numbers(r, 100, dtype) for r in range(3)], 0, dtype=dtype))
-        assert {one.transport for one in side.routes()} == {"cuda_ipc"}
+        assert {one.transport for one in dev_comm.routes()} == {"cuda_ipc"}
         for prefer in ("staged", "cuda_ipc"):
-            other = DeviceSide(comm, prefer=prefer)
+            other = DeviceCommunicator(comm, prefer=prefer)
             room = device(np.zeros(7, "f4"))
             receive = other.irecv(room, (comm.rank - 1) % 3, 3)
             send = other.isend(device(numbers(comm.rank, 7, "f4")), (comm.rank + 1) % 3, 3)

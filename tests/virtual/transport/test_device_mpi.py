@@ -1,11 +1,11 @@
-"""Reductions made of messages, with NumPy on virtual ranks."""
+"""Reductions made of messages, as for CUDA-aware MPI, with NumPy on virtual ranks."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from mpimesh.transport.exchange import Links, all_reduce_steps, reduce_scatter_steps, reduce_steps
+from mpimesh.transport.mpi_cuda import Peers, reduce_scatter_steps, reduce_steps
 from tests.devices.operations import finish, numbers, reduced
 from tests.devices.virtual import on_ranks
 
@@ -15,8 +15,8 @@ class Done:
         return True
 
 
-def links(comm, dtype, *, small_bytes=0, function=np.add):
-    return Links(
+def peers(comm, dtype, *, small_bytes=0, function=np.add):
+    return Peers(
         rank=comm.rank,
         size=comm.size,
         isend=lambda array, dest: comm.isend(array, dest, 1),
@@ -35,18 +35,18 @@ def test_reductions(ranks, small_bytes):
         for size in (0, 1, 2, 29):
             inputs = [numbers(r, size, "i8") for r in range(comm.size)]
             for function, op in ((np.add, "sum"), (np.maximum, "max")):
-                net = links(comm, "i8", small_bytes=small_bytes, function=function)
+                net = peers(comm, "i8", small_bytes=small_bytes, function=function)
                 mine = inputs[comm.rank].copy()
-                finish(comm, comm.engine.stage("a", all_reduce_steps(net, mine)))
+                finish(comm, comm.engine.stage("a", reduce_steps(net, mine)))
                 assert mine.tolist() == reduced(inputs, op).tolist()
             for root in {0, comm.size - 1}:
                 mine = inputs[comm.rank].copy()
-                net = links(comm, "i8", small_bytes=small_bytes)
+                net = peers(comm, "i8", small_bytes=small_bytes)
                 finish(comm, comm.engine.stage("b", reduce_steps(net, mine, root)))
                 assert comm.rank != root or mine.tolist() == reduced(inputs, "sum").tolist()
         counts = [3 * r for r in range(comm.size)]
         inputs = [numbers(r, sum(counts), "f8") for r in range(comm.size)]
-        steps = reduce_scatter_steps(links(comm, "f8"), inputs[comm.rank].copy(), counts)
+        steps = reduce_scatter_steps(peers(comm, "f8"), inputs[comm.rank].copy(), counts)
         request = comm.engine.stage("c", steps)
         finish(comm, request)
         start = sum(counts[: comm.rank])
@@ -60,8 +60,8 @@ def test_reductions(ranks, small_bytes):
 def test_all_ranks_get_the_same_bits(small_bytes):
     def main(comm):
         x = np.random.default_rng(comm.rank).standard_normal(1001).astype("f4")
-        net = links(comm, "f4", small_bytes=small_bytes)
-        finish(comm, comm.engine.stage("a", all_reduce_steps(net, x)))
+        net = peers(comm, "f4", small_bytes=small_bytes)
+        finish(comm, comm.engine.stage("a", reduce_steps(net, x)))
         return x.tobytes()
 
     for ranks in (3, 4, 6):
