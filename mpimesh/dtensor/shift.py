@@ -88,10 +88,8 @@ def _prepared(
     """Return what `rank` has to do; the same object for the same question."""
     return Reading.prepare(
         rank,
-        layout,
         shift_reads(layout, shape, steps, wrap),
-        lambda who: layout.local_shape(shape, who),
-        lambda who: layout.global_offset(shape, who),
+        lambda other: layout.box(shape, other),
     )
 
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpimesh.errors import LayoutError
+from mpimesh.layout.boxes import Box, extent
 from mpimesh.layout.ends import BOUNDARIES, End, beyond, both_ends, per_axis, width_pair
 from mpimesh.layout.halo_limits import refuse_too_wide
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.reads import Reads, Run, cut_runs, once, wrapped_runs
-from mpimesh.layout.tiling import Box
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
@@ -44,8 +44,12 @@ class HaloPlan:
 
     def padded_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the padded block of `rank`."""
+        return extent(self.padded_box(rank))
+
+    def padded_box(self, rank: int) -> Box:
+        """Return where the padded block of `rank` is in the array, over its ends and all."""
         return tuple(
-            before + stop - start + after
+            (start - before, stop + after)
             for (start, stop), (before, after) in zip(self._box(rank), self.width, strict=True)
         )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +12,44 @@ import numpy as np
 
 from mpimesh.arguments import as_int, as_shape
 from mpimesh.errors import LayoutError
+from mpimesh.layout.boxes import Box, extent, local_box, volume
 from mpimesh.layout.collectives import Collective, collective_of
 from mpimesh.layout.cuts import Cut
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.links import ASSUMED_LINKS, Links
 from mpimesh.layout.places import places_of
+from mpimesh.layout.regions import Regions, local_regions
 from mpimesh.layout.spec import Partial, Replicate, Shard
-from mpimesh.layout.tiling import Box, Tiling
+from mpimesh.layout.tiling import Tiling
 from mpimesh.layout.ways import Exchange, Task, exchange_s, ways
 from mpimesh.mesh import Mesh
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
 
-__all__ = ["RedistributionPlan", "plan_redistribution"]
+__all__ = ["RedistributionPlan", "Stage", "plan_redistribution"]
 
 _ONE_SHOT_BYTES = 32 * 1024
 """Up to this size every rank reduces for itself what several are to have: one exchange less."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """One exchange of a plan, as one rank carries it out.
+
+    Attributes:
+        regions: What the rank takes and gives.
+        shape: The shape of what it takes into; None if it has no such array.
+        in_place: Whether it takes into the array that it gives of.
+        fill: The reduction with whose identity that array is filled before; empty for none.
+        divisor: By what the boxes that are taken are divided afterwards.
+    """
+
+    regions: Regions
+    shape: tuple[int, ...] | None
+    in_place: bool = False
+    fill: str = ""
+    divisor: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -76,12 +97,45 @@ class RedistributionPlan:
 
     # -- one rank: exact -----------------------------------------------------------------
 
+    def stages(self, rank: int, number_of: Callable[[int], int] = int) -> tuple[Stage, ...]:
+        """Return the exchanges as `rank` carries them out.
+
+        Args:
+            rank: A rank.
+            number_of: Gives the number of a rank in the communicator that carries them out.
+        """
+        return tuple([self._stage(number, rank, number_of) for number in range(len(self.phases))])
+
+    def _stage(self, number: int, rank: int, number_of: Callable[[int], int]) -> Stage:
+        phase = self.phases[number]
+        target = phase.target.box(rank) if phase.target.holds(rank) else None
+        if number >= self.into_block:
+            target = self.block(rank)
+        takes = []
+        if target is not None:
+            needs = phase.takes(rank)
+            takes = [(local_box(need.box, target), need.box, need.ranks) for need in needs]
+        block_of = partial(self._source_box, phase)
+        last_reduction = max((at for at, other in enumerate(self.phases) if other.op), default=-1)
+        return Stage(
+            local_regions(takes, phase.gives(rank), rank, block_of, number_of, phase.op),
+            None if target is None else extent(target),
+            phase.in_place,
+            self.fill if number == self.into_block else "",
+            self.divisor if number == last_reduction else 1,
+        )
+
+    def _source_box(self, phase: Exchange, rank: int) -> Box:
+        """Return the box that `rank` holds when an exchange begins."""
+        block = self.block(rank) if phase.in_place else None
+        return phase.source.box(rank) if block is None else block
+
     def received_bytes(self, rank: int) -> int:
         """Return the bytes that `rank` gets from others."""
         if (table := _all_reduced(self)) is not None:
             return table.of(rank)[0]
         return self.itemsize * sum(
-            _elements(take.box) * sum(who != rank for who in take.ranks)
+            volume(take.box) * sum(who != rank for who in take.ranks)
             for phase in self.phases
             for take in phase.takes(rank)
         )
@@ -91,7 +145,7 @@ class RedistributionPlan:
         if (table := _all_reduced(self)) is not None:
             return table.of(rank)[0]  # each rank gives as much as it gets
         return self.itemsize * sum(
-            _elements(box) for phase in self.phases for _, box in phase.gives(rank)
+            volume(box) for phase in self.phases for _, box in phase.gives(rank)
         )
 
     def messages(self, rank: int) -> int:
@@ -112,19 +166,19 @@ class RedistributionPlan:
             max_bytes: The limit for packed messages; 0 for none. In shared memory nothing is
                 packed, and it is less.
         """
-        held = 0 if (box := self.held(rank)) is None else _elements(box)
-        last = 0 if (box := self.block(rank)) is None else _elements(box)
+        held = 0 if (box := self.held(rank)) is None else volume(box)
+        last = 0 if (box := self.block(rank)) is None else volume(box)
         peak, before = held, 0
         for number, phase in enumerate(self.phases):
             if not phase.in_place:
                 here = phase.target.mesh.contains_rank(rank)
-                after = _elements(phase.target.box(rank)) if here else 0
+                after = volume(phase.target.box(rank)) if here else 0
                 after = last if number >= self.into_block else after
                 blocks, before = before + after, after
             else:
                 blocks = before
-            packed = sum(_elements(box) for _, box in phase.gives(rank)) + sum(
-                _elements(take.box) * sum(who != rank for who in take.ranks)
+            packed = sum(volume(box) for _, box in phase.gives(rank)) + sum(
+                volume(take.box) * sum(who != rank for who in take.ranks)
                 for take in phase.takes(rank)
             )
             if max_bytes:
@@ -136,11 +190,6 @@ class RedistributionPlan:
     def into_block(self) -> int:
         """The number of the first exchange that writes into the block that each rank is to have."""
         return len(self.phases) - 1 - self.phases[-1].in_place
-
-    @property
-    def last_reduction(self) -> int:
-        """The number of the last exchange that reduces; -1 if none does."""
-        return max((at for at, phase in enumerate(self.phases) if phase.op), default=-1)
 
     # -- all ranks -------------------------------------------------------------------------
 
@@ -349,7 +398,7 @@ def _all_reduced(plan: RedistributionPlan) -> _Counts | None:
     places = places_of(mesh)
     one = mesh.dim_names.index(dims[0]) if len(dims) == 1 else None
     place = np.arange(mesh.size) if one is None else places.coords[:, one]
-    blocks = [_elements(plan.target.box(plan.shape, rank)) for rank in places.ranks.tolist()]
+    blocks = [volume(plan.target.box(plan.shape, rank)) for rank in places.ranks.tolist()]
     nbytes = np.array(blocks, np.int64) * plan.itemsize
     own = nbytes // size + (place < nbytes % size)
     parts = np.minimum(nbytes, size) + (size - 2) * (own > 0)
@@ -423,7 +472,3 @@ def _contributed(
 
 def _box_of(layout: Layout, shape: tuple[int, ...], rank: int) -> Box | None:
     return layout.box(shape, rank) if layout.mesh.contains_rank(rank) else None
-
-
-def _elements(box: Box) -> int:
-    return prod(stop - start for start, stop in box)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from math import prod
 
 import numpy as np
 
+from mpimesh.layout.boxes import Box, volume
 from mpimesh.layout.places import places_of
-from mpimesh.layout.tiling import Box, Tiling
+from mpimesh.layout.regions import Regions, local_regions
+from mpimesh.layout.tiling import Tiling
 
 __all__ = ["Read", "Reads", "Run", "cut_runs", "wrapped_runs"]
 
@@ -96,10 +97,22 @@ class Reads:
                 given.append((reader, _boxes(runs)))
         return given
 
+    def regions(self, rank: int, block_of: Callable[[int], Box]) -> Regions:
+        """Return what `rank` takes and gives, with ranks numbered by their places in the mesh.
+
+        Args:
+            rank: The rank.
+            block_of: Gives the box of the whole array that the array has in which a rank holds its
+                block; it may go over the ends.
+        """
+        takes = [(read.into, read.box, (read.rank,)) for read in self.takes(rank)]
+        number_of = self.tiling.mesh.offset_of
+        return local_regions(takes, self.gives(rank), rank, block_of, number_of)
+
     def received(self, rank: int) -> tuple[int, int]:
         """Return how many elements, in how many boxes, `rank` reads of others."""
         foreign = [read for read in self.takes(rank) if read.rank != rank]
-        return sum(_volume(read.box) for read in foreign), len(foreign)
+        return sum(volume(read.box) for read in foreign), len(foreign)
 
     @property
     def moves(self) -> bool:
@@ -166,7 +179,3 @@ def _boxes(runs: tuple[Run, ...]) -> Box:
 
 def _targets(runs: tuple[Run, ...]) -> Box:
     return tuple((run.at, run.at + run.length) for run in runs)
-
-
-def _volume(box: Box) -> int:
-    return prod(stop - start for start, stop in box)

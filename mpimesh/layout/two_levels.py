@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from mpimesh.layout.boxes import Box
 from mpimesh.layout.node_needs import NodeNeeds, node_needs
-from mpimesh.layout.phase import Given, Phase, Take, Wanted, boxes_of
+from mpimesh.layout.phase import GiveTable, Need, NeedTable, Phase, boxes_of
 from mpimesh.layout.places import places_of
-from mpimesh.layout.tiling import Box, Tiling
+from mpimesh.layout.tiling import Tiling
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
@@ -59,19 +60,19 @@ class Fetching(_Half):
         """The tiling that the ranks hold."""
         return self.whole.source
 
-    def takes(self, rank: int) -> list[Take]:
+    def takes(self, rank: int) -> list[Need]:
         """Return what `rank` gets, also from itself."""
-        wanted = self.whole.wanted(rank)
-        if wanted is None:
+        needed = self.whole.need_table(rank)
+        if needed is None:
             return []
-        far = np.flatnonzero(_are_far(wanted, rank, self.nodes))
-        keeps = _keep(node_needs(self.whole), wanted, far, np.full(len(far), rank))
-        ranks = wanted.ranks[keeps]
-        return Wanted(wanted.leaves, wanted.starts[keeps], wanted.stops[keeps], ranks).takes()
+        far = np.flatnonzero(_are_far(needed, rank, self.nodes))
+        keeps = _keep(node_needs(self.whole), needed, far, np.full(len(far), rank))
+        ranks = needed.ranks[keeps]
+        return NeedTable(needed.leaves, needed.starts[keeps], needed.stops[keeps], ranks).needs()
 
     def gives(self, rank: int) -> list[tuple[int, Box]]:
         """Return which other ranks take what of the tile of `rank`."""
-        given = self.whole.given(rank)
+        given = self.whole.give_table(rank)
         if given is None:
             return []
         node_of = np.array(self.nodes, np.int64)
@@ -79,7 +80,7 @@ class Fetching(_Half):
         far = np.flatnonzero(node_of[given.ranks] != node_of[rank])
         keeps = _keep(node_needs(self.whole), given, far, given.ranks[far])
         ranks = given.ranks[keeps]
-        return Given(ranks, given.leaves, given.starts[keeps], given.stops[keeps]).gives()
+        return GiveTable(ranks, given.leaves, given.starts[keeps], given.stops[keeps]).gives()
 
     def received(self) -> tuple[Integers, Integers]:
         """Return how many elements, in how many boxes, each rank of the target gets from others."""
@@ -104,11 +105,11 @@ class Sharing(_Half):
         """The tiling that the ranks hold a part of."""
         return self.whole.target
 
-    def takes(self, rank: int) -> list[Take]:
+    def takes(self, rank: int) -> list[Need]:
         """Return what `rank` gets, from one mate after the other."""
         mates = [mate for mate in self._mates(rank) if mate != rank]
         stretches = zip(mates, self._stretches(rank, mates), strict=True)
-        return [Take(box, (mate,)) for mate, boxes in stretches for box in boxes]
+        return [Need(box, (mate,)) for mate, boxes in stretches for box in boxes]
 
     def gives(self, rank: int) -> list[tuple[int, Box]]:
         """Return which mates take what of the tile of `rank`."""
@@ -147,31 +148,33 @@ class Sharing(_Half):
 
     def _stretches(self, rank: int, mates: list[int]) -> list[list[Box]]:
         """Return what each of some mates of `rank` fetches of the tile that they are to have."""
-        wanted = self.whole.wanted(rank)
-        if wanted is None:
+        needed = self.whole.need_table(rank)
+        if needed is None:
             return [[] for _ in mates]
         needs = node_needs(self.whole)
-        far = np.flatnonzero(_are_far(wanted, rank, self.nodes))
+        far = np.flatnonzero(_are_far(needed, rank, self.nodes))
         offsets = places_of(self.target.mesh).offsets
         groups = np.full(len(far), needs.groups[offsets[rank]])
-        marks = needs.marks(groups, [leaf[far] for leaf in wanted.leaves])
+        marks = needs.marks(groups, [leaf[far] for leaf in needed.leaves])
         stretches = []
         for mate in mates:
-            starts, stops = wanted.starts[far], wanted.stops[far]
+            starts, stops = needed.starts[far], needed.stops[far]
             places = np.full(len(far), needs.places[offsets[mate]])
             has = needs.pieces(groups, places, marks, starts, stops)
             stretches.append(boxes_of(starts[has], stops[has]))
         return stretches
 
 
-def _are_far(wanted: Wanted, rank: int, nodes: tuple[int, ...]) -> Integers:
+def _are_far(needed: NeedTable, rank: int, nodes: tuple[int, ...]) -> Integers:
     """Tell which boxes a rank has to take from other nodes."""
     node_of = np.array(nodes, np.int64)
-    far: Integers = node_of[wanted.ranks[:, 0]] != node_of[rank]
+    far: Integers = node_of[needed.ranks[:, 0]] != node_of[rank]
     return far
 
 
-def _keep(needs: NodeNeeds, table: Wanted | Given, far: Integers, ranks: Integers) -> Integers:
+def _keep(
+    needs: NodeNeeds, table: NeedTable | GiveTable, far: Integers, ranks: Integers
+) -> Integers:
     """Cut far boxes to what `ranks` fetch of them, in place; tell which of all boxes stay."""
     offsets = places_of(needs.phase.target.mesh).offsets[ranks]
     groups = needs.groups[offsets]
