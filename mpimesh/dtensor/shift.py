@@ -15,7 +15,7 @@ from mpimesh.dtensor.reading import Reading
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, ShapeError
 from mpimesh.layout import Layout
-from mpimesh.layout.shifted import shift_reads
+from mpimesh.layout.reads import shift_reads
 from mpimesh.runtime.blocks import normal_axis
 
 __all__ = ["shift"]

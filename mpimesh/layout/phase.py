@@ -197,7 +197,7 @@ class Phase:
 
     def crossing(self) -> tuple[Integers, Integers]:
         """Return how much of that comes from other nodes."""
-        from mpimesh.layout.crossing import crossing
+        from mpimesh.layout.node_needs import crossing
 
         return crossing(self)
 

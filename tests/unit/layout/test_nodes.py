@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from mpimesh.errors import LayoutError
 from mpimesh.layout import Layout, Link, Links, Phase, plan_redistribution
-from mpimesh.layout.node_dims import node_dims
 from mpimesh.layout.two_levels import Fetching, Sharing
-from mpimesh.layout.ways import AT_ONCE, TWO_LEVELS
+from mpimesh.layout.ways import AT_ONCE, TWO_LEVELS, node_dims
 from mpimesh.mesh import Mesh
 from tests.helpers.depth import examples
 from tests.helpers.layout_oracle import (
