@@ -17,7 +17,7 @@ from mpimesh.layout.regions import Give, Part, Regions, Take
 from mpimesh.layout.rule import Operand, OpRule, cheapest
 from mpimesh.layout.spec import PARTIAL_OPS, Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.tiling import Tiling
-from mpimesh.layout.ways import Exchange
+from mpimesh.layout.two_levels import Exchange
 
 __all__ = [
     "ASSUMED_LINKS",

@@ -95,7 +95,7 @@ class Phase:
         target: What they are to hold.
         op: The reduction over `partial`; empty for none.
         partial: The dims of the source's mesh along which ranks hold summands.
-        tied: Dims along which a rank takes only from ranks at its own coordinate.
+        kept_partial: Dims along which a rank takes only from ranks at its own coordinate.
         nodes: The node of each rank; empty if all count as near.
         inside: Whether nothing comes from other nodes, as who made it knows.
     """
@@ -104,7 +104,7 @@ class Phase:
     target: Tiling
     op: str = ""
     partial: tuple[int, ...] = ()
-    tied: tuple[int, ...] = ()
+    kept_partial: tuple[int, ...] = ()
     nodes: tuple[int, ...] = field(default=(), repr=False)
     inside: bool = False
 
@@ -195,12 +195,6 @@ class Phase:
             messages[places.coords[:, dim] > 0] = 0
         return elements, messages
 
-    def crossing(self) -> tuple[Integers, Integers]:
-        """Return how much of that comes from other nodes."""
-        from mpimesh.layout.node_needs import crossing
-
-        return crossing(self)
-
     # -- who takes from whom -----------------------------------------------------------
 
     def copies(self) -> list[int]:
@@ -256,7 +250,7 @@ class Phase:
         """Take a copy on the receiver's node where there is one, in place."""
         mesh = self.source.mesh
         places, node_of = places_of(mesh), np.array(self.nodes, np.int64)
-        copies = [dim for dim in self.copies() if dim not in self.tied]
+        copies = [dim for dim in self.copies() if dim not in self.kept_partial]
         sizes = [mesh.dims[dim].size for dim in copies]
         choices = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes or [1]), axis=1)
         chosen = places.ranks[ravel(coords, mesh.shape())]
@@ -291,7 +285,9 @@ class Phase:
         target = self.target
         grid = target.meeting(box)
         free = [
-            np.array([giver[dim]]) if dim in self.tied else np.arange(target.mesh.dims[dim].size)
+            np.array([giver[dim]])
+            if dim in self.kept_partial
+            else np.arange(target.mesh.dims[dim].size)
             for dim in target.free_dims
         ]
         rows = [*grid, *free]

@@ -20,9 +20,9 @@ from mpimesh.layout.links import ASSUMED_LINKS, Link, Links
 from mpimesh.layout.places import places_of
 from mpimesh.layout.regions import Regions, local_regions
 from mpimesh.layout.spec import Partial, Replicate, Shard
+from mpimesh.layout.strategies import TilingChange, exchange_s, strategies
 from mpimesh.layout.tiling import Tiling
-from mpimesh.layout.two_levels import Fetching, Sharing
-from mpimesh.layout.ways import Exchange, Task, exchange_s, ways
+from mpimesh.layout.two_levels import Exchange, InterNode, IntraNode, crossing
 from mpimesh.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class RedistributionPlan:
         divisor: By what the result of the reduction is to be divided, for ``Partial("mean")``.
         fill: The reduction with whose identity a block is filled before what it contributes is
             written into it; empty if the last exchange fills the block.
-        links: What times were reckoned with.
-        ways: The ways that there were, each with the seconds that it is said to take; the first
-            was taken. Empty if there was one only.
+        links: What times were estimated with.
+        strategies: The names of the strategies that there were, each with its estimated seconds;
+            the first was taken. Empty if there was one only.
         collective: The collective of a group that does it in place of the exchanges, and moves the
             same, but that an all-reduce counts as a reduce-scatter and an all-gather of parts; None
             if the exchanges are done.
@@ -85,7 +85,7 @@ class RedistributionPlan:
     divisor: int = 1
     fill: str = ""
     links: Links = ASSUMED_LINKS
-    ways: tuple[tuple[str, float], ...] = ()
+    strategies: tuple[tuple[str, float], ...] = ()
     collective: Collective | None = None
 
     def block(self, rank: int) -> Box | None:
@@ -218,7 +218,7 @@ class RedistributionPlan:
     @property
     def crossing_bytes(self) -> int:
         """Bytes that all nodes together get from other nodes; 0 where all ranks share one."""
-        return self.itemsize * sum(int(phase.crossing()[0].sum()) for phase in self.phases)
+        return self.itemsize * sum(int(crossing(phase)[0].sum()) for phase in self.phases)
 
     def predicted_s(self, links: Links | None = None) -> float:
         """Return about how long it takes: of each exchange the longest of what a rank receives.
@@ -226,8 +226,8 @@ class RedistributionPlan:
         Args:
             links: What a message costs and how fast bytes come; those of the plan if None.
         """
-        if links is None and self.ways:
-            return self.ways[0][1]
+        if links is None and self.strategies:
+            return self.strategies[0][1]
         links = self.links if links is None else links
         return sum(exchange_s(phase, self.itemsize, links) for phase in self.phases)
 
@@ -318,7 +318,7 @@ def _plan(
 ) -> RedistributionPlan:
     same_mesh = source.mesh.dims == target.mesh.dims and source.mesh.ids == target.mesh.ids
     pairs = list(zip(source.placement, target.placement, strict=True)) if same_mesh else []
-    tied = tuple(
+    kept_partial = tuple(
         dim
         for dim, (before, after) in enumerate(pairs)
         if isinstance(before, Partial) and before == after
@@ -326,26 +326,26 @@ def _plan(
     partial = tuple(
         dim
         for dim, spec in enumerate(source.placement)
-        if isinstance(spec, Partial) and dim not in tied
+        if isinstance(spec, Partial) and dim not in kept_partial
     )
     op = source.partial_op if partial else ""
     divisor = prod(source.mesh.dims[d].size for d in partial) if op == "mean" else 1
-    last, fill = _contributed(source, target, shape, same_mesh=same_mesh, tied=tied)
-    task = Task(
+    last, fill = _contributed(source, target, shape, same_mesh=same_mesh, kept_partial=kept_partial)
+    change = TilingChange(
         source.tiling(shape),
         last,
         "sum" if op == "mean" else op,
         partial,
-        tied,
+        kept_partial,
         nodes,
         same_mesh,
         prod(shape) * itemsize <= _ONE_SHOT_BYTES,
         _collective(source, target, shape, nodes) if collectives and same_mesh else None,
     )
-    found = ways(task, itemsize, links)
-    told: dict[str, float] = {}
-    for way in found:
-        told.setdefault(way.name, way.predicted_s)  # of several by one name, the fastest
+    found = strategies(change, itemsize, links)
+    by_name: dict[str, float] = {}
+    for strategy in found:
+        by_name.setdefault(strategy.name, strategy.predicted_s)  # of several, the fastest
     return RedistributionPlan(
         source,
         target,
@@ -355,7 +355,7 @@ def _plan(
         divisor,
         fill,
         links,
-        tuple(told.items()) if len(found) > 1 else (),
+        tuple(by_name.items()) if len(found) > 1 else (),
         found[0].collective,
     )
 
@@ -436,7 +436,7 @@ def _contributed(
     shape: tuple[int, ...],
     *,
     same_mesh: bool,
-    tied: tuple[int, ...],
+    kept_partial: tuple[int, ...],
 ) -> tuple[Tiling, str]:
     """Return what each rank puts into its block, and the reduction whose identity fills the rest.
 
@@ -453,7 +453,7 @@ def _contributed(
     first_only: list[int] = []
     parts: list[tuple[int, int, Cut]] = []
     for dim, spec in enumerate(target.placement):
-        if not isinstance(spec, Partial) or dim in tied or spec.op == "mean":
+        if not isinstance(spec, Partial) or dim in kept_partial or spec.op == "mean":
             continue
         before = source.placement[dim] if same_mesh else Replicate()
         if isinstance(before, Shard):
@@ -509,23 +509,23 @@ def _phase_line(phase: Exchange, itemsize: int) -> str:
     if not elements.any():
         return "each rank keeps or cuts what it has"
     what = f"{_size(int(elements.sum()) * itemsize)} in {int(messages.sum())} messages"
-    if phase.nodes and (far := int(phase.crossing()[0].sum())):
+    if phase.nodes and (far := int(crossing(phase)[0].sum())):
         what += f", {_size(far * itemsize)} of it between nodes"
     if phase.op:
         dims = ", ".join(phase.source.mesh.dim_names[dim] for dim in phase.partial)
         return f"reduce ({phase.op}) over {dims} on the way: {what}"
-    if isinstance(phase, Fetching):
+    if isinstance(phase, InterNode):
         return f"each rank takes what is near, and a part of what its node lacks: {what}"
-    if isinstance(phase, Sharing):
+    if isinstance(phase, IntraNode):
         return f"ranks of a node read these parts of each other: {what}"
     return f"each rank takes what it lacks: {what}"
 
 
 def _over_nodes(plan: RedistributionPlan) -> list[str]:
-    """Say which way was taken over nodes, if there was a choice."""
-    if len(plan.ways) < 2:
+    """Say which strategy was taken over nodes, if there was a choice."""
+    if len(plan.strategies) < 2:
         return []
-    (name, name_s), (other, other_s), *_ = plan.ways
+    (name, name_s), (other, other_s), *_ = plan.strategies
     why = ", whose own way is measured" if other_s < name_s else ""
     return [f"  done {name}{why}; {other} it would take about {_seconds(other_s)}"]
 

@@ -1,7 +1,7 @@
-"""The ways to carry a redistribution out, of which the one that is said to be fastest is taken.
+"""Strategies of a redistribution, of which the one with the shortest estimated time is taken.
 
 At once: every rank takes what it is to have from whoever holds it, and where copies of a reduced
-value are wanted, each is reduced once and then passed on. Over nodes there are further ways, for
+value are wanted, each is reduced once and then passed on. Over nodes there are further ones, for
 ranks of a node share its link to the others:
 
 * what is only moved comes to each node once (`two_levels`);
@@ -10,7 +10,7 @@ ranks of a node share its link to the others:
 * what is reduced is reduced inside each node first, each rank a piece; then between the nodes; and
   then it is brought to where it is to be. It takes dims that run inside nodes.
 
-All ranks reckon with the same numbers, so all find the same way. A reduction on two levels rounds
+All ranks estimate with the same numbers, so all find the same one. A reduction on two levels rounds
 elsewhere than one at once, and elements of half types once more; on all ranks alike.
 """
 
@@ -20,18 +20,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpimesh.layout.collectives import Collective
 from mpimesh.layout.cuts import Cut, cut_further
 from mpimesh.layout.links import Links
-from mpimesh.layout.node_needs import node_needs
 from mpimesh.layout.phase import Phase
 from mpimesh.layout.places import places_of
 from mpimesh.layout.tiling import Tiling
-from mpimesh.layout.two_levels import Fetching, Sharing
+from mpimesh.layout.two_levels import Exchange, InterNode, IntraNode, can_share, crossing
 from mpimesh.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -40,24 +39,21 @@ if TYPE_CHECKING:
 __all__ = [
     "AT_ONCE",
     "TWO_LEVELS",
-    "Exchange",
     "NodeDims",
-    "Task",
-    "Way",
+    "Strategy",
+    "TilingChange",
     "cut_copies",
     "exchange_s",
     "node_dims",
-    "ways",
+    "strategies",
 ]
-
-Exchange: TypeAlias = Phase | Fetching | Sharing
 
 AT_ONCE = "each rank from each"
 TWO_LEVELS = "on two levels"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Task:
+class TilingChange:
     """A change of tilings to be planned.
 
     Attributes:
@@ -65,7 +61,7 @@ class Task:
         last: What they are to hold.
         op: The reduction over `partial`; empty for none.
         partial: The dims of the first mesh along which ranks hold summands.
-        tied: The dims along which both stay summands.
+        kept_partial: The dims along which both stay summands.
         nodes: The node of each rank; empty if all share one.
         same_mesh: Whether both are tilings over one mesh.
         one_shot: Whether each rank may reduce for itself what several are to have.
@@ -76,7 +72,7 @@ class Task:
     last: Tiling
     op: str
     partial: tuple[int, ...]
-    tied: tuple[int, ...]
+    kept_partial: tuple[int, ...]
     nodes: tuple[int, ...]
     same_mesh: bool
     one_shot: bool
@@ -84,13 +80,13 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Way:
-    """One way to do it.
+class Strategy:
+    """One way to change tilings.
 
     Attributes:
         name: What it is called.
         phases: Its exchanges, one after the other.
-        predicted_s: How long it is said to take; 0.0 where there is no other, and none reckoned.
+        predicted_s: How long it is estimated to take; 0.0 where there is no other, and no estimate.
         collective: What does it in place of its exchanges, and moves the same; None if nothing.
     """
 
@@ -100,44 +96,45 @@ class Way:
     collective: Collective | None = None
 
 
-def ways(task: Task, itemsize: int, links: Links) -> list[Way]:
-    """Return the ways that there are, the fastest first; of equal ones, the simplest."""
-    candidates = list(_candidates(task))
-    if len(candidates) == 1 and task.collective is None:
-        return [Way(*candidates[0])]
-    known: dict[Exchange, float] = {}  # by their identity; several ways begin alike
+def strategies(change: TilingChange, itemsize: int, links: Links) -> list[Strategy]:
+    """Return the strategies that there are, the fastest first; of equal ones, the simplest."""
+    candidates = list(_candidates(change))
+    if len(candidates) == 1 and change.collective is None:
+        return [Strategy(*candidates[0])]
+    seconds_of: dict[Exchange, float] = {}  # by their identity; several strategies begin alike
 
     def seconds(phase: Exchange) -> float:
-        if phase not in known:
-            known[phase] = exchange_s(phase, itemsize, links)
-        return known[phase]
+        if phase not in seconds_of:
+            seconds_of[phase] = exchange_s(phase, itemsize, links)
+        return seconds_of[phase]
 
-    found = [Way(name, phases, sum(map(seconds, phases))) for name, phases in candidates]
-    if task.collective is not None:
-        found.append(_as_collective(task, task.collective, found[0], itemsize, links))
-    by_time = sorted(found, key=lambda way: way.predicted_s)
+    ready = [Strategy(name, phases, sum(map(seconds, phases))) for name, phases in candidates]
+    if change.collective is not None:
+        ready.append(_as_collective(change, change.collective, ready[0], itemsize, links))
+    by_time = sorted(ready, key=lambda strategy: strategy.predicted_s)
     # An all-reduce takes the fastest way that was measured, also for few bytes and over nodes.
-    return sorted(by_time, key=lambda way: "all_reduce" not in way.name)
+    return sorted(by_time, key=lambda strategy: "all_reduce" not in strategy.name)
 
 
 def _as_collective(
-    task: Task,
+    change: TilingChange,
     collective: Collective,
-    at_once: Way,
+    at_once: Strategy,
     itemsize: int,
     links: Links,
-) -> Way:
-    """Return the way by a collective: its bytes are those of all at once, its messages fewer."""
+) -> Strategy:
+    """Return the strategy by a collective: the bytes of all at once, in fewer messages."""
     only_bytes = Links(replace(links.near, latency_s=0.0), replace(links.far, latency_s=0.0))
     bytes_s = sum(exchange_s(phase, itemsize, only_bytes) for phase in at_once.phases)
     link = links.far if at_once.phases[0].nodes else links.near
     seconds = bytes_s + collective.steps * link.latency_s
     if collective.packs:
         copied = sum(
-            prod(int(np.diff(b).max(initial=0)) for b in t.bounds) for t in (task.first, task.last)
+            prod(int(np.diff(b).max(initial=0)) for b in t.bounds)
+            for t in (change.first, change.last)
         )
         seconds += itemsize * copied / links.near.bytes_per_s
-    return Way(str(collective), at_once.phases, seconds, collective)
+    return Strategy(str(collective), at_once.phases, seconds, collective)
 
 
 def exchange_s(phase: Exchange, itemsize: int, links: Links) -> float:
@@ -152,7 +149,7 @@ def exchange_s(phase: Exchange, itemsize: int, links: Links) -> float:
         return float(times.max(initial=0.0))
     if not messages.any():
         return 0.0
-    far_elements, far_messages = phase.crossing()
+    far_elements, far_messages = crossing(phase)
     node_of = np.array(phase.nodes, np.int64)[places_of(phase.target.mesh).ranks]
     _, nodes = np.unique(node_of, return_inverse=True)
     nodes = nodes.reshape(-1)
@@ -166,71 +163,83 @@ def exchange_s(phase: Exchange, itemsize: int, links: Links) -> float:
     return float(times.max(initial=0.0)) + 2 * links.near.latency_s
 
 
-def _candidates(task: Task) -> Iterator[tuple[str, tuple[Exchange, ...]]]:
-    first, last = task.first, task.last
-    if not task.partial:
-        yield from _moves(Phase(first, last, tied=task.tied, nodes=task.nodes))
+def _candidates(change: TilingChange) -> Iterator[tuple[str, tuple[Exchange, ...]]]:
+    first, last = change.first, change.last
+    if not change.partial:
+        yield from _moves(Phase(first, last, kept_partial=change.kept_partial, nodes=change.nodes))
         return
-    spread = None if task.one_shot else cut_copies(last, task.tied)
-    reduced = Phase(first, spread or last, task.op, task.partial, task.tied, task.nodes)
+    spread = None if change.one_shot else cut_copies(last, change.kept_partial)
+    reduced = Phase(
+        first, spread or last, change.op, change.partial, change.kept_partial, change.nodes
+    )
     if spread is None:
         yield AT_ONCE, (reduced,)
     else:
-        for name, phases in _moves(Phase(spread, last, tied=task.tied, nodes=task.nodes)):
+        for name, phases in _moves(
+            Phase(spread, last, kept_partial=change.kept_partial, nodes=change.nodes)
+        ):
             yield name, (reduced, *phases)
-    if task.nodes:
-        yield from _reductions(task)
+    if change.nodes:
+        yield from _reductions(change)
 
 
 def _moves(phase: Phase) -> Iterator[tuple[str, tuple[Exchange, ...]]]:
     """Yield the ways to move what is not to be reduced."""
     yield AT_ONCE, (phase,)
-    if phase.nodes and node_needs(phase).shares:
-        yield TWO_LEVELS, (Fetching(phase), Sharing(phase))
+    if phase.nodes and can_share(phase):
+        yield TWO_LEVELS, (InterNode(phase), IntraNode(phase))
 
 
-def _reductions(task: Task) -> Iterator[tuple[str, tuple[Exchange, ...]]]:
+def _reductions(change: TilingChange) -> Iterator[tuple[str, tuple[Exchange, ...]]]:
     """Yield the ways to reduce inside nodes first.
 
     Each rank reduces a piece of its node's sum, so the tiles are cut along an axis; the pieces of
     all nodes are reduced by whoever is to have them, or by who is nearest to that.
     """
-    split = node_dims(task.first.mesh, task.nodes)
-    partial, tied = split.dims(task.partial), split.dims(task.tied)
+    split = node_dims(change.first.mesh, change.nodes)
+    partial, kept_partial = split.dims(change.partial), split.dims(change.kept_partial)
     sizes = [dim.size for dim in split.mesh.dims]
     near = tuple(dim for dim in partial if dim in split.near)
     far = tuple(dim for dim in partial if dim not in split.near and sizes[dim] > 1)
-    if not near or not far or not task.first.shape:
+    if not near or not far or not change.first.shape:
         return
-    first = split.tiling(task.first)
-    last = split.tiling(task.last) if task.same_mesh else task.last
+    first = split.tiling(change.first)
+    last = split.tiling(change.last) if change.same_mesh else change.last
     # Copies inside a node reduce a piece each, too.
-    cutting = [dim for dim in (*near, *first.free_dims) if dim in split.near and dim not in tied]
+    cutting = [
+        dim for dim in (*near, *first.free_dims) if dim in split.near and dim not in kept_partial
+    ]
     cutting = list(dict.fromkeys(cutting))
     bases = [first]
-    if task.same_mesh:
+    if change.same_mesh:
         bases.append(_kept(last, set(cutting)))
     for axis in range(len(first.shape)):
         here = _cut(first, axis, cutting)
-        inside = Phase(first, here, task.op, near, (*tied, *far), task.nodes, inside=True)
+        inside = Phase(
+            first, here, change.op, near, (*kept_partial, *far), change.nodes, inside=True
+        )
         for base in bases:
             there = _cut(base, axis, cutting)
             free = [dim for dim in there.free_dims if dim in far]
             there = _cut_longest(there, free)
-            between = Phase(here, there, task.op, far, tied, task.nodes)
-            if task.same_mesh and _are_alike(there, last):
+            between = Phase(here, there, change.op, far, kept_partial, change.nodes)
+            if change.same_mesh and _are_alike(there, last):
                 yield TWO_LEVELS, (inside, between)
                 continue
-            for _, phases in _moves(Phase(there, last, tied=tied, nodes=task.nodes)):
+            for _, phases in _moves(
+                Phase(there, last, kept_partial=kept_partial, nodes=change.nodes)
+            ):
                 yield TWO_LEVELS, (inside, between, *phases)
 
 
-def cut_copies(last: Tiling, tied: tuple[int, ...]) -> Tiling | None:
+def cut_copies(last: Tiling, kept_partial: tuple[int, ...]) -> Tiling | None:
     """Return a tiling with its copies split, so that nothing is reduced twice; None if it has none.
 
     What is split innermost stays inside the block that its rank is to have.
     """
-    free = [dim for dim in last.free_dims if dim not in tied and last.mesh.dims[dim].size > 1]
+    free = [
+        dim for dim in last.free_dims if dim not in kept_partial and last.mesh.dims[dim].size > 1
+    ]
     return _cut_longest(last, free) if free and last.shape else None
 
 
@@ -274,7 +283,10 @@ def _are_alike(one: Tiling, other: Tiling) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeDims:
-    """The split dims of a mesh.
+    """The dims of a mesh, split so that each runs either inside nodes or between them.
+
+    A dim of which some coordinates share a node is split in two: of 8 ranks on nodes of 4 in a
+    row, the dim has a far part of 2 and a near part of 4. The ranks, and their order, stay.
 
     Attributes:
         mesh: The same ranks in the new dims.
