@@ -37,7 +37,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_MOST_CACHED = 256
+_MOST_CACHED = 1024
 
 _Empty: TypeAlias = Callable[[Sequence[int], DType], HostArray]
 """Gives memory that the ranks of the node can reach."""
@@ -336,7 +336,7 @@ def _cached(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
     if value is None:
         value = make()
         if len(cache) >= _MOST_CACHED:
-            cache.clear()
+            del cache[next(iter(cache))]  # the oldest
         cache[key] = value
     return value
 

@@ -18,7 +18,7 @@ from mpimesh.arrays import ReduceOp, refuse_objects, wire_dtype
 from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import DTypeError, MismatchError, RankError, ShapeError
-from mpimesh.layout.boxes import Box, extent, fits, global_box, tiles, view, volume
+from mpimesh.layout.boxes import Box, extent, fits, global_box, slices, tiles, volume
 from mpimesh.layout.regions import Regions
 
 __all__ = [
@@ -196,8 +196,12 @@ def sum_dtype(dtype: DType) -> DType:
 
 def copy_own(regions: Regions, source: HostArray, target: HostArray) -> None:
     """Copy what a rank takes, where all of it is its own."""
-    for take in regions.takes:
-        view(target, take.box)[...] = view(source, take.parts[0].box)
+    for into, part in regions.prepared("own", lambda: _own_indices(regions)):
+        target[into] = source[part]
+
+
+def _own_indices(regions: Regions) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    return [(slices(take.box), slices(take.parts[0].box)) for take in regions.takes]
 
 
 def pieces_of(regions: Regions, takes: Sequence[int], first: int, itemsize: int) -> list[Piece]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,12 +14,14 @@ from mpimesh.layout import Give, Part, Take
 from mpimesh.layout.boxes import flat_fragments, global_box, local_box, run_start, tiles, view
 from tests.helpers.raises import raises
 
+WITH_STEP: Any = ((0, 4, 2),)
+
 
 @pytest.mark.parametrize(
     ("make_it", "error", "values"),
     [
         (lambda: Part(3, (4,), ((2, 5),)), ShapeError, ((2, 5), (4,), "rank 3")),
-        (lambda: Part(0, (4,), ((0, 4, 2),)), ShapeError, ((0, 4, 2), (4,), "rank 0")),
+        (lambda: Part(0, (4,), WITH_STEP), ShapeError, ((0, 4, 2), (4,), "rank 0")),
         (lambda: Part(0, (4,), ((3, 2),)), ShapeError, ((3, 2), (4,), "rank 0")),
         (lambda: Part(0, (4, 4), ((0, 2),)), ShapeError, ((0, 2), (4, 4), "rank 0")),
         (lambda: Give(1, ((-1, 2),)), ShapeError, ((-1, 2), "rank 1")),
