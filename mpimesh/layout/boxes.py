@@ -93,8 +93,9 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 def view(array: npt.NDArray[Any], box: Box) -> npt.NDArray[Any]:
     """Return a box of an array as an array, also of an array with no axes."""
-    found: npt.NDArray[Any] = array[(*[slice(start, stop) for start, stop in box], ...)]
-    return found
+    index: tuple[Any, ...] = (*[slice(start, stop) for start, stop in box], ...)
+    part: npt.NDArray[Any] = array[index]
+    return part
 
 
 def run_start(box: Box, shape: Sequence[int]) -> int:
