@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ __all__ = [
     "start_redistribute",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _MOST_CACHED = 1024
@@ -78,7 +79,10 @@ def start_redistribute(
         raise ShapeError(
             f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}"
         )
-    redistribution = _redistribution(mesh, source, goal, target, shape, dtype)
+    if goal is not mesh:
+        _check_goal(mesh, goal)
+    key = ("redistribute", source, target, goal is mesh, shape, dtype)
+    redistribution = _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
     if redistribution.plan.collective is not None and block is not None and not max_bytes:
         return _start_collective(redistribution, mesh, block).map(finish)
     held = block if block is None or block.flags.c_contiguous else block.copy()
@@ -116,11 +120,12 @@ def moves_between_ranks(
     mesh: DeviceMesh, source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int
 ) -> bool:
     """Tell whether any rank gets anything from another. Local."""
+    key = ("moves", source, target, shape, itemsize)
+    return _cached(mesh, key, _moves, source, target, shape, itemsize)
 
-    def moves() -> bool:
-        return plan_redistribution(source, target, shape, itemsize).total_messages > 0
 
-    return _cached(mesh, ("moves", source, target, shape, itemsize), moves)
+def _moves(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int) -> bool:
+    return plan_redistribution(source, target, shape, itemsize).total_messages > 0
 
 
 def fitting_layout(mesh: DeviceMesh, placements: PlacementLike, shape: tuple[int, ...]) -> Layout:
@@ -131,14 +136,14 @@ def fitting_layout(mesh: DeviceMesh, placements: PlacementLike, shape: tuple[int
     """
     if not isinstance(placements, (str, Placement, tuple)):
         placements = Placement.of(placements, mesh.dim_names)
+    return _cached(mesh, ("fits", placements, shape), _fitting, mesh, placements, shape)
 
-    def fitting() -> Layout:
-        placement = Placement.of(placements, mesh.dim_names)
-        layout = _cached(mesh, ("layout", placement), lambda: Layout(mesh, placement))
-        layout.tiling(shape)  # refuses what does not fit
-        return layout
 
-    return _cached(mesh, ("fits", placements, shape), fitting)
+def _fitting(mesh: DeviceMesh, placements: PlacementLike, shape: tuple[int, ...]) -> Layout:
+    placement = Placement.of(placements, mesh.dim_names)
+    layout = _cached(mesh, ("layout", placement), Layout, mesh, placement)
+    layout.tiling(shape)  # refuses what does not fit
+    return layout
 
 
 def identity_of(op: str, dtype: DType) -> object:
@@ -261,21 +266,6 @@ def _divide(stage: Stage, target: HostArray | None) -> HostArray | None:
 # -- preparation -----------------------------------------------------------------------------
 
 
-def _redistribution(
-    mesh: DeviceMesh,
-    source: Layout,
-    goal: DeviceMesh,
-    target: Layout,
-    shape: tuple[int, ...],
-    dtype: DType,
-) -> _Redistribution:
-    """Return this rank's part, the same object for the same question."""
-    if goal is not mesh:
-        _check_goal(mesh, goal)
-    key = ("redistribute", source, target, goal is mesh, shape, dtype)
-    return _cached(mesh, key, lambda: _prepared(mesh, source, goal, target, shape, dtype))
-
-
 def _prepared(
     mesh: DeviceMesh,
     source: Layout,
@@ -329,12 +319,14 @@ def _plan(
     )
 
 
-def _cached(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
+def _cached(
+    mesh: DeviceMesh, key: Hashable, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     """Return what `make` gives for the mesh as it is, from the last time if there was one."""
     cache = mesh.layout_cache
     value: T | None = cache.get(key)
     if value is None:
-        value = make()
+        value = make(*args, **kwargs)
         if len(cache) >= _MOST_CACHED:
             del cache[next(iter(cache))]  # the oldest
         cache[key] = value
