@@ -135,11 +135,7 @@ class RedistributionPlan:
         """Return the bytes that `rank` gets from others."""
         if (table := _all_reduced(self)) is not None:
             return table.of(rank)[0]
-        return self.itemsize * sum(
-            volume(take.box) * sum(who != rank for who in take.ranks)
-            for phase in self.phases
-            for take in phase.takes(rank)
-        )
+        return self.itemsize * sum(_received(phase, rank)[0] for phase in self.phases)
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes that others get from `rank`."""
@@ -153,11 +149,7 @@ class RedistributionPlan:
         """Return how many boxes `rank` gets from others."""
         if (table := _all_reduced(self)) is not None:
             return table.of(rank)[1]
-        return sum(
-            sum(who != rank for who in take.ranks)
-            for phase in self.phases
-            for take in phase.takes(rank)
-        )
+        return sum(_received(phase, rank)[1] for phase in self.phases)
 
     def peak_bytes(self, rank: int, *, max_bytes: int = 0) -> int:
         """Return the most memory that `rank` needs at once, its old block included.
@@ -178,10 +170,7 @@ class RedistributionPlan:
                 blocks, before = before + after, after
             else:
                 blocks = before
-            packed = sum(volume(box) for _, box in phase.gives(rank)) + sum(
-                volume(take.box) * sum(who != rank for who in take.ranks)
-                for take in phase.takes(rank)
-            )
+            packed = sum(volume(box) for _, box in phase.gives(rank)) + _received(phase, rank)[0]
             if max_bytes:
                 packed = min(packed, max_bytes // self.itemsize)
             peak = max(peak, held + blocks + packed)
@@ -467,6 +456,16 @@ def _contributed(
         splits[axis].append((dim, cut))
     fill = target.partial_op if parts or first_only else ""
     return Tiling.of_cuts(mesh, shape, splits, tuple(first_only)), fill
+
+
+def _received(phase: Exchange, rank: int) -> tuple[int, int]:
+    """Return how many elements, in how many boxes, `rank` gets from others in an exchange."""
+    elements = boxes = 0
+    for need in phase.takes(rank):
+        others = sum(holder != rank for holder in need.ranks)
+        elements += others * volume(need.box)
+        boxes += others
+    return elements, boxes
 
 
 def _box_of(layout: Layout, shape: tuple[int, ...], rank: int) -> Box | None:

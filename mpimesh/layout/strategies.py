@@ -212,7 +212,7 @@ def _reductions(change: TilingChange) -> Iterator[tuple[str, tuple[Exchange, ...
     cutting = list(dict.fromkeys(cutting))
     bases = [first]
     if change.same_mesh:
-        bases.append(_kept(last, set(cutting)))
+        bases.append(_uncut(last, set(cutting)))
     for axis in range(len(first.shape)):
         here = _cut(first, axis, cutting)
         inside = Phase(
@@ -260,13 +260,13 @@ def _cut(tiling: Tiling, axis: int, dims: list[int]) -> Tiling:
     return Tiling(tiling.mesh, tiling.shape, tuple(axis_dims), tuple(bounds), tiling.first_only)
 
 
-def _kept(tiling: Tiling, without: set[int]) -> Tiling:
+def _uncut(tiling: Tiling, without: set[int]) -> Tiling:
     """Return a tiling that is cut only as far as none of the dims `without` cuts an axis."""
     axis_dims, bounds = [], []
     for dims, edges in zip(tiling.axis_dims, tiling.bounds, strict=True):
-        kept = next((at for at, dim in enumerate(dims) if dim in without), len(dims))
-        axis_dims.append(dims[:kept])
-        bounds.append(edges[:: prod(tiling.mesh.dims[dim].size for dim in dims[kept:])])
+        count = next((at for at, dim in enumerate(dims) if dim in without), len(dims))
+        axis_dims.append(dims[:count])
+        bounds.append(edges[:: prod(tiling.mesh.dims[dim].size for dim in dims[count:])])
     return Tiling(tiling.mesh, tiling.shape, tuple(axis_dims), tuple(bounds))
 
 
