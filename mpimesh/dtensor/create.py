@@ -13,8 +13,8 @@ from mpimesh.arrays import DType, HostArray, refuse_objects
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
 from mpimesh.dtensor.alike import agree_copies, alike, same_call
 from mpimesh.dtensor.blocks import agreed_dtype
-from mpimesh.dtensor.carry import start_carry
 from mpimesh.dtensor.defaults import as_live
+from mpimesh.dtensor.redistribute import start_redistribute
 from mpimesh.dtensor.telling import told_by_all
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import (
@@ -92,7 +92,7 @@ def distribute(
         )
     whole, shape, dtype = _facts_of(mesh, x, root)
     one = Layout(Mesh((), [root]), ())
-    started = start_carry(mesh, one, mesh, layout, shape, dtype, whole, lambda block: block)
+    started = start_redistribute(mesh, one, mesh, layout, shape, dtype, whole, lambda block: block)
     return DTensor(mesh, layout, shape, dtype, started.resolve())
 
 

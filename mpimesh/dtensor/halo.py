@@ -11,12 +11,12 @@ from mpimesh.arguments import as_shape, shown
 from mpimesh.arrays import DType, HostArray
 from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.dtensor.defaults import as_live
-from mpimesh.dtensor.reading import Reading, slices
+from mpimesh.dtensor.reading import Reading
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, RankError
 from mpimesh.layout import HaloPlan, Layout, PlacementLike, plan_halo
+from mpimesh.layout.boxes import slices, view
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
-from mpimesh.transport.boxes import view
 
 __all__ = ["Halo", "HaloField"]
 
@@ -91,17 +91,10 @@ class Halo:
         self.mesh = mesh
         self.plan = plan
         self.dtype = dtype
-
-        def place_of(rank: int) -> tuple[int, ...]:
-            box = plan.layout.box(plan.shape, rank)
-            return tuple(start - b for (start, _), (b, _) in zip(box, plan.width, strict=True))
-
         self._rule = (
             f"shape {plan.shape}, {dtype}, {plan.layout}, width {plan.width}, ends {plan.ends}"
         )
-        self._reading = Reading.prepare(
-            mesh.rank, plan.layout, plan.reads, plan.padded_shape, place_of
-        )
+        self._reading = Reading.prepare(mesh.rank, plan.reads, plan.padded_box)
         self._fills: list[tuple[tuple[slice, ...], HostArray]] = []
         for value in {end for pair in plan.ends for end in pair if not isinstance(end, str)}:
             _fixed(value, dtype)  # refuses what does not fit on every rank, wherever the ends are
@@ -138,8 +131,8 @@ class Halo:
         if not self._is_member:
             return self._start(None, None, None)
         padded = field.padded
-        for box, value in self._fills:
-            padded[box] = value
+        for index, value in self._fills:
+            padded[index] = value
         return self._start(padded, padded, field.local)
 
     def _start(
@@ -231,7 +224,7 @@ class HaloField:
         if halo._is_member:
             self._padded = mesh.shared_empty(plan.padded_shape(mesh.rank), halo.dtype)
             self._padded.reshape(-1).view(np.uint8)[...] = 0
-            block = view(self._padded, halo.interior)
+            block = view(self._padded, plan.interior(mesh.rank))
         self.tensor = DTensor(mesh, plan.layout, plan.shape, halo.dtype, block)
         if x is not None:
             self._fill(x)

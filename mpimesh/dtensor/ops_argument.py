@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.move import identity_of
 from mpimesh.dtensor.ops_reduce import axes_of, given, reduce_blocks
+from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.run import Work, resolved, store
 from mpimesh.dtensor.tensor import DTensor

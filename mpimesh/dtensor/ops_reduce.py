@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from mpimesh.dtensor.move import identity_of
 from mpimesh.dtensor.ops_ufunc import call, plain
+from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.run import Work, kept_summands, run, shape_of, store
 from mpimesh.dtensor.tensor import DTensor

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray
+from mpimesh.layout import Give, Part, Regions, Take
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.received import each, parts
 from mpimesh.transport import Steps
-from mpimesh.transport.regions import Give, Part, Regions, Take
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
@@ -55,15 +55,15 @@ def exchange_pieces(
     for rank in np.flatnonzero(counts[me]).tolist():
         piece = np.asarray(pieces[rank]).reshape(-1)
         packed[at : at + piece.size] = piece
-        gives.append(Give(rank, (slice(at, at + piece.size),)))
+        gives.append(Give(rank, ((at, at + piece.size),)))
         at += piece.size
     target = mesh.shared_empty((int(counts[:, me].sum()),), dtype)
     takes, found, into = [], {}, 0
     received: list[int] = []
     for rank in np.flatnonzero(counts[:, me]).tolist():
         size, start = int(counts[rank, me]), int(counts[rank, :me].sum())
-        part = Part(rank, (int(counts[rank].sum()),), (slice(start, start + size),))
-        takes.append(Take((slice(into, into + size),), (part,)))
+        part = Part(rank, (int(counts[rank].sum()),), ((start, start + size),))
+        takes.append(Take(((into, into + size),), (part,)))
         found[rank] = target[into : into + size]
         received += rank, size * dtype.itemsize, 1
         into += size

@@ -1,4 +1,4 @@
-"""Carry out on one rank what a plan says that it reads of the others' blocks."""
+"""Reads of the elements that a plan says, out of the blocks of other ranks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ from functools import partial
 from typing import Any
 
 from mpimesh.arrays import HostArray
-from mpimesh.layout import Box, Layout
+from mpimesh.layout import Box, Regions
+from mpimesh.layout.boxes import volume
 from mpimesh.layout.reads import Reads
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.received import parts
 from mpimesh.transport import Request, Steps
-from mpimesh.transport.regions import Give, Part, Regions, Take
+from mpimesh.transport.regions import copy_own
 
-__all__ = ["Reading", "slices"]
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    """Return the index of a box."""
-    return tuple(slice(start, stop) for start, stop in box)
+__all__ = ["Reading"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,61 +26,36 @@ class Reading:
     Attributes:
         regions: What this rank takes and gives.
         moves: Whether any rank gets anything from another.
-        given: How many elements others get from this rank.
-        taken: The place of a rank, and how many elements come from there, for each that any do.
+        sent: How many elements others get from this rank.
+        received: The place of a rank, and how many elements come from there, for each that any do.
     """
 
     regions: Regions
     moves: bool
-    given: int
-    taken: tuple[tuple[int, int], ...]
+    sent: int
+    received: tuple[tuple[int, int], ...]
 
     @classmethod
-    def prepare(
-        cls,
-        rank: int,
-        layout: Layout,
-        reads: Reads,
-        shape_of: Callable[[int], tuple[int, ...]],
-        place_of: Callable[[int], tuple[int, ...]],
-    ) -> Reading:
+    def prepare(cls, rank: int, reads: Reads, block_of: Callable[[int], Box]) -> Reading:
         """Prepare what a rank has to do.
 
         Args:
             rank: The rank; nothing if it is not in the mesh.
-            layout: How the array lies.
             reads: Who reads what.
-            shape_of: Gives the shape of the array in which a rank holds its block.
-            place_of: Gives the element of the whole array that this array would begin with.
+            block_of: Gives the box of the whole array that the array has in which a rank holds its
+                block.
         """
-        if not layout.mesh.contains_rank(rank):
+        mesh = reads.tiling.mesh
+        if not mesh.contains_rank(rank):
             return cls(Regions(), False, 0, ())
-
-        def within(box: Box, owner: int) -> tuple[slice, ...]:
-            return slices(
-                tuple(
-                    (start - first, stop - first)
-                    for (start, stop), first in zip(box, place_of(owner), strict=True)
-                )
-            )
-
-        number_of = layout.mesh.offset_of
-        takes = [
-            Take(
-                slices(read.into),
-                (Part(number_of(read.rank), shape_of(read.rank), within(read.box, read.rank)),),
-            )
-            for read in reads.takes(rank)
-        ]
-        gives = [Give(number_of(who), within(box, rank)) for who, box in reads.gives(rank)]
-        given = sum(_volume(give.box) for give in gives)
-        taken: dict[int, int] = {}
-        for take in takes:
+        regions = reads.regions(rank, block_of)
+        received: dict[int, int] = {}
+        for take in regions.takes:
             place = take.parts[0].rank
-            if place != number_of(rank):
-                taken[place] = taken.get(place, 0) + _volume(take.box)
-        regions = Regions(tuple(takes), tuple(gives))
-        return cls(regions, reads.moves, given, tuple(taken.items()))
+            if place != mesh.offset_of(rank):
+                received[place] = received.get(place, 0) + volume(take.box)
+        sent = sum(volume(give.box) for give in regions.gives)
+        return cls(regions, reads.moves, sent, tuple(received.items()))
 
     def start(
         self,
@@ -111,8 +82,7 @@ class Reading:
 
         def alone() -> Steps:
             if source is not None and target is not None:
-                for take in self.regions.takes:
-                    target[take.box] = source[take.parts[0].box]
+                copy_own(self.regions, source, target)
             yield from ()
 
         begin: Callable[[], Request | Steps] = alone
@@ -122,21 +92,14 @@ class Reading:
         size = 0 if source is None else source.itemsize
         # All that comes from a rank counts as one message.
         received = tuple(
-            [number for place, count in self.taken for number in (place, count * size, 1)]
+            [number for place, count in self.received for number in (place, count * size, 1)]
         )
         return group.compose(
             name,
             begin,
             rule=rule,
-            nbytes=self.given * size,
+            nbytes=self.sent * size,
             finish=finish,
             lock=lock,
             receives=(parts, received) if received else None,
         )
-
-
-def _volume(box: tuple[slice, ...]) -> int:
-    size = 1
-    for part in box:
-        size *= part.stop - part.start
-    return size

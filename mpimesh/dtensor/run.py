@@ -12,7 +12,7 @@ import numpy as np
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.apply import common_mesh
 from mpimesh.dtensor.attempts import attempted
-from mpimesh.dtensor.move import prepared_move
+from mpimesh.dtensor.redistribute import moves_between_ranks
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Box, Layout, Operand, Partial, Placement, Replicate
@@ -162,8 +162,11 @@ def _cut_or_start(x: DTensor, goal: Layout) -> Any:
     """Return a part of this rank's block, or the started move that brings it."""
     if x.layout == goal:
         return x.local
-    move = prepared_move(x.layout, goal, x.shape, x.itemsize, x.mesh.rank, x.layout.mesh, ())
-    if move.moves or goal.partial_op or x.layout.partial_op:
+    if (
+        goal.partial_op
+        or x.layout.partial_op
+        or moves_between_ranks(x.mesh, x.layout, goal, x.shape, x.itemsize)
+    ):
         return x.start_redistribute(goal.placement)
     return _cut(x.local, goal.box(x.shape, x.mesh.rank), x.layout.box(x.shape, x.mesh.rank))
 

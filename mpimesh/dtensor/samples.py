@@ -12,7 +12,7 @@ from mpimesh.dtensor.pieces import exchange_counts, exchange_pieces, place_in
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.places import places_of
-from mpimesh.layout.rules.rows import row_dim, rows_placement
+from mpimesh.layout.rules.axes import row_dim, rows_placement
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers

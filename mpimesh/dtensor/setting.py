@@ -10,9 +10,9 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects
 from mpimesh.dtensor.arguments import as_tensor, moved_to, whole_key
-from mpimesh.dtensor.move import identity_of
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.pieces import true_anywhere
+from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import expand_dims, squeeze
 from mpimesh.dtensor.shape_join import settled

@@ -20,8 +20,7 @@ from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.layout import Partial, Replicate, cheapest
 from mpimesh.layout.cuts import even_sizes
-from mpimesh.layout.rules.axes import unsplit
-from mpimesh.layout.rules.join import join_rules
+from mpimesh.layout.rules.axes import join_rules, unsplit
 
 __all__ = ["concatenate", "converted", "settled", "stack"]
 
@@ -76,7 +75,7 @@ def concatenate(
     """Join arrays along an axis. Collective, if anything has to move.
 
     The layout is that of the operand for which the fewest bytes move. If it splits `axis`, the
-    result is split evenly along it. See :func:`~mpimesh.layout.rules.join.join_rules`.
+    result is split evenly along it. See :func:`~mpimesh.layout.rules.axes.join_rules`.
     """
     refuse_given("concatenate", out=out)
     tensors = _tensors(arrays)

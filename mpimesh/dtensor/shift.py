@@ -15,7 +15,7 @@ from mpimesh.dtensor.reading import Reading
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, ShapeError
 from mpimesh.layout import Layout
-from mpimesh.layout.shifted import shift_reads
+from mpimesh.layout.reads import shift_reads
 from mpimesh.runtime.operands import normal_axis
 
 __all__ = ["shift"]
@@ -88,10 +88,8 @@ def _prepared(
     """Return what `rank` has to do; the same object for the same question."""
     return Reading.prepare(
         rank,
-        layout,
         shift_reads(layout, shape, steps, wrap),
-        lambda who: layout.local_shape(shape, who),
-        lambda who: layout.global_offset(shape, who),
+        lambda other: layout.box(shape, other),
     )
 
 

@@ -13,7 +13,7 @@ from mpimesh.dtensor.run import Work, run, shape_of
 from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.layout.rules import KEEP, Pattern, broadcast_axes, broadcast_shape
-from mpimesh.layout.rules.lines import lines_placement
+from mpimesh.layout.rules.axes import lines_placement
 
 __all__ = ["are_in_reach", "on_stacks"]
 

@@ -13,11 +13,10 @@ from mpimesh.arrays import Array, DType, HostArray
 from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.dtensor.alike import agree_copies, alike, same_call
 from mpimesh.dtensor.blocks import agreed_blocks, host_block, writable_block
-from mpimesh.dtensor.carry import plan_carry, start_carry
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.held import Held
-from mpimesh.dtensor.kept import fitting_layout
 from mpimesh.dtensor.methods import Methods
+from mpimesh.dtensor.redistribute import fitting_layout, plan_redistribute, start_redistribute
 from mpimesh.dtensor.registry import FACTS, FUNCTIONS, StandIn, name_of, rule_of, sure_rule_of
 from mpimesh.dtensor.scalars import item_of, place_of
 from mpimesh.errors import LayoutError, ShapeError
@@ -168,7 +167,7 @@ class DTensor(Held, Methods):
         """
         target = self._target(placements, mesh)
         goal = self.mesh if mesh is None else mesh
-        return plan_carry(self.mesh, self.layout, goal, target, self.shape, self.itemsize)
+        return plan_redistribute(self.mesh, self.layout, goal, target, self.shape, self.itemsize)
 
     def redistribute(
         self,
@@ -221,7 +220,7 @@ class DTensor(Held, Methods):
     def _start(self, target: Layout, mesh: DeviceMesh | None, max_bytes: int) -> CollectiveTensor:
         goal = self._mesh if mesh is None else mesh
         shape, dtype = self._shape, self._dtype
-        return start_carry(
+        return start_redistribute(
             self._mesh,
             self._layout,
             goal,
@@ -254,7 +253,7 @@ class DTensor(Held, Methods):
             target = Layout(Mesh((), [root]), ())
         if not self.is_member:
             return None
-        started = start_carry(
+        started = start_redistribute(
             self.mesh,
             self.layout,
             self.mesh,

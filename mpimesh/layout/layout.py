@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from mpimesh.arguments import as_int, as_shape, shown
 from mpimesh.errors import LayoutError, RankError
 from mpimesh.layout.axis_specs import as_specs, placement_of_specs, specs_of_placement
+from mpimesh.layout.boxes import Box, extent
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.spec import Partial, Replicate, Shard
-from mpimesh.layout.tiling import Box, Tiling
+from mpimesh.layout.tiling import Tiling
 from mpimesh.mesh import DeviceQueries, Mesh
 
 __all__ = ["Layout", "as_mesh"]
@@ -49,6 +51,7 @@ class Layout:
 
     mesh: Mesh
     placement: Placement
+    _hash: int = field(init=False, compare=False)
 
     def __init__(self, mesh: DeviceQueries, placements: PlacementLike) -> None:
         value = as_mesh(mesh)
@@ -62,6 +65,15 @@ class Layout:
         _check(value, placement)
         object.__setattr__(self, "mesh", value)
         object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "_hash", hash((value, placement)))
+
+    def __hash__(self) -> int:
+        """Return a number that was worked out once: caches look layouts up with each operation."""
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make it anew: hashes of text differ between processes."""
+        return Layout, (self.mesh, self.placement)
 
     @classmethod
     def replicated(cls, mesh: DeviceQueries) -> Layout:
@@ -114,7 +126,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of the block of `rank`. Errors as of :meth:`box`."""
-        return tuple(stop - start for start, stop in self.box(shape, rank))
+        return extent(self.box(shape, rank))
 
     def global_offset(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return where the block of `rank` begins in the array. Errors as of :meth:`box`."""

@@ -17,25 +17,26 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from mpimesh.layout.boxes import Box
 from mpimesh.layout.places import places_of
-from mpimesh.layout.tiling import Box, Tiling
+from mpimesh.layout.tiling import Tiling
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
 
-__all__ = ["Given", "Phase", "Take", "Wanted", "boxes_of", "counted", "ravel"]
+__all__ = ["GiveTable", "Need", "NeedTable", "Phase", "boxes_of", "counted", "ravel"]
 
 _TABLE_ENTRIES = 1 << 20
 """Most entries of a table of ranks and copies that is looked through at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class Need:
     """One box that a rank gets.
 
     Attributes:
-        box: Which part of the array, as (start, stop) along each axis.
-        ranks: Who holds it; several hold summands of it, to be reduced in this order.
+        box: The box of the whole array.
+        ranks: Those that hold it; several hold summands of it, to be reduced in this order.
     """
 
     box: Box
@@ -43,7 +44,7 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class NeedTable:
     """All that a rank gets, as tables of one row for each tile of the source that it meets.
 
     Attributes:
@@ -58,14 +59,14 @@ class Wanted:
     stops: Integers
     ranks: Integers
 
-    def takes(self) -> list[Take]:
+    def needs(self) -> list[Need]:
         """Return the rows as values."""
         boxes = boxes_of(self.starts, self.stops)
-        return [Take(box, tuple(who)) for box, who in zip(boxes, self.ranks.tolist(), strict=True)]
+        return [Need(box, tuple(who)) for box, who in zip(boxes, self.ranks.tolist(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class GiveTable:
     """All that other ranks take of a rank's tile, as tables of one row for each of them.
 
     Attributes:
@@ -94,7 +95,7 @@ class Phase:
         target: What they are to hold.
         op: The reduction over `partial`; empty for none.
         partial: The dims of the source's mesh along which ranks hold summands.
-        tied: Dims along which a rank takes only from ranks at its own coordinate.
+        kept_partial: Dims along which a rank takes only from ranks at its own coordinate.
         nodes: The node of each rank; empty if all count as near.
         inside: Whether nothing comes from other nodes, as who made it knows.
     """
@@ -103,7 +104,7 @@ class Phase:
     target: Tiling
     op: str = ""
     partial: tuple[int, ...] = ()
-    tied: tuple[int, ...] = ()
+    kept_partial: tuple[int, ...] = ()
     nodes: tuple[int, ...] = field(default=(), repr=False)
     inside: bool = False
 
@@ -112,12 +113,12 @@ class Phase:
 
     # -- one rank --------------------------------------------------------------------
 
-    def takes(self, rank: int) -> list[Take]:
+    def takes(self, rank: int) -> list[Need]:
         """Return what `rank` gets, also from itself; in row-major order of the source's tiles."""
-        wanted = self.wanted(rank)
-        return [] if wanted is None else wanted.takes()
+        table = self.need_table(rank)
+        return [] if table is None else table.needs()
 
-    def wanted(self, rank: int) -> Wanted | None:
+    def need_table(self, rank: int) -> NeedTable | None:
         """Return what :meth:`takes` does, as tables; None for nothing."""
         if not self.target.holds(rank):
             return None
@@ -132,14 +133,14 @@ class Phase:
         for axis, (bounds, leaf) in enumerate(zip(self.source.bounds, leaves, strict=True)):
             edges[0, :, axis] = np.maximum(bounds[leaf], box[axis][0])
             edges[1, :, axis] = np.minimum(bounds[leaf + 1], box[axis][1])
-        return Wanted(leaves, edges[0], edges[1], self._with_partial(coords))
+        return NeedTable(leaves, edges[0], edges[1], self._with_partial(coords))
 
     def gives(self, rank: int) -> list[tuple[int, Box]]:
         """Return which other ranks take what of the tile of `rank`, in the order of the target."""
-        given = self.given(rank)
-        return [] if given is None else given.gives()
+        table = self.give_table(rank)
+        return [] if table is None else table.gives()
 
-    def given(self, rank: int) -> Given | None:
+    def give_table(self, rank: int) -> GiveTable | None:
         """Return what :meth:`gives` does, as tables; None for nothing."""
         if not self.source.holds(rank):
             return None
@@ -161,7 +162,7 @@ class Phase:
         for axis, (bounds, leaf) in enumerate(rows):
             edges[0, :, axis] = np.maximum(bounds[leaf], box[axis][0])
             edges[1, :, axis] = np.minimum(bounds[leaf + 1], box[axis][1])
-        return Given(receivers, [leaf[asked] for leaf in leaves], edges[0], edges[1])
+        return GiveTable(receivers, [leaf[asked] for leaf in leaves], edges[0], edges[1])
 
     # -- all ranks -------------------------------------------------------------------
 
@@ -193,12 +194,6 @@ class Phase:
             elements[places.coords[:, dim] > 0] = 0
             messages[places.coords[:, dim] > 0] = 0
         return elements, messages
-
-    def crossing(self) -> tuple[Integers, Integers]:
-        """Return how much of that comes from other nodes."""
-        from mpimesh.layout.crossing import crossing
-
-        return crossing(self)
 
     # -- who takes from whom -----------------------------------------------------------
 
@@ -255,7 +250,7 @@ class Phase:
         """Take a copy on the receiver's node where there is one, in place."""
         mesh = self.source.mesh
         places, node_of = places_of(mesh), np.array(self.nodes, np.int64)
-        copies = [dim for dim in self.copies() if dim not in self.tied]
+        copies = [dim for dim in self.copies() if dim not in self.kept_partial]
         sizes = [mesh.dims[dim].size for dim in copies]
         choices = np.stack(np.unravel_index(np.arange(prod(sizes)), sizes or [1]), axis=1)
         chosen = places.ranks[ravel(coords, mesh.shape())]
@@ -290,7 +285,9 @@ class Phase:
         target = self.target
         grid = target.meeting(box)
         free = [
-            np.array([giver[dim]]) if dim in self.tied else np.arange(target.mesh.dims[dim].size)
+            np.array([giver[dim]])
+            if dim in self.kept_partial
+            else np.arange(target.mesh.dims[dim].size)
             for dim in target.free_dims
         ]
         rows = [*grid, *free]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +12,45 @@ import numpy as np
 
 from mpimesh.arguments import as_int, as_shape
 from mpimesh.errors import LayoutError
+from mpimesh.layout.boxes import Box, extent, local_box, volume
 from mpimesh.layout.collectives import Collective, collective_of
 from mpimesh.layout.cuts import Cut
 from mpimesh.layout.layout import Layout
-from mpimesh.layout.links import ASSUMED_LINKS, Links
+from mpimesh.layout.links import ASSUMED_LINKS, Link, Links
 from mpimesh.layout.places import places_of
+from mpimesh.layout.regions import Regions, local_regions
 from mpimesh.layout.spec import Partial, Replicate, Shard
-from mpimesh.layout.tiling import Box, Tiling
-from mpimesh.layout.ways import Exchange, Task, exchange_s, ways
+from mpimesh.layout.strategies import TilingChange, exchange_s, strategies
+from mpimesh.layout.tiling import Tiling
+from mpimesh.layout.two_levels import Exchange, InterNode, IntraNode, crossing
 from mpimesh.mesh import Mesh
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers
 
-__all__ = ["RedistributionPlan", "plan_redistribution"]
+__all__ = ["RedistributionPlan", "Stage", "plan_redistribution"]
 
 _ONE_SHOT_BYTES = 32 * 1024
 """Up to this size every rank reduces for itself what several are to have: one exchange less."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """One exchange of a plan, as one rank carries it out.
+
+    Attributes:
+        regions: What the rank takes and gives.
+        shape: The shape of what it takes into; None if it has no such array.
+        in_place: Whether it takes into the array that it gives of.
+        fill: The reduction with whose identity that array is filled before; empty for none.
+        divisor: By what the boxes that are taken are divided afterwards.
+    """
+
+    regions: Regions
+    shape: tuple[int, ...] | None
+    in_place: bool = False
+    fill: str = ""
+    divisor: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -47,9 +69,9 @@ class RedistributionPlan:
         divisor: By what the result of the reduction is to be divided, for ``Partial("mean")``.
         fill: The reduction with whose identity a block is filled before what it contributes is
             written into it; empty if the last exchange fills the block.
-        links: What times were reckoned with.
-        ways: The ways that there were, each with the seconds that it is said to take; the first
-            was taken. Empty if there was one only.
+        links: What times were estimated with.
+        strategies: The names of the strategies that there were, each with its estimated seconds;
+            the first was taken. Empty if there was one only.
         collective: The collective of a group that does it in place of the exchanges, and moves the
             same, but that an all-reduce counts as a reduce-scatter and an all-gather of parts; None
             if the exchanges are done.
@@ -63,7 +85,7 @@ class RedistributionPlan:
     divisor: int = 1
     fill: str = ""
     links: Links = ASSUMED_LINKS
-    ways: tuple[tuple[str, float], ...] = ()
+    strategies: tuple[tuple[str, float], ...] = ()
     collective: Collective | None = None
 
     def block(self, rank: int) -> Box | None:
@@ -76,33 +98,58 @@ class RedistributionPlan:
 
     # -- one rank: exact -----------------------------------------------------------------
 
+    def stages(self, rank: int, number_of: Callable[[int], int] = int) -> tuple[Stage, ...]:
+        """Return the exchanges as `rank` carries them out.
+
+        Args:
+            rank: A rank.
+            number_of: Gives the number of a rank in the communicator that carries them out.
+        """
+        return tuple([self._stage(number, rank, number_of) for number in range(len(self.phases))])
+
+    def _stage(self, number: int, rank: int, number_of: Callable[[int], int]) -> Stage:
+        phase = self.phases[number]
+        target = phase.target.box(rank) if phase.target.holds(rank) else None
+        if number >= self.into_block:
+            target = self.block(rank)
+        takes = []
+        if target is not None:
+            needs = phase.takes(rank)
+            takes = [(local_box(need.box, target), need.box, need.ranks) for need in needs]
+        block_of = partial(self._source_box, phase)
+        last_reduction = max((at for at, other in enumerate(self.phases) if other.op), default=-1)
+        return Stage(
+            local_regions(takes, phase.gives(rank), rank, block_of, number_of, phase.op),
+            None if target is None else extent(target),
+            phase.in_place,
+            self.fill if number == self.into_block else "",
+            self.divisor if number == last_reduction else 1,
+        )
+
+    def _source_box(self, phase: Exchange, rank: int) -> Box:
+        """Return the box that `rank` holds when an exchange begins."""
+        block = self.block(rank) if phase.in_place else None
+        return phase.source.box(rank) if block is None else block
+
     def received_bytes(self, rank: int) -> int:
         """Return the bytes that `rank` gets from others."""
         if (table := _all_reduced(self)) is not None:
             return table.of(rank)[0]
-        return self.itemsize * sum(
-            _elements(take.box) * sum(who != rank for who in take.ranks)
-            for phase in self.phases
-            for take in phase.takes(rank)
-        )
+        return self.itemsize * sum(_received(phase, rank)[0] for phase in self.phases)
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes that others get from `rank`."""
         if (table := _all_reduced(self)) is not None:
             return table.of(rank)[0]  # each rank gives as much as it gets
         return self.itemsize * sum(
-            _elements(box) for phase in self.phases for _, box in phase.gives(rank)
+            volume(box) for phase in self.phases for _, box in phase.gives(rank)
         )
 
     def messages(self, rank: int) -> int:
         """Return how many boxes `rank` gets from others."""
         if (table := _all_reduced(self)) is not None:
             return table.of(rank)[1]
-        return sum(
-            sum(who != rank for who in take.ranks)
-            for phase in self.phases
-            for take in phase.takes(rank)
-        )
+        return sum(_received(phase, rank)[1] for phase in self.phases)
 
     def peak_bytes(self, rank: int, *, max_bytes: int = 0) -> int:
         """Return the most memory that `rank` needs at once, its old block included.
@@ -112,21 +159,18 @@ class RedistributionPlan:
             max_bytes: The limit for packed messages; 0 for none. In shared memory nothing is
                 packed, and it is less.
         """
-        held = 0 if (box := self.held(rank)) is None else _elements(box)
-        last = 0 if (box := self.block(rank)) is None else _elements(box)
+        held = 0 if (box := self.held(rank)) is None else volume(box)
+        last = 0 if (box := self.block(rank)) is None else volume(box)
         peak, before = held, 0
         for number, phase in enumerate(self.phases):
             if not phase.in_place:
                 here = phase.target.mesh.contains_rank(rank)
-                after = _elements(phase.target.box(rank)) if here else 0
+                after = volume(phase.target.box(rank)) if here else 0
                 after = last if number >= self.into_block else after
                 blocks, before = before + after, after
             else:
                 blocks = before
-            packed = sum(_elements(box) for _, box in phase.gives(rank)) + sum(
-                _elements(take.box) * sum(who != rank for who in take.ranks)
-                for take in phase.takes(rank)
-            )
+            packed = sum(volume(box) for _, box in phase.gives(rank)) + _received(phase, rank)[0]
             if max_bytes:
                 packed = min(packed, max_bytes // self.itemsize)
             peak = max(peak, held + blocks + packed)
@@ -136,11 +180,6 @@ class RedistributionPlan:
     def into_block(self) -> int:
         """The number of the first exchange that writes into the block that each rank is to have."""
         return len(self.phases) - 1 - self.phases[-1].in_place
-
-    @property
-    def last_reduction(self) -> int:
-        """The number of the last exchange that reduces; -1 if none does."""
-        return max((at for at, phase in enumerate(self.phases) if phase.op), default=-1)
 
     # -- all ranks -------------------------------------------------------------------------
 
@@ -168,7 +207,7 @@ class RedistributionPlan:
     @property
     def crossing_bytes(self) -> int:
         """Bytes that all nodes together get from other nodes; 0 where all ranks share one."""
-        return self.itemsize * sum(int(phase.crossing()[0].sum()) for phase in self.phases)
+        return self.itemsize * sum(int(crossing(phase)[0].sum()) for phase in self.phases)
 
     def predicted_s(self, links: Links | None = None) -> float:
         """Return about how long it takes: of each exchange the longest of what a rank receives.
@@ -176,8 +215,8 @@ class RedistributionPlan:
         Args:
             links: What a message costs and how fast bytes come; those of the plan if None.
         """
-        if links is None and self.ways:
-            return self.ways[0][1]
+        if links is None and self.strategies:
+            return self.strategies[0][1]
         links = self.links if links is None else links
         return sum(exchange_s(phase, self.itemsize, links) for phase in self.phases)
 
@@ -189,9 +228,7 @@ class RedistributionPlan:
 
     def __str__(self) -> str:
         """Say in a few lines what moves."""
-        from mpimesh.layout.plan_text import plan_text
-
-        return plan_text(self)
+        return _plan_text(self)
 
 
 def plan_redistribution(
@@ -270,7 +307,7 @@ def _plan(
 ) -> RedistributionPlan:
     same_mesh = source.mesh.dims == target.mesh.dims and source.mesh.ids == target.mesh.ids
     pairs = list(zip(source.placement, target.placement, strict=True)) if same_mesh else []
-    tied = tuple(
+    kept_partial = tuple(
         dim
         for dim, (before, after) in enumerate(pairs)
         if isinstance(before, Partial) and before == after
@@ -278,26 +315,26 @@ def _plan(
     partial = tuple(
         dim
         for dim, spec in enumerate(source.placement)
-        if isinstance(spec, Partial) and dim not in tied
+        if isinstance(spec, Partial) and dim not in kept_partial
     )
     op = source.partial_op if partial else ""
     divisor = prod(source.mesh.dims[d].size for d in partial) if op == "mean" else 1
-    last, fill = _contributed(source, target, shape, same_mesh=same_mesh, tied=tied)
-    task = Task(
+    last, fill = _contributed(source, target, shape, same_mesh=same_mesh, kept_partial=kept_partial)
+    change = TilingChange(
         source.tiling(shape),
         last,
         "sum" if op == "mean" else op,
         partial,
-        tied,
+        kept_partial,
         nodes,
         same_mesh,
         prod(shape) * itemsize <= _ONE_SHOT_BYTES,
         _collective(source, target, shape, nodes) if collectives and same_mesh else None,
     )
-    found = ways(task, itemsize, links)
-    told: dict[str, float] = {}
-    for way in found:
-        told.setdefault(way.name, way.predicted_s)  # of several by one name, the fastest
+    found = strategies(change, itemsize, links)
+    by_name: dict[str, float] = {}
+    for strategy in found:
+        by_name.setdefault(strategy.name, strategy.predicted_s)  # of several, the fastest
     return RedistributionPlan(
         source,
         target,
@@ -307,7 +344,7 @@ def _plan(
         divisor,
         fill,
         links,
-        tuple(told.items()) if len(found) > 1 else (),
+        tuple(by_name.items()) if len(found) > 1 else (),
         found[0].collective,
     )
 
@@ -349,7 +386,7 @@ def _all_reduced(plan: RedistributionPlan) -> _Counts | None:
     places = places_of(mesh)
     one = mesh.dim_names.index(dims[0]) if len(dims) == 1 else None
     place = np.arange(mesh.size) if one is None else places.coords[:, one]
-    blocks = [_elements(plan.target.box(plan.shape, rank)) for rank in places.ranks.tolist()]
+    blocks = [volume(plan.target.box(plan.shape, rank)) for rank in places.ranks.tolist()]
     nbytes = np.array(blocks, np.int64) * plan.itemsize
     own = nbytes // size + (place < nbytes % size)
     parts = np.minimum(nbytes, size) + (size - 2) * (own > 0)
@@ -388,7 +425,7 @@ def _contributed(
     shape: tuple[int, ...],
     *,
     same_mesh: bool,
-    tied: tuple[int, ...],
+    kept_partial: tuple[int, ...],
 ) -> tuple[Tiling, str]:
     """Return what each rank puts into its block, and the reduction whose identity fills the rest.
 
@@ -405,7 +442,7 @@ def _contributed(
     first_only: list[int] = []
     parts: list[tuple[int, int, Cut]] = []
     for dim, spec in enumerate(target.placement):
-        if not isinstance(spec, Partial) or dim in tied or spec.op == "mean":
+        if not isinstance(spec, Partial) or dim in kept_partial or spec.op == "mean":
             continue
         before = source.placement[dim] if same_mesh else Replicate()
         if isinstance(before, Shard):
@@ -421,9 +458,99 @@ def _contributed(
     return Tiling.of_cuts(mesh, shape, splits, tuple(first_only)), fill
 
 
+def _received(phase: Exchange, rank: int) -> tuple[int, int]:
+    """Return how many elements, in how many boxes, `rank` gets from others in an exchange."""
+    elements = boxes = 0
+    for need in phase.takes(rank):
+        others = sum(holder != rank for holder in need.ranks)
+        elements += others * volume(need.box)
+        boxes += others
+    return elements, boxes
+
+
 def _box_of(layout: Layout, shape: tuple[int, ...], rank: int) -> Box | None:
     return layout.box(shape, rank) if layout.mesh.contains_rank(rank) else None
 
 
-def _elements(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
+# -- as a person reads it ------------------------------------------------------------------
+
+
+def _plan_text(plan: RedistributionPlan) -> str:
+    """Return a few lines: from where to where, what moves, what it costs."""
+    shape = " x ".join(map(str, plan.shape)) or "a scalar"
+    nbytes, messages = plan.traffic()
+    lines = [
+        f"{shape}, {plan.itemsize} bytes each: {plan.source} -> {plan.target}",
+        *(
+            f"  {number}. {_phase_line(phase, plan.itemsize)}"
+            for number, phase in enumerate(plan.phases, 1)
+        ),
+    ]
+    if nbytes.any():
+        most = int(nbytes.argmax())
+        rank = plan.target.mesh.rank_of(most)
+        lines.append(
+            f"  all ranks receive {_size(int(nbytes.sum()))} in {int(messages.sum())} messages; "
+            f"rank {rank} the most: {_size(int(nbytes[most]))} in {int(messages[most])}"
+        )
+        lines.append(
+            f"  peak memory of rank {rank}: {_size(plan.peak_bytes(rank))}; "
+            f"about {_seconds(plan.predicted_s())} at {_speeds(plan.links)}"
+        )
+        lines += _over_nodes(plan)
+    else:
+        lines.append("  nothing moves between ranks")
+    return "\n".join(lines)
+
+
+def _phase_line(phase: Exchange, itemsize: int) -> str:
+    elements, messages = phase.received()
+    if not elements.any():
+        return "each rank keeps or cuts what it has"
+    what = f"{_size(int(elements.sum()) * itemsize)} in {int(messages.sum())} messages"
+    if phase.nodes and (far := int(crossing(phase)[0].sum())):
+        what += f", {_size(far * itemsize)} of it between nodes"
+    if phase.op:
+        dims = ", ".join(phase.source.mesh.dim_names[dim] for dim in phase.partial)
+        return f"reduce ({phase.op}) over {dims} on the way: {what}"
+    if isinstance(phase, InterNode):
+        return f"each rank takes what is near, and a part of what its node lacks: {what}"
+    if isinstance(phase, IntraNode):
+        return f"ranks of a node read these parts of each other: {what}"
+    return f"each rank takes what it lacks: {what}"
+
+
+def _over_nodes(plan: RedistributionPlan) -> list[str]:
+    """Say which strategy was taken over nodes, if there was a choice."""
+    if len(plan.strategies) < 2:
+        return []
+    (name, name_s), (other, other_s), *_ = plan.strategies
+    why = ", whose own way is measured" if other_s < name_s else ""
+    return [f"  done {name}{why}; {other} it would take about {_seconds(other_s)}"]
+
+
+def _speeds(links: Links) -> str:
+    how = "as measured" if links.measured else "as assumed"
+    if links.near == links.far:
+        return f"{_speed(links.near)}, {how}"
+    return f"{_speed(links.near)} in a node, {_speed(links.far)} between nodes, {how}"
+
+
+def _speed(link: Link) -> str:
+    return f"{link.latency_s * 1e6:.3g} us a message and {link.bytes_per_s / 1e9:.3g} GB/s"
+
+
+def _size(nbytes: int) -> str:
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _seconds(value: float) -> str:
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
+        if value * factor >= 1:
+            return f"{value * factor:.1f} {unit}"
+    return f"{value * 1e6:.1f} us"

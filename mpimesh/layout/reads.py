@@ -7,18 +7,24 @@ of its axes, and who reads of it is found the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
-from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpimesh.layout.boxes import Box, volume
+from mpimesh.layout.layout import Layout
 from mpimesh.layout.places import places_of
-from mpimesh.layout.tiling import Box, Tiling
+from mpimesh.layout.regions import Regions, local_regions
+from mpimesh.layout.tiling import Tiling
 
-__all__ = ["Read", "Reads", "Run", "cut_runs", "wrapped_runs"]
+if TYPE_CHECKING:
+    from mpimesh.layout.tiling import Integers
+
+__all__ = ["Read", "Reads", "Run", "cut_runs", "shift_reads", "wrapped_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +102,22 @@ class Reads:
                 given.append((reader, _boxes(runs)))
         return given
 
+    def regions(self, rank: int, block_of: Callable[[int], Box]) -> Regions:
+        """Return what `rank` takes and gives, with ranks numbered by their places in the mesh.
+
+        Args:
+            rank: The rank.
+            block_of: Gives the box of the whole array that the array has in which a rank holds its
+                block; it may go over the ends.
+        """
+        takes = [(read.into, read.box, (read.rank,)) for read in self.takes(rank)]
+        number_of = self.tiling.mesh.offset_of
+        return local_regions(takes, self.gives(rank), rank, block_of, number_of)
+
     def received(self, rank: int) -> tuple[int, int]:
         """Return how many elements, in how many boxes, `rank` reads of others."""
         foreign = [read for read in self.takes(rank) if read.rank != rank]
-        return sum(_volume(read.box) for read in foreign), len(foreign)
+        return sum(volume(read.box) for read in foreign), len(foreign)
 
     @property
     def moves(self) -> bool:
@@ -168,5 +186,35 @@ def _targets(runs: tuple[Run, ...]) -> Box:
     return tuple((run.at, run.at + run.length) for run in runs)
 
 
-def _volume(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
+# -- a shifted array -----------------------------------------------------------------------
+
+
+def shift_reads(layout: Layout, shape: Sequence[int], steps: Sequence[int], wrap: bool) -> Reads:
+    """Plan who reads what if element i of the result is element ``i - steps`` of the array.
+
+    Args:
+        layout: How the array lies, and the result, too.
+        shape: Its global shape.
+        steps: For each axis how far it is shifted; negative for towards its beginning.
+        wrap: Whether what leaves an end comes back at the other. If not, nothing is read for it.
+
+    Raises:
+        LayoutError: If the layout does not fit `shape`.
+    """
+    tiling = layout.tiling(shape)
+    runs_of = tuple(
+        once(partial(_runs, bounds, step, wrap))
+        for bounds, step in zip(tiling.bounds, steps, strict=True)
+    )
+    return Reads(tiling, runs_of)
+
+
+def _runs(bounds: Integers, step: int, wrap: bool, leaf: int) -> tuple[Run, ...]:
+    length, start, stop = int(bounds[-1]), int(bounds[leaf]), int(bounds[leaf + 1])
+    if start == stop:
+        return ()
+    first, last = start - step, stop - step
+    if wrap:
+        return cut_runs(bounds, wrapped_runs(first, last, length))
+    inside = max(first, 0), min(last, length)
+    return cut_runs(bounds, [(inside[0] - first, inside[1] - inside[0], inside[0])])

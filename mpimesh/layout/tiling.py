@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from mpimesh.errors import LayoutError
+from mpimesh.layout.boxes import Box
 from mpimesh.layout.cuts import Cut, axis_bounds
 from mpimesh.layout.placement import Placement
 from mpimesh.layout.spec import Shard
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
 
     Integers: TypeAlias = npt.NDArray[np.int64]
 
-__all__ = ["Box", "Tiling"]
-
-Box: TypeAlias = tuple[tuple[int, int], ...]
-"""(start, stop) along each axis."""
+__all__ = ["Tiling"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

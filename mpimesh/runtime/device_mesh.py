@@ -214,7 +214,7 @@ class DeviceMesh(MeshShape):
         if self.settings.checks:
             agree(self._progress, self._control, Call("measure_links", WORLD))
         self._links = measured_links(self.everyone, self.shared_empty)
-        self.kept.clear()  # among it are plans
+        self.layout_cache.clear()  # among it are plans
         return self._links
 
     def sync_collective(self) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray
-from mpimesh.layout import ASSUMED_LINKS, Link, Links
+from mpimesh.layout import ASSUMED_LINKS, Give, Link, Links, Part, Regions, Take
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.group import ProcessGroup
 from mpimesh.transport import MAX_USER_TAG
 from mpimesh.transport.ping import best_s, ping_pong
-from mpimesh.transport.regions import Give, Part, Regions, Take
 
 __all__ = ["measured_links"]
 
@@ -92,7 +91,7 @@ def _read(
     before, after = here[place - 1], here[(place + 1) % len(here)]
     source, target = (empty((_LARGE_BYTES,), np.dtype(np.uint8)) for _ in range(2))
     source[...] = target[...] = 0  # memory that is there
-    whole = (slice(0, _LARGE_BYTES),)
+    whole = ((0, _LARGE_BYTES),)
     regions = Regions()
     if len(here) > 1:
         takes = [Take(whole, (Part(after, source.shape, whole),))]

@@ -33,12 +33,12 @@ class MeshShape(MeshDevices):
     Attributes:
         mesh: The mesh as a value, with this rank as its local one.
         value: The same without, so that it is equal on all ranks.
-        kept: What other rooms have worked out once for the mesh as it is.
+        layout_cache: Layouts, and ways between them, of the mesh as it is.
     """
 
     mesh: Mesh
     value: Mesh
-    kept: dict[Hashable, Any]
+    layout_cache: dict[Hashable, Any]
 
     def reshape(self, dims: DimsLike | Mesh | MeshTopology) -> None:
         """Arrange the same ranks in other dims.
@@ -112,7 +112,7 @@ class MeshShape(MeshDevices):
         names = [given[mesh.offset_of(one)] if given else self._device_name(one) for one in local]
         self.mesh = mesh.with_local(local, names)
         self.value = mesh.with_local(())
-        self.kept = {}
+        self.layout_cache = {}
         self._topology = topology
         self.name = mesh.name
         self.dims = mesh.dims

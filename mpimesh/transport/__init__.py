@@ -11,7 +11,6 @@ from mpimesh.transport.base import (
     Request,
 )
 from mpimesh.transport.engine import Engine, Moved, StagedRequest, Steps, run_steps
-from mpimesh.transport.regions import Give, Part, Regions, Take
 from mpimesh.transport.virtual import VirtualCommunicator, VirtualWorld, virtual_communicators
 
 __all__ = [
@@ -19,15 +18,11 @@ __all__ = [
     "WHOLE_MESSAGE_BYTES",
     "Communicator",
     "Engine",
-    "Give",
     "Moved",
-    "Part",
     "RecvRequest",
-    "Regions",
     "Request",
     "StagedRequest",
     "Steps",
-    "Take",
     "VirtualCommunicator",
     "VirtualWorld",
     "run_steps",

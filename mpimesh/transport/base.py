@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.errors import TransportError
+from mpimesh.transport.regions import check_regions
 from mpimesh.transport.route import Route
 
 if TYPE_CHECKING:
     from mpimesh.arrays import ArrayPool
+    from mpimesh.layout.regions import Regions
     from mpimesh.transport.engine import Engine, Steps
     from mpimesh.transport.lending import Lending
-    from mpimesh.transport.regions import Regions
     from mpimesh.transport.signatures import Signatures
 
 __all__ = [
@@ -247,10 +248,10 @@ class Communicator(ABC):
                 on this rank alone.
         """
         # Imported late: messages need this contract.
-        from mpimesh.transport.region_moves import move_regions
+        from mpimesh.transport.region_messages import exchange_by_messages
 
-        regions.check(self.rank, self.size, source, target)
-        return move_regions(self, source, target, regions, max_bytes=max_bytes)
+        check_regions(regions, self.rank, self.size, source, target)
+        return exchange_by_messages(self, source, target, regions, max_bytes=max_bytes)
 
     @abstractmethod
     def barrier(self) -> Request:

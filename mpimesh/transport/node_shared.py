@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpimesh.arrays.types import HostArray
+from mpimesh.layout.regions import Regions
 from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.board import Entry, Room
 from mpimesh.transport.choice import NEVER, OPERATIONS, Choice
@@ -24,9 +25,8 @@ from mpimesh.transport.engine import Engine, Moved, Steps
 from mpimesh.transport.entering import NOT_READ
 from mpimesh.transport.node_ordinary import Ordinary
 from mpimesh.transport.quick import InPlaces, OneShot, Plans
-from mpimesh.transport.region_reading import Reading
-from mpimesh.transport.region_ready import Ready
-from mpimesh.transport.regions import Regions, check_contiguous
+from mpimesh.transport.region_shared import Copies, CopyRule, SharedExchange, SharedPlan
+from mpimesh.transport.regions import check_contiguous, check_regions, kind_of
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import (
     agreed_counts,
@@ -38,7 +38,6 @@ from mpimesh.transport.team_reduce import (
     all_reduce_work,
     reduce_scatter_work,
 )
-from mpimesh.transport.team_regions import Copies, CopyRule
 from mpimesh.transport.team_work import Work
 from mpimesh.transport.what import Operation, operation_number
 
@@ -76,7 +75,7 @@ class NodeShared:
         self._ordinary = Ordinary(team, engine, messages)
         self._plans = Plans()
         self.copied = CopyRule.for_ranks(team.size)
-        self._exchanges: dict[tuple[object, ...], Ready] = {}
+        self._exchanges: dict[tuple[object, ...], SharedPlan] = {}
         self.use(Choice([NEVER] * len(OPERATIONS), ""))
 
     def use(self, choice: Choice) -> None:
@@ -137,8 +136,8 @@ class NodeShared:
         Raises:
             MpimeshError: At once, on this rank alone, if the arrays do not fit.
         """
-        ready = self._ready_for(regions, source, target)
-        return self._start(self._begin_exchange, ready, source, target, max_bytes)
+        plan = self._plan_of(regions, source, target)
+        return self._start(self._begin_exchange, plan, source, target, max_bytes)
 
     @property
     def read_copies(self) -> list[HostArray]:
@@ -292,7 +291,7 @@ class NodeShared:
 
     def _begin_exchange(
         self,
-        ready: Ready,
+        plan: SharedPlan,
         source: HostArray | None,
         target: HostArray | None,
         max_bytes: int,
@@ -300,33 +299,31 @@ class NodeShared:
         team = self._team
         source_at = -1 if source is None else team.find(source)
         target_at = -1 if target is None else team.find(target)
-        return Reading(
+        return SharedExchange(
             team,
             self._engine,
             self._messages,
-            ready,
-            ready.offer(self._copies, source, source_at, self.copied),
+            plan,
+            plan.offer(self._copies, source, source_at, self.copied),
             (source, target),
             (source_at, target_at),
             max_bytes,
         )
 
-    def _ready_for(
+    def _plan_of(
         self, regions: Regions, source: HostArray | None, target: HostArray | None
-    ) -> Ready:
+    ) -> SharedPlan:
         """Return what is worked out once for such an exchange."""
-        given = None if source is None else (source.shape, source.dtype)
-        taken = None if target is None else (target.shape, target.dtype)
-        key = (regions.number, given, taken)
-        ready = self._exchanges.get(key)
-        if ready is not None:
+        key = (regions, kind_of(source), kind_of(target))
+        plan = self._exchanges.get(key)
+        if plan is not None:
             check_contiguous(self._team.rank, source, target)
         else:
-            regions.check(self._team.rank, self._team.size, source, target)
+            check_regions(regions, self._team.rank, self._team.size, source, target)
             if len(self._exchanges) >= _MOST_EXCHANGES:
                 self._exchanges.clear()
-            ready = self._exchanges[key] = Ready(self._team, regions, source, target)
-        return ready
+            plan = self._exchanges[key] = SharedPlan(self._team, regions, source, target)
+        return plan
 
 
 def later(begin: Callable[..., Request], *arguments: Any) -> Steps:

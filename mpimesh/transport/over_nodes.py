@@ -23,19 +23,20 @@ from typing import TypeAlias
 import numpy as np
 
 from mpimesh.arrays.types import HostArray
+from mpimesh.layout.regions import Regions
 from mpimesh.transport.base import Request
 from mpimesh.transport.board import Entry
 from mpimesh.transport.crossing import Crossing
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.entering import NOT_READ, enter
 from mpimesh.transport.lanes import NOBODY, Lanes
-from mpimesh.transport.region_moves import RegionMoves
-from mpimesh.transport.regions import Regions
+from mpimesh.transport.region_messages import MessageExchange
+from mpimesh.transport.region_shared import Copies, blocks_of_node, copied_boxes
+from mpimesh.transport.regions import check_dtypes, check_regions, descriptor
 from mpimesh.transport.team import Team
 from mpimesh.transport.team_move import agreed_counts
 from mpimesh.transport.team_pass import pass_on, reduce_parts, share
 from mpimesh.transport.team_reduce import chunks_of, part_of
-from mpimesh.transport.team_regions import Copies, compare, copied_boxes, described, near_blocks
 from mpimesh.transport.what import EXCHANGE, Operation, operation_number
 from mpimesh.transport.windows import length
 
@@ -109,7 +110,7 @@ class OverNodes:
         max_bytes: int,
     ) -> StagedRequest:
         """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
-        regions.check(self._crossing.rank, self._crossing.size, source, target)
+        check_regions(regions, self._crossing.rank, self._crossing.size, source, target)
         steps = self._exchange_regions(source, target, regions, max_bytes)
         return self._engine.stage(self, steps)
 
@@ -279,10 +280,10 @@ class OverNodes:
         boxes = () if source is None else copied_boxes(regions, source.shape)
         offer = self._copies.offer(source, boxes)
         offer.fill()
-        entry = yield from self._enter(EXCHANGE, offer.at, described(source, target))
-        compare(dict(enumerate(entry.targets)))
-        blocks = near_blocks(team, entry, self._lanes.here, source, target)
-        yield RegionMoves(self._crossing, source, target, regions, blocks, max_bytes)
+        entry = yield from self._enter(EXCHANGE, offer.at, descriptor(source, target))
+        check_dtypes(dict(enumerate(entry.targets)))
+        blocks = blocks_of_node(team, entry, self._lanes.here, source, target)
+        yield MessageExchange(self._crossing, source, target, regions, blocks, max_bytes)
         yield team.meet()
 
     # -- helpers -----------------------------------------------------------------------

@@ -1,224 +1,90 @@
-"""The parts that each rank gets of the blocks of others, box by box: a value, prepared once.
+"""Exchanges of regions on the arrays of one rank: their checks, and the local work in them.
 
-The ranks of a communicator hold blocks. Each lists what it is to *take*, where it
-lies, and where it goes; and what it is to *give*, which is what the others take of
-its own block. Nothing here knows where the lists come from.
+The exchange itself is a value, `mpimesh.layout.regions`; `region_messages.py` carries it out by
+messages, and `region_shared.py` in memory that the ranks of a node share. Both make what is local
+of small pieces of work: copies, and reductions of parts in their order. Halves are added up in
+float32 and rounded once, at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
 from mpimesh.arrays import ReduceOp, refuse_objects, wire_dtype
 from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.types import DType, HostArray
-from mpimesh.errors import DTypeError, RankError, ReduceOpError, ShapeError
-from mpimesh.transport.boxes import Box, extent, fits, is_box
+from mpimesh.errors import DTypeError, MismatchError, RankError, ShapeError
+from mpimesh.layout.boxes import Box, extent, fits, global_box, slices, tiles, volume
+from mpimesh.layout.regions import Regions
 
 __all__ = [
-    "Give",
-    "Part",
-    "Regions",
-    "Take",
+    "FUNCTIONS",
+    "Kind",
+    "Piece",
     "check_contiguous",
+    "check_dtypes",
+    "check_regions",
+    "copy_own",
+    "described_bytes",
+    "descriptor",
+    "kind_of",
+    "piece_work",
+    "pieces_of",
     "raw_dtype",
     "sum_dtype",
 ]
 
-T = TypeVar("T")
+FUNCTIONS: dict[str, Callable[..., HostArray]] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
 
-_OPS = ("sum", "prod", "min", "max")
+_COPIED_BYTES = 512 * 1024
+"""Bytes that are copied at a time, before other operations have a turn."""
 
+_REDUCED_BYTES = 128 * 1024
+"""Bytes that are reduced at a time: the sum of two parts stays in cache for the third."""
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Where a piece of a value lies.
+_SIZE_BITS = 12
+_DTYPE_BITS = _SIZE_BITS + 7
 
-    Attributes:
-        rank: The rank that holds it, which may be the one that takes it.
-        shape: The shape of that rank's block, which is C-contiguous.
-        box: The piece in it.
+Kind: TypeAlias = tuple[tuple[int, ...], DType] | None
+"""The shape and the dtype of an array; None for no array."""
 
-    Raises:
-        ShapeError: If the box does not lie in the block.
-    """
+Piece: TypeAlias = tuple[str, Box, tuple[tuple[int, tuple[int, ...], Box], ...]]
+"""The reduction if any, where it goes, and for each part its rank, the shape there, and where."""
 
-    rank: int
-    shape: tuple[int, ...]
-    box: Box
-
-    def __post_init__(self) -> None:
-        if not is_box(self.box) or not fits(self.box, self.shape):
-            raise ShapeError(
-                f"a part is a box in a block, with unit steps; got {self.box} in the block of "
-                f"shape {self.shape} of rank {self.rank}"
-            )
+Call: TypeAlias = Callable[[], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
-    """One box that this rank is to get.
+# -- checks: local -------------------------------------------------------------------------
 
-    Attributes:
-        box: Where it goes in this rank's target.
-        parts: Where it lies: one part is copied, several are reduced in their order. All have
-            the extent of `box`.
-        op: ``"sum"``, ``"prod"``, ``"min"`` or ``"max"`` if there are several parts.
+
+def kind_of(array: HostArray | None) -> Kind:
+    """Return the shape and the dtype of an array."""
+    return None if array is None else (array.shape, array.dtype)
+
+
+def check_regions(
+    regions: Regions, rank: int, size: int, source: HostArray | None, target: HostArray | None
+) -> None:
+    """See whether the arrays of a rank fit what it takes and gives. Local.
 
     Raises:
-        ShapeError: If there are no parts, or one of another extent.
-        ReduceOpError: If there are several and no such `op`.
+        RankError: If a rank is named that there is not.
+        ShapeError: If an array is not C-contiguous, or a box lies outside of it.
+        DTypeError: If the arrays have different dtypes, hold Python objects, or cannot be
+            reduced as asked for.
     """
-
-    box: Box
-    parts: tuple[Part, ...]
-    op: str = ""
-
-    def __post_init__(self) -> None:
-        if not is_box(self.box) or not self.parts:
-            raise ShapeError(
-                f"what is taken goes into a box with unit steps and has at least one part; got "
-                f"{self.box} and {len(self.parts)} parts"
-            )
-        size = extent(self.box)
-        for part in self.parts:
-            if extent(part.box) != size:
-                raise ShapeError(
-                    f"all parts have the extent of the box that they go into, {size}; the part "
-                    f"of rank {part.rank} has {extent(part.box)}"
-                )
-        if self.op not in _OPS and (self.op or len(self.parts) > 1):
-            raise ReduceOpError(
-                f"{len(self.parts)} parts are reduced by one of {', '.join(_OPS)}, got {self.op!r}"
-            )
-
-    @property
-    def reduces(self) -> bool:
-        """Whether there are several parts."""
-        return len(self.parts) > 1
-
-
-@dataclass(frozen=True, slots=True)
-class Give:
-    """One box of this rank's source that another rank takes.
-
-    Attributes:
-        rank: The other.
-        box: The box that this one's part has in the other's take.
-
-    Raises:
-        ShapeError: If the box is none.
-    """
-
-    rank: int
-    box: Box
-
-    def __post_init__(self) -> None:
-        if not is_box(self.box):
-            raise ShapeError(
-                f"a box has unit steps, and 0 <= start <= stop on each axis; got {self.box} for "
-                f"rank {self.rank}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Regions:
-    """All that one rank takes and gives in an exchange.
-
-    Make it once and pass it again with every exchange of the same kind: what is worked out for
-    the first one is kept.
-
-    Attributes:
-        takes: What this rank gets. Boxes of different takes do not overlap.
-        gives: For each rank that takes of this one, all its parts here, in the order of its
-            takes and of their parts. What this rank takes of itself may be listed or not.
-        number: One that no others of this process have.
-    """
-
-    takes: tuple[Take, ...] = ()
-    gives: tuple[Give, ...] = ()
-    number: int = field(default_factory=count().__next__, init=False, repr=False, compare=False)
-    _prepared: dict[Hashable, Any] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "takes", tuple(self.takes))
-        object.__setattr__(self, "gives", tuple(self.gives))
-
-    def prepared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` gives, from the last time if it was asked for by this key."""
-        try:
-            found: T = self._prepared[key]
-        except KeyError:
-            found = self._prepared[key] = make()
-        return found
-
-    def check(
-        self, rank: int, size: int, source: HostArray | None, target: HostArray | None
-    ) -> None:
-        """See whether the arrays of a rank fit. Local.
-
-        Raises:
-            RankError: If a rank is named that there is not.
-            ShapeError: If an array is not C-contiguous, or a box lies outside of it.
-            DTypeError: If the arrays have different dtypes, hold Python objects, or cannot be
-                reduced as asked for.
-        """
-        check_contiguous(rank, source, target)
-        given = None if source is None else (source.shape, source.dtype)
-        taken = None if target is None else (target.shape, target.dtype)
-        key = ("check", rank, size, given, taken)
-        if key not in self._prepared:
-            self._prepared[key] = self._check(rank, size, given, taken)
-
-    def _check(
-        self,
-        rank: int,
-        size: int,
-        source: tuple[tuple[int, ...], DType] | None,
-        target: tuple[tuple[int, ...], DType] | None,
-    ) -> bool:
-        ranks = {give.rank for give in self.gives}
-        ranks |= {part.rank for take in self.takes for part in take.parts}
-        for one in ranks:
-            if not 0 <= one < size:
-                raise RankError(f"there are ranks 0 to {size - 1}, but rank {rank} names {one}")
-        dtypes = {one[1] for one in (source, target) if one is not None}
-        if len(dtypes) > 1:
-            raise DTypeError(
-                f"source and target of an exchange have one dtype, got "
-                f"{' and '.join(sorted(map(str, dtypes)))} on rank {rank}"
-            )
-        for dtype in dtypes:
-            refuse_objects(dtype)
-            for op in {take.op for take in self.takes if take.reduces}:
-                wire_dtype(dtype, ReduceOp(op))
-        self._check_boxes("target", rank, target, [take.box for take in self.takes])
-        self._check_boxes("source", rank, source, [give.box for give in self.gives])
-        own = {part.shape for take in self.takes for part in take.parts if part.rank == rank}
-        if own and (source is None or own != {source[0]}):
-            raise ShapeError(
-                f"rank {rank} takes of its own block with shape {sorted(own)}, but its source has "
-                f"{'none' if source is None else source[0]}"
-            )
-        return True
-
-    @staticmethod
-    def _check_boxes(
-        name: str, rank: int, array: tuple[tuple[int, ...], DType] | None, boxes: Sequence[Box]
-    ) -> None:
-        for box in boxes:
-            if array is None or not fits(box, array[0]):
-                raise ShapeError(
-                    f"box {box} does not lie in the {name} of rank {rank}, which has "
-                    f"{'none' if array is None else f'shape {array[0]}'}"
-                )
+    check_contiguous(rank, source, target)
+    kinds = kind_of(source), kind_of(target)
+    regions.prepared(("check", rank, size, kinds), lambda: _check(regions, rank, size, *kinds))
 
 
 def check_contiguous(rank: int, source: HostArray | None, target: HostArray | None) -> None:
@@ -235,6 +101,81 @@ def check_contiguous(rank: int, source: HostArray | None, target: HostArray | No
             )
 
 
+def _check(regions: Regions, rank: int, size: int, source: Kind, target: Kind) -> None:
+    ranks = {give.rank for give in regions.gives}
+    ranks |= {part.rank for take in regions.takes for part in take.parts}
+    for other in ranks:
+        if not 0 <= other < size:
+            raise RankError(f"there are ranks 0 to {size - 1}, but rank {rank} names {other}")
+    dtypes = {kind[1] for kind in (source, target) if kind is not None}
+    if len(dtypes) > 1:
+        raise DTypeError(
+            f"source and target of an exchange have one dtype, got "
+            f"{' and '.join(sorted(map(str, dtypes)))} on rank {rank}"
+        )
+    for dtype in dtypes:
+        refuse_objects(dtype)
+        for op in {take.op for take in regions.takes if take.reduces}:
+            wire_dtype(dtype, ReduceOp(op))
+    _check_boxes("target", rank, target, [take.box for take in regions.takes])
+    _check_boxes("source", rank, source, [give.box for give in regions.gives])
+    own = {part.shape for take in regions.takes for part in take.parts if part.rank == rank}
+    if own and (source is None or own != {source[0]}):
+        raise ShapeError(
+            f"rank {rank} takes of its own block with shape {sorted(own)}, but its source has "
+            f"{'none' if source is None else source[0]}"
+        )
+
+
+def _check_boxes(name: str, rank: int, array: Kind, boxes: Sequence[Box]) -> None:
+    for box in boxes:
+        if array is None or not fits(box, array[0]):
+            raise ShapeError(
+                f"box {box} does not lie in the {name} of rank {rank}, which has "
+                f"{'none' if array is None else f'shape {array[0]}'}"
+            )
+
+
+# -- checks: over ranks --------------------------------------------------------------------
+
+
+def descriptor(*arrays: HostArray | None) -> int:
+    """Return the size of a rank's source, and the dtype of it and its target, as one number.
+
+    0 if it has neither.
+    """
+    for number, array in enumerate(arrays):
+        if array is not None:
+            code = ord(array.dtype.kind) << _SIZE_BITS | array.dtype.itemsize % (1 << _SIZE_BITS)
+            return (0 if number else array.nbytes) << _DTYPE_BITS | code
+    return 0
+
+
+def described_bytes(number: int) -> int:
+    """Return the size of a rank's source, by its descriptor."""
+    return number >> _DTYPE_BITS
+
+
+def check_dtypes(descriptors: Mapping[int, int]) -> None:
+    """See whether the arrays of ranks have one dtype, by their descriptors.
+
+    Raises:
+        MismatchError: If not.
+    """
+    codes = {rank: code % (1 << _DTYPE_BITS) for rank, code in descriptors.items() if code}
+    if len({*codes.values()}) > 1:
+        each = ", ".join(
+            f"rank {rank}: {chr(code >> _SIZE_BITS)}{code % (1 << _SIZE_BITS)}"
+            for rank, code in sorted(codes.items())[:16]
+        )
+        raise MismatchError(
+            f"an exchange of regions has one dtype on all ranks; kinds and bytes are: {each}"
+        )
+
+
+# -- dtypes --------------------------------------------------------------------------------
+
+
 def raw_dtype(dtype: DType) -> DType:
     """Return a dtype of the same size that NumPy copies fastest, all bytes of an element."""
     if dtype.kind in "biufc" and dtype.isnative:
@@ -248,3 +189,71 @@ _WORDS: dict[int, DType] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 def sum_dtype(dtype: DType) -> DType:
     """Return the dtype in which elements are reduced: float32 for smaller floats."""
     return np.dtype(np.float32) if is_half(dtype) else dtype
+
+
+# -- local work ------------------------------------------------------------------------
+
+
+def copy_own(regions: Regions, source: HostArray, target: HostArray) -> None:
+    """Copy what a rank takes, where all of it is its own."""
+    for into, part in regions.prepared("own", lambda: _own_indices(regions)):
+        target[into] = source[part]
+
+
+def _own_indices(regions: Regions) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    return [(slices(take.box), slices(take.parts[0].box)) for take in regions.takes]
+
+
+def pieces_of(regions: Regions, takes: Sequence[int], first: int, itemsize: int) -> list[Piece]:
+    """Cut takes into pieces that fit into cache.
+
+    Args:
+        regions: The whole.
+        takes: Which takes of it.
+        first: The rank whose parts are to be copied first: not all should read from the same.
+        itemsize: Bytes of an element.
+    """
+    pieces: list[Piece] = []
+    for number in takes:
+        take = regions.takes[number]
+        most = (_REDUCED_BYTES if take.reduces else _COPIED_BYTES) // itemsize
+        for tile in tiles(extent(take.box), max(1, most)):
+            if volume(tile):
+                parts = [(part.rank, part.shape, global_box(tile, part.box)) for part in take.parts]
+                op = take.op if take.reduces else ""
+                pieces.append((op, global_box(tile, take.box), tuple(parts)))
+    after = [piece for piece in pieces if piece[2][0][0] >= first]
+    return after + [piece for piece in pieces if piece[2][0][0] < first]
+
+
+def piece_work(
+    op: str,
+    target: HostArray,
+    sources: Sequence[HostArray],
+    dtype: DType,
+    scratch: Callable[[int], HostArray],
+) -> tuple[Call, ...]:
+    """Return the calls of NumPy that make a piece. Doing them again from the first is harmless.
+
+    Args:
+        op: The reduction; empty if there is one source, which is copied.
+        target: Where it goes.
+        sources: Its parts.
+        dtype: The elements' own dtype.
+        scratch: Gives so many bytes for what is worked out on the way.
+    """
+    if not op:
+        return (partial(np.copyto, target, sources[0]),)
+    function = FUNCTIONS[op]
+    between = sum_dtype(dtype)
+    if between == dtype:
+        first = partial(function, sources[0], sources[1], out=target)
+        return (first, *[partial(function, target, source, out=target) for source in sources[2:]])
+    shape, nbytes = target.shape, target.size * between.itemsize
+    both = scratch(2 * nbytes)
+    total = both[:nbytes].view(between).reshape(shape)
+    term = both[nbytes : 2 * nbytes].view(between).reshape(shape)
+    calls: list[Call] = [partial(np.copyto, total, sources[0])]
+    for source in sources[1:]:
+        calls += [partial(np.copyto, term, source), partial(function, total, term, out=total)]
+    return (*calls, partial(np.copyto, target, total, casting="unsafe"))

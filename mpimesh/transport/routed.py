@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpimesh.arrays.types import HostArray
+from mpimesh.layout.regions import Regions
 from mpimesh.transport.base import Request
 from mpimesh.transport.calibration import measure, measure_nodes, two_levels
 from mpimesh.transport.choice import NEVER, NUMBERS, OPERATIONS, Choice
@@ -26,7 +27,6 @@ from mpimesh.transport.mpi import MPICommunicator
 from mpimesh.transport.node import Node
 from mpimesh.transport.node_shared import NodeShared, later
 from mpimesh.transport.over_nodes import OverNodes
-from mpimesh.transport.regions import Regions
 from mpimesh.transport.route import Route
 from mpimesh.transport.team import Team
 from mpimesh.transport.waiting import poll

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.transport.regions import Give, Part, Regions, Take
+from mpimesh.layout import Box, Give, Part, Regions, Take
+from mpimesh.layout.boxes import slices, whole
 
 __all__ = ["DTYPES", "Case", "gives_of", "make", "ring", "rows_to_columns"]
 
@@ -98,12 +99,12 @@ def rows_to_columns(ranks: int, rows: int, columns: int) -> list[Regions]:
     takes = [
         [
             Take(
-                (slice(row[s], row[s + 1]), slice(0, column[r + 1] - column[r])),
+                ((row[s], row[s + 1]), (0, column[r + 1] - column[r])),
                 (
                     Part(
                         s,
                         (row[s + 1] - row[s], columns),
-                        (slice(0, row[s + 1] - row[s]), slice(column[r], column[r + 1])),
+                        ((0, row[s + 1] - row[s]), (column[r], column[r + 1])),
                     ),
                 ),
             )
@@ -123,7 +124,7 @@ def ring(ranks: int, rows: int, columns: int) -> list[Regions]:
     shape = (rows + 2, columns)
 
     def row(number: int) -> Any:
-        return (slice(number, number + 1), slice(0, columns))
+        return ((number, number + 1), (0, columns))
 
     takes = [
         [
@@ -167,21 +168,18 @@ def _takes(
     rng: Any, shape: tuple[int, ...], shapes: list[tuple[int, ...]], ops: list[str]
 ) -> list[Take]:
     """Cut the target into strips along an axis; each is taken if some blocks are large enough."""
-    boxes = [tuple(slice(0, size) for size in shape)]
+    boxes: list[Box] = [whole(shape)]
     if shape:
         axis = int(rng.integers(len(shape)))
         cuts = np.unique(rng.integers(0, shape[axis] + 1, 4)).tolist()
-        whole = boxes[0]
-        boxes = [
-            (*whole[:axis], slice(first, last), *whole[axis + 1 :])
-            for first, last in pairwise(cuts)
-        ]
-        boxes += [tuple(slice(0, 0) for _ in shape)] * int(rng.integers(2))
+        (rest,) = boxes
+        boxes = [(*rest[:axis], edges, *rest[axis + 1 :]) for edges in pairwise(cuts)]
+        boxes += [whole([0] * len(shape))] * int(rng.integers(2))
     rng.shuffle(boxes)
     found = []
     for box in boxes:
         box = _narrowed(rng, box)
-        size = [part.stop - part.start for part in box]
+        size = [stop - start for start, stop in box]
         fitting = [
             rank
             for rank, there in enumerate(shapes)
@@ -195,21 +193,21 @@ def _takes(
             starts = [
                 int(rng.integers(0, b - a + 1)) for a, b in zip(size, shapes[rank], strict=True)
             ]
-            there = tuple(slice(at, at + a) for at, a in zip(starts, size, strict=True))
+            there = tuple((at, at + a) for at, a in zip(starts, size, strict=True))
             parts.append(Part(rank, shapes[rank], there))
         op = ops[int(rng.integers(len(ops)))] if count > 1 else ""
         found.append(Take(box, tuple(parts), op))
     return found
 
 
-def _narrowed(rng: Any, box: tuple[slice, ...]) -> tuple[slice, ...]:
+def _narrowed(rng: Any, box: Box) -> Box:
     """Leave something of a box out, now and then."""
     if rng.random() < 0.5:
         return box
     cut = []
-    for part in box:
-        first, last = sorted(rng.integers(part.start, part.stop + 1, 2).tolist())
-        cut.append(slice(first, last))
+    for start, stop in box:
+        first, last = sorted(rng.integers(start, stop + 1, 2).tolist())
+        cut.append((first, last))
     return tuple(cut)
 
 
@@ -217,12 +215,12 @@ def _after(takes: list[Take], sources: list[Any], before: Any) -> Any:
     after = before.copy()
     half = after.dtype == np.float16
     for take in takes:
-        parts = [sources[part.rank][part.box] for part in take.parts]
+        parts = [sources[part.rank][slices(part.box)] for part in take.parts]
         if len(parts) == 1:
-            after[take.box] = parts[0]
+            after[slices(take.box)] = parts[0]
             continue
         if half:
             parts = [part.astype(np.float32) for part in parts]
         with np.errstate(all="ignore"):
-            after[take.box] = reduce(_FUNCTIONS[take.op], parts).astype(after.dtype)
+            after[slices(take.box)] = reduce(_FUNCTIONS[take.op], parts).astype(after.dtype)
     return after

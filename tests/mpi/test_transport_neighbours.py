@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mpimesh.errors import MismatchError
-from mpimesh.transport import region_reading, routed
+from mpimesh.layout import Part, Regions, Take
+from mpimesh.transport import region_shared, routed
 from mpimesh.transport.board import SLOTS
-from mpimesh.transport.regions import Part, Regions, Take
-from mpimesh.transport.team_regions import CopyRule
+from mpimesh.transport.region_shared import CopyRule
 from mpimesh.transport.team_work import do_at_once
 from tests.contract.regions import gives_of, ring
 from tests.contract.shared_memory import done, opened, put
@@ -29,14 +29,14 @@ def ranks(request, comm):
 
 def chain(ranks, size):
     """Return the exchange in which each rank takes the block of the one before it."""
-    box = (slice(0, size),)
+    box = ((0, size),)
     takes = [[Take(box, (Part(r - 1, (size,), box),))] if r else [] for r in range(ranks)]
     return [Regions(tuple(t), tuple(g)) for t, g in zip(takes, gives_of(takes), strict=True)]
 
 
 def pairs(ranks, size):
     """Return the exchange in which ranks 0 and 1, 2 and 3, and so on swap their blocks."""
-    box = (slice(0, size),)
+    box = ((0, size),)
     takes = [
         [Take(box, (Part(r ^ 1, (size,), box),))] if r ^ 1 < ranks else [] for r in range(ranks)
     ]
@@ -72,7 +72,7 @@ def test_a_block_is_written_again_when_its_readers_are_through(comm, ranks, monk
             time.sleep(slow.random() * 2e-3)
         do_at_once(*arguments)
 
-    monkeypatch.setattr(region_reading, "do_at_once", dawdling)
+    monkeypatch.setattr(region_shared, "do_at_once", dawdling)
     me, n = ranks.rank, ranks.size
     regions = ring(n, 3, 50)[me]
     flat = put(np.zeros(250), "shared", ranks)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mpimesh.errors import ClosedError, MismatchError
-from mpimesh.transport import region_moves, region_reading
+from mpimesh.layout import Part, Regions, Take
+from mpimesh.transport import region_messages, region_shared
 from mpimesh.transport.board import Board
 from mpimesh.transport.mpi import MPICommunicator
-from mpimesh.transport.regions import Part, Regions, Take
 from mpimesh.transport.team_work import do_at_once
 from tests.contract.regions import DTYPES, gives_of, make, ring, rows_to_columns
 from tests.contract.shared_memory import MEMORIES, done, node_of, opened, put
@@ -116,13 +116,13 @@ def test_a_rank_without_memory_for_a_copy_sends_its_parts(comm, monkeypatch):
             monkeypatch.setattr(ranks._team._arena, "empty", lambda nbytes: None)
         me, n = ranks.rank, ranks.size
         sent = []
-        real = region_moves.RegionMoves._send
+        real = region_messages.MessageExchange._send
 
         def noted(*arguments):
             sent.append(arguments)
             return real(*arguments)
 
-        monkeypatch.setattr(region_moves.RegionMoves, "_send", noted)
+        monkeypatch.setattr(region_messages.MessageExchange, "_send", noted)
         plan = rows_to_columns(n, 4 * n, 4 * n)
         whole = np.arange(16.0 * n * n).reshape(4 * n, 4 * n)
         memory = "ordinary" if me == n - 1 else "shared"
@@ -195,7 +195,7 @@ class Idle:
 def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, memory, number, after):
     """A sum is not added up twice."""
     n = comm.size
-    box = (slice(0, 60_000),)
+    box = ((0, 60_000),)
     take = Take(box, tuple(Part(r, (60_000,), box) for r in range(n)), "sum")
     gives = gives_of([[take]] * n)
     calls = 0
@@ -211,7 +211,7 @@ def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, memory, num
 
     with opened(comm) as ranks:
         if ranks.rank == 0:
-            monkeypatch.setattr(region_reading, "do_at_once", interrupted)
+            monkeypatch.setattr(region_shared, "do_at_once", interrupted)
         source = lying(np.full(60_000, ranks.rank + 1.0), memory, ranks)
         target = np.zeros(60_000)
         regions = Regions((take,), tuple(gives[ranks.rank]))
@@ -295,7 +295,7 @@ def test_messages_where_they_are_asked_for(comm, monkeypatch):
 def test_sums_have_the_same_bits_whichever_way(comm):
     """Whatever the order in which parts come."""
     n = comm.size
-    box = (slice(0, 5000),)
+    box = ((0, 5000),)
     order = [*range(n - 1, -1, -1), 0]
     take = Take(box, tuple(Part(r, (5000,), box) for r in order), "sum")
     gives = gives_of([[take]] * n)

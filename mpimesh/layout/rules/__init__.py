@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from mpimesh.layout.rules.contraction import (
+from mpimesh.layout.rules.patterns import (
+    KEEP,
     Contraction,
+    Linear,
+    Pattern,
+    broadcast_axes,
+    broadcast_shape,
     contraction,
     einsum_pattern,
+    elementwise_pattern,
     matmul_pattern,
+    reduced_shape,
+    reduction_pattern,
 )
-from mpimesh.layout.rules.elementwise import broadcast_axes, broadcast_shape, elementwise_pattern
-from mpimesh.layout.rules.pattern import KEEP, Linear, Pattern
-from mpimesh.layout.rules.reduction import reduced_shape, reduction_pattern
 from mpimesh.layout.rules.search import rule_for
 
 __all__ = [

@@ -13,7 +13,7 @@ from mpimesh.layout.layout import Layout
 from mpimesh.layout.placement import Placement
 from mpimesh.layout.plan import plan_redistribution
 from mpimesh.layout.rule import Operand, OpRule
-from mpimesh.layout.rules.pattern import Pattern
+from mpimesh.layout.rules.patterns import Pattern
 from mpimesh.layout.spec import Partial, PlacementSpec, Replicate, Shard
 from mpimesh.mesh import Mesh
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from mpimesh.errors import LayoutError
 from mpimesh.layout import Layout, Link, Links, Phase, plan_redistribution
-from mpimesh.layout.node_dims import node_dims
-from mpimesh.layout.two_levels import Fetching, Sharing
-from mpimesh.layout.ways import AT_ONCE, TWO_LEVELS
+from mpimesh.layout.strategies import AT_ONCE, TWO_LEVELS, node_dims
+from mpimesh.layout.two_levels import InterNode, IntraNode, crossing
 from mpimesh.mesh import Mesh
 from tests.helpers.depth import examples
 from tests.helpers.layout_oracle import (
@@ -54,9 +53,9 @@ def test_what_is_fetched_and_shared_is_what_is_taken_at_once(move, nodes):
     """Whether or not it is fastest: counts, and each byte that a node lacks once."""
     source, target, shape = move
     whole = Phase(source.tiling(shape), target.tiling(shape), nodes=tuple(nodes))
-    fetching, sharing = Fetching(whole), Sharing(whole)
+    fetching, sharing = InterNode(whole), IntraNode(whole)
     for phase in (whole, fetching, sharing):
-        assert counted(phase, nodes) == np.stack([*phase.received(), *phase.crossing()]).tolist()
+        assert counted(phase, nodes) == np.stack([*phase.received(), *crossing(phase)]).tolist()
         takes = {
             (who, rank, take.box)
             for rank in target.mesh.ids
@@ -71,12 +70,12 @@ def test_what_is_fetched_and_shared_is_what_is_taken_at_once(move, nodes):
         assert takes == gives
     at_once = whole.received()[0]
     assert (fetching.received()[0] + sharing.received()[0] == at_once).all()
-    assert fetching.crossing()[0].sum() == crossing_at_least(source, target, shape, nodes)
-    assert not sharing.crossing()[0].any()
+    assert crossing(fetching)[0].sum() == crossing_at_least(source, target, shape, nodes)
+    assert not crossing(sharing)[0].any()
     for rank in target.mesh.ids:
         boxes = [take.box for phase in (fetching, sharing) for take in phase.takes(rank)]
         assert sum(map(elements, boxes)) == elements(target.box(shape, rank))
-        for take in sharing.takes(rank):  # of what its mates have by then
+        for take in sharing.takes(rank):  # of what its peers have by then
             assert take.box in [one.box for one in fetching.takes(take.ranks[0])]
 
 
@@ -99,7 +98,7 @@ def test_each_byte_crosses_once(dims, source, target, copies, per_node):
     others = 8 // per_node - 1
     before, after = Layout(mesh, source), Layout(mesh, target)
     plan = plan_redistribution(before, after, shape, 8, nodes=nodes, links=SLOW_BETWEEN)
-    assert plan.ways[0][0] == TWO_LEVELS
+    assert plan.strategies[0][0] == TWO_LEVELS
     assert plan.crossing_bytes == copies * others * 16 * 16 * 8
     array, blocks = first_blocks(before, shape, np.random.default_rng(1))
     held, _ = simulate(plan, blocks, nodes)
@@ -130,7 +129,7 @@ def test_sums_are_right_whatever_way_is_taken(dims, node_of, data):
         assert plan.crossing_bytes == 4096 * sum(row[2] for row in counts.values())
     at_once = Phase(source.tiling(shape), target.tiling(shape), nodes=tuple(nodes))
     if "P" not in f"{source} {target}":
-        assert plans[0].crossing_bytes <= 4096 * at_once.crossing()[0].sum()
+        assert plans[0].crossing_bytes <= 4096 * crossing(at_once)[0].sum()
 
 
 def test_dims_are_split_where_a_node_ends():
@@ -155,14 +154,14 @@ def test_small_arrays_go_at_once_and_large_ones_on_two_levels():
     layouts = Layout(PAIRS, "S0,S0"), Layout(PAIRS, "R,R")
     small = plan_redistribution(*layouts, (16,), 8, nodes=NODES)
     large = plan_redistribution(*layouts, (1 << 20,), 8, nodes=NODES)
-    assert [name for name, _ in small.ways] == [AT_ONCE, TWO_LEVELS]
-    assert [name for name, _ in large.ways] == [TWO_LEVELS, AT_ONCE]
-    assert large.predicted_s() == large.ways[0][1] < large.ways[1][1]
+    assert [name for name, _ in small.strategies] == [AT_ONCE, TWO_LEVELS]
+    assert [name for name, _ in large.strategies] == [TWO_LEVELS, AT_ONCE]
+    assert large.predicted_s() == large.strategies[0][1] < large.strategies[1][1]
     assert large.crossing_bytes == 8 << 20
     fast = Links(far=Link(2e-6, 1e12))
-    assert plan_redistribution(*layouts, (1 << 20,), 8, nodes=NODES, links=fast).ways[0][0] == (
-        AT_ONCE
-    )
+    assert plan_redistribution(*layouts, (1 << 20,), 8, nodes=NODES, links=fast).strategies[0][
+        0
+    ] == (AT_ONCE)
 
 
 def test_the_text_says_the_way_and_why():
@@ -203,7 +202,7 @@ def test_collectives_that_do_it_all(source, target, found):
     options: dict[str, Any] = {"nodes": range(8), "links": LATE_BETWEEN}
     plan = plan_redistribution(*layouts, (16, 16), 8, **options, collectives=True)
     assert plan.collective is None if found is None else str(plan.collective) == found
-    assert found is None or plan.ways[0][0] == found
+    assert found is None or plan.strategies[0][0] == found
     assert plan_redistribution(*layouts, (16, 16), 8, **options).collective is None
 
 

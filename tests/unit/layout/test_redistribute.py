@@ -18,7 +18,7 @@ from mpimesh.layout import (
     Shard,
     plan_redistribution,
 )
-from mpimesh.layout.two_levels import Fetching, Sharing
+from mpimesh.layout.two_levels import InterNode, IntraNode
 from mpimesh.mesh import Mesh
 from tests.helpers.layout_oracle import (
     MAX_RANK,
@@ -48,7 +48,7 @@ def walk(source, target, shape, *, array, blocks, itemsize=8, nodes=(), links=AS
     assert messages.tolist() == [counts[rank][1] for rank in target.mesh.ids]
     assert plan.crossing_bytes == itemsize * sum(row[2] for row in counts.values())
     if not partial_dims(source) and not partial_dims(target):
-        assert [type(phase) for phase in plan.phases] in ([Phase], [Fetching, Sharing])
+        assert [type(phase) for phase in plan.phases] in ([Phase], [InterNode, IntraNode])
         least = [itemsize * lacking(source, target, shape, rank) for rank in target.mesh.ids]
         assert received.tolist() == least
         if len(plan.phases) == 2:

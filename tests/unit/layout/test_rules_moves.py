@@ -9,13 +9,18 @@ from hypothesis import strategies as st
 
 from mpimesh.errors import IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Operand, Placement
-from mpimesh.layout.rules.axes import renumbered, unsplit
-from mpimesh.layout.rules.join import join_rules, overlaps
+from mpimesh.layout.rules.axes import (
+    join_rules,
+    lines_placement,
+    overlaps,
+    renumbered,
+    row_dim,
+    rows_placement,
+    unsplit,
+)
 from mpimesh.layout.rules.keys import read_key
-from mpimesh.layout.rules.lines import lines_placement
 from mpimesh.layout.rules.picks import counts_between, met, picked_placement
 from mpimesh.layout.rules.reshape import AxisGroup, axis_groups, full_shape, reshaped_placement
-from mpimesh.layout.rules.rows import row_dim, rows_placement
 from mpimesh.mesh import Mesh
 from tests.helpers.raises import raises
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mpimesh as mm
 from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout import Layout
-from mpimesh.layout.shifted import shift_reads
+from mpimesh.layout.reads import shift_reads
 
 MESHES = ["x=1", "x=2", "x=4", "x=2,y=2", "x=3,y=2", "x=1,y=2"]
 

@@ -17,9 +17,9 @@ Who waits for whom
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -27,14 +27,23 @@ import numpy as np
 from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import MismatchError
+from mpimesh.layout.boxes import (
+    Box,
+    extent,
+    flat_fragments,
+    global_box,
+    run_start,
+    slices,
+    view,
+    volume,
+    whole,
+)
+from mpimesh.layout.regions import Regions
 from mpimesh.transport.base import MAX_USER_TAG, Communicator, RecvRequest, Request
-from mpimesh.transport.boxes import Box, extent, inside, view, volume
 from mpimesh.transport.engine import Steps
-from mpimesh.transport.region_plan import MovePlan, Pair, move_plan
-from mpimesh.transport.region_work import FUNCTIONS, piece_work, pieces_of
-from mpimesh.transport.regions import Regions, raw_dtype, sum_dtype
+from mpimesh.transport.regions import FUNCTIONS, piece_work, pieces_of, raw_dtype, sum_dtype
 
-__all__ = ["REGIONS_TAG", "RegionMoves", "move_regions"]
+__all__ = ["REGIONS_TAG", "Blocks", "MessageExchange", "exchange_by_messages"]
 
 T = TypeVar("T")
 
@@ -43,11 +52,14 @@ REGIONS_TAG = MAX_USER_TAG + 9
 _STEPS_UNDER_WAY = 8
 """Messages that a rank sends, and receives, at a time."""
 
+_POOLED_BYTES = 64 << 20
+"""Most memory for packed pieces that is pooled for the next exchange."""
+
 Blocks: TypeAlias = Mapping[int, Callable[[tuple[int, ...]], HostArray]]
 """For ranks whose memory this one reads: what gives their block by its shape."""
 
 
-def move_regions(
+def exchange_by_messages(
     communicator: Communicator,
     source: HostArray | None,
     target: HostArray | None,
@@ -57,7 +69,132 @@ def move_regions(
 ) -> Steps:
     """Exchange regions by messages, but for what this rank takes of itself."""
     blocks: Blocks = {} if source is None else {communicator.rank: lambda shape: source}
-    yield RegionMoves(communicator, source, target, regions, blocks, max_bytes)
+    yield MessageExchange(communicator, source, target, regions, blocks, max_bytes)
+
+
+# -- the plan --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The boxes that one rank sends to another, as one of the two sees them.
+
+    Attributes:
+        rank: The other.
+        boxes: The boxes on this side, in their order; none is empty.
+        items: The take and the part that each is; only where they are received.
+        ends: How many elements have gone after each.
+        run: Where they begin in the block, if they are one run there; -1 if not.
+    """
+
+    rank: int
+    boxes: tuple[Box, ...]
+    items: tuple[tuple[int, int], ...]
+    ends: tuple[int, ...]
+    run: int
+
+    @property
+    def size(self) -> int:
+        """Number of their elements."""
+        return self.ends[-1]
+
+    def fragments(self, start: int, stop: int) -> list[tuple[int, int, Box]]:
+        """Return what elements `start` to `stop` are.
+
+        Returns:
+            For each fragment the number of its box, where it begins among them, and its part of
+            the box.
+        """
+        fragments = []
+        for number, (box, end) in enumerate(zip(self.boxes, self.ends, strict=True)):
+            begin = end - volume(box)
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                at = first
+                for part in flat_fragments(extent(box), first - begin, last - begin):
+                    fragments.append((number, at - start, part))
+                    at += volume(part)
+        return fragments
+
+
+@dataclass(frozen=True, slots=True)
+class _MessagePlan:
+    """The sends and receives of one rank.
+
+    Attributes:
+        sends: What goes to other ranks, step by step.
+        receives: What comes from others, step by step.
+        near: Takes of which no part is received.
+        mixed: Takes of several parts, of which some are.
+    """
+
+    sends: tuple[_Pair, ...]
+    receives: tuple[_Pair, ...]
+    near: tuple[int, ...]
+    mixed: tuple[int, ...]
+
+
+def _message_plan(
+    regions: Regions,
+    rank: int,
+    size: int,
+    near: frozenset[int],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> _MessagePlan:
+    """Plan who sends what to whom.
+
+    Args:
+        regions: What this rank takes and gives.
+        rank: This rank.
+        size: How many there are.
+        near: The ranks that read each other's memory, this one among them.
+        shapes: Those of its source and its target.
+    """
+    outgoing: dict[int, list[Box]] = {}
+    for give in regions.gives:
+        if give.rank != rank and give.rank not in near and volume(give.box):
+            outgoing.setdefault(give.rank, []).append(give.box)
+    incoming: dict[int, list[tuple[int, int]]] = {}
+    near_takes: list[int] = []
+    mixed: list[int] = []
+    for number, take in enumerate(regions.takes):
+        if not volume(take.box):
+            continue
+        far = [index for index, part in enumerate(take.parts) if part.rank not in near]
+        for index in far:
+            incoming.setdefault(take.parts[index].rank, []).append((number, index))
+        if not far:
+            near_takes.append(number)
+        elif take.reduces:
+            mixed.append(number)
+    sends = []
+    receives = []
+    for step in range(1, size):
+        after, before = (rank + step) % size, (rank - step) % size
+        if after in outgoing:
+            sends.append(_pair(after, outgoing[after], (), shapes[0], is_copied=True))
+        if before in incoming:
+            items = incoming[before]
+            boxes = [regions.takes[number].box for number, _ in items]
+            is_copied = not regions.takes[items[0][0]].reduces
+            receives.append(_pair(before, boxes, items, shapes[1], is_copied=is_copied))
+    return _MessagePlan(tuple(sends), tuple(receives), tuple(near_takes), tuple(mixed))
+
+
+def _pair(
+    rank: int,
+    boxes: Sequence[Box],
+    items: Sequence[tuple[int, int]],
+    shape: tuple[int, ...],
+    *,
+    is_copied: bool,
+) -> _Pair:
+    """Return the boxes of a pair; a single one that is only copied may be one run of memory."""
+    run = run_start(boxes[0], shape) if is_copied and len(boxes) == 1 else -1
+    return _Pair(rank, tuple(boxes), tuple(items), tuple(accumulate(map(volume, boxes))), run)
+
+
+# -- the exchange ----------------------------------------------------------------------
 
 
 def _nothing() -> HostArray:
@@ -74,7 +211,7 @@ class _Sending:
         request: The message under way.
     """
 
-    pair: Pair
+    pair: _Pair
     at: int = 0
     request: Request | None = None
 
@@ -92,7 +229,7 @@ class _Receiving:
         waiting: What has come and is not in its place yet.
     """
 
-    pair: Pair
+    pair: _Pair
     at: int = 0
     nbytes: int = 0
     request: RecvRequest | None = None
@@ -100,7 +237,7 @@ class _Receiving:
     waiting: deque[tuple[int, int, Box]] = field(default_factory=deque)
 
 
-class RegionMoves:
+class MessageExchange:
     """The request for an exchange of which all or some regions travel as messages.
 
     Args:
@@ -140,7 +277,7 @@ class RegionMoves:
         self._totals: dict[int, HostArray] = {}
         self._sending: deque[_Sending] = deque()
         self._receiving: deque[_Receiving] = deque()
-        self._held: list[_Receiving] = []
+        self._unplaced: list[_Receiving] = []
         self._unsent = 0
         self._piece = 0
         self._limited = max_bytes > 0
@@ -148,9 +285,9 @@ class RegionMoves:
             return
         near = frozenset(blocks) | {communicator.rank}
         shapes = source.shape, target.shape
-        plan: MovePlan = regions.prepared(
-            ("moves", communicator.rank, communicator.size, near, shapes),
-            lambda: move_plan(regions, communicator.rank, communicator.size, near, shapes),
+        plan = regions.prepared(
+            ("messages", communicator.rank, communicator.size, near, shapes),
+            lambda: _message_plan(regions, communicator.rank, communicator.size, near, shapes),
         )
         self._near.extend(plan.near)
         self._turns.update(dict.fromkeys(plan.mixed, 0))
@@ -165,7 +302,7 @@ class RegionMoves:
         """Move everything along that can move, and tell whether all is done."""
         while self._move():
             pass
-        return not (self._receiving or self._sending or self._held or self._turns)
+        return not (self._receiving or self._sending or self._unplaced or self._turns)
 
     def _move(self) -> bool:
         """Look at everything once, and tell whether anything has moved."""
@@ -176,12 +313,12 @@ class RegionMoves:
         if self._unsent or not self._receiving:
             for sending in self._under_way(self._sending):
                 moved |= self._send(sending)
-        for receiving in tuple(self._held):
+        for receiving in tuple(self._unplaced):
             moved |= self._place(receiving)
         if self._turns:
             moved |= self._reduce_near()
         if self._near:
-            self._take_near(self._near[0])
+            self._make_near(self._near[0])
             self._near.popleft()
             moved = True
         return moved
@@ -210,7 +347,7 @@ class RegionMoves:
         self._unsent -= stop == pair.size
         return True
 
-    def _packed(self, pair: Pair, start: int, stop: int) -> HostArray:
+    def _packed(self, pair: _Pair, start: int, stop: int) -> HostArray:
         """Return elements `start` to `stop` of what goes to a rank, as bytes in a row."""
         source = self._source
         if pair.run >= 0:
@@ -218,10 +355,10 @@ class RegionMoves:
         packed = self._empty(stop - start)
         if stop - start == pair.size:
             for box, first, last in zip(pair.boxes, (0, *pair.ends), pair.ends, strict=False):
-                packed[first:last].reshape(extent(box))[...] = source[box]
+                packed[first:last].reshape(extent(box))[...] = view(source, box)
             return packed.view(np.uint8)
         for number, at, part in pair.fragments(start, stop):
-            piece = view(source, inside(pair.boxes[number], part))
+            piece = view(source, global_box(part, pair.boxes[number]))
             packed[at : at + piece.size].reshape(piece.shape)[...] = piece
         return packed.view(np.uint8)
 
@@ -256,7 +393,7 @@ class RegionMoves:
         if pair.run < 0:
             start = receiving.at - receiving.nbytes // self._itemsize
             receiving.waiting.extend(pair.fragments(start, receiving.at))
-            self._held.append(receiving)
+            self._unplaced.append(receiving)
         if receiving.at == pair.size:
             self._receiving.remove(receiving)
         return True
@@ -271,19 +408,16 @@ class RegionMoves:
             take, place = pair.items[number]
             came = buffer[at : at + size].reshape(extent(part))
             if not self._regions.takes[take].reduces:
-                self._raw_target[inside(pair.boxes[number], part)] = came
+                self._raw_target[slices(global_box(part, pair.boxes[number]))] = came
             elif self._turns[take] != place:
                 return moved
             else:
                 self._reduce(take, part, came.view(self._dtype))
-                if all(
-                    p.stop == b.stop - b.start
-                    for p, b in zip(part, pair.boxes[number], strict=True)
-                ):
+                if tuple([stop for _, stop in part]) == extent(pair.boxes[number]):
                     self._next_turn(take)
             receiving.waiting.popleft()
             moved = True
-        self._held.remove(receiving)
+        self._unplaced.remove(receiving)
         if receiving.at == pair.size:
             receiving.buffer = _nothing()
         return True
@@ -298,8 +432,8 @@ class RegionMoves:
                 part = self._regions.takes[take].parts[self._turns[take]]
                 if part.rank not in self._blocks:
                     break
-                whole = tuple([slice(0, size) for size in extent(part.box)])
-                self._reduce(take, whole, view(self._blocks[part.rank](part.shape), part.box))
+                block = self._blocks[part.rank](part.shape)
+                self._reduce(take, whole(extent(part.box)), view(block, part.box))
                 self._next_turn(take)
                 moved = True
         return moved
@@ -310,7 +444,9 @@ class RegionMoves:
         total = self._totals.get(number)
         if total is None and sum_dtype(self._dtype) != self._dtype:
             total = self._totals[number] = np.empty(extent(take.box), sum_dtype(self._dtype))
-        where = view(self._target, inside(take.box, part)) if total is None else view(total, part)
+        where = (
+            view(self._target, global_box(part, take.box)) if total is None else view(total, part)
+        )
         if self._turns[number] == 0:
             np.copyto(where, came)
             return
@@ -330,7 +466,7 @@ class RegionMoves:
                 np.copyto(view(self._target, take.box), total, casting="unsafe")
         del self._turns[number]
 
-    def _take_near(self, number: int) -> None:
+    def _make_near(self, number: int) -> None:
         """Make a take whose parts are all in memory."""
         for op, box, parts in self._regions.prepared(
             ("near", number, self._itemsize),
@@ -357,10 +493,6 @@ class RegionMoves:
         return pool.empty((size,), self._raw)
 
 
-_POOLED_BYTES = 64 << 20
-"""Most memory for packed pieces that is kept for the next exchange."""
-
-
 def _fresh(nbytes: int) -> HostArray:
     return np.empty(nbytes, np.uint8)
 
@@ -371,4 +503,4 @@ def _bytes_of(array: HostArray, start: int, stop: int) -> HostArray:
 
 
 def _dtype_of(*arrays: HostArray | None) -> DType:
-    return next((one.dtype for one in arrays if one is not None), np.dtype(np.uint8))
+    return next((array.dtype for array in arrays if array is not None), np.dtype(np.uint8))

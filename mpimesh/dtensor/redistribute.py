@@ -1,0 +1,400 @@
+"""Redistribution: an array brought from one layout to another, as its plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+import numpy as np
+
+from mpimesh.arrays import DType, HostArray
+from mpimesh.errors import ClosedError, DTypeError, LayoutError, ReduceOpError, ShapeError
+from mpimesh.layout import (
+    Layout,
+    Placement,
+    PlacementLike,
+    RedistributionPlan,
+    Stage,
+    plan_redistribution,
+)
+from mpimesh.layout.boxes import view, volume
+from mpimesh.mesh import Mesh
+from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
+from mpimesh.runtime.received import parts
+from mpimesh.transport import Request, Steps, run_steps
+from mpimesh.transport.regions import copy_own
+
+__all__ = [
+    "fitting_layout",
+    "identity_of",
+    "moves_between_ranks",
+    "plan_redistribute",
+    "start_redistribute",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_MOST_CACHED = 1024
+
+_Empty: TypeAlias = Callable[[Sequence[int], DType], HostArray]
+"""Gives memory that the ranks of the node can reach."""
+
+
+def start_redistribute(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    dtype: DType,
+    block: HostArray | None,
+    finish: Callable[[HostArray | None], Any],
+    *,
+    max_bytes: int = 0,
+) -> CollectiveTensor:
+    """Start to bring an array from one layout to another. Collective.
+
+    Among the ranks of `mesh`, if both meshes are that one or layouts of its ranks; else among all
+    ranks that both meshes were made from.
+
+    Args:
+        mesh: The live mesh of `source`.
+        source: The layout that the array has.
+        goal: The live mesh of `target`.
+        target: The layout that it is to have.
+        shape: Its global shape.
+        dtype: Its dtype.
+        block: This rank's block; None if it has none.
+        finish: Makes the result out of the new block, or of None.
+        max_bytes: Most packed bytes at a time; 0 for no limit.
+
+    Raises:
+        LayoutError: If the meshes are not of the same ranks, or a block cannot be reduced so.
+    """
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
+        raise ShapeError(
+            f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}"
+        )
+    if goal is not mesh:
+        _check_goal(mesh, goal)
+    key = ("redistribute", source, target, goal is mesh, shape, dtype)
+    redistribution = _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
+    if redistribution.plan.collective is not None and block is not None and not max_bytes:
+        return _start_collective(redistribution, mesh, block).map(finish)
+    held = block if block is None or block.flags.c_contiguous else block.copy()
+    begin, end = redistribution.begin(held, dtype, mesh.shared_empty, max_bytes)
+    rule = redistribution.rule
+    return redistribution.group.compose(
+        "redistribute",
+        begin,
+        rule=f"{rule}, max_bytes {max_bytes}" if max_bytes else rule,
+        nbytes=redistribution.sent_bytes,
+        finish=lambda: finish(end()),
+        lock=block,
+        receives=(parts, redistribution.received) if redistribution.received else None,
+    )
+
+
+def plan_redistribute(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+) -> RedistributionPlan:
+    """Return the plan by which :func:`start_redistribute` would bring an array. Local."""
+    nodes: tuple[int, ...] = ()
+    if not mesh.closed and not goal.closed:
+        inside = mesh.contains_rank(mesh.rank)
+        # A rank that is left out knows the nodes of all by the communicator of all.
+        nodes = _nodes(_group_of(mesh, goal)[0] if inside else mesh.everyone)
+    return _plan(mesh, source, goal, target, shape, itemsize, nodes)
+
+
+def moves_between_ranks(
+    mesh: DeviceMesh, source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int
+) -> bool:
+    """Tell whether any rank gets anything from another. Local."""
+    key = ("moves", source, target, shape, itemsize)
+    return _cached(mesh, key, _moves, source, target, shape, itemsize)
+
+
+def _moves(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: int) -> bool:
+    return plan_redistribution(source, target, shape, itemsize).total_messages > 0
+
+
+def fitting_layout(mesh: DeviceMesh, placements: PlacementLike, shape: tuple[int, ...]) -> Layout:
+    """Return the layout on `mesh`, the same object for the same question. Local.
+
+    Raises:
+        LayoutError: If it does not fit the mesh, or an array of this shape.
+    """
+    if not isinstance(placements, (str, Placement, tuple)):
+        placements = Placement.of(placements, mesh.dim_names)
+    return _cached(mesh, ("fits", placements, shape), _fitting, mesh, placements, shape)
+
+
+def _fitting(mesh: DeviceMesh, placements: PlacementLike, shape: tuple[int, ...]) -> Layout:
+    placement = Placement.of(placements, mesh.dim_names)
+    layout = _cached(mesh, ("layout", placement), Layout, mesh, placement)
+    layout.tiling(shape)  # refuses what does not fit
+    return layout
+
+
+def identity_of(op: str, dtype: DType) -> object:
+    """Return the value that changes nothing in a reduction by ``sum``, ``prod``, ``min``, ``max``.
+
+    Raises:
+        DTypeError: If the dtype has none.
+    """
+    kind = np.dtype(dtype)
+    if (op in ("sum", "prod") and kind.kind in "iufc") or kind.kind == "V":
+        return kind.type(op == "prod")
+    if kind.kind == "b":
+        return op == "min"  # "and"
+    if kind.kind in "iu":
+        limits = np.iinfo(kind)
+        return limits.max if op == "min" else limits.min
+    if kind.kind == "f":
+        return np.inf if op == "min" else -np.inf
+    raise DTypeError(f"arrays of {kind} cannot wait for {op!r}: there is no value without effect")
+
+
+# -- one rank's part -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Redistribution:
+    """One rank's part in bringing arrays of one shape and dtype from one layout to another.
+
+    Attributes:
+        group: The ranks that take part.
+        plan: The plan.
+        stages: The exchanges of this rank, one after the other.
+        moves: Whether any rank gets anything from another.
+        sent_bytes: What others get from this rank.
+        received: What this rank gets: the place of a rank, bytes and messages, one after the other.
+        rule: What must agree over ranks.
+    """
+
+    group: ProcessGroup
+    plan: RedistributionPlan
+    stages: tuple[Stage, ...]
+    moves: bool
+    sent_bytes: int
+    received: tuple[int, ...]
+    rule: str
+
+    def begin(
+        self, block: HostArray | None, dtype: DType, empty: _Empty, max_bytes: int
+    ) -> tuple[Callable[[], Request | Steps], Callable[[], HostArray | None]]:
+        """Return what starts it, and what gives this rank's new block when it is done.
+
+        Args:
+            block: This rank's block, C-contiguous; None if it has none.
+            dtype: The dtype of all blocks.
+            empty: Gives memory that the ranks of the node can reach.
+            max_bytes: Most packed bytes at a time; 0 for no limit.
+        """
+        if not self.moves or self.group.size == 1:
+            return _no_steps, partial(self._cut, block, dtype, empty)
+        communicator = self.group.communicator
+        current = block
+
+        def exchange(stage: Stage) -> Request | Steps:
+            """Start one; what it takes into is `current` afterwards, and the next one's source."""
+            nonlocal current
+            source, current = current, _target(stage, current, dtype, empty)
+            return communicator.exchange_regions(
+                source, current, stage.regions, max_bytes=max_bytes
+            )
+
+        def steps() -> Steps:
+            for stage in self.stages:
+                yield from run_steps(partial(exchange, stage))
+                _divide(stage, current)
+
+        if len(self.stages) > 1:
+            return steps, lambda: current
+        (only,) = self.stages
+        return partial(exchange, only), lambda: _divide(only, current)
+
+    def _cut(self, block: HostArray | None, dtype: DType, empty: _Empty) -> HostArray | None:
+        """Return the new block where each rank has all that it needs."""
+        current = block
+        for stage in self.stages:
+            target = _target(stage, current, dtype, empty)
+            if target is not None and current is not None:
+                copy_own(stage.regions, current, target)
+            current = _divide(stage, target)
+        return current
+
+
+def _no_steps() -> Steps:
+    yield from ()
+
+
+def _target(
+    stage: Stage, current: HostArray | None, dtype: DType, empty: _Empty
+) -> HostArray | None:
+    """Return what an exchange is to write into."""
+    if stage.shape is None:
+        return None
+    if stage.in_place:
+        return current
+    target = empty(stage.shape, dtype)
+    if stage.fill:
+        target[...] = identity_of(stage.fill, dtype)
+    return target
+
+
+def _divide(stage: Stage, target: HostArray | None) -> HostArray | None:
+    """Make the mean of what an exchange has summed."""
+    if stage.divisor > 1 and target is not None:
+        # What a block is filled with is no sum, and must go on changing nothing.
+        boxes = [take.box for take in stage.regions.takes]
+        for sums in [view(target, box) for box in boxes] if stage.fill else [target]:
+            np.divide(sums, stage.divisor, out=sums, casting="unsafe")
+    return target
+
+
+# -- preparation -----------------------------------------------------------------------------
+
+
+def _prepared(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    dtype: DType,
+) -> _Redistribution:
+    for layout in (source, target):
+        if layout.partial_op == "mean" and dtype.kind not in "fcV":
+            raise ReduceOpError(f"a mean of {dtype} would be cut off; {layout} needs floats")
+    group, numbering = _group_of(mesh, goal)
+    plan = _plan(mesh, source, goal, target, shape, dtype.itemsize, _nodes(group))
+    rank = mesh.rank
+    number_of: Callable[[int], int] = int if numbering is None else numbering.offset_of
+    stages = plan.stages(rank, number_of)
+    gives = [give for stage in stages for give in stage.regions.gives]
+    takes = [take for stage in stages for take in stage.regions.takes]
+    own = number_of(rank) if numbering is None or numbering.contains_rank(rank) else -1
+    received = [
+        (part.rank, dtype.itemsize * volume(take.box), 1)
+        for take in takes
+        for part in take.parts
+        if part.rank != own
+    ]
+    meshes = "" if source.mesh == target.mesh else f"{source.mesh!r} to {target.mesh!r}, "
+    return _Redistribution(
+        group,
+        plan,
+        stages,
+        plan.total_messages > 0,
+        dtype.itemsize * sum(volume(give.box) for give in gives),
+        tuple(chain.from_iterable(received)),
+        f"shape {shape}, {dtype}, {meshes}{source} -> {target}",
+    )
+
+
+def _plan(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    itemsize: int,
+    nodes: tuple[int, ...],
+) -> RedistributionPlan:
+    # The live mesh as it is has a group for each dim.
+    has_groups = goal is mesh and source.mesh == target.mesh == mesh.value
+    return plan_redistribution(
+        source, target, shape, itemsize, nodes=nodes, links=mesh.links, collectives=has_groups
+    )
+
+
+def _cached(
+    mesh: DeviceMesh, key: Hashable, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Return what `make` gives for the mesh as it is, from the last time if there was one."""
+    cache = mesh.layout_cache
+    value: T | None = cache.get(key)
+    if value is None:
+        value = make(*args, **kwargs)
+        if len(cache) >= _MOST_CACHED:
+            del cache[next(iter(cache))]  # the oldest
+        cache[key] = value
+    return value
+
+
+def _group_of(mesh: DeviceMesh, goal: DeviceMesh) -> tuple[ProcessGroup, Mesh | None]:
+    """Return who takes part, and the mesh whose places are their numbers; None for the ranks."""
+    if goal is not mesh:
+        _check_goal(mesh, goal)
+        return mesh.everyone, None
+    if mesh.contains_rank(mesh.rank):
+        return mesh.group(), mesh.value
+    return mesh.everyone.alone(), None  # it holds nothing, and takes no part
+
+
+def _check_goal(mesh: DeviceMesh, goal: DeviceMesh) -> None:
+    if goal.closed:
+        raise ClosedError(f"rank {mesh.rank} cannot move an array to {goal!r}: it is closed")
+    if (mesh.rank, mesh.world_size) != (goal.rank, goal.world_size):
+        raise LayoutError(
+            f"arrays move between meshes that were made from the same ranks, but rank {mesh.rank} "
+            f"of {mesh.world_size} of mesh {mesh.dims_text} is rank {goal.rank} of "
+            f"{goal.world_size} of mesh {goal.dims_text}"
+        )
+
+
+def _nodes(group: ProcessGroup) -> tuple[int, ...]:
+    """Return the node of each rank, by its number; empty if all share one."""
+    nodes = group.communicator.nodes
+    if not nodes:
+        return ()
+    by_rank = dict(zip(group.ranks, nodes, strict=True))
+    return tuple(by_rank.get(rank, -1) for rank in range(max(by_rank) + 1))
+
+
+# -- by a collective of a group ----------------------------------------------------------------
+
+
+def _start_collective(
+    redistribution: _Redistribution, mesh: DeviceMesh, block: HostArray
+) -> CollectiveTensor:
+    """Start the collective of a group that does it all."""
+    plan = redistribution.plan
+    collective, source = plan.collective, plan.source
+    names = () if collective is None else collective.dims
+    group = mesh.group(names[0]) if len(names) == 1 else mesh.group()
+    out = mesh.shared_empty(redistribution.stages[-1].shape or (), block.dtype)
+    if collective is None or collective.kind == "all_reduce":
+        return group.all_reduce(block, source.partial_op, out=out)
+    axis, joined = collective.axis, collective.joined_axis
+    shape, target = plan.shape, plan.target
+    if collective.kind == "all_gather":
+        sizes = _sizes(source, shape, group.ranks, axis)
+        return group.all_gather(block, axis=axis, sizes=sizes, out=out)
+    sizes = _sizes(target, shape, group.ranks, axis)
+    if collective.kind == "reduce_scatter":
+        return group.reduce_scatter(block, collective.op, axis=axis, sizes=sizes, out=out)
+    return group.all_to_all(
+        block,
+        split_axis=axis,
+        concat_axis=joined,
+        sizes=sizes,
+        recv_sizes=_sizes(source, shape, group.ranks, joined),
+        out=out,
+    )
+
+
+def _sizes(layout: Layout, shape: tuple[int, ...], ranks: Sequence[int], axis: int) -> list[int]:
+    """Return how long the blocks of some ranks are along an axis."""
+    return [layout.local_shape(shape, rank)[axis] for rank in ranks]

@@ -1,0 +1,170 @@
+"""Boxes: parts of arrays, as (start, stop) along each axis, and how they are cut.
+
+Plain arithmetic. A box of an array with no axes has none, and holds its one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = [
+    "Box",
+    "extent",
+    "fits",
+    "flat_fragments",
+    "global_box",
+    "is_box",
+    "local_box",
+    "run_start",
+    "slices",
+    "tiles",
+    "view",
+    "volume",
+    "whole",
+]
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""(start, stop) along each axis."""
+
+
+def is_box(box: Box) -> bool:
+    """Tell whether `box` is a pair of whole numbers ``0 <= start <= stop`` for each axis."""
+    return all(
+        isinstance(edges, tuple)
+        and len(edges) == 2
+        and isinstance(edges[0], int)
+        and isinstance(edges[1], int)
+        and 0 <= edges[0] <= edges[1]
+        for edges in box
+    )
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box of an array of `shape`."""
+    return tuple([(0, size) for size in shape])
+
+
+def extent(box: Box) -> tuple[int, ...]:
+    """Return the shape of a box."""
+    return tuple([stop - start for start, stop in box])
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements of a box."""
+    return prod([stop - start for start, stop in box])
+
+
+def fits(box: Box, shape: Sequence[int]) -> bool:
+    """Tell whether a box lies in an array of `shape`."""
+    return len(box) == len(shape) and all(
+        stop <= size for (_, stop), size in zip(box, shape, strict=True)
+    )
+
+
+def local_box(box: Box, block: Box) -> Box:
+    """Return a box of the array, counted from where `block` begins."""
+    return tuple(
+        [
+            (start - first, stop - first)
+            for (start, stop), (first, _) in zip(box, block, strict=True)
+        ]
+    )
+
+
+def global_box(box: Box, block: Box) -> Box:
+    """Return a box counted from where `block` begins, in the array that the block is of."""
+    return tuple(
+        [
+            (first + start, first + stop)
+            for (start, stop), (first, _) in zip(box, block, strict=True)
+        ]
+    )
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box."""
+    return tuple([slice(start, stop) for start, stop in box])
+
+
+def view(array: npt.NDArray[Any], box: Box) -> npt.NDArray[Any]:
+    """Return a box of an array as an array, also of an array with no axes."""
+    index: tuple[Any, ...] = (*[slice(start, stop) for start, stop in box], ...)
+    part: npt.NDArray[Any] = array[index]
+    return part
+
+
+def run_start(box: Box, shape: Sequence[int]) -> int:
+    """Return where a box begins in a C-contiguous array if it is one run in it; -1 if it is not.
+
+    The box has at least one element.
+
+    Example:
+        >>> run_start(((2, 4), (0, 5)), (6, 5))
+        10
+        >>> run_start(((2, 4), (1, 5)), (6, 5))
+        -1
+    """
+    begin = 0
+    stride = 1
+    is_whole = True  # all axes so far, from the last on
+    for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
+        length = stop - start
+        if not is_whole and length != 1:
+            return -1
+        is_whole = is_whole and length == size
+        begin += start * stride
+        stride *= size
+    return begin
+
+
+def tiles(shape: Sequence[int], most: int) -> Iterator[Box]:
+    """Cut an array of `shape` into boxes of at most `most` elements, in memory order.
+
+    They are as few as they can be made of whole inner axes.
+    """
+    if prod(shape) <= most:
+        yield whole(shape)
+        return
+    rows = most // prod(shape[1:])
+    if rows:
+        rest = whole(shape[1:])
+        for start in range(0, shape[0], rows):
+            yield ((start, min(start + rows, shape[0])), *rest)
+        return
+    for row in range(shape[0]):
+        for tile in tiles(shape[1:], most):
+            yield ((row, row + 1), *tile)
+
+
+def flat_fragments(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Return the boxes that hold elements `start` to `stop` of an array, in memory order.
+
+    Example:
+        >>> [extent(box) for box in flat_fragments((4, 5), 3, 17)]
+        [(1, 2), (2, 5), (1, 2)]
+    """
+    if start >= stop:
+        return []
+    if stop - start == prod(shape):
+        return [whole(shape)]
+    inner = prod(shape[1:])
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
+    if first == last:
+        return _in_row(shape, first, head, tail)
+    boxes: list[Box] = []
+    if head:
+        boxes += _in_row(shape, first, head, inner)
+        first += 1
+    if first < last:
+        boxes.append(((first, last), *whole(shape[1:])))
+    return boxes + _in_row(shape, last, 0, tail)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
+    return [((row, row + 1), *box) for box in flat_fragments(shape[1:], start, stop)]
