@@ -27,10 +27,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpimesh.arguments import rank_names, ranks_of, ranks_text
+from mpimesh.arguments import digest_text, rank_names, ranks_of, ranks_text
 from mpimesh.errors import SettingsError
 from mpimesh.runtime.call import Call, site_text
-from mpimesh.runtime.digest import digest_text
 from mpimesh.transport.signatures import signature_text
 
 if TYPE_CHECKING:

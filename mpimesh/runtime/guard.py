@@ -13,12 +13,13 @@ from typing import Any
 from mpi4py import MPI
 
 from mpimesh.runtime.deadlock import DeadlockSearch
-from mpimesh.runtime.failure import exit_status, install, write_error
+from mpimesh.runtime.failure import TOGETHER_S, exit_status, install
 from mpimesh.runtime.flight import record
 from mpimesh.runtime.lines import Line, Lines
 from mpimesh.runtime.notice import Notice
 from mpimesh.runtime.processes import NodeProcesses
 from mpimesh.runtime.progress import Progress, Wait
+from mpimesh.runtime.tracebacks import write_error
 from mpimesh.runtime.watchdog import Watchdog
 from mpimesh.settings import DEFAULT_TIMEOUT_S, Settings
 from mpimesh.transport import Communicator
@@ -30,8 +31,6 @@ __all__ = ["Guard"]
 
 _UNNOTICED_S = 0.2
 """Ranks that end within this time of each other tell each other nothing."""
-_TOGETHER_S = 1.5
-"""Ranks that end with an exit code within this time of each other end in peace."""
 _NOTICES = 16
 """Ranks from this one on wait at their end without a word."""
 
@@ -79,7 +78,7 @@ class Guard:
         line = next(iter(self._lines), None)
         return None if line is None else line.communicator.native
 
-    def say_told(self) -> None:
+    def mark_reported(self) -> None:
         """Let the ranks of the node know that this one is about to end the job."""
         self._processes.say_told()
 
@@ -136,7 +135,7 @@ class Guard:
             together = poll(here, _UNNOTICED_S, progress.advance)
             if not together:
                 self._lines.leave(why, exit_code)
-                together = self._wait_for_all(here, _TOGETHER_S if exit_code else None)
+                together = self._wait_for_all(here, TOGETHER_S if exit_code else None)
                 self._lines.listen()  # so that no message is left
         if together:
             self._processes.say_left()

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from mpimesh.arguments import rank_names
 from mpimesh.runtime.call import Call, call_site, site_text
-from mpimesh.runtime.failure import write_error
 from mpimesh.runtime.progress import Wait
+from mpimesh.runtime.tracebacks import write_error
 
 __all__ = ["Notice"]
 

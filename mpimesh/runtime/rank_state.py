@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -10,12 +9,11 @@ from typing import Any
 
 from mpimesh.arguments import rank_names
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.failure import readable
 from mpimesh.runtime.progress import Progress, Wait
+from mpimesh.runtime.tracebacks import handled_exception, innermost_line, user_line
 
 __all__ = ["RankState", "missing_ranks", "operation_key", "wait_report"]
 
-_PACKAGE = __name__.split(".", 1)[0] + "."
 _NOBODY = "nobody; ranks may wait for each other in other meshes or groups of one name"
 _UNKNOWN = "unknown, for want of a way to ask"
 _SILENT = "no answer (stopped, dead, or in a call that holds the interpreter)"
@@ -51,7 +49,8 @@ class RankState:
         """Look at a rank of this process that runs in the thread `thread_id`."""
         wait = progress.current
         last = str(progress.calls[-1]) if progress.calls else ""
-        state = cls(last=last, at=_line_of(thread_id), ended=ended, failing=_failing(thread_id))
+        failing = handled_exception(thread_id)[-_LONGEST_TRACEBACK:]
+        state = cls(last=last, at=user_line(thread_id), ended=ended, failing=failing)
         if wait is None:
             return state
         return replace(
@@ -59,7 +58,7 @@ class RankState:
             operation=str(wait.what),
             key=operation_key(wait.what),
             waited_s=time.monotonic() - wait.since_s,
-            inside=_innermost(thread_id) if wait.blocking else "",
+            inside=innermost_line(thread_id) if wait.blocking else "",
         )
 
     def text(self) -> str:
@@ -144,21 +143,3 @@ def wait_report(
 def _span(times: list[float]) -> str:
     low, high = f"{min(times):.1f}", f"{max(times):.1f}"
     return low if low == high else f"{low} to {high}"
-
-
-def _line_of(thread_id: int | None) -> str:
-    frame = None if thread_id is None else sys._current_frames().get(thread_id)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _innermost(thread_id: int | None) -> str:
-    frame = None if thread_id is None else sys._current_frames().get(thread_id)
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _failing(thread_id: int | None) -> str:
-    active: Any = None if thread_id is None else sys._current_exceptions().get(thread_id)
-    error = active[1] if isinstance(active, tuple) else active  # a tuple before Python 3.12
-    return readable(error)[-_LONGEST_TRACEBACK:] if isinstance(error, Exception) else ""

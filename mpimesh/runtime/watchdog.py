@@ -13,23 +13,21 @@ that waits at its end lets others work as long as they answer.
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpimesh.errors import CollectiveTimeoutError, on_all_ranks
-from mpimesh.runtime.failure import end_job, is_own, write_error
+from mpimesh.runtime.failure import end_job
 from mpimesh.runtime.lines import Line, Lines
 from mpimesh.runtime.processes import NodeProcesses
 from mpimesh.runtime.progress import Progress, Wait
 from mpimesh.runtime.rank_state import RankState, missing_ranks, wait_report
+from mpimesh.runtime.tracebacks import main_thread_stack, write_error
 from mpimesh.runtime.witness import how_it_ended, is_stopped
 from mpimesh.transport import Request, VirtualCommunicator, VirtualWorld
 from mpimesh.transport.waiting import poll
@@ -185,7 +183,7 @@ class Watchdog:
         missing = missing_ranks(wait, ranks, states) if asked else None
         stopped = [r for r, s in states.items() if s is None and self._is_stopped(r)]
         report = wait_report(self._rank, wait, self._limit_s, missing, states, stopped)
-        write_error(self._rank, f"{report}\nrank {self._rank} is at:\n{_stack()}")
+        write_error(self._rank, f"{report}\nrank {self._rank} is at:\n{main_thread_stack()}")
         end_job(EXIT_CODE, report)
 
     def _is_stopped(self, rank: int) -> bool:
@@ -244,16 +242,6 @@ def _messages(
         poll(communicator.irecv(message, source, tag).test)
         messages.append((source, message))
     return messages
-
-
-def _stack() -> str:
-    """Return where the program stands: its own frames, and the innermost of all."""
-    with suppress(KeyError):
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        frames = list(traceback.walk_stack(frame))
-        shown = [one for one in frames[1:] if not is_own(one[0])]
-        return "".join(traceback.StackSummary.extract(reversed([frames[0], *shown])).format())
-    return ""
 
 
 class VirtualWatchdog:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-
-# The module alone: sixty interpreters start, and most of their time would go to NumPy's import.
-HEAD = f"""
+HEAD = """
 import atexit, sys
-from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("main_program", {str(ROOT / "mpimesh/runtime/main_program.py")!r})
-module = module_from_spec(spec)
-spec.loader.exec_module(module)
-main = module.MainProgram()
+from mpimesh.runtime.failure import MainProgram
+main = MainProgram()
 main.watch()
 atexit.register(lambda: print("status", main.exit_status()))
 """

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mpimesh.runtime.call import Call
+from mpimesh.runtime.failure import exit_status
 from mpimesh.runtime.lines import Farewell
-from mpimesh.runtime.main_program import exit_status
 from mpimesh.runtime.progress import Progress, Wait
 from mpimesh.runtime.rank_state import RankState, missing_ranks, operation_key, wait_report
 from mpimesh.runtime.world import solo_communicator
