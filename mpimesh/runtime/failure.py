@@ -332,7 +332,7 @@ def _exit_of_main(code: CodeType) -> SystemExit | None:
 
 
 class JobEnd(Protocol):
-    """The end of a process that has made a mesh; implemented by :class:`~.guard.Guard`."""
+    """The end of a process that has made a mesh; implemented by :class:`~.guard.JobGuard`."""
 
     def leave(self, why: str, exit_code: int) -> bool:
         """Wait until all ranks have ended; False if the job must not wait for that."""

@@ -25,7 +25,7 @@ from mpimesh.arrays import HostArray
 from mpimesh.errors import TransportError
 from mpimesh.runtime import witness
 from mpimesh.runtime.launch import Launch
-from mpimesh.runtime.witness import LEFT, NAMED, TOLD, WORD_BYTES
+from mpimesh.runtime.witness import FINISHED, REPORTED, WITNESSED, WORD_BYTES
 
 if TYPE_CHECKING:
     # Importing them starts MPI.
@@ -51,7 +51,7 @@ class NodeProcesses:
         self._called, self._calls = os.pipe()
         self._poll.register(self._called, select.POLLIN)
 
-    def meet(self, communicator: MPICommunicator, node: Node) -> None:
+    def watch(self, communicator: MPICommunicator, node: Node) -> None:
         """Collective: watch the other ranks of `communicator` that are on this node."""
         arena = node.arena
         if self._word is None and arena is not None:
@@ -106,7 +106,7 @@ class NodeProcesses:
                 continue
             rank = self._ranks.pop(file)
             self._poll.unregister(file)
-            if self._words[rank][0] == LEFT:
+            if self._words[rank][0] == FINISHED:
                 os.close(file)
             else:
                 gone.append((rank, file))
@@ -116,30 +116,30 @@ class NodeProcesses:
         """End a wait of another thread."""
         os.write(self._calls, b"\0")
 
-    def say_left(self) -> None:
+    def mark_finished(self) -> None:
         """This rank ends in peace."""
-        self._say(LEFT)
+        self._mark(FINISHED)
 
-    def say_told(self) -> None:
+    def mark_reported(self) -> None:
         """This rank ends the job, and has said why."""
-        self._say(TOLD)
+        self._mark(REPORTED)
 
     @property
-    def told(self) -> bool:
+    def another_reported(self) -> bool:
         """True if another rank has said why it ends the job."""
-        return any(word[0] == TOLD for word in self._words.values())
+        return any(word[0] == REPORTED for word in self._words.values())
 
-    def is_named(self, rank: int) -> bool:
+    def is_witnessed(self, rank: int) -> bool:
         """Tell whether the witness has said that a rank has gone."""
-        return bool(self._words[rank][0] == NAMED)
+        return bool(self._words[rank][0] == WITNESSED)
 
-    def place_without(self, rank: int, gone: int) -> int:
-        """Return the place of `rank` among the ranks of the node but the one that has gone."""
+    def index_without(self, rank: int, gone: int) -> int:
+        """Return the index of `rank` among the ranks of the node but the one that has gone."""
         return sum(1 for other in self.pids if other < rank and other != gone)
 
-    def _say(self, what: int) -> None:
+    def _mark(self, state: int) -> None:
         if self._word is not None:
-            self._word.view(np.int64)[0] = what
+            self._word.view(np.int64)[0] = state
 
 
 def _start_witness(ranks: list[str]) -> None:

@@ -72,19 +72,19 @@ class Progress(Engine):
         current: What the rank waits for now; None if it does not. Other threads may read it.
         calls: What the rank started last, the latest last.
         recorder: Writes all that it starts into the flight record; None if there is none.
-        news: Called while a wait naps; raises to end it.
+        on_idle: Called while a wait naps; raises to end it.
         communicators: Those of all its meshes by name, with the numbers of their ranks in the job.
         counts: What else this rank has started together with others, by name.
     """
 
-    __slots__ = ("calls", "communicators", "counts", "current", "news", "recorder")
+    __slots__ = ("calls", "communicators", "counts", "current", "on_idle", "recorder")
 
     def __init__(self) -> None:
         super().__init__()
         self.current: Wait | None = None
         self.calls: deque[Call] = deque(maxlen=8)
         self.recorder: Recorder | None = None
-        self.news: Callable[[Wait], None] | None = None
+        self.on_idle: Callable[[Wait], None] | None = None
         self.communicators: dict[str, tuple[Communicator, tuple[int, ...]]] = {}
         self.counts: dict[str, int] = {}
 
@@ -149,7 +149,7 @@ class Progress(Engine):
         limited = timeout_s is not None
         wait = Wait(what, communicator, peers, look, is_limited=limited, number=number, among=among)
         outer, self.current = self.current, wait
-        watched = look is not None or self.news is not None or self.recorder is not None
+        watched = look is not None or self.on_idle is not None or self.recorder is not None
         idle = self._look if watched else None
         try:
             return communicator.wait(ready, timeout_s, what=what, idle=idle)
@@ -180,5 +180,5 @@ class Progress(Engine):
             self.recorder.wait(wait)
         if wait.look is not None:  # first: who is in another operation may have left, too
             wait.look()
-        if self.news is not None:
-            self.news(wait)
+        if self.on_idle is not None:
+            self.on_idle(wait)
