@@ -13,7 +13,7 @@ from mpimesh.errors import ClosedError, LayoutError, ReduceOpError, ShapeError
 from mpimesh.layout import Layout, RedistributionPlan, plan_redistribution
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
-from mpimesh.runtime.received import parts
+from mpimesh.runtime.traffic import sparse
 from mpimesh.transport import Request, Steps
 
 __all__ = ["plan_carry", "start_carry"]
@@ -101,7 +101,7 @@ def start_carry(
         nbytes=move.sent_bytes,
         finish=lambda: finish(end()),
         lock=block,
-        receives=(parts, move.received) if move.received else None,
+        receives=(sparse, move.received) if move.received else None,
     )
 
 

@@ -11,7 +11,7 @@ from mpimesh.arrays import HostArray
 from mpimesh.layout import Box, Layout
 from mpimesh.layout.reads import Reads
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
-from mpimesh.runtime.received import parts
+from mpimesh.runtime.traffic import sparse
 from mpimesh.transport import Request, Steps
 from mpimesh.transport.regions import Give, Part, Regions, Take
 
@@ -131,7 +131,7 @@ class Reading:
             nbytes=self.given * size,
             finish=finish,
             lock=lock,
-            receives=(parts, received) if received else None,
+            receives=(sparse, received) if received else None,
         )
 
 

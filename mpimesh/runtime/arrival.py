@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from mpimesh.errors import BudgetError
-from mpimesh.runtime.budget import spend
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.received import Members
-from mpimesh.runtime.traffic import Traffic
+from mpimesh.runtime.traffic import Members, Traffic, spend
 
 __all__ = ["Arrival"]
 
@@ -64,4 +62,4 @@ class Arrival:
             self._traffic.refuse(self._error)
 
     def _count(self, place: int, nbytes: int, messages: int) -> None:
-        self._traffic.tally.add_from(self.call.name, self._members.ranks[place], nbytes, messages)
+        self._traffic.counter.add_from(self.call.name, self._members.ranks[place], nbytes, messages)

@@ -9,7 +9,7 @@ from mpimesh.errors import CollectiveTimeoutError, GroupError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.runtime.handle import CollectiveTensor
-from mpimesh.runtime.received import each
+from mpimesh.runtime.traffic import uniform
 from mpimesh.transport import MAX_USER_TAG, RecvRequest, Request
 
 __all__ = ["Barriers"]
@@ -58,9 +58,9 @@ class Barriers(GroupCore):
         communicator = self.communicator
         call = Call("barrier", self.name, rule=f"timeout_s {timeout_s}", label=label)
         traffic = self._context.traffic
-        traffic.admit_by(call, each, self._members, _NOTE_BYTES)
+        traffic.admit_by(call, uniform, self._members, _NOTE_BYTES)
         traffic.count("barrier", _NOTE_BYTES * (self.size - 1))
-        traffic.tally.add("barrier", each, self._members, _NOTE_BYTES)
+        traffic.counter.add("barrier", uniform, self._members, _NOTE_BYTES)
         # Counted by communicator: groups of the same ranks share one, and so its messages.
         communicator.roll_calls = current = communicator.roll_calls + 1
         number = np.array([current])

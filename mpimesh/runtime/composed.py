@@ -13,7 +13,7 @@ from mpimesh.errors import BudgetError, on_all_ranks
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.handle import CollectiveTensor
-from mpimesh.runtime.received import Amount, Rule
+from mpimesh.runtime.traffic import Amount, Rule
 from mpimesh.transport import Request, Steps, run_steps
 
 __all__ = ["Composed"]
@@ -93,5 +93,5 @@ class Composed(GroupCore):
             )
         if receives is not None:
             traffic.admit_by(call, receives[0], self._members, receives[1])
-            traffic.tally.add(call.name, receives[0], self._members, receives[1])
+            traffic.counter.add(call.name, receives[0], self._members, receives[1])
         yield from run_steps(begin)

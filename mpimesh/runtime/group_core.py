@@ -31,8 +31,8 @@ from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.operation import Operation
 from mpimesh.runtime.progress import Progress
-from mpimesh.runtime.received import Amount, Members, Rule
 from mpimesh.runtime.solo_side import SoloSide
+from mpimesh.runtime.traffic import Amount, Members, Rule
 from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
 from mpimesh.transport.signatures import Refused
 
@@ -264,7 +264,7 @@ class GroupCore:
         name, traffic = call.name, context.traffic
         traffic.count(name, nbytes)
         if receives is not None:
-            traffic.tally.add(name, receives[0], self._members, receives[1])
+            traffic.counter.add(name, receives[0], self._members, receives[1])
         return CollectiveTensor(operation)
 
     def forget(self, operation: Operation) -> None:

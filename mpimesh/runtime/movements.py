@@ -14,8 +14,8 @@ from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.incoming import Incoming, apart, at_least_1d, byte_counts, flat_bytes
 from mpimesh.runtime.operands import check_output
 from mpimesh.runtime.operation import Operation
-from mpimesh.runtime.received import listed
 from mpimesh.runtime.straight import Straight, bytes_of, even_blocks, is_first
+from mpimesh.runtime.traffic import per_rank
 
 __all__ = ["Movements"]
 
@@ -78,7 +78,7 @@ class Movements(Straight):
                 if call is not None:
                     request = transport.all_gather(bytes_of(x), bytes_of(value), counts)
                     operation = Operation(self, call, request, None, None, value)
-                    return self.own(operation, x.nbytes, (listed, tuple(counts)))
+                    return self.own(operation, x.nbytes, (per_rank, tuple(counts)))
         return self._all_gather(x, axis=axis, sizes=sizes, out=out, label=label)
 
     @collective
@@ -110,7 +110,7 @@ class Movements(Straight):
             value=receive.value,
             finish=receive.finish,
             lock=x,
-            receives=(listed, tuple(counts)),
+            receives=(per_rank, tuple(counts)),
         )
 
     @collective
@@ -170,7 +170,7 @@ class Movements(Straight):
             value=None if receive is None else receive.value,
             finish=None if receive is None else receive.finish,
             lock=x,
-            receives=None if receive is None else (listed, tuple(counts)),
+            receives=None if receive is None else (per_rank, tuple(counts)),
         )
 
     def all_to_all(
@@ -225,7 +225,7 @@ class Movements(Straight):
                 if call is not None:
                     request = transport.all_to_all(bytes_of(x), bytes_of(value), counts, counts)
                     operation = Operation(self, call, request, None, None, value)
-                    return self.own(operation, x.nbytes, (listed, tuple(counts)))
+                    return self.own(operation, x.nbytes, (per_rank, tuple(counts)))
         return self._all_to_all(
             x,
             split_axis=split_axis,
@@ -282,5 +282,5 @@ class Movements(Straight):
             value=receive.value,
             finish=receive.finish,
             lock=x,
-            receives=(listed, tuple(recv_counts)),
+            receives=(per_rank, tuple(recv_counts)),
         )

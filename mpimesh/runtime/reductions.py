@@ -24,8 +24,8 @@ from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.handle import CollectiveTensor
 from mpimesh.runtime.operands import check_output, output_array
 from mpimesh.runtime.operation import Operation
-from mpimesh.runtime.received import all_reduced, each
 from mpimesh.runtime.straight import Straight, even_blocks, is_first
+from mpimesh.runtime.traffic import all_reduced, uniform
 
 __all__ = ["Reductions"]
 
@@ -205,7 +205,7 @@ class Reductions(Straight):
             value=value,
             finish=finish,
             lock=x,
-            receives=(each, data.nbytes) if at_root else None,
+            receives=(uniform, data.nbytes) if at_root else None,
         )
 
     def reduce_scatter(
@@ -260,7 +260,7 @@ class Reductions(Straight):
                 if call is not None:
                     request = transport.reduce_scatter(x.reshape(-1), value.reshape(-1), counts, op)
                     operation = Operation(self, call, request, None, None, value)
-                    return self.own(operation, x.nbytes, (each, value.nbytes))
+                    return self.own(operation, x.nbytes, (uniform, value.nbytes))
         return self._reduce_scatter(x, op, axis=axis, sizes=sizes, out=out, label=label)
 
     @collective
@@ -300,7 +300,7 @@ class Reductions(Straight):
             value=value,
             finish=finish,
             lock=x,
-            receives=(each, blocks.counts[rank] * data.dtype.itemsize),
+            receives=(uniform, blocks.counts[rank] * data.dtype.itemsize),
         )
 
 

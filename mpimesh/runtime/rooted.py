@@ -24,8 +24,8 @@ from mpimesh.runtime.header import (
 from mpimesh.runtime.incoming import Incoming, apart, broadcast_buffer, byte_counts
 from mpimesh.runtime.operands import check_output, output_array
 from mpimesh.runtime.operation import Operation
-from mpimesh.runtime.received import parts
 from mpimesh.runtime.straight import Straight, bytes_of
+from mpimesh.runtime.traffic import sparse
 from mpimesh.transport import Steps
 
 __all__ = ["Rooted"]
@@ -75,7 +75,7 @@ class Rooted(Straight):
                 if call is not None:
                     request = transport.broadcast(bytes_of(value), root)
                     nbytes = x.nbytes if self.rank == root else 0
-                    whole = (parts, (root, x.nbytes, int(x.nbytes > 0)))
+                    whole = (sparse, (root, x.nbytes, int(x.nbytes > 0)))
                     receives = None if self.rank == root else whole
                     operation = Operation(self, call, request, None, None, value)
                     return self.own(operation, nbytes, receives)
@@ -125,7 +125,7 @@ class Rooted(Straight):
             finish=finish,
             lock=x,
             nbytes=data.nbytes if rank == root else 0,
-            receives=None if rank == root else (parts, (root, data.nbytes, int(data.nbytes > 0))),
+            receives=None if rank == root else (sparse, (root, data.nbytes, int(data.nbytes > 0))),
         )
 
     def _broadcast_from_whom(
