@@ -1,4 +1,4 @@
-"""The waits of one rank: what it waits for, and what moves along meanwhile."""
+"""The unfinished operations of one rank: its waits, what progresses meanwhile, locked inputs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
+
+from mpimesh.arrays import HostArray
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.flight import Recorder
 from mpimesh.transport import Communicator, Engine, Request
 
-__all__ = ["Progress", "Wait"]
+__all__ = ["InputLocks", "Progress", "Wait"]
 
 
 class Wait:
@@ -182,3 +186,77 @@ class Progress(Engine):
             wait.look()
         if self.on_idle is not None:
             self.on_idle(wait)
+
+
+@dataclass(slots=True)
+class _Locked:
+    """A locked array, how many operations read it, and the first of them."""
+
+    array: HostArray
+    reader: object
+    count: int = 0
+
+
+class InputLocks:
+    """Inputs of operations under way, made read-only so that a write to one raises.
+
+    One array may be the input of several operations, and an array and views of it may be inputs
+    together. So locks are counted, and a view stays locked as long as the array that it belongs to:
+    NumPy makes no view writable before its base.
+    """
+
+    __slots__ = ("_due", "_locked")
+
+    def __init__(self) -> None:
+        self._locked: dict[int, _Locked] = {}
+        self._due: list[int] = []
+
+    def lock(self, x: HostArray, reader: object = None) -> Callable[[], None] | None:
+        """Make `x` read-only until the returned function is called; None if it is so already.
+
+        Args:
+            x: The input.
+            reader: The operation; its `str` names it.
+        """
+        locked = self._locked.get(id(x))
+        if locked is None:
+            if not x.flags.writeable:
+                return None
+            x.flags.writeable = False
+            locked = self._locked[id(x)] = _Locked(x, reader)
+        locked.count += 1
+        return lambda: self._release(id(x))
+
+    def holder(self, x: HostArray) -> object:
+        """Return the operation for which `x` is read-only; None if it is so without one."""
+        for locked in self._locked.values():
+            if np.may_share_memory(locked.array, x):
+                return locked.reader
+        return None
+
+    def _release(self, key: int) -> None:
+        locked = self._locked[key]
+        locked.count -= 1
+        if locked.count == 0:
+            self._due.append(key)
+        # A base that is freed may free views that have waited for it.
+        freed = True
+        while freed:
+            freed = sum(map(self._unlock, self._due)) > 0
+            self._due = [key for key in self._due if key in self._locked]
+        if not any(locked.count for locked in self._locked.values()):
+            # What is left has a base that the program itself made read-only meanwhile.
+            self._locked.clear()
+            self._due.clear()
+
+    def _unlock(self, key: int) -> bool:
+        """Make an array writable that nobody reads any more; False if it is not possible yet."""
+        locked = self._locked.get(key)
+        if locked is None or locked.count:
+            return False
+        try:
+            locked.array.flags.writeable = True
+        except ValueError:
+            return False
+        del self._locked[key]
+        return True

@@ -26,8 +26,7 @@ from mpimesh.runtime.deadlock import Waiting, cycle_text, find_cycle
 from mpimesh.runtime.failure import limited_start
 from mpimesh.runtime.flight import Recorder
 from mpimesh.runtime.launch import Launch, check_world
-from mpimesh.runtime.locks import InputLocks
-from mpimesh.runtime.progress import Progress
+from mpimesh.runtime.progress import InputLocks, Progress
 from mpimesh.runtime.watchdog import VirtualWatchdog
 from mpimesh.settings import Settings
 from mpimesh.transport import Communicator, VirtualWorld, virtual_communicators
