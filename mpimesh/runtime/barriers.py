@@ -83,7 +83,7 @@ class Barriers(GroupCore):
             return not receives and not unsent
 
         try:
-            if self.progress.wait_until(communicator, all_here, what=call, timeout_s=timeout_s):
+            if self.progress.wait(communicator, all_here, what=call, timeout_s=timeout_s):
                 return
         except BaseException:
             self.abandon(number, heard, receives, sends)

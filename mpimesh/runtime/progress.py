@@ -95,7 +95,7 @@ class Progress(Engine):
     def wait(
         self,
         communicator: Communicator,
-        request: Request,
+        request: Request | Callable[[], bool],
         *,
         what: object,
         timeout_s: float | None = None,
@@ -108,7 +108,7 @@ class Progress(Engine):
 
         Args:
             communicator: Among whom the request is under way.
-            request: What is waited for; an error of it ends the wait.
+            request: What is waited for, or a test of it; an error of it ends the wait.
             what: Its `str` names it in reports.
             timeout_s: Longest wait; None waits as long as it takes.
             peers: The ranks of `communicator` without which it cannot be done; None for all.
@@ -120,30 +120,7 @@ class Progress(Engine):
             PeerLostError: If a rank that it takes has left.
             DeadlockError: With checks on, if ranks wait for each other in a circle.
         """
-        return self.wait_until(
-            communicator,
-            request.test,
-            what=what,
-            timeout_s=timeout_s,
-            peers=peers,
-            number=number,
-            among=among,
-            look=look,
-        )
-
-    def wait_until(
-        self,
-        communicator: Communicator,
-        test: Callable[[], bool],
-        *,
-        what: object,
-        timeout_s: float | None = None,
-        peers: Sequence[int] | None = None,
-        look: Callable[[], None] | None = None,
-        number: int = 0,
-        among: str = "",
-    ) -> bool:
-        """Wait as :meth:`wait` does, for `test` to be true."""
+        test: Callable[[], bool] = request if callable(request) else request.test
 
         def ready() -> bool:
             if self._pending:
@@ -154,7 +131,7 @@ class Progress(Engine):
         wait = Wait(what, communicator, peers, look, is_limited=limited, number=number, among=among)
         outer, self.current = self.current, wait
         watched = look is not None or self.on_idle is not None or self.recorder is not None
-        idle = self._look if watched else None
+        idle = self._idle if watched else None
         try:
             return communicator.wait(ready, timeout_s, what=what, idle=idle)
         finally:
@@ -176,7 +153,7 @@ class Progress(Engine):
         if self.recorder is not None:
             self.recorder.wait(outer)
 
-    def _look(self) -> None:
+    def _idle(self) -> None:
         wait = self.current
         if wait is None:
             return
