@@ -48,8 +48,8 @@ class NodeProcesses:
         self._words: dict[int, HostArray] = {}
         self._ranks: dict[int, int] = {}
         self._poll = select.poll()
-        self._called, self._calls = os.pipe()
-        self._poll.register(self._called, select.POLLIN)
+        self._wake_read, self._wake_write = os.pipe()
+        self._poll.register(self._wake_read, select.POLLIN)
 
     def watch(self, communicator: MPICommunicator, node: Node) -> None:
         """Collective: watch the other ranks of `communicator` that are on this node."""
@@ -59,20 +59,21 @@ class NodeProcesses:
             if self._word is not None:
                 self._word[:] = 0
                 node.keep(self._word)  # it outlives all arrays
-        has_word = arena is not None and self._word is not None
-        at = arena.find(self._word) if arena is not None and self._word is not None else -1
-        mine = np.array([*node.address, os.getpid(), at if has_word else -1], np.int64)
-        all_of_them = np.empty((communicator.size, mine.size), np.int64)
-        communicator.native.Allgather(mine, all_of_them)
-        for rank, row in zip(communicator.world_ranks, all_of_them.tolist(), strict=True):
-            *address, pid, place = row
+        offset = -1
+        if arena is not None and self._word is not None:
+            offset = arena.find(self._word)
+        mine = np.array([*node.address, os.getpid(), offset], np.int64)
+        rows = np.empty((communicator.size, mine.size), np.int64)
+        communicator.native.Allgather(mine, rows)
+        by_rank = dict(zip(communicator.world_ranks, rows.tolist(), strict=True))
+        for rank, (*address, pid, at) in by_rank.items():
             if address[0] != node.address[0] or pid == os.getpid() or rank in self.pids:
                 continue
             self.pids[rank] = pid
-            if place < 0 or not has_word:
+            if at < 0 or arena is None or self._word is None:
                 continue
             with suppress(OSError, AttributeError, TransportError):
-                word = node.open(tuple(address))[place : place + WORD_BYTES]
+                word = node.open(tuple(address))[at : at + WORD_BYTES]
                 file = os.pidfd_open(pid)
                 self._words[rank] = word.view(np.int64)
                 self._ranks[file] = rank
@@ -80,11 +81,9 @@ class NodeProcesses:
         first = all(other > communicator.world_ranks[communicator.rank] for other in self._words)
         if self.has_witness and first:
             watched = [
-                f"{rank}:{pid}:{number}:{place}"
-                for rank, (key, _, number, _, _, pid, place) in zip(
-                    communicator.world_ranks, all_of_them.tolist(), strict=True
-                )
-                if key == node.address[0] and place >= 0
+                f"{rank}:{pid}:{number}:{at}"
+                for rank, (key, _, number, _, _, pid, at) in by_rank.items()
+                if key == node.address[0] and at >= 0
             ]
             _start_witness(watched)
 
@@ -101,7 +100,7 @@ class NodeProcesses:
         """
         gone = []
         for file, _ in self._poll.poll(timeout_s * 1e3):
-            if file == self._called:
+            if file == self._wake_read:
                 os.read(file, 1)
                 continue
             rank = self._ranks.pop(file)
@@ -114,7 +113,7 @@ class NodeProcesses:
 
     def wake(self) -> None:
         """End a wait of another thread."""
-        os.write(self._calls, b"\0")
+        os.write(self._wake_write, b"\0")
 
     def mark_finished(self) -> None:
         """This rank ends in peace."""
