@@ -64,10 +64,12 @@ _STEP_S = 0.4
 _LAST_STEP = 8
 _SENIOR_S = 2.0
 """Seconds for which a rank leaves the report to a lower one."""
+
 _NOBODY = "nobody; ranks may wait for each other in other meshes or groups of one name"
 _UNKNOWN = "unknown, for want of a way to ask"
 _SILENT = "no answer (stopped, dead, or in a call that holds the interpreter)"
 _LONGEST_TRACEBACK = 4000
+
 _OTHERS_LATER_S = 60.0
 _SPEAKERS = 16
 """Ranks of the job from this one on say nothing: where they wait, one of the first does, too."""
