@@ -1,4 +1,4 @@
-"""Conversion and checks of arguments; values and ranks as messages write them."""
+"""Conversion and checks of arguments; values and ranks as messages write them; digests."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ __all__ = [
     "as_shape",
     "as_time",
     "check_kind",
+    "digest_bits",
+    "digest_text",
     "is_real",
     "plain_text",
     "rank_names",
@@ -35,6 +37,8 @@ T = TypeVar("T")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LONGEST_S = 1e9
 """Thirty years: clocks and locks take no longer waits."""
+
+_DIGEST_BYTES = 8
 
 MOST = 2**63 - 1
 """The most bytes or elements of an array: what an address can count to."""
@@ -92,6 +96,22 @@ def rank_names(ranks: Collection[int], most: int = 16) -> str:
     names = ", ".join(map(_run_text, runs[:most])) or "none"
     left = sum(map(len, runs[most:]))
     return f"rank{'s' * (len(ranks) != 1)} {names}{f' and {left} more' if left else ''}"
+
+
+def digest_bits(data: bytes | memoryview, bits: int) -> int:
+    """Return a digest of `data`, a number of `bits` bits: at most 64."""
+    return int.from_bytes(_digest(data), "little") >> (8 * _DIGEST_BYTES - bits)
+
+
+def digest_text(data: bytes | memoryview) -> str:
+    """Return a digest of `data` as sixteen hexadecimal digits."""
+    return _digest(data).hex()
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    from hashlib import blake2b  # late: it loads OpenSSL, which importing mpimesh need not
+
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def as_int(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mpimesh.arguments import digest_text
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.telling import told_by_all
 from mpimesh.errors import MismatchError, on_all_ranks
@@ -21,7 +22,6 @@ from mpimesh.layout import Layout, Replicate
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call, Site, call_stack
-from mpimesh.runtime.digest import digest_text
 
 __all__ = ["agree_copies", "alike", "same_call"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arguments import as_flag
+from mpimesh.arguments import as_flag, digest_text
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.blocks import host_block, table_of
 from mpimesh.dtensor.mesh_context import mesh_for
@@ -24,7 +24,6 @@ from mpimesh.errors import (
 )
 from mpimesh.layout import AxisLayout, Layout, Partial, PlacementLike, Shard
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.digest import digest_text
 
 __all__ = ["pack", "shape_of_blocks", "unpack"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from mpimesh.arrays import DType, HostArray
 from mpimesh.layout import Give, Part, Regions, Take
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.received import each, parts
+from mpimesh.runtime.traffic import sparse, uniform
 from mpimesh.transport import Steps
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def exchange_pieces(
         partial(group.communicator.exchange_regions, packed, target, regions),
         rule=f"{name} of {dtype}",
         nbytes=packed.nbytes,
-        receives=(parts, tuple(received)) if received else None,
+        receives=(sparse, tuple(received)) if received else None,
     ).resolve()
     return found
 
@@ -95,7 +95,7 @@ def exchange_counts(mesh: DeviceMesh, name: str, row: Integers) -> Integers:
 
     nbytes = 8 * len(row)
     group.compose(
-        name, steps, rule=f"{name}: {len(row)} counts", nbytes=nbytes, receives=(each, nbytes)
+        name, steps, rule=f"{name}: {len(row)} counts", nbytes=nbytes, receives=(uniform, nbytes)
     ).resolve()
     return table
 

@@ -23,7 +23,7 @@ from mpimesh.layout import (
 from mpimesh.layout.boxes import view, volume
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
-from mpimesh.runtime.received import parts
+from mpimesh.runtime.traffic import sparse
 from mpimesh.transport import Request, Steps, run_steps
 from mpimesh.transport.regions import copy_own
 
@@ -95,7 +95,7 @@ def start_redistribute(
         nbytes=redistribution.sent_bytes,
         finish=lambda: finish(end()),
         lock=block,
-        receives=(parts, redistribution.received) if redistribution.received else None,
+        receives=(sparse, redistribution.received) if redistribution.received else None,
     )
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mpimesh.arguments import digest_bits
 from mpimesh.arrays import Array, HostArray
 from mpimesh.errors import MismatchError, MpimeshError, ShapeError
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.digest import digest_bits
 
 __all__ = ["Given", "StepHeader", "checksum", "disagreement", "fingerprint", "sample"]
 

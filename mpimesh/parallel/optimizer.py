@@ -191,7 +191,7 @@ class ParallelOptimizer:
         buckets = self._engine.buckets
         sums = buckets.sums
         # A rank that refused to take part in the middle would be missed.
-        with self._engine.mesh.traffic().late() as over_budget:
+        with self._engine.mesh.traffic().deferred() as over_budget:
             overflowed = self._agreed_overflow()
             buckets.use_up()
             if not overflowed:

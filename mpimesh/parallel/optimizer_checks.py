@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpimesh.arguments import shown
+from mpimesh.arguments import digest_text, shown
 from mpimesh.arrays import Array, namespace
 from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.nn import Parameter
@@ -15,7 +15,6 @@ from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import exchange
-from mpimesh.runtime.digest import digest_text
 
 __all__ = [
     "agree_optimizers",

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import digest_text
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.errors import MismatchError, ModuleError, MpimeshError
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
 from mpimesh.parallel.optimizer_checks import difference, raise_together
 from mpimesh.parallel.optimizer_state import local_states, nested_states
-from mpimesh.runtime.digest import digest_text
 
 __all__ = ["agree_states"]
 

@@ -98,7 +98,7 @@ class Step:
         engine = self._engine
         engine.check_ready()
         # A rank that left in the middle would be missed: budgets are heard when all meet.
-        with engine.mesh.traffic().late() as self._over_budget:
+        with engine.mesh.traffic().deferred() as self._over_budget:
             loss = self._run()
         if self._optimizer is not None:
             with engine.tracer.span("optimizer step", "optimizer"):

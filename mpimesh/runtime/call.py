@@ -6,7 +6,7 @@ import sys
 from types import CodeType, FrameType
 from typing import Any
 
-from mpimesh.runtime.digest import digest_bits
+from mpimesh.arguments import digest_bits
 from mpimesh.transport.signatures import Signatures
 
 __all__ = ["Call", "Message", "Site", "call_site", "call_stack", "site_line", "site_text"]

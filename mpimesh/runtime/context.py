@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from mpimesh.errors import ClosedError
+from mpimesh.runtime.deadlock import Mail
 from mpimesh.runtime.traffic import Traffic
-from mpimesh.runtime.wait_graph import Mail
 from mpimesh.runtime.work import Operation
 from mpimesh.runtime.world import World
 from mpimesh.settings import Settings
@@ -74,7 +74,7 @@ class MeshContext:
         """Give the communicator of all its ranks back, the last one. Collective over it."""
         self.free(control)
         if self.world.guard is not None:
-            self.world.guard.part(control)
+            self.world.guard.forget_mesh(control)
 
     def leave(self, control: Communicator, error: BaseException) -> None:
         """Stop using the mesh on this rank alone, by an error that may yet be caught."""

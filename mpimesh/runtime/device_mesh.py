@@ -19,12 +19,11 @@ from mpimesh.layout import ASSUMED_LINKS, Links
 from mpimesh.mesh import WORLD, DimsLike, GroupBackend, Mesh, MeshTopology
 from mpimesh.runtime.agreement import agree, agreed
 from mpimesh.runtime.allocator import aligned_empty
-from mpimesh.runtime.budget import Budget
 from mpimesh.runtime.call import Call, call_site
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.group import ProcessGroup
 from mpimesh.runtime.mesh_shape import MeshShape, as_mesh
-from mpimesh.runtime.traffic import Traffic
+from mpimesh.runtime.traffic import Budget, Traffic
 from mpimesh.runtime.world import current_world
 from mpimesh.settings import Settings
 from mpimesh.trace import Tracer

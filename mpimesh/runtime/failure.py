@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import array
 import atexit
+import dis
 import faulthandler
 import fcntl
+import gc
 import os
 import signal
 import socket
@@ -32,40 +34,29 @@ import sys
 import termios
 import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
-from typing import Any, NoReturn, Protocol
+from functools import partial
+from types import CodeType, TracebackType
+from typing import Any, NoReturn, Protocol, TextIO
 
-from mpimesh.arguments import as_int, plain_text, rank_names
-from mpimesh.errors import (
-    LaunchError,
-    MeshError,
-    MpimeshError,
-    PeerLostError,
-    RemoteError,
-    SettingsError,
-    on_all_ranks,
-)
-from mpimesh.runtime.digest import digest_bits
+from mpimesh.arguments import as_int, digest_bits, plain_text
+from mpimesh.errors import LaunchError, MeshError, MpimeshError, PeerLostError, on_all_ranks
 from mpimesh.runtime.flight import save_record
 from mpimesh.runtime.launch import Launch
-from mpimesh.runtime.main_program import MainProgram, exit_status
-from mpimesh.settings import Settings
+from mpimesh.runtime.tracebacks import has_unshown_cause, readable, write_error
 
 __all__ = [
+    "TOGETHER_S",
     "FailureHooks",
     "JobEnd",
+    "MainProgram",
     "end_job",
     "exit_all",
     "exit_status",
-    "from_user_on",
     "install",
-    "is_own",
     "limited_start",
-    "readable",
-    "write_error",
 ]
 
 _STDERR_FD = 2
@@ -77,7 +68,7 @@ _STEP_S = 0.15
 _LAST_STEP = 16
 _APART_S = 0.5
 """Longest time between two ranks at the same line, before the first mesh."""
-_TOGETHER_S = 1.5
+TOGETHER_S = 1.5
 """Ranks that end with an exit code within this time of each other end in peace."""
 _COMPARE_S = 0.25
 """Time that a rank that has failed waits for others that fail alike; the others, told by its mesh
@@ -88,98 +79,6 @@ _NOTE_TAG = 32_750
 """Below what every MPI allows. Before the first mesh notes travel in the world's communicator."""
 _LEFT = 0
 """Stands in a note for the failure of a rank that has left with an exit code."""
-
-# -- what is written ---------------------------------------------------------------------------
-
-
-def write_error(rank: int | Collection[int], text: str) -> None:
-    """Write `text` to stderr in one piece, each line with the rank or ranks before it."""
-    name = f"rank {rank}" if isinstance(rank, int) else rank_names(rank)
-    lines = "".join(f"[{name}] {line}\n" for line in text.splitlines())
-    with suppress(Exception):
-        sys.stderr.write(lines)
-        sys.stderr.flush()
-
-
-def flush() -> None:
-    """Write out what the standard streams hold back."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-
-
-_PACKAGE = __name__.split(".", 1)[0] + "."
-
-
-def readable(error: BaseException) -> str:
-    """Return the traceback of `error`, and of what it came from, without mpimesh's own frames.
-
-    Of an exception of another kind, those within which it was raised stay. With ``MPIMESH_CHECKS``
-    nothing is left out.
-    """
-    shown = traceback.TracebackException.from_exception(error)
-    with suppress(SettingsError):
-        if Settings.from_environment().checks:
-            return "".join(shown.format())
-    _hide_own(shown, error)
-    return "".join(shown.format())
-
-
-def _hide_own(shown: traceback.TracebackException, error: BaseException) -> None:
-    own = _own_frames(error)
-    inside = 0
-    if not isinstance(error, MpimeshError):
-        while inside < len(own) and own[-1 - inside]:
-            inside += 1
-    kept = [not one or at >= len(own) - inside for at, one in enumerate(own)]
-    if not any(kept) and kept:
-        kept[-1] = True
-    frames = [frame for frame, keep in zip(shown.stack, kept, strict=False) if keep]
-    shown.stack = traceback.StackSummary.from_list(frames)
-    for link, before in (
-        (shown.__cause__, error.__cause__),
-        (shown.__context__, error.__context__),
-    ):
-        if link is not None and before is not None:
-            _hide_own(link, before)
-
-
-def from_user_on(error: BaseException) -> str:
-    """Return the traceback of `error` from the first frame outside mpimesh on.
-
-    Where there is none the last of mpimesh's rooms stays, which is the one that refused.
-    """
-    modules = [_module(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [module.startswith(_PACKAGE) for module in modules]
-    start = own.index(False) if False in own else len(own)
-    if start == len(own) and modules:
-        room = ".".join(modules[-1].split(".")[:2])
-        while start and modules[start - 1].startswith(room):
-            start -= 1
-    shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list(list(shown.stack)[start:])
-    return "".join(shown.format())
-
-
-def _own_frames(error: BaseException) -> list[bool]:
-    trace = traceback.walk_tb(error.__traceback__)
-    return [is_own(frame) for frame, _ in trace]
-
-
-def is_own(frame: FrameType) -> bool:
-    """Tell whether a frame is one of mpimesh's."""
-    return _module(frame).startswith(_PACKAGE)
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _likeness(kind: type[BaseException], text: str) -> int:
-    """Return a number that is equal for what several ranks raise alike."""
-    # An interrupt comes to all ranks, wherever each is.
-    what = kind.__name__ if kind is KeyboardInterrupt else plain_text(text)
-    return digest_bits(what.encode(errors="replace"), 62) + 1
 
 
 # -- the end of all ranks ------------------------------------------------------------------------
@@ -198,10 +97,10 @@ def end_job(exit_code: int, ending: str) -> NoReturn:
     with suppress(Exception):
         faulthandler.dump_traceback_later(_GRACE_S, exit=True, file=_STDERR_FD)
     save_record(write_error, ending)
-    flush()
+    _flush_streams()
     with suppress(Exception):
         if _hooks is not None and _hooks.job is not None:
-            _hooks.job.say_told()
+            _hooks.job.mark_reported()
     _deliver()
     with suppress(Exception):
         mpi = _running_mpi()
@@ -210,6 +109,13 @@ def end_job(exit_code: int, ending: str) -> NoReturn:
         elif _may_call(mpi):
             mpi.COMM_WORLD.Abort(exit_code)
     os._exit(exit_code)
+
+
+def _flush_streams() -> None:
+    """Write out what the standard streams hold back."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
 
 
 def _deliver() -> None:
@@ -308,16 +214,133 @@ def limited_start(limit_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+# -- the end of the main program -----------------------------------------------------------------
+
+
+def exit_status(code: object) -> int:
+    """Return the exit status of a process that ends by ``SystemExit(code)``."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+class _WatchedExit(SystemExit):
+    """`SystemExit`, but one that can be referred to weakly."""
+
+
+_WatchedExit.__name__ = _WatchedExit.__qualname__ = "SystemExit"  # what a traceback shows
+_WatchedExit.__module__ = "builtins"
+
+
+class MainProgram:
+    """The program whose outermost frame is running when this is made.
+
+    Tells how it has ended, as far as Python lets exit functions know. A program that ends by
+    `SystemExit` calls no excepthook, and when the functions of :mod:`atexit` run, the exception is
+    gone. Yet whether this rank ends in peace or with an exit code decides whether the others may go
+    on. Three traces are left:
+
+    - :func:`sys.exit` is replaced by a function that raises a `SystemExit` that can be watched: if
+      it dies where no Python code runs any more, it has ended the program.
+    - Of a script, CPython flushes stderr after its last line has run and before it looks at the
+      exception. Then any `SystemExit` can be found, whoever raised it.
+    - `sys.last_value` holds an exception that some other excepthook has shown.
+
+    Not seen is a bare ``raise SystemExit(3)`` in a program started with ``python -m`` or ``-c``. It
+    counts as an end in peace.
+    """
+
+    def __init__(self) -> None:
+        self._code = _outermost_code()
+        self._status = 0
+        self._watched: weakref.ref[_WatchedExit] | None = None
+
+    def watch(self) -> None:
+        """Begin to look out for its end."""
+        sys.exit = self._exit
+        stream = sys.stderr
+        if stream is not None and hasattr(stream, "__dict__"):
+            stream.flush = partial(self._flush, stream)  # type: ignore[method-assign]
+
+    def exit_status(self) -> int:
+        """Return the exit status that the process is about to have; 0 if nobody knows."""
+        last = getattr(sys, "last_value", None)
+        if last is not None and _ended_by(last.__traceback__, self._code):
+            return 1
+        return self._status
+
+    def _exit(self, status: object = None, /) -> NoReturn:
+        """Exit the interpreter by raising SystemExit(status), as sys.exit does."""
+        error = _WatchedExit() if status is None else _WatchedExit(status)
+        self._watched = weakref.ref(error, partial(self._died, exit_status(error.code)))
+        try:
+            raise error
+        finally:
+            del error  # or it would live on in the frame that its own traceback holds
+
+    def _died(self, status: int, _: object) -> None:
+        if _called_by_interpreter():
+            self._status = status
+
+    def _flush(self, stream: TextIO) -> None:
+        type(stream).flush(stream)
+        if _called_by_interpreter():
+            error = _exit_of_main(self._code)
+            if error is not None:
+                self._status = exit_status(error.code)
+
+
+def _outermost_code() -> CodeType:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code
+
+
+def _called_by_interpreter() -> bool:
+    """Tell whether the caller was called by the interpreter itself, in the main thread."""
+    return sys._getframe(1).f_back is None and (
+        threading.current_thread() is threading.main_thread()
+    )
+
+
+def _ended_by(traceback: TracebackType | None, code: CodeType) -> bool:
+    """Tell whether the exception of `traceback` has left the frame of `code`, unhandled."""
+    if traceback is None or traceback.tb_frame.f_code is not code:
+        return False
+    frame = traceback.tb_frame
+    return not dis.opname[code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+def _exit_of_main(code: CodeType) -> SystemExit | None:
+    """Find the `SystemExit` that has just left the frame of `code`."""
+    passed: set[int] = set()
+    exits: list[SystemExit] = []
+    for thing in gc.get_objects():
+        if type(thing) is TracebackType:  # isinstance would ask proxies for their class
+            step: TracebackType | None = thing if _ended_by(thing, code) else None
+            while step is not None:
+                passed.add(id(step))
+                step = step.tb_next
+        elif issubclass(type(thing), SystemExit):
+            exits.append(thing)
+    if not passed:
+        return None
+    # Up to Python 3.11 the last part of the traceback is not yet tied to the exception.
+    of_main = [e for e in exits if e.__traceback__ is None or id(e.__traceback__) in passed]
+    return of_main[-1] if of_main else None
+
+
 # -- the hooks -----------------------------------------------------------------------------------
 
 
 class JobEnd(Protocol):
-    """The end of a process that has made a mesh; implemented by :class:`~.guard.Guard`."""
+    """The end of a process that has made a mesh; implemented by :class:`~.guard.JobGuard`."""
 
     def leave(self, why: str, exit_code: int) -> bool:
         """Wait until all ranks have ended; False if the job must not wait for that."""
 
-    def say_told(self) -> None:
+    def mark_reported(self) -> None:
         """Let the ranks of the node know that this one is about to end the job."""
 
     @property
@@ -329,7 +352,7 @@ class FailureHooks:
     """Hooks that run when this process fails or ends.
 
     Attributes:
-        job: The lines to the other ranks; None before the first mesh.
+        job: The end of this process once it has made a mesh; None before.
         threads_may_fail: Asked after an exception in a thread: whether somebody else answers
             for it.
     """
@@ -342,9 +365,9 @@ class FailureHooks:
         self._among_others, self._launch_rank = launch.size > 1, launch.rank
         self._main = MainProgram()
         self._failure = 0
-        self._untold: Callable[[], None] | None = None
+        self._deferred_report: Callable[[], None] | None = None
         self._why = ""
-        self._telling = False
+        self._in_other_hook = False
         self._ending = False
         self._excepthook = sys.excepthook
         self._thread_excepthook = threading.excepthook
@@ -362,7 +385,7 @@ class FailureHooks:
             self._thread_excepthook = before
 
     @property
-    def is_of_a_parent(self) -> bool:
+    def in_forked_child(self) -> bool:
         """True in a process that was forked from a rank."""
         return os.getpid() != self._pid
 
@@ -378,7 +401,7 @@ class FailureHooks:
 
         Not on a forked child, nor where MPI sees one rank only, nor once it is finalized.
         """
-        if self.is_of_a_parent:
+        if self.in_forked_child:
             return False
         mpi = _loaded_mpi()
         if mpi is None or not mpi.Is_initialized():
@@ -391,7 +414,7 @@ class FailureHooks:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         error = error if error.__traceback__ is trace else error.with_traceback(trace)
-        if self._telling:  # by a hook that was set after these, and calls them
+        if self._in_other_hook:  # by a hook that was set after these, and calls them
             write_error(self.rank, readable(error))
             return
         if isinstance(error, LaunchError):
@@ -404,31 +427,31 @@ class FailureHooks:
             # All ranks are about to end with it: no reason to end them by force.
             self._failure = exit_code
             self._why = f"raised {kind.__name__}: {error}"
-            if self.rank == 0 or _has_cause_of_its_own(error):
+            if self.rank == 0 or has_unshown_cause(error):
                 self._show([self.rank], kind, error)
             else:
                 text = readable(error)
-                self._untold = lambda: write_error(self.rank, text)
+                self._deferred_report = lambda: write_error(self.rank, text)
             return
         # Should MPI not answer while the ranks compare what they have to say.
         faulthandler.dump_traceback_later(2 * _GRACE_S, exit=True, file=_STDERR_FD)
         if isinstance(error, PeerLostError):
             exit_code = error.exit_code
-            time.sleep(self._later_s())
+            time.sleep(self._stagger_s())
             ranks = [self.rank]
         else:
-            ranks = self._ranks_alike(_likeness(kind, readable(error)))
+            ranks = self._ranks_failing_alike(_fingerprint(kind, readable(error)))
         if kind is KeyboardInterrupt and len(ranks) > 1:
             write_error(ranks, f"interrupted; rank {self.rank} was here:")
             ranks = [self.rank]
         self._show(ranks, kind, error)
         end_job(exit_code, f"{kind.__name__}: {error}")
 
-    def _later_s(self) -> float:
+    def _stagger_s(self) -> float:
         """Return how long to wait where many ranks find out at once: the first ends the others."""
         return _STEP_S * min(self.rank, _LAST_STEP)
 
-    def _ranks_alike(self, likeness: int) -> list[int]:
+    def _ranks_failing_alike(self, fingerprint: int) -> list[int]:
         """Return the ranks that fail alike and at once, if this is the lowest of them.
 
         Another one waits to be ended by that one, and then returns.
@@ -436,19 +459,19 @@ class FailureHooks:
         mpi = _running_mpi()
         if mpi is None:
             # No way to ask. Rank 0 ends the others before they speak, if it fails, too.
-            time.sleep(self.rank and _APART_S + self._later_s())
+            time.sleep(self.rank and _APART_S + self._stagger_s())
             return [self.rank]
         if not _in_main_thread():
             return [self.rank]
         channel = self._channel(mpi)
         notes = _Notes(mpi, channel)
-        notes.send(likeness, everyone=channel.rank < _FEW)
+        notes.send(fingerprint, everyone=channel.rank < _FEW)
         end_s = time.monotonic() + (_APART_S if self.job is None else _COMPARE_S)
         while time.monotonic() < end_s:
             time.sleep(0.01)
-            notes.take()
+            notes.poll()
         group, world = channel.Get_group(), mpi.COMM_WORLD.Get_group()
-        others = [rank for rank, note in notes.came.items() if note == likeness]
+        others = [rank for rank, note in notes.received.items() if note == fingerprint]
         alike = sorted({self.rank, *group.Translate_ranks(others, world)})
         if alike[0] == self.rank:
             return alike
@@ -463,15 +486,15 @@ class FailureHooks:
             write_error(ranks, readable(error))
             return
         write_error(ranks, f"uncaught {kind.__name__}:")
-        self._telling = True
+        self._in_other_hook = True
         try:
             self._excepthook(kind, error, error.__traceback__)
         finally:
-            self._telling = False
+            self._in_other_hook = False
 
     def _on_thread_exception(self, failed: threading.ExceptHookArgs) -> None:
         kind = failed.exc_type
-        if kind is SystemExit or not self.applies or self._telling or self.threads_may_fail():
+        if kind is SystemExit or not self.applies or self._in_other_hook or self.threads_may_fail():
             self._thread_excepthook(failed)
             return
         name = "a thread" if failed.thread is None else f"thread {failed.thread.name!r}"
@@ -481,15 +504,15 @@ class FailureHooks:
             write_error(self.rank, headline + readable(error.with_traceback(failed.exc_traceback)))
         else:
             write_error(self.rank, headline)
-            self._telling = True
+            self._in_other_hook = True
             self._thread_excepthook(failed)
         end_job(1, f"{kind.__name__} in {name}: {failed.exc_value}")
 
     # -- ends --------------------------------------------------------------------------------
 
     def _on_exit(self) -> None:
-        if self.is_of_a_parent:
-            self._leave_the_parents_mpi_alone()
+        if self.in_forked_child:
+            self._end_forked_child()
         if not self.applies:
             return
         exit_code = self._failure or self._main.exit_status()
@@ -501,14 +524,13 @@ class FailureHooks:
             together = not exit_code or self._all_leave()
         if together:
             return
-        if self._untold is not None:
-            self._untold()
+        if self._deferred_report is not None:
+            self._deferred_report()
         else:
-            told = f"{ending} while other ranks had not: ending the job"
-            write_error(self.rank, told)
+            write_error(self.rank, f"{ending} while other ranks had not: ending the job")
         end_job(exit_code, self._why or ending)
 
-    def _leave_the_parents_mpi_alone(self) -> None:
+    def _end_forked_child(self) -> None:
         """End a forked child, if MPI was running: it would finalize what its parent uses."""
         from mpimesh.runtime.world import is_born_too_late  # late: it imports this module
 
@@ -517,7 +539,7 @@ class FailureHooks:
         self._ending = True
         exit_code = self._main.exit_status()
         atexit._run_exitfuncs()  # of this function, too
-        flush()
+        _flush_streams()
         os._exit(exit_code)
 
     def _all_leave(self) -> bool:
@@ -525,16 +547,23 @@ class FailureHooks:
         mpi = _running_mpi()
         if mpi is None:
             # Nobody can be asked. Where all have found the same mistake, one speaks for them.
-            time.sleep(_APART_S + self._later_s())
+            time.sleep(_APART_S + self._stagger_s())
             return False
         notes = _Notes(mpi, mpi.COMM_WORLD)
         notes.send(_LEFT, everyone=True)
-        end_s = time.monotonic() + _TOGETHER_S
+        end_s = time.monotonic() + TOGETHER_S
         while time.monotonic() < end_s:
-            if len(notes.take()) == mpi.COMM_WORLD.size - 1:
+            if len(notes.poll()) == mpi.COMM_WORLD.size - 1:
                 return True
             time.sleep(0.005)
         return False
+
+
+def _fingerprint(kind: type[BaseException], text: str) -> int:
+    """Return a number that is equal for what several ranks raise alike."""
+    # An interrupt comes to all ranks, wherever each is.
+    shown = kind.__name__ if kind is KeyboardInterrupt else plain_text(text)
+    return digest_bits(shown.encode(errors="replace"), 62) + 1
 
 
 class _Notes:
@@ -544,7 +573,7 @@ class _Notes:
         self._mpi = mpi
         self._channel = channel
         self._sends: list[Any] = []
-        self.came: dict[int, int] = {}
+        self.received: dict[int, int] = {}
 
     def send(self, number: int, *, everyone: bool) -> None:
         """Send `number` to the first ranks or to all. Never waits."""
@@ -553,21 +582,13 @@ class _Notes:
             if rank != self._channel.rank:
                 self._sends.append((self._channel.Isend(note, rank, _NOTE_TAG), note))
 
-    def take(self) -> dict[int, int]:
-        """Return the numbers that have come so far, by rank in the channel. Never waits."""
+    def poll(self) -> dict[int, int]:
+        """Return the numbers received so far, by rank in the channel. Never waits."""
         while self._channel.Iprobe(self._mpi.ANY_SOURCE, _NOTE_TAG, status := self._mpi.Status()):
             note = array.array("q", [0])
             self._channel.Recv(note, status.source, _NOTE_TAG)
-            self.came[status.source] = note[0]
-        return self.came
-
-
-def _has_cause_of_its_own(error: BaseException) -> bool:
-    """Tell whether `error` came up while the program dealt with another that nobody has shown."""
-    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if before is None or isinstance(error, RemoteError):  # which tells it in its message
-        return False
-    return not any(_own_frames(before)[-1:])
+            self.received[status.source] = note[0]
+        return self.received
 
 
 _hooks: FailureHooks | None = None
@@ -625,7 +646,7 @@ def exit_all(exit_code: int) -> NoReturn:
             raise MeshError(f"exit_all: exit_code must be at most 255, got {exit_code}")
     except MeshError as error:
         raise on_all_ranks(error) from None
-    in_child = _hooks is not None and _hooks.is_of_a_parent
+    in_child = _hooks is not None and _hooks.in_forked_child
     if current_world().virtual is not None or in_child:
         raise SystemExit(exit_code)
     # Among them the one that waits for the other ranks.
@@ -633,7 +654,7 @@ def exit_all(exit_code: int) -> NoReturn:
     mpi = _running_mpi()
     if mpi is not None:
         mpi.Finalize()
-    flush()
+    _flush_streams()
     _exit_by_c(exit_code)
 
 

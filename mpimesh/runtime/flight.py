@@ -25,16 +25,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mpimesh.arguments import rank_names, ranks_of, ranks_text
+from mpimesh.arguments import digest_text, rank_names, ranks_of, ranks_text
 from mpimesh.errors import SettingsError
 from mpimesh.runtime.call import Call, site_text
-from mpimesh.runtime.digest import digest_text
+from mpimesh.transport import Communicator
 from mpimesh.transport.signatures import signature_text
 
 if TYPE_CHECKING:
-    from mpimesh.runtime.group_core import GroupCore
     from mpimesh.runtime.progress import Progress, Wait
 
 __all__ = [
@@ -141,6 +140,16 @@ class Record:
     ending: str = ""
 
 
+class _Group(Protocol):
+    """The part of a process group that stands in a record."""
+
+    name: str
+    ranks: Sequence[int]
+
+    @property
+    def communicator(self) -> Communicator: ...
+
+
 class Recorder:
     """Writes the operations of one rank into its ring.
 
@@ -183,7 +192,7 @@ class Recorder:
         head = {"rank": rank, "size": size, "host": socket.gethostname(), "pid": self._pid}
         self._put(_HEAD_AT, _HEAD_BYTES, json.dumps(head).encode())
 
-    def start(self, group: GroupCore, call: Call, nbytes: int) -> None:
+    def start(self, group: _Group, call: Call, nbytes: int) -> None:
         """Note that an operation was started."""
         self._started = call.record = order = self._started + 1
         code, offset = call.site
@@ -242,7 +251,7 @@ class Recorder:
             _write_json(self._json, replace(_read_ring(self._ring), ending=line))
         self._ring.unlink(missing_ok=True)
 
-    def _learn(self, key: tuple[object, ...], group: GroupCore, call: Call) -> tuple[int, object]:
+    def _learn(self, key: tuple[object, ...], group: _Group, call: Call) -> tuple[int, object]:
         if len(self._texts) >= _TEXTS:
             self._texts.clear()
         ranks = getattr(group.communicator, "world_ranks", group.ranks)

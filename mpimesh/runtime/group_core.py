@@ -30,7 +30,7 @@ from mpimesh.runtime.messages import Arrival
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Buffers, Plan
 from mpimesh.runtime.progress import Progress
-from mpimesh.runtime.received import Amount, Members, Rule, each
+from mpimesh.runtime.traffic import Amount, Members, Rule, uniform
 from mpimesh.runtime.work import CollectiveTensor, Operation
 from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
 from mpimesh.transport.signatures import Refused
@@ -341,7 +341,7 @@ class GroupCore:
             )
         if receives is not None:
             traffic.admit_by(call, receives[0], self._members, receives[1])
-            traffic.tally.add(call.name, receives[0], self._members, receives[1])
+            traffic.counter.add(call.name, receives[0], self._members, receives[1])
         yield from run_steps(begin)
 
     # -- where bytes lie, and who moves them from there --------------------------------------
@@ -414,7 +414,7 @@ class GroupCore:
         name, traffic = call.name, context.traffic
         traffic.count(name, nbytes)
         if receives is not None:
-            traffic.tally.add(name, receives[0], self._members, receives[1])
+            traffic.counter.add(name, receives[0], self._members, receives[1])
         return CollectiveTensor(operation)
 
     def forget(self, operation: Operation) -> None:
@@ -514,9 +514,9 @@ class GroupCore:
     def count_from_each(self, call: Call, nbytes: int) -> None:
         """Count an exchange in which each rank sends every other one so many bytes."""
         traffic = self._context.traffic
-        traffic.admit_by(call, each, self._members, nbytes)
+        traffic.admit_by(call, uniform, self._members, nbytes)
         traffic.count(call.name, nbytes * (self.size - 1))
-        traffic.tally.add(call.name, each, self._members, nbytes)
+        traffic.counter.add(call.name, uniform, self._members, nbytes)
 
     def count_message(self, call: Message) -> None:
         """Count a message: a mesh is not to close as if one were received that was not."""

@@ -12,32 +12,30 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpimesh.runtime.control import ControlChannel, ControlChannels
 from mpimesh.runtime.deadlock import DeadlockSearch
-from mpimesh.runtime.failure import exit_status, install, write_error
+from mpimesh.runtime.failure import TOGETHER_S, exit_status, install
 from mpimesh.runtime.flight import record
-from mpimesh.runtime.lines import Line, Lines
-from mpimesh.runtime.notice import Notice
 from mpimesh.runtime.processes import NodeProcesses
 from mpimesh.runtime.progress import Progress, Wait
-from mpimesh.runtime.watchdog import Watchdog
+from mpimesh.runtime.tracebacks import write_error
+from mpimesh.runtime.watchdog import Notice, Watchdog
 from mpimesh.settings import DEFAULT_TIMEOUT_S, Settings
 from mpimesh.transport import Communicator
 from mpimesh.transport.mpi import MPICommunicator
 from mpimesh.transport.node import Node
 from mpimesh.transport.waiting import poll
 
-__all__ = ["Guard"]
+__all__ = ["JobGuard"]
 
 _UNNOTICED_S = 0.2
 """Ranks that end within this time of each other tell each other nothing."""
-_TOGETHER_S = 1.5
-"""Ranks that end with an exit code within this time of each other end in peace."""
 _NOTICES = 16
 """Ranks from this one on wait at their end without a word."""
 
 
-class Guard:
-    """The lines, hooks and watchdog of this process.
+class JobGuard:
+    """The control channels, hooks and watchdog of this process.
 
     Args:
         progress: The waits of this rank.
@@ -51,18 +49,18 @@ class Guard:
         self._progress = progress
         self._settings = settings
         self._rank = MPI.COMM_WORLD.rank
-        self._lines = Lines()
+        self._channels = ControlChannels()
         record(progress, settings.record_dir, self._rank, MPI.COMM_WORLD.size)
         # The watchdog's report says more, where it comes soon.
         soon = 0 < settings.timeout_s < DEFAULT_TIMEOUT_S
         self._notice = Notice(self._rank, 0.0 if soon else settings.notice_s)
         self._deadlocks: DeadlockSearch | None = None
         if settings.checks:
-            self._deadlocks = DeadlockSearch(self._rank, progress, self._lines)
-        progress.news = self._look
+            self._deadlocks = DeadlockSearch(self._rank, progress, self._channels)
+        progress.on_idle = self._check
         self._processes = NodeProcesses()
         self._watchdog = Watchdog(
-            self._rank, settings.timeout_s, progress, self._lines, self._processes
+            self._rank, settings.timeout_s, progress, self._channels, self._processes
         )
         self._watchdog.start()
         hooks = install(among_others=True)
@@ -76,89 +74,91 @@ class Guard:
     @property
     def native(self) -> Any:
         """A communicator of mpi4py's for notes, or None."""
-        line = next(iter(self._lines), None)
-        return None if line is None else line.communicator.native
+        channel = next(iter(self._channels), None)
+        return None if channel is None else channel.communicator.native
 
-    def say_told(self) -> None:
+    def mark_reported(self) -> None:
         """Let the ranks of the node know that this one is about to end the job."""
-        self._processes.say_told()
+        self._processes.mark_reported()
 
     def _on_finalize(self, *_: object) -> None:
-        self._processes.say_left()
+        self._processes.mark_finished()
 
-    def meet(self, communicator: Communicator, node: Node) -> None:
+    def connect(self, communicator: Communicator, node: Node) -> None:
         """Collective: make sure that the ranks of `communicator` can tell each other that they end.
 
-        All ranks of a line know it, so those of the communicator decide alike.
+        All ranks of a channel know it, so those of the communicator decide alike.
         """
         if not isinstance(communicator, MPICommunicator):
             return
         world_ranks = communicator.world_ranks
-        if -1 in world_ranks or self._lines.find(world_ranks) is not None:
+        if -1 in world_ranks or self._channels.find(world_ranks) is not None:
             return  # of another world, whose ranks have no number here; or not the first
-        self._lines.add(Line(MPICommunicator.duplicate(communicator.native)))
-        self._processes.meet(communicator, node)
+        self._channels.add(ControlChannel(MPICommunicator.duplicate(communicator.native)))
+        self._processes.watch(communicator, node)
 
-    def adopt(self, communicator: Communicator) -> None:
-        """Take care of the mesh that is to be made of `communicator`, whose ranks have met."""
+    def register_mesh(self, communicator: Communicator) -> None:
+        """Name the mesh that is to be made of `communicator`, whose ranks are connected."""
         if isinstance(communicator, MPICommunicator) and -1 not in communicator.world_ranks:
-            communicator.family = self._lines.join(communicator.world_ranks)
+            communicator.family = self._channels.register_mesh(communicator.world_ranks)
 
-    def count(self, communicator: Communicator, started: Callable[[], Mapping[str, int]]) -> None:
+    def count_by(
+        self, communicator: Communicator, started: Callable[[], Mapping[str, int]]
+    ) -> None:
         """Ask `started` for the number of collectives on each group of a mesh."""
-        self._lines.count(communicator.family, started)
+        self._channels.count_by(communicator.family, started)
 
-    def part(self, communicator: Communicator) -> None:
-        """A mesh is closed, on all its ranks."""
-        self._lines.part(communicator.family)
+    def forget_mesh(self, communicator: Communicator) -> None:
+        """Forget a mesh that is closed, on all its ranks."""
+        self._channels.forget_mesh(communicator.family)
 
     def leave_mesh(self, communicator: Communicator, error: BaseException) -> None:
         """This rank leaves a mesh by `error`, which may yet be caught. Tells the other ranks."""
         exit_code = exit_status(error.code) if isinstance(error, SystemExit) else 0
         why = f"left the mesh by {type(error).__name__}: {error}"
-        self._lines.leave_mesh(communicator.family, why, exit_code)
+        self._channels.leave_mesh(communicator.family, why, exit_code)
 
-    def _look(self, wait: Wait) -> None:
-        """Look around while this rank waits."""
-        self._lines.look(wait)
+    def _check(self, wait: Wait) -> None:
+        """Look after a wait of this rank, every now and then."""
+        self._channels.check(wait)
         if self._deadlocks is not None:
-            self._deadlocks.look(wait)
-        self._notice.look(wait)
+            self._deadlocks.check(wait)
+        self._notice.check(wait)
 
     def leave(self, why: str, exit_code: int) -> bool:
         """Wait until all ranks have ended; False if the job must not wait for that."""
         self._watchdog.note_end()
-        line = next(iter(self._lines), None)
+        channel = next(iter(self._channels), None)
         what = "the end of the program"
         progress = self._progress
-        with nullcontext() if line is None else progress.watched(what, line.communicator):
+        with nullcontext() if channel is None else progress.watched(what, channel.communicator):
             here = self._all_here()
             together = poll(here, _UNNOTICED_S, progress.advance)
             if not together:
-                self._lines.leave(why, exit_code)
-                together = self._wait_for_all(here, _TOGETHER_S if exit_code else None)
-                self._lines.listen()  # so that no message is left
+                self._channels.leave(why, exit_code)
+                together = self._wait_for_all(here, TOGETHER_S if exit_code else None)
+                self._channels.poll()  # so that no message is left
         if together:
-            self._processes.say_left()
+            self._processes.mark_finished()
             self._watchdog.stop()
         return together
 
     def _all_here(self) -> Callable[[], bool]:
-        barriers = [line.communicator.barrier() for line in self._lines]
+        barriers = [channel.communicator.barrier() for channel in self._channels]
         return lambda: all(barrier.test() for barrier in barriers)
 
     def _wait_for_all(self, here: Callable[[], bool], timeout_s: float | None) -> bool:
         start_s = time.monotonic()
         warn_s = self._settings.exit_warn_s if self._rank < _NOTICES else float("inf")
-        told = False
+        warned = False
 
         def idle() -> None:
-            nonlocal told
+            nonlocal warned
             # Others may still need what this rank has started.
             self._progress.advance()
-            self._lines.listen()
-            if not told and time.monotonic() - start_s > warn_s:
-                told = True
+            self._channels.poll()
+            if not warned and time.monotonic() - start_s > warn_s:
+                warned = True
                 write_error(
                     self._rank,
                     f"mpimesh: ended {warn_s:g} s ago and waits for ranks that have not",

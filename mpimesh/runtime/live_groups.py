@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from mpimesh.errors import GroupError
 from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh
 from mpimesh.runtime.context import MeshContext
+from mpimesh.runtime.deadlock import Mail
 from mpimesh.runtime.group import ProcessGroup
-from mpimesh.runtime.wait_graph import Mail
 from mpimesh.runtime.world import solo_communicator
 from mpimesh.transport import Communicator
 

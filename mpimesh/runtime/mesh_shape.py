@@ -159,7 +159,7 @@ class MeshShape(MeshDevices):
         self._add_own_groups(groups)
         guard = self._context.world.guard
         if guard is not None:
-            guard.count(control, lambda: {} if self._groups is None else self._groups.started())
+            guard.count_by(control, lambda: {} if self._groups is None else self._groups.started())
         return groups
 
     def _add_own_groups(self, groups: LiveGroups) -> None:

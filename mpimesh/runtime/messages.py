@@ -38,12 +38,10 @@ from mpimesh.errors import (
     RankError,
     ShapeError,
 )
-from mpimesh.runtime.budget import spend
 from mpimesh.runtime.call import Call, Message
 from mpimesh.runtime.device_operation import DeviceOperation
 from mpimesh.runtime.operands import output_array
-from mpimesh.runtime.received import Members
-from mpimesh.runtime.traffic import Traffic
+from mpimesh.runtime.traffic import Members, Traffic, spend
 from mpimesh.runtime.work import CollectiveTensor, Operation
 from mpimesh.transport import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps
 from mpimesh.transport.device_strategy import steps_in
@@ -197,7 +195,7 @@ class Arrival:
             self._traffic.refuse(self._error)
 
     def _count(self, place: int, nbytes: int, messages: int) -> None:
-        self._traffic.tally.add_from(self.call.name, self._members.ranks[place], nbytes, messages)
+        self._traffic.counter.add_from(self.call.name, self._members.ranks[place], nbytes, messages)
 
 
 # -- operations -----------------------------------------------------------------------------------
@@ -325,7 +323,7 @@ def roll_call(group: GroupCore, timeout_s: float, label: str | None) -> None:
         return not receives and not unsent
 
     try:
-        if group.progress.wait_until(communicator, all_here, what=call, timeout_s=timeout_s):
+        if group.progress.wait(communicator, all_here, what=call, timeout_s=timeout_s):
             return
     except BaseException:
         group.abandon(number, heard, receives, sends)

@@ -29,7 +29,7 @@ from mpimesh.errors import UnresolvedError
 from mpimesh.runtime.agreement import compare_blocks
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
-from mpimesh.runtime.received import Amount, Rule, all_reduced, each, listed, parts
+from mpimesh.runtime.traffic import Amount, Rule, all_reduced, per_rank, sparse, uniform
 from mpimesh.runtime.work import CollectiveTensor, Operation
 from mpimesh.transport import Steps
 
@@ -393,7 +393,7 @@ def plan_reduce(group: GroupCore, data: Array, op: ReduceOp | str, root: int) ->
         data.shape if at_root else None,
         wire=wire_dtype(data.dtype, op),
         divisor=group.size if op is ReduceOp.MEAN else 1,
-        receives=(each, data.nbytes) if at_root else None,
+        receives=(uniform, data.nbytes) if at_root else None,
     )
 
 
@@ -416,7 +416,7 @@ def plan_reduce_scatter(
         wire=wire,
         outgoing=blocks,
         divisor=group.size if op is ReduceOp.MEAN else 1,
-        receives=(each, blocks.counts[rank] * data.dtype.itemsize),
+        receives=(uniform, blocks.counts[rank] * data.dtype.itemsize),
     )
 
 
@@ -437,7 +437,7 @@ def plan_all_gather(group: GroupCore, data: Array, axis: int, sizes: Sequence[in
         (counts,),
         blocks.shape,
         incoming=blocks,
-        receives=(listed, tuple(counts)),
+        receives=(per_rank, tuple(counts)),
     )
 
 
@@ -459,7 +459,7 @@ def plan_gather(
         (counts, root),
         blocks.shape if at_root else None,
         incoming=blocks,
-        receives=(listed, tuple(counts)) if at_root else None,
+        receives=(per_rank, tuple(counts)) if at_root else None,
     )
 
 
@@ -495,7 +495,7 @@ def plan_all_to_all(
         outgoing=blocks,
         incoming=incoming,
         also=partial(compare_blocks, group.communicator, outgoing=blocks, incoming=incoming),
-        receives=(listed, tuple(recv_counts)),
+        receives=(per_rank, tuple(recv_counts)),
     )
 
 
@@ -503,7 +503,7 @@ def plan_broadcast(group: GroupCore, data: Array, root: int) -> Plan:
     """Plan a broadcast from a rank that all know."""
     root = group.check_rank(root, "root")
     at_root = group.rank == root
-    whole = (parts, (root, data.nbytes, int(data.nbytes > 0)))
+    whole = (sparse, (root, data.nbytes, int(data.nbytes > 0)))
     return Plan(
         "broadcast",
         data,

@@ -25,7 +25,7 @@ from mpimesh.arrays import HostArray
 from mpimesh.errors import TransportError
 from mpimesh.runtime import witness
 from mpimesh.runtime.launch import Launch
-from mpimesh.runtime.witness import LEFT, NAMED, TOLD, WORD_BYTES
+from mpimesh.runtime.witness import FINISHED, REPORTED, WITNESSED, WORD_BYTES
 
 if TYPE_CHECKING:
     # Importing them starts MPI.
@@ -48,10 +48,10 @@ class NodeProcesses:
         self._words: dict[int, HostArray] = {}
         self._ranks: dict[int, int] = {}
         self._poll = select.poll()
-        self._called, self._calls = os.pipe()
-        self._poll.register(self._called, select.POLLIN)
+        self._wake_read, self._wake_write = os.pipe()
+        self._poll.register(self._wake_read, select.POLLIN)
 
-    def meet(self, communicator: MPICommunicator, node: Node) -> None:
+    def watch(self, communicator: MPICommunicator, node: Node) -> None:
         """Collective: watch the other ranks of `communicator` that are on this node."""
         arena = node.arena
         if self._word is None and arena is not None:
@@ -59,21 +59,21 @@ class NodeProcesses:
             if self._word is not None:
                 self._word[:] = 0
                 node.keep(self._word)  # it outlives all arrays
-        has_word = arena is not None and self._word is not None
-        at = arena.find(self._word) if arena is not None and self._word is not None else -1
-        place = at if has_word else -1
-        mine = np.array([*node.address, os.getpid(), place, self._called], np.int64)
-        all_of_them = np.empty((communicator.size, mine.size), np.int64)
-        communicator.native.Allgather(mine, all_of_them)
-        for rank, row in zip(communicator.world_ranks, all_of_them.tolist(), strict=True):
-            *address, pid, place, _ = row
+        offset = -1
+        if arena is not None and self._word is not None:
+            offset = arena.find(self._word)
+        mine = np.array([*node.address, os.getpid(), offset, self._wake_read], np.int64)
+        rows = np.empty((communicator.size, mine.size), np.int64)
+        communicator.native.Allgather(mine, rows)
+        by_rank = dict(zip(communicator.world_ranks, rows.tolist(), strict=True))
+        for rank, (*address, pid, at, _) in by_rank.items():
             if address[0] != node.address[0] or pid == os.getpid() or rank in self.pids:
                 continue
             self.pids[rank] = pid
-            if place < 0 or not has_word:
+            if at < 0 or arena is None or self._word is None:
                 continue
             with suppress(OSError, AttributeError, TransportError):
-                word = node.open(tuple(address))[place : place + WORD_BYTES]
+                word = node.open(tuple(address))[at : at + WORD_BYTES]
                 file = os.pidfd_open(pid)
                 self._words[rank] = word.view(np.int64)
                 self._ranks[file] = rank
@@ -81,11 +81,9 @@ class NodeProcesses:
         first = all(other > communicator.world_ranks[communicator.rank] for other in self._words)
         if self.has_witness and first:
             watched = [
-                f"{rank}:{pid}:{number}:{place}:{pipe}"
-                for rank, (key, _, number, _, _, pid, place, pipe) in zip(
-                    communicator.world_ranks, all_of_them.tolist(), strict=True
-                )
-                if key == node.address[0] and place >= 0
+                f"{rank}:{pid}:{number}:{at}:{pipe}"
+                for rank, (key, _, number, _, _, pid, at, pipe) in by_rank.items()
+                if key == node.address[0] and at >= 0
             ]
             _start_witness(watched)
 
@@ -104,12 +102,12 @@ class NodeProcesses:
         """
         gone = []
         for file, _ in self._poll.poll(timeout_s * 1e3):
-            if file == self._called:
+            if file == self._wake_read:
                 os.read(file, 1)
                 continue
             rank = self._ranks.pop(file)
             self._poll.unregister(file)
-            if self._words[rank][0] == LEFT:
+            if self._words[rank][0] == FINISHED:
                 os.close(file)
             else:
                 gone.append((rank, file))
@@ -117,32 +115,32 @@ class NodeProcesses:
 
     def wake(self) -> None:
         """End a wait of another thread."""
-        os.write(self._calls, b"\0")
+        os.write(self._wake_write, b"\0")
 
-    def say_left(self) -> None:
+    def mark_finished(self) -> None:
         """This rank ends in peace."""
-        self._say(LEFT)
+        self._mark(FINISHED)
 
-    def say_told(self) -> None:
+    def mark_reported(self) -> None:
         """This rank ends the job, and has said why."""
-        self._say(TOLD)
+        self._mark(REPORTED)
 
     @property
-    def told(self) -> bool:
+    def another_reported(self) -> bool:
         """True if another rank has said why it ends the job."""
-        return any(word[0] == TOLD for word in self._words.values())
+        return any(word[0] == REPORTED for word in self._words.values())
 
-    def is_named(self, rank: int) -> bool:
+    def is_witnessed(self, rank: int) -> bool:
         """Tell whether the witness has said that a rank has gone."""
-        return bool(self._words[rank][0] == NAMED)
+        return bool(self._words[rank][0] == WITNESSED)
 
-    def place_without(self, rank: int, gone: int) -> int:
-        """Return the place of `rank` among the ranks of the node but the one that has gone."""
+    def index_without(self, rank: int, gone: int) -> int:
+        """Return the index of `rank` among the ranks of the node but the one that has gone."""
         return sum(1 for other in self.pids if other < rank and other != gone)
 
-    def _say(self, what: int) -> None:
+    def _mark(self, state: int) -> None:
         if self._word is not None:
-            self._word.view(np.int64)[0] = what
+            self._word.view(np.int64)[0] = state
 
 
 def _start_witness(ranks: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The waits of one rank: what it waits for, and what moves along meanwhile."""
+"""The unfinished operations of one rank: its waits, what progresses meanwhile, locked inputs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
+
+from mpimesh.arrays import HostArray
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.flight import Recorder
 from mpimesh.transport import Communicator, Engine, Request
 
-__all__ = ["Progress", "Wait"]
+__all__ = ["InputLocks", "Progress", "Wait"]
 
 
 class Wait:
@@ -72,26 +76,26 @@ class Progress(Engine):
         current: What the rank waits for now; None if it does not. Other threads may read it.
         calls: What the rank started last, the latest last.
         recorder: Writes all that it starts into the flight record; None if there is none.
-        news: Called while a wait naps; raises to end it.
+        on_idle: Called while a wait naps; raises to end it.
         communicators: Those of all its meshes by name, with the numbers of their ranks in the job.
         counts: What else this rank has started together with others, by name.
     """
 
-    __slots__ = ("calls", "communicators", "counts", "current", "news", "recorder")
+    __slots__ = ("calls", "communicators", "counts", "current", "on_idle", "recorder")
 
     def __init__(self) -> None:
         super().__init__()
         self.current: Wait | None = None
         self.calls: deque[Call] = deque(maxlen=8)
         self.recorder: Recorder | None = None
-        self.news: Callable[[Wait], None] | None = None
+        self.on_idle: Callable[[Wait], None] | None = None
         self.communicators: dict[str, tuple[Communicator, tuple[int, ...]]] = {}
         self.counts: dict[str, int] = {}
 
     def wait(
         self,
         communicator: Communicator,
-        request: Request,
+        request: Request | Callable[[], bool],
         *,
         what: object,
         timeout_s: float | None = None,
@@ -104,7 +108,7 @@ class Progress(Engine):
 
         Args:
             communicator: Among whom the request is under way.
-            request: What is waited for; an error of it ends the wait.
+            request: What is waited for, or a test of it; an error of it ends the wait.
             what: Its `str` names it in reports.
             timeout_s: Longest wait; None waits as long as it takes.
             peers: The ranks of `communicator` without which it cannot be done; None for all.
@@ -116,30 +120,7 @@ class Progress(Engine):
             PeerLostError: If a rank that it takes has left.
             DeadlockError: With checks on, if ranks wait for each other in a circle.
         """
-        return self.wait_until(
-            communicator,
-            request.test,
-            what=what,
-            timeout_s=timeout_s,
-            peers=peers,
-            number=number,
-            among=among,
-            look=look,
-        )
-
-    def wait_until(
-        self,
-        communicator: Communicator,
-        test: Callable[[], bool],
-        *,
-        what: object,
-        timeout_s: float | None = None,
-        peers: Sequence[int] | None = None,
-        look: Callable[[], None] | None = None,
-        number: int = 0,
-        among: str = "",
-    ) -> bool:
-        """Wait as :meth:`wait` does, for `test` to be true."""
+        test: Callable[[], bool] = request if callable(request) else request.test
 
         def ready() -> bool:
             if self._pending:
@@ -149,8 +130,8 @@ class Progress(Engine):
         limited = timeout_s is not None
         wait = Wait(what, communicator, peers, look, is_limited=limited, number=number, among=among)
         outer, self.current = self.current, wait
-        watched = look is not None or self.news is not None or self.recorder is not None
-        idle = self._look if watched else None
+        watched = look is not None or self.on_idle is not None or self.recorder is not None
+        idle = self._idle if watched else None
         try:
             return communicator.wait(ready, timeout_s, what=what, idle=idle)
         finally:
@@ -172,7 +153,7 @@ class Progress(Engine):
         if self.recorder is not None:
             self.recorder.wait(outer)
 
-    def _look(self) -> None:
+    def _idle(self) -> None:
         wait = self.current
         if wait is None:
             return
@@ -180,5 +161,79 @@ class Progress(Engine):
             self.recorder.wait(wait)
         if wait.look is not None:  # first: who is in another operation may have left, too
             wait.look()
-        if self.news is not None:
-            self.news(wait)
+        if self.on_idle is not None:
+            self.on_idle(wait)
+
+
+@dataclass(slots=True)
+class _Locked:
+    """A locked array, how many operations read it, and the first of them."""
+
+    array: HostArray
+    reader: object
+    count: int = 0
+
+
+class InputLocks:
+    """Inputs of operations under way, made read-only so that a write to one raises.
+
+    One array may be the input of several operations, and an array and views of it may be inputs
+    together. So locks are counted, and a view stays locked as long as the array that it belongs to:
+    NumPy makes no view writable before its base.
+    """
+
+    __slots__ = ("_due", "_locked")
+
+    def __init__(self) -> None:
+        self._locked: dict[int, _Locked] = {}
+        self._due: list[int] = []
+
+    def lock(self, x: HostArray, reader: object = None) -> Callable[[], None] | None:
+        """Make `x` read-only until the returned function is called; None if it is so already.
+
+        Args:
+            x: The input.
+            reader: The operation; its `str` names it.
+        """
+        locked = self._locked.get(id(x))
+        if locked is None:
+            if not x.flags.writeable:
+                return None
+            x.flags.writeable = False
+            locked = self._locked[id(x)] = _Locked(x, reader)
+        locked.count += 1
+        return lambda: self._release(id(x))
+
+    def holder(self, x: HostArray) -> object:
+        """Return the operation for which `x` is read-only; None if it is so without one."""
+        for locked in self._locked.values():
+            if np.may_share_memory(locked.array, x):
+                return locked.reader
+        return None
+
+    def _release(self, key: int) -> None:
+        locked = self._locked[key]
+        locked.count -= 1
+        if locked.count == 0:
+            self._due.append(key)
+        # A base that is freed may free views that have waited for it.
+        freed = True
+        while freed:
+            freed = sum(map(self._unlock, self._due)) > 0
+            self._due = [key for key in self._due if key in self._locked]
+        if not any(locked.count for locked in self._locked.values()):
+            # What is left has a base that the program itself made read-only meanwhile.
+            self._locked.clear()
+            self._due.clear()
+
+    def _unlock(self, key: int) -> bool:
+        """Make an array writable that nobody reads any more; False if it is not possible yet."""
+        locked = self._locked.get(key)
+        if locked is None or locked.count:
+            return False
+        try:
+            locked.array.flags.writeable = True
+        except ValueError:
+            return False
+        del self._locked[key]
+        return True

@@ -1,19 +1,313 @@
-"""Bytes and messages that a rank has handed to the transport, and has had from each other rank."""
+"""Bytes and messages that a rank has handed to the transport and received, and budgets of them.
+
+What others give to one result of all has no single sender and depends on the algorithm. So it is
+counted by a rule: as if the result were made by a reduce-scatter and an all-gather, each rank
+sending every other one exactly what that one lacks. No way of doing it moves less to a rank that
+holds 1/n of the work.
+
+A small all-reduce takes a few microseconds, so that is all that is written down when it starts: a
+rule, its amount and how often. Who sent what is worked out when somebody asks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from mpimesh.errors import BudgetError
-from mpimesh.runtime.budget import Budget, Late, admit, excess, spend
-from mpimesh.runtime.call import Call, call_site, site_text
-from mpimesh.runtime.received import Amount, Members, Rule, Tally, from_others
-from mpimesh.runtime.traffic_table import traffic_table
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["OperationTraffic", "PeerTraffic", "Traffic"]
+from mpimesh.errors import BudgetError, MeshError
+from mpimesh.runtime.call import Call, Site, call_site, site_text
+
+__all__ = [
+    "Amount",
+    "Budget",
+    "DeferredError",
+    "Members",
+    "OperationTraffic",
+    "PeerTraffic",
+    "Rule",
+    "Traffic",
+    "TrafficCounter",
+    "all_reduced",
+    "from_others",
+    "per_rank",
+    "sparse",
+    "spend",
+    "uniform",
+]
+
+# -- rules: who sends how much ---------------------------------------------------------------------
+
+Amount = int | tuple[int, ...]
+"""The size of one operation, as a rule needs it: bytes, or several numbers."""
+
+_Counts = npt.NDArray[np.int64]
+
+_MOST_PENDING = 512
+"""So many different entries are kept before they are added up, that memory stays small."""
+
+
+class Members:
+    """The ranks of a group, as a rank of it counts what they send. Equal only to itself.
+
+    Args:
+        ranks: The ranks, as numbered in the mesh.
+        rank: This rank among them.
+    """
+
+    __slots__ = ("rank", "ranks", "size")
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = rank
+
+
+Rule = Callable[[int, int, Amount], tuple[_Counts, _Counts]]
+"""Gives bytes and messages from each rank of a group.
+
+Called with the group's size, this rank in it and an amount. What a rank has from itself does not
+count, whatever stands there.
+"""
+
+
+def all_reduced(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
+    """An all-reduce of `amount` bytes: 2 (n-1)/n of them, in 2 (n-1) messages.
+
+    The bytes fall into n blocks, of which the first ``amount % n`` have one more. In the
+    reduce-scatter each rank sends this one a part for its block, in the all-gather its own block.
+    """
+    (nbytes,) = _numbers(amount)
+    blocks = np.full(size, nbytes // size)
+    blocks[: nbytes % size] += 1
+    mine = blocks[rank]
+    return blocks + mine, (blocks > 0).astype(np.int64) + (mine > 0)
+
+
+def uniform(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
+    """The same number of bytes from every other rank, in a message each."""
+    (nbytes,) = _numbers(amount)
+    return np.full(size, nbytes), np.full(size, int(nbytes > 0))
+
+
+def per_rank(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
+    """The bytes of each rank, one after the other, in a message each."""
+    nbytes = np.array(_numbers(amount), np.int64)
+    return nbytes, (nbytes > 0).astype(np.int64)
+
+
+def sparse(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
+    """From a few ranks: for each, one after the other, the rank, the bytes and the messages."""
+    counts = np.zeros((2, size), np.int64)
+    for source, nbytes, messages in np.reshape(_numbers(amount), (-1, 3)).tolist():
+        counts[:, source] += nbytes, messages
+    return counts[0], counts[1]
+
+
+class TrafficCounter:
+    """Bytes and messages that a rank has received, by operation and sender."""
+
+    __slots__ = ("_pending", "_received")
+
+    def __init__(self) -> None:
+        self._pending: dict[tuple[str, Rule, Members, Amount], int] = {}
+        self._received: dict[str, dict[int, tuple[int, int]]] = {}
+
+    def add(self, name: str, rule: Rule, members: Members, amount: Amount) -> None:
+        """Count one operation by a rule. Costs a fraction of a microsecond."""
+        key = (name, rule, members, amount)
+        count = self._pending.get(key)
+        if count is not None:
+            self._pending[key] = count + 1
+            return
+        if len(self._pending) >= _MOST_PENDING:
+            self._apply_rules()
+        self._pending[key] = 1
+
+    def add_from(self, name: str, peer: int, nbytes: int, messages: int) -> None:
+        """Count what came from one rank of the mesh."""
+        peers = self._received.setdefault(name, {})
+        had = peers.get(peer, (0, 0))
+        peers[peer] = (had[0] + nbytes, had[1] + messages)
+
+    def by_operation(self) -> dict[str, dict[int, tuple[int, int]]]:
+        """Return bytes and messages by operation and sender, as they are until more is added."""
+        self._apply_rules()
+        return self._received
+
+    def _apply_rules(self) -> None:
+        rows: dict[tuple[str, Members], _Counts] = {}
+        for (name, rule, members, amount), count in self._pending.items():
+            if members.size > 1:
+                row = rows.setdefault((name, members), np.zeros((2, members.size), np.int64))
+                row += count * from_others(rule, members, amount)
+        self._pending.clear()
+        for (name, members), row in rows.items():
+            for sender in np.flatnonzero(row.any(axis=0)).tolist():
+                nbytes, messages = row[:, sender].tolist()
+                self.add_from(name, members.ranks[sender], nbytes, messages)
+
+
+def from_others(rule: Rule, members: Members, amount: Amount) -> _Counts:
+    """Return bytes and messages from each rank of a group, with 0 at this rank's own."""
+    counts = np.stack(rule(members.size, members.rank, amount))
+    counts[:, members.rank] = 0
+    return counts
+
+
+def _numbers(amount: Amount) -> tuple[int, ...]:
+    return amount if isinstance(amount, tuple) else (amount,)
+
+
+# -- budgets ---------------------------------------------------------------------------------------
+
+
+class Budget:
+    """A limit on what a section receives on this rank; made by `DeviceMesh.budget`.
+
+    A context manager, to be entered once. Of nested ones each counts its own section.
+
+    Attributes:
+        bytes: The limit of bytes; None for none.
+        messages: The limit of messages; None for none.
+        used_bytes: Bytes of the section so far.
+        used_messages: Messages of the section so far.
+        used_by: Bytes and messages of the section so far, by operation.
+    """
+
+    def __init__(
+        self, traffic: Traffic, rank: int, site: Site, nbytes: Any = None, messages: Any = None
+    ) -> None:
+        self.bytes = _limit(nbytes, "bytes")
+        self.messages = _limit(messages, "messages")
+        self.used_bytes = 0
+        self.used_messages = 0
+        self.used_by: dict[str, tuple[int, int]] = {}
+        self._traffic = traffic
+        self._rank = rank
+        self._site = site
+        self._entered = False
+
+    def __enter__(self) -> Self:
+        """Count from here on."""
+        if self._entered:
+            raise MeshError(f"the budget made at {site_text(self._site)} was entered before")
+        self._entered = True
+        self._traffic.budgets = (*self._traffic.budgets, self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Count no operation that starts from here on."""
+        self._traffic.budgets = tuple(one for one in self._traffic.budgets if one is not self)
+
+    def exceeds(self, nbytes: int, messages: int) -> bool:
+        """Tell whether there is not so much left."""
+        return _over(self.used_bytes, nbytes, self.bytes) or _over(
+            self.used_messages, messages, self.messages
+        )
+
+    def use(self, name: str, nbytes: int, messages: int) -> None:
+        """Count what an operation receives."""
+        self.used_bytes += nbytes
+        self.used_messages += messages
+        had = self.used_by.get(name, (0, 0))
+        self.used_by[name] = (had[0] + nbytes, had[1] + messages)
+
+    def error(self, what: object, verb: str, nbytes: int, messages: int) -> BudgetError:
+        """Return the error about an operation, with what was used before it."""
+        limits = [] if self.bytes is None else [f"{self.bytes} bytes"]
+        limits += [] if self.messages is None else [f"{self.messages} messages"]
+        used = "nothing"
+        if self.used_bytes or self.used_messages:
+            rows = sorted(self.used_by.items(), key=lambda row: (-row[1][0], row[0]))
+            by = ", ".join(f"{name} {_amount(*counts)}" for name, counts in rows if any(counts))
+            used = f"{_amount(self.used_bytes, self.used_messages)} ({by})"
+        return BudgetError(
+            f"rank {self._rank}: {what} {verb} {_amount(nbytes, messages)}, which exceeds the "
+            f"budget of {' and '.join(limits)} given at {site_text(self._site)}; used before: "
+            f"{used}. Move less, or give a larger budget, on all ranks"
+        )
+
+    def __repr__(self) -> str:
+        """Show limits and what is used. Local."""
+        limits = f"bytes={self.bytes}, messages={self.messages}"
+        return f"<Budget {limits}, used {_amount(self.used_bytes, self.used_messages)}>"
+
+
+class DeferredError:
+    """Keeps the first error of a budget for a moment when all ranks can hear of it."""
+
+    def __init__(self) -> None:
+        self.error: BudgetError | None = None
+
+    def keep(self, error: BudgetError | None) -> None:
+        """Keep `error` unless there is one already."""
+        self.error = self.error or error
+
+    def take(self) -> BudgetError | None:
+        """Return the error, if there is one, and keep it no more."""
+        error, self.error = self.error, None
+        return error
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        error = self.take()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # whose traceback holds this frame
+
+
+def spend(
+    budgets: tuple[Budget, ...],
+    name: str,
+    what: Callable[[], object],
+    nbytes: int,
+    messages: int,
+) -> BudgetError | None:
+    """Count what has come, and return the error if a budget had not so much left."""
+    error = None
+    for budget in reversed(budgets):
+        if error is None and budget.exceeds(nbytes, messages):
+            error = budget.error(what(), "received", nbytes, messages)
+        budget.use(name, nbytes, messages)
+    return error
+
+
+def _over(used: int, more: int, limit: int | None) -> bool:
+    """Tell whether `more` is too much. Nothing is never too much, even where too much was used."""
+    return limit is not None and more > 0 and used + more > limit
+
+
+def _limit(value: Any, what: str) -> int | None:
+    if value is None:
+        return None
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise MeshError(f"{what} of a budget is a whole number from 0 on, or None, got {value!r}")
+    return number
+
+
+def _amount(nbytes: int, messages: int) -> str:
+    return f"{nbytes} bytes in {messages} message{'' if messages == 1 else 's'}"
+
+
+# -- the counters of a mesh ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +377,10 @@ class Traffic:
     bytes: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # No fields: what they hold is told by methods, and a dict of the fields stays plain.
-        self.tally = Tally()
+        # No fields: methods give what they hold, and a dict of the fields stays plain.
+        self.counter = TrafficCounter()
         self.budgets: tuple[Budget, ...] = ()
-        self._late: Late | None = None
+        self._deferred: DeferredError | None = None
 
     # -- counting ----------------------------------------------------------------------------
 
@@ -101,7 +395,7 @@ class Traffic:
         Raises:
             BudgetError: If it is more than a budget of this mesh had left. It is counted.
         """
-        self.tally.add_from(name, peer, nbytes, messages)
+        self.counter.add_from(name, peer, nbytes, messages)
         if self.budgets:
             site = call_site(2)
             error = spend(
@@ -118,15 +412,21 @@ class Traffic:
 
     @property
     def refuses(self) -> bool:
-        """Whether operations that exceed a budget are refused, and not told of later."""
-        return bool(self.budgets) and self._late is None
+        """Whether operations that exceed a budget are refused, and no error is kept for later."""
+        return bool(self.budgets) and self._deferred is None
 
     def excess(
         self, call: Call, rule: Rule, members: Members, amount: Amount
     ) -> BudgetError | None:
         """Return the error of the budget that an operation would exceed. Nothing is counted."""
         nbytes, messages = from_others(rule, members, amount).sum(axis=1).tolist()
-        return excess(self.budgets, call, nbytes, messages)
+        return self._excess(call, nbytes, messages)
+
+    def _excess(self, call: Call, nbytes: int, messages: int) -> BudgetError | None:
+        for budget in reversed(self.budgets):  # the innermost first
+            if budget.exceeds(nbytes, messages):
+                return budget.error(call, "would receive", nbytes, messages)
+        return None
 
     def admit(self, call: Call, nbytes: int, messages: int) -> None:
         """Let budgets count an operation that is about to start.
@@ -134,25 +434,29 @@ class Traffic:
         Raises:
             BudgetError: If it would receive more than one has left. Then nothing is counted.
         """
-        if self._late is None:
-            admit(self.budgets, call.name, call, nbytes, messages)
+        if self._deferred is None:
+            error = self._excess(call, nbytes, messages)
+            if error is not None:
+                raise error
+            for budget in self.budgets:
+                budget.use(call.name, nbytes, messages)
         else:
-            self._late.keep(spend(self.budgets, call.name, call.__str__, nbytes, messages))
+            self._deferred.keep(spend(self.budgets, call.name, call.__str__, nbytes, messages))
 
     def refuse(self, error: BudgetError) -> None:
         """Raise `error`, now or later."""
-        if self._late is None:
+        if self._deferred is None:
             raise error
-        self._late.keep(error)
+        self._deferred.keep(error)
 
     @contextmanager
-    def late(self) -> Iterator[Late]:
+    def deferred(self) -> Iterator[DeferredError]:
         """Refuse nothing meanwhile, but keep the error: others need this rank to the end."""
-        before, self._late = self._late, Late()
+        before, self._deferred = self._deferred, DeferredError()
         try:
-            yield self._late
+            yield self._deferred
         finally:
-            self._late = before
+            self._deferred = before
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -182,7 +486,7 @@ class Traffic:
 
     def by_operation(self) -> dict[str, OperationTraffic]:
         """Return what was put in and received, by operation in alphabetical order."""
-        received = self.tally.by_operation()
+        received = self.counter.by_operation()
         return {
             name: OperationTraffic(
                 self.calls.get(name, 0),
@@ -199,15 +503,15 @@ class Traffic:
         Args:
             operation: Only by this one; by all if None.
         """
-        found: dict[int, PeerTraffic] = {}
-        for name, peers in self.tally.by_operation().items():
+        totals: dict[int, PeerTraffic] = {}
+        for name, peers in self.counter.by_operation().items():
             if operation in (None, name):
                 for peer, (nbytes, messages) in peers.items():
-                    had = found.get(peer, PeerTraffic())
-                    found[peer] = PeerTraffic(
+                    had = totals.get(peer, PeerTraffic())
+                    totals[peer] = PeerTraffic(
                         had.received_bytes + nbytes, had.received_messages + messages
                     )
-        return dict(sorted(found.items()))
+        return dict(sorted(totals.items()))
 
     def snapshot(self) -> Traffic:
         """Return a copy that counts no further."""
@@ -223,12 +527,12 @@ class Traffic:
             nbytes -= earlier.bytes.get(name, 0)
             if calls or nbytes:
                 section.count(name, nbytes, calls)
-        before = earlier.tally.by_operation()
-        for name, peers in self.tally.by_operation().items():
+        before = earlier.counter.by_operation()
+        for name, peers in self.counter.by_operation().items():
             for peer, counts in peers.items():
                 had = before.get(name, {}).get(peer, (0, 0))
                 if counts != had:
-                    section.tally.add_from(name, peer, counts[0] - had[0], counts[1] - had[1])
+                    section.counter.add_from(name, peer, counts[0] - had[0], counts[1] - had[1])
         return section
 
     def __eq__(self, other: object) -> bool:
@@ -263,7 +567,7 @@ class Traffic:
 
     def __str__(self) -> str:
         """Return a table by operation, and one by sender."""
-        return traffic_table(
+        return _table(
             [
                 (name, one.calls, one.bytes, one.received_bytes, one.received_messages)
                 for name, one in self.by_operation().items()
@@ -273,3 +577,68 @@ class Traffic:
                 for peer, one in self.by_peer().items()
             ],
         )
+
+
+# -- the counters as text --------------------------------------------------------------------------
+
+
+_MOST_PEERS = 16
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def _table(
+    operations: Sequence[tuple[str, int, int, int, int]], peers: Sequence[tuple[int, int, int]]
+) -> str:
+    """Return aligned tables by operation and by sender.
+
+    Args:
+        operations: Name, calls, bytes put in, bytes and messages received of each.
+        peers: Rank, bytes and messages received of each. Of many, those that sent most are shown.
+    """
+    everything = [
+        *operations,
+        (
+            "all",
+            sum(row[1] for row in operations),
+            sum(row[2] for row in operations),
+            sum(row[3] for row in operations),
+            sum(row[4] for row in operations),
+        ),
+    ]
+    rows = [
+        (name, f"{calls:,}", _size(put_in), _size(nbytes), f"{messages:,}")
+        for name, calls, put_in, nbytes, messages in everything
+    ]
+    lines = _aligned([("operation", "calls", "put in", "received", "messages"), *rows])
+    if not peers:
+        return "\n".join(lines)
+    by_bytes = sorted(peers, key=lambda row: (-row[1], row[0]))
+    senders = [
+        (f"rank {peer}", _size(nbytes), f"{count:,}")
+        for peer, nbytes, count in sorted(by_bytes[:_MOST_PEERS])
+    ]
+    others = by_bytes[_MOST_PEERS:]
+    if others:
+        nbytes, count = sum(row[1] for row in others), sum(row[2] for row in others)
+        senders.append((f"{len(others):,} others", _size(nbytes), f"{count:,}"))
+    return "\n".join([*lines, "", *_aligned([("from", "received", "messages"), *senders])])
+
+
+def _size(nbytes: int) -> str:
+    """Return bytes in the largest binary unit of which there is one."""
+    power = 0
+    while power < len(_UNITS) - 1 and abs(nbytes) >= 1024 ** (power + 1):
+        power += 1
+    return f"{nbytes} B" if not power else f"{nbytes / 1024**power:.1f} {_UNITS[power]}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines: the first column starts alike, the others end alike."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        )
+        for row in rows
+    ]

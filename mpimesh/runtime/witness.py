@@ -20,9 +20,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["LEFT", "NAMED", "TOLD", "WORD_BYTES", "how_it_ended", "is_stopped"]
+__all__ = ["FINISHED", "REPORTED", "WITNESSED", "WORD_BYTES", "how_it_ended", "is_stopped"]
 
-LEFT, TOLD, NAMED = 1, 2, 3
+FINISHED, REPORTED, WITNESSED = 1, 2, 3
 """Values of the word of a rank: it has ended in peace; it ends the job, and has said why; it
 has gone without that, and the witness has said so. 0 before."""
 WORD_BYTES = 8
@@ -122,16 +122,16 @@ def _watch(ranks: list[str]) -> None:
             rank, pid, words, place = watched.pop(file)
             sign = signs.setdefault(rank, len(signs))
             said = _word(words, place)
-            if said == LEFT:
+            if said == FINISHED:
                 continue
-            if TOLD in (said, *(_word(other, at) for _, _, other, at in watched.values())):
+            if REPORTED in (said, *(_word(other, at) for _, _, other, at in watched.values())):
                 return
             how, code = how_it_ended(pid, file)
             text = f"mpimesh: rank {rank} (process {pid}) {how}, without ending MPI"
             # Of several the first, but rather one that nobody else can have ended.
             follows = code in _WHEN_ANOTHER_HAS_GONE
             gone.append((follows, sign, f"[rank {rank}] {text}\n"))
-            os.pwrite(words, NAMED.to_bytes(WORD_BYTES, sys.byteorder), place)
+            os.pwrite(words, WITNESSED.to_bytes(WORD_BYTES, sys.byteorder), place)
             if not follows:
                 break
             end_s = time.monotonic() + _LONGEST_END_S

@@ -22,18 +22,17 @@ from mpimesh.errors import ClosedError, MeshError, MpimeshError, RankError
 from mpimesh.mesh import WORLD, Device, DeviceInfo
 from mpimesh.runtime.agreement import announce
 from mpimesh.runtime.call import Call, call_site, site_text
+from mpimesh.runtime.deadlock import Waiting, cycle_text, find_cycle
 from mpimesh.runtime.failure import limited_start
 from mpimesh.runtime.flight import Recorder
 from mpimesh.runtime.launch import Launch, check_world
-from mpimesh.runtime.locks import InputLocks
-from mpimesh.runtime.progress import Progress
-from mpimesh.runtime.wait_graph import Waiting, circle_of, circle_text
+from mpimesh.runtime.progress import InputLocks, Progress
 from mpimesh.runtime.watchdog import VirtualWatchdog
 from mpimesh.settings import Settings
 from mpimesh.transport import Communicator, VirtualWorld, virtual_communicators
 
 if TYPE_CHECKING:
-    from mpimesh.runtime.guard import Guard
+    from mpimesh.runtime.guard import JobGuard
     from mpimesh.transport.node import Node
 
 __all__ = ["World", "current_world", "is_born_too_late", "run_virtual", "solo_communicator"]
@@ -87,7 +86,7 @@ class World:
     pool: ArrayPool = field(default_factory=ArrayPool)
     locks: InputLocks = field(default_factory=InputLocks)
     abandoned: list[object] = field(default_factory=list)
-    guard: Guard | None = None
+    guard: JobGuard | None = None
     node: Node | None = None
     threads_may_fail: bool = False
     system: str | None = None
@@ -138,7 +137,7 @@ class World:
         with self.progress.watched(Call("DeviceMesh", WORLD), comm):
             duplicate = self._duplicate(comm, settings)
         if self.guard is not None:
-            self.guard.adopt(duplicate)
+            self.guard.register_mesh(duplicate)
         return duplicate
 
     def _duplicate(self, comm: Communicator, settings: Settings) -> Communicator:
@@ -149,7 +148,7 @@ class World:
             self.node = open_node(settings)
         if self.guard is not None and self.node is not None:
             # Before what may hang: from here on the ranks can ask each other what they are doing.
-            self.guard.meet(comm, self.node)
+            self.guard.connect(comm, self.node)
         duplicate = comm.split(0, comm.rank)
         if duplicate is None:
             raise RankError("a rank got no communicator for a group that it is in")
@@ -184,9 +183,9 @@ class World:
             mpi = _load_mpi()
         if self.guard is None and mpi is not None and mpi.COMM_WORLD.size > 1:
             # Imported late: importing it starts MPI.
-            from mpimesh.runtime.guard import Guard
+            from mpimesh.runtime.guard import JobGuard
 
-            self.guard = Guard(self.progress, settings, lambda: self.threads_may_fail)
+            self.guard = JobGuard(self.progress, settings, lambda: self.threads_may_fail)
 
 
 def _mpi_communicator(comm: Any, settings: Settings) -> Communicator:
@@ -231,8 +230,8 @@ def _circle(worlds: Sequence[World]) -> str:
         if wait is not None and (state := Waiting.of(wait, worlds[rank].progress)) is not None
     }
     for rank in states:
-        if circle := circle_of(states, rank):
-            return circle_text(states, circle)
+        if cycle := find_cycle(states, rank):
+            return cycle_text(states, cycle)
     return ""
 
 

@@ -163,7 +163,7 @@ def test_of_a_mesh_that_was_left_or_moved_nothing_is_kept(comm):
     with mm.DeviceMesh("x=-1", comm) as first:
         world = first._context.world
         assert world.guard is not None
-        meshes = set(world.guard._lines._meshes)
+        meshes = set(world.guard._channels._meshes)
         names = set(world.progress.communicators)
 
         def left():
@@ -177,4 +177,4 @@ def test_of_a_mesh_that_was_left_or_moved_nothing_is_kept(comm):
             mesh.set_comm(comm.Dup())
             assert mesh.group().all_reduce(1).resolve() == comm.size
         assert set(world.progress.communicators) == names
-        assert set(world.guard._lines._meshes) == meshes
+        assert set(world.guard._channels._meshes) == meshes

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpimesh.arguments import digest_text
 from mpimesh.arrays import to_numpy
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.nn import Parameter
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, exchange
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.digest import digest_text
 
 __all__ = [
     "agree_parameters",

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.runtime.locks import InputLocks
+from mpimesh.runtime.progress import InputLocks
 from tests.helpers.raises import raises
 
 
@@ -47,7 +47,7 @@ def test_any_overlapping_arrays_in_any_order(data):
     for release in held:
         release()
     assert all(x.flags.writeable for x in arrays)
-    assert not locks._held
+    assert not locks._locked
 
 
 def test_a_base_that_the_program_locks_itself():

@@ -9,8 +9,8 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.runtime.call import Call, site_line
-from mpimesh.runtime.notice import Notice
 from mpimesh.runtime.progress import Wait
+from mpimesh.runtime.watchdog import Notice
 from mpimesh.transport import VirtualWorld, virtual_communicators
 from tests.helpers.raises import names
 
@@ -28,7 +28,7 @@ def lines_of(*waits: Wait, rank: int = 0, after_s: float = 30.0) -> list[str]:
     notice = Notice(rank, after_s, lambda rank, line: lines.append(f"{rank} {line}"))
     for wait in waits:
         for _ in range(3):
-            notice.look(wait)
+            notice.check(wait)
     return lines
 
 

@@ -10,8 +10,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import RankError, TraceError
-from mpimesh.runtime.clocks import clock_offsets
-from mpimesh.runtime.events import gather_events
+from mpimesh.runtime.events import clock_offsets, gather_events
 from mpimesh.trace import Tracer
 from tests.helpers.raises import raises
 

@@ -1,4 +1,4 @@
-"""The watchdog's table, and the meaning of a farewell for a wait."""
+"""The watchdog's table of ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import threading
 import time
 from typing import Any
 
-import pytest
-
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.lines import Farewell
-from mpimesh.runtime.main_program import exit_status
 from mpimesh.runtime.progress import Progress, Wait
-from mpimesh.runtime.rank_state import RankState, missing_ranks, operation_key, wait_report
+from mpimesh.runtime.watchdog import RankState, missing_ranks, operation_key, wait_report
 from mpimesh.runtime.world import solo_communicator
 
 
@@ -80,35 +76,3 @@ def test_report_joins_ranks_in_one_state():
     # Such as ranks that close two meshes in another order.
     lines = wait_report(0, wait, 1.5, [], states).splitlines()
     assert lines[1].startswith("  missing: nobody")
-
-
-def test_farewell_travels_as_bytes():
-    farewell = Farewell("ended with exit code 3 \u2713", 3, "m", {"m": {"dp": 4}})
-    assert Farewell.from_bytes(farewell.to_bytes()) == farewell
-
-
-@pytest.mark.parametrize(
-    ("farewell", "number", "ends"),
-    [
-        (Farewell("left"), 3, True),
-        (Farewell("left", family="m"), 3, True),
-        (Farewell("left", family="another mesh"), 3, False),
-        # It has started the third collective, or more: it did its part in it.
-        (Farewell("left", started={"m": {"dp": 3}}), 3, False),
-        (Farewell("left", started={"m": {"dp": 9}}), 3, False),
-        (Farewell("left", started={"m": {"dp": 2}}), 3, True),
-        (Farewell("left", started={"m": {"tp": 9}}), 3, True),
-        (Farewell("left", started={"another mesh": {"dp": 9}}), 3, True),
-        # Messages have no number.
-        (Farewell("left", started={"m": {"dp": 9}}), 0, True),
-    ],
-)
-def test_what_a_farewell_ends(farewell, number, ends):
-    assert farewell.ends(waiting(number)) is ends
-
-
-@pytest.mark.parametrize(
-    ("code", "status"), [(None, 0), (0, 0), (3, 3), (256, 0), (-1, 255), (True, 1), ("text", 1)]
-)
-def test_exit_status(code, status):
-    assert exit_status(code) == status

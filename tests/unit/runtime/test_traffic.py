@@ -1,4 +1,4 @@
-"""By what rules is counted what a rank receives."""
+"""The rules by which the traffic of a rank is counted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.runtime.received import Members, Tally, all_reduced, each, from_others, listed, parts
+from mpimesh.runtime.traffic import (
+    Members,
+    TrafficCounter,
+    all_reduced,
+    from_others,
+    per_rank,
+    sparse,
+    uniform,
+)
 
 sizes = st.integers(1, 9)
 amounts = st.integers(0, 200)
@@ -42,7 +50,7 @@ def test_an_all_reduce_moves_the_blocks_that_an_array_split_has(size, nbytes):
 
 @given(sizes, amounts)
 def test_each_other_rank_gives_the_same(size, nbytes):
-    counts = of_all_ranks(size, each, nbytes)
+    counts = of_all_ranks(size, uniform, nbytes)
     others = 1 - np.eye(size, dtype=int)
     np.testing.assert_array_equal(counts[:, 0], others * nbytes)
     np.testing.assert_array_equal(counts[:, 1], others * (nbytes > 0))
@@ -51,7 +59,7 @@ def test_each_other_rank_gives_the_same(size, nbytes):
 @given(st.lists(amounts, min_size=1, max_size=9))
 def test_blocks_that_are_listed(blocks):
     size = len(blocks)
-    counts = of_all_ranks(size, listed, tuple(blocks))
+    counts = of_all_ranks(size, per_rank, tuple(blocks))
     others = 1 - np.eye(size, dtype=int)
     np.testing.assert_array_equal(counts[:, 0], others * blocks)
     np.testing.assert_array_equal(counts[:, 1], others * (np.array(blocks) > 0))
@@ -60,7 +68,7 @@ def test_blocks_that_are_listed(blocks):
 @given(sizes, st.lists(st.tuples(st.integers(0, 8), amounts, st.integers(0, 3)), max_size=5))
 def test_parts_of_a_few_ranks_are_added_up(size, given_parts):
     some = [(source % size, nbytes, messages) for source, nbytes, messages in given_parts]
-    counts = of_all_ranks(size, parts, tuple(number for part in some for number in part))
+    counts = of_all_ranks(size, sparse, tuple(number for part in some for number in part))
     expected = np.zeros_like(counts)
     for source, nbytes, messages in some:
         expected[:, :, source] += nbytes, messages
@@ -70,25 +78,25 @@ def test_parts_of_a_few_ranks_are_added_up(size, given_parts):
 
 entries = st.tuples(
     st.sampled_from(["all_reduce", "reduce"]),
-    st.sampled_from([all_reduced, each]),
+    st.sampled_from([all_reduced, uniform]),
     st.integers(0, 2),
     st.integers(0, 3000),
 )
 
 
 @given(st.lists(entries, max_size=30), st.integers(1, 60))
-def test_a_tally_adds_up_whatever_it_has_worked_out_before(added, repeats):
+def test_a_counter_adds_up_whatever_it_has_worked_out_before(added, repeats):
     groups = [Members((4,), 0), Members((7, 3, 5), 1), Members((0, 7), 1)]
-    tally = Tally()
+    counter = TrafficCounter()
     expected: dict[str, dict[int, tuple[int, int]]] = {}
     for repeat in range(repeats):
         for name, rule, group, nbytes in added:
-            members, amount = groups[group], nbytes + repeat  # more than a tally keeps open
-            tally.add(name, rule, members, amount)
+            members, amount = groups[group], nbytes + repeat  # more than it keeps pending
+            counter.add(name, rule, members, amount)
             counts = from_others(rule, members, amount)
             for peer, (received, messages) in zip(members.ranks, counts.T.tolist(), strict=True):
                 if messages:
                     had = expected.setdefault(name, {}).get(peer, (0, 0))
                     expected[name][peer] = (had[0] + received, had[1] + messages)
-    assert tally.by_operation() == expected
-    assert tally.by_operation() == expected  # asking changes nothing
+    assert counter.by_operation() == expected
+    assert counter.by_operation() == expected  # asking changes nothing

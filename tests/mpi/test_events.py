@@ -7,7 +7,7 @@ import time
 import pytest
 
 import mpimesh as mm
-from mpimesh.runtime.clocks import clock_offsets
+from mpimesh.runtime.events import clock_offsets
 
 
 def test_offsets_between_made_up_hosts(comm, monkeypatch):

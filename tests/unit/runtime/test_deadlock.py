@@ -1,8 +1,14 @@
-"""Waits of ranks for each other, and circles of them."""
+"""Waits of ranks for each other, and cycles of them."""
 
 from __future__ import annotations
 
-from mpimesh.runtime.wait_graph import Waiting, blocked_by, circle_of, circle_text, reaching
+from mpimesh.runtime.deadlock import (
+    Waiting,
+    blocked_by,
+    cycle_text,
+    find_cycle,
+    ranks_reaching,
+)
 
 
 def in_collective(among, number, takes, started):
@@ -19,7 +25,7 @@ def test_a_rank_that_has_done_its_part_blocks_nobody():
         1: in_collective("other", 1, [1, 2], {"world": 3, "other": 1}),
     }
     assert blocked_by(0, states) == []
-    assert circle_of(states, 0) == []
+    assert find_cycle(states, 0) == []
 
 
 def test_ranks_that_do_not_wait_block_nobody():
@@ -35,9 +41,9 @@ def test_three_groups_in_a_ring():
         3: in_collective("world", 1, [0, 1, 2, 3], {"world": 1}),
     }
     for start in states:
-        assert circle_of(states, start) == [0, 1, 2]
-    assert reaching(states, [0, 1, 2]) == [0, 1, 2, 3]
-    text = circle_text(states, [0, 1, 2])
+        assert find_cycle(states, start) == [0, 1, 2]
+    assert ranks_reaching(states, [0, 1, 2]) == [0, 1, 2, 3]
+    text = cycle_text(states, [0, 1, 2])
     assert "rank 2 waits for rank 0, in ca 1" in text
     assert "rank 3 waits for these" in text
 
@@ -47,7 +53,7 @@ def test_messages_are_counted_by_tag():
         0: in_message("recv", 1, 4, 2, received={"world|1|4": 2}),
         1: in_message("recv", 0, 7, 1, sent={"world|0|4": 1, "world|0|5": 3}),
     }
-    assert circle_of(states, 1) == [0, 1]
+    assert find_cycle(states, 1) == [0, 1]
     sent = {"world|0|4": 2}
     states[1] = in_message("recv", 0, 7, 1, sent=sent)
     assert blocked_by(0, states) == []
@@ -58,11 +64,11 @@ def test_a_send_waits_for_its_receive():
         0: in_message("send", 1, 0, 1, sent={"world|1|0": 1}),
         1: in_message("send", 0, 0, 1, sent={"world|0|0": 1}),
     }
-    assert circle_of(states, 0) == [0, 1]
+    assert find_cycle(states, 0) == [0, 1]
     states[1] = in_message("send", 0, 0, 1, received={"world|0|0": 1})
-    assert circle_of(states, 0) == []
+    assert find_cycle(states, 0) == []
 
 
 def test_a_wait_that_nobody_counts_ends_a_chain():
     states = {0: Waiting("a message of a pipeline", "dp", 0, [1]), 1: Waiting("sleep", takes=[0])}
-    assert circle_of(states, 0) == []
+    assert find_cycle(states, 0) == []
