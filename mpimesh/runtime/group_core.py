@@ -160,7 +160,9 @@ class GroupCore:
             self._refuse(_operation_name(make))
         try:
             data = x if type(x) is np.ndarray else self.operand(x)
-            key = (make, type(data), data.shape, data.dtype, options) if cached else None
+            dtype = data.dtype
+            # NumPy's long and long long may be equal, but are two types to MPI.
+            key = (make, type(data), data.shape, dtype, dtype.num, options) if cached else None
             plan = None if key is None else self._plans.get(key)
             if plan is None:
                 refuse_objects(data.dtype)

@@ -305,9 +305,8 @@ def receive(
     )
     target = out if fits and out is not None else group.empty(shape, arrives_as, library)
     packed = target if blocks is None else group.empty((target.size,), arrives_as, library)
-    recv = packed.reshape(-1)
-    if wire is None:
-        recv = recv.view(np.uint8)
+    # Bytes, or the very type of what is sent: NumPy's long and long long may be equal.
+    recv = packed.reshape(-1).view(np.uint8 if wire is None else wire)
     plain = blocks is None and divisor == 1 and arrives_as == dtype
     if plain and (target is out or (out is None and of_caller is library)):
         return recv, target, None

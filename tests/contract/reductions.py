@@ -55,6 +55,20 @@ def check_all_reduce_of_every_dtype_and_op(comm):
         flight.land()
 
 
+def check_an_output_may_be_of_an_equal_dtype(comm):
+    """NumPy's long and long long are equal on most systems, and two types to MPI."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        for dtype, other in (("l", "q"), ("q", "l"), ("L", "Q")):
+            if np.dtype(dtype) != np.dtype(other):
+                continue
+            x, out = np.full(3, group.rank, dtype), np.empty(3, other)
+            expected = np.full(3, sum(range(group.size)), other)
+            assert group.all_reduce(x, out=out).resolve() is out
+            same(out, expected)
+            same(group.reduce_scatter(np.tile(x, group.size)).resolve(), expected.astype(dtype))
+
+
 def check_reductions_refuse_dtypes_that_have_none(comm):
     with mesh_of(comm) as mesh:
         group = mesh.group()
