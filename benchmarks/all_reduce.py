@@ -1,4 +1,4 @@
-"""All-reduce whose result is another array: what is written `all_reduce(x).resolve()`.
+"""All-reduce whose result is another array: `all_reduce(x).resolve()`, also started from a plan.
 
 In place, which is faster, stands in `shared.py`.
 """
@@ -25,6 +25,7 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
         x = np.ones(nbytes // 8)
         # An output for each way: one that another way has just written would be warm.
         y, z = np.empty_like(x), np.empty_like(x)
+        planned = group.all_reduce_init(x)
         timings = in_turns(
             comm,
             {
@@ -33,6 +34,7 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
                 "all_reduce(x, out=z).resolve()": lambda x=x, z=z: group.all_reduce(
                     x, out=z
                 ).resolve(),
+                "all_reduce_init(x).start().resolve()": lambda p=planned: p.start().resolve(),
             },
             calls=effort.calls(nbytes),
             rounds=effort.rounds,

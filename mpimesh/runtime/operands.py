@@ -78,7 +78,8 @@ def output_array(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> No
         ShapeError: If its shape is not `shape`, it is read-only, or elements share memory.
         DTypeError: If it is no array, or its dtype is not `dtype`.
     """
-    check_output(out)
+    if type(out) is not np.ndarray or not (flags := out.flags).writeable or not flags.c_contiguous:
+        check_output(out)
     if out.shape != shape:
         raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
     if out.dtype != dtype:

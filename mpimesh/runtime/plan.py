@@ -76,11 +76,14 @@ class Plan:
     __slots__ = (
         "also",
         "compared",
+        "converts",
         "divisor",
         "dtype",
         "in_place",
         "incoming",
+        "is_plain",
         "kind",
+        "library",
         "name",
         "nbytes",
         "on_device",
@@ -119,7 +122,8 @@ class Plan:
         self.tail = tail
         self.shape_in = data.shape
         self.dtype: DType = data.dtype
-        self.on_device = namespace(data) is not np
+        self.library = namespace(data)
+        self.on_device = self.library is not np
         self.kind: object = f"{data.dtype} on a device" if self.on_device else data.dtype
         self.shape = shape
         self.wire = wire
@@ -131,6 +135,8 @@ class Plan:
         self.also = also
         self.sends = sends
         self.in_place = in_place
+        self.converts = wire is not None and wire != data.dtype
+        self.is_plain = not self.converts and divisor == 1 and self.incoming is None
 
     def bind(self, group: GroupCore, x: Array, data: Array, out: Array | None) -> Buffers:
         """Return the flat buffers of one start, and how they become the result.
@@ -145,41 +151,55 @@ class Plan:
             ShapeError: If `out` does not fit.
             DTypeError: If `out` is no array, or of another dtype.
         """
-        library = namespace(data)
+        library, wire = self.library, self.wire
+        flags = data.flags
+        in_order = flags.c_contiguous and (library is not np or flags.aligned)
         if self.shape is None:
             if out is not None:
                 check_output(out)  # so that all ranks refuse what is no array
-            return Buffers((self._packed(data, library), None, *self.tail), None, None)
-        recv, target, finish = receive(
-            group,
-            library,
-            (self.shape, self.dtype),
-            out,
-            of_caller=library if x is data else namespace(x),
-            wire=self.wire,
-            blocks=self.incoming,
-            divisor=self.divisor,
-        )
+            return Buffers((self._packed(data, in_order), None, *self.tail), None, None)
+        recv: Array
+        finish = None
+        if x is data and self.is_plain and (out is None or (out is x and in_order)):
+            if out is None:
+                target: Array = group.empty(self.shape, self.dtype, library)
+            else:
+                output_array(out, self.shape, self.dtype)
+                target = out
+            recv = target.reshape(-1)
+            if wire is None:
+                recv = recv.view(np.uint8)
+        else:
+            recv, target, finish = receive(
+                group,
+                library,
+                (self.shape, self.dtype),
+                out,
+                of_caller=library if x is data else namespace(x),
+                wire=wire,
+                blocks=self.incoming,
+                divisor=self.divisor,
+            )
         if self.name == "broadcast":
             if self.sends and target is not x:
                 target[...] = data
             return Buffers((recv, *self.tail), target, finish)
         send: Array | None = None
         if target is not x or not self.in_place:
-            send = self._packed(data, library)
+            send = self._packed(data, in_order)
             if out is not None and library.may_share_memory(send, recv):
                 send = send.copy()
         return Buffers((send, recv, *self.tail), target, finish)
 
-    def _packed(self, data: Array, library: ModuleType) -> Array:
+    def _packed(self, data: Array, in_order: bool) -> Array:
         """Return what is sent: flat, contiguous, in the dtype of the wire; a view where it can."""
         wire = self.wire
-        if wire is not None and (data.dtype != wire or not is_aligned(data)):
+        if self.converts or (wire is not None and not in_order):
             data = data.astype(wire, order="C")
         if self.outgoing is not None:
             data = self.outgoing.pack(data)
         elif not data.flags.c_contiguous:
-            data = library.ascontiguousarray(data)
+            data = self.library.ascontiguousarray(data)
         flat = data.reshape(-1)
         return flat if wire is not None else flat.view(np.uint8)
 
