@@ -95,11 +95,6 @@ class MeshContext:
             )
         return "its mesh is closed"
 
-    @property
-    def direct(self) -> bool:
-        """Whether operations may start without checks, be it of a budget."""
-        return not self.closed and not self.settings.checks and not self.traffic.budgets
-
 
 _OF_THIS_PROCESS: WeakSet[MeshContext] = WeakSet()
 

@@ -380,8 +380,9 @@ class ProcessGroup(GroupCore):
     ) -> PersistentCollective:
         """Plan an :meth:`all_reduce` of `x`, to be started many times. Local.
 
-        For loops: arguments are checked and buffers worked out once. Each start reads `x` as it
-        is then. What the ranks start is compared as in a plain call.
+        For loops: arguments are checked and buffers worked out here, also for `x` and `out` that
+        stay as they are. Each start reads what `x` holds then. What the ranks start is compared
+        as in a plain call.
 
         Example:
             >>> planned = group.all_reduce_init(x, out=x)
@@ -470,8 +471,8 @@ class ProcessGroup(GroupCore):
         label: str | None,
         *options: Any,
     ) -> PersistentCollective:
-        plan, data, buffers = self.planned(make, x, out, *options, cached=False)
-        return PersistentCollective(self, plan, (x, data, out), buffers, label)
+        plan, buffers = self.planned(make, x, out, *options, cached=False)
+        return PersistentCollective(self, plan, x, out, buffers, label)
 
     # -- messages ---------------------------------------------------------------------------
 

@@ -141,7 +141,11 @@ class GroupCore:
             options: Numbers of type int, names, None.
             cached: Whether the plan is kept; not if an option is something else.
         """
-        plan, _, buffers = self.planned(make, x, out, *options, cached=cached)
+        try:
+            plan, buffers = self.planned(make, x, out, *options, cached=cached)
+        except Exception as error:
+            self.poison(Call(_operation_name(make), self.name), error)
+            raise
         return self.start(plan, buffers, x, out, label)
 
     def planned(
@@ -151,30 +155,23 @@ class GroupCore:
         out: Array | None,
         *options: Any,
         cached: bool = True,
-    ) -> tuple[Plan, Array, Buffers]:
-        """Return the plan of a collective, `x` as the group moves it, and the buffers.
-
-        With checks on, an error reaches the other ranks, too.
-        """
+    ) -> tuple[Plan, Buffers]:
+        """Return the plan of a collective and its buffers. Local."""
         if self._communicator is None or self._context.closed:
             self._refuse(_operation_name(make))
-        try:
-            data = x if type(x) is np.ndarray else self.operand(x)
-            dtype = data.dtype
-            # NumPy's long and long long may be equal, but are two types to MPI.
-            key = (make, type(data), data.shape, dtype, dtype.num, options) if cached else None
-            plan = None if key is None else self._plans.get(key)
-            if plan is None:
-                refuse_objects(data.dtype)
-                plan = make(self, data, *options)
-                if key is not None:
-                    if len(self._plans) >= _MOST_PLANS:
-                        self._plans.clear()
-                    self._plans[key] = plan
-            return plan, data, plan.bind(self, x, data, out)
-        except Exception as error:
-            self.poison(Call(_operation_name(make), self.name), error)
-            raise
+        data = x if type(x) is np.ndarray else self.operand(x)
+        dtype = data.dtype
+        # NumPy's long and long long may be equal, but are two types to MPI.
+        key = (make, type(data), data.shape, dtype, dtype.num, options) if cached else None
+        plan = None if key is None else self._plans.get(key)
+        if plan is None:
+            refuse_objects(data.dtype)
+            plan = make(self, data, *options)
+            if key is not None:
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[key] = plan
+        return plan, plan.bind(self, x, data, out)
 
     def start(
         self, plan: Plan, buffers: Buffers, x: Array, out: Array | None, label: str | None
@@ -266,11 +263,12 @@ class GroupCore:
             request = Refused(signatures, self.name)
         elif checks:
             stack = call_stack() if checks > 1 else ()
-            turn = partial(begin, *arguments)
+            turn = partial(self._in_turn, call, begin, arguments)
             steps = checked(communicator, call, call.compared, turn, also, stack=stack)
             request = progress.stage(communicator, steps)
         elif progress.busy(communicator):
-            request = progress.stage(communicator, run_steps(partial(begin, *arguments)))
+            turn = partial(self._in_turn, call, begin, arguments)
+            request = progress.stage(communicator, run_steps(turn))
         else:
             started: Any = begin(*arguments)
             if type(started) is GeneratorType:
@@ -280,6 +278,14 @@ class GroupCore:
             return self.own(Operation(self, call, request, finish, unlock, value), nbytes, receives)
         on_device = DeviceOperation(scope, self, call, request, finish, unlock, value)
         return self.own(on_device, nbytes, receives)
+
+    def _in_turn(
+        self, call: Call, begin: Callable[..., Request | Steps], arguments: tuple[Any, ...]
+    ) -> Request | Steps:
+        """Begin what has waited for others, unless the mesh was left meanwhile."""
+        if self._context.closed:
+            self._refuse(call.name)
+        return begin(*arguments)
 
     @collective
     def compose(

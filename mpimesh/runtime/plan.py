@@ -25,7 +25,7 @@ from mpimesh.arrays import (
     namespace,
     wire_dtype,
 )
-from mpimesh.errors import UnresolvedError
+from mpimesh.errors import DTypeError, ShapeError, UnresolvedError
 from mpimesh.runtime.agreement import compare_blocks
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
@@ -162,9 +162,9 @@ class Plan:
         finish = None
         if x is data and self.is_plain and (out is None or (out is x and in_order)):
             if out is None:
-                target: Array = group.empty(self.shape, self.dtype, library)
+                target: Array = group.empty(self.shape, data.dtype, library)
             else:
-                output_array(out, self.shape, self.dtype)
+                output_array(out, self.shape, data.dtype)
                 target = out
             recv = target.reshape(-1)
             if wire is None:
@@ -173,7 +173,7 @@ class Plan:
             recv, target, finish = receive(
                 group,
                 library,
-                (self.shape, self.dtype),
+                (self.shape, data.dtype),  # not the plan's, which may be an equal one
                 out,
                 of_caller=library if x is data else namespace(x),
                 wire=wire,
@@ -231,19 +231,21 @@ class PersistentCollective:
     may come into one array: use one before the next start.
     """
 
-    __slots__ = ("_buffers", "_data", "_group", "_label", "_last", "_out", "_plan", "_x")
+    __slots__ = ("_buffers", "_group", "_label", "_last", "_out", "_plan", "_x")
 
     def __init__(
         self,
         group: GroupCore,
         plan: Plan,
-        arrays: tuple[Array, Array, Array | None],
+        x: Array,
+        out: Array | None,
         buffers: Buffers,
         label: str | None,
     ) -> None:
         self._group = group
         self._plan = plan
-        self._x, self._data, self._out = arrays
+        self._x = x
+        self._out = out
         self._label = label
         self._last: Operation | None = None
         self._buffers = buffers if self._reads_in_place(buffers) else None
@@ -257,22 +259,46 @@ class PersistentCollective:
             UnresolvedError: If the last start is not resolved: its buffers are in use.
             ClosedError: If the mesh is closed.
         """
-        group, plan, buffers, last = self._group, self._plan, self._buffers, self._last
-        if last is not None and not last.resolved:
-            raise UnresolvedError(
-                f"{self!r} is started again while its last start is under way; resolve that first"
-            )
-        if buffers is None:
-            self._data = group.operand(self._x)
-            buffers = plan.bind(group, self._x, self._data, self._out)
+        group, plan = self._group, self._plan
+        group.member(plan.name)
+        try:
+            buffers = self._ready()
+        except Exception as error:
+            group.poison(Call(plan.name, group.name), error)
+            raise
         handle = group.start(plan, buffers, self._x, self._out, self._label)
         self._last = handle._operation  # not the handle, which warns when it is dropped
         return handle
 
+    def _ready(self) -> Buffers:
+        """Return the buffers of the next start."""
+        plan, last = self._plan, self._last
+        if last is not None:
+            if not last.resolved:
+                raise UnresolvedError(
+                    f"{self!r} is started again while its last start is under way; resolve that "
+                    "first"
+                )
+            if last.error is not None:
+                self._buffers = None  # what failed here may still write into them
+            self._last = None
+        if self._buffers is not None:
+            if self._out is not None:
+                check_output(self._out)  # another operation may use it by now
+            return self._buffers
+        data = self._group.operand(self._x)
+        if data.shape != plan.shape_in:
+            raise ShapeError(
+                f"{self!r} has an input of shape {data.shape} now, not {plan.shape_in}"
+            )
+        if data.dtype != plan.dtype:
+            raise DTypeError(f"{self!r} has an input of dtype {data.dtype} now, not {plan.dtype}")
+        return plan.bind(self._group, self._x, data, self._out)
+
     def _reads_in_place(self, buffers: Buffers) -> bool:
         """Tell whether a start needs no copy of the input made before it."""
         plan = self._plan
-        if self._data is not self._x:
+        if type(self._x) is not np.ndarray:  # on a device each start is on the stream of its own
             return False
         if plan.name == "broadcast":
             return not plan.sends or buffers.value is self._x

@@ -117,3 +117,38 @@ def check_persistent_collectives_refuse_what_calls_refuse(comm):
     mesh.close()
     with raises(ClosedError, "closed"):
         planned.start()
+
+
+def check_a_persistent_collective_notices_changed_arrays(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        x = [1, 2, 3]
+        planned = group.all_reduce_init(x)
+        same(planned.start().resolve(), np.array([1, 2, 3]) * group.size)
+        x.append(4)
+        with raises(ShapeError, (4,), (3,)):
+            planned.start()
+        x[:] = [1.5, 2.5, 3.5]
+        with raises(DTypeError, "float64", "int64"):
+            planned.start()
+
+
+def check_results_have_the_dtype_of_the_input_and_not_an_equal_one(comm):
+    plain = np.dtype([("a", "i4")])
+    record = np.dtype((np.record, plain))
+    named = np.dtype("i4", metadata={"unit": "m"})
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        assert group.all_gather(np.zeros(2, plain)).resolve().dtype.type is np.void
+        assert group.all_gather(np.zeros(2, record)).resolve().dtype.type is np.record
+        group.all_reduce(np.zeros(2, named)).resolve()
+        assert group.all_reduce(np.zeros(2, "i4")).resolve().dtype.metadata is None
+
+
+def check_planning_is_local(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        if group.rank == 0:
+            with raises(DTypeError, "mean"):
+                group.all_reduce_init(np.ones(2, int), "mean")
+        same(group.all_reduce(np.ones(2)).resolve(), np.full(2, float(group.size)))

@@ -1,4 +1,4 @@
-"""The shortest way into a collective gives what the general one does, and leaves nothing behind."""
+"""Small collectives of plain arrays give what those of any others do, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_result_over_the_input(mesh, name):
     np.testing.assert_array_equal(got, right)
 
 
-def test_unusual_axes_and_roots_take_the_general_way(mesh):
+def test_unusual_axes_and_roots(mesh):
     group = mesh.group()
     x = np.arange(2.0 * group.size)
     whole = np.concatenate([x] * group.size)
