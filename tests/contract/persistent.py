@@ -122,7 +122,7 @@ def check_persistent_collectives_refuse_what_calls_refuse(comm):
 def check_a_persistent_collective_notices_changed_arrays(comm):
     with mesh_of(comm) as mesh:
         group = mesh.group()
-        x = [1, 2, 3]
+        x: list[float] = [1, 2, 3]
         planned = group.all_reduce_init(x)
         same(planned.start().resolve(), np.array([1, 2, 3]) * group.size)
         x.append(4)

@@ -45,7 +45,7 @@ def test_an_output_that_another_operation_uses_is_refused_at_each_start(monkeypa
     def main():
         with mm.DeviceMesh("dp=2") as mesh:
             group = mesh.group("dp")
-            peer = 1 - group.rank
+            peer = 1 - mesh.rank
             y = np.zeros(3)
             planned = group.all_reduce_init(np.ones(3), out=y)
             sent = group.send(y, peer)
