@@ -380,9 +380,8 @@ class ProcessGroup(GroupCore):
     ) -> PersistentCollective:
         """Plan an :meth:`all_reduce` of `x`, to be started many times. Local.
 
-        For loops: arguments are checked and buffers worked out here, also for `x` and `out` that
-        stay as they are. Each start reads what `x` holds then. What the ranks start is compared
-        as in a plain call.
+        For loops: arguments are checked and buffers worked out here. Each start reads what `x`
+        holds then; what the ranks start is compared as in a plain call.
 
         Example:
             >>> planned = group.all_reduce_init(x, out=x)
