@@ -246,7 +246,7 @@ def _naming(case: Case) -> str:
     # The others are in MPI_Init, where they can run nothing: a launcher may know who has gone.
     if _is_for_the_watchdog(case):
         return ""
-    return r"\(signal \d+\)" if _is_under_hydra(case) else r"\brank 1\b|\btask 1: "
+    return r"\brank 1\b|" + (r"\(signal \d+\)" if _is_under_hydra(case) else r"\btask 1: ")
 
 
 def _is_under_hydra(case: Case) -> bool:
