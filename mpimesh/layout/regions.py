@@ -24,7 +24,7 @@ _OPS = ("sum", "prod", "min", "max")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a piece of a value lies.
+    """Place of a piece of a value.
 
     Attributes:
         rank: The rank that holds it, which may be the one that takes it.
@@ -86,7 +86,7 @@ class Take:
 
     @property
     def reduces(self) -> bool:
-        """Whether there are several parts."""
+        """True if there are several parts."""
         return len(self.parts) > 1
 
 

@@ -201,7 +201,7 @@ Exchange: TypeAlias = Phase | InterNode | IntraNode
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Marks:
-    """Where remote boxes stand in the row of all, one entry for each of them.
+    """Places of remote boxes in the row of all, one entry for each of them.
 
     Attributes:
         begins: How many remote elements stand before.

@@ -17,7 +17,6 @@ from mpimesh.arrays import (
     check_current,
     device_ready,
     is_cupy,
-    namespace,
     refuse_objects,
 )
 from mpimesh.errors import BudgetError, ClosedError, MpimeshError, RankError, on_all_ranks
@@ -184,8 +183,7 @@ class GroupCore:
         scope = None
         if plan.on_device:
             # Only in its turn: the first on a device makes what moves its memory, collectively.
-            library, name = namespace(x), plan.name
-            begin, scope = lambda *given: getattr(self.side(library), name)(*given), StreamScope()
+            begin, scope = partial(self._begin_on_device, plan), StreamScope()
         elif out is not None and type(out) is not np.ndarray:
             scope = StreamScope.of(out)
         try:
@@ -278,6 +276,10 @@ class GroupCore:
             return self.own(Operation(self, call, request, finish, unlock, value), nbytes, receives)
         on_device = DeviceOperation(scope, self, call, request, finish, unlock, value)
         return self.own(on_device, nbytes, receives)
+
+    def _begin_on_device(self, plan: Plan, *arguments: Any) -> Request | Steps:
+        started: Request | Steps = getattr(self.side(plan.library), plan.name)(*arguments)
+        return started
 
     def _in_turn(
         self, call: Call, begin: Callable[..., Request | Steps], arguments: tuple[Any, ...]

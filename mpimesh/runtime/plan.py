@@ -40,7 +40,6 @@ __all__ = [
     "Buffers",
     "PersistentCollective",
     "Plan",
-    "flat_bytes",
     "plan_all_gather",
     "plan_all_reduce",
     "plan_all_to_all",
@@ -372,11 +371,6 @@ def receive(
         return out
 
     return recv, target, finish
-
-
-def flat_bytes(data: Array) -> Array:
-    """Return an array's elements in C order as flat bytes; a view where they lie so."""
-    return namespace(data).ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 
 def is_aligned(x: Array) -> bool:

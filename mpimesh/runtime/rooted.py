@@ -31,7 +31,7 @@ __all__ = ["broadcast_from_any", "scatter"]
 
 HEADER_BYTES = 1024
 _FLAGS_BYTES = 3
-"""Whether there is an array, whether it is CuPy's, and whether its rank moves device memory."""
+"""Bytes for three flags: there is an array, it is CuPy's, its rank moves device memory."""
 
 
 def make_header(data: Array | None, *, of_cupy: bool, takes_device: bool) -> HostArray:

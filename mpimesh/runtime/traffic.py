@@ -412,7 +412,7 @@ class Traffic:
 
     @property
     def refuses(self) -> bool:
-        """Whether operations that exceed a budget are refused, and no error is kept for later."""
+        """True if operations that exceed a budget are refused, and no error is kept for later."""
         return bool(self.budgets) and self._deferred is None
 
     def excess(

@@ -106,7 +106,7 @@ class Communicator(ABC):
     roll_calls: int = 0
     """Number of barriers with a limit that this rank has started on it; kept by the runtime."""
     unended: bool = False
-    """Whether something may be under way that no rank waits for; :meth:`free` then keeps what it
+    """True if something may be under way that no rank waits for; :meth:`free` then keeps what it
     uses. Alike on all ranks; kept by the runtime."""
     family: str = ""
     """The mesh that it belongs to, called alike on all its ranks; kept by the runtime."""

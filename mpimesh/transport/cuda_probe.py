@@ -63,7 +63,7 @@ _LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Whether something may be used, such as device memory with MPI for one operation.
+    """Answer to whether something may be used, such as device memory with MPI for one operation.
 
     Attributes:
         usable: Whether it may.

@@ -84,7 +84,7 @@ class Pattern:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether the result has all letters."""
+        """True if the result has all letters."""
         return all(letter in self.output for row in self.inputs for letter in row if letter != KEEP)
 
 
