@@ -11,7 +11,7 @@ from mpimesh.cli.facts_rank import Rank
 from mpimesh.cli.facts_software import Cuda, Mpi, Software
 from mpimesh.cli.measure import Measurement
 from mpimesh.runtime import Launch
-from mpimesh.transport.route import Route
+from mpimesh.transport.algorithms import Row
 
 __all__ = ["Capability", "Diagnosis", "Finding", "Node", "nodes_of"]
 
@@ -72,7 +72,7 @@ class Diagnosis:
         ranks: Each of them.
         capabilities: Who can move what.
         measurements: How fast.
-        routes: How the world's group of a mesh moves its bytes.
+        algorithms: How the world's group of a mesh moves its bytes.
         leftovers: Files of dead jobs on rank 0's node.
         problems: What did not work while the doctor looked.
     """
@@ -85,7 +85,7 @@ class Diagnosis:
     ranks: tuple[Rank, ...]
     capabilities: tuple[Capability, ...] = ()
     measurements: tuple[Measurement, ...] = ()
-    routes: tuple[Route, ...] = ()
+    algorithms: tuple[Row, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
     problems: tuple[Finding, ...] = ()
 

@@ -23,10 +23,10 @@ from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.world import solo_communicator
 from mpimesh.settings import Settings
 from mpimesh.transport import Communicator
+from mpimesh.transport.algorithms import Row
 from mpimesh.transport.cuda_probe import PROCESS_PROBE, ProbeResult
 from mpimesh.transport.device_communicator import device_communicator
 from mpimesh.transport.mpi_environment import cache_problem, clear_cache
-from mpimesh.transport.route import Route
 
 __all__ = ["capability_table", "examine"]
 
@@ -90,7 +90,7 @@ def examine(guard: Guard, *, fresh: bool = False) -> Diagnosis:
         ranks=ranks,
         capabilities=_capabilities(mpi, cuda, communicator.size, speeds, probed, tried.ways),
         measurements=speeds,
-        routes=tuple(tried.routes),
+        algorithms=tuple(tried.algorithms),
         leftovers=leftovers,
         problems=tuple(problems),
     )
@@ -149,9 +149,9 @@ def _speeds(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """The findings of a trial mesh: its routes, the ways of its device memory, what was wrong."""
+    """A trial mesh: its algorithms, the ways of its device memory, what was wrong."""
 
-    routes: Sequence[Route] = ()
+    algorithms: Sequence[Row] = ()
     ways: Mapping[str, ProbeResult] = field(default_factory=dict)
     problems: Sequence[Finding] = ()
 
@@ -167,7 +167,7 @@ def _try_mesh(communicator: Communicator, *, on_device: bool) -> _Tried:
                 mesh.use_device()
                 wrong += _wrong_sums(group, mesh.rank, sys.modules["cupy"])
                 ways = device_communicator(group.communicator).strategies()
-            routes = group.routes()
+            algorithms = group.algorithms()
     except MpimeshError as error:
         if not error.agreed:
             raise
@@ -176,7 +176,7 @@ def _try_mesh(communicator: Communicator, *, on_device: bool) -> _Tried:
     # A sum may be wrong on one rank only.
     told = [what for one in _everyone(communicator, wrong) for what in one]
     problems = [Finding("error", what, _REPORT) for what in dict.fromkeys(told)]
-    return _Tried(routes, ways, problems)
+    return _Tried(algorithms, ways, problems)
 
 
 def _wrong_sums(group: ProcessGroup, rank: int, library: ModuleType) -> list[str]:

@@ -40,8 +40,8 @@ def _print(diagnosis: Diagnosis, findings: Sequence[Finding], console: Console) 
     _section(console, "Who can move bytes", _capabilities(diagnosis.capabilities))
     if diagnosis.measurements:
         _section(console, "How fast", _speeds(diagnosis))
-    if diagnosis.routes:
-        _section(console, "How a mesh of all ranks moves them", _routes(diagnosis))
+    if diagnosis.algorithms:
+        _section(console, "How a mesh of all ranks moves them", _algorithms(diagnosis))
     _section(console, "What is wrong", _findings(findings))
 
 
@@ -191,14 +191,14 @@ def _speeds(diagnosis: Diagnosis) -> Table:
     return table
 
 
-def _routes(diagnosis: Diagnosis) -> Table:
+def _algorithms(diagnosis: Diagnosis) -> Table:
     table = _table("operations", "memory", "by", "because", most=28)
     merged: dict[tuple[str, str, str], list[str]] = {}
-    for route in diagnosis.routes:
-        others = "all others" if len(diagnosis.routes) > 1 else "all"
-        name = others if route.operation == "*" else route.operation
-        size = f" {route.size_text(bytes_text)}" if route.from_bytes > 1 else ""
-        merged.setdefault((route.memory, route.transport, route.reason), []).append(name + size)
+    for row in diagnosis.algorithms:
+        others = "all others" if len(diagnosis.algorithms) > 1 else "all"
+        name = others if row.operation == "*" else row.operation
+        size = f" {row.size_text(bytes_text)}" if row.from_bytes > 1 else ""
+        merged.setdefault((row.memory, row.algorithm, row.reason), []).append(name + size)
     for (memory, transport, reason), operations in merged.items():
         table.add_row("\n".join(operations), memory, transport, reason)
     return table

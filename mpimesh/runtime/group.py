@@ -26,7 +26,7 @@ from mpimesh.runtime.plan import (
 )
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import solo_communicator
-from mpimesh.transport.route import Route
+from mpimesh.transport.algorithms import Algorithms, Row
 
 __all__ = ["ProcessGroup"]
 
@@ -676,23 +676,23 @@ class ProcessGroup(GroupCore):
         rank = as_int(world_rank, "world_rank", RankError)
         return list(self.ranks).index(rank) if rank in self.ranks else None
 
-    def routes(self) -> tuple[Route, ...]:
-        """Return how the group moves the bytes of its operations, and why. Local.
+    def algorithms(self) -> Algorithms:
+        """Return the table of algorithms by which the group moves its bytes, and why. Local.
 
-        Each route is a rule: an operation, where its arrays lie, from which size on, who moves
-        them. Of arrays on a device there are routes from the first operation with one on, because
-        it finds out what the ranks can do together.
+        Each row is a rule: an operation, where its arrays lie, from which size on, how they are
+        moved; printed, a row a line. Of arrays on a device there are rows from the first operation
+        with one on, because it finds out what the ranks can do together.
 
         Raises:
             RankError: If this rank is not a member.
             ClosedError: If the mesh is closed.
         """
-        host = tuple(self.communicator.routes())
+        host = self.communicator.algorithms()
         if not self.moves_device_memory:
             return host
         if self.size == 1:
-            return (*host, Route("*", "device", 0, "copy", "the group has one rank"))
-        return (*host, *self.side(sys.modules["cupy"]).routes())
+            return Algorithms([*host, Row("*", "device", 0, "copy", "the group has one rank")])
+        return Algorithms([*host, *self.side(sys.modules["cupy"]).algorithms()])
 
     def alone(self) -> Self:
         """Return a group of this rank only, whose operations need no other rank. Local."""

@@ -143,7 +143,7 @@ class World:
     def _duplicate(self, comm: Communicator, settings: Settings) -> Communicator:
         """Collective: return a new communicator of the same ranks."""
         if comm.kind == "mpi" and self.node is None:
-            from mpimesh.transport.routing import open_node  # late: importing it starts MPI
+            from mpimesh.transport.routed import open_node  # late: importing it starts MPI
 
             self.node = open_node(settings)
         if self.guard is not None and self.node is not None:
@@ -157,7 +157,7 @@ class World:
             return duplicate
         # Imported late: importing them starts MPI.
         from mpimesh.transport.mpi import MPICommunicator
-        from mpimesh.transport.routing import routed
+        from mpimesh.transport.routed import routed
 
         if not isinstance(duplicate, MPICommunicator) or self.node is None:
             return duplicate

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.errors import TransportError
+from mpimesh.transport.algorithms import Algorithms
 from mpimesh.transport.regions import check_regions
-from mpimesh.transport.route import Route
 
 if TYPE_CHECKING:
     from mpimesh.arrays import ArrayPool
@@ -132,9 +132,9 @@ class Communicator(ABC):
         """The mpi4py communicator, for calls of your own; None where the ranks are not MPI's."""
         return None
 
-    def routes(self) -> Sequence[Route]:
-        """Return how it moves the bytes of host memory, and why. Local."""
-        return (Route("*", "host", 0, self.kind, "the only way that it has"),)
+    def algorithms(self) -> Algorithms:
+        """Return the table by which it moves host memory. Local."""
+        return Algorithms.only(self.kind, "the only way that it has")
 
     def force(self, way: str) -> str:
         """Move host memory by `way` alone from now on; return why not, empty if it can be.

@@ -16,6 +16,7 @@ from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.stream_scope import StreamScope
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, GroupError, ShapeError, on_all_ranks
+from mpimesh.transport.algorithms import Algorithms, Row
 from mpimesh.transport.base import Communicator, RecvRequest, Request
 from mpimesh.transport.cuda_ipc import CudaIpc, one_shot_bytes
 from mpimesh.transport.cuda_probe import PROCESS_PROBE, ProbeResult, cuda_aware
@@ -24,7 +25,6 @@ from mpimesh.transport.device_strategy import BlockMove, DeviceStrategy, steps_i
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.mpi_cuda import MPICuda
 from mpimesh.transport.nccl import Nccl
-from mpimesh.transport.route import Route
 from mpimesh.transport.staged import Staged
 
 __all__ = [
@@ -211,21 +211,21 @@ class DeviceCommunicator:
             self._search = self._engine.stage((*self._queue, "search"), steps)
         return self._search
 
-    def routes(self) -> Sequence[Route]:
+    def algorithms(self) -> Algorithms:
         """Return how device memory travels, and why. Local; empty before the first collective."""
         if not self._searched:
-            return ()
-        collectives = [route for operation in COLLECTIVES for route in self._routes_of(operation)]
+            return Algorithms(())
+        collectives = [row for operation in COLLECTIVES for row in self._rows_of(operation)]
         allowed = _MESSAGE_STRATEGIES[self._prefer]
         if "cuda_ipc" in allowed:
             reason = "the receiver reads the sender's memory where it can open it, else mpi_cuda "
             reason += "where proven, else staged"
-            return (*collectives, Route("messages", "device", 0, "cuda_ipc", reason))
+            return Algorithms([*collectives, Row("messages", "device", 0, "cuda_ipc", reason)])
         reason = f"asked for: {self._prefer}"
-        return (*collectives, Route("messages", "device", 0, allowed[-1], reason))
+        return Algorithms([*collectives, Row("messages", "device", 0, allowed[-1], reason)])
 
     def strategies(self) -> dict[str, ProbeResult]:
-        """Return for each strategy whether the ranks have it, and why. Local; empty as `routes`."""
+        """Return for each strategy whether the ranks have it, and why. Local; empty before."""
         if not self._searched:
             return {}
         refused = {name: ProbeResult(False, why) for name, why in self._refused.items()}
@@ -308,21 +308,21 @@ class DeviceCommunicator:
             )
         )
 
-    def _routes_of(self, operation: str) -> list[Route]:
+    def _rows_of(self, operation: str) -> list[Row]:
         """Return who does an operation from which size on, and why."""
         sizes: Sequence[int | None] = [None]  # sizes differ over ranks, so they decide nothing
         if operation != "all_to_all":
             sizes = sorted({0} | {c.below_bytes for c in self._candidates if c.below_bytes})
-        routes: list[Route] = []
+        rows: list[Row] = []
         for nbytes in sizes:
             try:
                 strategy = self._pick(operation, nbytes, np.dtype(np.float32), "sum")
             except GroupError as error:
-                return [Route(operation, "device", 0, "none", str(error))]
-            if not routes or routes[-1].transport != strategy.name:
+                return [Row(operation, "device", 0, "none", str(error))]
+            if not rows or rows[-1].algorithm != strategy.name:
                 why = self._why(strategy)
-                routes.append(Route(operation, "device", nbytes or 0, strategy.name, why))
-        return routes
+                rows.append(Row(operation, "device", nbytes or 0, strategy.name, why))
+        return rows
 
     def _why(self, strategy: DeviceStrategy) -> str:
         reason = next(c.reason for c in self._candidates if c.strategy is strategy)

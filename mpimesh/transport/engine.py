@@ -47,16 +47,21 @@ class Moved:
 
     Attributes:
         chain: The engine's chain, on which it is the last one when it begins.
+        after: The one before it on its chain, until that has settled.
+        committed: Whether the others of its chain need not wait to tell the other ranks that they
+            are there: it has told all that it has to tell, and starts nothing more.
         done: Whether it is done; False for one that has failed.
     """
 
-    __slots__ = ("_engine", "_error", "_moving", "chain", "done")
+    __slots__ = ("_engine", "_error", "_moving", "after", "chain", "committed", "done")
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._error: BaseException | None = None
         self._moving = False
         self.chain: Hashable = None
+        self.after: Moved | None = None
+        self.committed = False
         self.done = False
 
     @property
@@ -74,6 +79,8 @@ class Moved:
         if self.done:
             return True
         with self._engine.lock:
+            if self.after is not None:
+                self._engine.move_all()  # those before it, each in its turn
             return self.move()
 
     def move(self) -> bool:
@@ -85,7 +92,7 @@ class Moved:
         self._moving = True
         try:
             # Another thread may have come first.
-            self.done = self.done or self._move()
+            self.done = self.done or ((self.after is None or self._is_turn()) and self._move())
         except MpimeshError as error:
             self._error = error
             raise
@@ -95,6 +102,20 @@ class Moved:
                 # At once: it holds arrays, and what starts next is to find nothing unfinished.
                 self._engine.untrack(self)
         return self.done
+
+    def _is_turn(self) -> bool:
+        """Tell whether those before it on its chain have settled."""
+        after = self.after
+        if after is None or after.settled:
+            self.after = None
+            return True
+        if after.committed and not self.committed:
+            self.publish()
+        return False
+
+    def publish(self) -> bool:
+        """Tell the other ranks that this one is there, before its turn; False if it is to wait."""
+        return False
 
     def _move(self) -> bool:
         """Do what can be done, and tell whether all is."""
@@ -154,18 +175,6 @@ class StagedRequest(Moved):
             raise
 
 
-class _Settled:
-    """A request that is done when another operation has ended, however it ended."""
-
-    __slots__ = ("_other",)
-
-    def __init__(self, other: Moved) -> None:
-        self._other = other
-
-    def test(self) -> bool:
-        return self._other.settled
-
-
 class Engine:
     """All unfinished multi-step operations of one rank.
 
@@ -207,26 +216,34 @@ class Engine:
         tail = self._tails.get(chain)
         return tail is not None and not tail.settled
 
+    def undecided(self, chain: Hashable) -> bool:
+        """Tell whether an operation of `chain` is unfinished that may yet start others."""
+        tail = self._tails.get(chain)
+        return tail is not None and not tail.settled and not tail.committed
+
     def stage(self, chain: Hashable, steps: Steps) -> StagedRequest:
         """Start `steps`, at once or after the unfinished operations of `chain`."""
+        request = StagedRequest(steps, self)
         with self.lock:
             tail = self._tails.get(chain)
             if tail is not None and not tail.settled:
-                steps = _after(tail, steps)
-            request = StagedRequest(steps, self)
+                request.after = tail
             request.chain = chain
             with suppress(Exception):  # kept by the request, and raised where it is resolved
-                request.test()
+                request.move()
             if not request.settled:
                 self._pending.append(request)
                 self._tails[chain] = request
-            return request
+        return request
 
     def begin(self, chain: Hashable, request: Moved) -> None:
         """Move a request along, now and until it is settled; it is the last one of `chain`."""
         with self.lock:
             # Before it does anything: what a signal handler raises may end this call, but then the
             # other ranks count on this one all the same.
+            tail = self._tails.get(chain)
+            if tail is not None and not tail.settled:
+                request.after = tail
             request.chain = chain
             self._pending.append(request)
             self._tails[chain] = request
@@ -249,24 +266,20 @@ class Engine:
         if not self.lock.acquire(blocking=False):
             return  # another thread does it
         try:
-            self._advance()
+            self.move_all()
         finally:
             self.lock.release()
 
-    def _advance(self) -> None:
+    def move_all(self) -> None:
+        """Do the same, by the thread that holds the lock."""
         pending, self._pending = self._pending, []
         try:
             for request in pending:
                 try:
-                    request.test()
+                    request.move()
                 except Exception:
                     if not request.settled:
                         raise  # no error of the operation, which goes on
         finally:
             # A step may have staged further operations meanwhile: they are in the new list.
-            self._pending += [request for request in pending if not request.settled]
-
-
-def _after(previous: Moved, steps: Steps) -> Steps:
-    yield _Settled(previous)
-    return (yield from steps)
+            self._pending[:0] = [request for request in pending if not request.settled]

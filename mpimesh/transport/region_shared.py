@@ -15,12 +15,12 @@ block. The owner's program may write it again after step 4, when all its readers
 they say after they have read. The memory of a copy is used again when those who were its readers
 are through with the exchange that it was made for.
 
-No note is overwritten too early: note s + SLOTS waits until *all* ranks of the node are through
-with s, for all say so, whether they have read anything or not (`board.py`). So a rank is at most
-SLOTS operations ahead of any other.
+No note is overwritten too early: note s + NOTES waits until *all* ranks of the node are through
+with s, for all say so, whether they have read anything or not (`shared_window.py`). So a rank is at
+most NOTES operations ahead of any other.
 
 Nobody waits for ever. Take the lowest number s at which any rank is, and only ranks at s. There is
-room for their notes: every rank is through with all numbers below s, so with s - SLOTS. So
+room for their notes: every rank is through with all numbers below s, so with s - NOTES. So
 all of them post, which takes nothing else; the ranks that are further on have posted s long ago,
 and it still stands there, for ranks at s are not through with it. So all of them read, and say
 that they are through, and step 4 ends for them. So the lowest number grows. Where other
@@ -32,9 +32,7 @@ the order of the exchanges.
 
 A rank in another operation is found by those who take of it; it may have found them before.
 
-A block that others take of and that does not lie in the arena is copied there first, as far as
-they take of it: one copy more, where messages have three. So may be a small one that lies there,
-for its rank need then not wait until all others have read it.
+What others read is a rank's block where it lies, or a copy (`region_offers.py`).
 
 What is the same again in each exchange of a kind is worked out once, in a `SharedPlan`: arrays come
 and go, but the places where they lie come back.
@@ -42,26 +40,29 @@ and go, but the places where they lie come back.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from math import prod
-from typing import TypeAlias
 
 import numpy as np
 
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import MismatchError, MpimeshError
-from mpimesh.layout.boxes import Box, view, volume, whole
+from mpimesh.layout.boxes import view, volume
 from mpimesh.layout.regions import Regions
 from mpimesh.transport.base import Communicator, Request
-from mpimesh.transport.board import Boards, Entry, Note
-from mpimesh.transport.engine import Engine
-from mpimesh.transport.entering import NOT_READ
-from mpimesh.transport.quick import Quick, mismatch
+from mpimesh.transport.engine import Engine, Moved
+from mpimesh.transport.notes import EXCHANGE, mismatch
 from mpimesh.transport.region_messages import Blocks, MessageExchange
+from mpimesh.transport.region_offers import (
+    NO_OFFER,
+    Copies,
+    CopyRule,
+    Fill,
+    Offer,
+    copied_boxes,
+)
 from mpimesh.transport.regions import (
     Piece,
     check_dtypes,
@@ -71,17 +72,13 @@ from mpimesh.transport.regions import (
     pieces_of,
     raw_dtype,
 )
-from mpimesh.transport.team import Team
-from mpimesh.transport.team_work import Work, do_at_once
-from mpimesh.transport.what import EXCHANGE
+from mpimesh.transport.shared_window import Entry, Note, SharedWindow
+from mpimesh.transport.shared_work import Work, do_at_once
 
 __all__ = [
-    "Copies",
-    "CopyRule",
     "SharedExchange",
     "SharedPlan",
     "blocks_of_node",
-    "copied_boxes",
 ]
 
 _AT_A_TIME = 4
@@ -96,32 +93,19 @@ _MOST_PIECES = 64
 _AT_ONCE_BYTES = 256 * 1024
 """Size up to which all is read at once."""
 
-_WHOLE_FROM = 0.6
-"""From this part of a block on it is copied as a whole."""
-
-_REUSED_BYTES = 32 << 20
-"""Largest copy whose memory is used for the next, for fresh memory costs more than the copy."""
-
-_SMALL_PART = 8
-_LARGEST = 16 << 20
-"""No more than an eighth of a block up to this size counts as its edges."""
-
-_MOST_FREE = 2
-_MOST_FILLS = 16
-
 
 # -- the exchange ----------------------------------------------------------------------
 
 
-class SharedExchange(Quick):
+class SharedExchange(Moved):
     """An exchange of regions, of which a rank waits for its owners and readers only.
 
     Args:
-        team: The ranks, of which this one has no unfinished operation.
+        window: The ranks.
         engine: Moves it along until it is settled.
         messages: Takes the parts of blocks for which there is no memory.
         plan: What this rank takes and gives.
-        offer: This rank's block.
+        offers: Offers this rank's block, when its turn has come.
         arrays: Its source and its target.
         places: Where these begin in its arena; -1 for an ordinary array, or none.
         max_bytes: Most memory for packed messages at a time; 0 for no limit.
@@ -134,33 +118,37 @@ class SharedExchange(Quick):
         "_messages",
         "_number",
         "_offer",
+        "_offers",
         "_parts",
         "_places",
         "_plan",
         "_refusal",
         "_rest",
         "_through",
+        "_window",
     )
 
     def __init__(
         self,
-        team: Team,
+        window: SharedWindow,
         engine: Engine,
         messages: Communicator,
         plan: SharedPlan,
-        offer: Offer,
+        offers: Callable[[], Offer],
         arrays: tuple[HostArray | None, HostArray | None],
         places: tuple[int, int],
         max_bytes: int,
     ) -> None:
-        super().__init__(team, engine, EXCHANGE)
+        super().__init__(engine)
+        self._window = window
         self._messages = messages
         self._plan = plan
-        self._offer = offer
+        self._offers = offers
+        self._offer = NO_OFFER
         self._arrays = arrays
         self._places = places
         self._max_bytes = max_bytes
-        self._number = team.board.posted + 1
+        self._number = 0
         self._parts: Sequence[Work] | None = None
         self._done_parts = 0
         self._rest: Sequence[Request] = ()
@@ -168,33 +156,43 @@ class SharedExchange(Quick):
         self._refusal: MpimeshError | None = None
 
     def _move(self) -> bool:
-        team, board, plan, number = self._team, self._team.board, self._plan, self._number
+        window, plan = self._window, self._plan
         if self._parts is None:
-            if board.posted < number:
+            if not self._number:
+                if not window.has_room():
+                    window.look_elsewhere()
+                    return False
+                self._offer = self._offers()
+                self._number = window.published + 1
+            number = self._number
+            if window.published < number:
                 self._offer.fill()
-                board.post(number, EXCHANGE, self._offer.at, plan.descriptor)
-                for bell in plan.reader_bells:
-                    bell.ring()
-            if not board.have_posted(number, plan.owner_boards):
-                team.look_elsewhere()
+                window.publish(
+                    number, EXCHANGE, self._offer.at, plan.descriptor, bells=plan.reader_bells
+                )
+            self.committed = True
+            if not window.published_by(number, plan.owner_cells):
+                window.look_elsewhere()
                 return False
             self._engine.steps += 1
-            self._parts = self._work_of(board.notes(number, plan.owner_boards))
+            self._parts = self._work_of(window.notes(number, plan.owner_cells))
         if self._done_parts < len(self._parts) and not self._do_some(self._parts):
             return False
         if self._rest and not all(request.test() for request in self._rest):
             return False
+        number = self._number
         if not self._through:
-            board.pass_by(number)
+            window.acknowledge(number)
             for bell in plan.owner_bells:
                 bell.ring()
             self._through = True
-        if self._offer.is_read and not board.are_through(number, plan.reader_boards):
-            team.look_elsewhere()
+        if self._offer.is_read and not window.done_by(number, plan.reader_cells):
+            window.look_elsewhere()
             return False
         self._engine.steps += 1
         # The engine may hold this request for a while yet; not so the arrays.
         self._offer, self._arrays, self._parts, self._rest = NO_OFFER, (None, None), (), ()
+        self._offers = lambda: NO_OFFER
         if self._refusal is not None:
             raise self._refusal
         return True
@@ -204,7 +202,7 @@ class SharedExchange(Quick):
         plan, (source, target) = self._plan, self._arrays
         operations = [note[0] for note in notes]
         if operations.count(EXCHANGE) != len(operations):
-            ranks = [self._team.rank, *plan.owners]
+            ranks = [self._window.rank, *plan.owners]
             self._refusal = mismatch([EXCHANGE, *operations], ranks=ranks, on_all=False)
             self._offer = NO_OFFER  # nor may the readers ever come
             return ()
@@ -227,7 +225,7 @@ class SharedExchange(Quick):
         gives = regions.gives if self._offer.at < 0 else ()
         blocks = self._plan.blocks(notes, source, target)
         messages, most = self._messages, self._max_bytes
-        own = {} if source is None else {self._team.rank: blocks[self._team.rank]}
+        own = {} if source is None else {self._window.rank: blocks[self._window.rank]}
         return (
             MessageExchange(messages, source, None, Regions((), gives), own, most),
             MessageExchange(messages, source, target, Regions(regions.takes, ()), blocks, most),
@@ -238,7 +236,7 @@ class SharedExchange(Quick):
         stop = min(self._done_parts + _AT_A_TIME, len(parts))
         while self._done_parts < stop:
             note = partial(setattr, self, "_done_parts", self._done_parts + 1)
-            do_at_once(self._team.quietly, parts[self._done_parts], note)
+            do_at_once(self._window.quietly, parts[self._done_parts], note)
         self._engine.steps += 1
         return stop == len(parts)
 
@@ -250,7 +248,7 @@ class SharedPlan:
     """The constant part of an exchange of some regions between arrays of one kind.
 
     Args:
-        team: The ranks.
+        window: The ranks.
         regions: What this rank takes and gives.
         source: An array of the kind of this rank's block; no reference to it stays.
         target: One of the kind of what it takes into.
@@ -259,9 +257,9 @@ class SharedPlan:
         regions: What this rank takes and gives.
         descriptor: The size and the dtype of its arrays, for the others.
         owners: The ranks that this one reads of.
-        owner_boards: Their boards.
+        owner_cells: Their cells.
         owner_bells: Their bells.
-        reader_boards: The boards of the ranks that read of this one.
+        reader_cells: The cells of the ranks that read of this one.
         reader_bells: Their bells.
     """
 
@@ -272,32 +270,36 @@ class SharedPlan:
         "_given_bytes",
         "_groups",
         "_nbytes",
-        "_team",
         "_whole_work",
+        "_window",
         "_work",
         "descriptor",
         "owner_bells",
-        "owner_boards",
+        "owner_cells",
         "owners",
         "reader_bells",
-        "reader_boards",
+        "reader_cells",
         "regions",
     )
 
     def __init__(
-        self, team: Team, regions: Regions, source: HostArray | None, target: HostArray | None
+        self,
+        window: SharedWindow,
+        regions: Regions,
+        source: HostArray | None,
+        target: HostArray | None,
     ) -> None:
-        self._team = team
+        self._window = window
         self.regions = regions
         self.descriptor = descriptor(source, target)
         taken = {part.rank for take in regions.takes for part in take.parts if volume(part.box)}
         given = {give.rank for give in regions.gives if volume(give.box)}
-        self.owners = sorted(taken - {team.rank})
-        readers = sorted(given - {team.rank})
-        self.owner_boards = team.board.of(self.owners)
-        self.owner_bells = team.bells_of(self.owners)
-        self.reader_boards = team.board.of(readers)
-        self.reader_bells = team.bells_of(readers)
+        self.owners = sorted(taken - {window.rank})
+        readers = sorted(given - {window.rank})
+        self.owner_cells = window.cells_of(self.owners)
+        self.owner_bells = window.bells_of(self.owners)
+        self.reader_cells = window.cells_of(readers)
+        self.reader_bells = window.bells_of(readers)
         self._boxes = copied_boxes(regions, source.shape) if readers and source is not None else ()
         self._nbytes = self._given_bytes = 0
         if source is not None:
@@ -308,7 +310,7 @@ class SharedPlan:
         self._groups: list[tuple[tuple[int, ...], list[Piece]]] = []
         if target is not None and target.nbytes:
             itemsize = target.dtype.itemsize
-            pieces = pieces_of(regions, range(len(regions.takes)), team.rank + 1, itemsize)
+            pieces = pieces_of(regions, range(len(regions.takes)), window.rank + 1, itemsize)
             self._groups = [(ranks, list(row)) for ranks, row in groupby(pieces, _ranks_of)]
         self._at_once = target is not None and target.nbytes <= _AT_ONCE_BYTES
         # By all addresses, and by those that a group depends on; of few pieces only.
@@ -322,7 +324,7 @@ class SharedPlan:
         return copies.offer(
             source,
             self._boxes,
-            self.reader_boards,
+            self.reader_cells,
             at=at,
             copied=rule.copies(self._nbytes, self._given_bytes),
             fills=self._fills,
@@ -335,7 +337,7 @@ class SharedPlan:
             MismatchError: If not.
         """
         descriptors = {owner: note[2] for owner, note in zip(self.owners, notes, strict=True)}
-        check_dtypes({self._team.rank: self.descriptor, **descriptors})
+        check_dtypes({self._window.rank: self.descriptor, **descriptors})
 
     def work(
         self,
@@ -375,13 +377,13 @@ class SharedPlan:
         """Return all pieces of work, of which those that came before are not made again."""
         if target is None:
             return []
-        team = self._team
+        window = self._window
         places = {owner: note[1:] for owner, note in zip(self.owners, notes, strict=True)}
-        places[team.rank] = (source_at, 0)
+        places[window.rank] = (source_at, 0)
         work: list[Work] = []
         cache = self._work if target_at >= 0 else None
         for number, (ranks, pieces) in enumerate(self._groups):
-            if cache is None or (source_at < 0 and team.rank in ranks):
+            if cache is None or (source_at < 0 and window.rank in ranks):
                 work += self._work_of(pieces, places, source, target)
                 continue
             key = (number, target_at, *[places[rank] for rank in ranks])
@@ -390,7 +392,7 @@ class SharedPlan:
                 # Only of memory in the arena: nothing in the cache refers to the arrays themselves.
                 own_target = self._in_arena(target, target_at)
                 own_source = source
-                if source is not None and team.rank in ranks:
+                if source is not None and window.rank in ranks:
                     own_source = self._in_arena(source, source_at)
                 group = self._work_of(pieces, places, own_source, own_target)
                 if len(cache) >= _MOST_WORK:
@@ -401,7 +403,7 @@ class SharedPlan:
 
     def _in_arena(self, array: HostArray, at: int) -> HostArray:
         """Return an array of this rank's arena as one that does not keep it alive."""
-        return _array_at(self._team, self._team.rank, at, array.dtype, array.shape)
+        return _array_at(self._window, self._window.rank, at, array.dtype, array.shape)
 
     def _work_of(
         self,
@@ -411,14 +413,14 @@ class SharedPlan:
         target: HostArray,
     ) -> list[Work]:
         """Return the work of some pieces, by where the blocks begin and what they are."""
-        team = self._team
+        window = self._window
         dtype, raw = target.dtype, raw_dtype(target.dtype)
         raw_target = target.view(raw)
         blocks: dict[tuple[int, tuple[int, ...]], HostArray] = {}
 
         def block(rank: int, shape: tuple[int, ...]) -> HostArray:
             if (rank, shape) not in blocks:
-                own = source if rank == team.rank else None
+                own = source if rank == window.rank else None
                 blocks[rank, shape] = (
                     self._block(rank, *places[rank], dtype, shape) if own is None else own
                 )
@@ -428,11 +430,11 @@ class SharedPlan:
         for op, box, parts in pieces:
             if op:
                 sources = [view(block(rank, shape), there) for rank, shape, there in parts]
-                work.append(piece_work(op, view(target, box), sources, dtype, team.scratch))
+                work.append(piece_work(op, view(target, box), sources, dtype, window.scratch))
             else:
                 rank, shape, there = parts[0]
                 copied = view(block(rank, shape).view(raw), there)
-                work.append(piece_work(op, view(raw_target, box), [copied], raw, team.scratch))
+                work.append(piece_work(op, view(raw_target, box), [copied], raw, window.scratch))
         return work
 
     def blocks(
@@ -445,7 +447,7 @@ class SharedPlan:
             if at >= 0:
                 blocks[owner] = partial(self._block, owner, at, owner_descriptor, dtype)
         if source is not None:
-            blocks[self._team.rank] = lambda shape: source
+            blocks[self._window.rank] = lambda shape: source
         return blocks
 
     def _block(
@@ -459,23 +461,25 @@ class SharedPlan:
         nbytes, its_nbytes = prod(shape) * dtype.itemsize, described_bytes(its_descriptor)
         if its_nbytes != nbytes:
             raise MismatchError(
-                f"rank {self._team.rank} takes of a block of shape {shape} of rank {rank}, "
+                f"rank {self._window.rank} takes of a block of shape {shape} of rank {rank}, "
                 f"{nbytes} bytes of dtype {dtype}, but that block has {its_nbytes}"
             )
-        return _array_at(self._team, rank, at, dtype, shape)
+        return _array_at(self._window, rank, at, dtype, shape)
 
 
 def _ranks_of(piece: Piece) -> tuple[int, ...]:
     return tuple([rank for rank, _, _ in piece[2]])
 
 
-def _array_at(team: Team, member: int, at: int, dtype: DType, shape: tuple[int, ...]) -> HostArray:
+def _array_at(
+    window: SharedWindow, member: int, at: int, dtype: DType, shape: tuple[int, ...]
+) -> HostArray:
     """Return an array that begins at `at` in the arena of a member, as a view of its memory."""
-    return team.view(member, at, prod(shape) * dtype.itemsize, dtype).reshape(shape)
+    return window.view(member, at, prod(shape) * dtype.itemsize, dtype).reshape(shape)
 
 
 def blocks_of_node(
-    team: Team,
+    window: SharedWindow,
     entry: Entry,
     ranks: Sequence[int],
     source: HostArray | None,
@@ -484,7 +488,7 @@ def blocks_of_node(
     """Return what gives the blocks of the ranks on this node: of all, or of this one alone.
 
     Args:
-        team: The ranks of this node.
+        window: The ranks of this node.
         entry: Where their blocks lie.
         ranks: Their numbers.
         source: This rank's block.
@@ -494,203 +498,7 @@ def blocks_of_node(
     if min(entry.sources) >= 0:
         dtype = np.dtype(np.uint8) if target is None else target.dtype
         for member, rank in enumerate(ranks):
-            blocks[rank] = partial(_array_at, team, member, entry.sources[member], dtype)
+            blocks[rank] = partial(_array_at, window, member, entry.sources[member], dtype)
     if source is not None:
-        blocks[ranks[team.rank]] = lambda shape: source
+        blocks[ranks[window.rank]] = lambda shape: source
     return blocks
-
-
-# -- offers of blocks ------------------------------------------------------------------
-
-
-Fill: TypeAlias = Sequence[tuple[HostArray, HostArray]]
-"""Copies: the source of each, and before it its target."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRule:
-    """Which blocks are copied though others could read them where they lie.
-
-    Attributes:
-        block_bytes: Those up to this size.
-        part_bytes: Larger ones of which no more than this, and a small part, is taken: the edges
-            of a block, for a halo. The copy takes as much address space as the block.
-    """
-
-    block_bytes: int
-    part_bytes: int
-
-    @staticmethod
-    def for_ranks(ranks: int) -> CopyRule:
-        """Return the rule for so many ranks on this node.
-
-        To wait until all readers are through is worth a copy where ranks share cores. Where each
-        has its own, they read at the same time, and only the smallest blocks are copied.
-        """
-        # Not the cores that this process may use: a rank that is bound has but one.
-        crowded = ranks > (os.cpu_count() or 1)
-        return CopyRule(1 << 20 if crowded else 64 << 10, 128 << 10)
-
-    def copies(self, nbytes: int, given_bytes: int) -> bool:
-        """Tell whether a block is copied, of which the others take so much."""
-        return nbytes <= self.block_bytes or (
-            given_bytes <= self.part_bytes and _SMALL_PART * given_bytes <= nbytes <= _LARGEST
-        )
-
-
-class Offer:
-    """A rank's block, where the others of its node can read it.
-
-    Attributes:
-        at: Where it begins in the arena; -1 if there is no room.
-        is_read: Whether others read the block itself, and no copy of it.
-    """
-
-    __slots__ = ("_fill", "at", "is_read")
-
-    def __init__(self, at: int, *, is_read: bool = False, fill: Fill = ()) -> None:
-        self.at = at
-        self.is_read = is_read
-        self._fill = fill
-
-    def fill(self) -> None:
-        """Copy what others take, if it is not there yet. Doing it again is harmless."""
-        for to, what in self._fill:
-            np.copyto(to, what)
-
-
-NO_OFFER = Offer(NOT_READ)
-"""The offer of a rank from which nobody takes anything."""
-
-
-class _Buffer:
-    """Memory for a copy.
-
-    Attributes:
-        memory: The bytes.
-        at: Where they begin in the arena.
-        number: The number of the last operation that used it.
-        readers: The boards of those who read it then.
-    """
-
-    __slots__ = ("at", "memory", "number", "readers")
-
-    def __init__(self, memory: HostArray, at: int) -> None:
-        self.memory = memory
-        self.at = at
-        self.number = 0
-        self.readers: Boards = ()
-
-
-class Copies:
-    """Memory of the arena for copies of blocks, which others may read for a while.
-
-    Args:
-        team: The ranks.
-        meets: Whether each operation ends with a meeting: then nobody reads the copy of the last.
-    """
-
-    __slots__ = ("_buffers", "_meets", "_team")
-
-    def __init__(self, team: Team, *, meets: bool = False) -> None:
-        self._team = team
-        self._meets = meets
-        self._buffers: list[_Buffer] = []
-
-    def offer(
-        self,
-        source: HostArray | None,
-        boxes: Sequence[Box],
-        readers: Boards = (),
-        *,
-        at: int | None = None,
-        copied: bool = False,
-        fills: dict[tuple[int, int], Fill] | None = None,
-    ) -> Offer:
-        """Offer a block for the next operation.
-
-        Args:
-            source: The block.
-            boxes: What is to be copied of it where others do not read the block itself; nothing if
-                none takes of it.
-            readers: The boards of those who take of it, if operations do not end with a meeting.
-            at: Where it begins in the arena, if that is known; -1 for an ordinary array.
-            copied: Whether it is copied though it lies in the arena.
-            fills: A cache of the copies that are made of a block that lies in the arena.
-        """
-        if source is None or not boxes or not source.nbytes:
-            return NO_OFFER
-        if at is None:
-            at = self._team.find(source)
-        if at >= 0 and not copied:
-            return Offer(at, is_read=True)
-        buffer = self._buffer(source.nbytes, readers)
-        if buffer is None:
-            return Offer(at, is_read=at >= 0)
-        if at < 0 or fills is None:
-            return Offer(buffer.at, fill=_fill(buffer.memory[: source.nbytes], source, boxes))
-        fill = fills.get((at, buffer.at))
-        if fill is None:
-            # Through the team's views, which keep neither the block nor the copy alive.
-            team, nbytes = self._team, source.nbytes
-            block = team.view(team.rank, at, nbytes, source.dtype).reshape(source.shape)
-            memory = team.view(team.rank, buffer.at, nbytes, buffer.memory.dtype)
-            fill = _fill(memory, block, boxes)
-            if len(fills) >= _MOST_FILLS:
-                fills.clear()
-            fills[at, buffer.at] = fill
-        return Offer(buffer.at, fill=fill)
-
-    @property
-    def memories(self) -> list[HostArray]:
-        """The copies that others may still read."""
-        return [buffer.memory for buffer in self._buffers if not self._is_over(buffer)]
-
-    def _is_over(self, buffer: _Buffer) -> bool:
-        return self._meets or self._team.board.are_through(buffer.number, buffer.readers)
-
-    def _buffer(self, nbytes: int, readers: Boards) -> _Buffer | None:
-        """Return so many bytes that nobody reads, for the next operation; None for no room."""
-        buffers = self._buffers
-        buffer: _Buffer | None = None
-        if buffers and len(buffers) <= _MOST_FREE:
-            # Most exchanges are like the last one, and need as much.
-            oldest = buffers[0]
-            if _fits(nbytes, oldest) and self._is_over(oldest):
-                buffer = buffers.pop(0)
-        if buffer is None:
-            free = [other for other in buffers if self._is_over(other)]
-            self._buffers = buffers = [other for other in buffers if other not in free]
-            fitting = [other for other in free if _fits(nbytes, other)]
-            if fitting:
-                buffer = min(fitting, key=lambda other: other.memory.nbytes)
-            else:
-                memory = self._team.room(nbytes)
-                if memory is None:
-                    return None
-                buffer = _Buffer(memory, self._team.find(memory))
-        buffer.number = self._team.board.posted + 1
-        buffer.readers = readers
-        buffers.append(buffer)
-        return buffer
-
-
-def _fits(nbytes: int, buffer: _Buffer) -> bool:
-    return nbytes <= buffer.memory.nbytes <= _REUSED_BYTES
-
-
-def _fill(memory: HostArray, source: HostArray, boxes: Sequence[Box]) -> Fill:
-    raw = raw_dtype(source.dtype)
-    copy, block = memory.view(raw).reshape(source.shape), source.view(raw)
-    return [(view(copy, box), view(block, box)) for box in boxes]
-
-
-def copied_boxes(regions: Regions, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """Return what to copy of a block of which others take: that, or all in one run.
-
-    Of large blocks a run is half the traffic, for the processor need not read what it writes over.
-    """
-    boxes = tuple([give.box for give in regions.gives])
-    if sum(map(volume, boxes)) > _WHOLE_FROM * prod(shape):
-        return (whole(shape),)
-    return boxes

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.transport.choice import ALWAYS, OPERATIONS, Choice
+from mpimesh.transport.algorithms import OPERATIONS, Sizes
 from mpimesh.transport.engine import Engine
 from mpimesh.transport.node import Node
 
@@ -55,15 +55,15 @@ def opened(
             once the ranks have met.
     """
     # Imported late: importing them starts MPI.
-    from mpimesh.transport.choices import Choices
     from mpimesh.transport.routed import RoutedCommunicator
+    from mpimesh.transport.tuner import KeptSizes
 
     node = node_of(comm.rank // node_ranks if node_ranks else part)
-    choices: Any = Choices(mode, None)
+    sizes: Any = KeptSizes(mode, None)
     if not staged:
-        unstaged = Choice([ALWAYS] * len(OPERATIONS), "for tests", staged_from=ALWAYS)
-        choices.of_ranks = lambda ranks, nodes=1: unstaged
-    communicator = RoutedCommunicator(comm.Dup(), node, Engine(), choices, limit=limit)
+        unstaged = Sizes([1] * len(OPERATIONS), "for tests", slots_from=1)
+        sizes.of_ranks = lambda ranks, nodes=1: unstaged
+    communicator = RoutedCommunicator(comm.Dup(), node, Engine(), sizes, limit=limit)
     yield communicator
     # Not after an error: the other ranks may be anywhere.
     communicator.free()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import StreamScope
-from mpimesh.transport.route import Route
+from mpimesh.transport.algorithms import Algorithms, Row
 
 __all__ = ["StandInCommunicator", "stand_in"]
 
@@ -45,8 +45,8 @@ class StandInCommunicator:
         self.calls: list[str] = []
         self.torn = 0
 
-    def routes(self) -> tuple[Route, ...]:
-        return (Route("*", "device", 0, "stand-in", "for tests"),)
+    def algorithms(self) -> Algorithms:
+        return Algorithms([Row("*", "device", 0, "stand-in", "for tests")])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -102,9 +102,9 @@ def test_the_choice(communicator):
         x = device(numbers(communicator.rank, size, "f4"))
         finish(communicator, dev_comm.all_reduce(None, x, "sum"))
         same(x, np.sum([numbers(r, size, "f4") for r in range(communicator.size)], 0))
-    assert {route.memory for route in dev_comm.routes()} == {"device"}
+    assert {route.memory for route in dev_comm.algorithms()} == {"device"}
     if communicator.rank == 0:
-        for route in dev_comm.routes():
+        for route in dev_comm.algorithms():
             print(route)
 
 

@@ -128,8 +128,8 @@ def test_mpi_that_cannot_take_device_memory_is_told(launch, tmp_path):
     assert not rows["mpi_cuda", "all_gather"]["usable"]
     assert "share one GPU" in rows["nccl", "*"]["proof"]
     assert rows["staged", "*"]["usable"]
-    routes = {one["operation"]: one for one in told["routes"] if one["memory"] == "device"}
-    assert routes["all_reduce"]["transport"] == "staged"
+    routes = {one["operation"]: one for one in told["algorithms"] if one["memory"] == "device"}
+    assert routes["all_reduce"]["algorithm"] == "staged"
     assert "signal 11" in routes["all_reduce"]["reason"]
     assert any("MPI does not take device memory" in one["what"] for one in told["findings"])
 
@@ -158,8 +158,8 @@ def test_fresh_forgets_what_was_measured(launch, tmp_path):
     def shared_from(*options: str) -> list[int]:
         result = launch(2, [*DOCTOR, "--json", *options], env={"XDG_CACHE_HOME": str(tmp_path)})
         assert result.returncode == 0, str(result)
-        routes = json.loads(result.stdout)["routes"]
-        return [one["from_bytes"] for one in routes if one["transport"] == "node_shared"]
+        routes = json.loads(result.stdout)["algorithms"]
+        return [one["from_bytes"] for one in routes if one["algorithm"] != "mpi"]
 
     shared_from()
     (kept,) = (tmp_path / "mpimesh").glob("*.json")

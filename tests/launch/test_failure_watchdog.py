@@ -93,7 +93,7 @@ import mpimesh.transport.choices
 os.environ["XDG_CACHE_HOME"] = cache = os.path.join(os.getcwd(), f"cache{RANK}")
 os.makedirs(os.path.join(cache, "mpimesh"))
 if RANK == 1:
-    os.mkfifo(mpimesh.transport.choices.Choices.of_machine("auto")._path)
+    os.mkfifo(mpimesh.transport.tuner.KeptSizes.of_machine("auto")._path)
     print("rank 1 goes at", time.time(), flush=True)
 mm.DeviceMesh("dp=-1")
 """

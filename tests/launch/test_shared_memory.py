@@ -100,9 +100,9 @@ def test_limited_address_space_sends_all_to_messages(launch):
         x = mesh.shared_empty(100_000)
         x[...] = RANK
         total = mesh.group().all_reduce(x).resolve()
-        (route,) = mesh.group().routes()
+        (route,) = mesh.group().algorithms()
         # In one piece: the ranks' lines may run into each other.
-        line = f"rank {RANK} has {set(total.tolist())} {route.transport} {route.reason}\\n"
+        line = f"rank {RANK} has {set(total.tolist())} {route.algorithm} {route.reason}\\n"
         os.write(1, line.encode())
     """
     result = launch(2, PRELUDE + dedent(text), env=ALWAYS, timeout_s=LIMIT_S)

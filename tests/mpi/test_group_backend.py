@@ -12,7 +12,7 @@ from tests.helpers.raises import raises
 
 
 def ways(group):
-    return {route.transport for route in group.routes() if route.memory == "host"}
+    return {route.algorithm for route in group.algorithms() if route.memory == "host"}
 
 
 @pytest.mark.parametrize("backend", ["mpi", "node_shared"])
@@ -26,12 +26,10 @@ def test_all_goes_the_way_that_is_asked_for(comm, backend):
             x = np.arange(float(size)) + mesh.rank
             expected = np.arange(float(size)) + (comm.size - 1) / 2
             assert np.allclose(group.all_reduce(x, "mean").resolve(), expected)
-        assert ways(group) == ({"mpi"} if backend == "mpi" else {"mpi", "node_shared"})
-        assert all(
-            route.reason == "asked for" for route in group.routes() if route.transport == backend
-        )
+        assert ways(group) == ({"mpi"} if backend == "mpi" else {"mpi", "slots", "chunks"})
+        assert all(row.reason == "asked for" for row in group.algorithms() if row.operation != "*")
         # The same ranks under another name are not bound by it.
-        assert mesh.group("dp").routes() != group.routes()
+        assert mesh.group("dp").algorithms() != group.algorithms()
         with mesh.copy() as other:
             assert ways(other.group("forced")) == ways(group)
             assert str(other.group("forced").backend) == backend

@@ -10,8 +10,8 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import DTypeError, MismatchError
-from mpimesh.transport import quick
-from mpimesh.transport.team_work import do_at_once
+from mpimesh.transport import shared_collectives
+from mpimesh.transport.shared_work import do_at_once
 from tests.helpers.raises import raises
 
 SIZE = 200_000
@@ -53,8 +53,8 @@ def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, kind, numbe
         mesh.barrier()
         if mesh.rank == 0:
             numpy = SimpleNamespace(copyto=interrupted(np.copyto), errstate=np.errstate)
-            monkeypatch.setattr(quick, "np", numpy)
-            monkeypatch.setattr(quick, "do_at_once", interrupted(do_at_once))
+            monkeypatch.setattr(shared_collectives, "np", numpy)
+            monkeypatch.setattr(shared_collectives, "do_at_once", interrupted(do_at_once))
         handle = None
         try:
             handle = group.all_reduce(x, out=x)

@@ -97,8 +97,8 @@ def test_the_choice(communicator, monkeypatch, word):
     finish(communicator, dev_comm.all_reduce(None, x, "sum"))
     same(x, np.sum([numbers(r, 50, "f4") for r in range(communicator.size)], 0))
     if communicator.size > 1:
-        (route,) = (r for r in dev_comm.routes() if r.operation == "all_reduce")
-        assert route.transport == ("mpi_cuda" if word == "yes" else "staged")
+        (route,) = (r for r in dev_comm.algorithms() if r.operation == "all_reduce")
+        assert route.algorithm == ("mpi_cuda" if word == "yes" else "staged")
         assert f"MPIMESH_CUDA_AWARE={word}" in route.reason
 
 

@@ -75,5 +75,5 @@ def test_it_is_the_choice_inside_a_node(communicator):
     finish(communicator, dev_comm.all_reduce(None, x, "sum"))
     same(x, np.full(9, float(sum(range(1, communicator.size + 1)))))
     if communicator.size > 1:
-        (route,) = (r for r in dev_comm.routes() if r.operation == "all_reduce")
-        assert (route.from_bytes, route.transport) == (0, "cuda_ipc")
+        (route,) = (r for r in dev_comm.algorithms() if r.operation == "all_reduce")
+        assert (route.from_bytes, route.algorithm) == (0, "cuda_ipc")

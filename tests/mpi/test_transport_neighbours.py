@@ -11,9 +11,9 @@ import pytest
 from mpimesh.errors import MismatchError
 from mpimesh.layout import Part, Regions, Take
 from mpimesh.transport import region_shared, routed
-from mpimesh.transport.board import SLOTS
-from mpimesh.transport.region_shared import CopyRule
-from mpimesh.transport.team_work import do_at_once
+from mpimesh.transport.region_offers import CopyRule
+from mpimesh.transport.shared_window import NOTES
+from mpimesh.transport.shared_work import do_at_once
 from tests.contract.regions import gives_of, ring
 from tests.contract.shared_memory import done, opened, put
 from tests.helpers.raises import raises
@@ -53,7 +53,7 @@ def test_a_late_rank_that_is_no_neighbour_delays_nobody(comm, ranks):
         # So late that it comes when the first pair is done, or never.
         for first in (0, 1):
             comm.recv(source=first)
-    for number in range(SLOTS // 2):
+    for number in range(NOTES // 2):
         source[...] = 100 * number + me
         done(ranks, ranks.exchange_regions(source, target, regions))
         if me ^ 1 < ranks.size:
@@ -77,7 +77,7 @@ def test_a_block_is_written_again_when_its_readers_are_through(comm, ranks, monk
     regions = ring(n, 3, 50)[me]
     flat = put(np.zeros(250), "shared", ranks)
     array = flat.reshape(5, 50)
-    for step in range(1, 3 * SLOTS):
+    for step in range(1, 3 * NOTES):
         array[1:-1] = 100 * step + 10 * me + np.arange(1, 4)[:, None]
         if slow.random() < 0.1:
             time.sleep(slow.random() * 2e-3)
@@ -94,16 +94,16 @@ def test_a_rank_that_reads_nobody_runs_ahead_and_not_too_far(comm, ranks):
     regions = chain(n, 10)[me]
     source = put(np.zeros(10), "shared", ranks)
     target = put(np.zeros(10), "shared", ranks)
-    for step in range(3 * SLOTS):
+    for step in range(3 * NOTES):
         source[...] = 10 * step + me
         request = ranks.exchange_regions(source, target, regions)
-        if me == n - 1 and step % SLOTS == 0:
+        if me == n - 1 and step % NOTES == 0:
             time.sleep(0.02)
         done(ranks, request)
         source[...] = -1
         if me:
             assert (target == 10 * step + me - 1).all()
-        assert ranks._team.board.posted == step + 1
+        assert ranks._window.published == step + 1
     total = put(np.ones(100_000), "shared", ranks)
     done(ranks, ranks.all_reduce(None, total, "sum"))
     assert (total == n).all()

@@ -10,9 +10,9 @@ import pytest
 from mpimesh.errors import ClosedError, MismatchError
 from mpimesh.layout import Part, Regions, Take
 from mpimesh.transport import region_messages, region_shared
-from mpimesh.transport.board import Board
 from mpimesh.transport.mpi import MPICommunicator
-from mpimesh.transport.team_work import do_at_once
+from mpimesh.transport.shared_window import SharedWindow
+from mpimesh.transport.shared_work import do_at_once
 from tests.contract.regions import DTYPES, gives_of, make, ring, rows_to_columns
 from tests.contract.shared_memory import MEMORIES, done, node_of, opened, put
 from tests.helpers.raises import raises
@@ -113,7 +113,7 @@ def test_a_rank_without_memory_for_a_copy_sends_its_parts(comm, monkeypatch):
     """No rank knows before; those that take of it learn of it. The others are read as ever."""
     with opened(comm) as ranks:
         if ranks.rank == ranks.size - 1:
-            monkeypatch.setattr(ranks._team._arena, "empty", lambda nbytes: None)
+            monkeypatch.setattr(ranks._window._arena, "empty", lambda nbytes: None)
         me, n = ranks.rank, ranks.size
         sent = []
         real = region_messages.MessageExchange._send
@@ -184,7 +184,7 @@ class Idle:
         self.ranks = ranks
 
     def test(self):
-        return not self.ranks._shared.busy
+        return not self.ranks.engine.busy(self.ranks._shared)
 
 
 @pytest.mark.thin(5)
@@ -287,8 +287,8 @@ def test_what_is_unfinished_when_a_communicator_ends_is_given_up(comm):
 def test_messages_where_they_are_asked_for(comm, monkeypatch):
     with opened(comm) as ranks:
         assert ranks.force("mpi") == ""
-        monkeypatch.setattr(Board, "post", refuse)
-        monkeypatch.setattr(Board, "decline", refuse)
+        monkeypatch.setattr(SharedWindow, "publish", refuse)
+        monkeypatch.setattr(SharedWindow, "decline", refuse)
         check(ranks, 2, "f8", "shared")
 
 

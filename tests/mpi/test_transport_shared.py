@@ -214,6 +214,6 @@ def test_measured_choices_are_alike_and_right(comm):
             x = np.full(size, ranks.rank + 1)
             done(ranks, ranks.all_reduce(None, x, "sum"))
             assert np.all(x == comm.size * (comm.size + 1) // 2)
-        sizes = np.array([route.from_bytes for route in ranks.routes()])
+        sizes = np.array([route.from_bytes for route in ranks.algorithms()])
         of_rank_0 = comm.bcast(sizes, 0)
         assert sizes.tolist() == of_rank_0.tolist()

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from mpimesh.errors import ClosedError, MismatchError, TransportError
-from mpimesh.transport import node_shared, team_move
-from mpimesh.transport.board import SLOTS
-from mpimesh.transport.choice import OPERATIONS, Choice
+from mpimesh.transport import shared_collectives
+from mpimesh.transport.algorithms import OPERATIONS, Sizes
 from mpimesh.transport.node import Node
+from mpimesh.transport.shared_window import NOTES
 from tests.contract.shared_memory import MEMORIES, done, node_of, opened, put
 from tests.helpers.raises import raises
 
 
 def why_not(communicator):
     """Why all goes by messages, as the only route says."""
-    (route,) = communicator.routes()
-    assert (route.operation, route.transport) == ("*", "mpi")
+    (route,) = communicator.algorithms()
+    assert (route.operation, route.algorithm) == ("*", "mpi")
     return route.reason
 
 
@@ -123,7 +123,7 @@ def test_a_rank_may_be_any_number_of_operations_ahead(comm, ahead):
             if number % 3
             # Each third on all ranks in shared memory.
             else put(np.full(size, me + number), "shared", ranks)
-            for number in range(2 * SLOTS + 10)
+            for number in range(2 * NOTES + 10)
         ]
         if me:
             time.sleep(0.2)
@@ -138,7 +138,7 @@ def test_all_to_all_is_in_place_if_each_rank_offers_it(comm):
     """A rank knows its own sizes only, and whether it has enough to offer."""
     with opened(comm, staged=False) as ranks:
         me, n = ranks.rank, ranks.size
-        ranks._shared.use(Choice([4096] * len(OPERATIONS), ""))
+        ranks._algorithms = Sizes([4096] * len(OPERATIONS), "").on_one_node(1 << 17)
         cases = [
             ([600] * n, "shared"),
             ([600] * n, "mixed"),
@@ -147,14 +147,14 @@ def test_all_to_all_is_in_place_if_each_rank_offers_it(comm):
             (list(range(600, 600 + n)), "shared"),
         ]
         read = []
-        plan = team_move.all_to_all_work
+        plan = shared_collectives.all_to_all_work
 
         def noted(*arguments):
             read.append(arguments)
             return plan(*arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(node_shared, "all_to_all_work", noted)
+            patch.setattr(shared_collectives, "all_to_all_work", noted)
             for number, (sizes, memory) in enumerate(cases):
                 each = sizes[me]
                 x = put(np.repeat(np.arange(n) + 10 * me, each), memory, ranks)
@@ -280,17 +280,17 @@ def test_ranks_alone_on_their_nodes_send_messages(comm):
         assert why_not(ranks) == "each rank is alone on its node"
 
 
-def test_routes_name_what_is_shared(comm):
+def test_algorithms_name_what_is_shared(comm):
     with opened(comm) as ranks:
         if comm.size == 1:
             assert why_not(ranks) == "a rank alone"
             return
-        shared = [route for route in ranks.routes() if route.transport == "node_shared"]
+        shared = [row for row in ranks.algorithms() if row.algorithm != "mpi"]
         names = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"}
-        assert {route.operation for route in shared} == names
-        assert {route.from_bytes for route in shared if route.operation != "all_reduce"} == {1}
-        assert any("MPIMESH_NODE_SHARED=always" in route.reason for route in shared)
-        assert [route.transport for route in ranks.routes() if route.operation == "*"] == ["mpi"]
+        assert {row.operation for row in shared} == names
+        assert {row.from_bytes for row in shared if row.operation != "all_reduce"} == {1}
+        assert any("MPIMESH_NODE_SHARED=always" in row.reason for row in shared)
+        assert [row.algorithm for row in ranks.algorithms() if row.operation == "*"] == ["mpi"]
 
 
 # -- the end ------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ def test_many_operations_in_flight(comm):
 def test_routes_name_both_levels(comm, mode):
     moves = {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
     with opened(comm, mode, node_ranks=2) as ranks:
-        routes = [route for route in ranks.routes() if route.transport == "node_shared"]
+        routes = [route for route in ranks.algorithms() if route.algorithm == "two_levels"]
         for memory in ("shared", "host"):
             found = {route.operation for route in routes if route.memory == memory}
             assert found == moves | ({"all_to_all"} if mode == "always" else set())
@@ -261,7 +261,7 @@ def test_a_mesh_over_made_up_nodes(comm, monkeypatch):
     monkeypatch.setattr(current_world(), "node", None)
     with mm.DeviceMesh("dp=-1", comm) as mesh:
         group = mesh.group("dp")
-        assert any("between them by MPI" in route.reason for route in group.routes())
+        assert any("between them by MPI" in route.reason for route in group.algorithms())
         for size in (1, 1000, 70_000):
             x = mesh.shared_empty(size)
             x[...] = mesh.rank + 1

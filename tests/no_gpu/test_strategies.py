@@ -61,7 +61,7 @@ def test_the_choice_and_messages():
             x = device(numbers(comm.rank, 100, dtype))
             finish(comm, dev_comm.all_reduce(None, x, "sum"))
             same(x, np.sum([numbers(r, 100, dtype) for r in range(3)], 0, dtype=dtype))
-        assert {one.transport for one in dev_comm.routes()} == {"cuda_ipc"}
+        assert {one.algorithm for one in dev_comm.algorithms()} == {"cuda_ipc"}
         for prefer in ("staged", "cuda_ipc"):
             other = DeviceCommunicator(comm, prefer=prefer)
             room = device(np.zeros(7, "f4"))

@@ -14,7 +14,7 @@ from mpimesh.cli.findings import find_findings
 from mpimesh.cli.measure import Measurement
 from mpimesh.cli.report import show
 from mpimesh.cli.texts import bytes_text, rate_text, seconds_text
-from mpimesh.transport.route import Route
+from mpimesh.transport.algorithms import Row
 from tests.helpers.cli_diagnoses import diagnosis, rank
 
 GPU = {"gpu": "0: H200", "gpu_id": "GPU-a"}
@@ -34,9 +34,9 @@ RICH = diagnosis(
         Measurement("within a node", "MPI messages", (0, 1), 1.5e-6, 12.34e9),
         Measurement("within a node", "shared memory, in place", (0, 1), problem="no memory"),
     ),
-    routes=(
-        Route("*", "host", 0, "mpi", "small"),
-        Route("all_reduce", "host", 32768, "node_shared", "measured"),
+    algorithms=(
+        Row("*", "host", 0, "mpi", "small"),
+        Row("all_reduce", "host", 32768, "slots", "measured"),
     ),
 )
 
@@ -87,13 +87,13 @@ def test_operations_of_one_answer_share_a_line():
     ]
 
 
-def test_speeds_and_routes_have_their_lines():
+def test_speeds_and_algorithms_have_their_lines():
     text = page(RICH)
     assert "MPI messages" in text
     assert "1.5 us   12.3 GB/s" in text
     assert "no memory" in text
     assert lines_with(text, "measured") == [
-        ["all_reduce", "from", "32", "KiB", "host", "node_shared", "measured"]
+        ["all_reduce", "from", "32", "KiB", "host", "slots", "measured"]
     ]
 
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.errors import TransportError
-from mpimesh.transport.lanes import NOBODY, Lanes
-from mpimesh.transport.windows import length, windows
+from mpimesh.transport.lanes import NOBODY, Lanes, length, windows
 from tests.helpers.raises import raises
 
 

@@ -108,7 +108,7 @@ def test_arrays_of_another_device_than_the_current_one_are_refused():
 def test_one_rank_needs_no_mover(cupy):
     def main(group):
         x = given(np.array([1.0, 2.0], "f2"))
-        assert {(route.memory, route.transport) for route in group.routes()} == {
+        assert {(route.memory, route.algorithm) for route in group.algorithms()} == {
             ("host", "virtual"),
             ("device", "copy"),
         }

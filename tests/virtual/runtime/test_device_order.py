@@ -166,30 +166,30 @@ def test_sync_collective_makes_results_that_any_stream_may_take():
     mm.run_virtual(2, body)
 
 
-def test_routes_tell_of_host_and_device(cupy):
+def test_algorithms_tell_of_host_and_device(cupy):
     def main(group):
-        assert {route.memory for route in group.routes()} >= {"host"}
+        assert {route.memory for route in group.algorithms()} >= {"host"}
         group.all_reduce(cupy.asarray(np.ones(2))).resolve()
-        routes = group.routes()
-        assert {route.memory for route in routes} >= {"host", "device"}
-        return routes
+        table = group.algorithms()
+        assert {row.memory for row in table} >= {"host", "device"}
+        return table
 
     found = on_ranks(main)
     assert found == found[:1] * SIZE  # all know the same
-    assert all(route.transport and route.reason for route in found[0])
+    assert all(route.algorithm and route.reason for route in found[0])
 
 
-def test_routes_of_a_group_that_others_are_in():
+def test_algorithms_of_a_group_that_others_are_in():
     def body():
         with mm.DeviceMesh("x=-1") as mesh:
             group = mesh.add_group("first", [0])
             if mesh.rank == 0:
-                assert {route.memory for route in group.routes()} == {"host"}
+                assert {route.memory for route in group.algorithms()} == {"host"}
             else:
                 with raises(RankError, "rank 1", "'first'", [0]):
-                    group.routes()
+                    group.algorithms()
         with pytest.raises(ClosedError):
-            group.routes()
+            group.algorithms()
 
     mm.run_virtual(2, body)
 

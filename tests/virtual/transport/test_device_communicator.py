@@ -45,7 +45,7 @@ def driver(monkeypatch):
 
 
 def ways(dev_comm, operation):
-    return [(r.from_bytes, r.transport) for r in dev_comm.routes() if r.operation == operation]
+    return [(r.from_bytes, r.algorithm) for r in dev_comm.algorithms() if r.operation == operation]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -53,10 +53,10 @@ def test_without_anything_else_it_is_staged(size):
     def main(comm):
         dev_comm = device_communicator(comm)
         assert device_communicator(comm) is dev_comm
-        assert dev_comm.routes() == ()
+        assert not dev_comm.algorithms()
         check_all(Everything(dev_comm), comm, dtypes=("f4", "c16"), sizes=(13,))
         assert ways(dev_comm, "all_reduce") == [(0, "staged")]
-        (route,) = (r for r in dev_comm.routes() if r.operation == "all_reduce")
+        (route,) = (r for r in dev_comm.algorithms() if r.operation == "all_reduce")
         assert route.memory == "device"
         assert "mpi_cuda: these ranks are threads" in route.reason
         assert "cuda_ipc: " in route.reason
@@ -114,12 +114,12 @@ def test_a_way_that_is_asked_for():
         assert device_communicator(comm, prefer="staged") is dev_comm
         assert device_communicator(comm) is not dev_comm
         check_all(Everything(dev_comm), comm, dtypes=("f4",), sizes=(13,))
-        assert {r.transport for r in dev_comm.routes()} == {"staged"}
+        assert {r.algorithm for r in dev_comm.algorithms()} == {"staged"}
         other = DeviceCommunicator(comm, prefer="nccl")
         request = other.broadcast(nonsense(3, "f4"), 0)
         with raises(GroupError, "broadcast", "float32", "'nccl'", "ranks 0 and 1"):
             finish(comm, request)
-        assert {r.transport for r in other.routes() if r.operation != "messages"} == {"none"}
+        assert {r.algorithm for r in other.algorithms() if r.operation != "messages"} == {"none"}
         mpi = device_communicator(comm, prefer="mpi")
         with raises(GroupError, "broadcast", "float32", "'mpi_cuda'", "threads"):
             finish(comm, mpi.broadcast(nonsense(3, "f4"), 0))

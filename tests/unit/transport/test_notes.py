@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mpimesh.transport.what import Operation, operation_number, operation_text
+from mpimesh.transport.notes import Operation, operation_number, operation_text
 
 REDUCTIONS = (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
 OPS = ("sum", "prod", "min", "max", "mean")

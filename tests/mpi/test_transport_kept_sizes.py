@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from mpimesh.transport.choice import ALWAYS, OPERATIONS, Choice
-from mpimesh.transport.choices import Choices
+from mpimesh.transport.algorithms import OPERATIONS, Sizes
+from mpimesh.transport.tuner import KeptSizes
 
 
 @pytest.mark.parametrize("name", ["LD_LIBRARY_PATH", "MPIR_CVAR_NOLOCAL", "OMPI_MCA_pml"])
 def test_an_mpi_that_is_told_to_send_otherwise_is_measured_anew(monkeypatch, tmp_path, name):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(name, raising=False)
-    numbers = Choice([ALWAYS] * len(OPERATIONS), "", staged_from=77).numbers
-    Choices.of_machine("auto").learn(3, numbers, measured=True, keep=True)
-    assert Choices.of_machine("auto").of_ranks(3) is not None
+    numbers = Sizes([1] * len(OPERATIONS), "", slots_from=77).numbers
+    KeptSizes.of_machine("auto").learn(3, numbers, measured=True, keep=True)
+    assert KeptSizes.of_machine("auto").of_ranks(3) is not None
     monkeypatch.setenv(name, "x")
-    assert Choices.of_machine("auto").of_ranks(3) is None
+    assert KeptSizes.of_machine("auto").of_ranks(3) is None

@@ -1,15 +1,19 @@
-"""Which operation a rank is in, as one number that others can compare and read."""
+"""What the notes of a shared window say: an operation as one number, for others to compare."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
 
 from mpimesh.arrays.types import HostArray
+from mpimesh.errors import MismatchError, on_all_ranks
+from mpimesh.transport.base import Request
+from mpimesh.transport.shared_window import NOT_READ, Entry, Room, SharedWindow
 
-__all__ = ["EXCHANGE", "Operation", "operation_number", "operation_text"]
+__all__ = ["EXCHANGE", "Operation", "enter", "mismatch", "operation_number", "operation_text"]
 
 _FUNCTIONS = ("", "sum", "prod", "min", "max", "mean")
 _CODES = np.typecodes["AllInteger"] + "?fdgFDG"
@@ -72,3 +76,56 @@ def operation_text(number: int) -> str:
     if operation is Operation.BROADCAST:
         parts.append(f"root {root}")
     return f"{operation.name.lower()}({', '.join(parts)})"
+
+
+def mismatch(
+    what: Sequence[int], *, ranks: Sequence[int] = (), on_all: bool = True
+) -> MismatchError:
+    """Return the error of ranks that are in different operations.
+
+    Args:
+        what: The operation of each rank of a node.
+        ranks: Which ranks these are; all of the node if empty.
+        on_all: Whether all ranks raise it alike.
+    """
+    rows = list(zip(ranks or range(len(what)), what, strict=True))
+    each = "; ".join(f"rank {rank}: {operation_text(one)}" for rank, one in rows[:16])
+    error = MismatchError(
+        f"the ranks of a group started different collectives, or with different arrays: {each}"
+    )
+    return on_all_ranks(error) if on_all else error
+
+
+def enter(
+    window: SharedWindow,
+    what: int,
+    source_at: int = -1,
+    target_at: int = NOT_READ,
+    *,
+    counts: Sequence[int] | None = None,
+    on_all: bool = True,
+) -> Generator[Request, None, Entry]:
+    """Publish the first of several steps, and find out where all arrays lie.
+
+    Args:
+        window: The ranks of this node.
+        what: The operation's number.
+        source_at: Where in this rank's arena its input lies; -1 if it is an ordinary array.
+        target_at: The same for its result, if other ranks are to read or write it.
+        counts: What it sends to each rank, and what it receives from each.
+        on_all: Whether these are all ranks, so that a mismatch is known to all.
+
+    Raises:
+        MismatchError: If the ranks are in different operations.
+    """
+    yield Room(window, slot=counts is not None)
+    number = window.published + 1
+    if counts is not None:
+        window.counts(coming=1)[window.rank][...] = counts
+        window.take_slot(number)
+    yield window.meet(what, source_at, target_at)
+    entry = window.entry(number, with_counts=counts is not None)
+    if entry.what.count(what) != window.size:
+        window.acknowledge(number)
+        raise mismatch(entry.what, on_all=on_all)
+    return entry

@@ -1,0 +1,247 @@
+"""The table of algorithms: who moves the bytes of an operation, by memory, nodes and size.
+
+For host memory
+    ``mpi``: MPI's own collective. ``slots``: every rank puts its array into a slot of shared memory
+    and reads those of all. ``in_place``: the ranks of a node read and write each other's arrays
+    where they lie. ``chunks``: ordinary arrays go through a stage in shared memory, a chunk at a
+    time. ``two_levels``: inside nodes in shared memory, between them by MPI. ``virtual``: threads
+    of one process. ``centralized``, ``tree(b)`` and ``ring``: by messages (`reductions.py`), where
+    they are asked for.
+
+For device memory
+    ``nccl``, ``cuda_ipc``, ``mpi_cuda``, ``staged`` (by way of the host), ``copy``.
+
+The sizes at which they cross are measured (`tuner.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["NEVER", "OPERATIONS", "Algorithms", "Row", "Sizes", "Ways"]
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+"""Those that have other ways than MPI."""
+
+NEVER = 1 << 62
+_MOST_KEPT = 4096
+
+
+class Ways(NamedTuple):
+    """The algorithms for one operation and size, the same on all ranks.
+
+    Attributes:
+        host: For ordinary arrays, or if any rank's is.
+        shared: For arrays that lie in shared memory on all ranks.
+    """
+
+    host: str
+    shared: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A rule by which a communicator moves bytes.
+
+    Attributes:
+        operation: The collective, such as ``"all_reduce"``; ``"messages"`` for send and receive;
+            ``"*"`` for all that has no row of its own.
+        memory: Where the arrays lie: ``"host"``, ``"shared"`` for memory of
+            :meth:`DeviceMesh.shared_empty`, or ``"device"``.
+        from_bytes: The smallest array that goes this way; the next larger one's row of the same
+            operation and memory takes over where it begins.
+        algorithm: How, such as ``"mpi"`` or ``"in_place"``.
+        reason: Why, for a person.
+        nodes: ``"one"`` if it holds for ranks of one node, ``"several"``, or ``"*"`` for both.
+    """
+
+    operation: str
+    memory: str
+    from_bytes: int
+    algorithm: str
+    reason: str
+    nodes: str = "*"
+
+    def size_text(self, bytes_text: Callable[[int], str]) -> str:
+        """Return from which size on it holds, or above which: what reads better."""
+        above = self.from_bytes - 1
+        if above and above % 1024 == 0:
+            return f"above {bytes_text(above)}"
+        return f"from {bytes_text(self.from_bytes)}"
+
+    def __str__(self) -> str:
+        """Show it in a line."""
+        name = "all others" if self.operation == "*" else self.operation
+        size = f", {self.size_text('{:,} bytes'.format)}" if self.from_bytes > 1 else ""
+        return f"{name}, {self.memory} memory{size}: {self.algorithm} ({self.reason})"
+
+
+class Algorithms(Sequence[Row]):
+    """The rows of one communicator. Printed, a row a line.
+
+    Args:
+        rows: In any order; the last of those of equal operation, memory and size counts.
+    """
+
+    __slots__ = ("_columns", "_rows", "_ways")
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        columns: dict[tuple[str, str], dict[int, Row]] = {}
+        for row in rows:
+            columns.setdefault((row.operation, row.memory), {})[row.from_bytes] = row
+        self._columns = {key: sorted(by_size.items()) for key, by_size in columns.items()}
+        self._ways: dict[tuple[str, int], Ways] = {}
+        # Rows that change nothing are left out.
+        kept: list[Row] = []
+        rest = self._columns.get(("*", "host"))
+        for key, column in self._columns.items():
+            before = rest[0][1].algorithm if rest and key[0] != "*" else ""
+            for _, row in column:
+                if row.algorithm != before:
+                    kept.append(row)
+                before = row.algorithm
+        kept.sort(key=lambda row: row.operation == "*")
+        self._rows = kept
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._rows[place]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether another table has the same rows."""
+        return isinstance(other, Algorithms) and self._rows == other._rows
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        """Show a row a line."""
+        return "\n".join(map(str, self._rows))
+
+    def pick(self, operation: str, memory: str, nbytes: int) -> str:
+        """Return the algorithm for an operation on arrays of so many bytes in such memory."""
+        column = self._columns.get((operation, memory)) or self._columns.get((operation, "host"))
+        column = column or self._columns["*", "host"]
+        place = bisect_right(column, nbytes, key=lambda item: item[0])
+        return column[max(place - 1, 0)][1].algorithm
+
+    def ways(self, operation: str, nbytes: int) -> Ways:
+        """Return the algorithms for an operation of so many bytes, wherever its arrays lie."""
+        key = (operation, nbytes)
+        found = self._ways.get(key)
+        if found is None:
+            if len(self._ways) >= _MOST_KEPT:
+                self._ways.clear()
+            found = Ways(*[self.pick(operation, memory, nbytes) for memory in ("host", "shared")])
+            self._ways[key] = found
+        return found
+
+    def has(self, algorithm: str) -> bool:
+        """Tell whether a row has this algorithm."""
+        return any(row.algorithm == algorithm for row in self._rows)
+
+    @classmethod
+    def only(cls, algorithm: str, reason: str) -> Algorithms:
+        """Return the table of a communicator that has one way."""
+        return cls([Row("*", "host", 0, algorithm, reason)])
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes from which on other ways than MPI are faster, alike on all ranks.
+
+    Attributes:
+        others: Bytes for each of `OPERATIONS`, from which on it is done in place on one node, or on
+            two levels over several.
+        slots_from: Bytes from which on an all-reduce goes through slots, up to those that fit.
+        chunks_from: Bytes from which on larger ones go through the stage in chunks.
+        all_in_chunks: Whether ordinary arrays of every size and operation do: it takes a step for
+            each chunk, which is too slow where ranks share cores.
+        reason: Where the sizes come from.
+    """
+
+    others: Sequence[int]
+    reason: str
+    slots_from: int = NEVER
+    chunks_from: int = NEVER
+    all_in_chunks: bool = False
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers that measured ones can be made from again."""
+        return [*self.others, self.slots_from, self.chunks_from]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int], reason: str) -> Sizes:
+        """Make them from their numbers."""
+        *others, slots_from, chunks_from = numbers
+        return cls(others, reason, slots_from, chunks_from)
+
+    @classmethod
+    def everything(cls, reason: str) -> Sizes:
+        """Return those that take shared memory for all arrays of all sizes."""
+        return cls([1] * len(OPERATIONS), reason, 1, 1, all_in_chunks=True)
+
+    @classmethod
+    def unmeasured(cls, *, several_nodes: bool = False) -> Sizes:
+        """Return sizes that hold on most machines."""
+        sizes = [_UNMEASURED_FROM] * len(OPERATIONS)
+        if several_nodes:
+            sizes[OPERATIONS.index("all_to_all")] = NEVER  # ranks know only their own
+        return cls(sizes, "faster on machines seen so far")
+
+    def on_one_node(self, most_slot_bytes: int) -> Algorithms:
+        """Return the table of the ranks of one node.
+
+        Args:
+            most_slot_bytes: The largest array that fits into a slot.
+        """
+        rows: list[Row] = []
+
+        def add(operation: str, memory: str, from_bytes: int, algorithm: str, why: str) -> None:
+            if from_bytes < NEVER:
+                rows.append(Row(operation, memory, from_bytes, algorithm, why, "one"))
+
+        past_slots, why = most_slot_bytes + 1, self.reason
+        slower = "the stage would be slower than messages"
+        for operation, placed_from in zip(OPERATIONS, self.others, strict=True):
+            for memory in ("host", "shared"):
+                add(operation, memory, 0, "mpi", "smaller arrays")
+            if operation == "all_reduce":
+                for memory in ("host", "shared"):
+                    if self.slots_from < past_slots:
+                        add(operation, memory, past_slots, "mpi", slower)
+                        add(operation, memory, self.slots_from, "slots", why)
+                    add(operation, memory, max(self.chunks_from, past_slots), "chunks", why)
+                # Up to this size one look at the others less is worth more than a copy.
+                copied = most_slot_bytes // _SLOTS_SHARE + 1 if self.slots_from < NEVER else 0
+                placed_from = max(placed_from, copied)
+                rows = [r for r in rows if r.memory == "host" or r.from_bytes < placed_from]
+                add(operation, "shared", placed_from, "in_place", why)
+                continue
+            if self.all_in_chunks:
+                add(operation, "host", placed_from, "chunks", why)
+            add(operation, "shared", placed_from, "in_place", why)
+        return Algorithms([*rows, Row("*", "host", 0, "mpi", "all other operations")])
+
+    def on_several_nodes(self) -> Algorithms:
+        """Return the table of ranks on several nodes."""
+        why = f"inside nodes in shared memory, between them by MPI; {self.reason}"
+        rows = [Row("*", "host", 0, "mpi", "smaller arrays, and all other operations")]
+        for operation, from_bytes in zip(OPERATIONS, self.others, strict=True):
+            for memory in ("host", "shared"):
+                rows.append(Row(operation, memory, 0, "mpi", "smaller arrays", "several"))
+                if from_bytes < NEVER:
+                    rows.append(Row(operation, memory, from_bytes, "two_levels", why, "several"))
+        return Algorithms(rows)
+
+
+_UNMEASURED_FROM = 64 * 1024
+_SLOTS_SHARE = 16

@@ -1,0 +1,594 @@
+"""Collectives of ranks that all share the memory of one node.
+
+Moving is reading: a rank reads the others' arrays where they lie, and no message is needed, not
+even as a signal. Whether all arrays lie in shared memory the ranks learn from their notes
+(`shared_window.py`). If so, they are used in place. If any does not, all go another way; a rank
+with an ordinary array need not wait to know.
+
+Which ways those are, the table of algorithms says (`algorithms.py`), by size and memory: ``slots``,
+``in_place``, ``chunks`` or ``mpi``. Where its rows for shared and for ordinary memory are the same,
+nobody need ask.
+
+What the ranks publish is compared: a rank in another operation, or with an array of another size or
+dtype, is an error on all of them, at no cost. In an exchange of regions a rank compares only with
+those of which it takes something.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import call
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.errors import MpimeshError
+from mpimesh.layout.regions import Regions
+from mpimesh.transport.algorithms import Ways
+from mpimesh.transport.base import Communicator, Request
+from mpimesh.transport.engine import Engine, Moved, StagedRequest, Steps, run_steps
+from mpimesh.transport.notes import EXCHANGE, Operation, enter, mismatch, operation_number
+from mpimesh.transport.region_offers import Copies, CopyRule
+from mpimesh.transport.region_shared import SharedExchange, SharedPlan
+from mpimesh.transport.regions import check_contiguous, check_regions, kind_of
+from mpimesh.transport.shared_window import (
+    NOT_READ,
+    Entry,
+    SharedWindow,
+)
+from mpimesh.transport.shared_work import (
+    Work,
+    agreed_counts,
+    all_gather_staged,
+    all_gather_work,
+    all_reduce_staged,
+    all_reduce_work,
+    all_to_all_staged,
+    all_to_all_work,
+    broadcast_staged,
+    broadcast_work,
+    do_at_once,
+    reduce_scatter_staged,
+    reduce_scatter_work,
+    reducing,
+)
+
+__all__ = ["InPlace", "OneShot", "SharedCollectives"]
+
+_ACKS_BETWEEN_RINGS = 8
+_MOST_KEPT = 64
+_MOST_PARTS = 64
+_MOST_EXCHANGES = 64
+
+
+class OneShot(Moved):
+    """An all-reduce in which every rank puts its array into a slot, and reads those of all.
+
+    One step, and nothing is shared any more when it is over: also the best way for small arrays
+    that lie in shared memory. Any number of them may be under way, up to the room for their notes.
+
+    Args:
+        window: The ranks.
+        engine: Moves it along until it is settled.
+        what: The operation's number.
+        op: Which reduction.
+        source: This rank's array, no larger than a stage.
+        target: Where the result goes; may be `source`.
+    """
+
+    __slots__ = ("_number", "_op", "_slots", "_source", "_target", "_what", "_window")
+
+    def __init__(
+        self,
+        window: SharedWindow,
+        engine: Engine,
+        what: int,
+        op: str,
+        source: HostArray,
+        target: HostArray,
+    ) -> None:
+        super().__init__(engine)
+        self._window = window
+        self._what = what
+        self._op = op
+        self._source = source
+        self._target = target
+        self._number = 0
+        self._slots: Sequence[HostArray] = ()
+
+    def publish(self) -> bool:
+        """Put this rank's array into its slot, if there is room."""
+        window = self._window
+        if not self._number:
+            source = self._source
+            small = source.nbytes <= window.slot_bytes
+            is_free = window.slot_is_free() if small else window.stage_is_free()
+            if not is_free or not window.has_room():
+                window.look_elsewhere()
+                return False
+            if small:
+                self._slots = window.slots(source.dtype, source.size)
+            else:
+                self._slots = window.inputs(source.dtype, source.size, coming=1)
+            np.copyto(self._slots[window.rank], source)
+            # A signal handler may end this anywhere: done again, it does the same.
+            self._number = window.published + 1
+        number = self._number
+        if window.published < number:
+            if self._source.nbytes <= window.slot_bytes:
+                window.take_slot(number)
+            else:
+                window.take_stage(number)
+            window.publish(number, self._what)
+        self.committed = True
+        return True
+
+    def _move(self) -> bool:
+        if not self.committed and not self.publish():
+            return False
+        window, number = self._window, self._number
+        agreed = window.agreed(number)
+        if not agreed:
+            if agreed is None or not window.published_by(number, window.others):
+                window.look_elsewhere()
+                return False
+            entry = window.entry(number)
+            window.acknowledge(number)
+            raise mismatch(entry.what)
+        self._engine.steps += 1
+        work = reducing(window, self._op, self._slots, (self._target,))
+        window.quietly(deque, map(call, work), 0)
+        window.acknowledge(number)
+        if not number % _ACKS_BETWEEN_RINGS:
+            window.ring()  # for those who wait for room
+        return True
+
+
+class InPlace(Moved):
+    """An operation on arrays that lie in shared memory on all ranks, or else another way.
+
+    Each rank publishes where its arrays lie, does its part of the work when it has seen the notes
+    of all, acknowledges, and waits until all have: then nobody uses its arrays any more.
+
+    Args:
+        window: The ranks.
+        engine: Moves it along until it is settled.
+        what: The operation's number.
+        places: Where this rank's input and result lie, as far as others need to know; None if
+            others would have to use an ordinary array.
+        work: Gives what this rank is to do, once it is known where all arrays lie; what it raises,
+            it has to raise on all ranks.
+        otherwise: Begins what follows if they do not all lie in shared memory.
+        cache: Keeps the work from one time to the next, by the notes of all ranks: arrays come
+            back, and so do their places. Nothing in it refers to the arrays themselves, only to the
+            memory of the arenas. None for work that refers to an array of this rank's own.
+        counts: What this rank sends to each, and receives from each, for the others to read.
+    """
+
+    __slots__ = (
+        "_acknowledged",
+        "_cache",
+        "_counts",
+        "_done_parts",
+        "_number",
+        "_otherwise",
+        "_parts",
+        "_places",
+        "_refusal",
+        "_rest",
+        "_what",
+        "_window",
+        "_work",
+    )
+
+    def __init__(
+        self,
+        window: SharedWindow,
+        engine: Engine,
+        what: int,
+        places: tuple[int, int] | None,
+        work: Callable[[Entry], Sequence[Work]],
+        otherwise: Callable[[], Request],
+        cache: dict[tuple[int, ...], Sequence[Work]] | None,
+        counts: Sequence[int] = (),
+    ) -> None:
+        super().__init__(engine)
+        self._window = window
+        self._what = what
+        self._places = places
+        self._work = work
+        self._otherwise = otherwise
+        self._cache = cache
+        self._counts = counts
+        self._number = 0
+        self._parts: Sequence[Work] | None = None
+        self._done_parts = 0
+        self._acknowledged = False
+        self._rest: Request | None = None
+        self._refusal: MpimeshError | None = None
+
+    def _move(self) -> bool:
+        if self._rest is not None:
+            return self._rest.test()
+        window = self._window
+        parts = self._look() if self._parts is None else self._parts
+        if parts is None:
+            return self._goes_another_way()
+        number = self._number
+        if self._done_parts < len(parts):
+            self._do(parts)
+        if not self._acknowledged:
+            window.acknowledge(number)
+            window.ring()
+            self._acknowledged = True
+        if not window.done_by(number, window.others):
+            window.look_elsewhere()
+            return False
+        self._engine.steps += 1
+        if self._refusal is not None:
+            raise self._refusal
+        return True
+
+    def _goes_another_way(self) -> bool:
+        return self._rest is not None and self._rest.test()
+
+    def _look(self) -> Sequence[Work] | None:
+        """Publish, and find out what to do; None as long as that is not known, or another way."""
+        window = self._window
+        if not self._number:
+            if not window.has_room() or (self._counts and not window.slot_is_free()):
+                window.look_elsewhere()
+                return None
+            if self._counts and self._places is not None:
+                window.counts(coming=1)[window.rank][...] = self._counts
+            self._number = window.published + 1
+        number, places = self._number, self._places
+        if window.published < number:
+            if self._counts:
+                window.take_slot(number)
+            if places is None:
+                window.decline()
+            else:
+                window.publish(number, self._what, *places)
+        identities = () if places is None else window.identities(number)
+        if identities is None:
+            window.look_elsewhere()
+            return None
+        self._engine.steps += 1
+        if not identities:
+            window.acknowledge(number)
+            self._rest = rest = self._otherwise()
+            self.committed = not isinstance(rest, Moved)
+            return None
+        cache = self._cache
+        parts = None if cache is None else cache.get(identities)
+        if parts is None:
+            entry = window.entry(number, with_counts=bool(self._counts))
+            if entry.what.count(self._what) != window.size:
+                window.acknowledge(number)
+                window.ring()
+                # A rank in an exchange looks at those only of which it takes something.
+                raise mismatch(entry.what, on_all=EXCHANGE not in entry.what)
+            try:
+                parts = self._work(entry)
+            except MpimeshError as error:
+                # The others have yet to read what it was found in.
+                self._refusal, parts = error, ()
+            else:
+                # Of larger arrays, working it out costs nothing beside doing it.
+                if cache is not None and len(parts) <= _MOST_PARTS:
+                    if len(cache) >= _MOST_KEPT:
+                        cache.clear()
+                    cache[identities] = parts
+        self._parts = parts
+        self.committed = True
+        return parts
+
+    def _do(self, parts: Sequence[Work]) -> None:
+        """Do this rank's parts, from the first that is not done."""
+        while self._done_parts < len(parts):
+            note = partial(setattr, self, "_done_parts", self._done_parts + 1)
+            do_at_once(self._window.quietly, parts[self._done_parts], note)
+
+
+class SharedCollectives:
+    """The collectives of one window; each returns a request, and they are worked in order.
+
+    Each takes the two ways of the table for its size: of ordinary arrays, and of those in shared
+    memory. Both are alike on all ranks.
+
+    Args:
+        window: The ranks.
+        engine: Moves the operations along.
+        messages: Moves ordinary arrays for which the stage is too slow. What is started there
+            must wait for its turn (:meth:`in_turn`).
+
+    Attributes:
+        copied: Which blocks are copied before others take of them, though they could read them
+            where they lie.
+    """
+
+    def __init__(self, window: SharedWindow, engine: Engine, messages: Communicator) -> None:
+        self._window = window
+        self._engine = engine
+        self._messages = messages
+        self._copies = Copies(window)
+        self._cache: dict[tuple[object, ...], dict[tuple[int, ...], Sequence[Work]]] = {}
+        self._exchanges: dict[tuple[object, ...], SharedPlan] = {}
+        self.copied = CopyRule.for_ranks(window.size)
+
+    def all_reduce(self, ways: Ways, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        """Reduce over all ranks into `recv` on each; also by ``"mean"``."""
+        host, shared = ways
+        source = recv if send is None else send
+        what = operation_number(Operation.ALL_REDUCE, recv, op)
+        if host == shared == "slots":
+            return self._begin(self._slots(what, op, source, recv))
+        otherwise = partial(self._ordinary_all_reduce, host, what, send, recv, op)
+        if host == shared:
+            return self._begin(otherwise())
+        window = self._window
+        target_at = window.find(recv)
+        source_at = target_at if send is None else window.find(send)
+        places = None if source_at < 0 or target_at < 0 else (source_at, target_at)
+        return self._in_place(
+            what,
+            places,
+            lambda entry: all_reduce_work(window, entry, recv, op),
+            otherwise,
+            self._kept(what),
+        )
+
+    def reduce_scatter(
+        self, ways: Ways, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
+    ) -> Request:
+        """Reduce `send`; rank r gets block r."""
+        what = operation_number(Operation.REDUCE_SCATTER, send, op)
+        window = self._window
+        otherwise = partial(
+            self._ordinary,
+            ways[0],
+            what,
+            partial(self._messages.reduce_scatter, send, recv, counts, op),
+            partial(reduce_scatter_staged, window, send, recv, counts, op),
+        )
+        if ways[0] == ways[1]:
+            return self._begin(otherwise())
+        at, own_at = window.find(send), window.find(recv)
+        return self._in_place(
+            what,
+            None if at < 0 else (at, NOT_READ),
+            lambda entry: reduce_scatter_work(window, entry, self._own(recv, own_at), counts, op),
+            otherwise,
+            self._kept(what, own_at, *counts),
+        )
+
+    def all_gather(
+        self, ways: Ways, send: HostArray, recv: HostArray, counts: Sequence[int]
+    ) -> Request:
+        """Lay the ranks' `send` one after the other in `recv`."""
+        what = operation_number(Operation.ALL_GATHER, recv)
+        window = self._window
+        otherwise = partial(
+            self._ordinary,
+            ways[0],
+            what,
+            partial(self._messages.all_gather, send, recv, counts),
+            partial(all_gather_staged, window, send, recv, counts),
+        )
+        if ways[0] == ways[1]:
+            return self._begin(otherwise())
+        at, own_at = window.find(send), window.find(recv)
+        return self._in_place(
+            what,
+            None if at < 0 else (at, NOT_READ),
+            lambda entry: all_gather_work(window, entry, self._own(recv, own_at), counts),
+            otherwise,
+            self._kept(what, own_at, *counts),
+        )
+
+    def broadcast(self, ways: Ways, buffer: HostArray, root: int) -> Request:
+        """Copy `buffer` of `root` into `buffer` of every rank."""
+        what = operation_number(Operation.BROADCAST, buffer, root=root)
+        window = self._window
+        otherwise = partial(
+            self._ordinary,
+            ways[0],
+            what,
+            partial(self._messages.broadcast, buffer, root),
+            partial(broadcast_staged, window, buffer, root),
+        )
+        if ways[0] == ways[1]:
+            return self._begin(otherwise())
+        own_at = window.find(buffer)
+        at = own_at if window.rank == root else NOT_READ
+        return self._in_place(
+            what,
+            None if at < 0 else (at, NOT_READ),
+            lambda entry: broadcast_work(window, entry, self._own(buffer, own_at), root),
+            otherwise,
+            self._kept(what, own_at),
+        )
+
+    def all_to_all(
+        self,
+        ways: Ways,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Request:
+        """Block d of `send` goes to rank d; block s of `recv` comes from rank s.
+
+        A rank knows its own sizes only: it may offer its array or not, but nothing else may hang on
+        them.
+        """
+        # The sizes of the arrays may differ over the ranks; those of the blocks are compared.
+        what = operation_number(Operation.ALL_TO_ALL, send[:0])
+        window, counts = self._window, [*send_counts, *recv_counts]
+
+        def otherwise() -> Request:
+            if ways[0] == "mpi":
+                return self._messages.all_to_all(send, recv, send_counts, recv_counts)
+            return StagedRequest(self._all_to_all_staged(what, send, recv, counts), self._engine)
+
+        at = window.find(send) if ways[1] == "in_place" else -1
+        return self._in_place(
+            what,
+            None if at < 0 else (at, NOT_READ),
+            lambda entry: all_to_all_work(window, entry, recv, agreed_counts(entry.counts)),
+            otherwise,
+            None,
+            counts,
+        )
+
+    def exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        max_bytes: int,
+    ) -> Request:
+        """Copy or reduce boxes of the ranks' blocks into boxes of `target`.
+
+        Raises:
+            MpimeshError: At once, on this rank alone, if the arrays do not fit.
+        """
+        window, plan = self._window, self._plan_of(regions, source, target)
+        source_at = -1 if source is None else window.find(source)
+        target_at = -1 if target is None else window.find(target)
+        request = SharedExchange(
+            window,
+            self._engine,
+            self._messages,
+            plan,
+            partial(plan.offer, self._copies, source, source_at, self.copied),
+            (source, target),
+            (source_at, target_at),
+            max_bytes,
+        )
+        return self._begin(request)
+
+    def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
+        """Begin a collective of MPI's, once none is under way that may start another.
+
+        Such a one may turn to MPI when it finds ordinary arrays, on one rank earlier than on
+        another; but MPI's collectives must begin in the same order on all.
+        """
+        if not self._engine.undecided(self):
+            return begin(*arguments)
+        return self._engine.stage(self, run_steps(partial(begin, *arguments)))
+
+    @property
+    def read_copies(self) -> list[HostArray]:
+        """Copies of this rank's blocks that others may yet read."""
+        return self._copies.memories
+
+    def close(self) -> None:
+        """End what has not ended; what was started by then raises when it is tested."""
+        self._window.close()
+
+    # -- the start of any --------------------------------------------------------------
+
+    def _begin(self, request: Request) -> Request:
+        if isinstance(request, Moved):  # the engine knows nothing of messages of MPI's
+            self._engine.begin(self, request)
+        return request
+
+    def _slots(self, what: int, op: str, source: HostArray, target: HostArray) -> OneShot:
+        return OneShot(self._window, self._engine, what, op, source, target)
+
+    def _in_place(
+        self,
+        what: int,
+        places: tuple[int, int] | None,
+        work: Callable[[Entry], Sequence[Work]],
+        otherwise: Callable[[], Request],
+        cache: dict[tuple[int, ...], Sequence[Work]] | None,
+        counts: Sequence[int] = (),
+    ) -> Request:
+        """Begin an operation in place, if the arrays of all ranks allow it."""
+        window, engine = self._window, self._engine
+        if places is None and not engine.busy(self) and window.has_room():
+            # Not to move along what is MPI's own, and needs it not.
+            if counts:
+                window.take_slot(window.published + 1)
+            window.decline()
+            return self._begin(otherwise())
+        return self._begin(InPlace(window, engine, what, places, work, otherwise, cache, counts))
+
+    def _kept(
+        self, what: int, own_at: int = 0, *rest: int
+    ) -> dict[tuple[int, ...], Sequence[Work]] | None:
+        """Return where the work of such an operation is kept; None if not, for an own array."""
+        if own_at < 0:
+            return None
+        key = (what, own_at, *rest)
+        cache = self._cache.get(key)
+        if cache is None:
+            if len(self._cache) >= _MOST_KEPT:
+                self._cache.clear()
+            cache = self._cache[key] = {}
+        return cache
+
+    def _own(self, array: HostArray, at: int) -> HostArray:
+        """Return an array as one that work may keep: it does not keep the array alive."""
+        window = self._window
+        return array if at < 0 else window.view(window.rank, at, array.nbytes, array.dtype)
+
+    # -- ordinary arrays ---------------------------------------------------------------
+
+    def _ordinary_all_reduce(
+        self, way: str, what: int, send: HostArray | None, recv: HostArray, op: str
+    ) -> Request:
+        source = recv if send is None else send
+        if way == "slots":
+            return self._slots(what, op, source, recv)
+        begin: Callable[[], Request] = partial(self._messages.all_reduce, send, recv, op)
+        if way == "mpi" and op == "mean":
+            return StagedRequest(self._mean_by_messages(send, recv), self._engine)
+        steps = partial(all_reduce_staged, self._window, source, recv, op)
+        return self._ordinary(way, what, begin, steps)
+
+    def _ordinary(
+        self, way: str, what: int, begin: Callable[[], Request], steps: Callable[[], Steps]
+    ) -> Request:
+        """Begin an operation on ordinary arrays, which all ranks have agreed on, or will."""
+        if way == "mpi":
+            return begin()
+
+        def entered() -> Steps:
+            yield from enter(self._window, what)
+            yield from steps()
+
+        return StagedRequest(entered(), self._engine)
+
+    def _mean_by_messages(self, send: HostArray | None, recv: HostArray) -> Steps:
+        yield self._messages.all_reduce(send, recv, "sum")
+        np.divide(recv, self._window.size, out=recv)
+
+    def _all_to_all_staged(
+        self, what: int, send: HostArray, recv: HostArray, counts: Sequence[int]
+    ) -> Steps:
+        entry = yield from enter(self._window, what, counts=counts)
+        yield from all_to_all_staged(self._window, send, recv, agreed_counts(entry.counts))
+
+    # -- regions -----------------------------------------------------------------------
+
+    def _plan_of(
+        self, regions: Regions, source: HostArray | None, target: HostArray | None
+    ) -> SharedPlan:
+        """Return what is worked out once for such an exchange."""
+        key = (regions, kind_of(source), kind_of(target))
+        plan = self._exchanges.get(key)
+        if plan is not None:
+            check_contiguous(self._window.rank, source, target)
+        else:
+            check_regions(regions, self._window.rank, self._window.size, source, target)
+            if len(self._exchanges) >= _MOST_EXCHANGES:
+                self._exchanges.clear()
+            plan = self._exchanges[key] = SharedPlan(self._window, regions, source, target)
+        return plan
