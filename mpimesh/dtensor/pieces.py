@@ -11,7 +11,7 @@ import numpy as np
 from mpimesh.arrays import DType, HostArray
 from mpimesh.layout import Give, Part, Regions, Take
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.traffic import sparse, uniform
+from mpimesh.runtime.received import sparse, uniform
 from mpimesh.transport import Steps
 
 if TYPE_CHECKING:

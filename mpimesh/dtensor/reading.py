@@ -12,7 +12,7 @@ from mpimesh.layout import Box, Regions
 from mpimesh.layout.boxes import volume
 from mpimesh.layout.reads import Reads
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
-from mpimesh.runtime.traffic import sparse
+from mpimesh.runtime.received import sparse
 from mpimesh.transport import Request, Steps
 from mpimesh.transport.regions import copy_own
 

@@ -23,7 +23,7 @@ from mpimesh.layout import (
 from mpimesh.layout.boxes import view, volume
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
-from mpimesh.runtime.traffic import sparse
+from mpimesh.runtime.received import sparse
 from mpimesh.transport import Request, Steps, run_steps
 from mpimesh.transport.regions import copy_own
 

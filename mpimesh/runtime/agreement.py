@@ -159,7 +159,7 @@ def announce(
     if signatures is None or communicator.mail is not None:  # with checks on they compare more
         return number, None
     group = communicator.name.rpartition("/")[2]
-    word = signatures.post(number, (name, within, None, ""))
+    word = signatures.post(number, signatures.digest((name, within, None, "")))
     if word < 0:
         raise signatures.error(group)
     return number, partial(signatures.look, number, group) if word else None

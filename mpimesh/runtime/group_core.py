@@ -29,7 +29,7 @@ from mpimesh.runtime.messages import Arrival
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Buffers, Plan
 from mpimesh.runtime.progress import Progress
-from mpimesh.runtime.traffic import Amount, Members, Rule, uniform
+from mpimesh.runtime.received import Amount, Members, Rule, uniform
 from mpimesh.runtime.work import CollectiveTensor, Operation
 from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
 from mpimesh.transport.signatures import Refused
@@ -91,6 +91,9 @@ class GroupCore:
         self._context = context
         self._members = Members(ranks, self.rank or 0)  # no operation starts where it has none
         self._plans: dict[object, Plan] = {}
+        # For each operation once more by another way would be too far.
+        self._progress = context.world.progress
+        self._checks = context.settings.checks
 
     @property
     def world_rank(self) -> int:
@@ -100,7 +103,7 @@ class GroupCore:
     @property
     def progress(self) -> Progress:
         """The unfinished operations of this rank."""
-        return self._context.world.progress
+        return self._progress
 
     @property
     def communicator(self) -> Communicator:
@@ -166,6 +169,12 @@ class GroupCore:
         if plan is None:
             refuse_objects(data.dtype)
             plan = make(self, data, *options)
+            plan.tally = self._context.traffic.tally(
+                plan.name, plan.nbytes, plan.receives, self._members
+            )
+            signatures = self._communicator.signatures
+            if signatures is not None and not self._checks:
+                plan.digest = signatures.digest((plan.name, plan.rule, plan.compared, plan.kind))
             if key is not None:
                 if len(self._plans) >= _MOST_PLANS:
                     self._plans.clear()
@@ -173,13 +182,43 @@ class GroupCore:
         return plan, plan.bind(self, x, data, out)
 
     def start(
-        self, plan: Plan, buffers: Buffers, x: Array, out: Array | None, label: str | None
+        self,
+        plan: Plan,
+        buffers: Buffers,
+        x: Array,
+        out: Array | None,
+        label: str | None,
+        call: Call | None = None,
+        prepared: Callable[[], Request | Steps] | None = None,
     ) -> CollectiveTensor:
-        """Start a collective with its buffers, and give its handle out."""
-        call = Call(
-            plan.name, self.name, plan.rule, plan.shape_in, plan.kind, label, None, plan.compared
-        )
-        begin: Callable[..., Request | Steps] = getattr(self._communicator, plan.name)
+        """Start a collective with its buffers, and give its handle out.
+
+        Args:
+            plan: The collective.
+            buffers: Its arrays.
+            x: The caller's array.
+            out: The caller's array for the result.
+            label: The caller's name for the call.
+            call: What is called, if that is known from an earlier start.
+            prepared: Starts it, if the transport has prepared it with these buffers.
+        """
+        if call is None:
+            call = Call(
+                plan.name,
+                self.name,
+                plan.rule,
+                plan.shape_in,
+                plan.kind,
+                label,
+                None,
+                plan.compared,
+            )
+        begin: Callable[..., Request | Steps]
+        arguments = buffers.arguments
+        if prepared is None:
+            begin = getattr(self._communicator, plan.name)
+        else:
+            begin, arguments = prepared, ()
         scope = None
         if plan.on_device:
             # Only in its turn: the first on a device makes what moves its memory, collectively.
@@ -190,14 +229,12 @@ class GroupCore:
             return self.submit(
                 call,
                 begin,
-                buffers.arguments,
+                arguments,
                 scope=scope,
-                also=plan.also,
                 value=buffers.value,
                 finish=buffers.finish,
                 lock=x,
-                nbytes=plan.nbytes,
-                receives=plan.receives,
+                plan=plan,
             )
         except Exception as error:
             self.poison(call, error)
@@ -210,13 +247,13 @@ class GroupCore:
         arguments: tuple[Any, ...] = (),
         *,
         scope: StreamScope | None = None,
-        also: Callable[[Call], Steps] | None = None,
         value: Any = None,
         finish: Callable[[], Any] | None = None,
         lock: Array | None = None,
         nbytes: int = 0,
         receives: tuple[Rule, Amount] | None = None,
         arrival: Arrival | None = None,
+        plan: Plan | None = None,
     ) -> CollectiveTensor:
         """Start one collective of the group in its turn, and give its handle out.
 
@@ -225,7 +262,6 @@ class GroupCore:
             begin: Starts it: gives one request, or several steps.
             arguments: What `begin` is called with.
             scope: The stream that it works on, if it may be on device memory.
-            also: Compares more, with checks on.
             value: The result, valid when the request is done.
             finish: Makes the result from the buffers, if `value` is not enough.
             lock: The caller's input, which must not change meanwhile: with checks on, a NumPy
@@ -234,6 +270,7 @@ class GroupCore:
             receives: How what it receives is counted; None if it receives nothing, or `arrival`
                 counts it.
             arrival: Counts what it receives when it comes.
+            plan: The collective's plan, if it has one, which says how it is counted and compared.
 
         Raises:
             BudgetError: If it receives more than a budget has left.
@@ -242,20 +279,25 @@ class GroupCore:
         communicator = self._communicator
         if communicator is None or context.closed:
             self._refuse(call.name)
+        also, digest, tally = None, 0, None
+        if plan is not None:
+            also, digest, tally = plan.also, plan.digest, plan.tally
+            nbytes, receives = plan.nbytes, plan.receives
         if receives is not None and context.traffic.budgets:
             context.traffic.admit_by(call, receives[0], self._members, receives[1])
         if arrival is not None:
             arrival.call = call
         if scope is not None:
             begin, arguments = begin_in(scope, partial(begin, *arguments)), ()
-        progress, checks = context.world.progress, context.settings.checks
+        progress, checks = self._progress, self._checks
         unlock = self.lock(lock, call) if checks else None
         communicator.started = call.number = number = communicator.started + 1
         word, signatures = 0, communicator.signatures
         if signatures is not None and not checks:
-            word = signatures.post(number, (call.name, call.rule, call.compared, call.dtype))
-            if word > 0:
-                call.word, call.signatures = word, signatures
+            if not digest:
+                digest = signatures.digest((call.name, call.rule, call.compared, call.dtype))
+            word = signatures.post(number, digest)
+            call.word, call.signatures = word, signatures if word > 0 else None
         request: Request
         if word < 0 and signatures is not None:
             request = Refused(signatures, self.name)
@@ -273,9 +315,16 @@ class GroupCore:
                 started = progress.stage(communicator, started)
             request = started
         if scope is None:
-            return self.own(Operation(self, call, request, finish, unlock, value), nbytes, receives)
-        on_device = DeviceOperation(scope, self, call, request, finish, unlock, value)
-        return self.own(on_device, nbytes, receives)
+            operation = Operation(self, call, request, finish, unlock, value)
+        else:
+            operation = DeviceOperation(scope, self, call, request, finish, unlock, value)
+        if tally is None:
+            context.traffic.count(call.name, nbytes)
+            if receives is not None:
+                context.traffic.count_received(call.name, receives[0], self._members, receives[1])
+        else:
+            tally.starts += 1
+        return self.own(operation, nbytes)
 
     def _begin_on_device(self, plan: Plan, *arguments: Any) -> Request | Steps:
         started: Request | Steps = getattr(self.side(plan.library), plan.name)(*arguments)
@@ -351,7 +400,7 @@ class GroupCore:
             )
         if receives is not None:
             traffic.admit_by(call, receives[0], self._members, receives[1])
-            traffic.counter.add(call.name, receives[0], self._members, receives[1])
+            traffic.count_received(call.name, receives[0], self._members, receives[1])
         yield from run_steps(begin)
 
     # -- where bytes lie, and who moves them from there --------------------------------------
@@ -408,30 +457,19 @@ class GroupCore:
         """Start an operation of several steps on `chain`."""
         return self.progress.stage(chain, steps)
 
-    def own(
-        self,
-        operation: Operation,
-        nbytes: int,
-        receives: tuple[Rule, Amount] | None = None,
-    ) -> CollectiveTensor:
+    def own(self, operation: Operation, nbytes: int) -> CollectiveTensor:
         """Keep a started operation until it is resolved, and give its handle out."""
-        context = self._context
-        context.open_operations[id(operation)] = operation
-        call, progress = operation.call, context.world.progress
+        self._context.open_operations[id(operation)] = operation
+        call, progress = operation.call, self._progress
         progress.calls.append(call)
         if progress.recorder is not None:
             progress.recorder.start(self, call, nbytes)
-        name, traffic = call.name, context.traffic
-        traffic.count(name, nbytes)
-        if receives is not None:
-            traffic.counter.add(name, receives[0], self._members, receives[1])
         return CollectiveTensor(operation)
 
     def forget(self, operation: Operation) -> None:
         """Let go of a resolved operation."""
-        context = self._context
-        context.open_operations.pop(id(operation), None)
-        recorder = context.world.progress.recorder
+        self._context.open_operations.pop(id(operation), None)
+        recorder = self._progress.recorder
         if recorder is not None:
             recorder.end(operation.call, failed=operation.error is not None)
 
@@ -526,10 +564,11 @@ class GroupCore:
         traffic = self._context.traffic
         traffic.admit_by(call, uniform, self._members, nbytes)
         traffic.count(call.name, nbytes * (self.size - 1))
-        traffic.counter.add(call.name, uniform, self._members, nbytes)
+        traffic.count_received(call.name, uniform, self._members, nbytes)
 
-    def count_message(self, call: Message) -> None:
+    def count_message(self, call: Message, nbytes: int = 0) -> None:
         """Count a message: a mesh is not to close as if one were received that was not."""
+        self._context.traffic.count(call.name, nbytes)
         self._context.unread += 1 if call.name == "send" else -1
         mail = self.communicator.mail
         if mail is not None:

@@ -41,7 +41,8 @@ from mpimesh.errors import (
 from mpimesh.runtime.call import Call, Message
 from mpimesh.runtime.device_operation import DeviceOperation
 from mpimesh.runtime.operands import output_array
-from mpimesh.runtime.traffic import Members, Traffic, spend
+from mpimesh.runtime.received import Members
+from mpimesh.runtime.traffic import Traffic, spend
 from mpimesh.runtime.work import CollectiveTensor, Operation
 from mpimesh.transport import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps
 from mpimesh.transport.device_strategy import steps_in
@@ -207,14 +208,16 @@ def send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> 
     data = group.operand(x)
     call = Message("send", group.name, dest, tag, data.shape, data.dtype, label)
     parcel = _parcel(group, data)  # first: what cannot be described is not sent
-    group.count_message(call)
+    group.count_message(call, data.nbytes)
     steps = _send_steps(group, parcel, dest, 2 * tag)
     scope = StreamScope.of(data)
     # A chain that nobody else uses: sends start at once.
     request = group.stage(object(), steps if scope is None else steps_in(scope, steps))
     if scope is not None:
-        return group.own(DeviceOperation(scope, group, call, request, None), data.nbytes)
-    return group.own(Operation(group, call, request, None, group.lock(x, call)), data.nbytes)
+        operation: Operation = DeviceOperation(scope, group, call, request, None)
+    else:
+        operation = Operation(group, call, request, None, group.lock(x, call))
+    return group.own(operation, data.nbytes)
 
 
 def recv(

@@ -29,9 +29,10 @@ from mpimesh.errors import DTypeError, ShapeError, UnresolvedError
 from mpimesh.runtime.agreement import compare_blocks
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
-from mpimesh.runtime.traffic import Amount, Rule, all_reduced, per_rank, sparse, uniform
+from mpimesh.runtime.received import Amount, Rule, all_reduced, per_rank, sparse, uniform
+from mpimesh.runtime.traffic import Tally
 from mpimesh.runtime.work import CollectiveTensor, Operation
-from mpimesh.transport import Steps
+from mpimesh.transport import Request, Steps
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
@@ -70,12 +71,17 @@ class Plan:
         also: Compares more, with checks on.
         sends: Whether this rank's array is read.
         in_place: Whether the transport can reduce an array where it lies.
+
+    Attributes:
+        digest: Of what the ranks compare; 0 if they do not.
+        tally: Counts its starts; set by the group.
     """
 
     __slots__ = (
         "also",
         "compared",
         "converts",
+        "digest",
         "divisor",
         "dtype",
         "in_place",
@@ -93,6 +99,7 @@ class Plan:
         "shape",
         "shape_in",
         "tail",
+        "tally",
         "wire",
     )
 
@@ -134,6 +141,8 @@ class Plan:
         self.also = also
         self.sends = sends
         self.in_place = in_place
+        self.digest = 0
+        self.tally: Tally | None = None
         self.converts = wire is not None and wire != data.dtype
         self.is_plain = not self.converts and divisor == 1 and self.incoming is None
 
@@ -230,7 +239,17 @@ class PersistentCollective:
     may come into one array: use one before the next start.
     """
 
-    __slots__ = ("_buffers", "_group", "_label", "_last", "_out", "_plan", "_x")
+    __slots__ = (
+        "_buffers",
+        "_call",
+        "_group",
+        "_label",
+        "_last",
+        "_out",
+        "_plan",
+        "_prepared",
+        "_x",
+    )
 
     def __init__(
         self,
@@ -246,8 +265,11 @@ class PersistentCollective:
         self._x = x
         self._out = out
         self._label = label
+        self._call: Call | None = None
         self._last: Operation | None = None
         self._buffers = buffers if self._reads_in_place(buffers) else None
+        self._prepared: Callable[[], Request | Steps] | None = None
+        self._prepare()
 
     def start(self) -> CollectiveTensor:
         """Start it once more; the handle's ``resolve()`` gives the result.
@@ -259,14 +281,16 @@ class PersistentCollective:
             ClosedError: If the mesh is closed.
         """
         group, plan = self._group, self._plan
-        group.member(plan.name)
         try:
             buffers = self._ready()
         except Exception as error:
             group.poison(Call(plan.name, group.name), error)
             raise
-        handle = group.start(plan, buffers, self._x, self._out, self._label)
-        self._last = handle._operation  # not the handle, which warns when it is dropped
+        handle = group.start(
+            plan, buffers, self._x, self._out, self._label, self._call, self._prepared
+        )
+        self._last = last = handle._operation  # not the handle, which warns when it is dropped
+        self._call = last.call
         return handle
 
     def _ready(self) -> Buffers:
@@ -279,12 +303,13 @@ class PersistentCollective:
                     "first"
                 )
             if last.error is not None:
-                self._buffers = None  # what failed here may still write into them
+                self._buffers = self._prepared = None  # what failed here may still write into them
             self._last = None
         if self._buffers is not None:
-            if self._out is not None:
-                check_output(self._out)  # another operation may use it by now
+            if self._out is not None and not self._out.flags.writeable:
+                check_output(self._out)  # another operation uses it by now
             return self._buffers
+        self._group.member(plan.name)
         data = self._group.operand(self._x)
         if data.shape != plan.shape_in:
             raise ShapeError(
@@ -293,6 +318,12 @@ class PersistentCollective:
         if data.dtype != plan.dtype:
             raise DTypeError(f"{self!r} has an input of dtype {data.dtype} now, not {plan.dtype}")
         return plan.bind(self._group, self._x, data, self._out)
+
+    def _prepare(self) -> None:
+        """Let the transport prepare what is alike in each start."""
+        buffers, plan = self._buffers, self._plan
+        if buffers is not None and not plan.on_device and self._group.size > 1:
+            self._prepared = self._group.communicator.prepare(plan.name, buffers.arguments)
 
     def _reads_in_place(self, buffers: Buffers) -> bool:
         """Tell whether a start needs no copy of the input made before it."""

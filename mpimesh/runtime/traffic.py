@@ -1,12 +1,6 @@
 """Bytes and messages that a rank has handed to the transport and received, and budgets of them.
 
-What others give to one result of all has no single sender and depends on the algorithm. So it is
-counted by a rule: as if the result were made by a reduce-scatter and an all-gather, each rank
-sending every other one exactly what that one lacks. No way of doing it moves less to a rank that
-holds 1/n of the work.
-
-A small all-reduce takes a few microseconds, so that is all that is written down when it starts: a
-rule, its amount and how often. Who sent what is worked out when somebody asks.
+What is received is counted by rules (`received.py`).
 """
 
 from __future__ import annotations
@@ -14,156 +8,24 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
-
-import numpy as np
-import numpy.typing as npt
+from weakref import WeakSet
 
 from mpimesh.errors import BudgetError, MeshError
 from mpimesh.runtime.call import Call, Site, call_site, site_text
+from mpimesh.runtime.received import Amount, Members, Rule, TrafficCounter, from_others
 
 __all__ = [
-    "Amount",
     "Budget",
     "DeferredError",
-    "Members",
     "OperationTraffic",
     "PeerTraffic",
-    "Rule",
+    "Tally",
     "Traffic",
-    "TrafficCounter",
-    "all_reduced",
-    "from_others",
-    "per_rank",
-    "sparse",
     "spend",
-    "uniform",
 ]
-
-# -- rules: who sends how much ---------------------------------------------------------------------
-
-Amount = int | tuple[int, ...]
-"""The size of one operation, as a rule needs it: bytes, or several numbers."""
-
-_Counts = npt.NDArray[np.int64]
-
-_MOST_PENDING = 512
-"""So many different entries are kept before they are added up, that memory stays small."""
-
-
-class Members:
-    """The ranks of a group, as a rank of it counts what they send. Equal only to itself.
-
-    Args:
-        ranks: The ranks, as numbered in the mesh.
-        rank: This rank among them.
-    """
-
-    __slots__ = ("rank", "ranks", "size")
-
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self.ranks = ranks
-        self.size = len(ranks)
-        self.rank = rank
-
-
-Rule = Callable[[int, int, Amount], tuple[_Counts, _Counts]]
-"""Gives bytes and messages from each rank of a group.
-
-Called with the group's size, this rank in it and an amount. What a rank has from itself does not
-count, whatever stands there.
-"""
-
-
-def all_reduced(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
-    """An all-reduce of `amount` bytes: 2 (n-1)/n of them, in 2 (n-1) messages.
-
-    The bytes fall into n blocks, of which the first ``amount % n`` have one more. In the
-    reduce-scatter each rank sends this one a part for its block, in the all-gather its own block.
-    """
-    (nbytes,) = _numbers(amount)
-    blocks = np.full(size, nbytes // size)
-    blocks[: nbytes % size] += 1
-    mine = blocks[rank]
-    return blocks + mine, (blocks > 0).astype(np.int64) + (mine > 0)
-
-
-def uniform(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
-    """The same number of bytes from every other rank, in a message each."""
-    (nbytes,) = _numbers(amount)
-    return np.full(size, nbytes), np.full(size, int(nbytes > 0))
-
-
-def per_rank(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
-    """The bytes of each rank, one after the other, in a message each."""
-    nbytes = np.array(_numbers(amount), np.int64)
-    return nbytes, (nbytes > 0).astype(np.int64)
-
-
-def sparse(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
-    """From a few ranks: for each, one after the other, the rank, the bytes and the messages."""
-    counts = np.zeros((2, size), np.int64)
-    for source, nbytes, messages in np.reshape(_numbers(amount), (-1, 3)).tolist():
-        counts[:, source] += nbytes, messages
-    return counts[0], counts[1]
-
-
-class TrafficCounter:
-    """Bytes and messages that a rank has received, by operation and sender."""
-
-    __slots__ = ("_pending", "_received")
-
-    def __init__(self) -> None:
-        self._pending: dict[tuple[str, Rule, Members, Amount], int] = {}
-        self._received: dict[str, dict[int, tuple[int, int]]] = {}
-
-    def add(self, name: str, rule: Rule, members: Members, amount: Amount) -> None:
-        """Count one operation by a rule. Costs a fraction of a microsecond."""
-        key = (name, rule, members, amount)
-        count = self._pending.get(key)
-        if count is not None:
-            self._pending[key] = count + 1
-            return
-        if len(self._pending) >= _MOST_PENDING:
-            self._apply_rules()
-        self._pending[key] = 1
-
-    def add_from(self, name: str, peer: int, nbytes: int, messages: int) -> None:
-        """Count what came from one rank of the mesh."""
-        peers = self._received.setdefault(name, {})
-        had = peers.get(peer, (0, 0))
-        peers[peer] = (had[0] + nbytes, had[1] + messages)
-
-    def by_operation(self) -> dict[str, dict[int, tuple[int, int]]]:
-        """Return bytes and messages by operation and sender, as they are until more is added."""
-        self._apply_rules()
-        return self._received
-
-    def _apply_rules(self) -> None:
-        rows: dict[tuple[str, Members], _Counts] = {}
-        for (name, rule, members, amount), count in self._pending.items():
-            if members.size > 1:
-                row = rows.setdefault((name, members), np.zeros((2, members.size), np.int64))
-                row += count * from_others(rule, members, amount)
-        self._pending.clear()
-        for (name, members), row in rows.items():
-            for sender in np.flatnonzero(row.any(axis=0)).tolist():
-                nbytes, messages = row[:, sender].tolist()
-                self.add_from(name, members.ranks[sender], nbytes, messages)
-
-
-def from_others(rule: Rule, members: Members, amount: Amount) -> _Counts:
-    """Return bytes and messages from each rank of a group, with 0 at this rank's own."""
-    counts = np.stack(rule(members.size, members.rank, amount))
-    counts[:, members.rank] = 0
-    return counts
-
-
-def _numbers(amount: Amount) -> tuple[int, ...]:
-    return amount if isinstance(amount, tuple) else (amount,)
-
 
 # -- budgets ---------------------------------------------------------------------------------------
 
@@ -340,7 +202,51 @@ class PeerTraffic:
     received_messages: int = 0
 
 
-@dataclass
+class Tally:
+    """Starts of one plan, which its traffic adds up when somebody looks.
+
+    Args:
+        traffic: What they are added to.
+        name: The operation.
+        nbytes: Bytes that this rank puts into each.
+        receives: How what it receives is counted; None if it receives nothing.
+        members: The ranks of the group.
+
+    Attributes:
+        starts: Operations that have started since.
+    """
+
+    __slots__ = ("__weakref__", "_members", "_name", "_nbytes", "_receives", "_traffic", "starts")
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        name: str,
+        nbytes: int,
+        receives: tuple[Rule, Amount] | None,
+        members: Members,
+    ) -> None:
+        self.starts = 0
+        self._traffic = traffic
+        self._name = name
+        self._nbytes = nbytes
+        self._receives = receives
+        self._members = members
+
+    def add_up(self) -> None:
+        """Let the traffic count the starts so far."""
+        starts, self.starts = self.starts, 0
+        if starts:
+            self._traffic.count(self._name, starts * self._nbytes, starts)
+            if self._receives is not None:
+                rule, amount = self._receives
+                self._traffic.count_received(self._name, rule, self._members, amount, starts)
+
+    def __del__(self) -> None:
+        """Lose nothing when its plan is let go."""
+        self.add_up()
+
+
 class Traffic:
     """Counters of one rank on one mesh.
 
@@ -369,25 +275,61 @@ class Traffic:
         print(mesh.traffic() - before)
 
     Attributes:
-        calls: Operations started, by name.
-        bytes: Bytes put in, by name.
+        budgets: Limits of what is received, the outermost first.
     """
 
-    calls: dict[str, int] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
+    __hash__ = None  # type: ignore[assignment]
 
-    def __post_init__(self) -> None:
-        # No fields: methods give what they hold, and a dict of the fields stays plain.
-        self.counter = TrafficCounter()
+    def __init__(self) -> None:
         self.budgets: tuple[Budget, ...] = ()
+        self._calls: dict[str, int] = {}
+        self._bytes: dict[str, int] = {}
+        self._counter = TrafficCounter()
+        self._tallies: WeakSet[Tally] = WeakSet()
         self._deferred: DeferredError | None = None
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Operations started, by name."""
+        self._add_up()
+        return self._calls
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes put in, by name."""
+        self._add_up()
+        return self._bytes
+
+    @property
+    def counter(self) -> TrafficCounter:
+        """Bytes and messages received."""
+        self._add_up()
+        return self._counter
 
     # -- counting ----------------------------------------------------------------------------
 
     def count(self, name: str, nbytes: int, calls: int = 1) -> None:
         """Add operations of one kind."""
-        self.calls[name] = self.calls.get(name, 0) + calls
-        self.bytes[name] = self.bytes.get(name, 0) + nbytes
+        self._calls[name] = self._calls.get(name, 0) + calls
+        self._bytes[name] = self._bytes.get(name, 0) + nbytes
+
+    def tally(
+        self, name: str, nbytes: int, receives: tuple[Rule, Amount] | None, members: Members
+    ) -> Tally:
+        """Return what counts operations of one kind by a single addition each."""
+        tally = Tally(self, name, nbytes, receives, members)
+        self._tallies.add(tally)
+        return tally
+
+    def count_received(
+        self, name: str, rule: Rule, members: Members, amount: Amount, starts: int = 1
+    ) -> None:
+        """Add what operations of one kind have received."""
+        self._counter.add(name, rule, members, amount, starts)
+
+    def _add_up(self) -> None:
+        for tally in self._tallies:
+            tally.add_up()
 
     def receive(self, name: str, peer: int, nbytes: int, messages: int = 1) -> None:
         """Add what has come from one rank of the mesh, for code that moves arrays itself.
@@ -395,7 +337,7 @@ class Traffic:
         Raises:
             BudgetError: If it is more than a budget of this mesh had left. It is counted.
         """
-        self.counter.add_from(name, peer, nbytes, messages)
+        self._counter.add_from(name, peer, nbytes, messages)
         if self.budgets:
             site = call_site(2)
             error = spend(

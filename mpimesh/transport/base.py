@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -167,6 +168,13 @@ class Communicator(ABC):
         The same answer on all ranks.
         """
         return False
+
+    def prepare(self, name: str, arguments: tuple[Any, ...]) -> Callable[[], Request | Steps]:
+        """Return what starts the collective `name` with these arguments, as often as wanted. Local.
+
+        Each start is after the last one has ended; the arrays are the same.
+        """
+        return partial(getattr(self, name), *arguments)
 
     # -- collectives: all ranks of the communicator, same order everywhere -----
 

@@ -43,16 +43,19 @@ class Doorbell:
 
     Args:
         memory: `BELL_BYTES` that sleeper and ringers share, zero at first.
+
+    Attributes:
+        asleep: Not zero while the process sleeps.
     """
 
-    __slots__ = ("_address", "_asleep", "_memory", "_rung")
+    __slots__ = ("_address", "_memory", "_rung", "asleep")
 
     def __init__(self, memory: HostArray) -> None:
         self._memory = memory
         self._address: int = memory.__array_interface__["data"][0]
         numbers: Any = memory.view(np.uint32)
         self._rung = memoryview(numbers[:1])
-        self._asleep = memoryview(numbers[_ASLEEP_AT // 4 :][:1])
+        self.asleep = memoryview(numbers[_ASLEEP_AT // 4 :][:1])
 
     @staticmethod
     def possible() -> bool:
@@ -63,7 +66,7 @@ class Doorbell:
 
     def lie_down(self) -> int:
         """Say that this process is about to sleep; return what :meth:`sleep` needs."""
-        self._asleep[0] = 1
+        self.asleep[0] = 1
         return self._rung[0]
 
     def sleep(self, rung: int, longest_s: float) -> bool:
@@ -74,13 +77,13 @@ class Doorbell:
 
     def get_up(self) -> None:
         """Say that it sleeps no more."""
-        self._asleep[0] = 0
+        self.asleep[0] = 0
 
     # -- the others ------------------------------------------------------------------
 
     def ring(self) -> None:
         """Wake the process up, if it is asleep."""
-        if self._asleep[0]:
+        if self.asleep[0]:
             # Two who ring at once may count as one: it has changed all the same.
             self._rung[0] = (self._rung[0] + 1) % _NUMBERS
             _futex(self._address, _WAKE, _EVERYBODY, None)

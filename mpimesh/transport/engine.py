@@ -241,12 +241,13 @@ class Engine:
         with self.lock:
             # Before it does anything: what a signal handler raises may end this call, but then the
             # other ranks count on this one all the same.
-            tail = self._tails.get(chain)
+            tails = self._tails
+            tail = tails.get(chain)
             if tail is not None and not tail.settled:
                 request.after = tail
             request.chain = chain
             self._pending.append(request)
-            self._tails[chain] = request
+            tails[chain] = request
             try:  # noqa: SIM105 (a context manager costs more than many an operation's work)
                 request.move()
             except MpimeshError:
@@ -254,12 +255,14 @@ class Engine:
 
     def untrack(self, request: Moved) -> None:
         """Forget a request that is settled. For the thread that holds the lock."""
-        pending = self._pending
-        if request in pending:  # or it is being moved along with all others, and goes after that
+        pending, tails, chain = self._pending, self._tails, request.chain
+        if pending and pending[-1] is request:
+            pending.pop()
+        elif request in pending:  # or it is being moved along with all others, and goes after that
             pending.remove(request)
-        if self._tails.get(request.chain) is request:
+        if tails.get(chain) is request:
             # A signal handler that waits for something else may have done it meanwhile.
-            self._tails.pop(request.chain, None)
+            tails.pop(chain, None)
 
     def advance(self) -> None:
         """Move every unfinished operation along. An error stays with its operation."""

@@ -122,7 +122,7 @@ def enter(
     number = window.published + 1
     if counts is not None:
         window.counts(coming=1)[window.rank][...] = counts
-        window.take_slot(number)
+        window.slots.take(number)
     yield window.meet(what, source_at, target_at)
     entry = window.entry(number, with_counts=counts is not None)
     if entry.what.count(what) != window.size:

@@ -126,38 +126,9 @@ class OverNodes:
             return begin(*arguments)
         return self._engine.stage(self, run_steps(partial(begin, *arguments)))
 
-    def all_reduce(
-        self, ways: Ways, send: HostArray | None, recv: HostArray, op: str
-    ) -> StagedRequest:
-        """Reduce over all ranks into `recv` on each."""
-        return self._engine.stage(self, self._all_reduce(recv if send is None else send, recv, op))
-
-    def reduce_scatter(
-        self, ways: Ways, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
-    ) -> StagedRequest:
-        """Reduce `send`; rank r gets block r."""
-        return self._engine.stage(self, self._reduce_scatter(send, recv, counts, op))
-
-    def all_gather(
-        self, ways: Ways, send: HostArray, recv: HostArray, counts: Sequence[int]
-    ) -> StagedRequest:
-        """Lay the ranks' `send` one after the other in `recv`."""
-        return self._engine.stage(self, self._all_gather(send, recv, counts))
-
-    def broadcast(self, ways: Ways, buffer: HostArray, root: int) -> StagedRequest:
-        """Copy `buffer` of `root` into `buffer` of every rank."""
-        return self._engine.stage(self, self._broadcast(buffer, root))
-
-    def all_to_all(
-        self,
-        ways: Ways,
-        send: HostArray,
-        recv: HostArray,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-    ) -> StagedRequest:
-        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
-        return self._engine.stage(self, self._all_to_all(send, recv, send_counts, recv_counts))
+    def start(self, name: str, ways: Ways, *arguments: Any) -> StagedRequest:
+        """Start a collective, with the arguments of the communicator's method."""
+        return self._engine.stage(self, getattr(self, f"_{name}")(*arguments))
 
     def exchange_regions(
         self,
@@ -177,9 +148,10 @@ class OverNodes:
 
     # -- steps -----------------------------------------------------------------------
 
-    def _all_reduce(self, source: HostArray, recv: HostArray, op: str) -> Steps:
+    def _all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Steps:
         """Each worker has a part of each chunk: it reduces it here, then on its lane."""
         window, lanes = self._window, self._lanes
+        source = recv if send is None else send
         what = operation_number(Operation.ALL_REDUCE, recv, op)
         entry = yield from self._enter(what, self._place(source), self._place(recv))
         flying: _Flying = deque()

@@ -236,7 +236,7 @@ class SharedExchange(Moved):
         stop = min(self._done_parts + _AT_A_TIME, len(parts))
         while self._done_parts < stop:
             note = partial(setattr, self, "_done_parts", self._done_parts + 1)
-            do_at_once(self._window.quietly, parts[self._done_parts], note)
+            do_at_once(self._window.quietly, (*parts[self._done_parts], note))
         self._engine.steps += 1
         return stop == len(parts)
 

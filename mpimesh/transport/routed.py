@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpimesh.arrays.types import HostArray
 from mpimesh.layout.regions import Regions
 from mpimesh.settings import Settings
-from mpimesh.transport.algorithms import Algorithms, Sizes, Ways
+from mpimesh.transport.algorithms import OPERATIONS, Algorithms, Sizes, Ways
 from mpimesh.transport.base import Request
 from mpimesh.transport.engine import Engine, Steps
 from mpimesh.transport.lanes import Lanes
@@ -33,6 +33,7 @@ __all__ = ["RoutedCommunicator", "open_node", "routed"]
 _LEAVE_TOGETHER_S = 2.0
 _BY_MPI = Ways("mpi", "mpi")
 _LARGE = 1 << 61
+_SIZED_BY_RESULT = ("all_reduce", "all_gather")
 
 
 class RoutedCommunicator(MPICommunicator):
@@ -168,52 +169,71 @@ class RoutedCommunicator(MPICommunicator):
         """Tell whether all-reduce of such an array knows ``"mean"``: on one node, it may."""
         return not self._several_nodes and self._ways("all_reduce", nbytes) != _BY_MPI
 
+    def prepare(self, name: str, arguments: tuple[Any, ...]) -> Callable[[], Request | Steps]:
+        """Return what starts a collective with these arguments, as often as wanted."""
+        shared = self._shared
+        if isinstance(shared, SharedCollectives) and name in OPERATIONS:
+            ways = self._ways_of(name, arguments)
+            again = None if ways == _BY_MPI else shared.prepare(name, ways, *arguments)
+            if again is not None:
+                return again
+        return super().prepare(name, arguments)
+
+    def _ways_of(self, name: str, arguments: tuple[Any, ...]) -> Ways:
+        """Return the ways of a collective with these arguments."""
+        if name == "all_to_all":
+            # The ranks know only their own sizes. Whether these are large enough they tell each
+            # other; nothing else hangs on them.
+            largest, own = self._ways(name, _LARGE), self._ways(name, arguments[0].nbytes)
+            return largest if own == largest else Ways(largest.host, "not offered")
+        return self._ways(name, arguments[name in _SIZED_BY_RESULT].nbytes)
+
     # -- collectives -------------------------------------------------------------------
 
     def _ways(self, operation: str, nbytes: int) -> Ways:
         return self._algorithms.ways(operation, nbytes) if self._shared is not None else _BY_MPI
 
-    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
-        """Reduce over all ranks into `recv` on each."""
+    def _start_by(self, name: str, ways: Ways, *arguments: Any) -> Request:
+        """Start a collective in these ways."""
         shared = self._shared
         if shared is None:
-            return self._plain.all_reduce(send, recv, op)
-        ways = self._algorithms.ways("all_reduce", recv.nbytes)
-        if ways != _BY_MPI:
-            return shared.all_reduce(ways, send, recv, op)
-        return shared.in_turn(self._plain.all_reduce, send, recv, op)
+            return getattr(self._plain, name)(*arguments)  # type: ignore[no-any-return]
+        if ways == _BY_MPI:
+            return shared.in_turn(getattr(self._plain, name), *arguments)
+        return shared.start(name, ways, *arguments)
+
+    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        """Reduce over all ranks into `recv` on each."""
+        ways = self._ways("all_reduce", recv.nbytes)
+        return self._start_by("all_reduce", ways, send, recv, op)
 
     def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
         """Reduce over all ranks into `recv` on `root`."""
-        return self._in_turn(self._plain.reduce, send, recv, op, root)
+        return self._start_by("reduce", _BY_MPI, send, recv, op, root)
 
     def reduce_scatter(
         self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
     ) -> Request:
         """Reduce `send`; rank r gets block r."""
         ways = self._ways("reduce_scatter", send.nbytes)
-        if self._shared is not None and ways != _BY_MPI:
-            return self._shared.reduce_scatter(ways, send, recv, counts, op)
-        return self._in_turn(self._plain.reduce_scatter, send, recv, counts, op)
+        return self._start_by("reduce_scatter", ways, send, recv, counts, op)
 
     def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
         """Lay the ranks' `send` one after the other in `recv`."""
         ways = self._ways("all_gather", recv.nbytes)
-        if self._shared is not None and ways != _BY_MPI:
-            return self._shared.all_gather(ways, send, recv, counts)
-        return self._in_turn(self._plain.all_gather, send, recv, counts)
+        return self._start_by("all_gather", ways, send, recv, counts)
 
     def gather(
         self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
     ) -> Request:
         """Lay the ranks' `send` one after the other in `recv` of `root`."""
-        return self._in_turn(self._plain.gather, send, recv, counts, root)
+        return self._start_by("gather", _BY_MPI, send, recv, counts, root)
 
     def scatter(
         self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
     ) -> Request:
         """Rank r gets block r of root's `send`."""
-        return self._in_turn(self._plain.scatter, send, recv, counts, root)
+        return self._start_by("scatter", _BY_MPI, send, recv, counts, root)
 
     def all_to_all(
         self,
@@ -223,20 +243,12 @@ class RoutedCommunicator(MPICommunicator):
         recv_counts: Sequence[int],
     ) -> Request:
         """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
-        # The ranks know only their own sizes. Whether these are large enough they tell each other;
-        # nothing else hangs on them.
-        shared, largest = self._shared, self._ways("all_to_all", _LARGE)
-        if shared is not None and largest != _BY_MPI:
-            ways = Ways(largest.host, self._ways("all_to_all", send.nbytes).shared)
-            return shared.all_to_all(ways, send, recv, send_counts, recv_counts)
-        return self._in_turn(self._plain.all_to_all, send, recv, send_counts, recv_counts)
+        arguments = send, recv, send_counts, recv_counts
+        return self._start_by("all_to_all", self._ways_of("all_to_all", arguments), *arguments)
 
     def broadcast(self, buffer: HostArray, root: int) -> Request:
         """Copy `buffer` of `root` into `buffer` of every rank."""
-        ways = self._ways("broadcast", buffer.nbytes)
-        if self._shared is not None and ways != _BY_MPI:
-            return self._shared.broadcast(ways, buffer, root)
-        return self._in_turn(self._plain.broadcast, buffer, root)
+        return self._start_by("broadcast", self._ways("broadcast", buffer.nbytes), buffer, root)
 
     def exchange_regions(
         self,
@@ -253,12 +265,7 @@ class RoutedCommunicator(MPICommunicator):
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""
-        return self._in_turn(self._plain.barrier)
-
-    def _in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
-        """Begin a collective of MPI's, once none in shared memory may start another before it."""
-        shared = self._shared
-        return begin(*arguments) if shared is None else shared.in_turn(begin, *arguments)
+        return self._start_by("barrier", _BY_MPI)
 
     # -- life --------------------------------------------------------------------------
 

@@ -16,10 +16,8 @@ those of which it takes something.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import call
 from typing import Any
 
 import numpy as np
@@ -36,6 +34,7 @@ from mpimesh.transport.region_shared import SharedExchange, SharedPlan
 from mpimesh.transport.regions import check_contiguous, check_regions, kind_of
 from mpimesh.transport.shared_window import (
     NOT_READ,
+    NOTES,
     Entry,
     SharedWindow,
 )
@@ -51,9 +50,9 @@ from mpimesh.transport.shared_work import (
     broadcast_staged,
     broadcast_work,
     do_at_once,
+    reduce_into,
     reduce_scatter_staged,
     reduce_scatter_work,
-    reducing,
 )
 
 __all__ = ["InPlace", "OneShot", "SharedCollectives"]
@@ -79,7 +78,17 @@ class OneShot(Moved):
         target: Where the result goes; may be `source`.
     """
 
-    __slots__ = ("_number", "_op", "_slots", "_source", "_target", "_what", "_window")
+    __slots__ = (
+        "_inputs",
+        "_number",
+        "_op",
+        "_ring",
+        "_source",
+        "_target",
+        "_views",
+        "_what",
+        "_window",
+    )
 
     def __init__(
         self,
@@ -97,31 +106,37 @@ class OneShot(Moved):
         self._source = source
         self._target = target
         self._number = 0
-        self._slots: Sequence[HostArray] = ()
+        ring = window.slots
+        if source.nbytes > ring.nbytes:
+            ring = window.stage
+        self._ring = ring
+        self._views = ring.views(source.dtype, source.size)
+        self._inputs: Sequence[HostArray] = ()
+
+    def again(self) -> None:
+        """Make ready for another start, once the last has settled."""
+        self.done = self.committed = False
+        self._error = None
+        self._number = 0
 
     def publish(self) -> bool:
-        """Put this rank's array into its slot, if there is room."""
-        window = self._window
-        if not self._number:
-            source = self._source
-            small = source.nbytes <= window.slot_bytes
-            is_free = window.slot_is_free() if small else window.stage_is_free()
-            if not is_free or not window.has_room():
+        """Put this rank's array into its area, if that is free."""
+        window, ring = self._window, self._ring
+        number = self._number
+        if not number:
+            number = window.published + 1
+            turn = ring.state[0] + 1
+            area = turn % len(ring.used)
+            needed = max(ring.used[area], number - NOTES)
+            if not window.acknowledged_by_all(needed):
                 window.look_elsewhere()
                 return False
-            if small:
-                self._slots = window.slots(source.dtype, source.size)
-            else:
-                self._slots = window.inputs(source.dtype, source.size, coming=1)
-            np.copyto(self._slots[window.rank], source)
+            self._inputs = inputs = self._views[area]
+            inputs[window.rank][...] = self._source
             # A signal handler may end this anywhere: done again, it does the same.
-            self._number = window.published + 1
-        number = self._number
+            self._number = number
         if window.published < number:
-            if self._source.nbytes <= window.slot_bytes:
-                window.take_slot(number)
-            else:
-                window.take_stage(number)
+            ring.take(number)
             window.publish(number, self._what)
         self.committed = True
         return True
@@ -139,8 +154,7 @@ class OneShot(Moved):
             window.acknowledge(number)
             raise mismatch(entry.what)
         self._engine.steps += 1
-        work = reducing(window, self._op, self._slots, (self._target,))
-        window.quietly(deque, map(call, work), 0)
+        reduce_into(window, self._op, self._inputs, self._target)
         window.acknowledge(number)
         if not number % _ACKS_BETWEEN_RINGS:
             window.ring()  # for those who wait for room
@@ -173,15 +187,17 @@ class InPlace(Moved):
         "_cache",
         "_counts",
         "_done_parts",
+        "_identities",
         "_number",
         "_otherwise",
         "_parts",
-        "_places",
         "_refusal",
         "_rest",
+        "_steps",
         "_what",
         "_window",
         "_work",
+        "places",
     )
 
     def __init__(
@@ -196,30 +212,46 @@ class InPlace(Moved):
         counts: Sequence[int] = (),
     ) -> None:
         super().__init__(engine)
+        self.places = places
         self._window = window
         self._what = what
-        self._places = places
         self._work = work
         self._otherwise = otherwise
         self._cache = cache
         self._counts = counts
+        self._identities: tuple[int, ...] | None = None
+        self._parts: Sequence[Work] = ()
         self._number = 0
-        self._parts: Sequence[Work] | None = None
+        self._steps: Sequence[Work] | None = None
         self._done_parts = 0
         self._acknowledged = False
         self._rest: Request | None = None
         self._refusal: MpimeshError | None = None
 
-    def _move(self) -> bool:
-        if self._rest is not None:
-            return self._rest.test()
+    def again(self) -> None:
+        """Make ready for another start, once the last has settled."""
+        self.done = self.committed = self._acknowledged = False
+        self._error = self._steps = self._rest = self._refusal = None
+        self._number = self._done_parts = 0
+
+    def go_another_way(self) -> Request:
+        """Tell the others that this rank has an ordinary array, and return what is to be begun."""
         window = self._window
-        parts = self._look() if self._parts is None else self._parts
-        if parts is None:
-            return self._goes_another_way()
-        number = self._number
-        if self._done_parts < len(parts):
-            self._do(parts)
+        if self._counts:
+            window.slots.take(window.published + 1)
+        window.decline()
+        return self._otherwise()
+
+    def _move(self) -> bool:
+        steps = self._steps
+        if steps is None:
+            if self._rest is None:
+                steps = self._look()
+            if steps is None:
+                return self._rest is not None and self._rest.test()
+        window, number = self._window, self._number
+        while self._done_parts < len(steps):
+            do_at_once(window.quietly, steps[self._done_parts])
         if not self._acknowledged:
             window.acknowledge(number)
             window.ring()
@@ -232,23 +264,20 @@ class InPlace(Moved):
             raise self._refusal
         return True
 
-    def _goes_another_way(self) -> bool:
-        return self._rest is not None and self._rest.test()
-
     def _look(self) -> Sequence[Work] | None:
         """Publish, and find out what to do; None as long as that is not known, or another way."""
-        window = self._window
-        if not self._number:
-            if not window.has_room() or (self._counts and not window.slot_is_free()):
+        window, number, places = self._window, self._number, self.places
+        if not number:
+            counts = self._counts
+            if not window.has_room() or (counts and not window.slots.is_free(window)):
                 window.look_elsewhere()
                 return None
-            if self._counts and self._places is not None:
-                window.counts(coming=1)[window.rank][...] = self._counts
-            self._number = window.published + 1
-        number, places = self._number, self._places
+            if counts and places is not None:
+                window.counts(coming=1)[window.rank][...] = counts
+            self._number = number = window.published + 1
         if window.published < number:
             if self._counts:
-                window.take_slot(number)
+                window.slots.take(number)
             if places is None:
                 window.decline()
             else:
@@ -263,35 +292,41 @@ class InPlace(Moved):
             self._rest = rest = self._otherwise()
             self.committed = not isinstance(rest, Moved)
             return None
-        cache = self._cache
-        parts = None if cache is None else cache.get(identities)
-        if parts is None:
-            entry = window.entry(number, with_counts=bool(self._counts))
-            if entry.what.count(self._what) != window.size:
-                window.acknowledge(number)
-                window.ring()
-                # A rank in an exchange looks at those only of which it takes something.
-                raise mismatch(entry.what, on_all=EXCHANGE not in entry.what)
-            try:
-                parts = self._work(entry)
-            except MpimeshError as error:
-                # The others have yet to read what it was found in.
-                self._refusal, parts = error, ()
-            else:
-                # Of larger arrays, working it out costs nothing beside doing it.
-                if cache is not None and len(parts) <= _MOST_PARTS:
-                    if len(cache) >= _MOST_KEPT:
-                        cache.clear()
-                    cache[identities] = parts
-        self._parts = parts
+        if identities != self._identities:
+            # Each with the note that it is done.
+            self._parts = [
+                (*part, partial(setattr, self, "_done_parts", place))
+                for place, part in enumerate(self._parts_of(identities), 1)
+            ]
+            self._identities = identities if self._cache is not None else None
+        self._steps = self._parts
         self.committed = True
-        return parts
+        return self._parts
 
-    def _do(self, parts: Sequence[Work]) -> None:
-        """Do this rank's parts, from the first that is not done."""
-        while self._done_parts < len(parts):
-            note = partial(setattr, self, "_done_parts", self._done_parts + 1)
-            do_at_once(self._window.quietly, parts[self._done_parts], note)
+    def _parts_of(self, identities: tuple[int, ...]) -> Sequence[Work]:
+        """Return this rank's work, now that all have published where their arrays lie."""
+        window, number, cache = self._window, self._number, self._cache
+        parts = None if cache is None else cache.get(identities)
+        if parts is not None:
+            return parts
+        entry = window.entry(number, with_counts=bool(self._counts))
+        if entry.what.count(self._what) != window.size:
+            window.acknowledge(number)
+            window.ring()
+            # A rank in an exchange looks at those only of which it takes something.
+            raise mismatch(entry.what, on_all=EXCHANGE not in entry.what)
+        try:
+            parts = self._work(entry)
+        except MpimeshError as error:
+            # The others have yet to read what it was found in.
+            self._refusal = error
+            return ()
+        # Of larger arrays, working it out costs nothing beside doing it.
+        if cache is not None and len(parts) <= _MOST_PARTS:
+            if len(cache) >= _MOST_KEPT:
+                cache.clear()
+            cache[identities] = parts
+        return parts
 
 
 class SharedCollectives:
@@ -320,16 +355,38 @@ class SharedCollectives:
         self._exchanges: dict[tuple[object, ...], SharedPlan] = {}
         self.copied = CopyRule.for_ranks(window.size)
 
-    def all_reduce(self, ways: Ways, send: HostArray | None, recv: HostArray, op: str) -> Request:
+    def start(self, name: str, ways: Ways, *arguments: Any) -> Request:
+        """Start a collective in these ways, with the arguments of the communicator's method."""
+        return self._begin(getattr(self, f"_{name}")(ways, *arguments))
+
+    def prepare(self, name: str, ways: Ways, *arguments: Any) -> Callable[[], Request] | None:
+        """Return what starts a collective with the same arrays again and again; None for no gain.
+
+        Each start is after the last one has settled.
+        """
+        request = getattr(self, f"_{name}")(ways, *arguments)
+        if not isinstance(request, OneShot | InPlace) or getattr(request, "places", ()) is None:
+            return None
+
+        def start() -> Request:
+            request.again()
+            self._engine.begin(self, request)
+            return request
+
+        return start
+
+    # -- the collectives, not begun -------------------------------------------------------
+
+    def _all_reduce(self, ways: Ways, send: HostArray | None, recv: HostArray, op: str) -> Request:
         """Reduce over all ranks into `recv` on each; also by ``"mean"``."""
         host, shared = ways
         source = recv if send is None else send
         what = operation_number(Operation.ALL_REDUCE, recv, op)
         if host == shared == "slots":
-            return self._begin(self._slots(what, op, source, recv))
+            return self._slots(what, op, source, recv)
         otherwise = partial(self._ordinary_all_reduce, host, what, send, recv, op)
         if host == shared:
-            return self._begin(otherwise())
+            return otherwise()
         window = self._window
         target_at = window.find(recv)
         source_at = target_at if send is None else window.find(send)
@@ -342,7 +399,7 @@ class SharedCollectives:
             self._kept(what),
         )
 
-    def reduce_scatter(
+    def _reduce_scatter(
         self, ways: Ways, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
     ) -> Request:
         """Reduce `send`; rank r gets block r."""
@@ -356,7 +413,7 @@ class SharedCollectives:
             partial(reduce_scatter_staged, window, send, recv, counts, op),
         )
         if ways[0] == ways[1]:
-            return self._begin(otherwise())
+            return otherwise()
         at, own_at = window.find(send), window.find(recv)
         return self._in_place(
             what,
@@ -366,7 +423,7 @@ class SharedCollectives:
             self._kept(what, own_at, *counts),
         )
 
-    def all_gather(
+    def _all_gather(
         self, ways: Ways, send: HostArray, recv: HostArray, counts: Sequence[int]
     ) -> Request:
         """Lay the ranks' `send` one after the other in `recv`."""
@@ -380,7 +437,7 @@ class SharedCollectives:
             partial(all_gather_staged, window, send, recv, counts),
         )
         if ways[0] == ways[1]:
-            return self._begin(otherwise())
+            return otherwise()
         at, own_at = window.find(send), window.find(recv)
         return self._in_place(
             what,
@@ -390,7 +447,7 @@ class SharedCollectives:
             self._kept(what, own_at, *counts),
         )
 
-    def broadcast(self, ways: Ways, buffer: HostArray, root: int) -> Request:
+    def _broadcast(self, ways: Ways, buffer: HostArray, root: int) -> Request:
         """Copy `buffer` of `root` into `buffer` of every rank."""
         what = operation_number(Operation.BROADCAST, buffer, root=root)
         window = self._window
@@ -402,7 +459,7 @@ class SharedCollectives:
             partial(broadcast_staged, window, buffer, root),
         )
         if ways[0] == ways[1]:
-            return self._begin(otherwise())
+            return otherwise()
         own_at = window.find(buffer)
         at = own_at if window.rank == root else NOT_READ
         return self._in_place(
@@ -413,7 +470,7 @@ class SharedCollectives:
             self._kept(what, own_at),
         )
 
-    def all_to_all(
+    def _all_to_all(
         self,
         ways: Ways,
         send: HostArray,
@@ -494,8 +551,13 @@ class SharedCollectives:
     # -- the start of any --------------------------------------------------------------
 
     def _begin(self, request: Request) -> Request:
+        engine, window = self._engine, self._window
+        while isinstance(request, InPlace) and request.places is None:
+            if engine.busy(self) or not window.has_room():
+                break
+            request = request.go_another_way()  # at once: who waits for MPI need not come by here
         if isinstance(request, Moved):  # the engine knows nothing of messages of MPI's
-            self._engine.begin(self, request)
+            engine.begin(self, request)
         return request
 
     def _slots(self, what: int, op: str, source: HostArray, target: HostArray) -> OneShot:
@@ -510,15 +572,8 @@ class SharedCollectives:
         cache: dict[tuple[int, ...], Sequence[Work]] | None,
         counts: Sequence[int] = (),
     ) -> Request:
-        """Begin an operation in place, if the arrays of all ranks allow it."""
-        window, engine = self._window, self._engine
-        if places is None and not engine.busy(self) and window.has_room():
-            # Not to move along what is MPI's own, and needs it not.
-            if counts:
-                window.take_slot(window.published + 1)
-            window.decline()
-            return self._begin(otherwise())
-        return self._begin(InPlace(window, engine, what, places, work, otherwise, cache, counts))
+        """Return an operation in place, if the arrays of all ranks allow it."""
+        return InPlace(self._window, self._engine, what, places, work, otherwise, cache, counts)
 
     def _kept(
         self, what: int, own_at: int = 0, *rest: int

@@ -33,7 +33,7 @@ Order, on which all that is shared rests
    rank, so who has acknowledged n has acknowledged all before it.
 3. *Nothing is overwritten too early.* Who publishes note n has seen that all ranks have
    acknowledged n - NOTES, and who writes to an area, that they have the step that used it last
-   (`has_room`, `slot_is_free`, `stage_is_free`). Whoever may read it for that is through by then.
+   (`has_room`, `Ring.is_free`). Whoever may read it for that is through by then.
    So where note n belongs stands n or an older one, never a newer one, for a rank that has not
    acknowledged n.
 4. *An old note is never taken for a new one*: its number differs by a multiple of `NOTES`, less
@@ -76,6 +76,7 @@ __all__ = [
     "Entry",
     "Note",
     "Published",
+    "Ring",
     "Room",
     "SharedWindow",
     "cell_bytes",
@@ -175,6 +176,8 @@ class SharedWindow:
         size: How many members there are.
         published: The number of this rank's last note.
         bells: The members' bells.
+        slots: The small areas.
+        stage: The halves for inputs.
         closed: Whether the ranks have left.
         fence: Keeps what was read and written before apart from what comes after.
         quietly: Calls functions of NumPy without its warnings; the thread that moves operations
@@ -195,7 +198,6 @@ class SharedWindow:
         self.rank = rank
         self.size = len(memories)
         self.stage_bytes = stage_bytes
-        self.slot_bytes = slot_bytes(self.size)
         self.published = 0
         self.closed = False
         self.bells = bells
@@ -207,11 +209,6 @@ class SharedWindow:
         self._poke = poke
         self._tests = 0
         self._done_by_all = 0
-        # Turns so far, and the step of the last one; in one tuple, so that both change at once.
-        self._slot_turn = (0, 0)
-        self._stage_turn = (0, 0)
-        self._slots_used = [0] * SLOTS
-        self._stage_used = [0] * _HALVES
         self._names: dict[Note, int] = {}
         self._next_name = _FIRST_NAME
         views = [
@@ -223,51 +220,25 @@ class SharedWindow:
         self.others: Cells = tuple([c for place, c in enumerate(self.cells) if place != rank])
         self._mine = self.cells[rank]
         self._scratch: HostArray = np.empty(0, np.uint8)
-        self._staged: dict[tuple[int, int, int], list[HostArray]] = {}
-        ends = [2 * _HALVES * stage_bytes + at for at in stages]
-        self._areas = [
+        ends = [at + 2 * _HALVES * stage_bytes for at in stages]
+        self.stage = Ring(memories, stages, _HALVES, stage_bytes)
+        self._results = [
             [
-                memory[at + area * stage_bytes : at + (area + 1) * stage_bytes]
+                memory[at + half * stage_bytes : at + (half + 1) * stage_bytes]
                 for memory, at in zip(memories, stages, strict=True)
             ]
-            for area in range(2 * _HALVES)
-        ] + [
-            [
-                memory[at + slot * self.slot_bytes : at + (slot + 1) * self.slot_bytes]
-                for memory, at in zip(memories, ends, strict=True)
-            ]
-            for slot in range(SLOTS)
+            for half in range(_HALVES, 2 * _HALVES)
         ]
+        self.slots = Ring(memories, ends, SLOTS, slot_bytes(self.size))
 
     # -- publish ---------------------------------------------------------------------
 
     def has_room(self) -> bool:
         """Tell whether the next note may be published."""
-        return self._acknowledged_by_all(self.published + 1 - NOTES)
+        return self.acknowledged_by_all(self.published + 1 - NOTES)
 
-    def slot_is_free(self) -> bool:
-        """Tell whether the next slot may be written."""
-        return self._acknowledged_by_all(self._slots_used[(self._slot_turn[0] + 1) % SLOTS])
-
-    def stage_is_free(self) -> bool:
-        """Tell whether the next half of the stage may be written."""
-        return self._acknowledged_by_all(self._stage_used[(self._stage_turn[0] + 1) % _HALVES])
-
-    def take_slot(self, number: int) -> None:
-        """Count the next slot as used for step `number`; a second call changes nothing."""
-        turn, last = self._slot_turn
-        if last < number:
-            self._slots_used[(turn + 1) % SLOTS] = number
-            self._slot_turn = (turn + 1, number)
-
-    def take_stage(self, number: int) -> None:
-        """Count the next half of the stage as used; a second call changes nothing."""
-        turn, last = self._stage_turn
-        if last < number:
-            self._stage_used[(turn + 1) % _HALVES] = number
-            self._stage_turn = (turn + 1, number)
-
-    def _acknowledged_by_all(self, number: int) -> bool:
+    def acknowledged_by_all(self, number: int) -> bool:
+        """Tell whether all ranks have acknowledged all steps up to this one."""
         if self._done_by_all >= number:
             return True
         self._done_by_all = min((cell[_DONE] for cell in self.others), default=self.published)
@@ -293,9 +264,7 @@ class SharedWindow:
             bells: Of those who may wait for it; None for all.
         """
         note = (what, source, target)
-        identity = self._names.get(note)
-        if identity is None:
-            identity = self._name(note)
+        identity = self._names.get(note) or self._name(note)
         at = _NOTES_AT + number % NOTES * _NOTE_NUMBERS
         mine = self._mine
         mine[at + 1] = what
@@ -307,7 +276,8 @@ class SharedWindow:
         mine[at] = (number & _NUMBERS) << _IDENTITY_BITS | identity
         self.published = number
         for bell in self._others_bells if bells is None else bells:
-            bell.ring()
+            if bell.asleep[0]:
+                bell.ring()
 
     def decline(self) -> None:
         """Publish that this rank has an ordinary array, and will not look at the others' notes."""
@@ -332,7 +302,7 @@ class SharedWindow:
         """
         number = self.published + 1
         self.acknowledge(number - 1)
-        self.take_stage(number)
+        self.stage.take(number)
         self.publish(number, what, source, target)
         return Published(self, number)
 
@@ -350,7 +320,8 @@ class SharedWindow:
     def ring(self) -> None:
         """Wake the ranks that are asleep: there is news for them."""
         for bell in self._others_bells:
-            bell.ring()
+            if bell.asleep[0]:
+                bell.ring()
 
     def published_by(self, number: int, cells: Cells) -> bool:
         """Tell whether these ranks have published this step."""
@@ -382,19 +353,17 @@ class SharedWindow:
 
         Empty as soon as one is known to have declined.
         """
-        at, wanted = _NOTES_AT + number % NOTES * _NOTE_NUMBERS, number & _NUMBERS
-        words = [cell[at] for cell in self.cells]
-        missing = False
-        for word in words:
-            if word >> _IDENTITY_BITS != wanted:
-                missing = True
-            elif word & _IDENTITIES == _DECLINED:
-                return ()
-        if missing:
-            return None
+        at = _NOTES_AT + number % NOTES * _NOTE_NUMBERS
+        base = (number & _NUMBERS) << _IDENTITY_BITS
+        identities = [cell[at] - base for cell in self.cells]
+        if _DECLINED in identities:
+            return ()
+        for identity in identities:
+            if not 0 < identity <= _IDENTITIES:
+                return None
         if not _IN_ORDER:
             self.fence()
-        return tuple([word & _IDENTITIES for word in words])
+        return tuple(identities)
 
     def notes(self, number: int, cells: Cells) -> list[Note]:
         """Return the notes of ranks that have published them. The operation is -1 where declined.
@@ -461,10 +430,6 @@ class SharedWindow:
 
     # -- memory ----------------------------------------------------------------------
 
-    def slots(self, dtype: DType, size: int, *, coming: int = 1) -> list[HostArray]:
-        """Return all ranks' slots of the next turn, as arrays of `size` elements; 0 of the last."""
-        return self._area(2 * _HALVES + (self._slot_turn[0] + coming) % SLOTS, dtype, size)
-
     def inputs(self, dtype: DType, size: int = -1, *, coming: int = 0) -> list[HostArray]:
         """Return what all ranks stage for a step: chunks of their arrays.
 
@@ -473,26 +438,18 @@ class SharedWindow:
             size: Their elements; all that there is room for if -1.
             coming: 0 for the last step that used the stage, 1 for the next.
         """
-        return self._area((self._stage_turn[0] + coming) % _HALVES, dtype, size)
+        stage = self.stage
+        return stage.views(dtype, size)[(stage.state[0] + coming) % _HALVES]
 
     def results(self, dtype: DType, *, coming: int = 0) -> list[HostArray]:
         """Return what all ranks stage for a step: their parts of a result."""
-        return self._area(_HALVES + (self._stage_turn[0] + coming) % _HALVES, dtype, -1)
+        half = (self.stage.state[0] + coming) % _HALVES
+        return [part.view(dtype) for part in self._results[half]]
 
     def counts(self, *, coming: int = 0) -> list[HostArray]:
         """Return all ranks' slots as numbers: what each sends to each, and receives from each."""
-        return self.slots(_INT64, 2 * self.size, coming=coming)
-
-    def _area(self, area: int, dtype: DType, size: int) -> list[HostArray]:
-        key = (area, dtype.num, size)
-        found = self._staged.get(key)
-        if found is None:
-            if len(self._staged) >= _MOST_KEPT:
-                self._staged.clear()
-            end = self.stage_bytes if size < 0 else size * dtype.itemsize
-            found = [memory[:end].view(dtype) for memory in self._areas[area]]
-            self._staged[key] = found
-        return found
+        slots = self.slots
+        return slots.views(_INT64, 2 * self.size)[(slots.state[0] + coming) % SLOTS]
 
     def views(self, places: Sequence[int], nbytes: int, dtype: DType) -> list[HostArray]:
         """Return the arrays of all ranks that begin at `places` of their arenas."""
@@ -525,6 +482,63 @@ class SharedWindow:
         return self._scratch[:nbytes]
 
 
+class Ring:
+    """Areas of one size in every rank's memory, which steps use in turns, alike on all ranks.
+
+    Args:
+        memories: The arenas of all ranks.
+        starts: Where the areas begin in each.
+        count: Number of areas.
+        nbytes: Size of each.
+
+    Attributes:
+        nbytes: Size of each area.
+        state: The turns so far, and the step of the last one; both change at once.
+        used: The step that used each area last.
+    """
+
+    __slots__ = ("_areas", "_views", "nbytes", "state", "used")
+
+    def __init__(
+        self, memories: Sequence[HostArray], starts: Sequence[int], count: int, nbytes: int
+    ) -> None:
+        self.nbytes = nbytes
+        self.state = (0, 0)
+        self.used = [0] * count
+        self._areas = [
+            [
+                memory[at + area * nbytes : at + (area + 1) * nbytes]
+                for memory, at in zip(memories, starts, strict=True)
+            ]
+            for area in range(count)
+        ]
+        self._views: dict[tuple[int, int], list[list[HostArray]]] = {}
+
+    def is_free(self, window: SharedWindow) -> bool:
+        """Tell whether the next area may be written."""
+        return window.acknowledged_by_all(self.used[(self.state[0] + 1) % len(self.used)])
+
+    def take(self, number: int) -> None:
+        """Count the next area as used by a step; a second call changes nothing."""
+        turn, last = self.state
+        if last < number:
+            turn += 1
+            self.used[turn % len(self.used)] = number
+            self.state = (turn, number)
+
+    def views(self, dtype: DType, size: int) -> list[list[HostArray]]:
+        """Return each area of each rank, as arrays of so many elements; as many as fit if -1."""
+        key = (dtype.num, size)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _MOST_KEPT:
+                self._views.clear()
+            end = self.nbytes if size < 0 else size * dtype.itemsize
+            views = [[memory[:end].view(dtype) for memory in row] for row in self._areas]
+            self._views[key] = views
+        return views
+
+
 class Published:
     """The request that is done when all ranks of a window have published a step."""
 
@@ -555,7 +569,7 @@ class Room:
     def test(self) -> bool:
         """Tell whether there is."""
         window = self._window
-        if window.has_room() and (not self._slot or window.slot_is_free()):
+        if window.has_room() and (not self._slot or window.slots.is_free(window)):
             return True
         window.look_elsewhere()
         return False

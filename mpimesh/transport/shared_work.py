@@ -119,16 +119,31 @@ def copying(source: HostArray, target: HostArray) -> Work:
     return (partial(target.__setitem__, ..., source),)
 
 
-def do_at_once(quietly: Callable[..., object], work: Work, note: Callable[[], object]) -> None:
-    """Do all of `work` and then `note`, or nothing; overflow and NaN pass silently, as in MPI."""
-    quietly(deque, map(call, (*work, note)), 0)
+def do_at_once(quietly: Callable[..., object], work: Work) -> None:
+    """Do all of `work` or nothing; its last call notes that it is done.
+
+    Overflow and NaN pass silently, as in MPI.
+    """
+    quietly(deque, map(call, work), 0)
 
 
 def reduce_into(
     window: SharedWindow, op: str, sources: Sequence[HostArray], target: HostArray
 ) -> None:
     """Reduce `sources` in their order into `target`, which may be one of them."""
-    window.quietly(deque, map(call, reducing(window, op, sources, [target])), 0)
+    function, quietly = FUNCTIONS[op], window.quietly
+    total = sources[0]
+    if len(sources) == 1:
+        target[...] = total
+    else:
+        if len(sources) > 2:
+            # Not into `target` before the end: it may be a source that is still to come.
+            scratch = window.scratch(target.nbytes).view(target.dtype)
+            for source in sources[1:-1]:
+                total = quietly(function, total, source, out=scratch)
+        quietly(function, total, sources[-1], out=target)
+    if op == "mean":
+        quietly(np.divide, target, len(sources), out=target)
 
 
 def part_of(size: int, itemsize: int, rank: int, ranks: int) -> slice:

@@ -120,8 +120,12 @@ class Signatures:
         self._apart = 0
         self._refuses = refuses
 
-    def post(self, number: int, signature: Signature) -> int:
-        """Post what this rank is about to start as operation `number`.
+    def digest(self, signature: Signature) -> int:
+        """Return the digest of a signature, which the other ranks can look up from now on."""
+        return self._digests.get(signature) or self._learn(signature)
+
+    def post(self, number: int, digest: int) -> int:
+        """Post what this rank is about to start as operation `number`, by its digest.
 
         Returns:
             The word, to be compared later; 0 if all others have posted the same already; -1 if
@@ -129,10 +133,6 @@ class Signatures:
         """
         if self._apart and self._refuses:
             return -1
-        try:
-            digest = self._digests[signature]
-        except KeyError:
-            digest = self._learn(signature)
         # Literals, as this is done for each operation.
         self._total = total = (3 * self._total + digest) & 0xFFFFFFF
         at = number & LAST_SLOT

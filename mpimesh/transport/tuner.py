@@ -51,16 +51,7 @@ _Way: TypeAlias = Callable[[], Request]
 class _Collectives(Protocol):
     """Those in shared memory, or on two levels, by given ways."""
 
-    @property
-    def all_reduce(self) -> Callable[..., Request]: ...
-    @property
-    def reduce_scatter(self) -> Callable[..., Request]: ...
-    @property
-    def all_gather(self) -> Callable[..., Request]: ...
-    @property
-    def broadcast(self) -> Callable[..., Request]: ...
-    @property
-    def all_to_all(self) -> Callable[..., Request]: ...
+    def start(self, name: str, ways: Ways, *arguments: Any) -> Request: ...
 
 
 def measure(
@@ -86,7 +77,7 @@ def measure(
     def all_reduces(ways: Ways, x: HostArray) -> tuple[_Way, _Way]:
         return (
             lambda: messages.all_reduce(None, x, "sum"),
-            lambda: shared.all_reduce(ways, None, x, "sum"),
+            lambda: shared.start("all_reduce", ways, None, x, "sum"),
         )
 
     slots, chunks = Ways("slots", "slots"), Ways("chunks", "chunks")
@@ -125,7 +116,7 @@ def _measure_levels(clock: _Clock, messages: Communicator, shared: _Collectives)
         x = np.zeros(nbytes // 8)
         moves["all_reduce"] = (
             partial(messages.all_reduce, None, x, "sum"),
-            partial(shared.all_reduce, levels, None, x, "sum"),
+            partial(shared.start, "all_reduce", levels, None, x, "sum"),
         )
         for name in names:
             faster[name][nbytes] = clock.is_faster(256 << 10, *moves[name], rounds=3)
@@ -151,7 +142,7 @@ def _moves(
 
     def both(name: str) -> tuple[_Way, _Way]:
         given = arguments[name]
-        return lambda: getattr(messages, name)(*given), lambda: getattr(shared, name)(ways, *given)
+        return lambda: getattr(messages, name)(*given), lambda: shared.start(name, ways, *given)
 
     return {name: both(name) for name in arguments}
 

@@ -11,7 +11,7 @@ import mpimesh as mm
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel import GradientBuckets
 from mpimesh.runtime.world import current_world
-from mpimesh.transport.shared_window import SharedWindow
+from mpimesh.transport.shared_window import Ring
 from tests.helpers.parallel_models import assert_same, train_alone, train_on
 
 MESHES = {2: ["dp=2", "pp=2"], 4: ["dp=2,pp=2"], 8: ["dp=4,pp=2"]}
@@ -26,13 +26,13 @@ def bits(trained):
 def staged(monkeypatch):
     """The number of looks of this rank at the stage, through which ordinary arrays go."""
     looks = []
-    inputs = SharedWindow._area
+    inputs = Ring.views
 
     def look(self, *args, **options):
         looks.append(args)
         return inputs(self, *args, **options)
 
-    monkeypatch.setattr(SharedWindow, "_area", look)
+    monkeypatch.setattr(Ring, "views", look)
     monkeypatch.setenv("MPIMESH_CHECKS", "0")
     return looks
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.runtime.traffic import (
+from mpimesh.runtime.received import (
     Members,
     TrafficCounter,
     all_reduced,

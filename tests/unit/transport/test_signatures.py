@@ -35,7 +35,7 @@ class Rank:
         self.words = []
 
     def start(self, signature):
-        self.words.append(self.board.post(len(self.words) + 1, signature))
+        self.words.append(self.board.post(len(self.words) + 1, self.board.digest(signature)))
 
     def take(self, number):
         """Return the error that it finds at an operation, if it does."""
