@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
-from mpimesh.arguments import as_int, as_time
+from mpimesh.arguments import as_time
 from mpimesh.arrays import Array, HostArray, ReduceOp
 from mpimesh.errors import GroupError, RankError
 from mpimesh.runtime import messages, rooted
@@ -650,31 +650,6 @@ class ProcessGroup(GroupCore):
             MismatchError: On every rank, if the ranks ask for different arrays.
         """
         return empty_once(self, shape, dtype, self._context.world.shared_bytes)
-
-    def __repr__(self) -> str:
-        """Show name, ranks and this rank's place. Local."""
-        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.size > 8 else "")
-        return f"ProcessGroup({self.name!r}, ranks=[{shown}], rank={self.rank})"
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled: a group belongs to its mesh.
-
-        Raises:
-            GroupError: Always.
-        """
-        raise GroupError(
-            f"{self!r} cannot be copied or pickled, for it belongs to its mesh: pass the group "
-            "itself on, or its name for mesh.group(name)"
-        )
-
-    def __contains__(self, world_rank: object) -> bool:
-        """Tell whether a rank of the mesh is in the group. Local."""
-        return world_rank in self.ranks
-
-    def group_rank_of(self, world_rank: int) -> int | None:
-        """Return the place in this group of a rank of the mesh; None if it is not in. Local."""
-        rank = as_int(world_rank, "world_rank", RankError)
-        return list(self.ranks).index(rank) if rank in self.ranks else None
 
     def algorithms(self) -> Algorithms:
         """Return the table of algorithms by which the group moves its bytes, and why. Local.

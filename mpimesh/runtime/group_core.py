@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import GeneratorType, ModuleType
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
-from mpimesh.arguments import shown
+from mpimesh.arguments import as_int, shown
 from mpimesh.arrays import (
     Array,
     DType,
@@ -19,7 +19,14 @@ from mpimesh.arrays import (
     is_cupy,
     refuse_objects,
 )
-from mpimesh.errors import BudgetError, ClosedError, MpimeshError, RankError, on_all_ranks
+from mpimesh.errors import (
+    BudgetError,
+    ClosedError,
+    GroupError,
+    MpimeshError,
+    RankError,
+    on_all_ranks,
+)
 from mpimesh.mesh import GroupBackend
 from mpimesh.runtime.agreement import checked, compare
 from mpimesh.runtime.call import Call, Message, call_stack
@@ -121,6 +128,31 @@ class GroupCore:
     def started(self) -> int:
         """Number of collectives that this rank has started among the ranks of the group."""
         return 0 if self._communicator is None else self._communicator.started
+
+    def __repr__(self) -> str:
+        """Show name, ranks and this rank's place. Local."""
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.size > 8 else "")
+        return f"ProcessGroup({self.name!r}, ranks=[{shown}], rank={self.rank})"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a group belongs to its mesh.
+
+        Raises:
+            GroupError: Always.
+        """
+        raise GroupError(
+            f"{self!r} cannot be copied or pickled, for it belongs to its mesh: pass the group "
+            "itself on, or its name for mesh.group(name)"
+        )
+
+    def __contains__(self, world_rank: object) -> bool:
+        """Tell whether a rank of the mesh is in the group. Local."""
+        return world_rank in self.ranks
+
+    def group_rank_of(self, world_rank: int) -> int | None:
+        """Return the place in this group of a rank of the mesh; None if it is not in. Local."""
+        rank = as_int(world_rank, "world_rank", RankError)
+        return list(self.ranks).index(rank) if rank in self.ranks else None
 
     # -- the start of operations ---------------------------------------------------------------
 

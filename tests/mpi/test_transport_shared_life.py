@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpimesh.errors import ClosedError, MismatchError, TransportError
-from mpimesh.transport import shared_collectives
+from mpimesh.transport import shared_collectives, shared_work
 from mpimesh.transport.algorithms import OPERATIONS, Sizes
 from mpimesh.transport.node import Node
 from mpimesh.transport.shared_window import NOTES
@@ -147,7 +147,7 @@ def test_all_to_all_is_in_place_if_each_rank_offers_it(comm):
             (list(range(600, 600 + n)), "shared"),
         ]
         read = []
-        plan = shared_collectives.all_to_all_work
+        plan = shared_work.all_to_all_work
 
         def noted(*arguments):
             read.append(arguments)
