@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import GeneratorType, ModuleType
@@ -49,6 +50,7 @@ G = TypeVar("G", bound="GroupCore")
 
 _POISON_WAIT_S = 2.0
 _MOST_PLANS = 256
+_SHARED_FROM = 32 * 1024
 
 
 def collective(
@@ -473,10 +475,28 @@ class GroupCore:
         prefer = self._prefer if self._prefer in ("mpi", "nccl") else ""
         return device_communicator(self.communicator, prefer=prefer)
 
-    def empty(self, shape: Sequence[int], dtype: DType, library: ModuleType = np) -> Array:
-        """Return memory for a result, warm from earlier ones where it can be."""
+    def empty(
+        self,
+        shape: Sequence[int],
+        dtype: DType,
+        library: ModuleType = np,
+        like: Array | None = None,
+    ) -> Array:
+        """Return memory for a result, warm from earlier ones where it can be.
+
+        Args:
+            shape: Its shape.
+            dtype: Its dtype.
+            library: NumPy or CuPy.
+            like: The operand: what is made of one in shared memory lies there, too, so that the
+                ranks write into each other's results. Small results are ordinary arrays.
+        """
         if library is np:
-            return self._context.world.pool.empty(shape, dtype)
+            world = self._context.world
+            nbytes = math.prod(shape) * dtype.itemsize
+            if nbytes >= _SHARED_FROM and like is not None and world.is_shared(like):
+                return world.shared_bytes(nbytes).view(dtype).reshape(shape)
+            return world.pool.empty(shape, dtype)
         return library.empty(shape, dtype)  # CuPy has a pool of its own
 
     def lock(self, x: Array | None, call: Call) -> Callable[[], None] | None:

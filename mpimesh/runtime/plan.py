@@ -170,7 +170,7 @@ class Plan:
         finish = None
         if x is data and self.is_plain and (out is None or (out is x and in_order)):
             if out is None:
-                target: Array = group.empty(self.shape, data.dtype, library)
+                target: Array = group.empty(self.shape, data.dtype, library, data)
             else:
                 output_array(out, self.shape, data.dtype)
                 target = out
@@ -187,6 +187,7 @@ class Plan:
                 wire=wire,
                 blocks=self.incoming,
                 divisor=self.divisor,
+                like=data,
             )
         if self.name == "broadcast":
             if self.sends and target is not x:
@@ -355,6 +356,7 @@ def receive(
     wire: DType | None = None,
     blocks: Blocks | None = None,
     divisor: int = 1,
+    like: Array | None = None,
 ) -> tuple[Array, Any, Callable[[], Any] | None]:
     """Return a flat buffer to receive into, the array it becomes, and the work that it still needs.
 
@@ -367,6 +369,7 @@ def receive(
         wire: The dtype in which values come; None for bytes.
         blocks: The blocks that come, if they do not lie one after the other in the result.
         divisor: By which it is to be divided.
+        like: The operand, which decides where a new result lies.
     """
     shape, dtype = result
     if out is not None:
@@ -379,7 +382,7 @@ def receive(
         and out.flags.c_contiguous
         and (wire is None or is_aligned(out))
     )
-    target = out if fits and out is not None else group.empty(shape, arrives_as, library)
+    target = out if fits and out is not None else group.empty(shape, arrives_as, library, like)
     packed = target if blocks is None else group.empty((target.size,), arrives_as, library)
     # Bytes, or the very type of what is sent: NumPy's long and long long may be equal.
     recv = packed.reshape(-1).view(np.uint8 if wire is None else wire)

@@ -169,6 +169,11 @@ class World:
         shared = None if arena is None else arena.empty(nbytes)
         return aligned_bytes(nbytes) if shared is None else shared
 
+    def is_shared(self, x: HostArray) -> bool:
+        """Tell whether other ranks of the node can reach an array where it lies. Local."""
+        arena = None if self.node is None else self.node.arena
+        return arena is not None and x.flags.c_contiguous and arena.find(x) >= 0
+
     def size_of(self, comm: Any) -> int:
         """Return the number of ranks that :meth:`open_communicator` would give. Local."""
         if comm is None and self.virtual is not None:

@@ -223,7 +223,7 @@ class InPlace(Moved):
         self._parts: Sequence[Work] = ()
         self._number = 0
         self._steps: Sequence[Work] | None = None
-        self._done_parts = 0
+        self._done_parts: list[None] = []
         self._acknowledged = False
         self._rest: Request | None = None
         self._refusal: MpimeshError | None = None
@@ -232,7 +232,8 @@ class InPlace(Moved):
         """Make ready for another start, once the last has settled."""
         self.done = self.committed = self._acknowledged = False
         self._error = self._steps = self._rest = self._refusal = None
-        self._number = self._done_parts = 0
+        self._number = 0
+        self._done_parts.clear()
 
     def go_another_way(self) -> Request:
         """Tell the others that this rank has an ordinary array, and return what is to be begun."""
@@ -250,8 +251,9 @@ class InPlace(Moved):
             if steps is None:
                 return self._rest is not None and self._rest.test()
         window, number = self._window, self._number
-        while self._done_parts < len(steps):
-            do_at_once(window.quietly, steps[self._done_parts])
+        done = self._done_parts
+        while len(done) < len(steps):
+            do_at_once(window.quietly, steps[len(done)])
         if not self._acknowledged:
             window.acknowledge(number)
             window.ring()
@@ -293,11 +295,10 @@ class InPlace(Moved):
             self.committed = not isinstance(rest, Moved)
             return None
         if identities != self._identities:
-            # Each with the note that it is done.
-            self._parts = [
-                (*part, partial(setattr, self, "_done_parts", place))
-                for place, part in enumerate(self._parts_of(identities), 1)
-            ]
+            # Each with the note that it is done, which does not refer to this object: nobody would
+            # know when to let go of the arrays.
+            note = partial(self._done_parts.append, None)
+            self._parts = [(*part, note) for part in self._parts_of(identities)]
             self._identities = identities if self._cache is not None else None
         self._steps = self._parts
         self.committed = True
