@@ -182,7 +182,7 @@ class GroupCore:
         except Exception as error:
             self.poison(Call(_operation_name(make), self.name), error)
             raise
-        return self.start(plan, buffers, x, out, label)
+        return self.start(plan, buffers, x, out, plan.call(self.name, label))
 
     def planned(
         self,
@@ -221,8 +221,7 @@ class GroupCore:
         buffers: Buffers,
         x: Array,
         out: Array | None,
-        label: str | None,
-        call: Call | None = None,
+        call: Call,
         prepared: Callable[[], Request | Steps] | None = None,
     ) -> CollectiveTensor:
         """Start a collective with its buffers, and give its handle out.
@@ -232,28 +231,15 @@ class GroupCore:
             buffers: Its arrays.
             x: The caller's array.
             out: The caller's array for the result.
-            label: The caller's name for the call.
-            call: What is called, if that is known from an earlier start.
+            call: What is called.
             prepared: Starts it, if the transport has prepared it with these buffers.
         """
-        if call is None:
-            call = Call(
-                plan.name,
-                self.name,
-                plan.rule,
-                plan.shape_in,
-                plan.kind,
-                label,
-                None,
-                plan.compared,
-            )
         begin: Callable[..., Request | Steps]
-        arguments = buffers.arguments
+        arguments, scope = buffers.arguments, None
         if prepared is None:
             begin = getattr(self._communicator, plan.name)
         else:
             begin, arguments = prepared, ()
-        scope = None
         if plan.on_device:
             # Only in its turn: the first on a device makes what moves its memory, collectively.
             begin, scope = partial(self._begin_on_device, plan), StreamScope()

@@ -146,6 +146,12 @@ class Plan:
         self.converts = wire is not None and wire != data.dtype
         self.is_plain = not self.converts and divisor == 1 and self.incoming is None
 
+    def call(self, group: str, label: str | None) -> Call:
+        """Return the call of a start, with the place of the user's program that it is at."""
+        return Call(
+            self.name, group, self.rule, self.shape_in, self.kind, label, None, self.compared
+        )
+
     def bind(self, group: GroupCore, x: Array, data: Array, out: Array | None) -> Buffers:
         """Return the flat buffers of one start, and how they become the result.
 
@@ -244,7 +250,6 @@ class PersistentCollective:
         "_buffers",
         "_call",
         "_group",
-        "_label",
         "_last",
         "_out",
         "_plan",
@@ -265,8 +270,7 @@ class PersistentCollective:
         self._plan = plan
         self._x = x
         self._out = out
-        self._label = label
-        self._call: Call | None = None
+        self._call = plan.call(group.name, label)
         self._last: Operation | None = None
         self._buffers = buffers if self._reads_in_place(buffers) else None
         self._prepared: Callable[[], Request | Steps] | None = None
@@ -281,17 +285,15 @@ class PersistentCollective:
             UnresolvedError: If the last start is not resolved: its buffers are in use.
             ClosedError: If the mesh is closed.
         """
-        group, plan = self._group, self._plan
+        group, call = self._group, self._call
         try:
             buffers = self._ready()
         except Exception as error:
-            group.poison(Call(plan.name, group.name), error)
+            group.poison(Call(self._plan.name, group.name), error)
             raise
-        handle = group.start(
-            plan, buffers, self._x, self._out, self._label, self._call, self._prepared
-        )
-        self._last = last = handle._operation  # not the handle, which warns when it is dropped
-        self._call = last.call
+        call.ended = False
+        handle = group.start(self._plan, buffers, self._x, self._out, call, self._prepared)
+        self._last = handle._operation  # not the handle, which warns when it is dropped
         return handle
 
     def _ready(self) -> Buffers:
