@@ -1,4 +1,4 @@
-"""Results of operands in shared memory lie there, too, and are let go as soon as nobody has them."""
+"""Results of operands in shared memory lie there, too, and go as soon as nobody has them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def results(group, x, n):
     """Each collective that makes a new array of `x`, and what NumPy makes of all ranks' arrays."""
     part = x.size // n
     every = [np.arange(x.size) % 97 + r for r in range(n)]
+    total = np.sum(every, axis=0)
     own = slice(group.rank * part, (group.rank + 1) * part)
     return {
-        "all_reduce": (lambda: group.all_reduce(x), sum(every)),
-        "mean": (lambda: group.all_reduce(x, "mean"), sum(every) / n),
+        "all_reduce": (lambda: group.all_reduce(x), total),
+        "mean": (lambda: group.all_reduce(x, "mean"), total / n),
         "max": (lambda: group.all_reduce(x, "max"), np.max(every, axis=0)),
-        "reduce_scatter": (lambda: group.reduce_scatter(x), sum(every)[own]),
+        "reduce_scatter": (lambda: group.reduce_scatter(x), total[own]),
         "all_gather": (lambda: group.all_gather(x), np.concatenate(every)),
         "all_to_all": (lambda: group.all_to_all(x), np.concatenate([one[own] for one in every])),
     }
@@ -56,7 +57,9 @@ def test_what_shared_operands_make_is_shared(comm):
 @pytest.mark.parametrize("way", ["plain", "out", "planned"])
 def test_arrays_are_let_go_without_the_collector(comm, way):
     with mm.DeviceMesh("dp=-1", comm) as mesh:
-        group, arena = mesh.group(), current_world().node.arena
+        group, node = mesh.group(), current_world().node
+        assert node is not None
+        assert node.arena is not None
         gc.collect()
         gc.disable()
         try:
@@ -72,7 +75,7 @@ def test_arrays_are_let_go_without_the_collector(comm, way):
                 else:
                     group.all_reduce(x, out=x if way == "out" else None).resolve()
                 del x
-                used.append(arena.used_bytes)
+                used.append(node.arena.used_bytes)
             assert used[2:] == used[2:3] * 10
         finally:
             gc.enable()

@@ -22,7 +22,7 @@ def test_each_file_that_it_names_is_there(name):
 
 
 def test_each_method_and_class_that_it_names_is_there():
-    text = "\n".join(path.read_text() for path in sorted(ROOT.glob("*/*.py")))
+    text = "\n".join(path.read_text() for path in sorted(ROOT.rglob("*.py")))
     for name in {n for n in NAMES if not n.endswith(".py") and not n.isupper()}:
         owner, _, method = name.rpartition(".")
         if owner[:1].isupper():
