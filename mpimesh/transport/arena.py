@@ -11,31 +11,37 @@ processes of the same user do.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import sys
 import weakref
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 from ctypes import addressof, c_char
+from functools import lru_cache
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
 from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.errors import TransportError
 from mpimesh.transport.doorbell import BELL_BYTES, Doorbell
-from mpimesh.transport.free_list import FreeList
-from mpimesh.transport.mapping import (
-    HUGE_PAGE_BYTES,
-    give_pages_back,
-    map_file,
-    take_huge_pages,
-)
-from mpimesh.transport.warm import WarmParts
 
-__all__ = ["Arena", "bell_of"]
+__all__ = ["Arena", "FreeList", "WarmParts", "bell_of", "map_file"]
+
+HUGE_PAGE_BYTES = 2 << 20
+
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MADV_REMOVE = 9  # by number, as the next: other systems do not have it
+_MADV_COLLAPSE = 25
+_FAILED = ctypes.c_void_p(-1).value
 
 _CACHE_LINE_BYTES = 64
 _PAGE_BYTES = 4096
@@ -241,3 +247,190 @@ def _map_most(fd: int) -> HostArray:
                 raise TransportError(
                     f"no address space for memory that other ranks can open: {error}"
                 ) from None
+
+
+# -- which parts are free ----------------------------------------------------------------------
+
+
+class FreeList:
+    """Free and used parts of ``size`` bytes: first fit, with neighbours joined again.
+
+    Args:
+        size: How many bytes there are.
+    """
+
+    __slots__ = ("_free", "_used", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        # (start, end) in order; no two touch, so the row is as short as it can be.
+        self._free = [(0, size)] if size else []
+        self._used: dict[int, int] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are taken."""
+        return sum(end - start for start, end in self._used.items())
+
+    def take(self, nbytes: int, alignment_bytes: int) -> int | None:
+        """Return where `nbytes` begin from now on; None if no gap is large enough.
+
+        The first gap that is large enough is used, so that the far end stays untouched.
+        """
+        nbytes = max(nbytes, 1)  # every part has a place of its own
+        for number, (start, end) in enumerate(self._free):
+            at = -(-start // alignment_bytes) * alignment_bytes
+            if at + nbytes <= end:
+                rest = [(start, at), (at + nbytes, end)]
+                self._free[number : number + 1] = [part for part in rest if part[0] < part[1]]
+                self._used[at] = at + nbytes
+                return at
+        return None
+
+    def size_of(self, at: int) -> int:
+        """Return the bytes of the part that begins at `at`.
+
+        Raises:
+            KeyError: If no part begins there.
+        """
+        return self._used[at] - at
+
+    def give(self, at: int) -> tuple[int, int]:
+        """Free the part that begins at `at`; return where it began and ended.
+
+        Raises:
+            KeyError: If no part begins there.
+        """
+        part = start, end = at, self._used.pop(at)
+        place = bisect_right(self._free, (start, end))
+        if place < len(self._free) and self._free[place][0] == end:
+            end = self._free.pop(place)[1]
+        if place and self._free[place - 1][1] == start:
+            start = self._free.pop(place - 1)[0]
+        insort(self._free, (start, end))
+        return part
+
+
+class WarmParts:
+    """Parts that nobody uses and whose pages are there, by size and the multiple they begin at.
+
+    The first touch of a page costs more than copying into it. A program that makes one array after
+    another of the same size, as a redistribution in a loop does, gets the pages of the last but one
+    again. Beyond a limit the oldest goes.
+
+    Args:
+        limit_bytes: Most bytes that are kept.
+
+    Attributes:
+        nbytes: Bytes that are kept.
+    """
+
+    __slots__ = ("_by_kind", "_limit_bytes", "_order", "nbytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._by_kind: dict[tuple[int, int], list[int]] = {}
+        self._order: deque[tuple[int, tuple[int, int]]] = deque()
+        self.nbytes = 0
+
+    def take(self, size: int, unit: int) -> int | None:
+        """Return where the part of just this size begins that was kept last; None for none."""
+        found = self._by_kind.get((size, unit))
+        if not found:
+            return None
+        self.nbytes -= size
+        at = found.pop()
+        self._order.remove((at, (size, unit)))
+        return at
+
+    def keep(self, at: int, size: int, unit: int) -> list[int]:
+        """Keep a part; return which have to go for it, the oldest first."""
+        self._by_kind.setdefault((size, unit), []).append(at)
+        self._order.append((at, (size, unit)))
+        self.nbytes += size
+        return self._drop(self._limit_bytes)
+
+    def clear(self) -> list[int]:
+        """Keep none; return which have to go."""
+        return self._drop(0)
+
+    def _drop(self, limit_bytes: int) -> list[int]:
+        gone = []
+        while self.nbytes > limit_bytes:
+            at, kind = self._order.popleft()
+            self._by_kind[kind].remove(at)
+            self.nbytes -= kind[0]
+            gone.append(at)
+        return gone
+
+
+# -- mappings ------------------------------------------------------------------------------------
+#
+# Python's own `mmap` cannot say where. A mapping whose address is not a multiple of 2 MiB is never
+# served by huge pages, and with pages of 4 KiB a reduction of 16 MiB takes 1.25 times as long
+# (measured).
+
+
+def map_file(fd: int, nbytes: int) -> HostArray:
+    """Return the first `nbytes` of a file as memory that is shared with all who map it.
+
+    It stays mapped as long as the process lives.
+
+    Raises:
+        OSError: If there is no address space for it.
+    """
+    # A reservation with room to spare, and the file over the part that begins on a huge page.
+    anywhere = _MAP_NORESERVE | MAP_PRIVATE | MAP_ANONYMOUS
+    reserved = _map(None, nbytes + HUGE_PAGE_BYTES, _PROT_NONE, anywhere, -1)
+    start = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    here = MAP_SHARED | _MAP_FIXED | _MAP_NORESERVE
+    _map(start, nbytes, PROT_READ | PROT_WRITE, here, fd)
+    whole: Any = (ctypes.c_char * nbytes).from_address(start)
+    found: HostArray = np.frombuffer(whole, np.uint8)
+    return found
+
+
+def take_huge_pages(part: HostArray) -> bool:
+    """Put huge pages under a fresh part of a mapping that begins on one; False if it cannot be.
+
+    From Linux 6.1 on, whatever is set for shared memory in general.
+
+    Cost:
+        One millisecond a MiB, which is what touching the part for the first time costs anyway.
+    """
+    # A huge page can be made of one that has been touched, not of none.
+    part[::HUGE_PAGE_BYTES] = 0
+    return _advise(part, _MADV_COLLAPSE)
+
+
+def give_pages_back(part: HostArray) -> None:
+    """Give the memory of whole pages back to the system; they read as zeros from then on."""
+    _advise(part, _MADV_REMOVE)
+
+
+def _advise(part: HostArray, advice: int) -> bool:
+    at = part.__array_interface__["data"][0]
+    return bool(_libc().madvise(ctypes.c_void_p(at), ctypes.c_size_t(part.nbytes), advice) == 0)
+
+
+def _map(at: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    start = _libc().mmap(at, nbytes, protection, flags, fd, 0)
+    if start == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(start)
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    return libc

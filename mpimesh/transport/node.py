@@ -17,8 +17,7 @@ import numpy as np
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.errors import TransportError
-from mpimesh.transport.arena import Arena, bell_of
-from mpimesh.transport.mapping import map_file
+from mpimesh.transport.arena import Arena, bell_of, map_file
 from mpimesh.transport.shared_window import (
     STAGE_BYTES,
     SharedWindow,

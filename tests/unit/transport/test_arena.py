@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.errors import TransportError
-from mpimesh.transport.arena import Arena
-from mpimesh.transport.mapping import HUGE_PAGE_BYTES
+from mpimesh.transport.arena import HUGE_PAGE_BYTES, Arena
 from mpimesh.transport.node import Node
 from tests.helpers.raises import raises
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from mpimesh.transport import Engine
-from mpimesh.transport.arena import Arena, bell_of
+from mpimesh.transport.arena import Arena, bell_of, map_file
 from mpimesh.transport.doorbell import BELL_BYTES, Doorbell
-from mpimesh.transport.mapping import map_file
 from mpimesh.transport.waiting import poll
 
 pytestmark = pytest.mark.skipif(not Doorbell.possible(), reason="needs futexes")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.transport.free_list import FreeList
+from mpimesh.transport.arena import FreeList
 
 SIZE = 200
 FREE = 0
