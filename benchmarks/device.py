@@ -96,7 +96,7 @@ def _hand_over(mesh: mm.DeviceMesh, cupy: Any, effort: Effort) -> list[dict[str,
         for way in ("cuda_ipc", "mpi_cuda", "staged"):
             dev_comm = DeviceCommunicator(communicator, prefer=way)
             _wait(mesh, dev_comm.prepare())
-            if not any(route.transport == way for route in dev_comm.routes()[:1]):
+            if not any(row.algorithm == way for row in dev_comm.algorithms()[:1]):
                 dev_comm.free()  # messages would go another way
                 continue
 

@@ -113,7 +113,7 @@ def _run(ranks: int, suites: list[str], tiny: bool) -> None:
         raise SystemExit(str(result))
     report = json.loads(result.stdout.strip().splitlines()[-1])
     title = f"{ranks} rank{'s' * (ranks > 1)}, {report['mpi']}, NumPy {report['numpy']}"
-    print(f"\n{title}: {report['routes']}")
+    print(f"\n{title}: {report['algorithms']}")
     for suite, rows in report["tables"].items():
         print(f"\n{suite}, {title}\n\n{format_table(rows)}", flush=True)
 

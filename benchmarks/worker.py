@@ -52,16 +52,16 @@ def main(arguments: list[str]) -> None:
         if mesh.rank == 0:
             vendor, version = MPI.get_vendor()
             mpi = f"{vendor} {'.'.join(map(str, version))}"
-            report = {"mpi": mpi, "numpy": np.__version__, "routes": _routes(mesh)}
+            report = {"mpi": mpi, "numpy": np.__version__, "algorithms": _algorithms(mesh)}
             print(json.dumps(report | {"tables": tables}))
 
 
-def _routes(mesh: mm.DeviceMesh) -> str:
+def _algorithms(mesh: mm.DeviceMesh) -> str:
     """Say which collectives go another way than by MPI's messages."""
     ways = [
-        f"{route.operation} by {route.transport} from {size_text(route.from_bytes)}"
-        for route in mesh.group().routes()
-        if route.memory != "device" and route.transport != "mpi"
+        f"{row.operation}, {row.memory}, by {row.algorithm} from {size_text(row.from_bytes)}"
+        for row in mesh.group().algorithms()
+        if row.memory != "device" and row.algorithm != "mpi"
     ]
     return ", ".join(ways) or "all by messages"
 

@@ -86,7 +86,7 @@ class MeshGroups(DeviceQueries):
             backend: Who is to move the bytes, and nobody else: ``"mpi"``, ``"node_shared"`` (host
                 memory; the ranks must share a node) or ``"nccl"`` (device memory; what lies on
                 the host goes as it would without). If None, the fastest of all that the ranks
-                have, for each operation and size; :meth:`ProcessGroup.routes` tells.
+                have, for each operation and size; :meth:`ProcessGroup.algorithms` tells.
             apart: Give listed ranks an order of operations of their own, even if another group
                 has the same ranks: for collectives that may be under way when those ranks meet
                 otherwise. It takes a communicator more.

@@ -59,6 +59,7 @@ __all__ = ["InPlace", "OneShot", "SharedCollectives"]
 
 _ACKS_BETWEEN_RINGS = 8
 _MOST_KEPT = 64
+_HASHES = (1 << 62) - 1
 _MOST_PARTS = 64
 _MOST_EXCHANGES = 64
 
@@ -494,12 +495,16 @@ class SharedCollectives:
             return StagedRequest(self._all_to_all_staged(what, send, recv, counts), self._engine)
 
         at = window.find(send) if ways[1] == "in_place" else -1
+        own_at = -1 if at < 0 else window.find(recv)
         return self._in_place(
             what,
-            None if at < 0 else (at, NOT_READ),
-            lambda entry: all_to_all_work(window, entry, recv, agreed_counts(entry.counts)),
+            # Nobody uses the result, so in its place stands what tells other counts apart.
+            None if at < 0 else (at, hash(tuple(counts)) & _HASHES),
+            lambda entry: all_to_all_work(
+                window, entry, self._own(recv, own_at), agreed_counts(entry.counts)
+            ),
             otherwise,
-            None,
+            self._kept(what, own_at),
             counts,
         )
 

@@ -40,7 +40,7 @@ _NUMBERS = len(OPERATIONS) + 2
 _SLOT_BYTES = (8, 512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10)
 _CHUNKED_BYTES = (1 << 20, 4 << 20)
 _REDUCED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
-_MOVED_BYTES = (64 << 10, 256 << 10, 1 << 20)
+_MOVED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 _CROSSING_BYTES = (16 << 10, 128 << 10, 1 << 20)
 _CLEARLY = 0.95
 """Another way has to win by this much: a draw is MPI's."""
@@ -52,6 +52,7 @@ class _Collectives(Protocol):
     """Those in shared memory, or on two levels, by given ways."""
 
     def start(self, name: str, ways: Ways, *arguments: Any) -> Request: ...
+    def prepare(self, name: str, ways: Ways, *arguments: Any) -> _Way | None: ...
 
 
 def measure(
@@ -77,7 +78,7 @@ def measure(
     def all_reduces(ways: Ways, x: HostArray) -> tuple[_Way, _Way]:
         return (
             lambda: messages.all_reduce(None, x, "sum"),
-            lambda: shared.start("all_reduce", ways, None, x, "sum"),
+            _prepared(shared, "all_reduce", ways, None, x, "sum"),
         )
 
     slots, chunks = Ways("slots", "slots"), Ways("chunks", "chunks")
@@ -132,7 +133,7 @@ def _moves(
     each = nbytes // ranks // 8
     counts = [each] * ranks
     whole, block = _zeros(arena, each * ranks), _zeros(arena, each)
-    out, part = np.zeros(each * ranks), np.zeros(each)
+    out, part = _zeros(arena, each * ranks), _zeros(arena, each)
     arguments: dict[str, tuple[Any, ...]] = {
         "reduce_scatter": (whole, part, counts, "sum"),
         "all_gather": (block, out, counts),
@@ -142,9 +143,15 @@ def _moves(
 
     def both(name: str) -> tuple[_Way, _Way]:
         given = arguments[name]
-        return lambda: getattr(messages, name)(*given), lambda: shared.start(name, ways, *given)
+        method = getattr(messages, name)
+        return lambda: method(*given), _prepared(shared, name, ways, *given)
 
     return {name: both(name) for name in arguments}
+
+
+def _prepared(shared: _Collectives, name: str, ways: Ways, *arguments: Any) -> _Way:
+    """Return what starts a collective as a plan does: plain calls pay more for either way alike."""
+    return shared.prepare(name, ways, *arguments) or partial(shared.start, name, ways, *arguments)
 
 
 def _zeros(arena: Arena | None, size: int) -> HostArray:
@@ -202,7 +209,7 @@ def _crossing(faster: Mapping[int, bool], otherwise: int) -> int:
 
 # -- kept ------------------------------------------------------------------------------
 
-_FORMAT = "7"
+_FORMAT = "8"
 _KEPT = "faster, as measured on this machine before"
 _MEASURED = "faster, as measured in this job"
 
