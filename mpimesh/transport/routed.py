@@ -204,8 +204,15 @@ class RoutedCommunicator(MPICommunicator):
 
     def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
         """Reduce over all ranks into `recv` on each."""
-        ways = self._ways("all_reduce", recv.nbytes)
-        return self._start_by("all_reduce", ways, send, recv, op)
+        shared = self._shared
+        if shared is None:
+            return self._plain.all_reduce(send, recv, op)
+        ways = self._algorithms.ways("all_reduce", recv.nbytes)
+        if ways != _BY_MPI:
+            return shared.start("all_reduce", ways, send, recv, op)
+        if not self._engine.undecided(shared):
+            return self._plain.all_reduce(send, recv, op)
+        return shared.in_turn(self._plain.all_reduce, send, recv, op)
 
     def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
         """Reduce over all ranks into `recv` on `root`."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -236,14 +236,6 @@ class InPlace(Moved):
         self._number = 0
         self._done_parts.clear()
 
-    def go_another_way(self) -> Request:
-        """Tell the others that this rank has an ordinary array, and return what is to be begun."""
-        window = self._window
-        if self._counts:
-            window.slots.take(window.published + 1)
-        window.decline()
-        return self._otherwise()
-
     def _move(self) -> bool:
         steps = self._steps
         if steps is None:
@@ -331,6 +323,24 @@ class InPlace(Moved):
         return parts
 
 
+class Declined(NamedTuple):
+    """An operation of which this rank has an ordinary array: all go another way.
+
+    Attributes:
+        what: The operation's number.
+        otherwise: Begins what follows.
+        counts: Not empty if the others write counts.
+    """
+
+    what: int
+    otherwise: Callable[[], Request]
+    counts: Sequence[int]
+
+
+def _no_work(entry: Entry) -> Sequence[Work]:
+    return ()
+
+
 class SharedCollectives:
     """The collectives of one window; each returns a request, and they are worked in order.
 
@@ -359,7 +369,29 @@ class SharedCollectives:
 
     def start(self, name: str, ways: Ways, *arguments: Any) -> Request:
         """Start a collective in these ways, with the arguments of the communicator's method."""
-        return self._begin(getattr(self, f"_{name}")(ways, *arguments))
+        engine, window = self._engine, self._window
+        request: Request | Declined = getattr(self, f"_{name}")(ways, *arguments)
+        if type(request) is Declined:
+            # At once, if it can be: who waits for MPI need not come by here.
+            if not engine.busy(self) and window.has_room():
+                if request.counts:
+                    window.slots.take(window.published + 1)
+                window.decline()
+                request = request.otherwise()
+            else:
+                request = InPlace(
+                    window,
+                    engine,
+                    request.what,
+                    None,
+                    _no_work,
+                    request.otherwise,
+                    None,
+                    request.counts,
+                )
+        if isinstance(request, Moved):  # the engine knows nothing of messages of MPI's
+            engine.begin(self, request)
+        return cast(Request, request)
 
     def prepare(self, name: str, ways: Ways, *arguments: Any) -> Callable[[], Request] | None:
         """Return what starts a collective with the same arrays again and again; None for no gain.
@@ -367,7 +399,7 @@ class SharedCollectives:
         Each start is after the last one has settled.
         """
         request = getattr(self, f"_{name}")(ways, *arguments)
-        if not isinstance(request, OneShot | InPlace) or getattr(request, "places", ()) is None:
+        if not isinstance(request, OneShot | InPlace):
             return None
 
         def start() -> Request:
@@ -379,7 +411,9 @@ class SharedCollectives:
 
     # -- the collectives, not begun -------------------------------------------------------
 
-    def _all_reduce(self, ways: Ways, send: HostArray | None, recv: HostArray, op: str) -> Request:
+    def _all_reduce(
+        self, ways: Ways, send: HostArray | None, recv: HostArray, op: str
+    ) -> Request | Declined:
         """Reduce over all ranks into `recv` on each; also by ``"mean"``."""
         host, shared = ways
         source = recv if send is None else send
@@ -392,10 +426,11 @@ class SharedCollectives:
         window = self._window
         target_at = window.find(recv)
         source_at = target_at if send is None else window.find(send)
-        places = None if source_at < 0 or target_at < 0 else (source_at, target_at)
+        if source_at < 0 or target_at < 0:
+            return Declined(what, otherwise, ())
         return self._in_place(
             what,
-            places,
+            (source_at, target_at),
             lambda entry: all_reduce_work(window, entry, recv, op),
             otherwise,
             self._kept(what),
@@ -403,7 +438,7 @@ class SharedCollectives:
 
     def _reduce_scatter(
         self, ways: Ways, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
-    ) -> Request:
+    ) -> Request | Declined:
         """Reduce `send`; rank r gets block r."""
         what = operation_number(Operation.REDUCE_SCATTER, send, op)
         window = self._window
@@ -427,7 +462,7 @@ class SharedCollectives:
 
     def _all_gather(
         self, ways: Ways, send: HostArray, recv: HostArray, counts: Sequence[int]
-    ) -> Request:
+    ) -> Request | Declined:
         """Lay the ranks' `send` one after the other in `recv`."""
         what = operation_number(Operation.ALL_GATHER, recv)
         window = self._window
@@ -449,7 +484,7 @@ class SharedCollectives:
             self._kept(what, own_at, *counts),
         )
 
-    def _broadcast(self, ways: Ways, buffer: HostArray, root: int) -> Request:
+    def _broadcast(self, ways: Ways, buffer: HostArray, root: int) -> Request | Declined:
         """Copy `buffer` of `root` into `buffer` of every rank."""
         what = operation_number(Operation.BROADCAST, buffer, root=root)
         window = self._window
@@ -479,7 +514,7 @@ class SharedCollectives:
         recv: HostArray,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
-    ) -> Request:
+    ) -> Request | Declined:
         """Block d of `send` goes to rank d; block s of `recv` comes from rank s.
 
         A rank knows its own sizes only: it may offer its array or not, but nothing else may hang on
@@ -533,7 +568,8 @@ class SharedCollectives:
             (source_at, target_at),
             max_bytes,
         )
-        return self._begin(request)
+        self._engine.begin(self, request)
+        return request
 
     def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
         """Begin a collective of MPI's, once none is under way that may start another.
@@ -556,16 +592,6 @@ class SharedCollectives:
 
     # -- the start of any --------------------------------------------------------------
 
-    def _begin(self, request: Request) -> Request:
-        engine, window = self._engine, self._window
-        while isinstance(request, InPlace) and request.places is None:
-            if engine.busy(self) or not window.has_room():
-                break
-            request = request.go_another_way()  # at once: who waits for MPI need not come by here
-        if isinstance(request, Moved):  # the engine knows nothing of messages of MPI's
-            engine.begin(self, request)
-        return request
-
     def _slots(self, what: int, op: str, source: HostArray, target: HostArray) -> OneShot:
         return OneShot(self._window, self._engine, what, op, source, target)
 
@@ -577,8 +603,10 @@ class SharedCollectives:
         otherwise: Callable[[], Request],
         cache: dict[tuple[int, ...], Sequence[Work]] | None,
         counts: Sequence[int] = (),
-    ) -> Request:
-        """Return an operation in place, if the arrays of all ranks allow it."""
+    ) -> InPlace | Declined:
+        """Return an operation in place, if this rank's arrays allow it."""
+        if places is None:
+            return Declined(what, otherwise, counts)
         return InPlace(self._window, self._engine, what, places, work, otherwise, cache, counts)
 
     def _kept(
