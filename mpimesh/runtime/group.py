@@ -470,8 +470,8 @@ class ProcessGroup(GroupCore):
         label: str | None,
         *options: Any,
     ) -> PersistentCollective:
-        plan, buffers = self.planned(make, x, out, *options, cached=False)
-        return PersistentCollective(self, plan, x, out, buffers, label)
+        plan, data = self.planned(make, x, *options, cached=False)
+        return PersistentCollective(self, plan, x, out, plan.bind(self, x, data, out), label)
 
     # -- messages ---------------------------------------------------------------------------
 

@@ -178,21 +178,24 @@ class GroupCore:
             cached: Whether the plan is kept; not if an option is something else.
         """
         try:
-            plan, buffers = self.planned(make, x, out, *options, cached=cached)
+            plan, data = self.planned(make, x, *options, cached=cached)
+            found = None
+            if data is x and plan.kept is not None and (out is None or type(out) is np.ndarray):
+                found = plan.again(self, data, out)
+            if found is None:
+                buffers = plan.bind(self, x, data, out)
+                value = buffers.value
+            else:
+                buffers, value = found
         except Exception as error:
             self.poison(Call(_operation_name(make), self.name), error)
             raise
-        return self.start(plan, buffers, x, out, plan.call(self.name, label))
+        return self.start(plan, buffers, x, out, plan.call(self.name, label), value)
 
     def planned(
-        self,
-        make: Callable[..., Plan],
-        x: Array,
-        out: Array | None,
-        *options: Any,
-        cached: bool = True,
-    ) -> tuple[Plan, Buffers]:
-        """Return the plan of a collective and its buffers. Local."""
+        self, make: Callable[..., Plan], x: Array, *options: Any, cached: bool = True
+    ) -> tuple[Plan, Array]:
+        """Return the plan of a collective, and its array as the group moves it. Local."""
         if self._communicator is None or self._context.closed:
             self._refuse(_operation_name(make))
         data = x if type(x) is np.ndarray else self.operand(x)
@@ -213,7 +216,7 @@ class GroupCore:
                 if len(self._plans) >= _MOST_PLANS:
                     self._plans.clear()
                 self._plans[key] = plan
-        return plan, plan.bind(self, x, data, out)
+        return plan, data
 
     def start(
         self,
@@ -222,7 +225,7 @@ class GroupCore:
         x: Array,
         out: Array | None,
         call: Call,
-        prepared: Callable[[], Request | Steps] | None = None,
+        value: Any,
     ) -> CollectiveTensor:
         """Start a collective with its buffers, and give its handle out.
 
@@ -232,14 +235,14 @@ class GroupCore:
             x: The caller's array.
             out: The caller's array for the result.
             call: What is called.
-            prepared: Starts it, if the transport has prepared it with these buffers.
+            value: The array of the result.
         """
         begin: Callable[..., Request | Steps]
         arguments, scope = buffers.arguments, None
-        if prepared is None:
+        if buffers.prepared is None:
             begin = getattr(self._communicator, plan.name)
         else:
-            begin, arguments = prepared, ()
+            begin, arguments = buffers.prepared, ()
         if plan.on_device:
             # Only in its turn: the first on a device makes what moves its memory, collectively.
             begin, scope = partial(self._begin_on_device, plan), StreamScope()
@@ -251,10 +254,11 @@ class GroupCore:
                 begin,
                 arguments,
                 scope=scope,
-                value=buffers.value,
+                value=value,
                 finish=buffers.finish,
                 lock=x,
                 plan=plan,
+                buffers=buffers,
             )
         except Exception as error:
             self.poison(call, error)
@@ -274,6 +278,7 @@ class GroupCore:
         receives: tuple[Rule, Amount] | None = None,
         arrival: Arrival | None = None,
         plan: Plan | None = None,
+        buffers: Buffers | None = None,
     ) -> CollectiveTensor:
         """Start one collective of the group in its turn, and give its handle out.
 
@@ -291,6 +296,7 @@ class GroupCore:
                 counts it.
             arrival: Counts what it receives when it comes.
             plan: The collective's plan, if it has one, which says how it is counted and compared.
+            buffers: Kept ones are free again when it has ended well.
 
         Raises:
             BudgetError: If it receives more than a budget has left.
@@ -338,6 +344,7 @@ class GroupCore:
             operation = Operation(self, call, request, finish, unlock, value)
         else:
             operation = DeviceOperation(scope, self, call, request, finish, unlock, value)
+        operation.operand, operation.buffers = lock, buffers
         if tally is None:
             context.traffic.count(call.name, nbytes)
             if receives is not None:

@@ -9,6 +9,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import numpy as np
 from mpimesh.arrays import (
     Array,
     DType,
+    HostArray,
     ReduceOp,
     as_reduce_op,
     is_cupy,
@@ -36,6 +38,9 @@ from mpimesh.transport import Request, Steps
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
+
+_BYTES: DType = np.dtype(np.uint8)
+_MOST_KEPT = 32
 
 __all__ = [
     "Buffers",
@@ -75,6 +80,7 @@ class Plan:
     Attributes:
         digest: Of what the ranks compare; 0 if they do not.
         tally: Counts its starts; set by the group.
+        kept: Buffers of earlier calls, by where their arrays lie; None if a start copies.
     """
 
     __slots__ = (
@@ -87,6 +93,7 @@ class Plan:
         "in_place",
         "incoming",
         "is_plain",
+        "kept",
         "kind",
         "library",
         "name",
@@ -145,6 +152,9 @@ class Plan:
         self.tally: Tally | None = None
         self.converts = wire is not None and wire != data.dtype
         self.is_plain = not self.converts and divisor == 1 and self.incoming is None
+        self.kept: dict[tuple[int, int], Buffers] | None = None
+        if self.is_plain and self.outgoing is None and shape is not None and not self.on_device:
+            self.kept = {}
 
     def call(self, group: str, label: str | None) -> Call:
         """Return the call of a start, with the place of the user's program that it is at."""
@@ -206,6 +216,58 @@ class Plan:
                 send = send.copy()
         return Buffers((send, recv, *self.tail), target, finish)
 
+    def again(
+        self, group: GroupCore, x: HostArray, out: HostArray | None
+    ) -> tuple[Buffers, HostArray] | None:
+        """Return buffers for arrays that lie where others of an earlier call did, and the result.
+
+        Programs call with the same arrays again and again, or with new ones where the last ones
+        lay. Buffers that are kept refer to memory and not to arrays: they are used only while the
+        operation holds arrays that lie there.
+
+        Returns:
+            None if they are to be bound in general.
+        """
+        kept, nbytes = self.kept, x.nbytes
+        if kept is None or not nbytes:
+            return None
+        source_at = _address(x)
+        if source_at is None:
+            return None
+        target = x if out is None else out
+        if out is None and self.name != "broadcast":
+            target = group.empty(self.shape or (), self.dtype, np, x)
+        elif out is None or (out is not x and self.name == "broadcast"):
+            return None
+        else:
+            output_array(target, self.shape or (), self.dtype)
+        target_at = source_at if target is x else _address(target)
+        if target_at is None:
+            return None
+        buffers = kept.get((source_at, target_at))
+        if buffers is None:
+            if target is not x and (
+                source_at < target_at + target.nbytes and target_at < source_at + nbytes
+            ):
+                return None
+            if target is x and not self.in_place and self.name != "broadcast":
+                return None
+            kind: DType = _BYTES if self.wire is None else self.wire
+            recv = _memory(target_at, target.nbytes, kind)
+            arguments: tuple[Any, ...] = (recv, *self.tail)
+            if self.name != "broadcast":
+                send = None if target is x else _memory(source_at, nbytes, kind)
+                arguments = (send, *arguments)
+            buffers = Buffers(arguments, None, None)
+            buffers.prepared = group.communicator.prepare(self.name, arguments)
+            if len(kept) >= _MOST_KEPT:
+                kept.clear()
+            kept[source_at, target_at] = buffers
+        if buffers.busy:
+            return None
+        buffers.busy = True
+        return buffers, target
+
     def _packed(self, data: Array, in_order: bool) -> Array:
         """Return what is sent: flat, contiguous, in the dtype of the wire; a view where it can."""
         wire = self.wire
@@ -226,9 +288,11 @@ class Buffers:
         arguments: Those of the transport's method.
         value: What comes, which is the result if it needs no more work.
         finish: The work that it needs, if any.
+        prepared: Starts it, if the transport has prepared it.
+        busy: Whether a start of kept ones is under way, or has failed.
     """
 
-    __slots__ = ("arguments", "finish", "value")
+    __slots__ = ("arguments", "busy", "finish", "prepared", "value")
 
     def __init__(
         self, arguments: tuple[Any, ...], value: Any, finish: Callable[[], Any] | None
@@ -236,6 +300,8 @@ class Buffers:
         self.arguments = arguments
         self.value = value
         self.finish = finish
+        self.prepared: Callable[[], Request | Steps] | None = None
+        self.busy = False
 
 
 class PersistentCollective:
@@ -253,7 +319,6 @@ class PersistentCollective:
         "_last",
         "_out",
         "_plan",
-        "_prepared",
         "_x",
     )
 
@@ -273,8 +338,9 @@ class PersistentCollective:
         self._call = plan.call(group.name, label)
         self._last: Operation | None = None
         self._buffers = buffers if self._reads_in_place(buffers) else None
-        self._prepared: Callable[[], Request | Steps] | None = None
-        self._prepare()
+        if self._buffers is not None and not plan.on_device:
+            prepare = group.communicator.prepare
+            self._buffers.prepared = prepare(plan.name, self._buffers.arguments)
 
     def start(self) -> CollectiveTensor:
         """Start it once more; the handle's ``resolve()`` gives the result.
@@ -292,7 +358,7 @@ class PersistentCollective:
             group.poison(Call(self._plan.name, group.name), error)
             raise
         call.ended = False
-        handle = group.start(self._plan, buffers, self._x, self._out, call, self._prepared)
+        handle = group.start(self._plan, buffers, self._x, self._out, call, buffers.value)
         self._last = handle._operation  # not the handle, which warns when it is dropped
         return handle
 
@@ -306,7 +372,7 @@ class PersistentCollective:
                     "first"
                 )
             if last.error is not None:
-                self._buffers = self._prepared = None  # what failed here may still write into them
+                self._buffers = None  # what failed here may still write into them
             self._last = None
         if self._buffers is not None:
             if self._out is not None and not self._out.flags.writeable:
@@ -321,12 +387,6 @@ class PersistentCollective:
         if data.dtype != plan.dtype:
             raise DTypeError(f"{self!r} has an input of dtype {data.dtype} now, not {plan.dtype}")
         return plan.bind(self._group, self._x, data, self._out)
-
-    def _prepare(self) -> None:
-        """Let the transport prepare what is alike in each start."""
-        buffers, plan = self._buffers, self._plan
-        if buffers is not None and not plan.on_device and self._group.size > 1:
-            self._prepared = self._group.communicator.prepare(plan.name, buffers.arguments)
 
     def _reads_in_place(self, buffers: Buffers) -> bool:
         """Tell whether a start needs no copy of the input made before it."""
@@ -407,6 +467,22 @@ def receive(
         return out
 
     return recv, target, finish
+
+
+def _address(x: HostArray) -> int | None:
+    """Return where an array begins; None if it is read-only, or does not lie in one piece."""
+    buffer: Any = x
+    try:
+        return addressof(c_char.from_buffer(buffer)) if x.flags.aligned else None
+    except (BufferError, TypeError, ValueError):
+        return None
+
+
+def _memory(at: int, nbytes: int, dtype: DType) -> HostArray:
+    """Return an array over memory that it does not keep alive."""
+    whole: Any = (c_char * nbytes).from_address(at)
+    memory: HostArray = np.frombuffer(whole, dtype)
+    return memory
 
 
 def is_aligned(x: Array) -> bool:

@@ -58,13 +58,24 @@ class Owner(Protocol):
 
 
 class Operation:
-    """A started operation with all it needs to stay alive: its buffers live in `finish`.
+    """A started operation with all it needs to stay alive: its buffers, its operand and its result.
 
     The group keeps it until it is resolved, whatever becomes of the user's handle,
     because the transport goes on writing into its buffers.
     """
 
-    __slots__ = ("call", "error", "finish", "group", "request", "resolved", "unlock", "value")
+    __slots__ = (
+        "buffers",
+        "call",
+        "error",
+        "finish",
+        "group",
+        "operand",
+        "request",
+        "resolved",
+        "unlock",
+        "value",
+    )
 
     def __init__(
         self,
@@ -81,6 +92,8 @@ class Operation:
         self.finish = finish
         self.unlock = unlock
         self.value = value
+        self.operand: Any = None
+        self.buffers: Any = None
         self.error: BaseException | None = None
         self.resolved = False
 
@@ -173,20 +186,24 @@ class Operation:
         """Remember that the operation ended with `error` for this rank."""
         self.error = error
         if not self.is_over():
-            self.group.abandon(self.request, self.finish, self.value)
+            self.group.abandon(self.request, self.finish, self.value, self.operand)
             if isinstance(error, MismatchError) and isinstance(self.request, Moved):
                 self.request.give_up(error)
         elif isinstance(error, TransportError | MismatchError):
             # Over here, but perhaps not elsewhere; and one that consists of several messages ends
             # with the first that fails, while MPI may still write the others.
             several = hasattr(self.request, "settled")
-            buffers = (self.request, self.finish, self.value) if several else ()
+            buffers = (self.request, self.finish, self.value, self.operand) if several else ()
             self.group.abandon(*buffers)
         self.release()
 
     def release(self) -> None:
         """Drop everything but the result; the operation is over for this rank."""
-        self.finish = None
+        self.finish = self.operand = None
+        if self.buffers is not None:
+            if self.error is None:
+                self.buffers.busy = False
+            self.buffers = None
         self.call.ended = True
         if self.unlock is not None:
             self._give_back()

@@ -174,10 +174,27 @@ class RoutedCommunicator(MPICommunicator):
         shared = self._shared
         if isinstance(shared, SharedCollectives) and name in OPERATIONS:
             ways = self._ways_of(name, arguments)
-            again = None if ways == _BY_MPI else shared.prepare(name, ways, *arguments)
+            if ways == _BY_MPI:
+                return self._prepare_mpi(shared, getattr(self._plain, name), arguments)
+            again = shared.prepare(name, ways, *arguments)
             if again is not None:
                 return again
         return super().prepare(name, arguments)
+
+    def _prepare_mpi(
+        self,
+        shared: SharedCollectives,
+        method: Callable[..., Request],
+        arguments: tuple[Any, ...],
+    ) -> Callable[[], Request]:
+        engine = self._engine
+
+        def start() -> Request:
+            if engine.undecided(shared):
+                return shared.in_turn(method, *arguments)
+            return method(*arguments)
+
+        return start
 
     def _ways_of(self, name: str, arguments: tuple[Any, ...]) -> Ways:
         """Return the ways of a collective with these arguments."""

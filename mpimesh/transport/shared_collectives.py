@@ -369,43 +369,53 @@ class SharedCollectives:
 
     def start(self, name: str, ways: Ways, *arguments: Any) -> Request:
         """Start a collective in these ways, with the arguments of the communicator's method."""
-        engine, window = self._engine, self._window
         request: Request | Declined = getattr(self, f"_{name}")(ways, *arguments)
         if type(request) is Declined:
-            # At once, if it can be: who waits for MPI need not come by here.
-            if not engine.busy(self) and window.has_room():
-                if request.counts:
-                    window.slots.take(window.published + 1)
-                window.decline()
-                request = request.otherwise()
-            else:
-                request = InPlace(
-                    window,
-                    engine,
-                    request.what,
-                    None,
-                    _no_work,
-                    request.otherwise,
-                    None,
-                    request.counts,
-                )
+            request = self._decline(request)
         if isinstance(request, Moved):  # the engine knows nothing of messages of MPI's
-            engine.begin(self, request)
+            self._engine.begin(self, request)
         return cast(Request, request)
+
+    def _decline(self, declined: Declined, rest: OneShot | None = None) -> Request:
+        """Tell the others that this rank has an ordinary array; return what is to be begun."""
+        window, engine = self._window, self._engine
+        if engine.busy(self) or not window.has_room():
+            what, otherwise, counts = declined
+            return InPlace(window, engine, what, None, _no_work, otherwise, None, counts)
+        # At once: who waits for MPI need not come by here.
+        if declined.counts:
+            window.slots.take(window.published + 1)
+        window.decline()
+        if rest is None:
+            return declined.otherwise()
+        rest.again()
+        return rest
 
     def prepare(self, name: str, ways: Ways, *arguments: Any) -> Callable[[], Request] | None:
         """Return what starts a collective with the same arrays again and again; None for no gain.
 
         Each start is after the last one has settled.
         """
-        request = getattr(self, f"_{name}")(ways, *arguments)
-        if not isinstance(request, OneShot | InPlace):
+        made = getattr(self, f"_{name}")(ways, *arguments)
+        begin = self._engine.begin
+        if type(made) is Declined:
+            rest = made.otherwise() if ways.host == "slots" else None
+            one_shot = rest if isinstance(rest, OneShot) else None
+
+            def decline() -> Request:
+                request = self._decline(made, one_shot)
+                if isinstance(request, Moved):
+                    begin(self, request)
+                return request
+
+            return decline
+        if not isinstance(made, OneShot | InPlace):
             return None
 
         def start() -> Request:
-            request.again()
-            self._engine.begin(self, request)
-            return request
+            made.again()
+            begin(self, made)
+            return made
 
         return start
 
