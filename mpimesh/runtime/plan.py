@@ -49,6 +49,7 @@ __all__ = [
     "plan_reduce",
     "plan_reduce_scatter",
     "receive",
+    "rule_by",
 ]
 
 
@@ -71,6 +72,8 @@ class Plan:
         also: Compares more, with checks on.
         sends: Whether this rank's array is read.
         in_place: Whether the transport can reduce an array where it lies.
+        algorithm: By which the transport is asked to do it; None for that of its table. The ranks
+            compare it, too.
 
     Attributes:
         digest: Of what the ranks compare; 0 if they do not.
@@ -78,6 +81,7 @@ class Plan:
     """
 
     __slots__ = (
+        "algorithm",
         "also",
         "compared",
         "converts",
@@ -121,9 +125,11 @@ class Plan:
         also: Callable[[Call], Steps] | None = None,
         sends: bool = True,
         in_place: bool = False,
+        algorithm: str | None = None,
     ) -> None:
         self.name = name
-        self.rule = rule
+        self.rule = rule_by(rule, algorithm)
+        self.algorithm = algorithm
         self.compared = compared
         self.tail = tail
         self.shape_in = data.shape
@@ -323,7 +329,12 @@ class PersistentCollective:
         """Let the transport prepare what is alike in each start."""
         buffers, plan = self._buffers, self._plan
         if buffers is not None and not plan.on_device and self._group.size > 1:
-            self._prepared = self._group.communicator.prepare(plan.name, buffers.arguments)
+            communicator, arguments = self._group.communicator, buffers.arguments
+            if plan.algorithm is None:
+                self._prepared = communicator.prepare(plan.name, arguments)
+            else:
+                begin = communicator.begin_by(plan.name, plan.algorithm)
+                self._prepared = partial(begin, *arguments)
 
     def _reads_in_place(self, buffers: Buffers) -> bool:
         """Tell whether a start needs no copy of the input made before it."""
@@ -404,6 +415,11 @@ def receive(
     return recv, target, finish
 
 
+def rule_by(rule: str, algorithm: str | None) -> str:
+    """Return what must agree over ranks, with the algorithm if one is asked for."""
+    return rule if algorithm is None else f"{rule}, algorithm {algorithm}"
+
+
 def is_aligned(x: Array) -> bool:
     """Tell whether each element of `x` starts where its type may; all of CuPy's do."""
     return is_cupy(x) or bool(x.flags.aligned)
@@ -416,11 +432,14 @@ def _byte_counts(blocks: Blocks, dtype: DType) -> list[int]:
 # -- reductions ----------------------------------------------------------------------------------
 
 
-def plan_all_reduce(group: GroupCore, data: Array, op: ReduceOp | str) -> Plan:
+def plan_all_reduce(
+    group: GroupCore, data: Array, op: ReduceOp | str, algorithm: str | None = None
+) -> Plan:
     """Plan an all-reduce."""
     op = as_reduce_op(op)
     wire = wire_dtype(data.dtype, op)
-    averages = op is ReduceOp.MEAN and _averages(group, data, wire)
+    algorithm = _algorithm(group, "all_reduce", data, wire, algorithm)
+    averages = op is ReduceOp.MEAN and algorithm is None and _averages(group, data, wire)
     return Plan(
         "all_reduce",
         data,
@@ -432,7 +451,16 @@ def plan_all_reduce(group: GroupCore, data: Array, op: ReduceOp | str) -> Plan:
         divisor=group.size if op is ReduceOp.MEAN and not averages else 1,
         receives=(all_reduced, data.nbytes),
         in_place=True,
+        algorithm=algorithm,
     )
+
+
+def _algorithm(
+    group: GroupCore, name: str, data: Array, wire: DType, algorithm: str | None
+) -> str | None:
+    """Return the algorithm that is asked for in a call or by the setting."""
+    nbytes = data.size * wire.itemsize
+    return group.algorithm_for(name, nbytes, algorithm, on_device=namespace(data) is not np)
 
 
 def _moved_as(op: ReduceOp) -> str:
@@ -449,10 +477,17 @@ def _averages(group: GroupCore, data: Array, wire: DType) -> bool:
     )
 
 
-def plan_reduce(group: GroupCore, data: Array, op: ReduceOp | str, root: int) -> Plan:
+def plan_reduce(
+    group: GroupCore,
+    data: Array,
+    op: ReduceOp | str,
+    root: int,
+    algorithm: str | None = None,
+) -> Plan:
     """Plan a reduction to one rank."""
     root = group.check_rank(root, "root")
     op = as_reduce_op(op)
+    wire = wire_dtype(data.dtype, op)
     at_root = group.rank == root
     return Plan(
         "reduce",
@@ -461,9 +496,10 @@ def plan_reduce(group: GroupCore, data: Array, op: ReduceOp | str, root: int) ->
         data.shape,
         (_moved_as(op), root),
         data.shape if at_root else None,
-        wire=wire_dtype(data.dtype, op),
+        wire=wire,
         divisor=group.size if op is ReduceOp.MEAN else 1,
         receives=(uniform, data.nbytes) if at_root else None,
+        algorithm=_algorithm(group, "reduce", data, wire, algorithm),
     )
 
 
@@ -569,7 +605,7 @@ def plan_all_to_all(
     )
 
 
-def plan_broadcast(group: GroupCore, data: Array, root: int) -> Plan:
+def plan_broadcast(group: GroupCore, data: Array, root: int, algorithm: str | None = None) -> Plan:
     """Plan a broadcast from a rank that all know."""
     root = group.check_rank(root, "root")
     at_root = group.rank == root
@@ -584,4 +620,5 @@ def plan_broadcast(group: GroupCore, data: Array, root: int) -> Plan:
         receives=None if at_root else whole,
         nbytes=data.nbytes if at_root else 0,
         sends=at_root,
+        algorithm=_algorithm(group, "broadcast", data, data.dtype, algorithm),
     )
