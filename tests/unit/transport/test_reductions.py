@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_segments_follow_each_other_and_are_balanced(size, ranks):
 
 @pytest.mark.parametrize("name", ["all_reduce", "reduce", "broadcast"])
 def test_names_by_messages(name):
-    ranks = SimpleNamespace(size=3, rank=0)
+    ranks: Any = SimpleNamespace(size=3, rank=0)
     for algorithm in ("centralized", "tree(2)", "tree(17)", "ring"):
         assert by_messages(ranks, name, algorithm) is not None
         assert by_messages(ranks, "all_gather", algorithm) is None
@@ -57,7 +58,8 @@ def test_any_number_of_ranks_and_elements(ranks, size, algorithm, dtype, op, ren
     def main():
         with mm.DeviceMesh("dp=-1") as mesh:
             group = mesh.group()
-            x = inputs[group.rank].copy()
+            mine = inputs[mesh.rank]
+            x = mine.copy()
             how = {"algorithm": algorithm}
             handles = [
                 group.all_reduce(x, op, **how),
@@ -66,7 +68,7 @@ def test_any_number_of_ranks_and_elements(ranks, size, algorithm, dtype, op, ren
             ]
             all_reduced, at_root, sent = [handle.resolve() for handle in handles]
             assert at_root is None or group.rank == root
-            same(x, inputs[group.rank])
+            same(x, mine)
             return all_reduced, at_root, sent
 
     found = mm.run_virtual(ranks, main, rendezvous=rendezvous)
