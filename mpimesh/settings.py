@@ -32,18 +32,26 @@
 ``MPIMESH_NODE_RANKS`` (default 0)
     Takes every so many ranks of MPI's world for a node of its own, to try on one machine what
     happens on several; 0 takes the nodes that there are.
+``MPIMESH_ALGORITHMS`` (default none)
+    By which algorithms ``all_reduce``, ``reduce`` and ``broadcast`` go where a call names none,
+    such as ``all_reduce=ring, broadcast=tree(4)``: centralized, tree(b), ring, mpi, slots,
+    in_place, chunks, two_levels, virtual. Groups that have not the one named, and arrays that are
+    too large for it or lie on a device, go as without.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from mpimesh.errors import SettingsError
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Settings"]
+__all__ = ["ALGORITHM_NAMES", "DEFAULT_TIMEOUT_S", "Settings", "algorithms_of", "tree_arity"]
 
 DEFAULT_TIMEOUT_S = 1800.0
 
@@ -53,6 +61,21 @@ _WORDS = {
     "MPIMESH_CUDA_AWARE": ("auto", "yes", "no"),
     "MPIMESH_SHARED_GPU": ("warn", "refuse", "allow"),
 }
+
+_ALGORITHM_OF = ("all_reduce", "reduce", "broadcast")
+ALGORITHM_NAMES = (
+    "centralized",
+    "tree(2)",
+    "ring",
+    "mpi",
+    "slots",
+    "in_place",
+    "chunks",
+    "two_levels",
+    "virtual",
+)
+"""Of those that move host memory; a tree can have more than 2 branches."""
+_TREE = re.compile(r"tree\(([1-9]\d{0,5})\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +93,7 @@ class Settings:
         shared_gpu: ``"warn"``, ``"refuse"`` or ``"allow"``.
         node_shared: ``"auto"``, ``"always"`` or ``"never"``.
         node_ranks: How many ranks count as a node; 0 means those that share one.
+        algorithms: By which collectives go; empty for as the tables say, see `algorithms_of`.
     """
 
     checks: int = 0
@@ -82,6 +106,7 @@ class Settings:
     shared_gpu: str = "warn"
     node_shared: str = "auto"
     node_ranks: int = 0
+    algorithms: str = ""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -109,7 +134,39 @@ class Settings:
                 values[field.name] = _number(variable, text, whole=field.type == "int")
         if values.get("checks", 0) not in (0, 1, 2):
             raise SettingsError(f"MPIMESH_CHECKS must be 0, 1 or 2, got {values['checks']}")
+        algorithms_of(values.get("algorithms", ""))
         return cls(**values)
+
+
+@lru_cache
+def algorithms_of(text: str) -> Mapping[str, str]:
+    """Return the algorithm of each operation that ``MPIMESH_ALGORITHMS`` names.
+
+    Raises:
+        SettingsError: If the text names what there is not, or an operation twice.
+    """
+    found: dict[str, str] = {}
+    names = ", ".join(name for name in ALGORITHM_NAMES if not tree_arity(name))
+    for part in text.split(",") if text.strip() else ():
+        operation, equals, algorithm = (word.strip() for word in part.partition("="))
+        is_known = algorithm in ALGORITHM_NAMES or tree_arity(algorithm)
+        if not equals or operation not in _ALGORITHM_OF or not is_known:
+            raise SettingsError(
+                "MPIMESH_ALGORITHMS must be like all_reduce=ring, broadcast=tree(4), with one of "
+                f"{', '.join(_ALGORITHM_OF)} and one of {names} or tree(b) with b "
+                f"from 2 on, got {part.strip()!r}"
+            )
+        if operation in found:
+            raise SettingsError(f"MPIMESH_ALGORITHMS names {operation} twice, got {text!r}")
+        found[operation] = algorithm
+    return MappingProxyType(found)
+
+
+def tree_arity(algorithm: str) -> int:
+    """Return b of ``tree(b)``, which is 2 or more; 0 for any other text."""
+    tree = _TREE.fullmatch(algorithm)
+    arity = 0 if tree is None else int(tree[1])
+    return arity if arity > 1 else 0
 
 
 def _word(variable: str, text: str) -> str:

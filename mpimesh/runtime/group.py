@@ -13,8 +13,8 @@ from mpimesh.runtime import messages, rooted
 from mpimesh.runtime.allocator import empty_once
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore, collective
+from mpimesh.runtime.persistent import PersistentCollective
 from mpimesh.runtime.plan import (
-    PersistentCollective,
     Plan,
     plan_all_gather,
     plan_all_reduce,
@@ -29,6 +29,8 @@ from mpimesh.runtime.world import solo_communicator
 from mpimesh.transport.algorithms import Algorithms, Row
 
 __all__ = ["ProcessGroup"]
+
+_NAME = str | None
 
 
 class ProcessGroup(GroupCore):
@@ -69,6 +71,7 @@ class ProcessGroup(GroupCore):
         *,
         out: Array | None = None,
         label: str | None = None,
+        algorithm: str | None = None,
     ) -> CollectiveTensor:
         """Reduce `x` element by element over all ranks of the group; every rank gets the result.
 
@@ -90,6 +93,8 @@ class ProcessGroup(GroupCore):
                 NumPy's, with the same bits on all ranks.
             out: Array for the result; may be `x` itself. New if None.
             label: The caller's name for this call, compared when ``MPIMESH_CHECKS`` is on.
+            algorithm: How, for arrays on the host: ``"centralized"``, ``"tree(b)"`` or ``"ring"``
+                by messages, or one of :meth:`algorithms`; None for what these say.
 
         Returns:
             A handle; ``resolve()`` gives the array.
@@ -98,11 +103,13 @@ class ProcessGroup(GroupCore):
             DTypeError: If the dtype cannot be reduced by `op`; see
                 :mod:`mpimesh.arrays.reduction`.
             ShapeError: If `out` does not fit.
+            GroupError: If the group has no such `algorithm` for this array.
 
         Cost:
             MPI's: about ``2 log2(n) * latency_s + 2 nbytes / bytes_per_s`` seconds for n ranks.
         """
-        return self.run(plan_all_reduce, x, out, label, op, cached=isinstance(op, str))
+        cached = isinstance(op, str) and isinstance(algorithm, _NAME)
+        return self.run(plan_all_reduce, x, out, label, op, algorithm, cached=cached)
 
     def reduce(
         self,
@@ -112,6 +119,7 @@ class ProcessGroup(GroupCore):
         root: int = 0,
         out: Array | None = None,
         label: str | None = None,
+        algorithm: str | None = None,
     ) -> CollectiveTensor:
         """Reduce `x` element by element over all ranks; only `root` gets the result.
 
@@ -123,6 +131,7 @@ class ProcessGroup(GroupCore):
             root: The receiving rank, counted in the group.
             out: Array for the result on `root`, ignored elsewhere. New if None.
             label: The caller's name for this call.
+            algorithm: As in :meth:`all_reduce`.
 
         Returns:
             A handle; ``resolve()`` gives the array on `root` and None elsewhere.
@@ -132,8 +141,8 @@ class ProcessGroup(GroupCore):
             DTypeError: If the dtype cannot be reduced by `op`.
             ShapeError: If `out` does not fit.
         """
-        cached = isinstance(op, str) and type(root) is int
-        return self.run(plan_reduce, x, out, label, op, root, cached=cached)
+        cached = isinstance(op, str) and type(root) is int and isinstance(algorithm, _NAME)
+        return self.run(plan_reduce, x, out, label, op, root, algorithm, cached=cached)
 
     def reduce_scatter(
         self,
@@ -294,6 +303,7 @@ class ProcessGroup(GroupCore):
         root: int | None = 0,
         out: Array | None = None,
         label: str | None = None,
+        algorithm: str | None = None,
     ) -> CollectiveTensor:
         """Give every rank the array of `root`.
 
@@ -307,6 +317,7 @@ class ProcessGroup(GroupCore):
                 shape and dtype, at the cost of one more small exchange.
             out: Array for the result; may be `x` itself. New if None.
             label: The caller's name for this call.
+            algorithm: As in :meth:`all_reduce`.
 
         Returns:
             A handle; ``resolve()`` gives the array; with ``root=None`` it lies where the root's
@@ -319,14 +330,13 @@ class ProcessGroup(GroupCore):
                 rank passed an array.
         """
         if root is None or x is None:
-            return self._broadcast(x, root, out, label)
-        return self.run(plan_broadcast, x, out, label, root, cached=type(root) is int)
+            return self._broadcast(x, root, out, label, algorithm)
+        cached = type(root) is int and isinstance(algorithm, _NAME)
+        return self.run(plan_broadcast, x, out, label, root, algorithm, cached=cached)
 
     @collective
-    def _broadcast(
-        self, x: Array | None, root: int | None, out: Array | None, label: str | None
-    ) -> CollectiveTensor:
-        return rooted.broadcast_from_any(self, x, root, out, label)
+    def _broadcast(self, *arguments: Any) -> CollectiveTensor:
+        return rooted.broadcast_from_any(self, *arguments)
 
     @collective
     def scatter(
@@ -377,6 +387,7 @@ class ProcessGroup(GroupCore):
         *,
         out: Array | None = None,
         label: str | None = None,
+        algorithm: str | None = None,
     ) -> PersistentCollective:
         """Plan an :meth:`all_reduce` of `x`, to be started many times. Local.
 
@@ -389,7 +400,7 @@ class ProcessGroup(GroupCore):
             ...     x[...] = step()
             ...     planned.start().resolve()
         """
-        return self._init(plan_all_reduce, x, out, label, op)
+        return self._init(plan_all_reduce, x, out, label, op, algorithm)
 
     def reduce_init(
         self,
@@ -399,9 +410,10 @@ class ProcessGroup(GroupCore):
         root: int = 0,
         out: Array | None = None,
         label: str | None = None,
+        algorithm: str | None = None,
     ) -> PersistentCollective:
         """Plan a :meth:`reduce`, as :meth:`all_reduce_init`. Local."""
-        return self._init(plan_reduce, x, out, label, op, root)
+        return self._init(plan_reduce, x, out, label, op, root, algorithm)
 
     def reduce_scatter_init(
         self,
@@ -457,10 +469,16 @@ class ProcessGroup(GroupCore):
         return self._init(plan_all_to_all, x, out, label, *options)
 
     def broadcast_init(
-        self, x: Array, *, root: int = 0, out: Array | None = None, label: str | None = None
+        self,
+        x: Array,
+        *,
+        root: int = 0,
+        out: Array | None = None,
+        label: str | None = None,
+        algorithm: str | None = None,
     ) -> PersistentCollective:
         """Plan a :meth:`broadcast` from a rank that all know, as :meth:`all_reduce_init`. Local."""
-        return self._init(plan_broadcast, x, out, label, root)
+        return self._init(plan_broadcast, x, out, label, root, algorithm)
 
     def _init(
         self,
@@ -662,7 +680,7 @@ class ProcessGroup(GroupCore):
             RankError: If this rank is not a member.
             ClosedError: If the mesh is closed.
         """
-        host = self.communicator.algorithms()
+        host = self.host_algorithms()
         if not self.moves_device_memory:
             return host
         if self.size == 1:

@@ -39,7 +39,9 @@ from mpimesh.runtime.plan import Buffers, Plan
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.received import Amount, Members, Rule, uniform
 from mpimesh.runtime.work import CollectiveTensor, Operation
+from mpimesh.settings import ALGORITHM_NAMES, algorithms_of
 from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
+from mpimesh.transport.algorithms import Algorithms
 from mpimesh.transport.signatures import Refused
 
 __all__ = ["GroupCore", "collective"]
@@ -239,10 +241,12 @@ class GroupCore:
         """
         begin: Callable[..., Request | Steps]
         arguments, scope = buffers.arguments, None
-        if buffers.prepared is None:
+        if buffers.prepared is not None:
+            begin, arguments = buffers.prepared, ()
+        elif plan.algorithm is None:
             begin = getattr(self._communicator, plan.name)
         else:
-            begin, arguments = buffers.prepared, ()
+            begin = self.communicator.begin_by(plan.name, plan.algorithm)
         if plan.on_device:
             # Only in its turn: the first on a device makes what moves its memory, collectively.
             begin, scope = partial(self._begin_on_device, plan), StreamScope()
@@ -429,6 +433,53 @@ class GroupCore:
             traffic.admit_by(call, receives[0], self._members, receives[1])
             traffic.count_received(call.name, receives[0], self._members, receives[1])
         yield from run_steps(begin)
+
+    def algorithm_for(
+        self, name: str, nbytes: int, algorithm: str | None, *, on_device: bool = False
+    ) -> str | None:
+        """Return the algorithm by which a collective is to go; None for that of the table. Local.
+
+        Args:
+            name: The collective.
+            nbytes: The bytes of its array, alike on all ranks.
+            algorithm: What the caller asks for; None for what ``MPIMESH_ALGORITHMS`` says, where
+                the group has it.
+            on_device: Whether the array lies on a device.
+
+        Raises:
+            GroupError: If the group cannot do what the caller asks for.
+        """
+        side = self.communicator
+        if algorithm is None:
+            chosen = algorithms_of(self._context.settings.algorithms).get(name)
+            fits = chosen and not on_device and nbytes <= side.most_bytes_by(name, chosen)
+            return chosen if fits else None
+        most = side.most_bytes_by(name, algorithm) if isinstance(algorithm, str) else -1
+        if most >= nbytes and not on_device:
+            return algorithm
+        if on_device:
+            rule, cure = "an array on a device goes by its device's own", "take a NumPy array"
+        elif most < 0:
+            has = [word for word in ALGORITHM_NAMES if side.most_bytes_by(name, word) >= 0]
+            rule = f"its ranks have {', '.join(has)} (and tree(b) with any b from 2 on)"
+            cure = "take one of these"
+        else:
+            rule = f"it moves at most {most:,} bytes, and this array has {nbytes:,}"
+            cure = "take another one"
+        raise GroupError(
+            f"rank {self.world_rank} cannot {name} by algorithm {shown(algorithm)} on group "
+            f"{self.name!r}: {rule}; {cure}, or algorithm=None, which print(group.algorithms()) "
+            "explains"
+        )
+
+    def host_algorithms(self) -> Algorithms:
+        """Return the table for host memory, with what ``MPIMESH_ALGORITHMS`` says. Local."""
+        table = self.communicator.algorithms()
+        for name, algorithm in algorithms_of(self._context.settings.algorithms).items():
+            most = self.communicator.most_bytes_by(name, algorithm)
+            if most >= 0:
+                table = table.with_setting(name, algorithm, most)
+        return table
 
     # -- where bytes lie, and who moves them from there --------------------------------------
 

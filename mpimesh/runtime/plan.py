@@ -3,7 +3,7 @@
 A `Plan` is what a collective needs to know but for the arrays: how the transport is called, in
 which dtype, with which blocks, and how what comes becomes the result. A call looks it up by shape,
 dtype and arguments, binds it to its arrays, and starts it. A `PersistentCollective` is a plan bound
-once.
+once (`persistent.py`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ from mpimesh.arrays import (
     namespace,
     wire_dtype,
 )
-from mpimesh.errors import DTypeError, ShapeError, UnresolvedError
 from mpimesh.runtime.agreement import compare_blocks
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
 from mpimesh.runtime.received import Amount, Rule, all_reduced, per_rank, sparse, uniform
 from mpimesh.runtime.traffic import Tally
-from mpimesh.runtime.work import CollectiveTensor, Operation
 from mpimesh.transport import Request, Steps
 
 if TYPE_CHECKING:
@@ -44,7 +42,6 @@ _MOST_KEPT = 32
 
 __all__ = [
     "Buffers",
-    "PersistentCollective",
     "Plan",
     "plan_all_gather",
     "plan_all_reduce",
@@ -54,6 +51,7 @@ __all__ = [
     "plan_reduce",
     "plan_reduce_scatter",
     "receive",
+    "rule_by",
 ]
 
 
@@ -76,6 +74,8 @@ class Plan:
         also: Compares more, with checks on.
         sends: Whether this rank's array is read.
         in_place: Whether the transport can reduce an array where it lies.
+        algorithm: By which the transport is asked to do it; None for that of its table. The ranks
+            compare it, too.
 
     Attributes:
         digest: Of what the ranks compare; 0 if they do not.
@@ -84,6 +84,7 @@ class Plan:
     """
 
     __slots__ = (
+        "algorithm",
         "also",
         "compared",
         "converts",
@@ -128,9 +129,11 @@ class Plan:
         also: Callable[[Call], Steps] | None = None,
         sends: bool = True,
         in_place: bool = False,
+        algorithm: str | None = None,
     ) -> None:
         self.name = name
-        self.rule = rule
+        self.rule = rule_by(rule, algorithm)
+        self.algorithm = algorithm
         self.compared = compared
         self.tail = tail
         self.shape_in = data.shape
@@ -161,6 +164,15 @@ class Plan:
         return Call(
             self.name, group, self.rule, self.shape_in, self.kind, label, None, self.compared
         )
+
+    def prepared(
+        self, group: GroupCore, arguments: tuple[Any, ...]
+    ) -> Callable[[], Request | Steps]:
+        """Return what starts it with these arguments of the transport's, as often as wanted."""
+        communicator = group.communicator
+        if self.algorithm is None:
+            return communicator.prepare(self.name, arguments)
+        return partial(communicator.begin_by(self.name, self.algorithm), *arguments)
 
     def bind(self, group: GroupCore, x: Array, data: Array, out: Array | None) -> Buffers:
         """Return the flat buffers of one start, and how they become the result.
@@ -259,7 +271,7 @@ class Plan:
                 send = None if target is x else _memory(source_at, nbytes, kind)
                 arguments = (send, *arguments)
             buffers = Buffers(arguments, None, None)
-            buffers.prepared = group.communicator.prepare(self.name, arguments)
+            buffers.prepared = self.prepared(group, arguments)
             if len(kept) >= _MOST_KEPT:
                 kept.clear()
             kept[source_at, target_at] = buffers
@@ -302,107 +314,6 @@ class Buffers:
         self.finish = finish
         self.prepared: Callable[[], Request | Steps] | None = None
         self.busy = False
-
-
-class PersistentCollective:
-    """A collective with its arrays, checked and bound once, to be started many times.
-
-    Made by :meth:`ProcessGroup.all_reduce_init` and the like; MPI's word for it is a persistent
-    operation. Each :meth:`start` reads what the input holds then. Where no `out` was given, results
-    may come into one array: use one before the next start.
-    """
-
-    __slots__ = (
-        "_buffers",
-        "_call",
-        "_group",
-        "_last",
-        "_out",
-        "_plan",
-        "_x",
-    )
-
-    def __init__(
-        self,
-        group: GroupCore,
-        plan: Plan,
-        x: Array,
-        out: Array | None,
-        buffers: Buffers,
-        label: str | None,
-    ) -> None:
-        self._group = group
-        self._plan = plan
-        self._x = x
-        self._out = out
-        self._call = plan.call(group.name, label)
-        self._last: Operation | None = None
-        self._buffers = buffers if self._reads_in_place(buffers) else None
-        if self._buffers is not None and not plan.on_device:
-            prepare = group.communicator.prepare
-            self._buffers.prepared = prepare(plan.name, self._buffers.arguments)
-
-    def start(self) -> CollectiveTensor:
-        """Start it once more; the handle's ``resolve()`` gives the result.
-
-        Collective, as the call that it stands for.
-
-        Raises:
-            UnresolvedError: If the last start is not resolved: its buffers are in use.
-            ClosedError: If the mesh is closed.
-        """
-        group, call = self._group, self._call
-        try:
-            buffers = self._ready()
-        except Exception as error:
-            group.poison(Call(self._plan.name, group.name), error)
-            raise
-        call.ended = False
-        handle = group.start(self._plan, buffers, self._x, self._out, call, buffers.value)
-        self._last = handle._operation  # not the handle, which warns when it is dropped
-        return handle
-
-    def _ready(self) -> Buffers:
-        """Return the buffers of the next start."""
-        plan, last = self._plan, self._last
-        if last is not None:
-            if not last.resolved:
-                raise UnresolvedError(
-                    f"{self!r} is started again while its last start is under way; resolve that "
-                    "first"
-                )
-            if last.error is not None:
-                self._buffers = None  # what failed here may still write into them
-            self._last = None
-        if self._buffers is not None:
-            if self._out is not None and not self._out.flags.writeable:
-                check_output(self._out)  # another operation uses it by now
-            return self._buffers
-        self._group.member(plan.name)
-        data = self._group.operand(self._x)
-        if data.shape != plan.shape_in:
-            raise ShapeError(
-                f"{self!r} has an input of shape {data.shape} now, not {plan.shape_in}"
-            )
-        if data.dtype != plan.dtype:
-            raise DTypeError(f"{self!r} has an input of dtype {data.dtype} now, not {plan.dtype}")
-        return plan.bind(self._group, self._x, data, self._out)
-
-    def _reads_in_place(self, buffers: Buffers) -> bool:
-        """Tell whether a start needs no copy of the input made before it."""
-        plan = self._plan
-        if type(self._x) is not np.ndarray:  # on a device each start is on the stream of its own
-            return False
-        if plan.name == "broadcast":
-            return not plan.sends or buffers.value is self._x
-        send = buffers.arguments[0]
-        return send is None or bool(namespace(send).may_share_memory(send, self._x))
-
-    def __repr__(self) -> str:
-        """Show what it starts. Local."""
-        plan = self._plan
-        what = f"{plan.name}(shape {plan.shape_in}, {plan.kind}, {plan.rule})"
-        return f"<PersistentCollective {what} on {self._group.name!r}>"
 
 
 # -- results -------------------------------------------------------------------------------------
@@ -485,6 +396,11 @@ def _memory(at: int, nbytes: int, dtype: DType) -> HostArray:
     return memory
 
 
+def rule_by(rule: str, algorithm: str | None) -> str:
+    """Return what must agree over ranks, with the algorithm if one is asked for."""
+    return rule if algorithm is None else f"{rule}, algorithm {algorithm}"
+
+
 def is_aligned(x: Array) -> bool:
     """Tell whether each element of `x` starts where its type may; all of CuPy's do."""
     return is_cupy(x) or bool(x.flags.aligned)
@@ -497,11 +413,14 @@ def _byte_counts(blocks: Blocks, dtype: DType) -> list[int]:
 # -- reductions ----------------------------------------------------------------------------------
 
 
-def plan_all_reduce(group: GroupCore, data: Array, op: ReduceOp | str) -> Plan:
+def plan_all_reduce(
+    group: GroupCore, data: Array, op: ReduceOp | str, algorithm: str | None = None
+) -> Plan:
     """Plan an all-reduce."""
     op = as_reduce_op(op)
     wire = wire_dtype(data.dtype, op)
-    averages = op is ReduceOp.MEAN and _averages(group, data, wire)
+    algorithm = _algorithm(group, "all_reduce", data, wire, algorithm)
+    averages = op is ReduceOp.MEAN and algorithm is None and _averages(group, data, wire)
     return Plan(
         "all_reduce",
         data,
@@ -513,7 +432,16 @@ def plan_all_reduce(group: GroupCore, data: Array, op: ReduceOp | str) -> Plan:
         divisor=group.size if op is ReduceOp.MEAN and not averages else 1,
         receives=(all_reduced, data.nbytes),
         in_place=True,
+        algorithm=algorithm,
     )
+
+
+def _algorithm(
+    group: GroupCore, name: str, data: Array, wire: DType, algorithm: str | None
+) -> str | None:
+    """Return the algorithm that is asked for in a call or by the setting."""
+    nbytes = data.size * wire.itemsize
+    return group.algorithm_for(name, nbytes, algorithm, on_device=namespace(data) is not np)
 
 
 def _moved_as(op: ReduceOp) -> str:
@@ -530,10 +458,17 @@ def _averages(group: GroupCore, data: Array, wire: DType) -> bool:
     )
 
 
-def plan_reduce(group: GroupCore, data: Array, op: ReduceOp | str, root: int) -> Plan:
+def plan_reduce(
+    group: GroupCore,
+    data: Array,
+    op: ReduceOp | str,
+    root: int,
+    algorithm: str | None = None,
+) -> Plan:
     """Plan a reduction to one rank."""
     root = group.check_rank(root, "root")
     op = as_reduce_op(op)
+    wire = wire_dtype(data.dtype, op)
     at_root = group.rank == root
     return Plan(
         "reduce",
@@ -542,9 +477,10 @@ def plan_reduce(group: GroupCore, data: Array, op: ReduceOp | str, root: int) ->
         data.shape,
         (_moved_as(op), root),
         data.shape if at_root else None,
-        wire=wire_dtype(data.dtype, op),
+        wire=wire,
         divisor=group.size if op is ReduceOp.MEAN else 1,
         receives=(uniform, data.nbytes) if at_root else None,
+        algorithm=_algorithm(group, "reduce", data, wire, algorithm),
     )
 
 
@@ -650,7 +586,7 @@ def plan_all_to_all(
     )
 
 
-def plan_broadcast(group: GroupCore, data: Array, root: int) -> Plan:
+def plan_broadcast(group: GroupCore, data: Array, root: int, algorithm: str | None = None) -> Plan:
     """Plan a broadcast from a rank that all know."""
     root = group.check_rank(root, "root")
     at_root = group.rank == root
@@ -665,4 +601,5 @@ def plan_broadcast(group: GroupCore, data: Array, root: int) -> Plan:
         receives=None if at_root else whole,
         nbytes=data.nbytes if at_root else 0,
         sends=at_root,
+        algorithm=_algorithm(group, "broadcast", data, data.dtype, algorithm),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,9 @@ from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.errors import GroupError, MpimeshError, ShapeError, on_all_ranks
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
-from mpimesh.runtime.plan import receive
+from mpimesh.runtime.plan import receive, rule_by
 from mpimesh.runtime.work import CollectiveTensor
-from mpimesh.transport import Steps
+from mpimesh.transport import Steps, run_steps
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
@@ -79,7 +80,12 @@ def parse_header(header: HostArray) -> tuple[tuple[int, ...], DType, bool]:
 
 
 def broadcast_from_any(
-    group: GroupCore, x: Array | None, root: int | None, out: Array | None, label: str | None
+    group: GroupCore,
+    x: Array | None,
+    root: int | None,
+    out: Array | None,
+    label: str | None,
+    algorithm: str | None,
 ) -> CollectiveTensor:
     """Start a broadcast from the one rank that has an array; see :meth:`ProcessGroup.broadcast`."""
     rank = group.member("broadcast")
@@ -92,6 +98,8 @@ def broadcast_from_any(
     data = None if x is None else group.operand(x)
     if out is not None:
         check_output(out)
+    asked = algorithm
+    algorithm = group.algorithm_for("broadcast", 0, asked)
     header = make_header(data, of_cupy=is_cupy(x), takes_device=group.moves_device_memory)
     arrival = group.arrival()
 
@@ -109,6 +117,11 @@ def broadcast_from_any(
         root = senders[0]
         shape, dtype, of_cupy = parse_header(table[root])
         library = _library(of_cupy and all(takes_device(row) for row in table))
+        if asked is not None and library is not np:
+            try:
+                group.algorithm_for("broadcast", 0, asked, on_device=True)
+            except GroupError as error:
+                raise on_all_ranks(error) from None
         misfit = _misfit(out, shape, dtype)
         recv, target, finish = receive(
             group,
@@ -120,7 +133,11 @@ def broadcast_from_any(
         source = None if data is None else moved(data, library)
         if source is not None and target is not source:
             target[...] = source
-        yield group.side(library).broadcast(recv, root)
+        if algorithm is None or library is not np:
+            yield group.side(library).broadcast(recv, root)
+        else:
+            begin = group.communicator.begin_by("broadcast", algorithm)
+            yield from run_steps(partial(begin, recv, root))
         if root != group.rank:
             arrival.came(root, recv.nbytes, int(recv.nbytes > 0))
         if misfit is not None:
@@ -129,7 +146,7 @@ def broadcast_from_any(
         return target if finish is None else finish()
 
     return group.submit(
-        Call("broadcast", group.name, "root None", label=label),
+        Call("broadcast", group.name, rule_by("root None", algorithm), label=label),
         steps,
         scope=group.scope_if_any(),
         lock=None if x is out else x,

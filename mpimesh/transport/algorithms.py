@@ -21,10 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["NEVER", "OPERATIONS", "Algorithms", "Row", "Sizes", "Ways"]
+__all__ = ["NEVER", "OPERATIONS", "SETTING", "Algorithms", "Row", "Sizes", "Ways"]
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 """Those that have other ways than MPI."""
+
+SETTING = "MPIMESH_ALGORITHMS"
+"""The reason of rows that the user has set."""
 
 NEVER = 1 << 62
 _MOST_KEPT = 4096
@@ -100,7 +103,7 @@ class Algorithms(Sequence[Row]):
         for key, column in self._columns.items():
             before = rest[0][1].algorithm if rest and key[0] != "*" else ""
             for _, row in column:
-                if row.algorithm != before:
+                if row.algorithm != before or row.reason == SETTING:
                     kept.append(row)
                 before = row.algorithm
         kept.sort(key=lambda row: row.operation == "*")
@@ -146,6 +149,30 @@ class Algorithms(Sequence[Row]):
     def has(self, algorithm: str) -> bool:
         """Tell whether a row has this algorithm."""
         return any(row.algorithm == algorithm for row in self._rows)
+
+    def with_setting(self, operation: str, algorithm: str, most_bytes: int) -> Algorithms:
+        """Return this table with what the user has set for an operation on host memory.
+
+        Args:
+            operation: The collective.
+            algorithm: By which it goes.
+            most_bytes: The largest array that can; larger ones go as they do by this table.
+        """
+        above = most_bytes + 1
+        rows = [row for column in self._columns.values() for _, row in column]
+        rows = [
+            row
+            for row in rows
+            if (row.operation, row.memory) not in ((operation, "host"), (operation, "shared"))
+            or row.from_bytes > above
+        ]
+        for memory in ("host", "shared"):
+            rows.append(Row(operation, memory, 0, algorithm, SETTING))
+            if most_bytes < NEVER:
+                other = self.pick(operation, memory, above)
+                why = f"too large for {algorithm}"
+                rows.append(Row(operation, memory, above, other, why))
+        return Algorithms(rows)
 
     @classmethod
     def only(cls, algorithm: str, reason: str) -> Algorithms:

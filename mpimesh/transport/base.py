@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.errors import TransportError
-from mpimesh.transport.algorithms import Algorithms
+from mpimesh.transport.algorithms import NEVER, Algorithms
 from mpimesh.transport.regions import check_regions
 
 if TYPE_CHECKING:
@@ -175,6 +175,28 @@ class Communicator(ABC):
         Each start is after the last one has ended; the arrays are the same.
         """
         return partial(getattr(self, name), *arguments)
+
+    def most_bytes_by(self, name: str, algorithm: str) -> int:
+        """Return the largest array that collective `name` can move by `algorithm`. Local.
+
+        Of host memory; -1 if these ranks have no such algorithm. Alike on all ranks.
+        """
+        # Imported late: messages need this contract.
+        from mpimesh.transport.reductions import by_messages
+
+        has = algorithm == self.kind or by_messages(self, name, algorithm) is not None
+        return NEVER if has else -1
+
+    def begin_by(self, name: str, algorithm: str) -> Callable[..., Request | Steps]:
+        """Return what starts collective `name` by `algorithm`, which these ranks have. Local.
+
+        It takes the arguments of the method `name`, and starts a request, or its steps, to be
+        staged in the order of this communicator's collectives.
+        """
+        from mpimesh.transport.reductions import by_messages
+
+        begin: Callable[..., Request | Steps] = getattr(self, name)
+        return by_messages(self, name, algorithm) or begin
 
     # -- collectives: all ranks of the communicator, same order everywhere -----
 

@@ -8,6 +8,7 @@ them could, and on the table of algorithms (`algorithms.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from mpi4py import MPI
 from mpimesh.arrays.types import HostArray
 from mpimesh.layout.regions import Regions
 from mpimesh.settings import Settings
-from mpimesh.transport.algorithms import OPERATIONS, Algorithms, Sizes, Ways
+from mpimesh.transport.algorithms import NEVER, OPERATIONS, Algorithms, Sizes, Ways
 from mpimesh.transport.base import Request
 from mpimesh.transport.engine import Engine, Steps
 from mpimesh.transport.lanes import Lanes
@@ -33,6 +34,14 @@ __all__ = ["RoutedCommunicator", "open_node", "routed"]
 _LEAVE_TOGETHER_S = 2.0
 _BY_MPI = Ways("mpi", "mpi")
 _LARGE = 1 << 61
+_ASKED_FOR = {
+    "mpi": _BY_MPI,
+    "slots": Ways("slots", "slots"),
+    "in_place": Ways("mpi", "in_place"),
+    "chunks": Ways("chunks", "chunks"),
+    "two_levels": Ways("two_levels", "two_levels"),
+}
+"""What a caller may ask for, where these ranks have it."""
 _SIZED_BY_RESULT = ("all_reduce", "all_gather")
 
 
@@ -195,6 +204,34 @@ class RoutedCommunicator(MPICommunicator):
             return method(*arguments)
 
         return start
+
+    def most_bytes_by(self, name: str, algorithm: str) -> int:
+        """Return the largest array that collective `name` can move by `algorithm`. Local."""
+        if algorithm not in _ASKED_FOR or algorithm == "mpi":
+            return super().most_bytes_by(name, algorithm)
+        shared = self._shared
+        if shared is None or not self._reads_regions or name not in OPERATIONS:
+            return -1
+        if isinstance(shared, OverNodes) or algorithm == "two_levels":
+            return NEVER if isinstance(shared, OverNodes) and algorithm == "two_levels" else -1
+        if algorithm == "slots":
+            if name != "all_reduce" or self._window is None:
+                return -1
+            return _most_slot_bytes(self._window)
+        return NEVER
+
+    def begin_by(self, name: str, algorithm: str) -> Callable[..., Request | Steps]:
+        """Return what starts collective `name` by `algorithm`, which these ranks have. Local."""
+        ways = _ASKED_FOR.get(algorithm)
+        if ways is None:
+            return super().begin_by(name, algorithm)
+        return partial(self._begin_in, name, ways)
+
+    def _begin_in(self, name: str, ways: Ways, *arguments: Any) -> Request:
+        """Start a collective in the ways that are asked for; nothing of no bytes is shared."""
+        if ways != _BY_MPI and not arguments[name in _SIZED_BY_RESULT].nbytes:
+            ways = _BY_MPI
+        return self._start_by(name, ways, *arguments)
 
     def _ways_of(self, name: str, arguments: tuple[Any, ...]) -> Ways:
         """Return the ways of a collective with these arguments."""

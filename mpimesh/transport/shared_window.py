@@ -238,10 +238,14 @@ class SharedWindow:
         return self.acknowledged_by_all(self.published + 1 - NOTES)
 
     def acknowledged_by_all(self, number: int) -> bool:
-        """Tell whether all ranks have acknowledged all steps up to this one."""
+        """Tell whether all ranks have acknowledged all steps up to this one.
+
+        This one, too: it may publish a step before it has worked those before, which read its own
+        note and area as they do the others'.
+        """
         if self._done_by_all >= number:
             return True
-        self._done_by_all = min((cell[_DONE] for cell in self.others), default=self.published)
+        self._done_by_all = min(cell[_DONE] for cell in self.cells)
         if not _IN_ORDER:
             self.fence()
         return self._done_by_all >= number

@@ -5,16 +5,20 @@ The arrays stay where they are, but their addresses are real, so real MPI can mo
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
+from mpimesh.errors import GroupError
 from tests.contract.cases import same, values
 from tests.contract.meshes import groups_of, mesh_of
 from tests.contract.oracle import cut, joined, reduced
 from tests.devices.on_device import check, given, late
+from tests.helpers.raises import raises
 
 __all__ = ["CHECKS", "DTYPES", "LAYOUTS", "operations"]
 
@@ -117,6 +121,22 @@ def check_min_and_max_give_nan(comm):
                     check(got, total)
                 mine = cut(total, 1, [2] * group.size)[group.rank]
                 check(group.reduce_scatter(x, op, axis=1).resolve(), mine)
+
+
+def check_algorithms_are_for_arrays_on_the_host(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        x = given(values(group.rank, (2, 2), "f8"))
+        for call in (group.all_reduce, group.reduce, group.broadcast, group.all_reduce_init):
+            for algorithm in ("ring", "tree(2)", "mpi"):
+                with raises(GroupError, algorithm, "device"):
+                    call(x, algorithm=algorithm)
+        root = x if group.rank == 0 else None
+        with raises(GroupError, "ring", "device"):
+            group.broadcast(root, root=None, algorithm="ring").resolve()
+        inputs = [values(r, (2, 2), "f8") for r in group.ranks]
+        with patch.dict(os.environ, MPIMESH_ALGORITHMS="all_reduce=ring"), mesh_of(comm) as other:
+            check(other.group().all_reduce(x).resolve(), reduced(inputs, "sum"))
 
 
 def check_every_operation_into_every_output(comm):

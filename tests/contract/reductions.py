@@ -55,6 +55,17 @@ def check_all_reduce_of_every_dtype_and_op(comm):
         flight.land()
 
 
+def check_many_small_ones_under_way(comm):
+    """More than there are slots: a rank must not write to one that itself has yet to read."""
+    with mesh_of(comm) as mesh:
+        group, flight = mesh.group(), Flight(mesh.rank)
+        for _ in range(4):
+            for seed in range(150):
+                inputs = [values(r, (2,), "f4", seed) for r in group.ranks]
+                flight.add(group.all_reduce(inputs[group.rank]), reduced(inputs, "sum"), seed)
+            flight.land()
+
+
 def check_an_output_may_be_of_an_equal_dtype(comm):
     """NumPy's long and long long are equal on most systems, and two types to MPI."""
     with mesh_of(comm) as mesh:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.contract import (
+    algorithms,
     barriers,
     groups,
     handles,
@@ -23,7 +24,7 @@ from tests.contract import (
 __all__ = ["CHECKS", "cases"]
 
 _PREFIX = "check_"
-_DATA = (reductions, movements, messages, persistent)
+_DATA = (reductions, movements, messages, persistent, algorithms)
 _OTHERS = (movement_errors, handles, no_arrays, barriers, groups, meshes_made, mismatches, systems)
 
 CHECKS: dict[str, Callable[[Any], None]] = {

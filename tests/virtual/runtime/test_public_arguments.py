@@ -77,7 +77,10 @@ ELSEWHERE = {
 INSIDE = {
     *(f"Placement.{name}" for name in ("count", "index")),
     *(f"ProcessGroup.{name}" for name in ("recv_next", "recv_prev", "send_next", "send_prev")),
-    *(f"ProcessGroup.{name}" for name in ("abandon", "complete", "compose", "empty", "forget")),
+    *(
+        f"ProcessGroup.{name}"
+        for name in ("abandon", "algorithm_for", "complete", "compose", "empty", "forget")
+    ),
     *(f"ProcessGroup.{name}" for name in ("lock", "operand", "own", "poison", "side", "stage")),
     *(f"ProcessGroup.{name}" for name in ("wait", "wait_for", "run", "planned", "start")),
     *(f"ProcessGroup.{name}" for name in ("submit", "count_from_each", "count_message", "member")),
