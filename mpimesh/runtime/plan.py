@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -25,13 +25,14 @@ from mpimesh.arrays import (
     namespace,
     wire_dtype,
 )
-from mpimesh.errors import DTypeError, ShapeError, UnresolvedError
+from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.runtime.agreement import compare_blocks
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
+from mpimesh.runtime.persistent import Persistent, start_again
 from mpimesh.runtime.received import Amount, Rule, all_reduced, per_rank, sparse, uniform
 from mpimesh.runtime.traffic import Tally
-from mpimesh.runtime.work import CollectiveTensor, Operation
+from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.transport import Request, Steps
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class Buffers:
         self.finish = finish
 
 
-class PersistentCollective:
+class PersistentCollective(Persistent):
     """A collective with its arrays, checked and bound once, to be started many times.
 
     Made by :meth:`ProcessGroup.all_reduce_init` and the like; MPI's word for it is a persistent
@@ -242,9 +243,10 @@ class PersistentCollective:
     __slots__ = (
         "_buffers",
         "_call",
+        "_finish",
         "_group",
+        "_is_plain",
         "_label",
-        "_last",
         "_out",
         "_plan",
         "_prepared",
@@ -265,8 +267,10 @@ class PersistentCollective:
         self._x = x
         self._out = out
         self._label = label
+        self._is_plain = plan.also is None and (out is None or type(out) is np.ndarray)
         self._call: Call | None = None
-        self._last: Operation | None = None
+        self._last = None
+        self._finish: Callable[[Any], Any] | None = None
         self._buffers = buffers if self._reads_in_place(buffers) else None
         self._prepared: Callable[[], Request | Steps] | None = None
         self._prepare()
@@ -286,22 +290,37 @@ class PersistentCollective:
         except Exception as error:
             group.poison(Call(plan.name, group.name), error)
             raise
-        handle = group.start(
-            plan, buffers, self._x, self._out, self._label, self._call, self._prepared
-        )
+        handle, call, begin = None, self._call, self._prepared
+        if call is not None and begin is not None and plan.tally is not None and self._is_plain:
+            handle = start_again(
+                group,
+                call,
+                begin,
+                plan.digest,
+                plan.tally,
+                plan.nbytes,
+                buffers.value,
+                buffers.finish,
+            )
+        if handle is None:
+            handle = group.start(plan, buffers, self._x, self._out, self._label, call, begin)
         self._last = last = handle._operation  # not the handle, which warns when it is dropped
         self._call = last.call
+        if self._finish is not None:
+            last.map(self._finish)
         return handle
+
+    def map(self, function: Callable[[Any], Any]) -> Self:
+        """Let each start give what `function` makes of its result; return this plan. Local."""
+        self._finish = function
+        return self
 
     def _ready(self) -> Buffers:
         """Return the buffers of the next start."""
         plan, last = self._plan, self._last
         if last is not None:
             if not last.resolved:
-                raise UnresolvedError(
-                    f"{self!r} is started again while its last start is under way; resolve that "
-                    "first"
-                )
+                raise self._under_way()
             if last.error is not None:
                 self._buffers = self._prepared = None  # what failed here may still write into them
             self._last = None

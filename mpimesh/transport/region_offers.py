@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
-import numpy as np
-
 from mpimesh.arrays.types import HostArray
 from mpimesh.layout.boxes import Box, view, volume, whole
 from mpimesh.layout.regions import Regions
@@ -32,6 +30,9 @@ _REUSED_BYTES = 32 << 20
 _SMALL_PART = 8
 _LARGEST = 16 << 20
 """No more than an eighth of a block up to this size counts as its edges."""
+
+_MOST_COMPARED = 64
+"""Of more boxes, those that lie in another are copied twice."""
 
 _MOST_FREE = 2
 _MOST_FILLS = 16
@@ -89,7 +90,7 @@ class Offer:
     def fill(self) -> None:
         """Copy what others take, if it is not there yet. Doing it again is harmless."""
         for to, what in self._fill:
-            np.copyto(to, what)
+            to[...] = what
 
 
 NO_OFFER = Offer(NOT_READ)
@@ -174,6 +175,36 @@ class Copies:
             fills[at, buffer.at] = fill
         return Offer(buffer.at, fill=fill)
 
+    def again(
+        self,
+        source: HostArray,
+        boxes: Sequence[Box],
+        readers: Cells,
+        at: int,
+        offers: dict[int, Offer],
+    ) -> Offer:
+        """Offer a copy of a block that is copied again and again, from the same place.
+
+        Args:
+            source: The block.
+            boxes: What is to be copied of it.
+            readers: The cells of those who take of it.
+            at: Where it begins in the arena; -1 for an ordinary array.
+            offers: Keeps the offers, by where the copies lie.
+        """
+        buffer = self._buffer(source.nbytes, readers)
+        if buffer is None:
+            return Offer(at, is_read=at >= 0)
+        offer = offers.get(buffer.at)
+        if offer is None:
+            # Through the window's view, which does not keep the memory of the copy.
+            window = self._window
+            memory = window.view(window.rank, buffer.at, source.nbytes, buffer.memory.dtype)
+            if len(offers) >= _MOST_FILLS:
+                offers.clear()
+            offer = offers[buffer.at] = Offer(buffer.at, fill=_fill(memory, source, boxes))
+        return offer
+
     @property
     def memories(self) -> list[HostArray]:
         """The copies that others may still read."""
@@ -218,12 +249,21 @@ def _fill(memory: HostArray, source: HostArray, boxes: Sequence[Box]) -> Fill:
     return [(view(copy, box), view(block, box)) for box in boxes]
 
 
+def _is_in(box: Box, other: Box) -> bool:
+    return all(first <= a and b <= last for (a, b), (first, last) in zip(box, other, strict=True))
+
+
 def copied_boxes(regions: Regions, shape: tuple[int, ...]) -> tuple[Box, ...]:
     """Return what to copy of a block of which others take: that, or all in one run.
 
     Of large blocks a run is half the traffic, for the processor need not read what it writes over.
     """
-    boxes = tuple([give.box for give in regions.gives])
+    boxes = tuple(dict.fromkeys([give.box for give in regions.gives]))
+    if len(boxes) <= _MOST_COMPARED:
+        # The corners of a block lie in its edges.
+        boxes = tuple(
+            [box for box in boxes if not any(box != one and _is_in(box, one) for one in boxes)]
+        )
     if sum(map(volume, boxes)) > _WHOLE_FROM * prod(shape):
         return (whole(shape),)
     return boxes

@@ -30,7 +30,7 @@ from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.engine import Engine, Moved, StagedRequest, Steps, run_steps
 from mpimesh.transport.notes import EXCHANGE, Operation, enter, mismatch, operation_number
 from mpimesh.transport.region_offers import Copies, CopyRule
-from mpimesh.transport.region_shared import SharedExchange, SharedPlan
+from mpimesh.transport.region_shared import PreparedExchange, SharedExchange, SharedPlan
 from mpimesh.transport.regions import check_contiguous, check_regions, kind_of
 from mpimesh.transport.shared_window import (
     NOT_READ,
@@ -367,13 +367,7 @@ class SharedCollectives:
         request = getattr(self, f"_{name}")(ways, *arguments)
         if not isinstance(request, OneShot | InPlace) or getattr(request, "places", ()) is None:
             return None
-
-        def start() -> Request:
-            request.again()
-            self._engine.begin(self, request)
-            return request
-
-        return start
+        return self._starter(request)
 
     # -- the collectives, not begun -------------------------------------------------------
 
@@ -528,6 +522,37 @@ class SharedCollectives:
             max_bytes,
         )
         return self._begin(request)
+
+    def prepare_exchange(
+        self, source: HostArray | None, target: HostArray | None, regions: Regions
+    ) -> Callable[[], Request]:
+        """Return what starts an exchange between the same arrays again and again.
+
+        Each start is after the last one has settled.
+
+        Raises:
+            MpimeshError: As of :meth:`exchange_regions`.
+        """
+        window, plan = self._window, self._plan_of(regions, source, target)
+        places = (
+            -1 if source is None else window.find(source),
+            -1 if target is None else window.find(target),
+        )
+        arrays = source, target
+        request = PreparedExchange(
+            window, self._engine, self._messages, plan, self._copies, self.copied, arrays, places
+        )
+        return self._starter(request)
+
+    def _starter(self, request: OneShot | InPlace | PreparedExchange) -> Callable[[], Request]:
+        again, begin = request.again, self._engine.begin
+
+        def start() -> Request:
+            again()
+            begin(self, request)
+            return request
+
+        return start
 
     def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
         """Begin a collective of MPI's, once none is under way that may start another.
