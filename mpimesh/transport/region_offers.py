@@ -78,18 +78,19 @@ class Offer:
     Attributes:
         at: Where it begins in the arena; -1 if there is no room.
         is_read: Whether others read the block itself, and no copy of it.
+        copies: What is to be copied, and before it where to.
     """
 
-    __slots__ = ("_fill", "at", "is_read")
+    __slots__ = ("at", "copies", "is_read")
 
     def __init__(self, at: int, *, is_read: bool = False, fill: Fill = ()) -> None:
         self.at = at
         self.is_read = is_read
-        self._fill = fill
+        self.copies = fill
 
     def fill(self) -> None:
         """Copy what others take, if it is not there yet. Doing it again is harmless."""
-        for to, what in self._fill:
+        for to, what in self.copies:
             to[...] = what
 
 
@@ -102,15 +103,17 @@ class _Buffer:
 
     Attributes:
         memory: The bytes.
+        nbytes: How many they are.
         at: Where they begin in the arena.
         number: The number of the last operation that used it.
         readers: The cells of those who read it then.
     """
 
-    __slots__ = ("at", "memory", "number", "readers")
+    __slots__ = ("at", "memory", "nbytes", "number", "readers")
 
     def __init__(self, memory: HostArray, at: int) -> None:
         self.memory = memory
+        self.nbytes = memory.nbytes
         self.at = at
         self.number = 0
         self.readers: Cells = ()
@@ -178,6 +181,7 @@ class Copies:
     def again(
         self,
         source: HostArray,
+        nbytes: int,
         boxes: Sequence[Box],
         readers: Cells,
         at: int,
@@ -187,19 +191,34 @@ class Copies:
 
         Args:
             source: The block.
+            nbytes: Its size.
             boxes: What is to be copied of it.
             readers: The cells of those who take of it.
             at: Where it begins in the arena; -1 for an ordinary array.
             offers: Keeps the offers, by where the copies lie.
         """
-        buffer = self._buffer(source.nbytes, readers)
+        buffers = self._buffers
+        if buffers and len(buffers) <= _MOST_FREE:
+            # As in _buffer, without the cost of its calls.
+            oldest = buffers[0]
+            offer = offers.get(oldest.at)
+            if (
+                offer is not None
+                and nbytes <= oldest.nbytes <= _REUSED_BYTES
+                and self._window.done_by(oldest.number, oldest.readers)
+            ):
+                oldest.number = self._window.published + 1
+                oldest.readers = readers
+                buffers.append(buffers.pop(0))
+                return offer
+        buffer = self._buffer(nbytes, readers)
         if buffer is None:
             return Offer(at, is_read=at >= 0)
         offer = offers.get(buffer.at)
         if offer is None:
             # Through the window's view, which does not keep the memory of the copy.
             window = self._window
-            memory = window.view(window.rank, buffer.at, source.nbytes, buffer.memory.dtype)
+            memory = window.view(window.rank, buffer.at, nbytes, buffer.memory.dtype)
             if len(offers) >= _MOST_FILLS:
                 offers.clear()
             offer = offers[buffer.at] = Offer(buffer.at, fill=_fill(memory, source, boxes))
@@ -227,7 +246,7 @@ class Copies:
             self._buffers = buffers = [other for other in buffers if other not in free]
             fitting = [other for other in free if _fits(nbytes, other)]
             if fitting:
-                buffer = min(fitting, key=lambda other: other.memory.nbytes)
+                buffer = min(fitting, key=lambda other: other.nbytes)
             else:
                 memory = self._window.room(nbytes)
                 if memory is None:
@@ -240,7 +259,7 @@ class Copies:
 
 
 def _fits(nbytes: int, buffer: _Buffer) -> bool:
-    return nbytes <= buffer.memory.nbytes <= _REUSED_BYTES
+    return nbytes <= buffer.nbytes <= _REUSED_BYTES
 
 
 def _fill(memory: HostArray, source: HostArray, boxes: Sequence[Box]) -> Fill:

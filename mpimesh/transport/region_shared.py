@@ -284,12 +284,14 @@ class PreparedExchange(SharedExchange):
         super().__init__(window, engine, messages, plan, offers, arrays, places, 0)
         self._known: dict[tuple[int, ...], Sequence[Work]] = {}
 
-    def again(self) -> None:
-        """Make ready for another start, once the last has settled."""
+    def start(self, chain: object) -> Request:
+        """Start it once more, once the last start has settled, as the last one of `chain`."""
         self.done = self.committed = self._through = False
         self._error = self._parts = self._refusal = None
         self._number = self._done_parts = 0
         self._rest = ()
+        self._engine.begin(chain, self)
+        return self
 
     def _move(self) -> bool:
         if self._parts is not None or not self._plan.copies_at_once:
@@ -303,8 +305,9 @@ class PreparedExchange(SharedExchange):
             self._number = number = window.published + 1
         offer = self._offer
         if window.published < number:
-            offer.fill()
-            window.publish(number, EXCHANGE, offer.at, plan.descriptor, bells=plan.reader_bells)
+            for to, what in offer.copies:
+                to[...] = what
+            window.publish(number, EXCHANGE, offer.at, plan.descriptor, plan.reader_bells)
         self.committed = True
         identities = window.identities_of(number, plan.owner_cells)
         if identities is None:
@@ -449,7 +452,7 @@ class SharedPlan:
             return _no_offer
         if at >= 0 and not rule.copies(self._nbytes, self._given_bytes):
             return partial(Offer, at, is_read=True)
-        return partial(copies.again, source, boxes, self.reader_cells, at, {})
+        return partial(copies.again, source, source.nbytes, boxes, self.reader_cells, at, {})
 
     def check(self, notes: Sequence[Note]) -> None:
         """See whether the owners' arrays have the dtype of this rank's.

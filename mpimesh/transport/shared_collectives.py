@@ -542,9 +542,9 @@ class SharedCollectives:
         request = PreparedExchange(
             window, self._engine, self._messages, plan, self._copies, self.copied, arrays, places
         )
-        return self._starter(request)
+        return partial(request.start, self)
 
-    def _starter(self, request: OneShot | InPlace | PreparedExchange) -> Callable[[], Request]:
+    def _starter(self, request: OneShot | InPlace) -> Callable[[], Request]:
         again, begin = request.again, self._engine.begin
 
         def start() -> Request:

@@ -370,10 +370,12 @@ class SharedWindow:
         """Return the identities of the notes of some ranks; None if some are not there yet."""
         at = _NOTES_AT + number % NOTES * _NOTE_NUMBERS
         base = (number & _NUMBERS) << _IDENTITY_BITS
-        identities = tuple([cell[at] - base for cell in cells])
-        for identity in identities:
+        identities: tuple[int, ...] = ()
+        for cell in cells:  # most have one or two: a comprehension costs more
+            identity = cell[at] - base
             if not 0 < identity <= _IDENTITIES:
                 return None
+            identities += (identity,)
         if not _IN_ORDER:
             self.fence()
         return identities
