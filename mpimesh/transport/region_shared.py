@@ -423,8 +423,8 @@ class SharedPlan:
             pieces = pieces_of(regions, range(len(regions.takes)), window.rank + 1, itemsize)
             self._groups = [(ranks, list(row)) for ranks, row in groupby(pieces, _ranks_of)]
         copies = not any(op for _, row in self._groups for op, _, _ in row)
-        taken = sum([volume(take.box) for take in regions.takes])
-        self._at_once = target is None or taken * target.itemsize <= _AT_ONCE_BYTES
+        taken_elements = sum([volume(take.box) for take in regions.takes])
+        self._at_once = target is None or taken_elements * target.itemsize <= _AT_ONCE_BYTES
         self.copies_at_once = copies and self._at_once
         # By all addresses, and by those that a group depends on; of few pieces only.
         self._whole_work: dict[tuple[object, ...], list[Work]] = {}
