@@ -125,12 +125,12 @@ class Halo:
         Raises:
             LayoutError: If the field is of another halo.
         """
-        if not isinstance(field, HaloField) or field.halo is not self:
+        if type(field) is not HaloField or field.halo is not self:
             raise LayoutError(
                 f"a halo exchanges its own fields, made by halo.field(); got {shown(field)}"
             )
         planned, padded = field._planned, field._padded
-        if padded is not None:
+        if padded is not None and self._fills:
             for index, value in self._fills:
                 padded[index] = value
         if planned is not None and planned.is_ready:

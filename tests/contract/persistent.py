@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 import mpimesh as mm
@@ -362,15 +364,16 @@ def check_a_halo_is_exchanged_again_and_again(comm):
                 halo = mm.Halo(x, width, boundary)
                 fields = [halo.field(), halo.field()]
                 pairs = halo.plan.width
-                modes = {"periodic": "wrap", "edge": "edge"}
+                options: Any = {
+                    "periodic": {"mode": "wrap"},
+                    "edge": {"mode": "edge"},
+                    0.5: {"constant_values": 0.5},
+                }[boundary]
                 for start in range(6):
                     whole = random.standard_normal(shape)
                     whole[0, 0] = np.nan
                     rewrite(fields[start % 2].tensor, whole)
-                    if boundary == 0.5:
-                        padded = np.pad(whole, pairs, constant_values=0.5)
-                    else:
-                        padded = np.pad(whole, pairs, mode=modes[boundary])
+                    padded = np.pad(whole, pairs, **options)
                     handles = [halo.start(fields[start % 2]) for _ in range(1 + start % 2)]
                     box = halo.plan.padded_box(mesh.rank)
                     mine = padded[
