@@ -17,6 +17,7 @@ from mpimesh.errors import DTypeError, LayoutError, RankError
 from mpimesh.layout import HaloPlan, Layout, PlacementLike, plan_halo
 from mpimesh.layout.boxes import slices, view
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.runtime.persistent import PersistentExchange
 
 __all__ = ["Halo", "HaloField"]
 
@@ -124,22 +125,26 @@ class Halo:
         Raises:
             LayoutError: If the field is of another halo.
         """
-        if not isinstance(field, HaloField) or field.halo is not self:
+        if type(field) is not HaloField or field.halo is not self:
             raise LayoutError(
                 f"a halo exchanges its own fields, made by halo.field(); got {shown(field)}"
             )
-        if not self._is_member:
-            return self._start(None, None, None)
-        padded = field.padded
-        for index, value in self._fills:
-            padded[index] = value
-        return self._start(padded, padded, field.local)
-
-    def _start(
-        self, source: HostArray | None, target: HostArray | None, lock: HostArray | None
-    ) -> CollectiveTensor:
+        planned, padded = field._planned, field._padded
+        if padded is not None and self._fills:
+            for index, value in self._fills:
+                padded[index] = value
+        if planned is not None and planned.is_ready:
+            return planned.start()
+        lock = None if padded is None else field.local
+        if planned is None:
+            mesh, rule = self.mesh, self._rule
+            planned = self._reading.planned("halo", mesh, rule, padded, padded, lock)
+            handle = planned.start()
+            field._planned = planned
+            return handle
+        # Once more before the last one is over, which the plan does not allow.
         return self._reading.start(
-            "halo", self.mesh, self._rule, source, target, lambda: target, lock
+            "halo", self.mesh, self._rule, padded, padded, lambda: padded, lock
         )
 
     def exchange(self, x: HaloField | DTensor) -> Any:
@@ -212,7 +217,7 @@ class HaloField:
             written into one is in the other.
     """
 
-    __slots__ = ("_padded", "halo", "tensor")
+    __slots__ = ("_padded", "_planned", "halo", "tensor")
 
     def __init__(self, halo: Halo, x: DTensor | None = None) -> None:
         if not isinstance(halo, Halo):
@@ -220,6 +225,7 @@ class HaloField:
         plan, mesh = halo.plan, halo.mesh
         self.halo = halo
         self._padded: HostArray | None = None
+        self._planned: PersistentExchange | None = None
         block = None
         if halo._is_member:
             self._padded = mesh.shared_empty(plan.padded_shape(mesh.rank), halo.dtype)

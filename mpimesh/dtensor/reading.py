@@ -12,7 +12,8 @@ from mpimesh.layout import Box, Regions
 from mpimesh.layout.boxes import volume
 from mpimesh.layout.reads import Reads
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
-from mpimesh.runtime.received import sparse
+from mpimesh.runtime.persistent import PersistentExchange
+from mpimesh.runtime.received import Amount, Rule, sparse
 from mpimesh.transport import Request, Steps
 from mpimesh.transport.regions import copy_own
 
@@ -79,21 +80,11 @@ class Reading:
             lock: The caller's array, which must not change meanwhile.
         """
         group = mesh.everyone.alone() if source is None else mesh.group()
-
-        def alone() -> Steps:
-            if source is not None and target is not None:
-                copy_own(self.regions, source, target)
-            yield from ()
-
-        begin: Callable[[], Request | Steps] = alone
+        begin: Callable[[], Request | Steps] = partial(self._alone, source, target)
         if self.moves and group.size > 1:
             side = group.communicator
             begin = partial(side.exchange_regions, source, target, self.regions)
         size = 0 if source is None else source.itemsize
-        # All that comes from a rank counts as one message.
-        received = tuple(
-            [number for place, count in self.received for number in (place, count * size, 1)]
-        )
         return group.compose(
             name,
             begin,
@@ -101,5 +92,49 @@ class Reading:
             nbytes=self.sent * size,
             finish=finish,
             lock=lock,
-            receives=(sparse, received) if received else None,
+            receives=self._receives(size),
         )
+
+    def planned(
+        self,
+        name: str,
+        mesh: DeviceMesh,
+        rule: str,
+        source: HostArray | None,
+        target: HostArray | None,
+        lock: HostArray | None,
+    ) -> PersistentExchange:
+        """Plan it between the same arrays, to be started many times. Local.
+
+        The result is `target`; the arguments are those of :meth:`start`.
+        """
+        group = mesh.everyone.alone() if source is None else mesh.group()
+        size = 0 if source is None else source.itemsize
+
+        def prepare() -> Callable[[], Request | Steps]:
+            if not self.moves or group.size == 1:
+                return partial(self._alone, source, target)
+            return group.communicator.prepare("exchange_regions", (source, target, self.regions))
+
+        return PersistentExchange(
+            group,
+            name,
+            prepare,
+            rule=rule,
+            nbytes=self.sent * size,
+            value=target,
+            lock=lock,
+            receives=self._receives(size),
+        )
+
+    def _alone(self, source: HostArray | None, target: HostArray | None) -> Steps:
+        if source is not None and target is not None:
+            copy_own(self.regions, source, target)
+        yield from ()
+
+    def _receives(self, size: int) -> tuple[Rule, Amount] | None:
+        """Return how what comes is counted: all from one rank as one message."""
+        received = tuple(
+            [number for place, count in self.received for number in (place, count * size, 1)]
+        )
+        return (sparse, received) if received else None

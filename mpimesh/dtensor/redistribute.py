@@ -23,6 +23,7 @@ from mpimesh.layout import (
 from mpimesh.layout.boxes import view, volume
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
+from mpimesh.runtime.persistent import Persistent, PersistentCollective, PersistentExchange
 from mpimesh.runtime.received import sparse
 from mpimesh.transport import Request, Steps, run_steps
 from mpimesh.transport.regions import copy_own
@@ -32,6 +33,7 @@ __all__ = [
     "identity_of",
     "moves_between_ranks",
     "plan_redistribute",
+    "redistribute_again",
     "start_redistribute",
 ]
 
@@ -84,7 +86,9 @@ def start_redistribute(
     key = ("redistribute", source, target, goal is mesh, shape, dtype)
     redistribution = _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
     if redistribution.plan.collective is not None and block is not None and not max_bytes:
-        return _start_collective(redistribution, mesh, block).map(finish)
+        group, name, arguments, options = _collective(redistribution, mesh, block, None)
+        started: CollectiveTensor = getattr(group, name)(*arguments, **options)
+        return started.map(finish)
     held = block if block is None or block.flags.c_contiguous else block.copy()
     begin, end = redistribution.begin(held, dtype, mesh.shared_empty, max_bytes)
     rule = redistribution.rule
@@ -97,6 +101,71 @@ def start_redistribute(
         lock=block,
         receives=(sparse, redistribution.received) if redistribution.received else None,
     )
+
+
+def redistribute_again(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    dtype: DType,
+    block: HostArray | None,
+    out: HostArray | None,
+    finish: Callable[[HostArray | None], Any],
+) -> Persistent:
+    """Plan to bring an array from one layout to another many times. Local.
+
+    Args:
+        mesh: The live mesh of `source`.
+        source: The layout that the array has.
+        goal: The live mesh of `target`.
+        target: The layout that it is to have.
+        shape: Its global shape.
+        dtype: Its dtype.
+        block: This rank's block, which each start reads; None if it has none.
+        out: Where this rank's new block goes; None for memory of its own, or if it has none.
+        finish: Makes the result out of the new block, or of None; called once.
+
+    Raises:
+        LayoutError: If the meshes are not of the same ranks, or a block cannot be reduced so.
+    """
+    if goal is not mesh:
+        _check_goal(mesh, goal)
+    key = ("redistribute", source, target, goal is mesh, shape, dtype)
+    redistribution = _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
+    given = out
+    if out is not None and block is not None and np.may_share_memory(out, block):
+        out = None  # it would be written while others read it
+    if out is not None and not out.flags.c_contiguous:
+        out = None
+    if redistribution.plan.collective is not None and block is not None:
+        group, name, arguments, options = _collective(redistribution, mesh, block, out)
+        planned: PersistentCollective = getattr(group, f"{name}_init")(*arguments, **options)
+        into = options["out"]
+        result = finish(into if given is None else given)
+        return planned.map(lambda _: _given(into, given, result))
+    steps = _Again(redistribution, block, out, dtype, mesh.shared_empty)
+    result = finish(steps.last if given is None else given)
+    plain = given is None or given is steps.last
+    return PersistentExchange(
+        redistribution.group,
+        "redistribute",
+        steps.prepare,
+        rule=redistribution.rule,
+        nbytes=redistribution.sent_bytes,
+        value=result,
+        finish=None if steps.ends and plain else lambda: _given(steps.end(), given, result),
+        lock=block,
+        receives=(sparse, redistribution.received) if redistribution.received else None,
+    )
+
+
+def _given(block: HostArray | None, given: HostArray | None, result: Any) -> Any:
+    """Return the result, once the new block is in the caller's array, if there is one."""
+    if given is not None and block is not None and given is not block:
+        given[...] = block
+    return result
 
 
 def plan_redistribute(
@@ -239,6 +308,97 @@ def _no_steps() -> Steps:
     yield from ()
 
 
+class _Again:
+    """One rank's part in bringing the same array to its new layout again and again.
+
+    Args:
+        redistribution: The part.
+        block: This rank's block; None if it has none.
+        out: Where its new block is to go, C-contiguous; None for memory of its own.
+        dtype: The dtype of all blocks.
+        empty: Gives memory that the ranks of the node can reach.
+
+    Attributes:
+        last: Where the new block comes.
+        ends: Whether it is there as soon as the exchanges are over.
+    """
+
+    def __init__(
+        self,
+        redistribution: _Redistribution,
+        block: HostArray | None,
+        out: HostArray | None,
+        dtype: DType,
+        empty: _Empty,
+    ) -> None:
+        self._part = redistribution
+        self._dtype = dtype
+        self._block = block
+        held = block
+        if block is not None and not block.flags.c_contiguous:
+            held = np.empty(block.shape, block.dtype)
+        self._held = held
+        stages = redistribution.stages
+        into = max([n for n, stage in enumerate(stages) if not stage.in_place], default=-1)
+        self._arrays = [held]
+        for number, stage in enumerate(stages):
+            if number == into and out is not None and stage.shape is not None:
+                self._arrays.append(out)
+            else:
+                self._arrays.append(_target(stage, self._arrays[-1], dtype, empty))
+        self.last = self._arrays[-1]
+        self._moves = redistribution.moves and redistribution.group.size > 1
+        self.ends = self._moves and not any(stage.divisor > 1 for stage in stages)
+
+    def prepare(self) -> Callable[[], Request | Steps]:
+        """Return what starts it, as often as wanted."""
+        part, arrays = self._part, self._arrays
+        if not self._moves:
+            return _no_steps
+        begins = [
+            part.group.communicator.prepare(
+                "exchange_regions", (arrays[number], arrays[number + 1], stage.regions)
+            )
+            for number, stage in enumerate(part.stages)
+        ]
+        if len(begins) == 1 and not part.stages[0].fill and self._held is self._block:
+            return begins[0]
+
+        def steps() -> Steps:
+            self._read()
+            for begin, stage, target in zip(begins, part.stages, arrays[1:], strict=True):
+                _refill(stage, target, self._dtype)
+                yield from run_steps(begin)
+                if len(begins) > 1:
+                    _divide(stage, target)
+
+        return steps
+
+    def end(self) -> HostArray | None:
+        """Return the new block, once the exchanges are over."""
+        stages, arrays = self._part.stages, self._arrays
+        if self._moves:
+            return self.last if len(stages) > 1 else _divide(stages[0], self.last)
+        self._read()
+        for number, stage in enumerate(stages):
+            source, target = arrays[number], arrays[number + 1]
+            _refill(stage, target, self._dtype)
+            if target is not None and source is not None:
+                copy_own(stage.regions, source, target)
+            _divide(stage, target)
+        return self.last
+
+    def _read(self) -> None:
+        """Copy the caller's block, if it is not in one run of memory."""
+        if self._held is not self._block and self._held is not None:
+            self._held[...] = self._block
+
+
+def _refill(stage: Stage, target: HostArray | None, dtype: DType) -> None:
+    if stage.fill and target is not None and not stage.in_place:
+        target[...] = identity_of(stage.fill, dtype)
+
+
 def _target(
     stage: Stage, current: HostArray | None, dtype: DType, empty: _Empty
 ) -> HostArray | None:
@@ -366,33 +526,35 @@ def _nodes(group: ProcessGroup) -> tuple[int, ...]:
 # -- by a collective of a group ----------------------------------------------------------------
 
 
-def _start_collective(
-    redistribution: _Redistribution, mesh: DeviceMesh, block: HostArray
-) -> CollectiveTensor:
-    """Start the collective of a group that does it all."""
+def _collective(
+    redistribution: _Redistribution, mesh: DeviceMesh, block: HostArray, out: HostArray | None
+) -> tuple[ProcessGroup, str, tuple[Any, ...], dict[str, Any]]:
+    """Return the group whose collective does it all, its name and its arguments."""
     plan = redistribution.plan
     collective, source = plan.collective, plan.source
     names = () if collective is None else collective.dims
     group = mesh.group(names[0]) if len(names) == 1 else mesh.group()
-    out = mesh.shared_empty(redistribution.stages[-1].shape or (), block.dtype)
+    if out is None:
+        out = mesh.shared_empty(redistribution.stages[-1].shape or (), block.dtype)
     if collective is None or collective.kind == "all_reduce":
-        return group.all_reduce(block, source.partial_op, out=out)
+        return group, "all_reduce", (block, source.partial_op), {"out": out}
     axis, joined = collective.axis, collective.joined_axis
     shape, target = plan.shape, plan.target
     if collective.kind == "all_gather":
         sizes = _sizes(source, shape, group.ranks, axis)
-        return group.all_gather(block, axis=axis, sizes=sizes, out=out)
+        return group, "all_gather", (block,), {"axis": axis, "sizes": sizes, "out": out}
     sizes = _sizes(target, shape, group.ranks, axis)
     if collective.kind == "reduce_scatter":
-        return group.reduce_scatter(block, collective.op, axis=axis, sizes=sizes, out=out)
-    return group.all_to_all(
-        block,
-        split_axis=axis,
-        concat_axis=joined,
-        sizes=sizes,
-        recv_sizes=_sizes(source, shape, group.ranks, joined),
-        out=out,
-    )
+        options = {"axis": axis, "sizes": sizes, "out": out}
+        return group, "reduce_scatter", (block, collective.op), options
+    options = {
+        "split_axis": axis,
+        "concat_axis": joined,
+        "sizes": sizes,
+        "recv_sizes": _sizes(source, shape, group.ranks, joined),
+        "out": out,
+    }
+    return group, "all_to_all", (block,), options
 
 
 def _sizes(layout: Layout, shape: tuple[int, ...], ranks: Sequence[int], axis: int) -> list[int]:

@@ -16,10 +16,15 @@ from mpimesh.dtensor.blocks import agreed_blocks, host_block, writable_block
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.held import Held
 from mpimesh.dtensor.methods import Methods
-from mpimesh.dtensor.redistribute import fitting_layout, plan_redistribute, start_redistribute
+from mpimesh.dtensor.redistribute import (
+    fitting_layout,
+    plan_redistribute,
+    redistribute_again,
+    start_redistribute,
+)
 from mpimesh.dtensor.registry import FACTS, FUNCTIONS, StandIn, name_of, rule_of, sure_rule_of
 from mpimesh.dtensor.scalars import item_of, place_of
-from mpimesh.errors import LayoutError, ShapeError
+from mpimesh.errors import DTypeError, LayoutError, ShapeError
 from mpimesh.layout import (
     Layout,
     PlacementLike,
@@ -28,6 +33,7 @@ from mpimesh.layout import (
 )
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.runtime.persistent import Persistent
 
 __all__ = ["DTensor"]
 
@@ -217,6 +223,48 @@ class DTensor(Held, Methods):
         """
         return self._start(self._target(placements, mesh), mesh, max_bytes)
 
+    def redistribute_init(
+        self,
+        placements: PlacementLike | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        out: DTensor | None = None,
+    ) -> Persistent:
+        """Plan :meth:`redistribute`, to be started many times. Local.
+
+        For loops: arguments are checked, blocks and buffers worked out here. Each start reads what
+        this array holds then, and writes into the same result; what the ranks start is compared as
+        in a plain call.
+
+        Args:
+            placements: As of :meth:`redistribute`.
+            mesh: The mesh to move to; this one if None.
+            out: The tensor for the result: of this shape and dtype, in the new layout. New if None.
+
+        Raises:
+            LayoutError: If the placements do not fit, or `out` is in another layout.
+            ShapeError: If `out` has another shape.
+            DTypeError: If it has another dtype, or a reduction is needed that the dtype lacks.
+
+        Example:
+            >>> planned = x.redistribute_init("S1")
+            >>> for _ in range(100):
+            ...     x.local[...] = step()
+            ...     columns = planned.start().resolve()
+        """
+        target = self._target(placements, mesh)
+        goal = self._mesh if mesh is None else mesh
+        if out is not None:
+            _check_out(self, goal, target, out)
+        shape, dtype, given = self._shape, self._dtype, None if out is None else out._block
+
+        def made(block: HostArray | None) -> DTensor:
+            return out if out is not None else DTensor.of_block(goal, target, shape, dtype, block)
+
+        return redistribute_again(
+            self._mesh, self._layout, goal, target, shape, dtype, self._block, given, made
+        )
+
     def _start(self, target: Layout, mesh: DeviceMesh | None, max_bytes: int) -> CollectiveTensor:
         goal = self._mesh if mesh is None else mesh
         shape, dtype = self._shape, self._dtype
@@ -389,3 +437,30 @@ class DTensor(Held, Methods):
             f"{self!r} cannot {what}: its parts are on several ranks; take x.local for this rank's "
             f"block, x.full() for the whole array{one}; all ranks call x.full() and float(x)"
         )
+
+
+def _check_out(x: DTensor, goal: DeviceMesh, target: Layout, out: Any) -> None:
+    """See whether a tensor can be the result of a redistribution. Local.
+
+    Raises:
+        LayoutError: If it is none, on another mesh, in another layout, or read-only.
+        ShapeError: If it has another shape.
+        DTypeError: If it has another dtype.
+    """
+    place = f"on rank {x.mesh.rank}"
+    if not isinstance(out, DTensor):
+        raise LayoutError(
+            f"out of redistribute_init must be a DTensor, got {shown(out)} {place}; leave it out "
+            "for a new one"
+        )
+    if out.shape != x.shape:
+        raise ShapeError(f"out must have shape {x.shape}, got shape {out.shape} {place}")
+    if out.dtype != x.dtype:
+        raise DTypeError(f"out must have dtype {x.dtype}, got dtype {out.dtype} {place}")
+    if out.mesh is not goal or out.layout != target:
+        raise LayoutError(
+            f"out must be in the new layout, {target} on mesh {goal.dims_text}, got {out.layout} "
+            f"on mesh {out.mesh.dims_text} {place}"
+        )
+    if out.is_member and not out.local.flags.writeable:
+        raise LayoutError(f"out must be writable, but its block is read-only {place}: copy it")

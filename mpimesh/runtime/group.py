@@ -13,7 +13,7 @@ from mpimesh.runtime import messages, rooted
 from mpimesh.runtime.allocator import empty_once
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore, collective
-from mpimesh.runtime.persistent import PersistentCollective
+from mpimesh.runtime.persistent import Persistent, PersistentCollective
 from mpimesh.runtime.plan import (
     Plan,
     plan_all_gather,
@@ -557,6 +557,18 @@ class ProcessGroup(GroupCore):
         return messages.recv(self, source, shape=shape, dtype=dtype, out=out, tag=tag, label=label)
 
     @collective
+    def send_init(
+        self, x: Array, dest: int, *, tag: int = 0, label: str | None = None
+    ) -> Persistent:
+        """Plan a :meth:`send` of `x`, to be started many times. Local. Each reads what it holds."""
+        return messages.send_init(self, x, dest, tag, label)
+
+    def recv_init(
+        self, out: Array, source: int, *, tag: int = 0, label: str | None = None
+    ) -> Persistent:
+        """Plan a :meth:`recv` into `out`, to be started many times, as :meth:`send_init`. Local."""
+        return messages.recv_init(self, out, source, tag, label)
+
     def shift(
         self, x: Array, offset: int = 1, *, wrap: bool = False, label: str | None = None
     ) -> CollectiveTensor:

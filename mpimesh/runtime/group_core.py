@@ -35,7 +35,7 @@ from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.device_operation import DeviceOperation, begin_in
 from mpimesh.runtime.messages import Arrival
 from mpimesh.runtime.operands import host_array
-from mpimesh.runtime.plan import Buffers, Plan
+from mpimesh.runtime.plan import Accounts, Buffers, Plan
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.received import Amount, Members, Rule, uniform
 from mpimesh.runtime.work import CollectiveTensor, Operation
@@ -281,7 +281,7 @@ class GroupCore:
         nbytes: int = 0,
         receives: tuple[Rule, Amount] | None = None,
         arrival: Arrival | None = None,
-        plan: Plan | None = None,
+        plan: Plan | Accounts | None = None,
         buffers: Buffers | None = None,
     ) -> CollectiveTensor:
         """Start one collective of the group in its turn, and give its handle out.
@@ -356,6 +356,19 @@ class GroupCore:
         else:
             tally.starts += 1
         return self.own(operation, nbytes)
+
+    @property
+    def watches_starts(self) -> bool:
+        """Whether starts are compared over all ranks, or counted by budgets."""
+        return bool(self._checks or self._context.traffic.budgets)
+
+    def accounts(self, call: Call, nbytes: int, receives: tuple[Rule, Amount] | None) -> Accounts:
+        """Return how further starts of `call` are counted and compared. Local."""
+        tally = self._context.traffic.tally(call.name, nbytes, receives, self._members)
+        signatures, digest = self.communicator.signatures, 0
+        if signatures is not None and not self._checks:
+            digest = signatures.digest((call.name, call.rule, call.compared, call.dtype))
+        return Accounts(nbytes, receives, digest, tally)
 
     def _begin_on_device(self, plan: Plan, *arguments: Any) -> Request | Steps:
         started: Request | Steps = getattr(self.side(plan.library), plan.name)(*arguments)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from mpimesh.errors import (
 from mpimesh.runtime.call import Call, Message
 from mpimesh.runtime.device_operation import DeviceOperation
 from mpimesh.runtime.operands import output_array
+from mpimesh.runtime.persistent import Persistent
 from mpimesh.runtime.received import Members
 from mpimesh.runtime.traffic import Traffic, spend
 from mpimesh.runtime.work import CollectiveTensor, Operation
@@ -55,11 +56,14 @@ __all__ = [
     "MAX_TAG",
     "Arrival",
     "Envelope",
+    "PersistentMessage",
     "open_envelope",
     "recv",
+    "recv_init",
     "roll_call",
     "seal",
     "send",
+    "send_init",
     "shift",
 ]
 
@@ -130,12 +134,23 @@ def seal(
     return envelope, inline is not None
 
 
-def open_envelope(envelope: HostArray) -> Envelope:
-    """Read a received envelope."""
+def open_envelope(envelope: HostArray, opened: dict[bytes, Envelope] | None = None) -> Envelope:
+    """Read a received envelope.
+
+    Args:
+        envelope: Its bytes.
+        opened: Keeps what the last one said, by its head: most are like the one before.
+    """
     head_bytes = _LENGTH_BYTES + int.from_bytes(bytes(envelope[:_LENGTH_BYTES]), "little")
-    shape, dtype, group, on_device = json.loads(bytes(envelope[_LENGTH_BYTES:head_bytes]))
-    described = Envelope(tuple(shape), dtype_from_json(dtype), group, on_device)
-    if on_device or head_bytes + described.nbytes > ENVELOPE_BYTES:
+    head = bytes(envelope[_LENGTH_BYTES:head_bytes])
+    described = None if opened is None else opened.get(head)
+    if described is None:
+        shape, dtype, group, on_device = json.loads(head)
+        described = Envelope(tuple(shape), dtype_from_json(dtype), group, on_device)
+        if opened is not None:
+            opened.clear()
+            opened[head] = described
+    if described.on_device or head_bytes + described.nbytes > ENVELOPE_BYTES:
         return described
     return replace(described, inline=envelope[head_bytes : head_bytes + described.nbytes])
 
@@ -229,8 +244,12 @@ def recv(
     out: Array | None,
     tag: int,
     label: str | None,
+    opened: dict[bytes, Envelope] | None = None,
 ) -> CollectiveTensor:
-    """Start to receive an array; see :meth:`ProcessGroup.recv`."""
+    """Start to receive an array; see :meth:`ProcessGroup.recv`.
+
+    `opened` keeps what envelopes were read to say, by their heads, for the next start.
+    """
     _check_peer(group, source, "source", tag)
     if out is not None:
         shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
@@ -246,7 +265,7 @@ def recv(
     chain = (group.communicator, source, tag)
 
     def all_steps() -> Steps:
-        result = yield from _recv_steps(group, source, 2 * tag, expected, out, arrival)
+        result = yield from _recv_steps(group, source, 2 * tag, expected, out, arrival, opened)
         arrival.settle()
         return result
 
@@ -256,6 +275,93 @@ def recv(
         return group.own(Operation(group, call, group.stage(chain, steps), None), 0)
     request = group.stage(chain, steps_in(scope, steps))
     return group.own(DeviceOperation(scope, group, call, request, None), 0)
+
+
+class PersistentMessage(Persistent):
+    """One end of a message between two ranks, to be started many times.
+
+    Each start is one message more in the row of its sender, receiver and tag, and meets the next
+    one there, be that persistent or plain.
+
+    Args:
+        group: The group.
+        text: What it is, for messages of errors.
+        begin: Starts it once more.
+    """
+
+    __slots__ = ("_begin", "_group", "_text")
+
+    def __init__(self, group: GroupCore, text: str, begin: Callable[[], CollectiveTensor]) -> None:
+        self._group = group
+        self._text = text
+        self._begin = begin
+        self._last = None
+
+    def start(self) -> CollectiveTensor:
+        """Start the message once more; see :meth:`Persistent.start`. The other rank starts its end.
+
+        Raises:
+            UnresolvedError: If the last start is not resolved: its array is in use.
+            ClosedError: If the mesh is closed.
+        """
+        if self._last is not None and not self._last.resolved:
+            raise self._under_way()
+        handle = self._begin()
+        self._last = handle._operation  # not the handle, which warns when it is dropped
+        return handle
+
+    def __repr__(self) -> str:
+        """Show what it sends or receives. Local."""
+        return f"<PersistentMessage {self._text} on {self._group.name!r}>"
+
+
+def send_init(
+    group: GroupCore, x: Array, dest: int, tag: int, label: str | None
+) -> PersistentMessage:
+    """Plan to send `x`; see :meth:`ProcessGroup.send_init`."""
+    _check_peer(group, dest, "dest", tag)
+    data = group.operand(x)
+    text = f"send(shape {data.shape}, {data.dtype}, dest {dest}, tag {tag})"
+    parcel = _parcel(group, data)  # first: what cannot be described is not sent
+    if type(x) is not np.ndarray:  # a list, or on a device, where a start is on a stream of its own
+        return PersistentMessage(group, text, lambda: send(group, x, dest, tag, label))
+    # Where its elements go for each start, unless they are sent from where they lie.
+    packed: HostArray | None = None
+    if len(parcel) == 1:
+        envelope = parcel[0]
+        packed = envelope[envelope.size - x.nbytes :]
+    elif not np.may_share_memory(parcel[1], x):
+        packed = parcel[1]
+    shape, dtype, nbytes = x.shape, x.dtype, x.nbytes
+
+    def begin() -> CollectiveTensor:
+        group.member("send")
+        call = Message("send", group.name, dest, tag, shape, dtype, label)
+        if packed is not None:
+            packed[...] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        group.count_message(call, nbytes)
+        request = group.stage(object(), _send_steps(group, parcel, dest, 2 * tag))
+        return group.own(Operation(group, call, request, None, group.lock(x, call)), nbytes)
+
+    return PersistentMessage(group, text, begin)
+
+
+def recv_init(
+    group: GroupCore, out: Array, source: int, tag: int, label: str | None
+) -> PersistentMessage:
+    """Plan to receive into `out`; see :meth:`ProcessGroup.recv_init`."""
+    _check_peer(group, source, "source", tag)
+    shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
+    output_array(out, shape, dtype)
+    text = f"recv(shape {shape}, {dtype}, source {source}, tag {tag})"
+    opened: dict[bytes, Envelope] = {}
+
+    def begin() -> CollectiveTensor:
+        return recv(
+            group, source, shape=None, dtype=None, out=out, tag=tag, label=label, opened=opened
+        )
+
+    return PersistentMessage(group, text, begin)
 
 
 def shift(
@@ -377,10 +483,11 @@ def _recv_steps(
     expected: tuple[tuple[int, ...] | None, DType | None],
     out: Array | None,
     arrival: Arrival,
+    opened: dict[bytes, Envelope] | None = None,
 ) -> Steps:
     buffer = np.empty(ENVELOPE_BYTES, np.uint8)
     yield group.communicator.irecv(buffer, source, wire_tag)
-    envelope = open_envelope(buffer)
+    envelope = open_envelope(buffer, opened)
     fits = _misfit(envelope, expected) is None
     library = _cupy(group, source) if envelope.on_device else np
     direct = fits and out is not None and namespace(out) is library and out.flags.c_contiguous

@@ -1,8 +1,12 @@
-"""Collectives with their arrays, started many times."""
+"""Operations with their arrays, planned once and started many times.
+
+Messages are in `messages.py`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -10,16 +14,45 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.errors import DTypeError, ShapeError, UnresolvedError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
-from mpimesh.runtime.plan import Buffers, Plan
+from mpimesh.runtime.plan import Accounts, Buffers, Plan
+from mpimesh.runtime.received import Amount, Rule
 from mpimesh.runtime.work import CollectiveTensor, Operation
+from mpimesh.transport import Request, Steps
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
 
-__all__ = ["PersistentCollective"]
+__all__ = ["Persistent", "PersistentCollective", "PersistentExchange"]
 
 
-class PersistentCollective:
+class Persistent:
+    """An operation with its arrays, checked and planned once, to be started many times.
+
+    MPI has the word of it. Each :meth:`start` reads what the arrays hold then.
+    """
+
+    __slots__ = ("_last",)
+
+    _last: Operation | None
+
+    def start(self) -> CollectiveTensor:
+        """Start it once more; the handle's ``resolve()`` gives the result.
+
+        Collective, as the call that it stands for.
+
+        Raises:
+            UnresolvedError: If the last start is not resolved: its arrays are in use.
+            ClosedError: If the mesh is closed.
+        """
+        raise NotImplementedError
+
+    def _under_way(self) -> UnresolvedError:
+        return UnresolvedError(
+            f"{self!r} is started again while its last start is under way; resolve that first"
+        )
+
+
+class PersistentCollective(Persistent):
     """A collective with its arrays, checked and bound once, to be started many times.
 
     Made by :meth:`ProcessGroup.all_reduce_init` and the like; MPI's word for it is a persistent
@@ -30,8 +63,8 @@ class PersistentCollective:
     __slots__ = (
         "_buffers",
         "_call",
+        "_finish",
         "_group",
-        "_last",
         "_out",
         "_plan",
         "_x",
@@ -51,7 +84,8 @@ class PersistentCollective:
         self._x = x
         self._out = out
         self._call = plan.call(group.name, label)
-        self._last: Operation | None = None
+        self._last = None
+        self._finish: Callable[[Any], Any] | None = None
         self._buffers = buffers if self._reads_in_place(buffers) else None
         if self._buffers is not None and not plan.on_device:
             self._buffers.prepared = plan.prepared(group, self._buffers.arguments)
@@ -73,18 +107,22 @@ class PersistentCollective:
             raise
         call.ended = False
         handle = group.start(self._plan, buffers, self._x, self._out, call, buffers.value)
-        self._last = handle._operation  # not the handle, which warns when it is dropped
+        self._last = last = handle._operation  # not the handle, which warns when it is dropped
+        if self._finish is not None:
+            last.map(self._finish)
         return handle
+
+    def map(self, function: Callable[[Any], Any]) -> Self:
+        """Let each start give what `function` makes of its result; return this plan. Local."""
+        self._finish = function
+        return self
 
     def _ready(self) -> Buffers:
         """Return the buffers of the next start."""
         plan, last = self._plan, self._last
         if last is not None:
             if not last.resolved:
-                raise UnresolvedError(
-                    f"{self!r} is started again while its last start is under way; resolve that "
-                    "first"
-                )
+                raise self._under_way()
             if last.error is not None:
                 self._buffers = None  # what failed here may still write into them
             self._last = None
@@ -117,3 +155,109 @@ class PersistentCollective:
         plan = self._plan
         what = f"{plan.name}(shape {plan.shape_in}, {plan.kind}, {plan.rule})"
         return f"<PersistentCollective {what} on {self._group.name!r}>"
+
+
+class PersistentExchange(Persistent):
+    """An exchange of regions between the same arrays, or several one after the other.
+
+    Args:
+        group: The ranks.
+        name: What it is called in messages and counts.
+        prepare: Gives what starts it, as often as wanted; called again after a failure.
+        rule: What must agree over ranks.
+        nbytes: The bytes that this rank puts in.
+        value: The result.
+        finish: Makes the result; None if it is `value` as it is.
+        lock: The caller's input, which must not change meanwhile.
+        receives: How what this rank receives is counted; None if it receives nothing.
+    """
+
+    __slots__ = (
+        "_accounts",
+        "_begin",
+        "_call",
+        "_finish",
+        "_group",
+        "_lock",
+        "_name",
+        "_nbytes",
+        "_prepare",
+        "_receives",
+        "_rule",
+        "_value",
+    )
+
+    def __init__(
+        self,
+        group: GroupCore,
+        name: str,
+        prepare: Callable[[], Callable[[], Request | Steps]],
+        *,
+        rule: str,
+        nbytes: int = 0,
+        value: Any = None,
+        finish: Callable[[], Any] | None = None,
+        lock: Array | None = None,
+        receives: tuple[Rule, Amount] | None = None,
+    ) -> None:
+        self._group = group
+        self._name = name
+        self._prepare = prepare
+        self._rule = rule
+        self._nbytes = nbytes
+        self._value = value
+        self._finish = finish
+        self._lock = lock
+        self._receives = receives
+        self._begin = prepare()
+        self._last = None
+        self._call: Call | None = None
+        self._accounts: Accounts | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may be started, for the last start is over."""
+        last = self._last
+        return last is None or last.resolved
+
+    def start(self) -> CollectiveTensor:
+        """Start it once more. Collective; see :meth:`Persistent.start`."""
+        last, group = self._last, self._group
+        if last is not None:
+            if not last.resolved:
+                error = self._under_way()
+                group.poison(Call(self._name, group.name), error)
+                raise error
+            if last.error is not None:
+                self._begin = self._prepare()  # what failed here may go on elsewhere
+        call, accounts = self._call, self._accounts
+        if call is None or accounts is None or group.watches_starts:
+            handle = self._start_anew()
+        else:
+            call.ended = False
+            handle = group.submit(
+                call, self._begin, value=self._value, finish=self._finish, plan=accounts
+            )
+        self._last = handle._operation  # not the handle, which warns when it is dropped
+        return handle
+
+    def _start_anew(self) -> CollectiveTensor:
+        """Start it as a call that is made for the first time."""
+        group, value = self._group, self._value
+        handle = group.compose(
+            self._name,
+            self._begin,
+            rule=self._rule,
+            nbytes=self._nbytes,
+            finish=self._finish or (lambda: value),
+            lock=self._lock,
+            receives=self._receives,
+        )
+        if self._accounts is None:
+            self._call = call = handle._operation.call
+            self._accounts = group.accounts(call, self._nbytes, self._receives)
+        return handle
+
+    def __repr__(self) -> str:
+        """Show what it starts. Local."""
+        return f"<PersistentExchange {self._name}({self._rule}) on {self._group.name!r}>"

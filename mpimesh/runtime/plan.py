@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ _BYTES: DType = np.dtype(np.uint8)
 _MOST_KEPT = 32
 
 __all__ = [
+    "Accounts",
     "Buffers",
     "Plan",
     "plan_all_gather",
@@ -248,11 +250,11 @@ class Plan:
             return None
         target = x if out is None else out
         if out is None and self.name != "broadcast":
-            target = group.empty(self.shape or (), self.dtype, np, x)
+            target = group.empty(self.shape or (), x.dtype, np, x)
         elif out is None or (out is not x and self.name == "broadcast"):
             return None
         else:
-            output_array(target, self.shape or (), self.dtype)
+            output_array(target, self.shape or (), x.dtype)
         target_at = source_at if target is x else _address(target)
         if target_at is None:
             return None
@@ -291,6 +293,25 @@ class Plan:
             data = self.library.ascontiguousarray(data)
         flat = data.reshape(-1)
         return flat if wire is not None else flat.view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """How starts are counted and compared of what has no plan, as the attributes of one.
+
+    Attributes:
+        nbytes: Bytes that this rank puts in.
+        receives: How what this rank receives is counted.
+        digest: Of what the ranks compare; 0 if they do not.
+        tally: Counts its starts.
+        also: Compares more, with checks on.
+    """
+
+    nbytes: int
+    receives: tuple[Rule, Amount] | None
+    digest: int
+    tally: Tally
+    also: None = None
 
 
 class Buffers:

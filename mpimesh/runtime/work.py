@@ -395,7 +395,7 @@ class CollectiveTensor(Unresolved):
         try:
             # Most small operations are over within a few tests: no wait need be set up.
             group = operation.group
-            done = test_often(test, group.progress) or group.wait(operation, timeout_s)
+            done = test() or test_often(test, group.progress) or group.wait(operation, timeout_s)
         except Exception as error:
             # Any other error is of the wait, such as one raised by a signal handler: even if the
             # operation is over meanwhile, its result can still be taken.

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
-import numpy as np
-
 from mpimesh.arrays.types import HostArray
 from mpimesh.layout.boxes import Box, view, volume, whole
 from mpimesh.layout.regions import Regions
@@ -32,6 +30,9 @@ _REUSED_BYTES = 32 << 20
 _SMALL_PART = 8
 _LARGEST = 16 << 20
 """No more than an eighth of a block up to this size counts as its edges."""
+
+_MOST_COMPARED = 64
+"""Of more boxes, those that lie in another are copied twice."""
 
 _MOST_FREE = 2
 _MOST_FILLS = 16
@@ -77,19 +78,20 @@ class Offer:
     Attributes:
         at: Where it begins in the arena; -1 if there is no room.
         is_read: Whether others read the block itself, and no copy of it.
+        copies: What is to be copied, and before it where to.
     """
 
-    __slots__ = ("_fill", "at", "is_read")
+    __slots__ = ("at", "copies", "is_read")
 
     def __init__(self, at: int, *, is_read: bool = False, fill: Fill = ()) -> None:
         self.at = at
         self.is_read = is_read
-        self._fill = fill
+        self.copies = fill
 
     def fill(self) -> None:
         """Copy what others take, if it is not there yet. Doing it again is harmless."""
-        for to, what in self._fill:
-            np.copyto(to, what)
+        for to, what in self.copies:
+            to[...] = what
 
 
 NO_OFFER = Offer(NOT_READ)
@@ -101,15 +103,17 @@ class _Buffer:
 
     Attributes:
         memory: The bytes.
+        nbytes: How many they are.
         at: Where they begin in the arena.
         number: The number of the last operation that used it.
         readers: The cells of those who read it then.
     """
 
-    __slots__ = ("at", "memory", "number", "readers")
+    __slots__ = ("at", "memory", "nbytes", "number", "readers")
 
     def __init__(self, memory: HostArray, at: int) -> None:
         self.memory = memory
+        self.nbytes = memory.nbytes
         self.at = at
         self.number = 0
         self.readers: Cells = ()
@@ -174,6 +178,52 @@ class Copies:
             fills[at, buffer.at] = fill
         return Offer(buffer.at, fill=fill)
 
+    def again(
+        self,
+        source: HostArray,
+        nbytes: int,
+        boxes: Sequence[Box],
+        readers: Cells,
+        at: int,
+        offers: dict[int, Offer],
+    ) -> Offer:
+        """Offer a copy of a block that is copied again and again, from the same place.
+
+        Args:
+            source: The block.
+            nbytes: Its size.
+            boxes: What is to be copied of it.
+            readers: The cells of those who take of it.
+            at: Where it begins in the arena; -1 for an ordinary array.
+            offers: Keeps the offers, by where the copies lie.
+        """
+        buffers = self._buffers
+        if buffers and len(buffers) <= _MOST_FREE:
+            # As in _buffer, without the cost of its calls.
+            oldest = buffers[0]
+            offer = offers.get(oldest.at)
+            if (
+                offer is not None
+                and nbytes <= oldest.nbytes <= _REUSED_BYTES
+                and self._window.done_by(oldest.number, oldest.readers)
+            ):
+                oldest.number = self._window.published + 1
+                oldest.readers = readers
+                buffers.append(buffers.pop(0))
+                return offer
+        buffer = self._buffer(nbytes, readers)
+        if buffer is None:
+            return Offer(at, is_read=at >= 0)
+        offer = offers.get(buffer.at)
+        if offer is None:
+            # Through the window's view, which does not keep the memory of the copy.
+            window = self._window
+            memory = window.view(window.rank, buffer.at, nbytes, buffer.memory.dtype)
+            if len(offers) >= _MOST_FILLS:
+                offers.clear()
+            offer = offers[buffer.at] = Offer(buffer.at, fill=_fill(memory, source, boxes))
+        return offer
+
     @property
     def memories(self) -> list[HostArray]:
         """The copies that others may still read."""
@@ -196,7 +246,7 @@ class Copies:
             self._buffers = buffers = [other for other in buffers if other not in free]
             fitting = [other for other in free if _fits(nbytes, other)]
             if fitting:
-                buffer = min(fitting, key=lambda other: other.memory.nbytes)
+                buffer = min(fitting, key=lambda other: other.nbytes)
             else:
                 memory = self._window.room(nbytes)
                 if memory is None:
@@ -209,7 +259,7 @@ class Copies:
 
 
 def _fits(nbytes: int, buffer: _Buffer) -> bool:
-    return nbytes <= buffer.memory.nbytes <= _REUSED_BYTES
+    return nbytes <= buffer.nbytes <= _REUSED_BYTES
 
 
 def _fill(memory: HostArray, source: HostArray, boxes: Sequence[Box]) -> Fill:
@@ -218,12 +268,21 @@ def _fill(memory: HostArray, source: HostArray, boxes: Sequence[Box]) -> Fill:
     return [(view(copy, box), view(block, box)) for box in boxes]
 
 
+def _is_in(box: Box, other: Box) -> bool:
+    return all(first <= a and b <= last for (a, b), (first, last) in zip(box, other, strict=True))
+
+
 def copied_boxes(regions: Regions, shape: tuple[int, ...]) -> tuple[Box, ...]:
     """Return what to copy of a block of which others take: that, or all in one run.
 
     Of large blocks a run is half the traffic, for the processor need not read what it writes over.
     """
-    boxes = tuple([give.box for give in regions.gives])
+    boxes = tuple(dict.fromkeys([give.box for give in regions.gives]))
+    if len(boxes) <= _MOST_COMPARED:
+        # The corners of a block lie in its edges.
+        boxes = tuple(
+            [box for box in boxes if not any(box != one and _is_in(box, one) for one in boxes)]
+        )
     if sum(map(volume, boxes)) > _WHOLE_FROM * prod(shape):
         return (whole(shape),)
     return boxes

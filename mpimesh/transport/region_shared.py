@@ -76,6 +76,7 @@ from mpimesh.transport.shared_window import Entry, Note, SharedWindow
 from mpimesh.transport.shared_work import Work, do_at_once
 
 __all__ = [
+    "PreparedExchange",
     "SharedExchange",
     "SharedPlan",
     "blocks_of_node",
@@ -91,7 +92,7 @@ _MOST_PIECES = 64
 """Of larger exchanges, working the pieces out costs nothing beside reading them."""
 
 _AT_ONCE_BYTES = 256 * 1024
-"""Size up to which all is read at once."""
+"""Size of what a rank takes up to which all is read at once."""
 
 
 # -- the exchange ----------------------------------------------------------------------
@@ -184,18 +185,22 @@ class SharedExchange(Moved):
         if not self._through:
             window.acknowledge(number)
             for bell in plan.owner_bells:
-                bell.ring()
+                if bell.asleep[0]:
+                    bell.ring()
             self._through = True
         if self._offer.is_read and not window.done_by(number, plan.reader_cells):
             window.look_elsewhere()
             return False
         self._engine.steps += 1
-        # The engine may hold this request for a while yet; not so the arrays.
-        self._offer, self._arrays, self._parts, self._rest = NO_OFFER, (None, None), (), ()
-        self._offers = lambda: NO_OFFER
+        self._let_go()
         if self._refusal is not None:
             raise self._refusal
         return True
+
+    def _let_go(self) -> None:
+        """Keep no arrays: the engine may hold this request for a while yet."""
+        self._offer, self._arrays, self._parts, self._rest = NO_OFFER, (None, None), (), ()
+        self._offers = _no_offer
 
     def _work_of(self, notes: Sequence[Note]) -> Sequence[Work]:
         """Return what to read, now that the owners have posted; prepare what comes by messages."""
@@ -241,6 +246,109 @@ class SharedExchange(Moved):
         return stop == len(parts)
 
 
+def _no_offer() -> Offer:
+    return NO_OFFER
+
+
+class PreparedExchange(SharedExchange):
+    """An exchange that is started again and again, between the same arrays.
+
+    What it reads is found by the identities of the owners' notes: their copies come back to the
+    same few places. It keeps its arrays.
+
+    Args:
+        window: The ranks.
+        engine: Moves it along until it is settled.
+        messages: Takes the parts of blocks for which there is no memory.
+        plan: What this rank takes and gives.
+        copies: Has the memory for copies.
+        rule: Which blocks are copied.
+        arrays: Its source and its target.
+        places: Where these begin in its arena; -1 for an ordinary array, or none.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(
+        self,
+        window: SharedWindow,
+        engine: Engine,
+        messages: Communicator,
+        plan: SharedPlan,
+        copies: Copies,
+        rule: CopyRule,
+        arrays: tuple[HostArray | None, HostArray | None],
+        places: tuple[int, int],
+    ) -> None:
+        offers = plan.offers(copies, arrays[0], places[0], rule)
+        super().__init__(window, engine, messages, plan, offers, arrays, places, 0)
+        self._known: dict[tuple[int, ...], Sequence[Work]] = {}
+
+    def start(self, chain: object) -> Request:
+        """Start it once more, once the last start has settled, as the last one of `chain`."""
+        self.done = self.committed = self._through = False
+        self._error = self._parts = self._refusal = None
+        self._number = self._done_parts = 0
+        self._rest = ()
+        self._engine.begin(chain, self)
+        return self
+
+    def _move(self) -> bool:
+        if self._parts is not None or not self._plan.copies_at_once:
+            return super()._move()
+        window, plan, number = self._window, self._plan, self._number
+        if not number:
+            if not window.has_room():
+                window.look_elsewhere()
+                return False
+            self._offer = self._offers()
+            self._number = number = window.published + 1
+        offer = self._offer
+        if window.published < number:
+            for to, what in offer.copies:
+                to[...] = what
+            window.publish(number, EXCHANGE, offer.at, plan.descriptor, plan.reader_bells)
+        self.committed = True
+        identities = window.identities_of(number, plan.owner_cells)
+        if identities is None:
+            window.look_elsewhere()
+            return False
+        parts = self._known.get(identities) if offer.at >= 0 else None
+        if parts is None:
+            parts = self._new_parts(identities)
+            if parts is None:
+                return super()._move()
+        self._engine.steps += 1
+        for part in parts:
+            for copy in part:
+                copy()
+        # From here on nothing is read again, if a signal ends this in between.
+        self._parts = ()
+        window.acknowledge(number)
+        for bell in plan.owner_bells:
+            if bell.asleep[0]:
+                bell.ring()
+        self._through = True
+        # If others read the block itself, it takes its time.
+        return not offer.is_read or super()._move()
+
+    def _new_parts(self, identities: tuple[int, ...]) -> Sequence[Work] | None:
+        """Return the copies that these notes mean; None if it is not as simple as that."""
+        notes = self._window.notes(self._number, self._plan.owner_cells)
+        parts = self._work_of(notes)
+        if self._refusal is not None or self._rest:
+            self._parts = parts
+            return None
+        if self._window.are_lasting(identities):
+            if len(self._known) >= _MOST_WORK:
+                self._known.clear()
+            self._known[identities] = parts
+        return parts
+
+    def _let_go(self) -> None:
+        self._parts, self._rest = (), ()
+
+
 # -- the plan --------------------------------------------------------------------------
 
 
@@ -255,6 +363,7 @@ class SharedPlan:
 
     Attributes:
         regions: What this rank takes and gives.
+        copies_at_once: Whether what it takes is copied only, and no more than takes a moment.
         descriptor: The size and the dtype of its arrays, for the others.
         owners: The ranks that this one reads of.
         owner_cells: Their cells.
@@ -273,6 +382,7 @@ class SharedPlan:
         "_whole_work",
         "_window",
         "_work",
+        "copies_at_once",
         "descriptor",
         "owner_bells",
         "owner_cells",
@@ -312,7 +422,10 @@ class SharedPlan:
             itemsize = target.dtype.itemsize
             pieces = pieces_of(regions, range(len(regions.takes)), window.rank + 1, itemsize)
             self._groups = [(ranks, list(row)) for ranks, row in groupby(pieces, _ranks_of)]
-        self._at_once = target is not None and target.nbytes <= _AT_ONCE_BYTES
+        copies = not any(op for _, row in self._groups for op, _, _ in row)
+        taken_elements = sum([volume(take.box) for take in regions.takes])
+        self._at_once = target is None or taken_elements * target.itemsize <= _AT_ONCE_BYTES
+        self.copies_at_once = copies and self._at_once
         # By all addresses, and by those that a group depends on; of few pieces only.
         self._whole_work: dict[tuple[object, ...], list[Work]] = {}
         self._work: dict[tuple[object, ...], list[Work]] | None = None
@@ -329,6 +442,17 @@ class SharedPlan:
             copied=rule.copies(self._nbytes, self._given_bytes),
             fills=self._fills,
         )
+
+    def offers(
+        self, copies: Copies, source: HostArray | None, at: int, rule: CopyRule
+    ) -> Callable[[], Offer]:
+        """Return what offers a block again and again, that is the same each time."""
+        boxes = self._boxes
+        if source is None or not boxes or not source.nbytes:
+            return _no_offer
+        if at >= 0 and not rule.copies(self._nbytes, self._given_bytes):
+            return partial(Offer, at, is_read=True)
+        return partial(copies.again, source, source.nbytes, boxes, self.reader_cells, at, {})
 
     def check(self, notes: Sequence[Note]) -> None:
         """See whether the owners' arrays have the dtype of this rank's.

@@ -179,9 +179,13 @@ class RoutedCommunicator(MPICommunicator):
         return not self._several_nodes and self._ways("all_reduce", nbytes) != _BY_MPI
 
     def prepare(self, name: str, arguments: tuple[Any, ...]) -> Callable[[], Request | Steps]:
-        """Return what starts a collective with these arguments, as often as wanted."""
+        """Return what starts a collective or an exchange of these arrays, as often as wanted."""
         shared = self._shared
-        if isinstance(shared, SharedCollectives) and name in OPERATIONS:
+        if not isinstance(shared, SharedCollectives):
+            return super().prepare(name, arguments)
+        if name == "exchange_regions" and self._reads_regions:
+            return shared.prepare_exchange(*arguments)
+        if name in OPERATIONS:
             ways = self._ways_of(name, arguments)
             if ways == _BY_MPI:
                 return self._prepare_mpi(shared, getattr(self._plain, name), arguments)

@@ -30,7 +30,7 @@ from mpimesh.transport.base import Communicator, Request
 from mpimesh.transport.engine import Engine, Moved, StagedRequest, Steps, run_steps
 from mpimesh.transport.notes import EXCHANGE, Operation, enter, mismatch, operation_number
 from mpimesh.transport.region_offers import Copies, CopyRule
-from mpimesh.transport.region_shared import SharedExchange, SharedPlan
+from mpimesh.transport.region_shared import PreparedExchange, SharedExchange, SharedPlan
 from mpimesh.transport.regions import check_contiguous, check_regions, kind_of
 from mpimesh.transport.shared_window import (
     NOT_READ,
@@ -411,13 +411,7 @@ class SharedCollectives:
             return decline
         if not isinstance(made, OneShot | InPlace):
             return None
-
-        def start() -> Request:
-            made.again()
-            begin(self, made)
-            return made
-
-        return start
+        return self._starter(made)
 
     # -- the collectives, not begun -------------------------------------------------------
 
@@ -580,6 +574,37 @@ class SharedCollectives:
         )
         self._engine.begin(self, request)
         return request
+
+    def prepare_exchange(
+        self, source: HostArray | None, target: HostArray | None, regions: Regions
+    ) -> Callable[[], Request]:
+        """Return what starts an exchange between the same arrays again and again.
+
+        Each start is after the last one has settled.
+
+        Raises:
+            MpimeshError: As of :meth:`exchange_regions`.
+        """
+        window, plan = self._window, self._plan_of(regions, source, target)
+        places = (
+            -1 if source is None else window.find(source),
+            -1 if target is None else window.find(target),
+        )
+        arrays = source, target
+        request = PreparedExchange(
+            window, self._engine, self._messages, plan, self._copies, self.copied, arrays, places
+        )
+        return partial(request.start, self)
+
+    def _starter(self, request: OneShot | InPlace) -> Callable[[], Request]:
+        again, begin = request.again, self._engine.begin
+
+        def start() -> Request:
+            again()
+            begin(self, request)
+            return request
+
+        return start
 
     def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
         """Begin a collective of MPI's, once none is under way that may start another.

@@ -235,7 +235,8 @@ class SharedWindow:
 
     def has_room(self) -> bool:
         """Tell whether the next note may be published."""
-        return self.acknowledged_by_all(self.published + 1 - NOTES)
+        number = self.published + 1 - NOTES
+        return self._done_by_all >= number or self.acknowledged_by_all(number)
 
     def acknowledged_by_all(self, number: int) -> bool:
         """Tell whether all ranks have acknowledged all steps up to this one.
@@ -368,6 +369,24 @@ class SharedWindow:
         if not _IN_ORDER:
             self.fence()
         return tuple(identities)
+
+    def identities_of(self, number: int, cells: Cells) -> tuple[int, ...] | None:
+        """Return the identities of the notes of some ranks; None if some are not there yet."""
+        at = _NOTES_AT + number % NOTES * _NOTE_NUMBERS
+        base = (number & _NUMBERS) << _IDENTITY_BITS
+        identities: tuple[int, ...] = ()
+        for cell in cells:  # most have one or two: a comprehension costs more
+            identity = cell[at] - base
+            if not 0 < identity <= _IDENTITIES:
+                return None
+            identities += (identity,)
+        if not _IN_ORDER:
+            self.fence()
+        return identities
+
+    def are_lasting(self, identities: tuple[int, ...]) -> bool:
+        """Tell whether notes with these identities always say the same."""
+        return min(identities, default=_FIRST_NAME) >= _FIRST_NAME
 
     def notes(self, number: int, cells: Cells) -> list[Note]:
         """Return the notes of ranks that have published them. The operation is -1 where declined.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from unittest.mock import patch
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from tests.contract.cases import WRITABLE, output, same, values
 from tests.contract.flight import Flight
 from tests.contract.meshes import groups_of, mesh_of
 from tests.contract.oracle import reduced
+from tests.helpers.environment import setting
 from tests.helpers.raises import raises
 
 BY_MESSAGES = ("centralized", "tree(2)", "tree(3)", "ring")
@@ -185,7 +185,7 @@ def check_what_a_group_has_not_is_refused_alike(comm):
 
 def check_the_setting_names_algorithms(comm):
     text = "all_reduce=ring, reduce = tree(3), broadcast=centralized"
-    with patch.dict(os.environ, MPIMESH_ALGORITHMS=text), mesh_of(comm) as mesh:
+    with setting("MPIMESH_ALGORITHMS", text), mesh_of(comm) as mesh:
         group = mesh.group()
         rows = {row.operation: row for row in group.algorithms() if row.memory == "host"}
         for name, word in (("all_reduce", "ring"), ("reduce", "tree(3)")):
@@ -203,7 +203,7 @@ def check_the_setting_names_algorithms(comm):
 
 
 def check_a_setting_that_a_group_has_not_leaves_the_table(comm):
-    with patch.dict(os.environ, MPIMESH_ALGORITHMS="all_reduce=slots"), mesh_of(comm) as mesh:
+    with setting("MPIMESH_ALGORITHMS", "all_reduce=slots"), mesh_of(comm) as mesh:
         group = mesh.group()
         most = group.communicator.most_bytes_by("all_reduce", "slots")
         for size in (0, 3, max(most, 0) // 8 + 1):

@@ -5,11 +5,9 @@ The arrays stay where they are, but their addresses are real, so real MPI can mo
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -18,6 +16,7 @@ from tests.contract.cases import same, values
 from tests.contract.meshes import groups_of, mesh_of
 from tests.contract.oracle import cut, joined, reduced
 from tests.devices.on_device import check, given, late
+from tests.helpers.environment import setting
 from tests.helpers.raises import raises
 
 __all__ = ["CHECKS", "DTYPES", "LAYOUTS", "operations"]
@@ -135,7 +134,7 @@ def check_algorithms_are_for_arrays_on_the_host(comm):
         with raises(GroupError, "ring", "device"):
             group.broadcast(root, root=None, algorithm="ring").resolve()
         inputs = [values(r, (2, 2), "f8") for r in group.ranks]
-        with patch.dict(os.environ, MPIMESH_ALGORITHMS="all_reduce=ring"), mesh_of(comm) as other:
+        with setting("MPIMESH_ALGORITHMS", "all_reduce=ring"), mesh_of(comm) as other:
             check(other.group().all_reduce(x).resolve(), reduced(inputs, "sum"))
 
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+import mpimesh as mm
 from mpimesh.arrays import ReduceOp
-from mpimesh.errors import ClosedError, DTypeError, RankError, ShapeError, UnresolvedError
+from mpimesh.errors import (
+    ClosedError,
+    DTypeError,
+    LayoutError,
+    RankError,
+    ShapeError,
+    UnresolvedError,
+)
 from tests.contract.cases import LAYOUTS, WRITABLE, output, same, values
 from tests.contract.meshes import groups_of, mesh_of
 from tests.contract.oracle import cut, equal_sizes, joined, reduced, uneven
@@ -152,3 +162,255 @@ def check_planning_is_local(comm):
             with raises(DTypeError, "mean"):
                 group.all_reduce_init(np.ones(2, int), "mean")
         same(group.all_reduce(np.ones(2)).resolve(), np.full(2, float(group.size)))
+
+
+# -- redistributions ------------------------------------------------------------------------------
+
+
+def line_of(comm):
+    """Collective: open a mesh of one dim."""
+    return mm.DeviceMesh("a=-1", comm)
+
+
+def split(values, mesh, placement):
+    """Return an array with this rank's part of `values`; as summands, all are on the first rank."""
+    x = mm.distribute(np.zeros(values.shape), mesh, "R" if placement == "P" else placement)
+    if placement == "P":
+        x = x.redistribute("P")
+    rewrite(x, values)
+    return x
+
+
+def rewrite(x, values):
+    if x.layout.partial_op:
+        x.local[...] = values if x.mesh.rank == 0 else 0.0
+    else:
+        box = x.layout.box(x.shape, x.mesh.rank)
+        x.local[...] = values[tuple(slice(*pair) for pair in box)]
+
+
+def check_a_planned_redistribution_reads_the_array_at_each_start(comm):
+    """Uneven and empty blocks, fewer rows than ranks, summands; NaN travels, too."""
+    random = np.random.default_rng(3)
+    with line_of(comm) as mesh:
+        size = mesh.group().size
+        for shape in ((size + 1, 3), (1, size), (0, 2)):
+            for source in ("S0", "S1", "R", "P"):
+                for target in ("S0", "S1", "R"):
+                    x = split(np.zeros(shape), mesh, source)
+                    out = split(np.ones(shape), mesh, target)
+                    plans = [x.redistribute_init(target), x.redistribute_init(target, out=out)]
+                    results = []
+                    for _ in range(STARTS):
+                        whole = random.standard_normal(shape)
+                        whole.reshape(-1)[:1] = np.nan
+                        rewrite(x, whole)
+                        results += [[plan.start().resolve() for plan in plans]]
+                        for result in results[-1]:
+                            assert result.layout.text == out.layout.text
+                            same(result.full(), whole, (shape, source, target))
+                    assert all(made is results[0][0] for made, _ in results)
+                    assert all(written is out for _, written in results)
+
+
+def check_planned_redistributions_and_plain_ones_meet(comm):
+    with line_of(comm) as mesh:
+        whole = np.arange(12.0).reshape(3, 4)
+        x = split(whole, mesh, "S0")
+        planned = x.redistribute_init("S1")
+        for _ in range(STARTS):
+            first, second = planned.start(), x.start_redistribute("S1")
+            same(second.resolve().full(), whole, "plain")
+            same(first.resolve().full(), whole, "planned")
+
+
+def check_a_planned_redistribution_refuses_what_it_cannot_do(comm):
+    mesh = line_of(comm)
+    x = split(np.arange(12.0).reshape(3, 4), mesh, "S0")
+    with raises(LayoutError, "DTensor"):
+        x.redistribute_init("S1", out=np.zeros((3, 4)))
+    with raises(ShapeError, (4, 4)):
+        x.redistribute_init("S1", out=split(np.zeros((4, 4)), mesh, "S1"))
+    with raises(LayoutError, "new layout"):
+        x.redistribute_init("S1", out=split(np.zeros((3, 4)), mesh, "S0"))
+    with raises(DTypeError, "float32"):
+        x.redistribute_init("S1", out=mm.distribute(np.zeros((3, 4), "f4"), mesh, "S1"))
+    plans = [x.redistribute_init("S1"), x.redistribute_init("R")]
+    for planned in plans:
+        handle = planned.start()
+        with raises(UnresolvedError, "under way"):
+            planned.start()
+        handle.resolve()
+        same(planned.start().resolve().full(), np.arange(12.0).reshape(3, 4), "again")
+    mesh.close()
+    for planned in plans:
+        with raises(ClosedError, "closed"):
+            planned.start()
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def check_persistent_messages_meet_plain_ones(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        size, rank = group.size, group.rank
+        if size == 1:
+            return
+        after, before = (rank + 1) % size, (rank - 1) % size
+        for shape in ((3,), (), (0, 2), (40, 50)):
+            for layout in WRITABLE if len(shape) == 2 else WRITABLE[:1]:
+                x = output(layout, shape, np.dtype("f8"))
+                out = output(layout, shape, np.dtype("f8"))
+                sending = group.send_init(x, after, tag=2)
+                coming = group.recv_init(out, before, tag=2)
+                for start in range(4):
+                    inputs = refilled(group, x, shape, start)
+                    if x.size:
+                        x[(0,) * x.ndim] = inputs[before][(0,) * x.ndim] = np.nan
+                    sent = group.send(x, after, tag=2) if start == 2 else sending.start()
+                    if start == 3:
+                        came = group.recv(before, tag=2).resolve()
+                    else:
+                        came = coming.start().resolve()
+                        assert came is out
+                    sent.resolve()
+                    same(came, inputs[before], (shape, layout, start))
+
+
+def check_persistent_messages_keep_the_order_of_their_tag(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        if group.size == 1 or group.rank > 1:
+            return
+        x, out = np.zeros(3), np.zeros(3)
+        if group.rank == 0:
+            sending = group.send_init(x, 1)
+            for number in range(3):
+                x[...] = number
+                first, second = sending.start(), group.send(np.full(3, 10.0 + number), 1)
+                first.resolve()
+                second.resolve()
+        else:
+            coming = group.recv_init(out, 0)
+            for number in range(3):
+                first, second = coming.start(), group.recv(0)
+                same(second.resolve(), np.full(3, 10.0 + number), number)
+                same(first.resolve(), np.full(3, float(number)), number)
+
+
+def check_persistent_messages_refuse_what_messages_refuse(comm):
+    mesh = mesh_of(comm)
+    group = mesh.group()
+    size, rank = group.size, group.rank
+    x, out = np.zeros(3), np.zeros(3)
+    with raises(RankError, size):
+        group.send_init(x, size)
+    with raises(RankError, "source"):
+        group.recv_init(out, rank)
+    if size > 1:
+        peer, before = (rank + 1) % size, (rank - 1) % size
+        with raises(RankError, "tag"):
+            group.send_init(x, peer, tag=-1)
+        with raises(DTypeError, "out"):
+            group.recv_init([0.0], peer)
+        with raises(DTypeError, "object"):
+            group.send_init(np.array([None]), peer)
+        sending, coming = group.send_init(x, peer), group.recv_init(out, before)
+        handles = [sending.start(), coming.start()]
+        for planned, name in ((sending, "send"), (coming, "recv")):
+            with raises(UnresolvedError, name):
+                planned.start()
+        for handle in handles:
+            handle.resolve()
+        group.barrier()
+        mesh.close()
+        for planned in (sending, coming):
+            with raises(ClosedError, "closed"):
+                planned.start()
+    else:
+        mesh.close()
+
+
+def check_a_persistent_receive_refuses_another_shape(comm):
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        if group.size == 1 or group.rank > 1:
+            return
+        if group.rank == 0:
+            for shape in ((3,), (4,), (3,)):
+                group.send(np.ones(shape), 1).resolve()
+        else:
+            out = np.zeros(3)
+            coming = group.recv_init(out, 0)
+            same(coming.start().resolve(), np.ones(3), "first")
+            with raises(ShapeError, (4,)):
+                coming.start().resolve()
+            out[...] = 0
+            same(coming.start().resolve(), np.ones(3), "after the error")
+
+
+# -- halos ----------------------------------------------------------------------------------------
+
+
+def check_a_halo_is_exchanged_again_and_again(comm):
+    """With blocks that are copied for others, and with large ones that they read in place."""
+    random = np.random.default_rng(4)
+    with line_of(comm) as mesh:
+        size = mesh.group().size
+        for shape, width in (((size + 1, 3), 1), ((1, 5), {0: 2}), ((300, 300), {0: (70, 1)})):
+            for boundary in ("periodic", "edge", 0.5):
+                x = split(np.zeros(shape), mesh, "S0")
+                halo = mm.Halo(x, width, boundary)
+                fields = [halo.field(), halo.field()]
+                pairs = halo.plan.width
+                options: Any = {
+                    "periodic": {"mode": "wrap"},
+                    "edge": {"mode": "edge"},
+                    0.5: {"constant_values": 0.5},
+                }[boundary]
+                for start in range(6):
+                    whole = random.standard_normal(shape)
+                    whole[0, 0] = np.nan
+                    rewrite(fields[start % 2].tensor, whole)
+                    padded = np.pad(whole, pairs, **options)
+                    handles = [halo.start(fields[start % 2]) for _ in range(1 + start % 2)]
+                    box = halo.plan.padded_box(mesh.rank)
+                    mine = padded[
+                        tuple(
+                            slice(first + before, last + before)
+                            for (first, last), (before, _) in zip(box, pairs, strict=True)
+                        )
+                    ]
+                    for handle in handles:
+                        same(handle.resolve(), mine, (shape, boundary, start))
+
+
+def check_halos_and_other_operations_keep_their_order(comm):
+    with line_of(comm) as mesh:
+        group = mesh.group()
+        x = split(np.arange(4.0 * group.size).reshape(-1, 2), mesh, "S0")
+        halo = mm.Halo(x, {0: (1, 0)})
+        fields = [halo.field(x) for _ in range(3)]
+        total = np.ones(5)
+        reducing = group.all_reduce_init(total, out=total)
+        whole = np.pad(np.arange(4.0 * group.size).reshape(-1, 2), ((1, 0), (0, 0)), mode="wrap")
+        first = x.layout.box(x.shape, mesh.rank)[0][0]
+        for number in range(1, 5):
+            handles = [halo.start(field) for field in fields]
+            sums = reducing.start()
+            for handle in reversed(handles):
+                same(handle.resolve(), whole[first : first + 3], number)
+            same(sums.resolve(), np.full(5, float(group.size**number)), number)
+
+
+def check_a_halo_of_a_closed_mesh_is_refused(comm):
+    mesh = line_of(comm)
+    x = split(np.zeros((4, 4)), mesh, "S0")
+    halo = mm.Halo(x)
+    field = halo.field(x)
+    for _ in range(2):
+        halo.exchange(field)
+    mesh.close()
+    with raises(ClosedError, "closed"):
+        halo.start(field)

@@ -53,6 +53,20 @@ class Place:
         self.group.send(np.arange(2.0), self.peer, tag=tag).resolve()
         return self.handle
 
+    def send_init(self, x: Any = (1.0, 2.0), dest: Any = None, tag: Any = 0) -> Any:
+        """Plan a message, as :meth:`send`, and start it."""
+        planned = self.group.send_init(x, self.peer if dest is None else dest, tag=tag)
+        self.handle = planned.start()
+        return self.group.recv(self.peer, tag=tag)
+
+    def recv_init(self, out: Any = ..., source: Any = ..., tag: Any = 0) -> Any:
+        """Plan a message, as :meth:`recv`, and start it."""
+        out = np.zeros(2) if out is ... else out
+        planned = self.group.recv_init(out, self.peer if source is ... else source, tag=tag)
+        self.handle = planned.start()
+        self.group.send(np.arange(2.0), self.peer, tag=tag).resolve()
+        return self.handle
+
     def mapped(self, function: Any = abs, out_placements: Any = "dp=S0", **options: Any) -> Any:
         """Call what `local_map` returns."""
         return mm.local_map(function, out_placements, **options)(self.tensor)
@@ -288,6 +302,8 @@ for _name in (
     CALLS[f"ProcessGroup.{_name}"] = partial(_planned, _name)
 CALLS["ProcessGroup.send"] = lambda place: (place.send, {})
 CALLS["ProcessGroup.recv"] = lambda place: (place.recv, {})
+CALLS["ProcessGroup.send_init"] = lambda place: (place.send_init, {})
+CALLS["ProcessGroup.recv_init"] = lambda place: (place.recv_init, {})
 _of(
     "CollectiveTensor",
     Place.start,

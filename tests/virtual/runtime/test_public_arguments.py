@@ -79,7 +79,15 @@ INSIDE = {
     *(f"ProcessGroup.{name}" for name in ("recv_next", "recv_prev", "send_next", "send_prev")),
     *(
         f"ProcessGroup.{name}"
-        for name in ("abandon", "algorithm_for", "complete", "compose", "empty", "forget")
+        for name in (
+            "abandon",
+            "accounts",
+            "algorithm_for",
+            "complete",
+            "compose",
+            "empty",
+            "forget",
+        )
     ),
     *(f"ProcessGroup.{name}" for name in ("lock", "operand", "own", "poison", "side", "stage")),
     *(f"ProcessGroup.{name}" for name in ("wait", "wait_for", "run", "planned", "start")),
