@@ -174,6 +174,7 @@ class DeviceMesh(MeshShape):
     def copy(self) -> DeviceMesh:
         """Collective: make another mesh of the same dims and groups, with its own communicators."""
         groups = self._live("copy")
+        groups.settle("copy")
         other = DeviceMesh(self.mesh if self.topology is None else self.topology, self._control)
         other._live("copy").add_custom_of(groups)
         return other

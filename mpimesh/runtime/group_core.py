@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from types import GeneratorType, ModuleType
-from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar, cast
+from types import GeneratorType, ModuleType, TracebackType
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
@@ -98,6 +98,9 @@ class GroupCore:
         self._context = context
         self._members = Members(ranks, self.rank or 0)  # no operation starts where it has none
         self._plans: dict[object, Plan] = {}
+        self._closed = False
+        # Set by the mesh for the groups that can be closed.
+        self.drop: Callable[[Any], None] | None = None
         # For each operation once more by another way would be too far.
         self._progress = context.world.progress
         self._checks = context.settings.checks
@@ -118,7 +121,7 @@ class GroupCore:
 
         Raises:
             RankError: If this rank is not a member.
-            ClosedError: If the mesh is closed.
+            ClosedError: If the group or the mesh is closed.
         """
         if self._communicator is None or self._context.closed:
             self._refuse("use the communicator")
@@ -132,7 +135,8 @@ class GroupCore:
     def __repr__(self) -> str:
         """Show name, ranks and this rank's place. Local."""
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.size > 8 else "")
-        return f"ProcessGroup({self.name!r}, ranks=[{shown}], rank={self.rank})"
+        state = ", closed" if self._closed else ""
+        return f"ProcessGroup({self.name!r}, ranks=[{shown}], rank={self.rank}{state})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied or pickled: a group belongs to its mesh.
@@ -153,6 +157,79 @@ class GroupCore:
         """Return the place in this group of a rank of the mesh; None if it is not in. Local."""
         rank = as_int(world_rank, "world_rank", RankError)
         return list(self.ranks).index(rank) if rank in self.ranks else None
+
+    # -- the end -----------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether the group, or its mesh, is closed."""
+        return self._closed or self._context.closed
+
+    def close(self) -> None:
+        """Drop a group that was made by :meth:`DeviceMesh.add_group`.
+
+        Collective over its ranks; a rank that is no member may call it, too, and forgets the name.
+        A second call does nothing, nor does one on a closed mesh. The communicator is given back
+        unless another group has the same. The name can be used again when all ranks of the group
+        have closed it; of groups along dims, all ranks of the mesh.
+
+        As a context manager a group closes at the end of the block. After an error it stays open
+        until its mesh closes, because the other ranks may be elsewhere.
+
+        Raises:
+            GroupError: If it is the mesh's own: the world, or that of a dim or a topology.
+            UnresolvedError: On every rank of the group, naming the operations, if any of them has
+                results of it that are not resolved. It stays open, so that they can be.
+            MismatchError: On every rank of the group, with ``MPIMESH_CHECKS`` on, if a message was
+                sent that nobody has received; and if the ranks close different groups.
+
+        Cost:
+            Two all-gathers among its ranks, and the end of an MPI communicator.
+
+        Example:
+            >>> with mm.DeviceMesh("dp=-1") as mesh:
+            ...     with mesh.add_group("first", [0]) as first:
+            ...         if first.rank is not None:
+            ...             print(first.all_reduce(np.ones(2)).resolve())
+            ...     print(first.closed, mesh.group_names)
+            [1. 1.]
+            True ['world', 'dp']
+        """
+        if self._closed or self._context.closed:
+            return
+        if self.drop is None:
+            raise GroupError(
+                f"rank {self.world_rank} cannot close group {self.name!r}, which is the mesh's "
+                "own: only what add_group made can be closed, and mesh.close() closes all"
+            )
+        self.drop(self)
+
+    def shut(self) -> None:
+        """Let nothing start any more. Local."""
+        self._closed = True
+        self._communicator = self.drop = None
+        self._plans.clear()
+
+    def uses(self, communicator: Communicator) -> bool:
+        """Tell whether this is the communicator of the group. Local."""
+        return self._communicator is communicator
+
+    def __enter__(self) -> Self:
+        """Return the group."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the group; after an error leave that to its mesh.
+
+        Closing is collective: with the other ranks elsewhere, it would wait for them for ever.
+        """
+        if error is None:
+            self.close()
 
     # -- the start of operations ---------------------------------------------------------------
 
@@ -247,6 +324,8 @@ class GroupCore:
             )
         begin: Callable[..., Request | Steps]
         arguments = buffers.arguments
+        if self._communicator is None:
+            self._refuse(plan.name)
         if prepared is None:
             begin = getattr(self._communicator, plan.name)
         else:
@@ -601,14 +680,17 @@ class GroupCore:
     def count_message(self, call: Message, nbytes: int = 0) -> None:
         """Count a message: a mesh is not to close as if one were received that was not."""
         self._context.traffic.count(call.name, nbytes)
-        self._context.unread += 1 if call.name == "send" else -1
-        mail = self.communicator.mail
+        communicator = self.communicator
+        change = 1 if call.name == "send" else -1
+        self._context.unread += change
+        communicator.unread += change
+        mail = communicator.mail
         if mail is not None:
             mail.post(call)
 
     def member(self, action: str) -> int:
         """Return this rank's place in the group, or refuse `action`."""
-        if self.rank is None or self._context.closed:
+        if self.rank is None or self._communicator is None or self._context.closed:
             self._refuse(action)
         return self.rank
 
@@ -617,6 +699,11 @@ class GroupCore:
             raise ClosedError(
                 f"rank {self.world_rank} cannot {action} on group {self.name!r}: "
                 f"{self._context.why_closed}"
+            )
+        if self._closed:
+            raise ClosedError(
+                f"rank {self.world_rank} cannot {action} on group {self.name!r}: the group is "
+                "closed; make another with mesh.add_group, which is collective"
             )
         raise RankError(
             f"rank {self.world_rank} cannot {action} on group {self.name!r}: it is not one of its "

@@ -104,6 +104,9 @@ class Communicator(ABC):
     """Number of collectives that this rank has started on it; kept by the runtime."""
     signatures: Signatures | None = None
     """Operations that the ranks of this node start on it; None if there is nobody to ask."""
+    unread: int = 0
+    """Messages that this rank has sent on it, less those that it has begun to receive; kept by the
+    runtime."""
     roll_calls: int = 0
     """Number of barriers with a limit that this rank has started on it; kept by the runtime."""
     unended: bool = False
