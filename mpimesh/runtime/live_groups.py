@@ -297,7 +297,9 @@ class LiveGroups:
         communicator = family.communicator
         if group.rank is not None and communicator is not None:
             others = [
-                one for one in self._groups.values() if one is not group and one.uses(communicator)
+                one
+                for one in self._groups.values()
+                if one is not group and one.rank is not None and one.communicator is communicator
             ]
             last = family.owned and not others
             unended = part_together(group, communicator, self._context, last=last)
