@@ -79,7 +79,7 @@ def check_the_groups_of_the_mesh_itself_stay(comm):
     with mm.DeviceMesh(mm.MeshTopology.tensor_parallel(world_size(comm)), comm) as mesh:
         for name in mesh.group_names:
             with raises(GroupError, f"rank {mesh.rank}", repr(name), "add_group"):
-                mesh.get_group(name).close()
+                mesh.group(name).close()
         with raises(GroupError, "'everyone'"):
             mesh.everyone.close()
         members_agree(mesh)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def load():
     return module
 
 
-own = load()
+own: Any = load()
 
 
 def run(size, function, make=None):
