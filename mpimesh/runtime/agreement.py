@@ -13,7 +13,7 @@ by a `label`, or by the lines that led to the call with ``MPIMESH_CHECKS=2``.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +29,16 @@ from mpimesh.transport import Communicator, Request, Steps, run_steps
 if TYPE_CHECKING:
     from mpimesh.runtime.operands import Blocks
 
-__all__ = ["agree", "agreed", "announce", "checked", "compare", "compare_blocks", "exchange"]
+__all__ = [
+    "agree",
+    "agreed",
+    "announce",
+    "anywhere",
+    "checked",
+    "compare",
+    "compare_blocks",
+    "exchange",
+]
 
 T = TypeVar("T")
 
@@ -108,10 +117,7 @@ def exchange(
     text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
 
     def steps() -> Steps:
-        if communicator.mail is not None:
-            # Not what else a call says: that may be what the ranks are about to tell.
-            name = what.name if isinstance(what, Call) else str(what)
-            yield from compare(communicator, Call(name, communicator.name), None)
+        yield from _compared_names(communicator, what)
         sizes = np.empty(communicator.size, np.int64)
         yield communicator.all_gather(np.array([text.size]), sizes, [1] * communicator.size)
         texts = np.empty(int(sizes.sum()), np.uint8)
@@ -122,6 +128,38 @@ def exchange(
         progress, communicator, steps(), what, "exchange of facts", "as in from_callback"
     )
     return values
+
+
+def anywhere(
+    progress: Progress, communicator: Communicator, flags: Sequence[bool], *, what: object
+) -> list[bool]:
+    """Tell of each flag whether any rank has set it.
+
+    Args:
+        progress: The unfinished operations of this rank.
+        communicator: The ranks.
+        flags: This rank's, as many on each.
+        what: As for :func:`exchange`.
+
+    Cost:
+        One all-reduce of a byte for each flag.
+    """
+    numbers = np.array(flags, np.uint8)
+
+    def steps() -> Steps:
+        yield from _compared_names(communicator, what)
+        yield communicator.all_reduce(None, numbers, "max")
+
+    _wait(progress, communicator, steps(), what, "exchange of facts", "as in from_callback")
+    return [bool(number) for number in numbers]
+
+
+def _compared_names(communicator: Communicator, what: object) -> Steps:
+    """With checks on, compare what the ranks are in, before they tell each other more."""
+    if communicator.mail is not None:
+        # Not what else a call says: that may be what the ranks are about to tell.
+        name = what.name if isinstance(what, Call) else str(what)
+        yield from compare(communicator, Call(name, communicator.name), None)
 
 
 def _wait(

@@ -54,20 +54,32 @@ class MeshContext:
 
     def adopt(self, communicator: Communicator, name: str) -> None:
         """Take in a communicator of the mesh, which all its ranks call by `name`."""
-        communicator.name = f"{self.name}/{name}"
+        communicator.name = self.full_name(name)
         communicator.mail = Mail() if self.settings.checks else None
         ranks = tuple(getattr(communicator, "world_ranks", ()))
         self.world.progress.communicators[communicator.name] = communicator, ranks
 
-    def free(self, communicator: Communicator, *, is_new: bool = False) -> None:
+    def full_name(self, name: str) -> str:
+        """Return what a communicator is called of which the mesh's name is `name`. Local."""
+        return f"{self.name}/{name}"
+
+    def rename(self, communicator: Communicator, name: str) -> None:
+        """Call a communicator of the mesh by another name, on all its ranks alike."""
+        communicators = self.world.progress.communicators
+        entry = communicators.pop(communicator.name, None)
+        communicator.name = self.full_name(name)
+        if entry is not None:
+            communicators[communicator.name] = entry
+
+    def free(self, communicator: Communicator, *, unended: bool | None = None) -> None:
         """Give a communicator of the mesh back. Collective over it.
 
         Args:
             communicator: The communicator.
-            is_new: Whether nothing was started on it yet.
+            unended: Whether something may be under way on it; None for what is known of the mesh.
         """
         self.world.progress.communicators.pop(communicator.name, None)
-        communicator.unended = self.unended and not is_new
+        communicator.unended = self.unended if unended is None else unended
         communicator.free()
 
     def give_back(self, control: Communicator) -> None:

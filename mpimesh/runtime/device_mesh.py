@@ -24,9 +24,10 @@ from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.group import ProcessGroup
 from mpimesh.runtime.mesh_shape import MeshShape, as_mesh
 from mpimesh.runtime.traffic import Budget, Traffic
-from mpimesh.runtime.world import current_world
+from mpimesh.runtime.world import world_of
 from mpimesh.settings import Settings
 from mpimesh.trace import Tracer
+from mpimesh.transport import Communicator
 
 __all__ = ["DeviceMesh"]
 
@@ -55,7 +56,9 @@ class DeviceMesh(MeshShape):
             :class:`~mpimesh.MeshTopology`, whose groups are made, too.
         comm: An mpi4py intracommunicator, which is duplicated once; None for all
             ranks: MPI's world, or the virtual ranks of :func:`~mpimesh.run_virtual`. Without
-            any MPI library, a world of one rank.
+            any MPI library, a world of one rank. Or a :class:`~mpimesh.transport.Communicator`:
+            that of another mesh or group, or one of a class of your own
+            (docs/own-communicators.md).
         name: Name of the mesh.
         tracer: Where the mesh records its waits; nowhere if None.
 
@@ -64,6 +67,7 @@ class DeviceMesh(MeshShape):
         LaunchError: On every rank, if MPI sees one rank where the launcher started more.
         MismatchError: On every rank, if the ranks ask for different meshes or settings.
         MeshError: On every rank, if ranks share a GPU and ``MPIMESH_SHARED_GPU`` is ``refuse``.
+            If `comm` is no communicator, or has no rank and size that fit each other.
 
     Cost:
         One duplication of `comm`, one split for all ranks, and one for each dim of more
@@ -81,7 +85,7 @@ class DeviceMesh(MeshShape):
         self._closed = True  # until it is whole
         if tracer is not None and not isinstance(tracer, Tracer):
             raise MeshError(f"tracer must be a Tracer or None, got {shown(tracer)}")
-        world = current_world()
+        world = world_of(comm)
         settings = Settings.from_environment()
         control = world.open_communicator(comm, settings)
         self._control = control
@@ -144,6 +148,20 @@ class DeviceMesh(MeshShape):
         return self._links
 
     @property
+    def comm(self) -> Communicator:
+        """The communicator of all ranks that the mesh was made on: its own duplicate of `comm`.
+
+        Another mesh on the same ranks is ``DeviceMesh(dims, mesh.comm)``. To have the mesh itself
+        on other connections of the same ranks there is :meth:`set_comm`. ``mesh.comm.native`` is
+        mpi4py's, where the ranks are MPI's.
+
+        Raises:
+            ClosedError: If the mesh is closed.
+        """
+        self._refuse_closed("give the communicator of")
+        return self._control
+
+    @property
     def everyone(self) -> ProcessGroup:
         """The group of all ranks of `comm`, in their order, also those that the mesh leaves out."""
         self._refuse_closed("use a group of")
@@ -174,6 +192,7 @@ class DeviceMesh(MeshShape):
     def copy(self) -> DeviceMesh:
         """Collective: make another mesh of the same dims and groups, with its own communicators."""
         groups = self._live("copy")
+        groups.settle("copy")
         other = DeviceMesh(self.mesh if self.topology is None else self.topology, self._control)
         other._live("copy").add_custom_of(groups)
         return other

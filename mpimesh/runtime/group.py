@@ -8,7 +8,7 @@ from typing import Any, Self, SupportsIndex
 
 from mpimesh.arguments import as_time
 from mpimesh.arrays import Array, HostArray, ReduceOp
-from mpimesh.errors import GroupError, RankError
+from mpimesh.errors import GroupError
 from mpimesh.runtime import messages, rooted
 from mpimesh.runtime.allocator import empty_once
 from mpimesh.runtime.call import Call
@@ -589,28 +589,19 @@ class ProcessGroup(GroupCore):
 
     def send_next(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
         """Send `x` to the next rank of the group; an error on the last one."""
-        return self.send(x, self._neighbour(1, "send_next"), tag=tag)
+        return self.send(x, messages.neighbour(self, 1, "send_next"), tag=tag)
 
     def send_prev(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
         """Send `x` to the rank before; an error on the first one."""
-        return self.send(x, self._neighbour(-1, "send_prev"), tag=tag)
+        return self.send(x, messages.neighbour(self, -1, "send_prev"), tag=tag)
 
     def recv_next(self, *, out: Array | None = None, tag: int = 0) -> CollectiveTensor:
         """Receive from the next rank of the group; an error on the last one."""
-        return self.recv(self._neighbour(1, "recv_next"), out=out, tag=tag)
+        return self.recv(messages.neighbour(self, 1, "recv_next"), out=out, tag=tag)
 
     def recv_prev(self, *, out: Array | None = None, tag: int = 0) -> CollectiveTensor:
         """Receive from the rank before; an error on the first one."""
-        return self.recv(self._neighbour(-1, "recv_prev"), out=out, tag=tag)
-
-    def _neighbour(self, step: int, action: str) -> int:
-        peer = self.member(action) + step
-        if not 0 <= peer < self.size:
-            raise RankError(
-                f"rank {self.rank} of group {self.name!r} has no neighbour for {action}: "
-                f"the group ends here, with {self.size} ranks"
-            )
-        return peer
+        return self.recv(messages.neighbour(self, -1, "recv_prev"), out=out, tag=tag)
 
     def start_barrier(self, *, label: str | None = None) -> CollectiveTensor:
         """Start a barrier: the handle is done once every rank of the group has started it.

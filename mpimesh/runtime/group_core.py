@@ -22,7 +22,6 @@ from mpimesh.arrays import (
 )
 from mpimesh.errors import (
     BudgetError,
-    ClosedError,
     GroupError,
     MpimeshError,
     RankError,
@@ -33,6 +32,7 @@ from mpimesh.runtime.agreement import checked, compare
 from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.device_operation import DeviceOperation, begin_in
+from mpimesh.runtime.group_life import GroupLife
 from mpimesh.runtime.messages import Arrival
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Accounts, Buffers, Plan
@@ -71,7 +71,7 @@ def collective(
     return cast(Callable[Concatenate[G, P], R], guarded)
 
 
-class GroupCore:
+class GroupCore(GroupLife):
     """A named, ordered set of ranks of one mesh.
 
     Attributes:
@@ -102,6 +102,8 @@ class GroupCore:
         self._context = context
         self._members = Members(ranks, self.rank or 0)  # no operation starts where it has none
         self._plans: dict[object, Plan] = {}
+        self._closed = False
+        self.drop = None
         # For each operation once more by another way would be too far.
         self._progress = context.world.progress
         self._checks = context.settings.checks
@@ -117,18 +119,6 @@ class GroupCore:
         return self._progress
 
     @property
-    def communicator(self) -> Communicator:
-        """The transport of the group, for code that moves flat buffers itself.
-
-        Raises:
-            RankError: If this rank is not a member.
-            ClosedError: If the mesh is closed.
-        """
-        if self._communicator is None or self._context.closed:
-            self._refuse("use the communicator")
-        return self._communicator
-
-    @property
     def started(self) -> int:
         """Number of collectives that this rank has started among the ranks of the group."""
         return 0 if self._communicator is None else self._communicator.started
@@ -136,7 +126,8 @@ class GroupCore:
     def __repr__(self) -> str:
         """Show name, ranks and this rank's place. Local."""
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.size > 8 else "")
-        return f"ProcessGroup({self.name!r}, ranks=[{shown}], rank={self.rank})"
+        state = ", closed" if self._closed else ""
+        return f"ProcessGroup({self.name!r}, ranks=[{shown}], rank={self.rank}{state})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied or pickled: a group belongs to its mesh.
@@ -241,6 +232,8 @@ class GroupCore:
         """
         begin: Callable[..., Request | Steps]
         arguments, scope = buffers.arguments, None
+        if self._communicator is None:
+            self._refuse(plan.name)
         if buffers.prepared is not None:
             begin, arguments = buffers.prepared, ()
         elif plan.algorithm is None:
@@ -678,27 +671,13 @@ class GroupCore:
     def count_message(self, call: Message, nbytes: int = 0) -> None:
         """Count a message: a mesh is not to close as if one were received that was not."""
         self._context.traffic.count(call.name, nbytes)
-        self._context.unread += 1 if call.name == "send" else -1
-        mail = self.communicator.mail
+        communicator = self.communicator
+        change = 1 if call.name == "send" else -1
+        self._context.unread += change
+        communicator.unread += change
+        mail = communicator.mail
         if mail is not None:
             mail.post(call)
-
-    def member(self, action: str) -> int:
-        """Return this rank's place in the group, or refuse `action`."""
-        if self.rank is None or self._context.closed:
-            self._refuse(action)
-        return self.rank
-
-    def _refuse(self, action: str) -> NoReturn:
-        if self._context.closed:
-            raise ClosedError(
-                f"rank {self.world_rank} cannot {action} on group {self.name!r}: "
-                f"{self._context.why_closed}"
-            )
-        raise RankError(
-            f"rank {self.world_rank} cannot {action} on group {self.name!r}: it is not one of its "
-            f"ranks {list(self.ranks[:16])}"
-        )
 
 
 def _operation_name(make: Callable[..., Plan]) -> str:

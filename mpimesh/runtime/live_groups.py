@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from mpimesh.errors import GroupError
 from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh
+from mpimesh.runtime.agreement import anywhere
+from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.deadlock import Mail
+from mpimesh.runtime.ending import part_together
 from mpimesh.runtime.group import ProcessGroup
 from mpimesh.runtime.world import solo_communicator
 from mpimesh.transport import Communicator
@@ -36,6 +39,8 @@ class _Family:
             with one is not shared with other groups of the same ranks.
         why_not: Why they cannot, as far as this rank knows.
         apart: Whether its operations have an order of their own: it is not shared, either.
+        freed: Whether this rank has given its communicator back.
+        broken: Whether some ranks have, as all know: it is not shared any more, either.
     """
 
     ranks: tuple[int, ...]
@@ -46,10 +51,17 @@ class _Family:
     forced: GroupBackend | None = None
     why_not: str = ""
     apart: bool = False
+    freed: bool = False
+    broken: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether other groups of the same ranks may use it: the same answer on every rank."""
+        return self.forced is None and not self.apart and not self.broken
 
     def has(self, ranks: tuple[int, ...]) -> bool:
         """Tell whether it has a group of just these ranks: the same answer on every rank."""
-        if self.forced is not None or self.apart:
+        if not self.shared:
             return False
         if self.mesh is None:
             return self.ranks == ranks
@@ -61,13 +73,30 @@ class _Family:
         A listed group may be the group along `dims` for its own ranks and for no others, so
         it counts only if there is no other group along `dims`.
         """
-        if self.forced is not None or self.apart:
+        if not self.shared:
             return False
         if self.mesh is None:
             return self.ranks == tuple(mesh.group_ranks(mesh.ids[0], dims)) and (
                 len(self.ranks) == mesh.size
             )
         return self.mesh == mesh and _long(mesh, self.dims) == _long(mesh, dims)
+
+
+@dataclass(frozen=True, slots=True)
+class _Custom:
+    """What the user asked for, by which the group can be made again.
+
+    Attributes:
+        family: Its communicators.
+        ranks: The ranks of a listed group; None for one along dims.
+        mesh: The mesh that `dims` are of.
+        dims: The dims of a group along dims.
+    """
+
+    family: _Family
+    ranks: Sequence[int] | None = None
+    mesh: Mesh | None = None
+    dims: tuple[str, ...] = ()
 
 
 def _long(mesh: Mesh, dims: tuple[str, ...]) -> list[str]:
@@ -98,8 +127,9 @@ class LiveGroups:
         self._communicator = communicator
         self._families = [_Family(tuple(mesh.ids), communicator)]
         self._groups: dict[str, ProcessGroup] = {}
-        self._custom: dict[str, _Family] = {}
-        self._keep(WORLD, mesh.ids, communicator, self._families[0], custom=False)
+        # Those that this rank has closed stay here until all have, as `settle` finds out.
+        self._custom: dict[str, _Custom] = {}
+        self._keep(WORLD, mesh.ids, communicator, self._families[0])
 
     # -- look-ups: local -----------------------------------------------------------
 
@@ -125,7 +155,7 @@ class LiveGroups:
 
     @property
     def custom(self) -> list[str]:
-        """Names of the groups that the user made."""
+        """Names of the groups that the user made, the same on every rank."""
         return list(self._custom)
 
     def started(self) -> dict[str, int]:
@@ -175,7 +205,7 @@ class LiveGroups:
         apart: bool = False,
     ) -> ProcessGroup:
         """Make one group of listed ranks, which keep their order."""
-        self._check_name(spec.name)
+        self.check_name(spec.name)
         ranks = tuple(spec.ranks)
         family = None
         if forced is None and not apart:
@@ -188,7 +218,8 @@ class LiveGroups:
             family = _forced(_Family(ranks, communicator, forced=forced, apart=apart))
             self._families.append(family)
         communicator = family.communicator if self._context.rank in ranks else None
-        return self._keep(spec.name, spec.ranks, communicator, family, custom=custom)
+        asked = _Custom(family, spec.ranks) if custom else None
+        return self._keep(spec.name, spec.ranks, communicator, family, asked)
 
     def _add_lines(
         self,
@@ -200,7 +231,7 @@ class LiveGroups:
         forced: GroupBackend | None = None,
     ) -> ProcessGroup:
         """Make the groups of `mesh` along `dims`."""
-        self._check_name(name)
+        self.check_name(name)
         rank = self._context.rank
         ranks = mesh.group_ranks(rank, dims)
         family = None
@@ -214,17 +245,18 @@ class LiveGroups:
             )
             family = _forced(_Family(tuple(ranks), communicator, mesh, dims, forced=forced))
             self._families.append(family)
-        return self._keep(name, ranks, family.communicator, family, custom=custom)
+        asked = _Custom(family, None, mesh, dims) if custom else None
+        return self._keep(name, ranks, family.communicator, family, asked)
 
     def add_custom_of(self, other: LiveGroups) -> None:
         """Make the groups that the user made in a mesh of the same ranks."""
-        for name, family in other._custom.items():
-            if family.mesh is not None:
-                self._add_lines(name, family.mesh, family.dims, custom=True, forced=family.forced)
-            else:
-                ranks = other._groups[name].ranks
-                spec = GroupSpec(name, ranks, self.backend)
-                self.add_ranks(spec, custom=True, forced=family.forced, apart=family.apart)
+        for name, made in other._custom.items():
+            forced = made.family.forced
+            if made.mesh is not None:
+                self._add_lines(name, made.mesh, made.dims, custom=True, forced=forced)
+            elif made.ranks is not None:
+                spec = GroupSpec(name, made.ranks, self.backend)
+                self.add_ranks(spec, custom=True, forced=forced, apart=made.family.apart)
 
     def rebuild(self, mesh: Mesh) -> LiveGroups:
         """Return a table for another mesh over the same ranks, with the user's own groups.
@@ -232,12 +264,15 @@ class LiveGroups:
         The world's communicator and those of the user's groups move over.
         """
         table = LiveGroups(mesh, self._communicator, self._context)
-        for name, family in self._custom.items():
+        for name, made in self._custom.items():
+            family = made.family
             # The world's has a place in every table already.
             if family is not self._families[0] and family not in table._families:
                 table._families.append(family)
-            table._groups[name] = self._groups[name]
-            table._custom[name] = family
+            table._custom[name] = made
+            if name in self._groups:
+                table._groups[name] = group = self._groups[name]
+                group.drop = table.close
         return table
 
     def free(self, kept_by: LiveGroups | None = None) -> None:
@@ -251,21 +286,84 @@ class LiveGroups:
 
     def why_not(self, name: str) -> str:
         """Return why the bytes of a custom group cannot go the way that it asked for. Local."""
-        return self._custom[name].why_not
+        return self._custom[name].family.why_not
+
+    # -- dropping groups -------------------------------------------------------------
+
+    def close(self, group: ProcessGroup) -> None:
+        """Drop a group of the user's. Collective over its ranks; a non-member forgets the name."""
+        made = self._custom[group.name]
+        family = made.family
+        communicator = family.communicator
+        if group.rank is not None and communicator is not None:
+            others = [
+                one
+                for one in self._groups.values()
+                if one is not group and one.rank is not None and one.communicator is communicator
+            ]
+            last = family.owned and not others
+            unended = part_together(group, communicator, self._context, last=last)
+            if last:
+                progress = self._context.world.progress
+                with progress.watched(Call("close", group.name), communicator):
+                    self._context.free(communicator, unended=unended)
+                family.communicator, family.freed = None, True
+            elif family.owned and communicator.name == self._context.full_name(group.name):
+                # Another group may get the name, and its communicator.
+                self._context.rename(communicator, others[0].name)
+        group.shut()
+        del self._groups[group.name]
+
+    def settle(self, action: str) -> None:
+        """Collective: forget the groups that all their ranks have closed.
+
+        Ranks that are not in a group do not know what its members have done. From here on all
+        tables are alike.
+
+        Args:
+            action: What the user has called.
+
+        Cost:
+            One all-reduce of some bytes, if the user has made groups.
+        """
+        names, families = list(self._custom), self._families
+        if not names:
+            return
+        groups = [self._groups.get(name) for name in names]
+        flags = [group is not None and group.rank is not None for group in groups]
+        flags += [family.freed for family in families]
+        flags += [family.communicator is not None for family in families]
+        progress, call = self._context.world.progress, Call(action, WORLD)
+        found = iter(anywhere(progress, self._communicator, flags, what=call))
+        for name, group in zip(names, groups, strict=True):
+            if not next(found):  # no rank has it any more
+                del self._custom[name]
+                if group is not None:
+                    group.shut()
+                    del self._groups[name]
+        for family in families:
+            family.broken = next(found)
+        self._families = [family for family in families if next(found)]
 
     def drop(self, name: str) -> None:
         """Take back a group that was made last, with a way forced on it. Collective."""
-        family = self._custom.pop(name)
-        del self._groups[name]
+        family = self._custom.pop(name).family
+        self._groups.pop(name).shut()
         if family in self._families:
             self._families.remove(family)
             if family.communicator is not None:
-                self._context.free(family.communicator, is_new=True)
+                # Nothing was started on it yet.
+                self._context.free(family.communicator, unended=False)
 
     # -- helpers ---------------------------------------------------------------------
 
-    def _check_name(self, name: str) -> None:
-        if name in self._groups:
+    def check_name(self, name: str) -> None:
+        """Refuse a name that a group has, be it on other ranks only. Local, alike on all ranks.
+
+        Raises:
+            GroupError: If one has.
+        """
+        if name in self._groups or name in self._custom:
             raise GroupError(f"there is already a group called {name!r}; choose another name")
 
     def _keep(
@@ -274,8 +372,7 @@ class LiveGroups:
         ranks: Sequence[int],
         communicator: Communicator | None,
         family: _Family,
-        *,
-        custom: bool,
+        asked: _Custom | None = None,
     ) -> ProcessGroup:
         if communicator is not None and not communicator.name and communicator.size > 1:
             self._context.adopt(communicator, name)
@@ -289,6 +386,7 @@ class LiveGroups:
             prefer="" if forced is None else forced.value,
         )
         self._groups[name] = group
-        if custom:
-            self._custom[name] = family
+        if asked is not None:
+            self._custom[name] = asked
+            group.drop = self.close
         return group

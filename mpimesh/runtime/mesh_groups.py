@@ -101,6 +101,7 @@ class MeshGroups(DeviceQueries):
             MismatchError: On every rank, if the arguments differ.
         """
         groups = self._live("add a group to")
+        groups.settle("add_group")
         found = agreed(
             self._context.world.progress,
             groups.communicator,
@@ -164,8 +165,7 @@ class MeshGroups(DeviceQueries):
             raise GroupError(f"add_group({name!r}) takes ranks or dims, one of them")
         if apart and ranks is None:
             raise GroupError(f"add_group({name!r}) takes ranks, not dims, to set them apart")
-        if groups.get(name) is not None:
-            raise GroupError(f"there is already a group called {name!r}; choose another name")
+        groups.check_name(name)
         if ranks is None:
             chosen = parse_names(() if dims is None else dims)
             self.num_groups(chosen)  # refuses unknown dims

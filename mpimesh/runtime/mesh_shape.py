@@ -10,9 +10,7 @@ from typing import Any
 from mpimesh.errors import (
     GroupError,
     MeshError,
-    MismatchError,
     RankError,
-    UnresolvedError,
     WorldSizeError,
     on_all_ranks,
 )
@@ -20,6 +18,7 @@ from mpimesh.mesh import WORLD, DimsLike, GroupSpec, Mesh, MeshTopology
 from mpimesh.mesh.dims import parse_dims
 from mpimesh.runtime.agreement import agree, agreed, exchange
 from mpimesh.runtime.call import Call
+from mpimesh.runtime.ending import counts, refuse_unreceived, refuse_unresolved
 from mpimesh.runtime.live_groups import LiveGroups
 from mpimesh.runtime.mesh_devices import MeshDevices
 from mpimesh.transport import Communicator
@@ -54,6 +53,7 @@ class MeshShape(MeshDevices):
             MismatchError: On every rank, if the ranks ask for different dims.
         """
         groups = self._live("reshape")
+        groups.settle("reshape")
         mesh, topology = agreed(
             self._progress,
             groups.communicator,
@@ -78,6 +78,7 @@ class MeshShape(MeshDevices):
             UnresolvedError: On every rank, if any has results that are not resolved.
         """
         groups = self._live("set the communicator of")
+        groups.settle("set_comm")
         self._refuse_unresolved("set_comm", "moved")
         context = self._context
         control = context.world.open_communicator(comm, context.settings)
@@ -192,15 +193,7 @@ class MeshShape(MeshDevices):
             if not leaving:
                 self._refuse_unreceived(call, done)
             return
-        rows = "\n".join(
-            f"  rank {rank}: {text}" for rank, texts in enumerate(everyone) for text in texts[:8]
-        )
-        raise on_all_ranks(
-            UnresolvedError(
-                f"the mesh cannot be {done}: these operations were started and never resolved; "
-                f"keep what they return and call resolve() on it before:\n{rows}"
-            )
-        )
+        refuse_unresolved(f"the mesh cannot be {done}", everyone)
 
     def _refuse_unreceived(self, call: Call, done: str) -> None:
         """With checks on, raise on all ranks if a message was sent that nobody has received."""
@@ -209,31 +202,7 @@ class MeshShape(MeshDevices):
         mails = [] if self._groups is None else self._groups.mails()
         mails.append((tuple(range(self._control.size)), self._control.name, self._control.mail))
         rank = self._control.rank
-        sent, received = [], []
-        for ranks, name, mail in mails:
-            for (peer, tag), count in mail.sent.items():
-                text = str(mail.calls[peer, tag])
-                sent.append([[name, rank, ranks[peer], tag], count, text])
-            received += [
-                [[name, ranks[peer], rank, tag], count]
-                for (peer, tag), count in mail.received.items()
-            ]
-        everyone = self._everyone([sent, received], call)
-        taken = {tuple(key): count for _, counts in everyone for key, count in counts}
-        rows = "\n".join(
-            f"  {count - taken.get(tuple(key), 0)} of {count} from rank {key[1]} to rank {key[2]}, "
-            f"the last by {text}"
-            for sends, _ in everyone
-            for key, count, text in sends
-            if taken.get(tuple(key), 0) < count
-        )
-        if rows:
-            raise on_all_ranks(
-                MismatchError(
-                    f"the mesh cannot be {done}: these messages were sent, and nobody has called "
-                    f"recv() for them, with the same tag on the same group:\n{rows}"
-                )
-            )
+        refuse_unreceived(f"the mesh cannot be {done}", self._everyone(counts(mails, rank), call))
 
 
 def as_mesh(

@@ -57,6 +57,7 @@ __all__ = [
     "Arrival",
     "Envelope",
     "PersistentMessage",
+    "neighbour",
     "open_envelope",
     "recv",
     "recv_init",
@@ -402,6 +403,21 @@ def shift(
         nbytes=data.nbytes,
         arrival=arrival,
     )
+
+
+def neighbour(group: GroupCore, step: int, action: str) -> int:
+    """Return the rank `step` places on in the group.
+
+    Raises:
+        RankError: If the group ends before.
+    """
+    peer = group.member(action) + step
+    if not 0 <= peer < group.size:
+        raise RankError(
+            f"rank {group.rank} of group {group.name!r} has no neighbour for {action}: "
+            f"the group ends here, with {group.size} ranks"
+        )
+    return peer
 
 
 def roll_call(group: GroupCore, timeout_s: float, label: str | None) -> None:

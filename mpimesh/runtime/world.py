@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     from mpimesh.runtime.guard import JobGuard
     from mpimesh.transport.node import Node
 
-__all__ = ["World", "current_world", "is_born_too_late", "run_virtual", "solo_communicator"]
+__all__ = [
+    "World",
+    "current_world",
+    "is_born_too_late",
+    "run_virtual",
+    "solo_communicator",
+    "world_of",
+]
 
 R = TypeVar("R")
 
@@ -109,10 +116,13 @@ class World:
         of_job = comm is None
         if comm is None:
             comm = self.virtual
-        if not isinstance(comm, Communicator):
+        if isinstance(comm, Communicator):
+            _check_place(comm, "comm")
+        else:
             if comm is not None and not hasattr(comm, "Get_rank"):
                 raise MeshError(
-                    f"comm must be an intracommunicator of mpi4py or None, got {shown(comm)}"
+                    "comm must be an intracommunicator of mpi4py, an mpimesh.transport.Communicator"
+                    f" (of a class of your own, too), or None for all ranks, got {shown(comm)}"
                 )
             if _born_too_late:
                 raise ClosedError(
@@ -152,6 +162,18 @@ class World:
         duplicate = comm.split(0, comm.rank)
         if duplicate is None:
             raise RankError("a rank got no communicator for a group that it is in")
+        if not isinstance(duplicate, Communicator):
+            raise MeshError(
+                f"split of {type(comm).__name__} must return a Communicator on a rank with a "
+                f"color, got {shown(duplicate)} on rank {comm.rank}"
+            )
+        _check_place(duplicate, f"what split of {type(comm).__name__} returns")
+        if (duplicate.rank, duplicate.size) != (comm.rank, comm.size):
+            raise MeshError(
+                f"split of {type(comm).__name__} with one color and key=rank must keep all ranks "
+                f"in their order, but rank {comm.rank} of {comm.size} became rank "
+                f"{duplicate.rank} of {duplicate.size}"
+            )
         duplicate.engine = self.progress
         if duplicate.kind != "mpi":
             return duplicate
@@ -191,6 +213,18 @@ class World:
             from mpimesh.runtime.guard import JobGuard
 
             self.guard = JobGuard(self.progress, settings, lambda: self.threads_may_fail)
+
+
+def _check_place(comm: Communicator, what: str) -> None:
+    """Refuse a communicator whose rank and size are not those of a rank."""
+    place = [getattr(comm, name, None) for name in ("rank", "size")]
+    rank, size = (one if isinstance(one, int) else -1 for one in place)
+    if not 0 <= rank < size:
+        raise MeshError(
+            f"{what} must have a whole number `size` from 1 on and a `rank` from 0 to size - 1, "
+            f"but {type(comm).__name__} has rank {shown(place[0])} and size {shown(place[1])}: "
+            "set both in its __init__"
+        )
 
 
 def _mpi_communicator(comm: Any, settings: Settings) -> Communicator:
@@ -254,6 +288,19 @@ def current_world() -> World:
     """Return the world of the calling rank. Local."""
     world = getattr(_of_thread, "world", None)
     return world if isinstance(world, World) else _of_process
+
+
+def world_of(comm: Any) -> World:
+    """Return the world of the calling rank, which is to make a mesh on `comm`. Local.
+
+    The ranks of a communicator of the user's own may be threads of one process: then each has a
+    world of its own.
+    """
+    world = current_world()
+    own = isinstance(comm, Communicator) and comm.kind != "mpi"
+    if own and world is _of_process and threading.current_thread() is not threading.main_thread():
+        world = _of_thread.world = World()
+    return world
 
 
 def run_virtual(

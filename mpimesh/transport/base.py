@@ -4,7 +4,8 @@ A :class:`Communicator` is a set of ranks that can exchange memory. It knows
 nothing of shapes, layouts, means or half types: the runtime hands it flat,
 C-contiguous, native-endian NumPy arrays and gets back a :class:`Request`. The
 same contract is met by MPI (`mpi.py`) and by threads (`virtual.py`), and one
-file of tests runs on both.
+file of tests runs on both. A program may bring a class of its own: it sets `rank`
+and `size`, defines the abstract methods, and goes to ``DeviceMesh(dims, comm)``.
 
 Rules that every implementation keeps
 1. Starting never waits for another rank. Collectives on one communicator start
@@ -98,12 +99,15 @@ class Communicator(ABC):
 
     rank: int
     size: int
-    kind: str
-    """``"mpi"`` or ``"virtual"``."""
+    kind: str = "own"
+    """``"mpi"``, ``"virtual"``, or for one of the user's own any other word."""
     started: int = 0
     """Number of collectives that this rank has started on it; kept by the runtime."""
     signatures: Signatures | None = None
     """Operations that the ranks of this node start on it; None if there is nobody to ask."""
+    unread: int = 0
+    """Messages that this rank has sent on it, less those that it has begun to receive; kept by the
+    runtime."""
     roll_calls: int = 0
     """Number of barriers with a limit that this rank has started on it; kept by the runtime."""
     unended: bool = False

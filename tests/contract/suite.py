@@ -8,6 +8,7 @@ from typing import Any
 from tests.contract import (
     algorithms,
     barriers,
+    closing,
     groups,
     handles,
     meshes_made,
@@ -25,11 +26,12 @@ __all__ = ["CHECKS", "cases"]
 
 _PREFIX = "check_"
 _DATA = (reductions, movements, messages, persistent, algorithms)
-_OTHERS = (movement_errors, handles, no_arrays, barriers, groups, meshes_made, mismatches, systems)
+_OTHERS = (movement_errors, handles, no_arrays, barriers, groups, closing)
+_LAST = (meshes_made, mismatches, systems)
 
 CHECKS: dict[str, Callable[[Any], None]] = {
     f"{module.__name__.rsplit('.', 1)[-1]}: {name.removeprefix(_PREFIX).replace('_', ' ')}": value
-    for module in (*_DATA, *_OTHERS)
+    for module in (*_DATA, *_OTHERS, *_LAST)
     for name, value in vars(module).items()
     if name.startswith(_PREFIX)
 }

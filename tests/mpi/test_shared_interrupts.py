@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import mpimesh as mm
 from mpimesh.errors import DTypeError, MismatchError
-from mpimesh.transport import shared_collectives
-from mpimesh.transport.shared_work import do_at_once
+from mpimesh.transport import shared_requests
+from mpimesh.transport.shared_work import do_at_once, reduce_into
 from tests.helpers.raises import raises
 
 SIZE = 200_000
@@ -52,9 +51,8 @@ def test_an_interrupted_test_goes_on_where_it_was(comm, monkeypatch, kind, numbe
         x[...] = mesh.rank + 1
         mesh.barrier()
         if mesh.rank == 0:
-            numpy = SimpleNamespace(copyto=interrupted(np.copyto), errstate=np.errstate)
-            monkeypatch.setattr(shared_collectives, "np", numpy)
-            monkeypatch.setattr(shared_collectives, "do_at_once", interrupted(do_at_once))
+            monkeypatch.setattr(shared_requests, "reduce_into", interrupted(reduce_into))
+            monkeypatch.setattr(shared_requests, "do_at_once", interrupted(do_at_once))
         handle = None
         try:
             handle = group.all_reduce(x, out=x)

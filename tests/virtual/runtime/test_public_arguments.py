@@ -89,7 +89,10 @@ INSIDE = {
             "forget",
         )
     ),
-    *(f"ProcessGroup.{name}" for name in ("lock", "operand", "own", "poison", "side", "stage")),
+    *(
+        f"ProcessGroup.{name}"
+        for name in ("forget", "lock", "operand", "own", "poison", "side", "stage")
+    ),
     *(f"ProcessGroup.{name}" for name in ("wait", "wait_for", "run", "planned", "start")),
     *(f"ProcessGroup.{name}" for name in ("submit", "count_from_each", "count_message", "member")),
     "dtensor.DVariable",

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh.errors import MismatchError
+from mpimesh.runtime.world import current_world
+from tests.contract.closing import messages_that_nobody_received
+from tests.helpers.raises import names
+
+
+@pytest.mark.parametrize("checks", ["0", "1"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_messages_that_nobody_received(size, checks, monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", checks)
+    mm.run_virtual(size, messages_that_nobody_received, None)
+
+
+def test_a_rank_that_goes_on_is_told(monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            group = mesh.add_group("g", [1, 0])
+
+            def go_on():
+                group.all_reduce(np.ones(1)).resolve()
+
+            act = group.close if mesh.rank == 0 else go_on
+            with pytest.raises(MismatchError) as caught:
+                act()
+            names(str(caught.value), "close", "all_reduce", "rank 0", "rank 1")
+            assert not group.closed
+            group.close()
+
+    mm.run_virtual(2, main)
+
+
+def test_nothing_is_kept_of_dropped_groups():
+    def main():
+        with mm.DeviceMesh("a=2,b=2") as mesh:
+            world = current_world()
+            kept = set(world.progress.communicators)
+            for number in range(50):
+                for name, options in (
+                    ("turned", {"ranks": [3, 1, 0]}),
+                    ("apart", {"ranks": [0, 1, 2, 3], "apart": True}),
+                    (f"lines {number}", {"dims": "b,a"}),
+                ):
+                    with mesh.add_group(name, **options) as group:
+                        if group.rank is not None:
+                            group.all_reduce(np.ones(1)).resolve()
+            mesh.add_group("last", [0]).close()
+            assert set(world.progress.communicators) == kept
+            assert mesh._groups is not None
+            assert len(mesh._groups._custom) <= 1
+            assert len(mesh._groups._families) <= 4
+
+    mm.run_virtual(4, main)
