@@ -37,7 +37,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -177,7 +176,8 @@ def show_results(training: Training, report: Report) -> None:
     """Test the model; show and write what came out. Collective."""
     mesh, options = training.mesh, training.options
     accuracy = training.accuracy()
-    traffic = gather_json(mesh.group(), asdict(mesh.traffic()))
+    mine = mesh.traffic()
+    traffic = gather_json(mesh.group(), {"calls": mine.calls, "bytes": mine.bytes})
     steps_here = range(training.resumed_at + 1, training.last_step + 1)
     images = sum(len(training.batches[step]) for step in steps_here)
     images_per_s = images / training.seconds if images else None

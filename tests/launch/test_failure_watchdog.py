@@ -89,7 +89,7 @@ mm.DeviceMesh("dp=-1")
 
 
 FIFO = """
-import mpimesh.transport.choices
+import mpimesh.transport.tuner
 os.environ["XDG_CACHE_HOME"] = cache = os.path.join(os.getcwd(), f"cache{RANK}")
 os.makedirs(os.path.join(cache, "mpimesh"))
 if RANK == 1:
