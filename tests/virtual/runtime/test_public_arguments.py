@@ -40,7 +40,13 @@ TAKEN = {
 }
 """Arguments for which an object() does; and so it does as any label."""
 
-PEERS = {"ProcessGroup.send", "ProcessGroup.recv", "DeviceMesh.set_rank"}
+PEERS = {
+    "ProcessGroup.send",
+    "ProcessGroup.send_init",
+    "ProcessGroup.recv",
+    "ProcessGroup.recv_init",
+    "DeviceMesh.set_rank",
+}
 """Those for which one value means another rank on each."""
 
 OF_THE_ROOT = {
