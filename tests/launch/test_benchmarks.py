@@ -54,7 +54,7 @@ def test_all_suites_on_the_host():
     )
     assert len(tables["all_reduce"]) == 4 * 3  # 3 sizes of at most 64 KiB
     # 4 sizes of all-reduce, 1 of each of the others; 3 ways each, the copy is no row.
-    assert len(tables["shared"]) == (4 + 4) * 3
+    assert len(tables["shared"]) == (4 + 4) * 4
     names = ["reduce-scatter", "all-gather", "broadcast", "all-to-all"]
     whats = [f"{name}, 64 KiB" for name in names]
     whats += [f"all-reduce, {size}" for size in ("8 B", "1 KiB", "8 KiB", "64 KiB")]
