@@ -81,10 +81,7 @@ def start_redistribute(
         raise ShapeError(
             f"max_bytes must be a number of bytes, or 0 for no limit; got {max_bytes!r}"
         )
-    if goal is not mesh:
-        _check_goal(mesh, goal)
-    key = ("redistribute", source, target, goal is mesh, shape, dtype)
-    redistribution = _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
+    redistribution = _redistribution(mesh, source, goal, target, shape, dtype)
     if redistribution.plan.collective is not None and block is not None and not max_bytes:
         group, name, arguments, options = _collective(redistribution, mesh, block, None)
         started: CollectiveTensor = getattr(group, name)(*arguments, **options)
@@ -130,10 +127,7 @@ def redistribute_again(
     Raises:
         LayoutError: If the meshes are not of the same ranks, or a block cannot be reduced so.
     """
-    if goal is not mesh:
-        _check_goal(mesh, goal)
-    key = ("redistribute", source, target, goal is mesh, shape, dtype)
-    redistribution = _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
+    redistribution = _redistribution(mesh, source, goal, target, shape, dtype)
     given = out
     if out is not None and block is not None and np.may_share_memory(out, block):
         out = None  # it would be written while others read it
@@ -159,6 +153,21 @@ def redistribute_again(
         lock=block,
         receives=(sparse, redistribution.received) if redistribution.received else None,
     )
+
+
+def _redistribution(
+    mesh: DeviceMesh,
+    source: Layout,
+    goal: DeviceMesh,
+    target: Layout,
+    shape: tuple[int, ...],
+    dtype: DType,
+) -> _Redistribution:
+    """Return this rank's part, of the last time if there was one. Local."""
+    if goal is not mesh:
+        _check_goal(mesh, goal)
+    key = ("redistribute", source, target, goal is mesh, shape, dtype)
+    return _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
 
 
 def _given(block: HostArray | None, given: HostArray | None, result: Any) -> Any:

@@ -104,7 +104,7 @@ class GroupCore(GroupLife):
         self._plans: dict[object, Plan] = {}
         self._closed = False
         self.drop = None
-        # For each operation once more by another way would be too far.
+        # Looked up with every operation.
         self._progress = context.world.progress
         self._checks = context.settings.checks
 
@@ -352,7 +352,7 @@ class GroupCore(GroupLife):
 
     @property
     def watches_starts(self) -> bool:
-        """Whether starts are compared over all ranks, or counted by budgets."""
+        """True if starts are compared over all ranks, or counted by budgets."""
         return bool(self._checks or self._context.traffic.budgets)
 
     def accounts(self, call: Call, nbytes: int, receives: tuple[Rule, Amount] | None) -> Accounts:

@@ -1,4 +1,4 @@
-"""Whether a group can be used, and its end."""
+"""The use of a group until it is closed, and its end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GroupLife:
 
     @property
     def closed(self) -> bool:
-        """Whether the group, or its mesh, is closed."""
+        """True once the group, or its mesh, is closed."""
         return self._closed or self._context.closed
 
     def close(self) -> None:

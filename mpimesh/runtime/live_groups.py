@@ -56,7 +56,7 @@ class _Family:
 
     @property
     def shared(self) -> bool:
-        """Whether other groups of the same ranks may use it: the same answer on every rank."""
+        """True if other groups of the same ranks may use it: the same answer on every rank."""
         return self.forced is None and not self.apart and not self.broken
 
     def has(self, ranks: tuple[int, ...]) -> bool:
@@ -84,7 +84,7 @@ class _Family:
 
 @dataclass(frozen=True, slots=True)
 class _Custom:
-    """What the user asked for, by which the group can be made again.
+    """The request of a user for a group, by which it can be made again.
 
     Attributes:
         family: Its communicators.

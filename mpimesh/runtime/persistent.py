@@ -216,7 +216,7 @@ class PersistentExchange(Persistent):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may be started, for the last start is over."""
+        """True if it may be started, for the last start is over."""
         last = self._last
         return last is None or last.resolved
 

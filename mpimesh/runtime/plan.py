@@ -297,7 +297,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """How starts are counted and compared of what has no plan, as the attributes of one.
+    """Count and comparison of starts of what has no plan, as the attributes of one.
 
     Attributes:
         nbytes: Bytes that this rank puts in.

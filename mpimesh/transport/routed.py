@@ -188,26 +188,11 @@ class RoutedCommunicator(MPICommunicator):
         if name in OPERATIONS:
             ways = self._ways_of(name, arguments)
             if ways == _BY_MPI:
-                return self._prepare_mpi(shared, getattr(self._plain, name), arguments)
+                return partial(shared.in_turn, getattr(self._plain, name), *arguments)
             again = shared.prepare(name, ways, *arguments)
             if again is not None:
                 return again
         return super().prepare(name, arguments)
-
-    def _prepare_mpi(
-        self,
-        shared: SharedCollectives,
-        method: Callable[..., Request],
-        arguments: tuple[Any, ...],
-    ) -> Callable[[], Request]:
-        engine = self._engine
-
-        def start() -> Request:
-            if engine.undecided(shared):
-                return shared.in_turn(method, *arguments)
-            return method(*arguments)
-
-        return start
 
     def most_bytes_by(self, name: str, algorithm: str) -> int:
         """Return the largest array that collective `name` can move by `algorithm`. Local."""
@@ -262,15 +247,8 @@ class RoutedCommunicator(MPICommunicator):
 
     def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
         """Reduce over all ranks into `recv` on each."""
-        shared = self._shared
-        if shared is None:
-            return self._plain.all_reduce(send, recv, op)
-        ways = self._algorithms.ways("all_reduce", recv.nbytes)
-        if ways != _BY_MPI:
-            return shared.start("all_reduce", ways, send, recv, op)
-        if not self._engine.undecided(shared):
-            return self._plain.all_reduce(send, recv, op)
-        return shared.in_turn(self._plain.all_reduce, send, recv, op)
+        ways = self._ways("all_reduce", recv.nbytes)
+        return self._start_by("all_reduce", ways, send, recv, op)
 
     def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
         """Reduce over all ranks into `recv` on `root`."""

@@ -147,7 +147,13 @@ class SharedCollectives:
             return decline
         if not isinstance(made, OneShot | InPlace):
             return None
-        return self._starter(made)
+
+        def start() -> Request:
+            made.again()
+            begin(self, made)
+            return made
+
+        return start
 
     # -- the collectives, not begun -------------------------------------------------------
 
@@ -331,16 +337,6 @@ class SharedCollectives:
             window, self._engine, self._messages, plan, self._copies, self.copied, arrays, places
         )
         return partial(request.start, self)
-
-    def _starter(self, request: OneShot | InPlace) -> Callable[[], Request]:
-        again, begin = request.again, self._engine.begin
-
-        def start() -> Request:
-            again()
-            begin(self, request)
-            return request
-
-        return start
 
     def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
         """Begin a collective of MPI's, once none is under way that may start another.
