@@ -9,7 +9,7 @@ from weakref import WeakSet
 from mpimesh.errors import ClosedError
 from mpimesh.runtime.deadlock import Mail
 from mpimesh.runtime.traffic import Traffic
-from mpimesh.runtime.work import Operation
+from mpimesh.runtime.work import OpenWork
 from mpimesh.runtime.world import World
 from mpimesh.settings import Settings
 from mpimesh.trace import NULL_TRACER, Tracer
@@ -26,7 +26,7 @@ class MeshContext:
         world: What the rank has once.
         settings: Read from the environment when the mesh was made.
         rank: This rank in the mesh.
-        open_operations: Started and not yet resolved, in the order of their start.
+        open_work: Started and not yet resolved.
         closed: No operation may start or be waited for any more.
         forked: It is that of the parent process: here, in a forked child, nobody may use it.
         unended: Whether something may be under way that no rank waits for any more.
@@ -39,7 +39,7 @@ class MeshContext:
     world: World
     settings: Settings
     rank: int
-    open_operations: dict[int, Operation] = field(default_factory=dict)
+    open_work: OpenWork = field(default_factory=OpenWork)
     closed: bool = False
     forked: bool = False
     unended: bool = False
@@ -115,10 +115,10 @@ def _let_go() -> None:
     """Close all meshes in a forked child: a message from there would be taken for the parent's."""
     for context in list(_OF_THIS_PROCESS):
         context.closed = context.forked = True
-        for operation in context.open_operations.values():
+        for work in context.open_work.all():
             # To test its request would take messages that are the parent's.
-            why = f"rank {context.rank} cannot wait for {operation.call}: {context.why_closed}"
-            operation.error, operation.resolved = ClosedError(why), True
+            why = f"rank {context.rank} cannot wait for {work._call}: {context.why_closed}"
+            work._error, work._resolved = ClosedError(why), True
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -240,8 +240,8 @@ class DeviceMesh(MeshShape):
 
         Their handles then resolve at once. An error of one is raised by its own handle.
         """
-        for operation in list(self._context.open_operations.values()):
-            operation.group.complete(operation)
+        for work in self._context.open_work.all():
+            work._complete()
 
     def traffic(self) -> Traffic:
         """Return what this rank has put into the operations of this mesh, and received. Local.
@@ -410,5 +410,5 @@ class DeviceMesh(MeshShape):
 
     def _abandon_operations(self) -> None:
         """Let go of all results. Their buffers stay: the transport may still write into them."""
-        for operation in list(self._context.open_operations.values()):
-            operation.fail(ClosedError(f"{operation.call}: its mesh ended by an error before"))
+        for work in self._context.open_work.all():
+            work._fail(ClosedError(f"{work._call}: its mesh ended by an error before"))

@@ -40,8 +40,7 @@ def part_together(
     progress = context.world.progress
     if context.settings.checks:
         agree(progress, communicator, call)
-    operations = [one for one in context.open_operations.values() if one.group is group]
-    mine = [str(one.call) for one in operations]
+    mine = [str(work._call) for work in context.open_work.all() if work._group is group]
     told = exchange(
         progress,
         communicator,

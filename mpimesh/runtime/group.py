@@ -488,7 +488,8 @@ class ProcessGroup(GroupCore):
         label: str | None,
         *options: Any,
     ) -> PersistentCollective:
-        plan, data = self.planned(make, x, *options, cached=False)
+        data = self.operand(x)
+        plan = self.plan(make, data, *options)
         return PersistentCollective(self, plan, x, out, plan.bind(self, x, data, out), label)
 
     # -- messages ---------------------------------------------------------------------------

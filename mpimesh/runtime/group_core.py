@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import GeneratorType, ModuleType
 from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar, cast
+from weakref import ref
 
 import numpy as np
 
@@ -20,28 +21,22 @@ from mpimesh.arrays import (
     is_cupy,
     refuse_objects,
 )
-from mpimesh.errors import (
-    BudgetError,
-    GroupError,
-    MpimeshError,
-    RankError,
-    on_all_ranks,
-)
+from mpimesh.errors import BudgetError, GroupError, RankError, on_all_ranks
 from mpimesh.mesh import GroupBackend
 from mpimesh.runtime.agreement import checked, compare
 from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.context import MeshContext
-from mpimesh.runtime.device_operation import DeviceOperation, begin_in
 from mpimesh.runtime.group_life import GroupLife
 from mpimesh.runtime.messages import Arrival
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Accounts, Buffers, Plan
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.received import Amount, Members, Rule, uniform
-from mpimesh.runtime.work import CollectiveTensor, Operation
+from mpimesh.runtime.work import CollectiveTensor, OpenWork, Reusable
 from mpimesh.settings import ALGORITHM_NAMES, algorithms_of
 from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
 from mpimesh.transport.algorithms import Algorithms
+from mpimesh.transport.device_strategy import steps_in
 from mpimesh.transport.signatures import Refused
 
 __all__ = ["GroupCore", "collective"]
@@ -105,18 +100,14 @@ class GroupCore(GroupLife):
         self._closed = False
         self.drop = None
         # Looked up with every operation.
-        self._progress = context.world.progress
+        self.progress: Progress = context.world.progress
+        self.open_work: OpenWork = context.open_work
         self._checks = context.settings.checks
 
     @property
     def world_rank(self) -> int:
         """This rank, as numbered in the mesh."""
         return self._context.rank
-
-    @property
-    def progress(self) -> Progress:
-        """The unfinished operations of this rank."""
-        return self._progress
 
     @property
     def started(self) -> int:
@@ -171,7 +162,13 @@ class GroupCore(GroupLife):
             cached: Whether the plan is kept; not if an option is something else.
         """
         try:
-            plan, data = self.planned(make, x, *options, cached=cached)
+            if self._communicator is None or self._context.closed:
+                self._refuse(_operation_name(make))
+            data = x if type(x) is np.ndarray else self.operand(x)
+            dtype = data.dtype
+            # NumPy's long and long long may be equal, but are two types to MPI.
+            key = (make, type(data), data.shape, dtype, dtype.num, options) if cached else None
+            plan = self._plans.get(key) or self.plan(make, data, *options, key=key)
             found = None
             if data is x and plan.kept is not None and (out is None or type(out) is np.ndarray):
                 found = plan.again(self, data, out)
@@ -183,33 +180,32 @@ class GroupCore(GroupLife):
         except Exception as error:
             self.poison(Call(_operation_name(make), self.name), error)
             raise
-        return self.start(plan, buffers, x, out, plan.call(self.name, label), value)
+        call = Call(
+            plan.name, self.name, plan.rule, plan.shape_in, plan.kind, label, None, plan.compared
+        )
+        return self.start(plan, buffers, x, out, call, value)
 
-    def planned(
-        self, make: Callable[..., Plan], x: Array, *options: Any, cached: bool = True
-    ) -> tuple[Plan, Array]:
-        """Return the plan of a collective, and its array as the group moves it. Local."""
-        if self._communicator is None or self._context.closed:
-            self._refuse(_operation_name(make))
-        data = x if type(x) is np.ndarray else self.operand(x)
-        dtype = data.dtype
-        # NumPy's long and long long may be equal, but are two types to MPI.
-        key = (make, type(data), data.shape, dtype, dtype.num, options) if cached else None
-        plan = None if key is None else self._plans.get(key)
-        if plan is None:
-            refuse_objects(data.dtype)
-            plan = make(self, data, *options)
-            plan.tally = self._context.traffic.tally(
-                plan.name, plan.nbytes, plan.receives, self._members
-            )
-            signatures = self._communicator.signatures
-            if signatures is not None and not self._checks:
-                plan.digest = signatures.digest((plan.name, plan.rule, plan.compared, plan.kind))
-            if key is not None:
-                if len(self._plans) >= _MOST_PLANS:
-                    self._plans.clear()
-                self._plans[key] = plan
-        return plan, data
+    def plan(
+        self, make: Callable[..., Plan], data: Array, *options: Any, key: object = None
+    ) -> Plan:
+        """Plan a collective of `data`, an array as the group moves it, and keep it by `key`. Local.
+
+        None keeps nothing.
+        """
+        communicator = self.communicator
+        refuse_objects(data.dtype)
+        plan = make(self, data, *options)
+        plan.tally = self._context.traffic.tally(
+            plan.name, plan.nbytes, plan.receives, self._members
+        )
+        signatures = communicator.signatures
+        if signatures is not None and not self._checks:
+            plan.digest = signatures.digest((plan.name, plan.rule, plan.compared, plan.kind))
+        if key is not None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
     def start(
         self,
@@ -275,7 +271,7 @@ class GroupCore(GroupLife):
         receives: tuple[Rule, Amount] | None = None,
         arrival: Arrival | None = None,
         plan: Plan | Accounts | None = None,
-        buffers: Buffers | None = None,
+        buffers: Reusable | None = None,
     ) -> CollectiveTensor:
         """Start one collective of the group in its turn, and give its handle out.
 
@@ -293,7 +289,7 @@ class GroupCore(GroupLife):
                 counts it.
             arrival: Counts what it receives when it comes.
             plan: The collective's plan, if it has one, which says how it is counted and compared.
-            buffers: Kept ones are free again when it has ended well.
+            buffers: What is free again when it has ended well.
 
         Raises:
             BudgetError: If it receives more than a budget has left.
@@ -311,8 +307,8 @@ class GroupCore(GroupLife):
         if arrival is not None:
             arrival.call = call
         if scope is not None:
-            begin, arguments = begin_in(scope, partial(begin, *arguments)), ()
-        progress, checks = self._progress, self._checks
+            begin, arguments = partial(_begin_in, scope, begin, *arguments), ()
+        progress, checks = self.progress, self._checks
         unlock = self.lock(lock, call) if checks else None
         communicator.started = call.number = number = communicator.started + 1
         word, signatures = 0, communicator.signatures
@@ -329,7 +325,7 @@ class GroupCore(GroupLife):
             turn = partial(self._in_turn, call, begin, arguments)
             steps = checked(communicator, call, call.compared, turn, also, stack=stack)
             request = progress.stage(communicator, steps)
-        elif progress.busy(communicator):
+        elif progress.tails and progress.busy(communicator):
             turn = partial(self._in_turn, call, begin, arguments)
             request = progress.stage(communicator, run_steps(turn))
         else:
@@ -337,18 +333,18 @@ class GroupCore(GroupLife):
             if type(started) is GeneratorType:
                 started = progress.stage(communicator, started)
             request = started
-        if scope is None:
-            operation = Operation(self, call, request, finish, unlock, value)
-        else:
-            operation = DeviceOperation(scope, self, call, request, finish, unlock, value)
-        operation.operand, operation.buffers = lock, buffers
         if tally is None:
             context.traffic.count(call.name, nbytes)
             if receives is not None:
                 context.traffic.count_received(call.name, receives[0], self._members, receives[1])
         else:
             tally.starts += 1
-        return self.own(operation, nbytes)
+        work = CollectiveTensor(self, call, request, finish, unlock, value, scope, lock, buffers)
+        self.open_work[id(work)] = ref(work)
+        progress.calls.append(call)
+        if progress.recorder is not None:
+            progress.recorder.start(self, call, nbytes)
+        return work
 
     @property
     def watches_starts(self) -> bool:
@@ -559,21 +555,13 @@ class GroupCore(GroupLife):
         """Start an operation of several steps on `chain`."""
         return self.progress.stage(chain, steps)
 
-    def own(self, operation: Operation, nbytes: int) -> CollectiveTensor:
-        """Keep a started operation until it is resolved, and give its handle out."""
-        self._context.open_operations[id(operation)] = operation
-        call, progress = operation.call, self._progress
-        progress.calls.append(call)
-        if progress.recorder is not None:
-            progress.recorder.start(self, call, nbytes)
-        return CollectiveTensor(operation)
-
-    def forget(self, operation: Operation) -> None:
-        """Let go of a resolved operation."""
-        self._context.open_operations.pop(id(operation), None)
-        recorder = self._progress.recorder
-        if recorder is not None:
-            recorder.end(operation.call, failed=operation.error is not None)
+    def own(self, work: CollectiveTensor, nbytes: int) -> CollectiveTensor:
+        """Note work that has started, of so many bytes put in; return it."""
+        self.open_work[id(work)] = ref(work)
+        self.progress.calls.append(work._call)
+        if self.progress.recorder is not None:
+            self.progress.recorder.start(self, work._call, nbytes)
+        return work
 
     def abandon(self, *buffers: object) -> None:
         """Keep the buffers of what has failed here and may go on elsewhere, for ever.
@@ -585,17 +573,17 @@ class GroupCore(GroupLife):
             self._context.world.abandoned.append(buffers)
         self._context.unended = True
 
-    def wait(self, operation: Operation, timeout_s: float | None) -> bool:
-        """Wait for an operation of this group; False after `timeout_s`."""
-        context = self._context
-        with context.tracer.span(operation.call.name, "wait"):
+    def wait(self, work: CollectiveTensor, timeout_s: float | None) -> bool:
+        """Wait for work of this group; False after `timeout_s`."""
+        call = work._call
+        with self._context.tracer.span(call.name, "wait"):
             return self.progress.wait(
                 self.communicator,
-                operation.request,
-                what=operation.call,
+                work._request,
+                what=call,
                 timeout_s=timeout_s,
-                peers=operation.call.peers,
-                look=operation.look,
+                peers=call.peers,
+                look=work._look,
             )
 
     def wait_for(
@@ -613,14 +601,6 @@ class GroupCore(GroupLife):
             PeerLostError: If a rank that it takes has left.
         """
         self.progress.wait(self.communicator, request, what=what, peers=peers)
-
-    def complete(self, operation: Operation) -> None:
-        """Wait for an operation and take its result; its handle keeps an error to raise."""
-        try:
-            self.wait(operation, None)
-            operation.settle()
-        except MpimeshError as error:
-            operation.fail(operation.explained(error))
 
     def poison(self, call: Call, error: Exception) -> None:
         """With checks on, make the other ranks raise, too: this one cannot take part in `call`.
@@ -678,6 +658,14 @@ class GroupCore(GroupLife):
         mail = communicator.mail
         if mail is not None:
             mail.post(call)
+
+
+def _begin_in(
+    scope: StreamScope, begin: Callable[..., Request | Steps], *arguments: Any
+) -> Request | Steps:
+    """Begin what is to go on in `scope`, wherever that is done."""
+    started: Request | Steps = scope.call(partial(begin, *arguments))
+    return steps_in(scope, started) if isinstance(started, GeneratorType) else started
 
 
 def _operation_name(make: Callable[..., Plan]) -> str:

@@ -21,6 +21,7 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.ending import counts, refuse_unreceived, refuse_unresolved
 from mpimesh.runtime.live_groups import LiveGroups
 from mpimesh.runtime.mesh_devices import MeshDevices
+from mpimesh.runtime.work import OpenWork
 from mpimesh.transport import Communicator
 
 __all__ = ["MeshShape", "as_mesh"]
@@ -96,7 +97,7 @@ class MeshShape(MeshDevices):
                     f"communicator, but are there (rank, size) {ranks}"
                 )
             )
-        self._context = replace(context, open_operations={}, unended=False, unread=0)
+        self._context = replace(context, open_work=OpenWork(), unended=False, unread=0)
         fresh = self._make_groups(control)
         if fresh is not None:
             fresh.add_custom_of(groups)
@@ -182,7 +183,7 @@ class MeshShape(MeshDevices):
         if self._context.settings.checks and self._groups is not None:
             # Found here, a rank that goes on while the others stop gets an answer.
             agree(self._progress, self._groups.communicator, call)
-        mine = [str(operation.call) for operation in self._context.open_operations.values()]
+        mine = [str(work._call) for work in self._context.open_work.all()]
         told = self._everyone([mine, self._context.unended, self._context.unread], call)
         # On all ranks alike: what one keeps, the others must not use for something else.
         self._context.unended = any(unended for _, unended, _ in told)

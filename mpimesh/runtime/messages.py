@@ -39,12 +39,11 @@ from mpimesh.errors import (
     ShapeError,
 )
 from mpimesh.runtime.call import Call, Message
-from mpimesh.runtime.device_operation import DeviceOperation
 from mpimesh.runtime.operands import output_array
 from mpimesh.runtime.persistent import Persistent
 from mpimesh.runtime.received import Members
 from mpimesh.runtime.traffic import Traffic, spend
-from mpimesh.runtime.work import CollectiveTensor, Operation
+from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.transport import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps
 from mpimesh.transport.device_strategy import steps_in
 
@@ -229,11 +228,9 @@ def send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> 
     scope = StreamScope.of(data)
     # A chain that nobody else uses: sends start at once.
     request = group.stage(object(), steps if scope is None else steps_in(scope, steps))
-    if scope is not None:
-        operation: Operation = DeviceOperation(scope, group, call, request, None)
-    else:
-        operation = Operation(group, call, request, None, group.lock(x, call))
-    return group.own(operation, data.nbytes)
+    unlock = None if scope is not None else group.lock(x, call)
+    work = CollectiveTensor(group, call, request, None, unlock, scope=scope)
+    return group.own(work, data.nbytes)
 
 
 def recv(
@@ -272,10 +269,8 @@ def recv(
 
     steps = all_steps()
     scope = group.scope_if_any()
-    if scope is None:
-        return group.own(Operation(group, call, group.stage(chain, steps), None), 0)
-    request = group.stage(chain, steps_in(scope, steps))
-    return group.own(DeviceOperation(scope, group, call, request, None), 0)
+    request = group.stage(chain, steps if scope is None else steps_in(scope, steps))
+    return group.own(CollectiveTensor(group, call, request, scope=scope), 0)
 
 
 class PersistentMessage(Persistent):
@@ -296,7 +291,7 @@ class PersistentMessage(Persistent):
         self._group = group
         self._text = text
         self._begin = begin
-        self._last = None
+        self._call = None
 
     def start(self) -> CollectiveTensor:
         """Start the message once more; see :meth:`Persistent.start`. The other rank starts its end.
@@ -305,10 +300,10 @@ class PersistentMessage(Persistent):
             UnresolvedError: If the last start is not resolved: its array is in use.
             ClosedError: If the mesh is closed.
         """
-        if self._last is not None and not self._last.resolved:
+        if not self.is_ready:
             raise self._under_way()
         handle = self._begin()
-        self._last = handle._operation  # not the handle, which warns when it is dropped
+        self._call = handle._call
         return handle
 
     def __repr__(self) -> str:
@@ -342,7 +337,8 @@ def send_init(
             packed[...] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         group.count_message(call, nbytes)
         request = group.stage(object(), _send_steps(group, parcel, dest, 2 * tag))
-        return group.own(Operation(group, call, request, None, group.lock(x, call)), nbytes)
+        work = CollectiveTensor(group, call, request, None, group.lock(x, call))
+        return group.own(work, nbytes)
 
     return PersistentMessage(group, text, begin)
 

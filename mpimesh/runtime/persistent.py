@@ -16,7 +16,7 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
 from mpimesh.runtime.plan import Accounts, Buffers, Plan
 from mpimesh.runtime.received import Amount, Rule
-from mpimesh.runtime.work import CollectiveTensor, Operation
+from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.transport import Request, Steps
 
 if TYPE_CHECKING:
@@ -31,9 +31,15 @@ class Persistent:
     MPI has the word of it. Each :meth:`start` reads what the arrays hold then.
     """
 
-    __slots__ = ("_last",)
+    __slots__ = ("_call",)
 
-    _last: Operation | None
+    _call: Call | None
+    """That of the last start; not its handle, which warns when it is dropped."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it may be started, for the last start is over."""
+        return self._call is None or self._call.ended
 
     def start(self) -> CollectiveTensor:
         """Start it once more; the handle's ``resolve()`` gives the result.
@@ -62,7 +68,6 @@ class PersistentCollective(Persistent):
 
     __slots__ = (
         "_buffers",
-        "_call",
         "_finish",
         "_group",
         "_out",
@@ -83,8 +88,10 @@ class PersistentCollective(Persistent):
         self._plan = plan
         self._x = x
         self._out = out
-        self._call = plan.call(group.name, label)
-        self._last = None
+        self._call: Call = Call(
+            plan.name, group.name, plan.rule, plan.shape_in, plan.kind, label, None, plan.compared
+        )
+        self._call.ended = True
         self._finish: Callable[[Any], Any] | None = None
         self._buffers = buffers if self._reads_in_place(buffers) else None
         if self._buffers is not None and not plan.on_device:
@@ -105,12 +112,13 @@ class PersistentCollective(Persistent):
         except Exception as error:
             group.poison(Call(self._plan.name, group.name), error)
             raise
-        call.ended = False
-        handle = group.start(self._plan, buffers, self._x, self._out, call, buffers.value)
-        self._last = last = handle._operation  # not the handle, which warns when it is dropped
-        if self._finish is not None:
-            last.map(self._finish)
-        return handle
+        call.ended, buffers.busy = False, True
+        try:
+            handle = group.start(self._plan, buffers, self._x, self._out, call, buffers.value)
+        except BaseException:
+            call.ended = True
+            raise
+        return handle if self._finish is None else handle.map(self._finish)
 
     def map(self, function: Callable[[Any], Any]) -> Self:
         """Let each start give what `function` makes of its result; return this plan. Local."""
@@ -119,17 +127,14 @@ class PersistentCollective(Persistent):
 
     def _ready(self) -> Buffers:
         """Return the buffers of the next start."""
-        plan, last = self._plan, self._last
-        if last is not None:
-            if not last.resolved:
-                raise self._under_way()
-            if last.error is not None:
-                self._buffers = None  # what failed here may still write into them
-            self._last = None
-        if self._buffers is not None:
+        plan, buffers = self._plan, self._buffers
+        if not self._call.ended:
+            raise self._under_way()
+        if buffers is not None and not buffers.busy:
             if self._out is not None and not self._out.flags.writeable:
                 check_output(self._out)  # another operation uses it by now
-            return self._buffers
+            return buffers
+        self._buffers = None  # what has failed may still write into them
         self._group.member(plan.name)
         data = self._group.operand(self._x)
         if data.shape != plan.shape_in:
@@ -170,12 +175,14 @@ class PersistentExchange(Persistent):
         finish: Makes the result; None if it is `value` as it is.
         lock: The caller's input, which must not change meanwhile.
         receives: How what this rank receives is counted; None if it receives nothing.
+
+    Attributes:
+        busy: Whether a start is under way, or has failed.
     """
 
     __slots__ = (
         "_accounts",
         "_begin",
-        "_call",
         "_finish",
         "_group",
         "_lock",
@@ -185,6 +192,7 @@ class PersistentExchange(Persistent):
         "_receives",
         "_rule",
         "_value",
+        "busy",
     )
 
     def __init__(
@@ -210,36 +218,34 @@ class PersistentExchange(Persistent):
         self._lock = lock
         self._receives = receives
         self._begin = prepare()
-        self._last = None
         self._call: Call | None = None
+        self.busy = False
         self._accounts: Accounts | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        """True if it may be started, for the last start is over."""
-        last = self._last
-        return last is None or last.resolved
 
     def start(self) -> CollectiveTensor:
         """Start it once more. Collective; see :meth:`Persistent.start`."""
-        last, group = self._last, self._group
-        if last is not None:
-            if not last.resolved:
-                error = self._under_way()
-                group.poison(Call(self._name, group.name), error)
-                raise error
-            if last.error is not None:
-                self._begin = self._prepare()  # what failed here may go on elsewhere
-        call, accounts = self._call, self._accounts
+        group, call, accounts = self._group, self._call, self._accounts
+        if not self.is_ready:
+            error = self._under_way()
+            group.poison(Call(self._name, group.name), error)
+            raise error
+        if self.busy:
+            self._begin = self._prepare()  # what failed here may go on elsewhere
         if call is None or accounts is None or group.watches_starts:
-            handle = self._start_anew()
-        else:
-            call.ended = False
-            handle = group.submit(
-                call, self._begin, value=self._value, finish=self._finish, plan=accounts
+            return self._start_anew()
+        call.ended, self.busy = False, True
+        try:
+            return group.submit(
+                call,
+                self._begin,
+                value=self._value,
+                finish=self._finish,
+                plan=accounts,
+                buffers=self,
             )
-        self._last = handle._operation  # not the handle, which warns when it is dropped
-        return handle
+        except BaseException:
+            call.ended = True
+            raise
 
     def _start_anew(self) -> CollectiveTensor:
         """Start it as a call that is made for the first time."""
@@ -253,9 +259,9 @@ class PersistentExchange(Persistent):
             lock=self._lock,
             receives=self._receives,
         )
+        self._call, self.busy, handle._buffers = handle._call, True, self
         if self._accounts is None:
-            self._call = call = handle._operation.call
-            self._accounts = group.accounts(call, self._nbytes, self._receives)
+            self._accounts = group.accounts(self._call, self._nbytes, self._receives)
         return handle
 
     def __repr__(self) -> str:

@@ -161,12 +161,6 @@ class Plan:
         if self.is_plain and self.outgoing is None and shape is not None and not self.on_device:
             self.kept = {}
 
-    def call(self, group: str, label: str | None) -> Call:
-        """Return the call of a start, with the place of the user's program that it is at."""
-        return Call(
-            self.name, group, self.rule, self.shape_in, self.kind, label, None, self.compared
-        )
-
     def prepared(
         self, group: GroupCore, arguments: tuple[Any, ...]
     ) -> Callable[[], Request | Steps]:

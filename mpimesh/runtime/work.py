@@ -1,4 +1,4 @@
-"""Operations under way, and the handles by which users take their results."""
+"""Work under way: what a rank has started, and how its result is taken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
+import numpy as np
+
 from mpimesh.arguments import as_function, as_time
+from mpimesh.arrays import StreamScope
 from mpimesh.errors import (
     CollectiveTimeoutError,
     GroupError,
@@ -24,11 +27,33 @@ from mpimesh.transport import Moved, Request, StagedRequest
 from mpimesh.transport.signatures import LAST_SLOT
 from mpimesh.transport.waiting import test_often
 
-__all__ = ["CollectiveTensor", "Operation", "Owner"]
+__all__ = ["CollectiveTensor", "OpenWork", "Owner", "Reusable"]
+
+
+class OpenWork(dict[int, Callable[[], "CollectiveTensor | None"]]):
+    """The work of one mesh on one rank that is started and not yet resolved, by its id.
+
+    A handle that nobody keeps any more is to warn, so there is but a weak reference to it. One that
+    goes without being resolved comes back here to stay, for its buffers are still written.
+    """
+
+    def all(self) -> list[CollectiveTensor]:
+        """Return it in the order of its start."""
+        return [work for entry in list(self.values()) if (work := entry()) is not None]
+
+
+class Reusable(Protocol):
+    """What is used again once the work that uses it has ended well.
+
+    Attributes:
+        busy: Whether that work is under way, or has failed.
+    """
+
+    busy: bool
 
 
 class Owner(Protocol):
-    """The group that started an operation, as far as the operation needs it."""
+    """The group that started an operation, as far as its work needs it."""
 
     @property
     def world_rank(self) -> int:
@@ -40,181 +65,18 @@ class Owner(Protocol):
         """The unfinished operations of this rank."""
         ...
 
-    def wait(self, operation: Operation, timeout_s: float | None) -> bool:
-        """Wait for `operation`; False after `timeout_s`."""
+    @property
+    def open_work(self) -> OpenWork:
+        """What is not resolved."""
         ...
 
-    def complete(self, operation: Operation) -> None:
-        """Wait for `operation` and take its result; its handle keeps an error to raise."""
-        ...
-
-    def forget(self, operation: Operation) -> None:
-        """Let go of `operation`, which is resolved."""
+    def wait(self, work: CollectiveTensor, timeout_s: float | None) -> bool:
+        """Wait for `work`; False after `timeout_s`."""
         ...
 
     def abandon(self, *buffers: object) -> None:
-        """Keep the buffers of an operation that nobody waits for any more."""
+        """Keep the buffers of work that nobody waits for any more."""
         ...
-
-
-class Operation:
-    """A started operation with all it needs to stay alive: its buffers, its operand and its result.
-
-    The group keeps it until it is resolved, whatever becomes of the user's handle,
-    because the transport goes on writing into its buffers.
-    """
-
-    __slots__ = (
-        "buffers",
-        "call",
-        "error",
-        "finish",
-        "group",
-        "operand",
-        "request",
-        "resolved",
-        "unlock",
-        "value",
-    )
-
-    def __init__(
-        self,
-        group: Owner,
-        call: Call,
-        request: Request,
-        finish: Callable[[], Any] | None,
-        unlock: Callable[[], None] | None = None,
-        value: Any = None,
-    ) -> None:
-        self.group = group
-        self.call = call
-        self.request = request
-        self.finish = finish
-        self.unlock = unlock
-        self.value = value
-        self.operand: Any = None
-        self.buffers: Any = None
-        self.error: BaseException | None = None
-        self.resolved = False
-
-    def compare(self) -> None:
-        """Look whether a rank of this node has started something else in its place.
-
-        Raises:
-            MismatchError: If so.
-        """
-        call = self.call
-        if call.signatures is not None:
-            call.signatures.compare(call.number, call.word, call.group)
-
-    def look(self) -> None:
-        """Look, while it is waited for, what the ranks of this node have started up to now.
-
-        Raises:
-            MismatchError: If one of them has started something else.
-        """
-        call = self.call
-        if call.signatures is not None:
-            call.signatures.look(call.number, call.group)
-
-    def explained(self, error: BaseException) -> BaseException:
-        """Return what is behind an error of the transport, as far as it is known."""
-        if isinstance(error, TransportError | MismatchError):
-            try:
-                self.compare()
-            except MismatchError as found:
-                if str(found) != str(error):  # or it was found while waiting
-                    found.agreed = error.agreed
-                    return found
-        return error
-
-    def settle(self) -> None:
-        """Take the result of the finished request, and let go of the buffers.
-
-        Raises:
-            MismatchError: If a rank of this node has started something else in its place.
-        """
-        if self.unlock is not None:
-            self._give_back()  # first: the result may be written into the caller's own array
-        call = self.call
-        try:
-            if (signatures := call.signatures) is not None:
-                at, word = call.number & LAST_SLOT, call.word
-                for words in signatures.others:  # without the cost of a call
-                    if words[at] != word:
-                        self.compare()
-            if self.finish is not None:
-                self.value = self.finish()
-            elif self.value is None and isinstance(self.request, StagedRequest):
-                self.value = self.request.value
-        except Exception as error:
-            self.error = error  # a second resolve must not find a half-made result
-            if isinstance(error, MismatchError):
-                self.group.abandon()  # over here, but perhaps not elsewhere
-            raise
-        finally:
-            self.release()
-
-    def map(self, function: Callable[[Any], Any]) -> None:
-        """Let the result be what `function` makes of it. Before it is resolved."""
-        finish = self.finish
-
-        def last() -> Any:
-            if finish is not None:
-                return function(finish())
-            if self.value is None and isinstance(self.request, StagedRequest):
-                return function(self.request.value)
-            return function(self.value)
-
-        self.finish = last
-
-    def is_over(self) -> bool:
-        """Tell whether the transport is done with the buffers. Never waits."""
-        settled = getattr(self.request, "settled", None)
-        if settled is not None:
-            return bool(settled)  # a test might start its next step
-        try:
-            return self.request.test()
-        except MpimeshError:
-            return True
-
-    def failed_with(self, error: BaseException) -> bool:
-        """Tell whether `error` has ended the request, and is none that came from elsewhere."""
-        return getattr(self.request, "error", None) is error
-
-    def fail(self, error: BaseException) -> None:
-        """Remember that the operation ended with `error` for this rank."""
-        self.error = error
-        if not self.is_over():
-            self.group.abandon(self.request, self.finish, self.value, self.operand)
-            if isinstance(error, MismatchError) and isinstance(self.request, Moved):
-                self.request.give_up(error)
-        elif isinstance(error, TransportError | MismatchError):
-            # Over here, but perhaps not elsewhere; and one that consists of several messages ends
-            # with the first that fails, while MPI may still write the others.
-            several = hasattr(self.request, "settled")
-            buffers = (self.request, self.finish, self.value, self.operand) if several else ()
-            self.group.abandon(*buffers)
-        self.release()
-
-    def release(self) -> None:
-        """Drop everything but the result; the operation is over for this rank."""
-        self.finish = self.operand = None
-        if self.buffers is not None:
-            if self.error is None:
-                self.buffers.busy = False
-            self.buffers = None
-        self.call.ended = True
-        if self.unlock is not None:
-            self._give_back()
-        self.group.forget(self)
-        self.resolved = True  # last: whatever ends this before, it can be done again
-
-    def _give_back(self) -> None:
-        """Make the caller's array writable again."""
-        if self.unlock is not None:
-            self.unlock()
-            self.unlock = None
 
 
 # -- refusals to be an array ----------------------------------------------------------------------
@@ -343,7 +205,7 @@ class Unresolved:
         raise self._refusal(f"numpy.{function.__name__}(handle.resolve(), ...)")
 
 
-# -- the handle -----------------------------------------------------------------------------------
+# -- work -----------------------------------------------------------------------------------------
 
 
 class CollectiveTensor(Unresolved):
@@ -356,10 +218,51 @@ class CollectiveTensor(Unresolved):
     raise UnresolvedError, for none of them waits in secret.
     """
 
-    __slots__ = ("_operation",)
+    # Whatever the transport may still write into is kept here until it is done: the caller's
+    # array, buffers, the result. On a device, what work is its own stays in the order of the stream
+    # that it was called on (`_scope`): the input is read there, and the result is divided,
+    # converted, unpacked. Whoever takes the result works on the stream that is current then, which
+    # is made to wait for the other one, on the device and not on the host (`_event`).
+    __slots__ = (
+        "__weakref__",
+        "_buffers",
+        "_call",
+        "_error",
+        "_event",
+        "_finish",
+        "_group",
+        "_operand",
+        "_request",
+        "_resolved",
+        "_scope",
+        "_unlock",
+        "_value",
+    )
 
-    def __init__(self, operation: Operation) -> None:
-        self._operation = operation
+    def __init__(
+        self,
+        group: Owner,
+        call: Call,
+        request: Request,
+        finish: Callable[[], Any] | None = None,
+        unlock: Callable[[], None] | None = None,
+        value: Any = None,
+        scope: StreamScope | None = None,
+        operand: Any = None,
+        buffers: Reusable | None = None,
+    ) -> None:
+        self._group = group
+        self._call = call
+        self._request = request
+        self._finish = finish
+        self._unlock = unlock
+        self._value = value
+        self._scope = scope
+        self._operand = operand
+        self._buffers = buffers
+        self._event: Any = None
+        self._error: BaseException | None = None
+        self._resolved = False
 
     def resolve(self, timeout_s: float | None = None) -> Any:
         """Wait for this operation and return its result; a second call returns the same.
@@ -384,46 +287,47 @@ class CollectiveTensor(Unresolved):
         ordinary arrays through shared memory and all that takes two levels over nodes, may end
         with it on this rank; then so must the program.
         """
-        operation = self._operation
         if timeout_s is not None:
             timeout_s = as_time(timeout_s, "timeout_s", GroupError)
-        if operation.resolved:
-            if operation.error is not None:
-                raise operation.error
-            return operation.value
-        test = operation.request.test
+        if self._resolved:
+            if self._error is not None:
+                raise self._error
+            return self._result()
+        test = self._request.test
         try:
             # Most small operations are over within a few tests: no wait need be set up.
-            group = operation.group
-            done = test() or test_often(test, group.progress) or group.wait(operation, timeout_s)
+            group = self._group
+            done = test() or test_often(test, group.progress) or group.wait(self, timeout_s)
         except Exception as error:
             # Any other error is of the wait, such as one raised by a signal handler: even if the
             # operation is over meanwhile, its result can still be taken.
-            if isinstance(error, MpimeshError) or operation.failed_with(error):
-                explained = operation.explained(error)
-                operation.fail(explained)
+            if isinstance(error, MpimeshError) or self._failed_with(error):
+                explained = self._explained(error)
+                self._fail(explained)
                 if explained is not error:
                     # A mismatch says it all: what MPI made of it is no cause.
                     raise explained from (None if isinstance(explained, MismatchError) else error)
             raise
         if not done:
             raise CollectiveTimeoutError(
-                f"rank {operation.group.world_rank} waited {timeout_s} s for {operation.call}; "
+                f"rank {self._group.world_rank} waited {timeout_s} s for {self._call}; "
                 "it is still under way, and not all ranks may have started it"
             )
-        operation.settle()
-        return operation.value
+        if self._scope is None:
+            self._settle()
+            return self._value
+        self._settle_in(self._scope)
+        return self._result()
 
     def done(self) -> bool:
         """Tell whether :meth:`resolve` would return (or raise) at once. Never waits."""
-        operation = self._operation
-        if operation.resolved:
+        if self._resolved:
             return True
-        operation.group.progress.advance()
+        self._group.progress.advance()
         try:
-            if operation.request.test():
+            if self._request.test():
                 return True
-            operation.look()
+            self._look()
         except Exception:
             return True  # resolve() raises it
         return False
@@ -443,7 +347,7 @@ class CollectiveTensor(Unresolved):
             UnresolvedError: If it is not done after all.
         """
         if not self.done():
-            raise UnresolvedError(f"{self._operation.call} is still under way; use resolve()")
+            raise UnresolvedError(f"{self._call} is still under way; use resolve()")
         return self.resolve()
 
     def map(self, function: Callable[[Any], Any]) -> Self:
@@ -459,9 +363,14 @@ class CollectiveTensor(Unresolved):
             >>> norm = group.all_reduce(x @ x).map(np.sqrt)
             >>> norm.resolve()
         """
-        if self._operation.resolved:
-            raise UnresolvedError(f"{self._operation.call} is resolved; map its handle before that")
-        self._operation.map(as_function(function, "function", GroupError))
+        if self._resolved:
+            raise UnresolvedError(f"{self._call} is resolved; map its handle before that")
+        function, finish = as_function(function, "function", GroupError), self._finish
+
+        def last() -> Any:
+            return function(self._received() if finish is None else finish())
+
+        self._finish = last
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -471,31 +380,174 @@ class CollectiveTensor(Unresolved):
             UnresolvedError: Always.
         """
         raise UnresolvedError(
-            f"the handle of {self._what()} cannot be copied or pickled: copy the array that "
+            f"the handle of {self._call} cannot be copied or pickled: copy the array that "
             "resolve() returns"
         )
 
-    def _what(self) -> object:
-        return self._operation.call
-
-    def _is_resolved(self) -> bool:
-        return self._operation.resolved
-
     def __repr__(self) -> str:
         """Say what was called and how far it is. Never waits, never tests."""
-        operation = self._operation
-        state = "failed" if operation.error else "resolved" if operation.resolved else "started"
-        return f"<CollectiveTensor {operation.call.text()} on {operation.call.group!r}, {state}>"
+        state = "failed" if self._error else "resolved" if self._resolved else "started"
+        return f"<CollectiveTensor {self._call.text()} on {self._call.group!r}, {state}>"
 
     def __del__(self) -> None:
         """Warn, with the line that started it, about a result that nobody took."""
-        operation = getattr(self, "_operation", None)
-        if operation is None or operation.resolved or sys.is_finalizing():
+        if getattr(self, "_resolved", True) or sys.is_finalizing():
             return  # at the interpreter's end nothing can be shown any more
-        filename, line = site_line(operation.call.site)
+        self._group.open_work[id(self)] = lambda: self
+        call = self._call
+        filename, line = site_line(call.site)
         message = (
-            f"the result of {operation.call.text()} on group {operation.call.group!r} was dropped "
-            f"on rank {operation.group.world_rank} before it was resolved; keep the handle and "
+            f"the result of {call.text()} on group {call.group!r} was dropped "
+            f"on rank {self._group.world_rank} before it was resolved; keep the handle and "
             "call resolve()"
         )
         warnings.warn_explicit(message, UnresolvedWarning, filename, line)
+
+    # -- for the group -----------------------------------------------------------------------
+
+    def _what(self) -> object:
+        return self._call
+
+    def _is_resolved(self) -> bool:
+        return self._resolved
+
+    def _result(self) -> Any:
+        """Return the result, for the stream that is current where it is asked for."""
+        if self._event is not None and self._scope is not None:
+            self._scope.follow(self._event)
+        return self._value
+
+    def _received(self) -> Any:
+        """Return what came, of which the result is made."""
+        if self._value is None and isinstance(self._request, StagedRequest):
+            return self._request.value
+        return self._value
+
+    def _complete(self) -> None:
+        """Wait for it and take its result; an error is raised where it is resolved."""
+        try:
+            self._group.wait(self, None)
+            if self._scope is None:
+                self._settle()
+            else:
+                self._settle_in(self._scope)
+        except MpimeshError as error:
+            self._fail(self._explained(error))
+
+    def _compare(self) -> None:
+        """Look whether a rank of this node has started something else in its place.
+
+        Raises:
+            MismatchError: If so.
+        """
+        call = self._call
+        if call.signatures is not None:
+            call.signatures.compare(call.number, call.word, call.group)
+
+    def _look(self) -> None:
+        """Look, while it is waited for, what the ranks of this node have started up to now.
+
+        Raises:
+            MismatchError: If one of them has started something else.
+        """
+        call = self._call
+        if call.signatures is not None:
+            call.signatures.look(call.number, call.group)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Return what is behind an error of the transport, as far as it is known."""
+        if isinstance(error, TransportError | MismatchError):
+            try:
+                self._compare()
+            except MismatchError as found:
+                if str(found) != str(error):  # or it was found while waiting
+                    found.agreed = error.agreed
+                    return found
+        return error
+
+    def _settle_in(self, scope: StreamScope) -> None:
+        """Take the result in the order of the stream that it was called on."""
+        with scope.current():
+            self._settle()
+        # An array on the host is there by now. Without any, the input may still be read.
+        if not isinstance(self._value, np.ndarray):
+            self._event = scope.mark()
+
+    def _settle(self) -> None:
+        """Take the result of the finished request, and let go of the buffers.
+
+        Raises:
+            MismatchError: If a rank of this node has started something else in its place.
+        """
+        if self._unlock is not None:
+            self._give_back()  # first: the result may be written into the caller's own array
+        call = self._call
+        try:
+            if (signatures := call.signatures) is not None:
+                at, word = call.number & LAST_SLOT, call.word
+                for words in signatures.others:  # without the cost of a call
+                    if words[at] != word:
+                        self._compare()
+            if self._finish is not None:
+                self._value = self._finish()
+            elif self._value is None:
+                self._value = self._received()
+        except Exception as error:
+            self._error = error  # a second resolve must not find a half-made result
+            if isinstance(error, MismatchError):
+                self._group.abandon()  # over here, but perhaps not elsewhere
+            raise
+        finally:
+            self._release()
+
+    def _is_over(self) -> bool:
+        """Tell whether the transport is done with the buffers. Never waits."""
+        settled = getattr(self._request, "settled", None)
+        if settled is not None:
+            return bool(settled)  # a test might start its next step
+        try:
+            return self._request.test()
+        except MpimeshError:
+            return True
+
+    def _failed_with(self, error: BaseException) -> bool:
+        """Tell whether `error` has ended the request, and is none that came from elsewhere."""
+        return getattr(self._request, "error", None) is error
+
+    def _fail(self, error: BaseException) -> None:
+        """Remember that the operation ended with `error` for this rank."""
+        self._error = error
+        request = self._request
+        held = request, self._finish, self._value, self._operand
+        if not self._is_over():
+            self._group.abandon(*held)
+            if isinstance(error, MismatchError) and isinstance(request, Moved):
+                request.give_up(error)
+        elif isinstance(error, TransportError | MismatchError):
+            # Over here, but perhaps not elsewhere; and one that consists of several messages ends
+            # with the first that fails, while MPI may still write the others.
+            self._group.abandon(*(held if hasattr(request, "settled") else ()))
+        self._release()
+
+    def _release(self) -> None:
+        """Drop everything but the result; the operation is over for this rank."""
+        self._finish = self._operand = None
+        if self._buffers is not None:
+            if self._error is None:
+                self._buffers.busy = False
+            self._buffers = None
+        if self._unlock is not None:
+            self._give_back()
+        call, group = self._call, self._group
+        call.ended = True
+        group.open_work.pop(id(self), None)
+        recorder = group.progress.recorder
+        if recorder is not None:
+            recorder.end(call, failed=self._error is not None)
+        self._resolved = True  # last: whatever ends this before, it can be done again
+
+    def _give_back(self) -> None:
+        """Make the caller's array writable again."""
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None

@@ -187,9 +187,10 @@ class Engine:
         bell: Where the rank sleeps while it waits, for others of its node to wake it; None if it
             has no memory that they can see.
         given_up: The operations that will never end.
+        tails: The last unfinished operation of each chain that has one.
     """
 
-    __slots__ = ("_crowd", "_pending", "_tails", "bell", "given_up", "has_core", "lock", "steps")
+    __slots__ = ("_crowd", "_pending", "bell", "given_up", "has_core", "lock", "steps", "tails")
 
     def __init__(self) -> None:
         self.lock = RLock()
@@ -199,7 +200,7 @@ class Engine:
         self.given_up: list[Moved] = []
         self._crowd = 0
         self._pending: list[Moved] = []
-        self._tails: dict[Hashable, Moved] = {}
+        self.tails: dict[Hashable, Moved] = {}
 
     def share_cores(self, ranks: int, cores: int) -> None:
         """Take note that so many ranks have so many cores between them."""
@@ -213,19 +214,19 @@ class Engine:
 
     def busy(self, chain: Hashable) -> bool:
         """Tell whether an operation of `chain` is unfinished, so that the next must queue."""
-        tail = self._tails.get(chain)
+        tail = self.tails.get(chain)
         return tail is not None and not tail.settled
 
     def undecided(self, chain: Hashable) -> bool:
         """Tell whether an operation of `chain` is unfinished that may yet start others."""
-        tail = self._tails.get(chain)
+        tail = self.tails.get(chain)
         return tail is not None and not tail.settled and not tail.committed
 
     def stage(self, chain: Hashable, steps: Steps) -> StagedRequest:
         """Start `steps`, at once or after the unfinished operations of `chain`."""
         request = StagedRequest(steps, self)
         with self.lock:
-            tail = self._tails.get(chain)
+            tail = self.tails.get(chain)
             if tail is not None and not tail.settled:
                 request.after = tail
             request.chain = chain
@@ -233,7 +234,7 @@ class Engine:
                 request.move()
             if not request.settled:
                 self._pending.append(request)
-                self._tails[chain] = request
+                self.tails[chain] = request
         return request
 
     def begin(self, chain: Hashable, request: Moved) -> None:
@@ -241,7 +242,7 @@ class Engine:
         with self.lock:
             # Before it does anything: what a signal handler raises may end this call, but then the
             # other ranks count on this one all the same.
-            tails = self._tails
+            tails = self.tails
             tail = tails.get(chain)
             if tail is not None and not tail.settled:
                 request.after = tail
@@ -255,7 +256,7 @@ class Engine:
 
     def untrack(self, request: Moved) -> None:
         """Forget a request that is settled. For the thread that holds the lock."""
-        pending, tails, chain = self._pending, self._tails, request.chain
+        pending, tails, chain = self._pending, self.tails, request.chain
         if pending and pending[-1] is request:
             pending.pop()
         elif request in pending:  # or it is being moved along with all others, and goes after that

@@ -137,13 +137,12 @@ def check_a_wait_that_an_exception_ends_can_be_taken_up_again(comm):
             handle = group.all_reduce(x)
             with pytest.raises(GroupError):
                 handle.resolve(timeout_s="soon")
-            operation = handle._operation
-            under_way, operation.request = operation.request, Interrupted()
+            under_way, handle._request = handle._request, Interrupted()
             for _ in range(2):
                 with pytest.raises(LookupError):
                     handle.resolve()
                 assert "started" in repr(handle)
-            operation.request = under_way
+            handle._request = under_way
             sends = [group.send(np.ones(1), peer) for peer in range(1, group.size)]
             same(handle.resolve(), x * group.size)
             for send in sends:

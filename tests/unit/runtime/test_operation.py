@@ -1,4 +1,4 @@
-"""An operation keeps its buffers as long as the transport may use them."""
+"""Work keeps its buffers as long as the transport may use them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import weakref
 import numpy as np
 import pytest
 
-from mpimesh.errors import PeerLostError, TransportError
+from mpimesh.errors import PeerLostError, TransportError, UnresolvedWarning
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
-from mpimesh.runtime.work import CollectiveTensor, Operation
+from mpimesh.runtime.work import CollectiveTensor, OpenWork
 from mpimesh.transport import Engine, StagedRequest
 from tests.helpers.raises import raises
 
@@ -37,16 +37,11 @@ class Owner:
 
     def __init__(self):
         self.progress = Progress()
+        self.open_work = OpenWork()
         self.kept = []
 
-    def wait(self, operation, timeout_s):
+    def wait(self, work, timeout_s):
         raise PeerLostError("rank 1 left")
-
-    def forget(self, operation):
-        pass
-
-    def complete(self, operation):
-        operation.settle()
 
     def abandon(self, *buffers):
         self.kept.append(buffers)
@@ -57,16 +52,15 @@ def test_buffers_outlive_a_lost_peer(state):
     owner = Owner()
     request = Request(np.ones(3))
     buffer = weakref.ref(request.buffer)
-    operation = Operation(owner, Call("all_reduce", "world"), request, None)
+    handle = CollectiveTensor(owner, Call("all_reduce", "world"), request)
     if state == "failed":
         request.error = TransportError("broken")
-    handle = CollectiveTensor(operation)
     if state == "done":
         request.done = True
-        operation.fail(PeerLostError("rank 1 left"))
+        handle._fail(PeerLostError("rank 1 left"))
     with raises(TransportError, "broken" if state == "failed" else "rank 1"):
         handle.resolve()
-    del handle, operation, request
+    del handle, request
     gc.collect()
     assert (buffer() is not None) == (state == "under way")
 
@@ -90,7 +84,7 @@ class Interrupted(Request):
 def test_what_a_handler_raises_leaves_the_result_to_be_taken(done):
     """Also if the operation was over by then: a handler may raise between two instructions."""
     call = Call("all_reduce", "world")
-    handle = CollectiveTensor(Operation(Owner(), call, Interrupted(done=done), None, value=7))
+    handle = CollectiveTensor(Owner(), call, Interrupted(done=done), value=7)
     with raises(OSError, "of a handler"):
         handle.resolve()
     assert handle.resolve() == 7
@@ -99,20 +93,21 @@ def test_what_a_handler_raises_leaves_the_result_to_be_taken(done):
 def test_an_interrupted_end_is_an_end_the_next_time():
     request = Request(np.ones(3))
     request.done = True
-    forgotten = []
+    ended = []
 
-    class Busy(Owner):
-        def forget(self, operation):
-            forgotten.append(operation)
-            if len(forgotten) == 1:
+    class Recorder:
+        def end(self, call, *, failed):
+            ended.append(call)
+            if len(ended) == 1:
                 raise KeyboardInterrupt
 
-    call = Call("all_reduce", "world")
-    handle = CollectiveTensor(Operation(Busy(), call, request, None, value=7))
+    owner = Owner()
+    owner.progress.recorder = Recorder()
+    handle = CollectiveTensor(owner, Call("all_reduce", "world"), request, value=7)
     with pytest.raises(KeyboardInterrupt):
         handle.resolve()
     assert handle.resolve() == 7
-    assert len(forgotten) == 2
+    assert len(ended) == 2
 
 
 def test_an_error_of_a_step_is_that_of_the_operation():
@@ -123,8 +118,41 @@ def test_an_error_of_a_step_is_that_of_the_operation():
         raise OSError("of a step")
 
     request = StagedRequest(steps(), Engine())
-    handle = CollectiveTensor(Operation(Owner(), Call("all_reduce", "world"), request, None))
+    handle = CollectiveTensor(Owner(), Call("all_reduce", "world"), request)
     for _ in range(2):
         with raises(OSError, "of a step"):
             handle.resolve()
     assert handle.done()
+
+
+def test_a_dropped_handle_stays_until_it_is_resolved():
+    owner, request = Owner(), Request(np.ones(3))
+    buffer = weakref.ref(request.buffer)
+    handle = CollectiveTensor(owner, Call("all_reduce", "world"), request, value=7)
+    owner.open_work[id(handle)] = weakref.ref(handle)
+    last = [handle]
+    del handle, request
+    with pytest.warns(UnresolvedWarning, match="dropped"):
+        last.clear()
+    assert buffer() is not None
+    (kept,) = owner.open_work.all()
+    kept._request.done = True
+    assert kept.resolve() == 7
+    del kept
+    assert not owner.open_work
+    gc.collect()
+    assert buffer() is None
+
+
+def test_a_handle_in_a_dropped_circle_stays_too():
+    owner = Owner()
+    handle = CollectiveTensor(owner, Call("all_reduce", "world"), Request(None), value=7)
+    circle = [handle]
+    circle.append(circle)
+    owner.open_work[id(handle)] = weakref.ref(handle)
+    del handle, circle
+    with pytest.warns(UnresolvedWarning, match="dropped"):
+        gc.collect()
+    (kept,) = owner.open_work.all()
+    kept._request.done = True
+    assert kept.resolve() == 7

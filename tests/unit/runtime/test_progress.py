@@ -123,7 +123,7 @@ def test_nothing_is_kept_of_what_is_over():
     progress = Progress()
     for number in range(1000):
         progress.stage(object(), steps([], number))
-    assert len(progress._tails) == 0
+    assert len(progress.tails) == 0
     blocked = Gate()
     progress.stage("blocked", steps([], "b", blocked))
     gates = []
@@ -132,7 +132,7 @@ def test_nothing_is_kept_of_what_is_over():
         progress.stage(object(), steps([], "c", gates[-1]))
         gates[-1].open = True
         progress.advance()
-    assert len(progress._tails) < 5
+    assert len(progress.tails) < 5
     assert progress.busy("blocked")
 
 
