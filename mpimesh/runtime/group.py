@@ -15,7 +15,9 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore, collective
 from mpimesh.runtime.persistent import Persistent, PersistentCollective
 from mpimesh.runtime.plan import (
+    Accounts,
     Plan,
+    Prepared,
     plan_all_gather,
     plan_all_reduce,
     plan_all_to_all,
@@ -490,7 +492,9 @@ class ProcessGroup(GroupCore):
     ) -> PersistentCollective:
         data = self.operand(x)
         plan = self.plan(make, data, *options)
-        return PersistentCollective(self, plan, x, out, plan.bind(self, x, data, out), label)
+        return PersistentCollective(
+            self, plan, x, out, plan.bind(self, x, data, out, often=True), label
+        )
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -609,9 +613,8 @@ class ProcessGroup(GroupCore):
 
         Collective. ``resolve()`` gives None.
         """
-        return self.submit(
-            Call("barrier", self.name, label=label), lambda: self.communicator.barrier()
-        )
+        call = Call("barrier", self.name, label=label)
+        return self.submit(call, Prepared(Accounts(), lambda: self.communicator.barrier()))
 
     def barrier(self, *, timeout_s: float | None = None, label: str | None = None) -> None:
         """Wait until every rank of the group has come.

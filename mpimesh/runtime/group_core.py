@@ -29,15 +29,15 @@ from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.group_life import GroupLife
 from mpimesh.runtime.messages import Arrival
 from mpimesh.runtime.operands import host_array
-from mpimesh.runtime.plan import Accounts, Buffers, Plan
+from mpimesh.runtime.plan import Accounts, Plan, Prepared
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.received import Amount, Members, Rule, uniform
-from mpimesh.runtime.work import CollectiveTensor, OpenWork, Reusable
+from mpimesh.runtime.work import CollectiveTensor, OpenWork
 from mpimesh.settings import ALGORITHM_NAMES, algorithms_of
 from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
 from mpimesh.transport.algorithms import Algorithms
+from mpimesh.transport.base import Condition
 from mpimesh.transport.device_strategy import steps_in
-from mpimesh.transport.signatures import Refused
 
 __all__ = ["GroupCore", "collective"]
 
@@ -173,17 +173,23 @@ class GroupCore(GroupLife):
             if data is x and plan.kept is not None and (out is None or type(out) is np.ndarray):
                 found = plan.again(self, data, out)
             if found is None:
-                buffers = plan.bind(self, x, data, out)
-                value = buffers.value
+                prepared, value = plan.bind(self, x, data, out), None
             else:
-                buffers, value = found
+                prepared, value = found
+            call = Call(
+                plan.name,
+                self.name,
+                plan.rule,
+                plan.shape_in,
+                plan.kind,
+                label,
+                None,
+                plan.compared,
+            )
+            return self.submit(call, prepared, x, value)
         except Exception as error:
             self.poison(Call(_operation_name(make), self.name), error)
             raise
-        call = Call(
-            plan.name, self.name, plan.rule, plan.shape_in, plan.kind, label, None, plan.compared
-        )
-        return self.start(plan, buffers, x, out, call, value)
 
     def plan(
         self, make: Callable[..., Plan], data: Array, *options: Any, key: object = None
@@ -207,143 +213,70 @@ class GroupCore(GroupLife):
             self._plans[key] = plan
         return plan
 
-    def start(
-        self,
-        plan: Plan,
-        buffers: Buffers,
-        x: Array,
-        out: Array | None,
-        call: Call,
-        value: Any,
-    ) -> CollectiveTensor:
-        """Start a collective with its buffers, and give its handle out.
-
-        Args:
-            plan: The collective.
-            buffers: Its arrays.
-            x: The caller's array.
-            out: The caller's array for the result.
-            call: What is called.
-            value: The array of the result.
-        """
-        begin: Callable[..., Request | Steps]
-        arguments, scope = buffers.arguments, None
-        if self._communicator is None:
-            self._refuse(plan.name)
-        if buffers.prepared is not None:
-            begin, arguments = buffers.prepared, ()
-        elif plan.algorithm is None:
-            begin = getattr(self._communicator, plan.name)
-        else:
-            begin = self.communicator.begin_by(plan.name, plan.algorithm)
-        if plan.on_device:
-            # Only in its turn: the first on a device makes what moves its memory, collectively.
-            begin, scope = partial(self._begin_on_device, plan), StreamScope()
-        elif out is not None and type(out) is not np.ndarray:
-            scope = StreamScope.of(out)
-        try:
-            return self.submit(
-                call,
-                begin,
-                arguments,
-                scope=scope,
-                value=value,
-                finish=buffers.finish,
-                lock=x,
-                plan=plan,
-                buffers=buffers,
-            )
-        except Exception as error:
-            self.poison(call, error)
-            raise
-
     def submit(
-        self,
-        call: Call,
-        begin: Callable[..., Request | Steps],
-        arguments: tuple[Any, ...] = (),
-        *,
-        scope: StreamScope | None = None,
-        value: Any = None,
-        finish: Callable[[], Any] | None = None,
-        lock: Array | None = None,
-        nbytes: int = 0,
-        receives: tuple[Rule, Amount] | None = None,
-        arrival: Arrival | None = None,
-        plan: Plan | Accounts | None = None,
-        buffers: Reusable | None = None,
+        self, call: Call, prepared: Prepared, lock: Array | None = None, value: Any = None
     ) -> CollectiveTensor:
         """Start one collective of the group in its turn, and give its handle out.
 
         Args:
             call: What is called, with all that must agree over ranks.
-            begin: Starts it: gives one request, or several steps.
-            arguments: What `begin` is called with.
-            scope: The stream that it works on, if it may be on device memory.
-            value: The result, valid when the request is done.
-            finish: Makes the result from the buffers, if `value` is not enough.
+            prepared: The operation; free to be started again when it has ended well.
             lock: The caller's input, which must not change meanwhile: with checks on, a NumPy
                 array is read-only until then.
-            nbytes: Bytes that this rank puts in.
-            receives: How what it receives is counted; None if it receives nothing, or `arrival`
-                counts it.
-            arrival: Counts what it receives when it comes.
-            plan: The collective's plan, if it has one, which says how it is counted and compared.
-            buffers: What is free again when it has ended well.
+            value: The result, valid when the request is done; None for that of `prepared`.
 
         Raises:
             BudgetError: If it receives more than a budget has left.
         """
-        context = self._context
-        communicator = self._communicator
+        context, accounts = self._context, prepared.accounts
+        communicator, begin, scope = self._communicator, prepared.begin, prepared.scope
         if communicator is None or context.closed:
             self._refuse(call.name)
-        also, digest, tally = None, 0, None
-        if plan is not None:
-            also, digest, tally = plan.also, plan.digest, plan.tally
-            nbytes, receives = plan.nbytes, plan.receives
-        if receives is not None and context.traffic.budgets:
-            context.traffic.admit_by(call, receives[0], self._members, receives[1])
-        if arrival is not None:
-            arrival.call = call
+        traffic, receives = context.traffic, accounts.receives
+        if receives is not None and traffic.budgets:
+            traffic.admit_by(call, receives[0], self._members, receives[1])
         if scope is not None:
-            begin, arguments = partial(_begin_in, scope, begin, *arguments), ()
+            begin = partial(_begin_in, scope, begin)
         progress, checks = self.progress, self._checks
         unlock = self.lock(lock, call) if checks else None
         communicator.started = call.number = number = communicator.started + 1
         word, signatures = 0, communicator.signatures
         if signatures is not None and not checks:
-            if not digest:
-                digest = signatures.digest((call.name, call.rule, call.compared, call.dtype))
+            digest = accounts.digest or signatures.digest(
+                (call.name, call.rule, call.compared, call.dtype)
+            )
             word = signatures.post(number, digest)
             call.word, call.signatures = word, signatures if word > 0 else None
         request: Request
         if word < 0 and signatures is not None:
-            request = Refused(signatures, self.name)
+            request = Condition(partial(signatures.refused, self.name))
         elif checks:
             stack = call_stack() if checks > 1 else ()
-            turn = partial(self._in_turn, call, begin, arguments)
-            steps = checked(communicator, call, call.compared, turn, also, stack=stack)
+            turn = partial(self._in_turn, call, begin)
+            steps = checked(communicator, call, call.compared, turn, accounts.also, stack=stack)
             request = progress.stage(communicator, steps)
         elif progress.tails and progress.busy(communicator):
-            turn = partial(self._in_turn, call, begin, arguments)
+            turn = partial(self._in_turn, call, begin)
             request = progress.stage(communicator, run_steps(turn))
         else:
-            started: Any = begin(*arguments)
+            started: Any = begin()
             if type(started) is GeneratorType:
                 started = progress.stage(communicator, started)
             request = started
-        if tally is None:
-            context.traffic.count(call.name, nbytes)
-            if receives is not None:
-                context.traffic.count_received(call.name, receives[0], self._members, receives[1])
+        if accounts.tally is not None:
+            accounts.tally.starts += 1
         else:
-            tally.starts += 1
-        work = CollectiveTensor(self, call, request, finish, unlock, value, scope, lock, buffers)
+            traffic.count(call.name, accounts.nbytes)
+            if receives is not None:
+                traffic.count_received(call.name, receives[0], self._members, receives[1])
+        if value is None:
+            value = prepared.value
+        work = CollectiveTensor(self, call, request, prepared.finish, unlock, value, prepared, lock)
+        work._scope = scope
         self.open_work[id(work)] = ref(work)
         progress.calls.append(call)
         if progress.recorder is not None:
-            progress.recorder.start(self, call, nbytes)
+            progress.recorder.start(self, call, accounts.nbytes)
         return work
 
     @property
@@ -359,17 +292,16 @@ class GroupCore(GroupLife):
             digest = signatures.digest((call.name, call.rule, call.compared, call.dtype))
         return Accounts(nbytes, receives, digest, tally)
 
-    def _begin_on_device(self, plan: Plan, *arguments: Any) -> Request | Steps:
-        started: Request | Steps = getattr(self.side(plan.library), plan.name)(*arguments)
+    def begin_on_device(self, name: str, library: ModuleType, *arguments: Any) -> Request | Steps:
+        """Start a collective of device memory."""
+        started: Request | Steps = getattr(self.side(library), name)(*arguments)
         return started
 
-    def _in_turn(
-        self, call: Call, begin: Callable[..., Request | Steps], arguments: tuple[Any, ...]
-    ) -> Request | Steps:
+    def _in_turn(self, call: Call, begin: Callable[[], Request | Steps]) -> Request | Steps:
         """Begin what has waited for others, unless the mesh was left meanwhile."""
         if self._context.closed:
             self._refuse(call.name)
-        return begin(*arguments)
+        return begin()
 
     @collective
     def compose(
@@ -404,7 +336,8 @@ class GroupCore(GroupLife):
         call = Call(name, self.name, rule, label=label)
         if self.size > 1 and self._context.traffic.refuses:
             begin, receives = partial(self._within_budget, call, begin, receives), None
-        return self.submit(call, begin, nbytes=nbytes, finish=finish, lock=lock, receives=receives)
+        prepared = Prepared(Accounts(nbytes, receives), begin, None, finish)
+        return self.submit(call, prepared, lock)
 
     def _within_budget(
         self,
@@ -555,8 +488,11 @@ class GroupCore(GroupLife):
         """Start an operation of several steps on `chain`."""
         return self.progress.stage(chain, steps)
 
-    def own(self, work: CollectiveTensor, nbytes: int) -> CollectiveTensor:
-        """Note work that has started, of so many bytes put in; return it."""
+    def own(
+        self, work: CollectiveTensor, nbytes: int, scope: StreamScope | None = None
+    ) -> CollectiveTensor:
+        """Note work that has started, of so many bytes put in, on a stream if any; return it."""
+        work._scope = scope
         self.open_work[id(work)] = ref(work)
         self.progress.calls.append(work._call)
         if self.progress.recorder is not None:
@@ -616,7 +552,7 @@ class GroupCore(GroupLife):
         request = self.progress.stage(self._communicator, steps)
         has_ended = self.progress.wait(
             self._communicator,
-            _Ended(request),
+            lambda: request.settled,
             what=call,
             timeout_s=_POISON_WAIT_S,
         )
@@ -670,13 +606,3 @@ def _begin_in(
 
 def _operation_name(make: Callable[..., Plan]) -> str:
     return make.__name__.removeprefix("plan_")
-
-
-class _Ended:
-    """A request that is done when a staged one has settled, be it by failing."""
-
-    def __init__(self, request: StagedRequest) -> None:
-        self._request = request
-
-    def test(self) -> bool:
-        return self._request.settled

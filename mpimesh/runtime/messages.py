@@ -41,6 +41,7 @@ from mpimesh.errors import (
 from mpimesh.runtime.call import Call, Message
 from mpimesh.runtime.operands import output_array
 from mpimesh.runtime.persistent import Persistent
+from mpimesh.runtime.plan import Accounts, Prepared
 from mpimesh.runtime.received import Members
 from mpimesh.runtime.traffic import Traffic, spend
 from mpimesh.runtime.work import CollectiveTensor
@@ -229,8 +230,7 @@ def send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> 
     # A chain that nobody else uses: sends start at once.
     request = group.stage(object(), steps if scope is None else steps_in(scope, steps))
     unlock = None if scope is not None else group.lock(x, call)
-    work = CollectiveTensor(group, call, request, None, unlock, scope=scope)
-    return group.own(work, data.nbytes)
+    return group.own(CollectiveTensor(group, call, request, None, unlock), data.nbytes, scope)
 
 
 def recv(
@@ -270,7 +270,7 @@ def recv(
     steps = all_steps()
     scope = group.scope_if_any()
     request = group.stage(chain, steps if scope is None else steps_in(scope, steps))
-    return group.own(CollectiveTensor(group, call, request, scope=scope), 0)
+    return group.own(CollectiveTensor(group, call, request), 0, scope)
 
 
 class PersistentMessage(Persistent):
@@ -391,14 +391,11 @@ def shift(
         return None if result is None else moved(result, namespace(x))
 
     peers = tuple(peer for peer in (dest, source) if 0 <= peer < group.size)
-    return group.submit(
-        Call("shift", group.name, f"offset {offset}, wrap {wrap}", label=label, peers=peers),
-        steps,
-        scope=group.scope_if_any(),
-        lock=x,
-        nbytes=data.nbytes,
-        arrival=arrival,
+    arrival.call = Call(
+        "shift", group.name, f"offset {offset}, wrap {wrap}", label=label, peers=peers
     )
+    prepared = Prepared(Accounts(data.nbytes), steps, scope=group.scope_if_any())
+    return group.submit(arrival.call, prepared, x)
 
 
 def neighbour(group: GroupCore, step: int, action: str) -> int:

@@ -14,7 +14,7 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.errors import DTypeError, ShapeError, UnresolvedError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
-from mpimesh.runtime.plan import Accounts, Buffers, Plan
+from mpimesh.runtime.plan import Plan, Prepared
 from mpimesh.runtime.received import Amount, Rule
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.transport import Request, Steps
@@ -67,11 +67,11 @@ class PersistentCollective(Persistent):
     """
 
     __slots__ = (
-        "_buffers",
         "_finish",
         "_group",
         "_out",
         "_plan",
+        "_prepared",
         "_x",
     )
 
@@ -81,7 +81,7 @@ class PersistentCollective(Persistent):
         plan: Plan,
         x: Array,
         out: Array | None,
-        buffers: Buffers,
+        prepared: Prepared,
         label: str | None,
     ) -> None:
         self._group = group
@@ -93,9 +93,7 @@ class PersistentCollective(Persistent):
         )
         self._call.ended = True
         self._finish: Callable[[Any], Any] | None = None
-        self._buffers = buffers if self._reads_in_place(buffers) else None
-        if self._buffers is not None and not plan.on_device:
-            self._buffers.prepared = plan.prepared(group, self._buffers.arguments)
+        self._prepared = prepared if self._reads_in_place(prepared) else None
 
     def start(self) -> CollectiveTensor:
         """Start it once more; the handle's ``resolve()`` gives the result.
@@ -108,15 +106,13 @@ class PersistentCollective(Persistent):
         """
         group, call = self._group, self._call
         try:
-            buffers = self._ready()
+            prepared = self._ready()
+            call.ended, prepared.busy = False, True
+            handle = group.submit(call, prepared, self._x)
         except Exception as error:
+            if not isinstance(error, UnresolvedError):
+                call.ended = True
             group.poison(Call(self._plan.name, group.name), error)
-            raise
-        call.ended, buffers.busy = False, True
-        try:
-            handle = group.start(self._plan, buffers, self._x, self._out, call, buffers.value)
-        except BaseException:
-            call.ended = True
             raise
         return handle if self._finish is None else handle.map(self._finish)
 
@@ -125,16 +121,16 @@ class PersistentCollective(Persistent):
         self._finish = function
         return self
 
-    def _ready(self) -> Buffers:
-        """Return the buffers of the next start."""
-        plan, buffers = self._plan, self._buffers
+    def _ready(self) -> Prepared:
+        """Return the operation of the next start."""
+        plan, prepared = self._plan, self._prepared
         if not self._call.ended:
             raise self._under_way()
-        if buffers is not None and not buffers.busy:
+        if prepared is not None and not prepared.busy:
             if self._out is not None and not self._out.flags.writeable:
                 check_output(self._out)  # another operation uses it by now
-            return buffers
-        self._buffers = None  # what has failed may still write into them
+            return prepared
+        self._prepared = None  # what has failed may still write into its buffers
         self._group.member(plan.name)
         data = self._group.operand(self._x)
         if data.shape != plan.shape_in:
@@ -145,14 +141,14 @@ class PersistentCollective(Persistent):
             raise DTypeError(f"{self!r} has an input of dtype {data.dtype} now, not {plan.dtype}")
         return plan.bind(self._group, self._x, data, self._out)
 
-    def _reads_in_place(self, buffers: Buffers) -> bool:
-        """Tell whether a start needs no copy of the input made before it."""
+    def _reads_in_place(self, prepared: Prepared) -> bool:
+        """Tell whether a start needs no copy of the input made before it, nor a stream."""
         plan = self._plan
-        if type(self._x) is not np.ndarray:  # on a device each start is on the stream of its own
+        if type(self._x) is not np.ndarray or prepared.scope is not None:
             return False
         if plan.name == "broadcast":
-            return not plan.sends or buffers.value is self._x
-        send = buffers.arguments[0]
+            return not plan.sends or prepared.value is self._x
+        send = prepared.arguments[0]
         return send is None or bool(namespace(send).may_share_memory(send, self._x))
 
     def __repr__(self) -> str:
@@ -175,24 +171,19 @@ class PersistentExchange(Persistent):
         finish: Makes the result; None if it is `value` as it is.
         lock: The caller's input, which must not change meanwhile.
         receives: How what this rank receives is counted; None if it receives nothing.
-
-    Attributes:
-        busy: Whether a start is under way, or has failed.
     """
 
     __slots__ = (
-        "_accounts",
-        "_begin",
         "_finish",
         "_group",
         "_lock",
         "_name",
         "_nbytes",
         "_prepare",
+        "_prepared",
         "_receives",
         "_rule",
         "_value",
-        "busy",
     )
 
     def __init__(
@@ -217,52 +208,43 @@ class PersistentExchange(Persistent):
         self._finish = finish
         self._lock = lock
         self._receives = receives
-        self._begin = prepare()
-        self._call: Call | None = None
-        self.busy = False
-        self._accounts: Accounts | None = None
+        self._call: Call = Call(name, group.name, rule)
+        self._call.ended = True
+        accounts = group.accounts(self._call, nbytes, receives)
+        self._prepared = Prepared(accounts, prepare(), value, finish)
 
     def start(self) -> CollectiveTensor:
         """Start it once more. Collective; see :meth:`Persistent.start`."""
-        group, call, accounts = self._group, self._call, self._accounts
-        if not self.is_ready:
+        group, call, prepared = self._group, self._call, self._prepared
+        if not call.ended:
             error = self._under_way()
             group.poison(Call(self._name, group.name), error)
             raise error
-        if self.busy:
-            self._begin = self._prepare()  # what failed here may go on elsewhere
-        if call is None or accounts is None or group.watches_starts:
-            return self._start_anew()
-        call.ended, self.busy = False, True
+        if prepared.busy:
+            prepared.begin = self._prepare()  # what failed here may go on elsewhere
+        if group.watches_starts:
+            handle = self._start_watched()
+            self._call, prepared.busy, handle._prepared = handle._call, True, prepared
+            return handle
+        call.ended, prepared.busy = False, True
         try:
-            return group.submit(
-                call,
-                self._begin,
-                value=self._value,
-                finish=self._finish,
-                plan=accounts,
-                buffers=self,
-            )
+            return group.submit(call, prepared)
         except BaseException:
             call.ended = True
             raise
 
-    def _start_anew(self) -> CollectiveTensor:
-        """Start it as a call that is made for the first time."""
-        group, value = self._group, self._value
-        handle = group.compose(
+    def _start_watched(self) -> CollectiveTensor:
+        """Start it where starts are compared over all ranks, or counted by budgets."""
+        value = self._value
+        return self._group.compose(
             self._name,
-            self._begin,
+            self._prepared.begin,
             rule=self._rule,
             nbytes=self._nbytes,
             finish=self._finish or (lambda: value),
             lock=self._lock,
             receives=self._receives,
         )
-        self._call, self.busy, handle._buffers = handle._call, True, self
-        if self._accounts is None:
-            self._accounts = group.accounts(self._call, self._nbytes, self._receives)
-        return handle
 
     def __repr__(self) -> str:
         """Show what it starts. Local."""

@@ -2,8 +2,8 @@
 
 A `Plan` is what a collective needs to know but for the arrays: how the transport is called, in
 which dtype, with which blocks, and how what comes becomes the result. A call looks it up by shape,
-dtype and arguments, binds it to its arrays, and starts it. A `PersistentCollective` is a plan bound
-once (`persistent.py`).
+dtype and arguments, binds it to its arrays, which makes it `Prepared`, and starts that. A
+`PersistentCollective` is a plan bound once (`persistent.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mpimesh.arrays import (
     DType,
     HostArray,
     ReduceOp,
+    StreamScope,
     as_reduce_op,
     is_cupy,
     moved,
@@ -43,8 +44,8 @@ _MOST_KEPT = 32
 
 __all__ = [
     "Accounts",
-    "Buffers",
     "Plan",
+    "Prepared",
     "plan_all_gather",
     "plan_all_reduce",
     "plan_all_to_all",
@@ -82,7 +83,7 @@ class Plan:
     Attributes:
         digest: Of what the ranks compare; 0 if they do not.
         tally: Counts its starts; set by the group.
-        kept: Buffers of earlier calls, by where their arrays lie; None if a start copies.
+        kept: What earlier calls have prepared, by where their arrays lie; None if a start copies.
     """
 
     __slots__ = (
@@ -157,39 +158,76 @@ class Plan:
         self.tally: Tally | None = None
         self.converts = wire is not None and wire != data.dtype
         self.is_plain = not self.converts and divisor == 1 and self.incoming is None
-        self.kept: dict[tuple[int, int], Buffers] | None = None
+        self.kept: dict[tuple[int, int], Prepared] | None = None
         if self.is_plain and self.outgoing is None and shape is not None and not self.on_device:
             self.kept = {}
 
     def prepared(
-        self, group: GroupCore, arguments: tuple[Any, ...]
-    ) -> Callable[[], Request | Steps]:
-        """Return what starts it with these arguments of the transport's, as often as wanted."""
-        communicator = group.communicator
-        if self.algorithm is None:
-            return communicator.prepare(self.name, arguments)
-        return partial(communicator.begin_by(self.name, self.algorithm), *arguments)
+        self,
+        group: GroupCore,
+        arguments: tuple[Any, ...],
+        value: Any = None,
+        finish: Callable[[], Any] | None = None,
+        *,
+        often: bool = False,
+    ) -> Prepared:
+        """Return the collective with these arguments of the transport's, to be started.
 
-    def bind(self, group: GroupCore, x: Array, data: Array, out: Array | None) -> Buffers:
-        """Return the flat buffers of one start, and how they become the result.
+        Args:
+            group: The group.
+            arguments: Those of the transport's method.
+            value: What comes.
+            finish: The work that makes the result of it, if any.
+            often: Whether it will be started again and again, so that preparing it pays.
+        """
+        communicator = group.communicator
+        begin: Callable[[], Request | Steps]
+        if self.on_device:
+            # Only in its turn: the first on a device makes what moves its memory, collectively.
+            begin = partial(group.begin_on_device, self.name, self.library, *arguments)
+        elif self.algorithm is not None:
+            begin = partial(communicator.begin_by(self.name, self.algorithm), *arguments)
+        elif often:
+            begin = communicator.prepare(self.name, arguments)
+        else:
+            begin = partial(getattr(communicator, self.name), *arguments)
+        return Prepared(self, begin, value, finish, arguments=arguments)
+
+    def bind(
+        self, group: GroupCore, x: Array, data: Array, out: Array | None, *, often: bool = False
+    ) -> Prepared:
+        """Return the collective of these arrays, with what makes the result of what comes.
 
         Args:
             group: Gives memory for the result.
             x: The caller's array.
             data: The same, as the group moves it.
             out: The caller's array for the result; may be `x`.
+            often: As in :meth:`prepared`.
 
         Raises:
             ShapeError: If `out` does not fit.
             DTypeError: If `out` is no array, or of another dtype.
         """
+        arguments, value, finish = self._buffers(group, x, data, out)
+        prepared = self.prepared(group, arguments, value, finish, often=often)
+        if self.on_device:
+            prepared.scope = StreamScope()
+        elif out is not None and type(out) is not np.ndarray:
+            prepared.scope = StreamScope.of(out)
+        return prepared
+
+    def _buffers(
+        self, group: GroupCore, x: Array, data: Array, out: Array | None
+    ) -> tuple[tuple[Any, ...], Any, Callable[[], Any] | None]:
+        """Return the arguments of the transport's method, what comes, and what finishes it."""
         library, wire = self.library, self.wire
         flags = data.flags
         in_order = flags.c_contiguous and (library is not np or flags.aligned)
         if self.shape is None:
             if out is not None:
                 check_output(out)  # so that all ranks refuse what is no array
-            return Buffers((self._packed(data, in_order), None, *self.tail), None, None)
+            return (self._packed(data, in_order), None, *self.tail), None, None
         recv: Array
         finish = None
         if x is data and self.is_plain and (out is None or (out is x and in_order)):
@@ -216,25 +254,25 @@ class Plan:
         if self.name == "broadcast":
             if self.sends and target is not x:
                 target[...] = data
-            return Buffers((recv, *self.tail), target, finish)
+            return (recv, *self.tail), target, finish
         send: Array | None = None
         if target is not x or not self.in_place:
             send = self._packed(data, in_order)
             if out is not None and library.may_share_memory(send, recv):
                 send = send.copy()
-        return Buffers((send, recv, *self.tail), target, finish)
+        return (send, recv, *self.tail), target, finish
 
     def again(
         self, group: GroupCore, x: HostArray, out: HostArray | None
-    ) -> tuple[Buffers, HostArray] | None:
-        """Return buffers for arrays that lie where others of an earlier call did, and the result.
+    ) -> tuple[Prepared, HostArray] | None:
+        """Return what an earlier call has prepared for arrays that lay here, and the result.
 
         Programs call with the same arrays again and again, or with new ones where the last ones
-        lay. Buffers that are kept refer to memory and not to arrays: they are used only while the
-        operation holds arrays that lie there.
+        lay. What is kept refers to memory and not to arrays: it is used only while the work that it
+        starts holds arrays that lie there.
 
         Returns:
-            None if they are to be bound in general.
+            None if the arrays are to be bound in general.
         """
         kept, nbytes = self.kept, x.nbytes
         if kept is None or not nbytes:
@@ -252,8 +290,8 @@ class Plan:
         target_at = source_at if target is x else _address(target)
         if target_at is None:
             return None
-        buffers = kept.get((source_at, target_at))
-        if buffers is None:
+        prepared = kept.get((source_at, target_at))
+        if prepared is None:
             if target is not x and (
                 source_at < target_at + target.nbytes and target_at < source_at + nbytes
             ):
@@ -266,15 +304,14 @@ class Plan:
             if self.name != "broadcast":
                 send = None if target is x else _memory(source_at, nbytes, kind)
                 arguments = (send, *arguments)
-            buffers = Buffers(arguments, None, None)
-            buffers.prepared = self.prepared(group, arguments)
+            prepared = self.prepared(group, arguments, often=True)
             if len(kept) >= _MOST_KEPT:
                 kept.clear()
-            kept[source_at, target_at] = buffers
-        if buffers.busy:
+            kept[source_at, target_at] = prepared
+        if prepared.busy:
             return None
-        buffers.busy = True
-        return buffers, target
+        prepared.busy = True
+        return prepared, target
 
     def _packed(self, data: Array, in_order: bool) -> Array:
         """Return what is sent: flat, contiguous, in the dtype of the wire; a view where it can."""
@@ -295,39 +332,50 @@ class Accounts:
 
     Attributes:
         nbytes: Bytes that this rank puts in.
-        receives: How what this rank receives is counted.
-        digest: Of what the ranks compare; 0 if they do not.
-        tally: Counts its starts.
+        receives: How what this rank receives is counted; None if it receives nothing, or is counted
+            when it comes.
+        digest: Of what the ranks compare; 0 if it is not known, or they do not.
+        tally: Counts its starts; None if it starts once.
         also: Compares more, with checks on.
     """
 
-    nbytes: int
-    receives: tuple[Rule, Amount] | None
-    digest: int
-    tally: Tally
+    nbytes: int = 0
+    receives: tuple[Rule, Amount] | None = None
+    digest: int = 0
+    tally: Tally | None = None
     also: None = None
 
 
-class Buffers:
-    """The arrays of one start of a plan.
+class Prepared:
+    """An operation with its arrays, ready to be started.
 
     Attributes:
-        arguments: Those of the transport's method.
+        accounts: How it is counted and compared: its plan, if it has one.
+        begin: Starts it: gives one request, or several steps.
         value: What comes, which is the result if it needs no more work.
-        finish: The work that it needs, if any.
-        prepared: Starts it, if the transport has prepared it.
-        busy: Whether a start of kept ones is under way, or has failed.
+        finish: The work that makes the result of what comes, if any.
+        scope: The stream that it works on, if it may be on device memory.
+        arguments: Those of the transport's method; empty if it is none.
+        busy: Whether a start is under way, or has failed, so that it cannot be started again.
     """
 
-    __slots__ = ("arguments", "busy", "finish", "prepared", "value")
+    __slots__ = ("accounts", "arguments", "begin", "busy", "finish", "scope", "value")
 
     def __init__(
-        self, arguments: tuple[Any, ...], value: Any, finish: Callable[[], Any] | None
+        self,
+        accounts: Plan | Accounts,
+        begin: Callable[[], Request | Steps],
+        value: Any = None,
+        finish: Callable[[], Any] | None = None,
+        scope: StreamScope | None = None,
+        arguments: tuple[Any, ...] = (),
     ) -> None:
-        self.arguments = arguments
+        self.accounts = accounts
+        self.begin = begin
         self.value = value
         self.finish = finish
-        self.prepared: Callable[[], Request | Steps] | None = None
+        self.scope = scope
+        self.arguments = arguments
         self.busy = False
 
 

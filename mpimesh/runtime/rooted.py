@@ -19,7 +19,7 @@ from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.errors import GroupError, MpimeshError, ShapeError, on_all_ranks
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
-from mpimesh.runtime.plan import receive, rule_by
+from mpimesh.runtime.plan import Accounts, Prepared, receive, rule_by
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.transport import Steps, run_steps
 
@@ -145,14 +145,10 @@ def broadcast_from_any(
         arrival.settle()
         return target if finish is None else finish()
 
-    return group.submit(
-        Call("broadcast", group.name, rule_by("root None", algorithm), label=label),
-        steps,
-        scope=group.scope_if_any(),
-        lock=None if x is out else x,
-        nbytes=0 if data is None else data.nbytes,
-        arrival=arrival,
-    )
+    arrival.call = Call("broadcast", group.name, rule_by("root None", algorithm), label=label)
+    accounts = Accounts(0 if data is None else data.nbytes)
+    prepared = Prepared(accounts, steps, scope=group.scope_if_any())
+    return group.submit(arrival.call, prepared, None if x is out else x)
 
 
 def scatter(
@@ -209,14 +205,12 @@ def scatter(
         arrival.settle()
         return target if finish is None else finish()
 
-    return group.submit(
-        Call("scatter", group.name, f"root {root}, axis {axis}, sizes {sizes}", label=label),
-        steps,
-        scope=group.scope_if_any(),
-        lock=None if data is None or x is out else x,
-        nbytes=0 if data is None else data.nbytes,
-        arrival=arrival,
+    arrival.call = Call(
+        "scatter", group.name, f"root {root}, axis {axis}, sizes {sizes}", label=label
     )
+    accounts = Accounts(0 if data is None else data.nbytes)
+    prepared = Prepared(accounts, steps, scope=group.scope_if_any())
+    return group.submit(arrival.call, prepared, None if data is None or x is out else x)
 
 
 def _library(of_cupy: bool) -> ModuleType:

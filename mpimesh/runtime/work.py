@@ -218,20 +218,20 @@ class CollectiveTensor(Unresolved):
     raise UnresolvedError, for none of them waits in secret.
     """
 
-    # Whatever the transport may still write into is kept here until it is done: the caller's
+    # Whatever the transport may still read or write is kept here until it is done: the caller's
     # array, buffers, the result. On a device, what work is its own stays in the order of the stream
     # that it was called on (`_scope`): the input is read there, and the result is divided,
     # converted, unpacked. Whoever takes the result works on the stream that is current then, which
     # is made to wait for the other one, on the device and not on the host (`_event`).
     __slots__ = (
         "__weakref__",
-        "_buffers",
         "_call",
         "_error",
         "_event",
         "_finish",
         "_group",
         "_operand",
+        "_prepared",
         "_request",
         "_resolved",
         "_scope",
@@ -247,9 +247,8 @@ class CollectiveTensor(Unresolved):
         finish: Callable[[], Any] | None = None,
         unlock: Callable[[], None] | None = None,
         value: Any = None,
-        scope: StreamScope | None = None,
+        prepared: Reusable | None = None,
         operand: Any = None,
-        buffers: Reusable | None = None,
     ) -> None:
         self._group = group
         self._call = call
@@ -257,9 +256,9 @@ class CollectiveTensor(Unresolved):
         self._finish = finish
         self._unlock = unlock
         self._value = value
-        self._scope = scope
         self._operand = operand
-        self._buffers = buffers
+        self._prepared = prepared
+        self._scope: StreamScope | None = None
         self._event: Any = None
         self._error: BaseException | None = None
         self._resolved = False
@@ -518,7 +517,7 @@ class CollectiveTensor(Unresolved):
         """Remember that the operation ended with `error` for this rank."""
         self._error = error
         request = self._request
-        held = request, self._finish, self._value, self._operand
+        held = request, self._finish, self._value, self._operand, self._prepared
         if not self._is_over():
             self._group.abandon(*held)
             if isinstance(error, MismatchError) and isinstance(request, Moved):
@@ -532,10 +531,10 @@ class CollectiveTensor(Unresolved):
     def _release(self) -> None:
         """Drop everything but the result; the operation is over for this rank."""
         self._finish = self._operand = None
-        if self._buffers is not None:
+        if self._prepared is not None:
             if self._error is None:
-                self._buffers.busy = False
-            self._buffers = None
+                self._prepared.busy = False
+            self._prepared = None
         if self._unlock is not None:
             self._give_back()
         call, group = self._call, self._group

@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_USER_TAG",
     "WHOLE_MESSAGE_BYTES",
-    "AllDone",
     "Communicator",
+    "Condition",
     "RecvRequest",
     "Request",
+    "all_done",
     "block_slices",
 ]
 
@@ -75,18 +76,28 @@ class RecvRequest(Request, Protocol):
         ...
 
 
-class AllDone:
-    """Several requests that are one operation."""
+class Condition:
+    """The request that is done when a function says so, which each test asks again.
 
-    __slots__ = ("_requests",)
+    Args:
+        test: Moves along what there is to be moved, and tells whether it is done; True stays True.
+    """
 
-    def __init__(self, *requests: Request) -> None:
-        self._requests = list(requests)
+    __slots__ = ("test",)
 
-    def test(self) -> bool:
-        """Move all along, and tell whether all are done."""
-        self._requests = [request for request in self._requests if not request.test()]
-        return not self._requests
+    def __init__(self, test: Callable[[], bool]) -> None:
+        self.test = test
+
+
+def all_done(*requests: Request) -> Request:
+    """Return several requests as one, which moves all of them along at each test."""
+    left = list(requests)
+
+    def test() -> bool:
+        left[:] = [request for request in left if not request.test()]
+        return not left
+
+    return Condition(test)
 
 
 class Communicator(ABC):

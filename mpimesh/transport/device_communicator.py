@@ -17,7 +17,7 @@ from mpimesh.arrays.stream_scope import StreamScope
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, GroupError, ShapeError, on_all_ranks
 from mpimesh.transport.algorithms import Algorithms, Row
-from mpimesh.transport.base import Communicator, RecvRequest, Request
+from mpimesh.transport.base import Communicator, Condition, RecvRequest, Request
 from mpimesh.transport.cuda_ipc import CudaIpc, one_shot_bytes
 from mpimesh.transport.cuda_probe import PROCESS_PROBE, ProbeResult, cuda_aware
 from mpimesh.transport.device_messages import DeviceMessages
@@ -413,21 +413,14 @@ class SelfCommunicator:
         """Copy `send` to `recv`; ``send=None`` means that it is there."""
         if send is not None:
             recv[...] = send
-        return _Done()
+        return Condition(lambda: True)
 
     all_reduce = reduce = reduce_scatter = _copy
     all_gather = gather = scatter = all_to_all = _copy
 
     def broadcast(self, buffer: Array, root: int) -> Request:
         """Leave `buffer` as it is."""
-        return _Done()
-
-
-class _Done:
-    """The request of what is done, or in the order of the current stream, already."""
-
-    def test(self) -> bool:
-        return True
+        return Condition(lambda: True)
 
 
 def device_communicator(communicator: Communicator, *, prefer: str = "") -> DeviceCommunicator:

@@ -21,7 +21,7 @@ import numpy as np
 
 from mpimesh.arrays.types import Array
 from mpimesh.errors import TransportError
-from mpimesh.transport.base import Communicator, RecvRequest, Request
+from mpimesh.transport.base import Communicator, Condition, RecvRequest, Request
 from mpimesh.transport.cuda_ipc import DESCRIPTOR, ImportedMemory, export_array, process_key
 from mpimesh.transport.engine import Engine, StagedRequest, Steps
 from mpimesh.transport.staged import Staged
@@ -178,14 +178,6 @@ class _Receive:
 
     __slots__ = ("cancelled", "header", "nbytes", "request")
 
-    class _HeaderOrCancelled:
-        def __init__(self, receive: _Receive) -> None:
-            self._receive = receive
-
-        def test(self) -> bool:
-            header = self._receive.header
-            return self._receive.cancelled or (header is not None and header.test())
-
     def __init__(self) -> None:
         self.request: StagedRequest | None = None
         self.header: RecvRequest | None = None
@@ -198,7 +190,7 @@ class _Receive:
 
     def header_or_cancelled(self) -> Request:
         """Return the request for the header, which is done, too, when this is cancelled."""
-        return self._HeaderOrCancelled(self)
+        return Condition(lambda: self.cancelled or (self.header is not None and self.header.test()))
 
     def received_bytes(self) -> int:
         """Return the message's size."""

@@ -21,13 +21,14 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from mpimesh.arrays.stream_scope import StreamScope
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import TransportError
-from mpimesh.transport.base import Communicator, Request
+from mpimesh.transport.base import Communicator, Condition, Request
 from mpimesh.transport.engine import Steps
 
 __all__ = [
@@ -66,7 +67,24 @@ class CommStream(StreamScope):
 
     def reached(self) -> Request:
         """Return the request that is done when all the stream was given so far has happened."""
-        return _EventRequest(self.mark(), self._host)
+        return Condition(partial(self._has_come, self.mark()))
+
+    def _has_come(self, event: Any) -> bool:
+        """Ask the device whether it has come to an event; never waits for it.
+
+        Raises:
+            TransportError: If work on the device has failed: the event will never come.
+        """
+        code = sys.modules["cupy"].cuda.runtime.eventQuery(event.ptr)
+        if code == _SUCCESS:
+            return True
+        if code != _NOT_READY:
+            raise TransportError(
+                f"work on the GPU of rank {self._host.rank} has failed with CUDA error {code}, and "
+                "so the data of an operation will never be there"
+            )
+        self._host.stir()
+        return False
 
     def copy(self, target_ptr: int, source_ptr: int, nbytes: int) -> None:
         """Copy bytes from anywhere to anywhere, on the stream."""
@@ -95,33 +113,6 @@ class CommStream(StreamScope):
         end = self.mark()
         with caller.device:
             caller.stream.wait_event(end)
-
-
-class _EventRequest:
-    """The request that is done when the device has come to an event."""
-
-    __slots__ = ("_event", "_host")
-
-    def __init__(self, event: Any, host: Communicator) -> None:
-        self._event = event
-        self._host = host
-
-    def test(self) -> bool:
-        """Ask the device; never waits for it.
-
-        Raises:
-            TransportError: If work on the device has failed: the event will never come.
-        """
-        code = sys.modules["cupy"].cuda.runtime.eventQuery(self._event.ptr)
-        if code == _SUCCESS:
-            return True
-        if code != _NOT_READY:
-            raise TransportError(
-                f"work on the GPU of rank {self._host.rank} has failed with CUDA error {code}, and "
-                "so the data of an operation will never be there"
-            )
-        self._host.stir()
-        return False
 
 
 def steps_in(scope: StreamScope, steps: Steps) -> Steps:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.errors import TransportError
+from mpimesh.transport.base import Condition, Request
 
 __all__ = ["Key", "Mailbox", "Receive", "Sent"]
 
@@ -18,15 +19,11 @@ Key = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Sent:
-    """A message; the request of its sender."""
+    """A message."""
 
     data: HostArray
     taken: bool = False
     """The receive has it, or a copy was made: the sender's buffer is its own again."""
-
-    def test(self) -> bool:
-        """Tell whether the buffer may be written again."""
-        return self.taken
 
 
 class Receive:
@@ -88,8 +85,11 @@ class Mailbox:
         self._sent: defaultdict[Key, deque[Sent]] = defaultdict(deque)
         self._posted: defaultdict[Key, deque[Receive]] = defaultdict(deque)
 
-    def send(self, key: Key, buffer: HostArray, *, copy: bool) -> Sent:
-        """Send `buffer`; if nobody waits for it, a copy of it if `copy`."""
+    def send(self, key: Key, buffer: HostArray, *, copy: bool) -> Request:
+        """Send `buffer`; if nobody waits for it, a copy of it if `copy`.
+
+        The request is done when the buffer may be written again.
+        """
         message = Sent(buffer)
         with self._lock:
             posted = self._posted[key]
@@ -101,7 +101,7 @@ class Mailbox:
             else:
                 self._sent[key].append(message)
             self._note_change()
-        return message
+        return Condition(lambda: message.taken)
 
     def receive(self, key: Key, buffer: HostArray) -> Receive:
         """Receive the next message into `buffer`."""

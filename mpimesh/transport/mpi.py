@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -24,10 +25,11 @@ from mpimesh.errors import TransportError
 from mpimesh.transport.base import (
     MAX_USER_TAG,
     WHOLE_MESSAGE_BYTES,
-    AllDone,
     Communicator,
+    Condition,
     RecvRequest,
     Request,
+    all_done,
     block_slices,
 )
 from mpimesh.transport.doorbell import Doorbell
@@ -119,7 +121,7 @@ class MPICommunicator(Communicator):
                 _fail("all_reduce", error)
             return _MPIRequest(request, (send, recv))
         pieces = self._pieces(recv.size)
-        return AllDone(
+        return all_done(
             *(self.all_reduce(None if send is None else send[p], recv[p], op) for p in pieces)
         )
 
@@ -128,7 +130,7 @@ class MPICommunicator(Communicator):
         if send.size <= self._limit:
             return self._start("reduce", self._comm.Ireduce, send, recv, _function(op, send), root)
         pieces = self._pieces(send.size)
-        return AllDone(
+        return all_done(
             *(self.reduce(send[p], None if recv is None else recv[p], op, root) for p in pieces)
         )
 
@@ -141,7 +143,7 @@ class MPICommunicator(Communicator):
             return self._start(
                 "reduce_scatter", self._comm.Ireduce_scatter, send, recv, counts, function
             )
-        return AllDone(
+        return all_done(
             *(
                 self.reduce(send[block], recv if root == self.rank else None, op, root)
                 for root, block in enumerate(block_slices(counts))
@@ -200,7 +202,7 @@ class MPICommunicator(Communicator):
         """Copy `buffer` of `root` into `buffer` of every rank."""
         if buffer.size <= self._limit:
             return self._start("broadcast", self._comm.Ibcast, buffer, root)
-        return AllDone(*(self.broadcast(buffer[p], root) for p in self._pieces(buffer.size)))
+        return all_done(*(self.broadcast(buffer[p], root) for p in self._pieces(buffer.size)))
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""
@@ -220,7 +222,7 @@ class MPICommunicator(Communicator):
                 bell.ring()
             return request
         pieces = self._pieces(buffer.size, self._message_limit)
-        return AllDone(*(self.isend(buffer[p], dest, tag) for p in pieces))
+        return all_done(*(self.isend(buffer[p], dest, tag) for p in pieces))
 
     def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
         """Receive into `buffer`."""
@@ -344,7 +346,7 @@ class MPICommunicator(Communicator):
             for peer in order
             if outgoing and outgoing[peer].size
         ]
-        return AllDone(*requests)
+        return all_done(*requests)
 
 
 def _function(op: str, array: HostArray) -> MPI.Op:
@@ -452,11 +454,19 @@ class CollectiveOrder:
             start: Starts the collective.
             alone: Whether all that comes after it is to start when it is done.
         """
-        queued = _Queued(self, start, alone)
+        queued = _Queued(start, alone)
         self._queue.append(queued)
         self.busy = True
         self.advance()
-        return queued
+
+        def test() -> bool:
+            if self.busy:
+                self.advance()
+            if queued.error is not None:
+                raise queued.error
+            return queued.request is not None and queued.request.test()
+
+        return Condition(test)
 
     def advance(self) -> bool:
         """Start what may start, and tell whether nothing goes alone any more."""
@@ -470,7 +480,10 @@ class CollectiveOrder:
                     self.busy = False
                     return True
                 queued = self._queue[0]
-                queued.begin()
+                try:
+                    queued.request = queued.start()
+                except Exception as error:
+                    queued.error = error
                 self._queue.popleft()  # now: what a signal handler raises must not lose it
                 if queued.alone:
                     self._alone = queued.request
@@ -479,32 +492,21 @@ class CollectiveOrder:
             self._moving = False
 
 
+@dataclass(slots=True)
 class _Queued:
-    """A request that starts in its turn."""
+    """A collective that starts in its turn; an error of that is raised where its end is asked for.
 
-    __slots__ = ("_error", "_order", "_start", "alone", "request")
+    Attributes:
+        start: Starts it.
+        alone: Whether all that comes after it is to start when it is done.
+        request: What was started.
+        error: The error of the start.
+    """
 
-    def __init__(self, order: CollectiveOrder, start: Callable[[], Request], alone: bool) -> None:
-        self._order = order
-        self._start = start
-        self._error: Exception | None = None
-        self.alone = alone
-        self.request: Request | None = None
-
-    def begin(self) -> None:
-        """Start it; an error is raised where its end is asked for."""
-        try:
-            self.request = self._start()
-        except Exception as error:
-            self._error = error
-
-    def test(self) -> bool:
-        """Tell whether it is done."""
-        if self._order.busy:
-            self._order.advance()
-        if self._error is not None:
-            raise self._error
-        return self.request is not None and self.request.test()
+    start: Callable[[], Request]
+    alone: bool
+    request: Request | None = None
+    error: Exception | None = None
 
 
 class _MPIReceive:
@@ -544,13 +546,13 @@ class _MPIReceive:
         return self._status.Is_cancelled()
 
 
-class _PiecewiseReceive(AllDone):
+class _PiecewiseReceive:
     """A receive in pieces, of a message that has just the buffer's size."""
 
-    __slots__ = ("_pieces",)
+    __slots__ = ("_pieces", "test")
 
     def __init__(self, pieces: list[RecvRequest]) -> None:
-        super().__init__(*pieces)
+        self.test = all_done(*pieces).test
         self._pieces = pieces
 
     def received_bytes(self) -> int:

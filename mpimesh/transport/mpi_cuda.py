@@ -30,7 +30,7 @@ import numpy as np
 
 from mpimesh.arrays.types import Array, DType
 from mpimesh.layout.cuts import even_sizes
-from mpimesh.transport.base import MAX_USER_TAG, Communicator, Request
+from mpimesh.transport.base import MAX_USER_TAG, Communicator, Request, all_done
 from mpimesh.transport.cuda_probe import cuda_aware
 from mpimesh.transport.device_strategy import BlockMove, DeviceStrategy, cut
 from mpimesh.transport.engine import Steps
@@ -151,20 +151,6 @@ class Peers:
     small_bytes: int = _SMALL_BYTES
 
 
-class _AllOf:
-    """Several requests that are one step."""
-
-    __slots__ = ("_requests",)
-
-    def __init__(self, *requests: Request) -> None:
-        self._requests = list(requests)
-
-    def test(self) -> bool:
-        """Move all along, and tell whether all are done."""
-        self._requests = [request for request in self._requests if not request.test()]
-        return not self._requests
-
-
 def reduce_steps(peers: Peers, data: Array, root: int | None = None) -> Steps:
     """Reduce `data` over all ranks into that of `root`, or of each if None.
 
@@ -181,7 +167,7 @@ def reduce_steps(peers: Peers, data: Array, root: int | None = None) -> Steps:
     if root is None:
         yield from _ring_gather(peers, blocks)
     elif peers.rank == root:
-        yield _AllOf(*(peers.irecv(blocks[r], r) for r in range(peers.size) if r != root))
+        yield all_done(*(peers.irecv(blocks[r], r) for r in range(peers.size) if r != root))
     else:
         yield peers.isend(blocks[peers.rank], root)
 
@@ -199,7 +185,7 @@ def reduce_scatter_steps(peers: Peers, data: Array, counts: Sequence[int]) -> St
     for step in range(size - 1):
         outgoing, incoming = blocks[(rank - 1 - step) % size], blocks[(rank - 2 - step) % size]
         arriving = buffer[: incoming.size]
-        yield _AllOf(peers.irecv(arriving, before), peers.isend(outgoing, after))
+        yield all_done(peers.irecv(arriving, before), peers.isend(outgoing, after))
         peers.combine(arriving, incoming, incoming)
         yield peers.settled()
     return blocks[rank]
@@ -217,7 +203,7 @@ def _block_steps(peers: Peers, outgoing: Sequence[Array], incoming: Sequence[Arr
     order = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
     receives = [peers.irecv(incoming[p], p) for p in order if incoming and incoming[p].size]
     sends = [peers.isend(outgoing[p], p) for p in order if outgoing and outgoing[p].size]
-    yield _AllOf(*receives, *sends)
+    yield all_done(*receives, *sends)
 
 
 def _broadcast_steps(peers: Peers, data: Array, root: int) -> Steps:
@@ -231,7 +217,7 @@ def _broadcast_steps(peers: Peers, data: Array, root: int) -> Steps:
         yield peers.irecv(data, (place - reach + root) % peers.size)
     steps = [1 << bit for bit in reversed(range(reach.bit_length() - 1))]
     below = [place + step for step in steps if place + step < peers.size]
-    yield _AllOf(*[peers.isend(data, (child + root) % peers.size) for child in below])
+    yield all_done(*[peers.isend(data, (child + root) % peers.size) for child in below])
 
 
 def _ring_gather(peers: Peers, blocks: list[Array]) -> Steps:
@@ -239,7 +225,7 @@ def _ring_gather(peers: Peers, blocks: list[Array]) -> Steps:
     after, before = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
         outgoing, incoming = blocks[(rank - step) % size], blocks[(rank - 1 - step) % size]
-        yield _AllOf(peers.irecv(incoming, before), peers.isend(outgoing, after))
+        yield all_done(peers.irecv(incoming, before), peers.isend(outgoing, after))
 
 
 def _doubling(peers: Peers, data: Array) -> Steps:
@@ -260,7 +246,7 @@ def _doubling(peers: Peers, data: Array) -> Steps:
     distance = 1
     while distance < core:
         partner = rank ^ distance
-        yield _AllOf(peers.irecv(buffer, partner), peers.isend(data, partner))
+        yield all_done(peers.irecv(buffer, partner), peers.isend(data, partner))
         # The lower rank's part first on both sides, for functions to which the order matters.
         first, second = (data, buffer) if rank < partner else (buffer, data)
         peers.combine(first, second, data)

@@ -11,7 +11,7 @@ import numpy as np
 from mpimesh.arrays.types import HostArray
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.transport.base import Request
-from mpimesh.transport.shared_window import NOT_READ, Entry, Room, SharedWindow
+from mpimesh.transport.shared_window import NOT_READ, Entry, SharedWindow
 
 __all__ = ["EXCHANGE", "Operation", "enter", "mismatch", "operation_number", "operation_text"]
 
@@ -118,7 +118,7 @@ def enter(
     Raises:
         MismatchError: If the ranks are in different operations.
     """
-    yield Room(window, slot=counts is not None)
+    yield window.waits_for_room(slot=counts is not None)
     number = window.published + 1
     if counts is not None:
         window.counts(coming=1)[window.rank][...] = counts

@@ -27,7 +27,7 @@ import numpy as np
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.settings import tree_arity
-from mpimesh.transport.base import MAX_USER_TAG, AllDone, Communicator, Request, block_slices
+from mpimesh.transport.base import MAX_USER_TAG, Communicator, Request, all_done, block_slices
 from mpimesh.transport.engine import Steps
 from mpimesh.transport.shared_work import FUNCTIONS
 
@@ -129,7 +129,7 @@ def reduce_by_messages(
             yield communicator.isend(own, root, _TAG)
         else:
             others = _others(communicator)
-            yield AllDone(*(communicator.irecv(recv[parts[r]], r, _TAG) for r in others))
+            yield all_done(*(communicator.irecv(recv[parts[r]], r, _TAG) for r in others))
         return
     tree = _Tree(communicator, root, arity or _ARITY_OF_SMALL)
     total = send
@@ -159,7 +159,7 @@ def broadcast_by_messages(
         parts = segments(buffer.size, ranks)
         if rank == root:
             others = _others(communicator)
-            yield AllDone(*(communicator.isend(buffer[parts[r]], r, _TAG) for r in others))
+            yield all_done(*(communicator.isend(buffer[parts[r]], r, _TAG) for r in others))
         else:
             yield communicator.irecv(buffer[parts[rank]], root, _TAG)
         yield from _copy_round(communicator, buffer, parts, root)
@@ -257,7 +257,7 @@ def _hand_down(communicator: Communicator, tree: _Tree, buffer: HostArray) -> St
     if tree.above is not None:
         yield communicator.irecv(buffer, tree.above, _TAG)
     if tree.below:
-        yield AllDone(*(communicator.isend(buffer, rank, _TAG) for rank in tree.below))
+        yield all_done(*(communicator.isend(buffer, rank, _TAG) for rank in tree.below))
 
 
 # -- rings ----------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def _reduce_round(
     for step in range(ranks - 1):
         mine = source[parts[(rank - step - 2) % ranks]]
         pad = pads[step % 2][: mine.size]
-        yield AllDone(
+        yield all_done(
             communicator.irecv(pad, before, _TAG), communicator.isend(outgoing, after, _TAG)
         )
         outgoing = own if step == ranks - 2 else pad
@@ -303,7 +303,7 @@ def _copy_round(
         if after != root:
             part = parts[(rank - step) % ranks]
             requests.append(communicator.isend(buffer[part], after, _TAG))
-        yield AllDone(*requests)
+        yield all_done(*requests)
 
 
 # -- helpers --------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -64,6 +64,7 @@ from mpimesh.arrays.quiet import quiet_calls
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import ClosedError
 from mpimesh.transport.arena import Arena
+from mpimesh.transport.base import Condition, Request
 from mpimesh.transport.doorbell import Doorbell
 from mpimesh.transport.lending import Lending
 
@@ -75,9 +76,7 @@ __all__ = [
     "Cells",
     "Entry",
     "Note",
-    "Published",
     "Ring",
-    "Room",
     "SharedWindow",
     "cell_bytes",
     "whole_stage_bytes",
@@ -300,7 +299,7 @@ class SharedWindow:
             self.fence()
         self._mine[_DONE] = number
 
-    def meet(self, what: int = 0, source: int = 0, target: int = 0) -> Published:
+    def meet(self, what: int = 0, source: int = 0, target: int = 0) -> Request:
         """Publish the next step of an operation in lockstep, and acknowledge the one before.
 
         The request is done when all have published it.
@@ -309,7 +308,24 @@ class SharedWindow:
         self.acknowledge(number - 1)
         self.stage.take(number)
         self.publish(number, what, source, target)
-        return Published(self, number)
+        return Condition(partial(self._all_published, number))
+
+    def _all_published(self, number: int) -> bool:
+        if self.published_by(number, self.others):
+            return True
+        self.look_elsewhere()
+        return False
+
+    def waits_for_room(self, *, slot: bool) -> Request:
+        """Return the request that is done when there is room for a note, and in a slot, too."""
+
+        def test() -> bool:
+            if self.has_room() and (not slot or self.slots.is_free(self)):
+                return True
+            self.look_elsewhere()
+            return False
+
+        return Condition(test)
 
     # -- look at the others ----------------------------------------------------------
 
@@ -560,42 +576,6 @@ class Ring:
             views = [[memory[:end].view(dtype) for memory in row] for row in self._areas]
             self._views[key] = views
         return views
-
-
-class Published:
-    """The request that is done when all ranks of a window have published a step."""
-
-    __slots__ = ("_number", "_window")
-
-    def __init__(self, window: SharedWindow, number: int) -> None:
-        self._window = window
-        self._number = number
-
-    def test(self) -> bool:
-        """Tell whether all have."""
-        window = self._window
-        if window.published_by(self._number, window.others):
-            return True
-        window.look_elsewhere()
-        return False
-
-
-class Room:
-    """The request that is done when there is room for a note, and in a slot if that is needed."""
-
-    __slots__ = ("_slot", "_window")
-
-    def __init__(self, window: SharedWindow, *, slot: bool = False) -> None:
-        self._window = window
-        self._slot = slot
-
-    def test(self) -> bool:
-        """Tell whether there is."""
-        window = self._window
-        if window.has_room() and (not self._slot or window.slots.is_free(window)):
-            return True
-        window.look_elsewhere()
-        return False
 
 
 _INT64: DType = np.dtype(np.int64)

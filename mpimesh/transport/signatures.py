@@ -55,7 +55,7 @@ from mpimesh.arguments import rank_names
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import MismatchError
 
-__all__ = ["BOARD_BYTES", "LAST_SLOT", "Refused", "Signature", "Signatures", "signature_text"]
+__all__ = ["BOARD_BYTES", "LAST_SLOT", "Signature", "Signatures", "signature_text"]
 
 Signature: TypeAlias = tuple[str, object, object, object]
 """Operation; what must agree beside shape and dtype, as reduction, root, axis; what must agree of
@@ -199,6 +199,10 @@ class Signatures:
             f"arrays, as its operation {number}: {rows}; the group starts nothing more"
         )
 
+    def refused(self, group: str) -> bool:
+        """Raise :meth:`error`, in place of the test of an operation that was not started."""
+        raise self.error(group)
+
     def close(self) -> None:
         """Compare nothing any more: the boards are given back."""
         self.others = []
@@ -276,20 +280,6 @@ class Signatures:
                 if head[0] == digest:
                     return text
         return _UNKNOWN
-
-
-class Refused:
-    """A request of an operation that was not started; its test raises why."""
-
-    __slots__ = ("_group", "_signatures")
-
-    def __init__(self, signatures: Signatures, group: str) -> None:
-        self._signatures = signatures
-        self._group = group
-
-    def test(self) -> bool:
-        """Raise the MismatchError of the group."""
-        raise self._signatures.error(self._group)
 
 
 def signature_text(signature: Signature) -> str:

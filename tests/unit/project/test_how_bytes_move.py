@@ -34,7 +34,7 @@ def test_each_method_and_class_that_it_names_is_there():
 
 
 def test_an_all_reduce_goes_the_way_it_tells():
-    """In this order, and the plain call and the persistent one alike from `start` on."""
+    """In this order, and the plain call and the persistent one alike from `submit` on."""
 
     def calls_of(call):
         met = []
@@ -61,9 +61,9 @@ def test_an_all_reduce_goes_the_way_it_tells():
             )
 
     plain, persistent = mm.run_virtual(1, main)[0]
-    tail = ["GroupCore.start", "GroupCore.submit", "VirtualCommunicator.all_reduce"]
-    end = ["Operation.__init__", "CollectiveTensor.resolve", "Operation.settle"]
-    head = ["ProcessGroup.all_reduce", "GroupCore.run", "GroupCore.planned", "Plan.again"]
+    tail = ["GroupCore.submit", "VirtualCommunicator.all_reduce"]
+    end = ["CollectiveTensor.__init__", "CollectiveTensor.resolve", "CollectiveTensor._settle"]
+    head = ["ProcessGroup.all_reduce", "GroupCore.run", "Plan.again"]
     assert [name for name in plain if name in head + tail + end] == head + tail + end
     head = ["PersistentCollective.start"]
     assert [name for name in persistent if name in head + tail + end] == head + tail + end
