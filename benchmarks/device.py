@@ -112,7 +112,7 @@ def _hand_over(mesh: mm.DeviceMesh, cupy: Any, effort: Effort) -> list[dict[str,
 
 
 def _wait(mesh: mm.DeviceMesh, request: Any) -> None:
-    mesh.group().wait_for(request, what="the benchmark")
+    mesh.group()._core.wait_for(request, what="the benchmark")
 
 
 def _time(mesh: mm.DeviceMesh, cupy: Any, call: Callable[[], object]) -> float:

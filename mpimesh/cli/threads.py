@@ -27,7 +27,7 @@ def share_cores(
     group = mesh.group()
     cores = sorted(os.sched_getaffinity(0))
     here = [node_name(Launch.detect(environment)), cores, cpu_quota()]
-    ranks = exchange(group.progress, group.communicator, here, what="the cores of the ranks")
+    ranks = exchange(group._core.progress, group.communicator, here, what="the cores of the ranks")
     threads = fair_threads(ranks, group.rank or 0)
     if any(name in environment for name in THREAD_VARIABLES):
         return nullcontext()

@@ -76,7 +76,7 @@ def same_call(
     call = Call(name, group.name, rule=", ".join(texts))
     call.site = _place()
     stack = call_stack() if mesh.settings.checks > 1 else ()
-    agree(group.progress, group.communicator, call, stack=stack)
+    agree(group._core.progress, group.communicator, call, stack=stack)
 
 
 def agree_copies(block: HostArray, mesh: DeviceMesh, layout: Layout, name: str) -> None:

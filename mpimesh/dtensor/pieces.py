@@ -69,7 +69,7 @@ def exchange_pieces(
         into += size
     regions = Regions(tuple(takes), tuple(gives))
     group = mesh.group()
-    group.compose(
+    group._core.compose(
         name,
         partial(group.communicator.exchange_regions, packed, target, regions),
         rule=f"{name} of {dtype}",
@@ -94,7 +94,7 @@ def exchange_counts(mesh: DeviceMesh, name: str, row: Integers) -> Integers:
         yield side.all_gather(row.astype(np.int64), table.reshape(-1), [len(row)] * side.size)
 
     nbytes = 8 * len(row)
-    group.compose(
+    group._core.compose(
         name, steps, rule=f"{name}: {len(row)} counts", nbytes=nbytes, receives=(uniform, nbytes)
     ).resolve()
     return table

@@ -85,7 +85,7 @@ class Reading:
             side = group.communicator
             begin = partial(side.exchange_regions, source, target, self.regions)
         size = 0 if source is None else source.itemsize
-        return group.compose(
+        return group._core.compose(
             name,
             begin,
             rule=rule,
@@ -117,7 +117,7 @@ class Reading:
             return group.communicator.prepare("exchange_regions", (source, target, self.regions))
 
         return PersistentExchange(
-            group,
+            group._core,
             name,
             prepare,
             rule=rule,

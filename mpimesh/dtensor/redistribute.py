@@ -89,7 +89,7 @@ def start_redistribute(
     held = block if block is None or block.flags.c_contiguous else block.copy()
     begin, end = redistribution.begin(held, dtype, mesh.shared_empty, max_bytes)
     rule = redistribution.rule
-    return redistribution.group.compose(
+    return redistribution.group._core.compose(
         "redistribute",
         begin,
         rule=f"{rule}, max_bytes {max_bytes}" if max_bytes else rule,
@@ -143,7 +143,7 @@ def redistribute_again(
     result = finish(steps.last if given is None else given)
     plain = given is None or given is steps.last
     return PersistentExchange(
-        redistribution.group,
+        redistribution.group._core,
         "redistribute",
         steps.prepare,
         rule=redistribution.rule,

@@ -23,4 +23,4 @@ def told_by_all(mesh: DeviceMesh, name: str, fact: Any) -> list[Any]:
         Two small all-gathers.
     """
     group = mesh.group()
-    return exchange(group.progress, group.communicator, fact, what=Call(name, group.name))
+    return exchange(group._core.progress, group.communicator, fact, what=Call(name, group.name))

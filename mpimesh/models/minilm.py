@@ -310,7 +310,7 @@ class MiniLM:
             known = isinstance(cause, MpimeshError)
             problem = str(cause) if known else f"{type(cause).__name__}: {cause}"
         told = exchange(
-            self._scope.progress,
+            self._scope._core.progress,
             self._scope.communicator,
             [problem, dict(facts), own],
             what="MiniLM",

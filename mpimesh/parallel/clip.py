@@ -112,7 +112,7 @@ def agreed_squares(
         raise_refusal(scope, problem, what="refused norms")
     if limit is not None:
         call = Call("clip_grad_norm", scope.name, rule=f"max_norm {float(limit)!r}")
-        agree(scope.progress, scope.communicator, call)
+        agree(scope._core.progress, scope.communicator, call)
     if together:
         return float(total)
     for group in groups:

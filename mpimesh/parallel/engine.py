@@ -184,7 +184,7 @@ class Engine:
             # Its text may be of this rank.
             problem, rule = error, f"refused with a {type(error).__name__}"
         try:
-            agree(scope.progress, scope.communicator, Call("pipeline", scope.name, rule=rule))
+            agree(scope._core.progress, scope.communicator, Call("pipeline", scope.name, rule=rule))
         except MismatchError as error:
             raise error from problem
         if problem is not None:
@@ -419,9 +419,9 @@ class Engine:
 
     def _library(self) -> ModuleType:
         """Collective: return whose arrays travel between the ranks of all pipelines."""
-        mine = self.xp is not np and self.pipe.moves_device_memory
+        mine = self.xp is not np and self.pipe._core.moves_device_memory
         what = Call("pipeline", self.scope.name)
-        everyone = exchange(self.scope.progress, self.scope.communicator, mine, what=what)
+        everyone = exchange(self.scope._core.progress, self.scope.communicator, mine, what=what)
         return self.xp if all(everyone) else np
 
     def _rule(self, options: Options) -> str:
@@ -448,7 +448,7 @@ class Engine:
                 mine[parameter.requires_grad].append(number)
         scope = self.scope
         what = Call("rebuild_buckets", scope.name)
-        everyone = exchange(scope.progress, scope.communicator, mine, what=what)
+        everyone = exchange(scope._core.progress, scope.communicator, mine, what=what)
         frozen, trained = (set(chain(*numbers)) for numbers in zip(*everyone, strict=True))
         rows = [
             f"  {self._named[number][0]}: frozen on ranks "

@@ -92,7 +92,7 @@ def lines_of_holders(
         An all-gather of about 20 bytes for each rank.
     """
     everyone: list[list[int]] = exchange(
-        scope.progress,
+        scope._core.progress,
         scope.communicator,
         [mates.ranks[0], data.ranks[0], mates.rank or 0],
         what=Call(what, scope.name),

@@ -223,7 +223,7 @@ class Inbox:
         """Take back all receives, where there will be no agreement with the other ranks."""
         for (peer, _), still_open, count in self._rows():
             _settle(still_open, peer, count, 0)
-        self._wire.group.abandon()
+        self._wire.group._core.abandon()
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ def take_in(group: ProcessGroup, sent: Mapping[tuple[int, int], Sequence[int]]) 
     waiting: list[Request] = []
     for (peer, tag), sizes in sent.items():
         library = np if tag >= 0 else sys.modules["cupy"]
-        side = group.side(library)
+        side = group._core.side(library)
         for nbytes in sizes:
             lender = group.communicator.lending if nbytes == LENT else None
             buffer = library.zeros(TICKET_BYTES if nbytes == LENT else nbytes, np.uint8)

@@ -73,7 +73,7 @@ def _given_to_all(engine: Engine, group: ProcessGroup, outputs: list[Tree]) -> l
 
 
 def _tell(group: ProcessGroup, mine: object, what: str) -> list[Any]:
-    return exchange(group.progress, group.communicator, mine, what=what)
+    return exchange(group._core.progress, group.communicator, mine, what=what)
 
 
 def _interface(output: Tree) -> Interface:

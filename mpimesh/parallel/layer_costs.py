@@ -127,7 +127,9 @@ def measure_layers(
         options = f"{dtype}, {bytes_per_s} bytes/s, latency {latency_s} s, {repeats} repeats"
         return f"{describe_layers(flat)}; x {x.rows} rows of {x.kind()}; {options}"
 
-    flat, value, tensor = agreed(scope.progress, scope.communicator, "measure_layers", given, rule)
+    flat, value, tensor = agreed(
+        scope._core.progress, scope.communicator, "measure_layers", given, rule
+    )
     tensor.make_groups(mesh, scope, scope.alone(), (), ())
     run = partial(time_layers, flat, value.parts[0], dtype=dtype, xp=xp, repeats=repeats)
     times = _measured_everywhere(flat, run, scope, tensor)
@@ -206,14 +208,14 @@ def _measured_everywhere(
             "sounded": alarm.sounded,
             "tensor": tensor.notes(),
         }
-        everyone = exchange(scope.progress, scope.communicator, note, what="measure_layers")
+        everyone = exchange(scope._core.progress, scope.communicator, note, what="measure_layers")
         failures = [Failure(**one["failure"]) for one in everyone if one["failure"]]
         if failures:
             notes = zip(scope.ranks, (one["tensor"] for one in everyone), strict=True)
             tensor.finish(dict(notes))
             sounders = [place for place, one in enumerate(everyone) if one["sounded"]]
             for request in alarm.collect(sounders):
-                scope.wait_for(request, what="measure_layers")
+                scope._core.wait_for(request, what="measure_layers")
     finally:
         tensor.end()
     if failures:

@@ -52,7 +52,9 @@ def measure_link(
     sizes = (1, min(max(nbytes, _LEAST_BYTES), _MOST_BYTES))
     mine = [_shift_s(_message(mesh, xp, size), pipe, repeats) for size in sizes]
     scope = mesh.group()
-    everyone = exchange(scope.progress, scope.communicator, mine, what="the times of messages")
+    everyone = exchange(
+        scope._core.progress, scope.communicator, mine, what="the times of messages"
+    )
     small_s, large_s = map(median, zip(*everyone, strict=True))
     longer_s = large_s - small_s
     return Link(small_s, (sizes[1] - sizes[0]) / longer_s if longer_s > 0 else math.inf)

@@ -125,7 +125,7 @@ class ParallelOptimizer:
         self._agreeing = engine.scope if group is None else group
         self._clipped: tuple[int | None, float] | None = None
         scope = engine.scope
-        agreed(scope.progress, scope.communicator, "ParallelOptimizer", self._checked_rule)
+        agreed(scope._core.progress, scope.communicator, "ParallelOptimizer", self._checked_rule)
         agree_optimizers(self._optimizers, engine)
         self._owned = [Owned.of(one) for one in self._optimizers]
         self._divide()
@@ -361,7 +361,7 @@ class ParallelOptimizer:
         for name, runs in self._pieces.describe().items():
             group = groups[name]
             call = Call("divided buckets", name, rule="; ".join(runs))
-            agree(group.progress, group.communicator, call)
+            agree(group._core.progress, group.communicator, call)
 
     def _gradients(self, without: set[int]) -> list[Array]:
         """Return all sums of gradients of this rank: of its parts, or whole."""

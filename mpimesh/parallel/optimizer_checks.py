@@ -158,7 +158,7 @@ def raise_together(
     Cost:
         One exchange of small texts.
     """
-    told = exchange(scope.progress, scope.communicator, str(problem or ""), what=what)
+    told = exchange(scope._core.progress, scope.communicator, str(problem or ""), what=what)
     if problem is not None:
         # Where ranks have different problems, that of each is worth showing.
         raise on_all_ranks(problem) if len(set(told)) == 1 else problem
@@ -179,7 +179,7 @@ def difference(texts: Sequence[str], group: ProcessGroup, *, what: str) -> str:
     if group.size == 1:
         return ""
     digest = digest_text("\n".join(texts).encode())
-    progress, communicator = group.progress, group.communicator
+    progress, communicator = group._core.progress, group.communicator
     if len(set(exchange(progress, communicator, digest, what=what))) == 1:
         return ""
     everyone = exchange(progress, communicator, list(texts), what=what)

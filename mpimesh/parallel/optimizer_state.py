@@ -49,7 +49,7 @@ def full_states(
     pipe = engine.pipe
     what = Call("full_state_dict", pipe.name)
     told: dict[str, tuple[int, int, list[str]]] = {}
-    for stage in exchange(pipe.progress, pipe.communicator, mine, what=what):
+    for stage in exchange(pipe._core.progress, pipe.communicator, mine, what=what):
         told |= stage
     params: list[dict[str, dict[str, Any]]] = [{} for _ in owned]
     for name, parameter in engine.named_parameters(everywhere=True):

@@ -54,7 +54,7 @@ def partition_layers(
         where = "still to measure" if cut is None else f"with bounds {cut.bounds}"
         return f"{describe_layers(flat)}; {num_stages} stages, {where}"
 
-    flat, cut = agreed(scope.progress, scope.communicator, "partition", given, rule)
+    flat, cut = agreed(scope._core.progress, scope.communicator, "partition", given, rule)
     if cut is None:
         cut = _cut(measure(), len(flat), num_stages)
     stages = [PipelineStage(number) for number in range(num_stages)]

@@ -28,7 +28,7 @@ def raise_refusal(group: ProcessGroup, problem: MpimeshError | None, *, what: st
         Two all-gathers of small texts.
     """
     mine = None if problem is None else (type(problem).__name__, str(problem))
-    told = exchange(group.progress, group.communicator, mine, what=what)
+    told = exchange(group._core.progress, group.communicator, mine, what=what)
     kinds = [one[0] for one in told if one]
     by_text: dict[str, list[int]] = {}
     for rank, one in zip(group.ranks, told, strict=True):

@@ -187,7 +187,7 @@ class Step:
         meets = (self._training and engine.replicas_are_all) or engine.tensor.is_split
         if size is None or meets:
             waited = Guarded(self._header, self._alarm.look)
-            engine.scope.wait_for(waited, what="the size of the batch")
+            engine.scope._core.wait_for(waited, what="the size of the batch")
             size = self._header.read()
             self._header_read = True
         self.size = size

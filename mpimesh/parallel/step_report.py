@@ -84,7 +84,7 @@ def report_step(engine: Engine) -> StepReport | None:
                 "with tracer=Tracer(mesh.rank) on every rank, and report after train_step"
             )
     call = Call("step report", engine.scope.name)
-    problems = exchange(engine.scope.progress, engine.scope.communicator, problem, what=call)
+    problems = exchange(engine.scope._core.progress, engine.scope.communicator, problem, what=call)
     told = next(filter(None, problems), None)
     if told is not None:
         raise on_all_ranks(TraceError(str(told)))

@@ -144,7 +144,7 @@ class Ties:
         }
         scope = self._mesh.group()
         everyone: list[dict[str, str]] = exchange(
-            scope.progress, scope.communicator, mine, what=Call("tied parameters", scope.name)
+            scope._core.progress, scope.communicator, mine, what=Call("tied parameters", scope.name)
         )
         told = dict(zip(scope.ranks, everyone, strict=True))
         for tie in self._ties:

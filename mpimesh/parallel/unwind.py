@@ -58,7 +58,9 @@ def unwind(
         "tensor": engine.tensor.notes(),
         "sent": [] if outbox is None else _by_rank(engine, outbox),
     }
-    notes = exchange(scope.progress, scope.communicator, mine, what="the end of a failed step")
+    notes = exchange(
+        scope._core.progress, scope.communicator, mine, what="the end of a failed step"
+    )
     engine.tensor.finish(dict(zip(scope.ranks, (one["tensor"] for one in notes), strict=True)))
     waiting = alarm.collect(place for place, one in enumerate(notes) if one["sounded"])
     if outbox is not None:
@@ -66,7 +68,7 @@ def unwind(
     sent = _to_me(engine, notes)
     waiting += take_in(engine.pipe, sent) if inbox is None else inbox.drain(sent)
     for request in waiting:
-        scope.wait_for(request, what="the end of a failed step")
+        scope._core.wait_for(request, what="the end of a failed step")
     if any(one["training"] for one in notes):
         engine.buckets.cancel(started=any(one["started"] for one in notes))
     engine.interfaces.clear()

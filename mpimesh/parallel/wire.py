@@ -118,12 +118,12 @@ class Wire:
 
     def isend(self, data: Array, peer: int, tag: int) -> Request:
         """Start a send of flat bytes, from wherever they lie."""
-        request: Request = self.group.side(namespace(data)).isend(data, peer, tag)
+        request: Request = self.group._core.side(namespace(data)).isend(data, peer, tag)
         return request
 
     def irecv(self, data: Array, peer: int, tag: int) -> RecvRequest:
         """Start a receive of flat bytes into `data`, which lies where they come from, too."""
-        request: RecvRequest = self.group.side(namespace(data)).irecv(data, peer, tag)
+        request: RecvRequest = self.group._core.side(namespace(data)).irecv(data, peer, tag)
         return request
 
     def wait(self, request: Request, action: Action) -> None:
@@ -138,7 +138,7 @@ class Wire:
     def wait_plainly(self, request: Request, action: Action) -> None:
         """Wait for a message of `action`, whose other end is on its way for sure."""
         peer = self.placement[action.far_stage]
-        self.group.wait_for(request, what=f"pipeline action {action}", peers=(peer,))
+        self.group._core.wait_for(request, what=f"pipeline action {action}", peers=(peer,))
 
     def record(
         self, category: Literal["send", "recv"], action: Action, start_s: float, nbytes: int

@@ -40,7 +40,7 @@ def part_together(
     progress = context.world.progress
     if context.settings.checks:
         agree(progress, communicator, call)
-    mine = [str(work._call) for work in context.open_work.all() if work._group is group]
+    mine = [str(work._call) for work in context.open_work.all() if work._group is group._core]
     told = exchange(
         progress,
         communicator,

@@ -101,7 +101,9 @@ def clock_offsets(
             _answer(group, speaker, clock, rounds)
     elif group.rank in speakers:
         mine = _ask(group, clock, rounds)
-    offsets_s = exchange(group.progress, group.communicator, mine, what="the clocks of all nodes")
+    offsets_s = exchange(
+        group._core.progress, group.communicator, mine, what="the clocks of all nodes"
+    )
     return {
         rank: float(offsets_s[hosts.index(host)])
         for rank, host in zip(group.ranks, hosts, strict=True)
@@ -131,9 +133,9 @@ def _answer(group: ProcessGroup, speaker: int, clock: Clock, rounds: int) -> Non
 
 def _send(group: ProcessGroup, note: HostArray, peer: int) -> None:
     request = group.communicator.isend(note, peer, _TAG)
-    group.wait_for(request, what="clock_offsets", peers=(peer,))
+    group._core.wait_for(request, what="clock_offsets", peers=(peer,))
 
 
 def _receive(group: ProcessGroup, note: HostArray, peer: int) -> None:
     request = group.communicator.irecv(note, peer, _TAG)
-    group.wait_for(request, what="clock_offsets", peers=(peer,))
+    group._core.wait_for(request, what="clock_offsets", peers=(peer,))

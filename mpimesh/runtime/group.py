@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Self, SupportsIndex
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NoReturn, Self, SupportsIndex
 
-from mpimesh.arguments import as_time
+from mpimesh.arguments import as_int, as_time
 from mpimesh.arrays import Array, HostArray, ReduceOp
-from mpimesh.errors import GroupError
-from mpimesh.runtime import messages, rooted
+from mpimesh.errors import GroupError, RankError
+from mpimesh.mesh import GroupBackend
+from mpimesh.runtime import messages, plan, rooted
 from mpimesh.runtime.allocator import empty_once
 from mpimesh.runtime.call import Call
+from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.group_core import GroupCore, collective
-from mpimesh.runtime.persistent import Persistent, PersistentCollective
-from mpimesh.runtime.plan import (
-    Accounts,
-    Plan,
-    Prepared,
-    plan_all_gather,
-    plan_all_reduce,
-    plan_all_to_all,
-    plan_broadcast,
-    plan_gather,
-    plan_reduce,
-    plan_reduce_scatter,
-)
+from mpimesh.runtime.persistent import Persistent, planning
+from mpimesh.runtime.plan import Accounts, Prepared
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import solo_communicator
+from mpimesh.transport import Communicator
 from mpimesh.transport.algorithms import Algorithms, Row
 
 __all__ = ["ProcessGroup"]
 
 _NAME = str | None
+_broadcast, _scatter = collective(rooted.broadcast), collective(rooted.scatter)
 
 
-class ProcessGroup(GroupCore):
+class ProcessGroup:
     """An ordered set of ranks with its own collectives and messages.
 
     Made by a :class:`~mpimesh.DeviceMesh`: one for the world, one for each dim, and more by
@@ -50,8 +44,8 @@ class ProcessGroup(GroupCore):
         send, recv, shift, and send_next, recv_prev and the like
 
     and :meth:`barrier` and :meth:`empty_once`, which wait. Ranks are counted in the group;
-    `ranks` tells which they are in the mesh. :meth:`routes` tells who moves the bytes of each
-    operation, and why.
+    `ranks` tells which they are in the mesh. :meth:`algorithms` tells how the bytes of each
+    operation are moved, and why.
 
     A CuPy array stays on its device: it is sent from there, and so is the result made there, on
     the stream that was current at the call. What ``resolve()`` gives is safe to use on the stream
@@ -65,6 +59,24 @@ class ProcessGroup(GroupCore):
     it, are one group to the transport: their operations stand in one order, and so do their
     messages.
     """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        communicator: Communicator | None,
+        context: MeshContext,
+        backend: GroupBackend,
+        *,
+        prefer: str = "",
+    ) -> None:
+        self._core = core = GroupCore(name, ranks, communicator, context, prefer)
+        self._run = core.run
+        self.name = name
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank, self.world_rank = core.rank, context.rank
+        self.backend = backend
 
     def all_reduce(
         self,
@@ -94,7 +106,7 @@ class ProcessGroup(GroupCore):
                 divided by the group's size. "min" and "max" of values with NaN are NaN, as
                 NumPy's, with the same bits on all ranks.
             out: Array for the result; may be `x` itself. New if None.
-            label: The caller's name for this call, compared when ``MPIMESH_CHECKS`` is on.
+            label: The caller's name for this call.
             algorithm: How, for arrays on the host: ``"centralized"``, ``"tree(b)"`` or ``"ring"``
                 by messages, or one of :meth:`algorithms`; None for what these say.
 
@@ -111,7 +123,7 @@ class ProcessGroup(GroupCore):
             MPI's: about ``2 log2(n) * latency_s + 2 nbytes / bytes_per_s`` seconds for n ranks.
         """
         cached = isinstance(op, str) and isinstance(algorithm, _NAME)
-        return self.run(plan_all_reduce, x, out, label, op, algorithm, cached=cached)
+        return self._run(plan.plan_all_reduce, x, out, label, op, algorithm, cached=cached)
 
     def reduce(
         self,
@@ -144,7 +156,7 @@ class ProcessGroup(GroupCore):
             ShapeError: If `out` does not fit.
         """
         cached = isinstance(op, str) and type(root) is int and isinstance(algorithm, _NAME)
-        return self.run(plan_reduce, x, out, label, op, root, algorithm, cached=cached)
+        return self._run(plan.plan_reduce, x, out, label, op, root, algorithm, cached=cached)
 
     def reduce_scatter(
         self,
@@ -180,7 +192,7 @@ class ProcessGroup(GroupCore):
             DTypeError: If the dtype cannot be reduced by `op`.
         """
         cached = isinstance(op, str) and type(axis) is int and sizes is None
-        return self.run(plan_reduce_scatter, x, out, label, op, axis, sizes, cached=cached)
+        return self._run(plan.plan_reduce_scatter, x, out, label, op, axis, sizes, cached=cached)
 
     def all_gather(
         self,
@@ -193,9 +205,7 @@ class ProcessGroup(GroupCore):
     ) -> CollectiveTensor:
         """Join the blocks of all ranks of this group along array axis `axis`.
 
-        Collective: every rank of the group calls it, in the same order among all
-        collectives on the group. Returns at once; do not write `x` or read `out`
-        before :meth:`CollectiveTensor.resolve`.
+        Collective, as :meth:`all_reduce`.
 
         Shapes, with r this rank's place in the group:
             x: (..., sizes[r], ...). A size may be 0. A 0-d array counts as one of shape (1,).
@@ -207,7 +217,7 @@ class ProcessGroup(GroupCore):
             sizes: Block size of each rank along `axis`, in group order; if None,
                 all blocks have the shape of `x`.
             out: Array for the result. New if None.
-            label: The caller's name for this call, compared when ``MPIMESH_CHECKS`` is on.
+            label: The caller's name for this call.
 
         Returns:
             A handle; ``resolve()`` gives the joined array.
@@ -221,7 +231,7 @@ class ProcessGroup(GroupCore):
             with `nbytes` the bytes of the result.
         """
         cached = type(axis) is int and sizes is None
-        return self.run(plan_all_gather, x, out, label, axis, sizes, cached=cached)
+        return self._run(plan.plan_all_gather, x, out, label, axis, sizes, cached=cached)
 
     def gather(
         self,
@@ -235,7 +245,7 @@ class ProcessGroup(GroupCore):
     ) -> CollectiveTensor:
         """Join the blocks of all ranks along `axis`, on `root` only.
 
-        Collective, as :meth:`all_gather`, with the same shapes.
+        Collective, with the shapes of :meth:`all_gather`.
 
         Args:
             x: This rank's block.
@@ -253,7 +263,7 @@ class ProcessGroup(GroupCore):
             ShapeError: If `x` does not fit `sizes`, or `out` does not fit.
         """
         cached = type(root) is int and type(axis) is int and sizes is None
-        return self.run(plan_gather, x, out, label, root, axis, sizes, cached=cached)
+        return self._run(plan.plan_gather, x, out, label, root, axis, sizes, cached=cached)
 
     def all_to_all(
         self,
@@ -268,7 +278,7 @@ class ProcessGroup(GroupCore):
     ) -> CollectiveTensor:
         """Cut `x` into one block for each rank, exchange them, and join what came.
 
-        Collective, as :meth:`all_gather`. Block d of this rank becomes block r of
+        Collective, as :meth:`all_reduce`. Block d of this rank becomes block r of
         rank d, with r this rank's place in the group.
 
         Shapes:
@@ -296,7 +306,7 @@ class ProcessGroup(GroupCore):
         """
         options = split_axis, concat_axis, sizes, recv_sizes
         cached = all(option is None or type(option) is int for option in options)
-        return self.run(plan_all_to_all, x, out, label, *options, cached=cached)
+        return self._run(plan.plan_all_to_all, x, out, label, *options, cached=cached)
 
     def broadcast(
         self,
@@ -309,7 +319,7 @@ class ProcessGroup(GroupCore):
     ) -> CollectiveTensor:
         """Give every rank the array of `root`.
 
-        Collective, as :meth:`all_gather`.
+        Collective, as :meth:`all_reduce`.
 
         Args:
             x: On `root`, the array. Elsewhere an array of the same shape and dtype, whose
@@ -331,16 +341,11 @@ class ProcessGroup(GroupCore):
             GroupError: From ``resolve()`` on every rank, with ``root=None``, if not exactly one
                 rank passed an array.
         """
-        if root is None or x is None:
-            return self._broadcast(x, root, out, label, algorithm)
+        if (root is None or x is None) and isinstance(self, ProcessGroup):
+            return _broadcast(self._core, x, root, out, label, algorithm)
         cached = type(root) is int and isinstance(algorithm, _NAME)
-        return self.run(plan_broadcast, x, out, label, root, algorithm, cached=cached)
+        return self._run(plan.plan_broadcast, x, out, label, root, algorithm, cached=cached)
 
-    @collective
-    def _broadcast(self, *arguments: Any) -> CollectiveTensor:
-        return rooted.broadcast_from_any(self, *arguments)
-
-    @collective
     def scatter(
         self,
         x: Array | None,
@@ -353,7 +358,7 @@ class ProcessGroup(GroupCore):
     ) -> CollectiveTensor:
         """Cut the array of `root` along `axis` and give each rank its block.
 
-        Collective, as :meth:`all_gather`. The root's shape and dtype travel ahead
+        Collective, as :meth:`all_reduce`. The root's shape and dtype travel ahead
         in one small broadcast, so the other ranks need not know them.
 
         Shapes, with r this rank's place in the group:
@@ -378,123 +383,17 @@ class ProcessGroup(GroupCore):
                 on every rank), if root passes None, or if `out` does not fit (from
                 ``resolve()``).
         """
-        return rooted.scatter(self, x, root=root, axis=axis, sizes=sizes, out=out, label=label)
+        return _scatter(self._core, x, root=root, axis=axis, sizes=sizes, out=out, label=label)
 
     # -- started many times ---------------------------------------------------------------------
 
-    def all_reduce_init(
-        self,
-        x: Array,
-        op: ReduceOp | str = "sum",
-        *,
-        out: Array | None = None,
-        label: str | None = None,
-        algorithm: str | None = None,
-    ) -> PersistentCollective:
-        """Plan an :meth:`all_reduce` of `x`, to be started many times. Local.
-
-        For loops: arguments are checked and buffers worked out here. Each start reads what `x`
-        holds then; what the ranks start is compared as in a plain call.
-
-        Example:
-            >>> planned = group.all_reduce_init(x, out=x)
-            >>> for _ in range(100):
-            ...     x[...] = step()
-            ...     planned.start().resolve()
-        """
-        return self._init(plan_all_reduce, x, out, label, op, algorithm)
-
-    def reduce_init(
-        self,
-        x: Array,
-        op: ReduceOp | str = "sum",
-        *,
-        root: int = 0,
-        out: Array | None = None,
-        label: str | None = None,
-        algorithm: str | None = None,
-    ) -> PersistentCollective:
-        """Plan a :meth:`reduce`, as :meth:`all_reduce_init`. Local."""
-        return self._init(plan_reduce, x, out, label, op, root, algorithm)
-
-    def reduce_scatter_init(
-        self,
-        x: Array,
-        op: ReduceOp | str = "sum",
-        *,
-        axis: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Array | None = None,
-        label: str | None = None,
-    ) -> PersistentCollective:
-        """Plan a :meth:`reduce_scatter`, as :meth:`all_reduce_init`. Local."""
-        return self._init(plan_reduce_scatter, x, out, label, op, axis, sizes)
-
-    def all_gather_init(
-        self,
-        x: Array,
-        *,
-        axis: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Array | None = None,
-        label: str | None = None,
-    ) -> PersistentCollective:
-        """Plan an :meth:`all_gather`, as :meth:`all_reduce_init`. Local."""
-        return self._init(plan_all_gather, x, out, label, axis, sizes)
-
-    def gather_init(
-        self,
-        x: Array,
-        *,
-        root: int = 0,
-        axis: int = 0,
-        sizes: Sequence[int] | None = None,
-        out: Array | None = None,
-        label: str | None = None,
-    ) -> PersistentCollective:
-        """Plan a :meth:`gather`, as :meth:`all_reduce_init`. Local."""
-        return self._init(plan_gather, x, out, label, root, axis, sizes)
-
-    def all_to_all_init(
-        self,
-        x: Array,
-        *,
-        split_axis: int = 0,
-        concat_axis: int | None = None,
-        sizes: Sequence[int] | None = None,
-        recv_sizes: Sequence[int] | None = None,
-        out: Array | None = None,
-        label: str | None = None,
-    ) -> PersistentCollective:
-        """Plan an :meth:`all_to_all`, as :meth:`all_reduce_init`. Local."""
-        options = split_axis, concat_axis, sizes, recv_sizes
-        return self._init(plan_all_to_all, x, out, label, *options)
-
-    def broadcast_init(
-        self,
-        x: Array,
-        *,
-        root: int = 0,
-        out: Array | None = None,
-        label: str | None = None,
-        algorithm: str | None = None,
-    ) -> PersistentCollective:
-        """Plan a :meth:`broadcast` from a rank that all know, as :meth:`all_reduce_init`. Local."""
-        return self._init(plan_broadcast, x, out, label, root, algorithm)
-
-    def _init(
-        self,
-        make: Callable[..., Plan],
-        x: Array,
-        out: Array | None,
-        label: str | None,
-        *options: Any,
-    ) -> PersistentCollective:
-        data = self.operand(x)
-        plan = self.plan(make, data, *options)
-        return PersistentCollective(
-            self, plan, x, out, plan.bind(self, x, data, out, often=True), label
-        )
+    all_reduce_init = planning(all_reduce)
+    reduce_init = planning(reduce)
+    reduce_scatter_init = planning(reduce_scatter)
+    all_gather_init = planning(all_gather)
+    gather_init = planning(gather)
+    all_to_all_init = planning(all_to_all)
+    broadcast_init = planning(broadcast)
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -510,7 +409,7 @@ class ProcessGroup(GroupCore):
             x: The array: any dtype but objects, any memory order.
             dest: The receiving rank, counted in the group; not this one.
             tag: 0 to `MAX_TAG`, tells messages of one pair apart.
-            label: The caller's name for this message, for reports.
+            label: The caller's name for this call.
 
         Returns:
             A handle; ``resolve()`` gives None once `x` may be written again.
@@ -522,7 +421,7 @@ class ProcessGroup(GroupCore):
         Cost:
             One message up to 4 KiB, else two: ``2 * latency_s + nbytes / bytes_per_s``.
         """
-        return messages.send(self, x, dest, tag, label)
+        return messages.send(self._core, x, dest, tag, label)
 
     def recv(
         self,
@@ -545,7 +444,7 @@ class ProcessGroup(GroupCore):
             dtype: The dtype that must come; any if None.
             out: Array to receive into; its shape and dtype must come. New if None.
             tag: The sender's tag.
-            label: The caller's name for this message, for reports.
+            label: The caller's name for this call.
 
         Returns:
             A handle; ``resolve()`` gives the array, which lies where the sender's did: on the
@@ -559,20 +458,21 @@ class ProcessGroup(GroupCore):
                 came. The message is gone.
             GroupError: From ``resolve()``, if it was sent on another group of the same ranks.
         """
-        return messages.recv(self, source, shape=shape, dtype=dtype, out=out, tag=tag, label=label)
+        return messages.recv(
+            self._core, source, shape=shape, dtype=dtype, out=out, tag=tag, label=label
+        )
 
-    @collective
     def send_init(
         self, x: Array, dest: int, *, tag: int = 0, label: str | None = None
     ) -> Persistent:
         """Plan a :meth:`send` of `x`, to be started many times. Local. Each reads what it holds."""
-        return messages.send_init(self, x, dest, tag, label)
+        return messages.send_init(self._core, x, dest, tag, label)
 
     def recv_init(
         self, out: Array, source: int, *, tag: int = 0, label: str | None = None
     ) -> Persistent:
         """Plan a :meth:`recv` into `out`, to be started many times, as :meth:`send_init`. Local."""
-        return messages.recv_init(self, out, source, tag, label)
+        return messages.recv_init(self._core, out, source, tag, label)
 
     def shift(
         self, x: Array, offset: int = 1, *, wrap: bool = False, label: str | None = None
@@ -590,23 +490,23 @@ class ProcessGroup(GroupCore):
         Returns:
             A handle; ``resolve()`` gives the array that came, or None where the row ends.
         """
-        return messages.shift(self, x, offset, wrap=wrap, label=label)
+        return messages.shift(self._core, x, offset, wrap=wrap, label=label)
 
     def send_next(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
         """Send `x` to the next rank of the group; an error on the last one."""
-        return self.send(x, messages.neighbour(self, 1, "send_next"), tag=tag)
+        return self.send(x, messages.neighbour(self._core, 1, "send_next"), tag=tag)
 
     def send_prev(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
         """Send `x` to the rank before; an error on the first one."""
-        return self.send(x, messages.neighbour(self, -1, "send_prev"), tag=tag)
+        return self.send(x, messages.neighbour(self._core, -1, "send_prev"), tag=tag)
 
     def recv_next(self, *, out: Array | None = None, tag: int = 0) -> CollectiveTensor:
         """Receive from the next rank of the group; an error on the last one."""
-        return self.recv(messages.neighbour(self, 1, "recv_next"), out=out, tag=tag)
+        return self.recv(messages.neighbour(self._core, 1, "recv_next"), out=out, tag=tag)
 
     def recv_prev(self, *, out: Array | None = None, tag: int = 0) -> CollectiveTensor:
         """Receive from the rank before; an error on the first one."""
-        return self.recv(messages.neighbour(self, -1, "recv_prev"), out=out, tag=tag)
+        return self.recv(messages.neighbour(self._core, -1, "recv_prev"), out=out, tag=tag)
 
     def start_barrier(self, *, label: str | None = None) -> CollectiveTensor:
         """Start a barrier: the handle is done once every rank of the group has started it.
@@ -614,7 +514,7 @@ class ProcessGroup(GroupCore):
         Collective. ``resolve()`` gives None.
         """
         call = Call("barrier", self.name, label=label)
-        return self.submit(call, Prepared(Accounts(), lambda: self.communicator.barrier()))
+        return self._core.submit(call, Prepared(Accounts(), lambda: self.communicator.barrier()))
 
     def barrier(self, *, timeout_s: float | None = None, label: str | None = None) -> None:
         """Wait until every rank of the group has come.
@@ -624,7 +524,7 @@ class ProcessGroup(GroupCore):
         Args:
             timeout_s: Longest wait in seconds. With a limit, each rank tells every other that
                 it has come, so that a timeout can name who has not.
-            label: The caller's name for this barrier.
+            label: The caller's name for this call.
 
         Raises:
             GroupError: If `timeout_s` is no time.
@@ -639,7 +539,7 @@ class ProcessGroup(GroupCore):
         if limit_s is None:
             self.start_barrier(label=label).resolve()
         else:
-            messages.roll_call(self, limit_s, label)
+            messages.roll_call(self._core, limit_s, label)
 
     def empty_once(
         self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: Any = float
@@ -674,7 +574,7 @@ class ProcessGroup(GroupCore):
             DTypeError: On every rank, if `dtype` holds Python objects.
             MismatchError: On every rank, if the ranks ask for different arrays.
         """
-        return empty_once(self, shape, dtype, self._context.world.shared_bytes)
+        return empty_once(self._core, shape, dtype, self._core.context.world.shared_bytes)
 
     def algorithms(self) -> Algorithms:
         """Return the table of algorithms by which the group moves its bytes, and why. Local.
@@ -687,14 +587,113 @@ class ProcessGroup(GroupCore):
             RankError: If this rank is not a member.
             ClosedError: If the mesh is closed.
         """
-        host = self.host_algorithms()
-        if not self.moves_device_memory:
+        host = self._core.host_algorithms()
+        if not self._core.moves_device_memory:
             return host
         if self.size == 1:
             return Algorithms([*host, Row("*", "device", 0, "copy", "the group has one rank")])
-        return Algorithms([*host, *self.side(sys.modules["cupy"]).algorithms()])
+        return Algorithms([*host, *self._core.side(sys.modules["cupy"]).algorithms()])
 
     def alone(self) -> Self:
         """Return a group of this rank only, whose operations need no other rank. Local."""
         ranks, name = (self.world_rank,), f"{self.name}[{self.rank}]"
-        return type(self)(name, ranks, solo_communicator(), self._context, self.backend)
+        return type(self)(name, ranks, solo_communicator(), self._core.context, self.backend)
+
+    # -- the group itself ---------------------------------------------------------------------
+
+    @property
+    def communicator(self) -> Communicator:
+        """The transport of the group, for code that moves flat buffers itself.
+
+        Raises:
+            RankError: If this rank is not a member.
+            ClosedError: If the group or the mesh is closed.
+        """
+        return self._core.communicator
+
+    @property
+    def closed(self) -> bool:
+        """True once the group, or its mesh, is closed."""
+        return self._core.closed
+
+    def close(self) -> None:
+        """Drop a group that was made by :meth:`DeviceMesh.add_group`.
+
+        Collective over its ranks; a rank that is no member may call it, too, and forgets the name.
+        A second call does nothing, nor does one on a closed mesh. The communicator is given back
+        unless another group has the same. The name can be used again when all ranks of the group
+        have closed it; of groups along dims, all ranks of the mesh.
+
+        As a context manager a group closes at the end of the block. After an error it stays open
+        until its mesh closes, because the other ranks may be elsewhere.
+
+        Raises:
+            GroupError: If it is the mesh's own: the world, or that of a dim or a topology.
+            UnresolvedError: On every rank of the group, naming the operations, if any of them has
+                results of it that are not resolved. It stays open, so that they can be.
+            MismatchError: On every rank of the group, with ``MPIMESH_CHECKS`` on, if a message was
+                sent that nobody has received; and if the ranks close different groups.
+
+        Cost:
+            Two all-gathers among its ranks, and the end of an MPI communicator.
+
+        Example:
+            >>> with mm.DeviceMesh("dp=-1") as mesh:
+            ...     with mesh.add_group("first", [0]) as first:
+            ...         if first.rank is not None:
+            ...             print(first.all_reduce(np.ones(2)).resolve())
+            ...     print(first.closed, mesh.group_names)
+            [1. 1.]
+            True ['world', 'dp']
+        """
+        if self.closed:
+            return
+        if self._core.drop is None:
+            raise GroupError(
+                f"rank {self.world_rank} cannot close group {self.name!r}, which is the mesh's "
+                "own: only what add_group made can be closed, and mesh.close() closes all"
+            )
+        self._core.drop(self)
+
+    def __enter__(self) -> Self:
+        """Return the group."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the group; after an error leave that to its mesh.
+
+        Closing is collective: with the other ranks elsewhere, it would wait for them for ever.
+        """
+        if error is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        """Show name, ranks and this rank's place. Local."""
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.size > 8 else "")
+        state = ", closed" if self.closed else ""
+        return f"ProcessGroup({self.name!r}, ranks=[{shown}], rank={self.rank}{state})"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a group belongs to its mesh.
+
+        Raises:
+            GroupError: Always.
+        """
+        raise GroupError(
+            f"{self!r} cannot be copied or pickled, for it belongs to its mesh: pass the group "
+            "itself on, or its name for mesh.group(name)"
+        )
+
+    def __contains__(self, world_rank: object) -> bool:
+        """Tell whether a rank of the mesh is in the group. Local."""
+        return world_rank in self.ranks
+
+    def group_rank_of(self, world_rank: int) -> int | None:
+        """Return the place in this group of a rank of the mesh; None if it is not in. Local."""
+        rank = as_int(world_rank, "world_rank", RankError)
+        return list(self.ranks).index(rank) if rank in self.ranks else None

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import GeneratorType, ModuleType
-from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 from weakref import ref
 
 import numpy as np
 
-from mpimesh.arguments import as_int, shown
+from mpimesh.arguments import shown
 from mpimesh.arrays import (
     Array,
     DType,
@@ -21,12 +21,10 @@ from mpimesh.arrays import (
     is_cupy,
     refuse_objects,
 )
-from mpimesh.errors import BudgetError, GroupError, RankError, on_all_ranks
-from mpimesh.mesh import GroupBackend
+from mpimesh.errors import BudgetError, ClosedError, GroupError, RankError, on_all_ranks
 from mpimesh.runtime.agreement import checked, compare
 from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.context import MeshContext
-from mpimesh.runtime.group_life import GroupLife
 from mpimesh.runtime.messages import Arrival
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Accounts, Plan, Prepared
@@ -43,7 +41,6 @@ __all__ = ["GroupCore", "collective"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-G = TypeVar("G", bound="GroupCore")
 
 _POISON_WAIT_S = 2.0
 _MOST_PLANS = 256
@@ -51,30 +48,35 @@ _SHARED_FROM = 32 * 1024
 
 
 def collective(
-    method: Callable[Concatenate[G, P], R],
-) -> Callable[Concatenate[G, P], R]:
-    """Mark a method as collective: with checks on, its errors reach the other ranks, too."""
+    function: Callable[Concatenate[GroupCore, P], R],
+) -> Callable[Concatenate[GroupCore, P], R]:
+    """Mark a function as collective: with checks on, its errors reach the other ranks, too."""
 
-    @wraps(method)
-    def guarded(self: G, *args: P.args, **kwargs: P.kwargs) -> R:
+    @wraps(function)
+    def guarded(group: GroupCore, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return method(self, *args, **kwargs)
+            return function(group, *args, **kwargs)
         except Exception as error:
-            self.poison(Call(method.__name__.lstrip("_"), self.name), error)
+            group.poison(Call(function.__name__, group.name), error)
             raise
 
-    return cast(Callable[Concatenate[G, P], R], guarded)
+    return guarded
 
 
-class GroupCore(GroupLife):
-    """A named, ordered set of ranks of one mesh.
+class GroupCore:
+    """A named, ordered set of ranks of one mesh, which starts operations and keeps account of them.
+
+    A :class:`~mpimesh.ProcessGroup` has one; what mpimesh itself does among the ranks goes by it.
 
     Attributes:
         name: The group's name.
         ranks: Its ranks, as numbered in the mesh, in group order.
         size: How many they are.
         rank: This rank's place in `ranks`; None if it is not a member.
-        backend: Who moves the bytes.
+        context: What all groups of the mesh share.
+        drop: Closes the group; None for one of the mesh's own.
+        open_work: What is not resolved, of the whole mesh.
+        progress: The unfinished operations of this rank.
     """
 
     def __init__(
@@ -83,62 +85,74 @@ class GroupCore(GroupLife):
         ranks: Sequence[int],
         communicator: Communicator | None,
         context: MeshContext,
-        backend: GroupBackend,
-        *,
         prefer: str = "",
     ) -> None:
         self.name = name
         self.ranks = ranks
         self.size = len(ranks)
-        self.backend = backend
         self._prefer = prefer
         self.rank = None if communicator is None else communicator.rank
         self._communicator = communicator
-        self._context = context
+        self.context = context
+        self.world_rank = context.rank
         self._members = Members(ranks, self.rank or 0)  # no operation starts where it has none
         self._plans: dict[object, Plan] = {}
         self._closed = False
-        self.drop = None
+        self.drop: Callable[[Any], None] | None = None
         # Looked up with every operation.
         self.progress: Progress = context.world.progress
         self.open_work: OpenWork = context.open_work
         self._checks = context.settings.checks
 
     @property
-    def world_rank(self) -> int:
-        """This rank, as numbered in the mesh."""
-        return self._context.rank
-
-    @property
     def started(self) -> int:
         """Number of collectives that this rank has started among the ranks of the group."""
         return 0 if self._communicator is None else self._communicator.started
 
-    def __repr__(self) -> str:
-        """Show name, ranks and this rank's place. Local."""
-        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.size > 8 else "")
-        state = ", closed" if self._closed else ""
-        return f"ProcessGroup({self.name!r}, ranks=[{shown}], rank={self.rank}{state})"
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled: a group belongs to its mesh.
+    @property
+    def communicator(self) -> Communicator:
+        """The transport of the group, for code that moves flat buffers itself.
 
         Raises:
-            GroupError: Always.
+            RankError: If this rank is not a member.
+            ClosedError: If the group or the mesh is closed.
         """
-        raise GroupError(
-            f"{self!r} cannot be copied or pickled, for it belongs to its mesh: pass the group "
-            "itself on, or its name for mesh.group(name)"
+        if self._communicator is None or self.context.closed:
+            self._refuse("use the communicator")
+        return self._communicator
+
+    @property
+    def closed(self) -> bool:
+        """True once the group, or its mesh, is closed."""
+        return self._closed or self.context.closed
+
+    def shut(self) -> None:
+        """Let nothing start any more. Local."""
+        self._closed = True
+        self._communicator = self.drop = None
+        self._plans.clear()
+
+    def member(self, action: str) -> int:
+        """Return this rank's place in the group, or refuse `action`."""
+        if self.rank is None or self._communicator is None or self.context.closed:
+            self._refuse(action)
+        return self.rank
+
+    def _refuse(self, action: str) -> NoReturn:
+        if self.context.closed:
+            raise ClosedError(
+                f"rank {self.context.rank} cannot {action} on group {self.name!r}: "
+                f"{self.context.why_closed}"
+            )
+        if self._closed:
+            raise ClosedError(
+                f"rank {self.context.rank} cannot {action} on group {self.name!r}: the group is "
+                "closed; make another with mesh.add_group, which is collective"
+            )
+        raise RankError(
+            f"rank {self.context.rank} cannot {action} on group {self.name!r}: it is not one of "
+            f"its ranks {list(self.ranks[:16])}"
         )
-
-    def __contains__(self, world_rank: object) -> bool:
-        """Tell whether a rank of the mesh is in the group. Local."""
-        return world_rank in self.ranks
-
-    def group_rank_of(self, world_rank: int) -> int | None:
-        """Return the place in this group of a rank of the mesh; None if it is not in. Local."""
-        rank = as_int(world_rank, "world_rank", RankError)
-        return list(self.ranks).index(rank) if rank in self.ranks else None
 
     # -- the start of operations ---------------------------------------------------------------
 
@@ -162,7 +176,7 @@ class GroupCore(GroupLife):
             cached: Whether the plan is kept; not if an option is something else.
         """
         try:
-            if self._communicator is None or self._context.closed:
+            if self._communicator is None or self.context.closed:
                 self._refuse(_operation_name(make))
             data = x if type(x) is np.ndarray else self.operand(x)
             dtype = data.dtype
@@ -201,7 +215,7 @@ class GroupCore(GroupLife):
         communicator = self.communicator
         refuse_objects(data.dtype)
         plan = make(self, data, *options)
-        plan.tally = self._context.traffic.tally(
+        plan.tally = self.context.traffic.tally(
             plan.name, plan.nbytes, plan.receives, self._members
         )
         signatures = communicator.signatures
@@ -228,7 +242,7 @@ class GroupCore(GroupLife):
         Raises:
             BudgetError: If it receives more than a budget has left.
         """
-        context, accounts = self._context, prepared.accounts
+        context, accounts = self.context, prepared.accounts
         communicator, begin, scope = self._communicator, prepared.begin, prepared.scope
         if communicator is None or context.closed:
             self._refuse(call.name)
@@ -282,11 +296,11 @@ class GroupCore(GroupLife):
     @property
     def watches_starts(self) -> bool:
         """True if starts are compared over all ranks, or counted by budgets."""
-        return bool(self._checks or self._context.traffic.budgets)
+        return bool(self._checks or self.context.traffic.budgets)
 
     def accounts(self, call: Call, nbytes: int, receives: tuple[Rule, Amount] | None) -> Accounts:
         """Return how further starts of `call` are counted and compared. Local."""
-        tally = self._context.traffic.tally(call.name, nbytes, receives, self._members)
+        tally = self.context.traffic.tally(call.name, nbytes, receives, self._members)
         signatures, digest = self.communicator.signatures, 0
         if signatures is not None and not self._checks:
             digest = signatures.digest((call.name, call.rule, call.compared, call.dtype))
@@ -299,7 +313,7 @@ class GroupCore(GroupLife):
 
     def _in_turn(self, call: Call, begin: Callable[[], Request | Steps]) -> Request | Steps:
         """Begin what has waited for others, unless the mesh was left meanwhile."""
-        if self._context.closed:
+        if self.context.closed:
             self._refuse(call.name)
         return begin()
 
@@ -334,7 +348,7 @@ class GroupCore(GroupLife):
                 left. Then nothing has moved.
         """
         call = Call(name, self.name, rule, label=label)
-        if self.size > 1 and self._context.traffic.refuses:
+        if self.size > 1 and self.context.traffic.refuses:
             begin, receives = partial(self._within_budget, call, begin, receives), None
         prepared = Prepared(Accounts(nbytes, receives), begin, None, finish)
         return self.submit(call, prepared, lock)
@@ -349,7 +363,7 @@ class GroupCore(GroupLife):
 
         One that refused alone would leave the others in an exchange with its next one.
         """
-        traffic, side = self._context.traffic, self.communicator
+        traffic, side = self.context.traffic, self.communicator
         error: BudgetError | None = None
         if receives is not None:
             error = traffic.excess(call, receives[0], self._members, receives[1])
@@ -386,7 +400,7 @@ class GroupCore(GroupLife):
         """
         side = self.communicator
         if algorithm is None:
-            chosen = algorithms_of(self._context.settings.algorithms).get(name)
+            chosen = algorithms_of(self.context.settings.algorithms).get(name)
             fits = chosen and not on_device and nbytes <= side.most_bytes_by(name, chosen)
             return chosen if fits else None
         most = side.most_bytes_by(name, algorithm) if isinstance(algorithm, str) else -1
@@ -410,7 +424,7 @@ class GroupCore(GroupLife):
     def host_algorithms(self) -> Algorithms:
         """Return the table for host memory, with what ``MPIMESH_ALGORITHMS`` says. Local."""
         table = self.communicator.algorithms()
-        for name, algorithm in algorithms_of(self._context.settings.algorithms).items():
+        for name, algorithm in algorithms_of(self.context.settings.algorithms).items():
             most = self.communicator.most_bytes_by(name, algorithm)
             if most >= 0:
                 table = table.with_setting(name, algorithm, most)
@@ -471,7 +485,7 @@ class GroupCore(GroupLife):
                 ranks write into each other's results. Small results are ordinary arrays.
         """
         if library is np:
-            world = self._context.world
+            world = self.context.world
             nbytes = math.prod(shape) * dtype.itemsize
             if nbytes >= _SHARED_FROM and like is not None and world.is_shared(like):
                 return world.shared_bytes(nbytes).view(dtype).reshape(shape)
@@ -480,9 +494,9 @@ class GroupCore(GroupLife):
 
     def lock(self, x: Array | None, call: Call) -> Callable[[], None] | None:
         """With checks on, make the input of a call read-only; return what makes it writable."""
-        if not self._context.settings.checks or not isinstance(x, np.ndarray):
+        if not self.context.settings.checks or not isinstance(x, np.ndarray):
             return None
-        return self._context.world.locks.lock(x, call)
+        return self.context.world.locks.lock(x, call)
 
     def stage(self, chain: object, steps: Steps) -> StagedRequest:
         """Start an operation of several steps on `chain`."""
@@ -506,13 +520,13 @@ class GroupCore(GroupLife):
         another, whose receives would take the messages that are still on their way.
         """
         if buffers:
-            self._context.world.abandoned.append(buffers)
-        self._context.unended = True
+            self.context.world.abandoned.append(buffers)
+        self.context.unended = True
 
     def wait(self, work: CollectiveTensor, timeout_s: float | None) -> bool:
         """Wait for work of this group; False after `timeout_s`."""
         call = work._call
-        with self._context.tracer.span(call.name, "wait"):
+        with self.context.tracer.span(call.name, "wait"):
             return self.progress.wait(
                 self.communicator,
                 work._request,
@@ -543,7 +557,7 @@ class GroupCore(GroupLife):
 
         Waits a little for them to come; if they do not, they will find the note later.
         """
-        context = self._context
+        context = self.context
         if not context.settings.checks or self._communicator is None or context.closed:
             return
         note = f"raised {type(error).__name__}: {error}"
@@ -575,21 +589,21 @@ class GroupCore(GroupLife):
 
     def arrival(self) -> Arrival:
         """Return what counts the bytes of an operation whose size only the sender knows."""
-        return Arrival(self._context.traffic, self._members)
+        return Arrival(self.context.traffic, self._members)
 
     def count_from_each(self, call: Call, nbytes: int) -> None:
         """Count an exchange in which each rank sends every other one so many bytes."""
-        traffic = self._context.traffic
+        traffic = self.context.traffic
         traffic.admit_by(call, uniform, self._members, nbytes)
         traffic.count(call.name, nbytes * (self.size - 1))
         traffic.count_received(call.name, uniform, self._members, nbytes)
 
     def count_message(self, call: Message, nbytes: int = 0) -> None:
         """Count a message: a mesh is not to close as if one were received that was not."""
-        self._context.traffic.count(call.name, nbytes)
+        self.context.traffic.count(call.name, nbytes)
         communicator = self.communicator
         change = 1 if call.name == "send" else -1
-        self._context.unread += change
+        self.context.unread += change
         communicator.unread += change
         mail = communicator.mail
         if mail is not None:

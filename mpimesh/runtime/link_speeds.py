@@ -44,7 +44,7 @@ def measured_links(
     near = _pinged(group, [(here[0], here[1]) for here in places if len(here) > 1])
     read_s = _read(group, next(here for here in places if group.rank in here), empty)
     far = _pinged(group, list(zip(firsts[::2], firsts[1::2], strict=False)))
-    rows = exchange(group.progress, group.communicator, [near, read_s, far], what=_WHAT)
+    rows = exchange(group._core.progress, group.communicator, [near, read_s, far], what=_WHAT)
     nears, reads, fars = ([one for one in column if one] for column in zip(*rows, strict=True))
     links = ASSUMED_LINKS
     if nears and reads:
@@ -80,7 +80,7 @@ def _pinged(group: ProcessGroup, pairs: Sequence[tuple[int, int]]) -> tuple[floa
 def _pass(
     group: ProcessGroup, start: Callable[[HostArray, int, int], Any], other: int, buffer: HostArray
 ) -> None:
-    group.wait_for(start(buffer, other, _TAG), what=_WHAT, peers=(other,))
+    group._core.wait_for(start(buffer, other, _TAG), what=_WHAT, peers=(other,))
 
 
 def _read(
@@ -98,7 +98,7 @@ def _read(
         regions = Regions(tuple(takes), (Give(before, whole),))
 
     def step() -> None:
-        group.compose(
+        group._core.compose(
             _WHAT,
             lambda: group.communicator.exchange_regions(source, target, regions),
             rule=f"{_LARGE_BYTES} bytes",

@@ -160,7 +160,7 @@ class LiveGroups:
 
     def started(self) -> dict[str, int]:
         """Return how many collectives this rank has started on each of its groups."""
-        counts = {group.name: group.started for group in self._groups.values()}
+        counts = {group.name: group._core.started for group in self._groups.values()}
         return {name: count for name, count in counts.items() if count}
 
     def mails(self) -> list[tuple[tuple[int, ...], str, Mail]]:
@@ -272,7 +272,7 @@ class LiveGroups:
             table._custom[name] = made
             if name in self._groups:
                 table._groups[name] = group = self._groups[name]
-                group.drop = table.close
+                group._core.drop = table.close
         return table
 
     def free(self, kept_by: LiveGroups | None = None) -> None:
@@ -311,7 +311,7 @@ class LiveGroups:
             elif family.owned and communicator.name == self._context.full_name(group.name):
                 # Another group may get the name, and its communicator.
                 self._context.rename(communicator, others[0].name)
-        group.shut()
+        group._core.shut()
         del self._groups[group.name]
 
     def settle(self, action: str) -> None:
@@ -339,7 +339,7 @@ class LiveGroups:
             if not next(found):  # no rank has it any more
                 del self._custom[name]
                 if group is not None:
-                    group.shut()
+                    group._core.shut()
                     del self._groups[name]
         for family in families:
             family.broken = next(found)
@@ -348,7 +348,7 @@ class LiveGroups:
     def drop(self, name: str) -> None:
         """Take back a group that was made last, with a way forced on it. Collective."""
         family = self._custom.pop(name).family
-        self._groups.pop(name).shut()
+        self._groups.pop(name)._core.shut()
         if family in self._families:
             self._families.remove(family)
             if family.communicator is not None:
@@ -388,5 +388,5 @@ class LiveGroups:
         self._groups[name] = group
         if asked is not None:
             self._custom[name] = asked
-            group.drop = self.close
+            group._core.drop = self.close
         return group

@@ -6,7 +6,8 @@ Messages are in `messages.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, cast
 
 import numpy as np
 
@@ -22,7 +23,9 @@ from mpimesh.transport import Request, Steps
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
 
-__all__ = ["Persistent", "PersistentCollective", "PersistentExchange"]
+__all__ = ["Persistent", "PersistentCollective", "PersistentExchange", "planning"]
+
+P = ParamSpec("P")
 
 
 class Persistent:
@@ -156,6 +159,56 @@ class PersistentCollective(Persistent):
         plan = self._plan
         what = f"{plan.name}(shape {plan.shape_in}, {plan.kind}, {plan.rule})"
         return f"<PersistentCollective {what} on {self._group.name!r}>"
+
+
+class _Planner:
+    """In place of a group, what its methods plan with and do not start."""
+
+    def __init__(self, core: GroupCore) -> None:
+        self._core = core
+
+    def _run(
+        self,
+        make: Callable[..., Plan],
+        x: Array,
+        out: Array | None,
+        label: str | None,
+        *options: Any,
+        cached: bool = False,
+    ) -> PersistentCollective:
+        core = self._core
+        data = core.operand(x)
+        plan = core.plan(make, data, *options)
+        prepared = plan.bind(core, x, data, out, often=True)
+        return PersistentCollective(core, plan, x, out, prepared, label)
+
+
+def planning(
+    method: Callable[Concatenate[Any, P], CollectiveTensor],
+) -> Callable[Concatenate[Any, P], PersistentCollective]:
+    """Return the method that plans what `method` starts, with the same arguments."""
+
+    @wraps(method)
+    def plan(group: Any, /, *args: P.args, **options: P.kwargs) -> PersistentCollective:
+        return cast(PersistentCollective, method(_Planner(group._core), *args, **options))
+
+    name = method.__name__
+    plan.__name__, plan.__qualname__ = f"{name}_init", f"ProcessGroup.{name}_init"
+    plan.__doc__ = f"""Plan :meth:`{name}`, with its arguments, to be started many times. Local.
+
+        For loops: arguments are checked and buffers worked out here. Each start reads what the
+        array holds then; what the ranks start is compared as in a plain call.
+
+        Returns:
+            What is planned; its ``start()`` gives a handle.
+
+        Example:
+            >>> planned = group.all_reduce_init(x, out=x)
+            >>> for _ in range(100):
+            ...     x[...] = step()
+            ...     planned.start().resolve()
+        """
+    return plan
 
 
 class PersistentExchange(Persistent):

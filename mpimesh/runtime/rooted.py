@@ -26,7 +26,7 @@ from mpimesh.transport import Steps, run_steps
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
 
-__all__ = ["broadcast_from_any", "scatter"]
+__all__ = ["broadcast", "scatter"]
 
 # -- headers --------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ def parse_header(header: HostArray) -> tuple[tuple[int, ...], DType, bool]:
 # -- operations -----------------------------------------------------------------------------------
 
 
-def broadcast_from_any(
+def broadcast(
     group: GroupCore,
     x: Array | None,
     root: int | None,

@@ -259,7 +259,6 @@ _of(
     lambda place: place.group,
     {
         "barrier": {},
-        "check_rank": {"rank": 0, "what": "dest"},
         "empty_once": {"shape": 2},
         "group_rank_of": {"world_rank": 0},
         "start_barrier": {},

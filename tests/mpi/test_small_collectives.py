@@ -83,7 +83,7 @@ def test_nothing_is_unfinished_after_it(mesh, name):
     x[...] = 1
     for _ in range(3):
         WAYS[name](group, x).resolve()
-        assert group.progress.idle
+        assert group._core.progress.idle
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "reduce_scatter"])
@@ -138,4 +138,4 @@ def test_sums_overflow_in_silence_and_no_others(mesh):
 def test_a_rank_knows_whether_it_has_a_core(mesh, comm):
     cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
     if comm.size > 1:
-        assert mesh.group().progress.has_core == (comm.size <= len(cores))
+        assert mesh.group()._core.progress.has_core == (comm.size <= len(cores))

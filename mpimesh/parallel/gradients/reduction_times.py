@@ -43,7 +43,7 @@ def measure_reduction(
     work = math.ceil(large_s / max(large.work_s(1), 1e-9) / _SLICES)
     alone_s = large.work_s(_SLICES * work)
     mine = [small_s, large_s, max(0.0, large.fastest_s(work) - alone_s) / large_s]
-    everyone = exchange(group.progress, group.communicator, mine, what="the times of sums")
+    everyone = exchange(group._core.progress, group.communicator, mine, what="the times of sums")
     small_s, large_s, busy = map(median, zip(*everyone, strict=True))
     longer_s = large_s - small_s
     bytes_per_s = (nbytes - _LEAST_BYTES) / longer_s if longer_s > 0 else math.inf

@@ -93,7 +93,7 @@ def agree_together(scope: ProcessGroup, questions: Sequence[Callable[[], None]])
         except MismatchError as error:
             problem = problem or str(error)
     told: list[str] = exchange(
-        scope.progress, scope.communicator, problem, what=Call("same values", scope.name)
+        scope._core.progress, scope.communicator, problem, what=Call("same values", scope.name)
     )
     if any(told):
         raise on_all_ranks(MismatchError(next(filter(None, told))))
@@ -110,7 +110,10 @@ def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
         MismatchError: On every rank, naming parameters and ranks.
     """
     everyone: list[list[str]] = exchange(
-        group.progress, group.communicator, list(untouched), what="parameters without a gradient"
+        group._core.progress,
+        group.communicator,
+        list(untouched),
+        what="parameters without a gradient",
     )
     everywhere = set(everyone[0]).intersection(*everyone)
     uneven = {name for names in everyone for name in names} - everywhere
@@ -133,9 +136,11 @@ def _agree(texts: list[str], group: ProcessGroup, rule: str, cure: str = "") -> 
     digest = digest_text("\n".join(texts).encode())
     call = Call("parameters", group.name, rule=f"{len(texts)} of them, {rule}, digest {digest}")
     try:
-        agree(group.progress, group.communicator, call)
+        agree(group._core.progress, group.communicator, call)
     except MismatchError as error:
-        everyone: list[list[str]] = exchange(group.progress, group.communicator, texts, what=call)
+        everyone: list[list[str]] = exchange(
+            group._core.progress, group.communicator, texts, what=call
+        )
         raise _first_difference(everyone, group, error, cure) from None
 
 

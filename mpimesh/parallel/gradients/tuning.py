@@ -81,7 +81,7 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
     entries = buckets.entries
     scope = engine.scope
     everyone = exchange(
-        scope.progress, scope.communicator, buckets.cycles, what="the tuning of buckets"
+        scope._core.progress, scope.communicator, buckets.cycles, what="the tuning of buckets"
     )
     if not all(everyone):
         raise on_all_ranks(
@@ -93,7 +93,9 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
     plan = found = None
     if entries and group.size > 1:
         mine_s = _ready_s([entry.ready_s for entry in entries])
-        everyone_s = exchange(group.progress, group.communicator, mine_s, what="gradient times")
+        everyone_s = exchange(
+            group._core.progress, group.communicator, mine_s, what="gradient times"
+        )
         # A reduction waits for the last of the ranks.
         ready_s = [max(times) for times in zip(*everyone_s, strict=True)]
         sizes_bytes = [entry.nbytes for entry in entries]

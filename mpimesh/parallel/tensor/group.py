@@ -220,7 +220,7 @@ class TensorWatch:
     def wait(self, handle: CollectiveTensor) -> None:
         """Wait for `handle`, or leave the step. Its resolving raises what went wrong with it."""
         if not handle.done():
-            self.group.wait_for(_Watched(handle, self._look), what=handle)
+            self.group._core.wait_for(_Watched(handle, self._look), what=handle)
 
     def notes(self) -> list[Any]:
         """Return what other ranks are to know after a failure: how many, and the last of them."""

@@ -218,7 +218,7 @@ class TensorModel:
             mine = [digest(one) for _, one in shared]
             what = Call("shared parameters", self.group.name)
             everyone: list[list[str]] = exchange(
-                self.group.progress, self.group.communicator, mine, what=what
+                self.group._core.progress, self.group.communicator, mine, what=what
             )
             _agree_parts(shared, everyone, self.group)
 

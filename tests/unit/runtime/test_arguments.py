@@ -63,3 +63,23 @@ def test_a_result_that_cannot_be_made_stays_an_error():
         with raises(ValueError, "no room"):
             handle.resolve()
     assert not group.open_work
+
+
+def test_a_group_shows_what_users_call_and_nothing_else():
+    collectives = {"all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce"}
+    planned = {f"{name}_init" for name in {*collectives, "reduce_scatter", "recv", "send"}}
+    messages = {"recv", "recv_next", "recv_prev", "send", "send_next", "send_prev", "shift"}
+    facts = {"algorithms", "backend", "closed", "communicator", "group_rank_of", "name", "rank"}
+    facts |= {"ranks", "size", "world_rank"}
+    others = {"alone", "barrier", "close", "empty_once", "reduce_scatter", "scatter"}
+    with mm.DeviceMesh("dp=1") as mesh:
+        shown = {name for name in dir(mesh.group()) if not name.startswith("_")}
+    assert shown == {*collectives, *planned, *messages, *facts, *others, "start_barrier"}
+
+
+def test_a_handle_shows_what_users_call_and_nothing_else():
+    with mm.DeviceMesh("dp=1") as mesh:
+        handle = mesh.group().all_reduce(np.ones(2))
+        shown = {name for name in dir(handle) if not name.startswith("_")}
+        handle.resolve()
+    assert shown == {"assume_resolved", "done", "map", "resolve", "wait"}

@@ -34,7 +34,6 @@ QUESTIONS = {
 """Those that answer no to what they do not know."""
 
 TAKEN = {
-    ("ProcessGroup.check_rank", "what"),
     ("DeviceMesh.barrier", "name"),
     ("mm.shift", "fill"),  # not looked at where the ends are joined
 }
@@ -83,24 +82,6 @@ ELSEWHERE = {
 INSIDE = {
     *(f"Placement.{name}" for name in ("count", "index")),
     *(f"ProcessGroup.{name}" for name in ("recv_next", "recv_prev", "send_next", "send_prev")),
-    *(
-        f"ProcessGroup.{name}"
-        for name in (
-            "abandon",
-            "accounts",
-            "algorithm_for",
-            "complete",
-            "compose",
-            "empty",
-            "forget",
-        )
-    ),
-    *(
-        f"ProcessGroup.{name}"
-        for name in ("forget", "lock", "operand", "own", "poison", "side", "stage")
-    ),
-    *(f"ProcessGroup.{name}" for name in ("wait", "wait_for", "run", "planned", "start")),
-    *(f"ProcessGroup.{name}" for name in ("submit", "count_from_each", "count_message", "member")),
     "dtensor.DVariable",
     "dtensor.run_on",
 }
