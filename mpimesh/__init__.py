@@ -1,154 +1,17 @@
 """mpimesh: a device mesh for MPI.
 
 Named meshes of ranks, collectives with deferred results, and pipelines of stages, for
-NumPy and CuPy, on any MPI. Importing this package starts no MPI.
+NumPy and CuPy, on any MPI. Importing this package starts no MPI, and loads little: each name is
+imported when it is first used.
 """
 
-from mpimesh import models, nn, optim
-from mpimesh.arrays import ReduceOp
-from mpimesh.dtensor import (
-    BlockPlace,
-    DTensor,
-    Halo,
-    HaloField,
-    Random,
-    allow_gather,
-    arange,
-    default_layout,
-    distribute,
-    empty,
-    eye,
-    from_callback,
-    full,
-    linspace,
-    local_map,
-    ones,
-    shift,
-    zeros,
-)
-from mpimesh.errors import MpimeshError
-from mpimesh.layout import Layout, Partial, Placement, Replicate, Shard
-from mpimesh.mesh import (
-    Device,
-    DeviceBackend,
-    DeviceInfo,
-    GpuPreference,
-    GroupBackend,
-    Mesh,
-    MeshDimension,
-    MeshStats,
-    MeshTopology,
-    create_distributed_mesh,
-    create_mesh,
-    device_mesh,
-)
-from mpimesh.parallel import (
-    ColumnParallelLinear,
-    DataParallel,
-    GradientBuckets,
-    Microbatches,
-    ParallelAttention,
-    ParallelDropout,
-    ParallelFeedForward,
-    ParallelOptimizer,
-    ParallelSwiGLU,
-    PipelineParallel,
-    PipelineStage,
-    RowParallelLinear,
-    SequenceSplit,
-    VocabParallelCrossEntropy,
-    VocabParallelEmbedding,
-    clip_grad_norm,
-    gpt_layers,
-    split_sequence,
-    sum_shared_gradients,
-    tensor_parallel,
-)
-from mpimesh.runtime import (
-    CollectiveTensor,
-    DeviceMesh,
-    Launch,
-    ProcessGroup,
-    Traffic,
-    exit_all,
-    run_virtual,
-)
+import lazy_loader
+
 from mpimesh.runtime.failure import install
-from mpimesh.trace import Tracer
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__version__ = "0.1.0"
 
 # Other ranks may wait for this process from now on: it must not fail without a word.
 install()
 del install
-
-__version__ = "0.1.0"
-
-__all__ = [
-    "BlockPlace",
-    "CollectiveTensor",
-    "ColumnParallelLinear",
-    "DTensor",
-    "DataParallel",
-    "Device",
-    "DeviceBackend",
-    "DeviceInfo",
-    "DeviceMesh",
-    "GpuPreference",
-    "GradientBuckets",
-    "GroupBackend",
-    "Halo",
-    "HaloField",
-    "Launch",
-    "Layout",
-    "Mesh",
-    "MeshDimension",
-    "MeshStats",
-    "MeshTopology",
-    "Microbatches",
-    "MpimeshError",
-    "ParallelAttention",
-    "ParallelDropout",
-    "ParallelFeedForward",
-    "ParallelOptimizer",
-    "ParallelSwiGLU",
-    "Partial",
-    "PipelineParallel",
-    "PipelineStage",
-    "Placement",
-    "ProcessGroup",
-    "Random",
-    "ReduceOp",
-    "Replicate",
-    "RowParallelLinear",
-    "SequenceSplit",
-    "Shard",
-    "Tracer",
-    "Traffic",
-    "VocabParallelCrossEntropy",
-    "VocabParallelEmbedding",
-    "allow_gather",
-    "arange",
-    "clip_grad_norm",
-    "create_distributed_mesh",
-    "create_mesh",
-    "default_layout",
-    "device_mesh",
-    "distribute",
-    "empty",
-    "exit_all",
-    "eye",
-    "from_callback",
-    "full",
-    "gpt_layers",
-    "linspace",
-    "local_map",
-    "models",
-    "nn",
-    "ones",
-    "optim",
-    "run_virtual",
-    "shift",
-    "split_sequence",
-    "sum_shared_gradients",
-    "tensor_parallel",
-    "zeros",
-]

@@ -43,7 +43,6 @@ from typing import Any, NoReturn, Protocol, TextIO
 
 from mpimesh.arguments import as_int, digest_bits, plain_text
 from mpimesh.errors import LaunchError, MeshError, MpimeshError, PeerLostError, on_all_ranks
-from mpimesh.runtime.flight import save_record
 from mpimesh.runtime.launch import Launch
 from mpimesh.runtime.tracebacks import has_unshown_cause, readable, write_error
 
@@ -96,7 +95,9 @@ def end_job(exit_code: int, ending: str) -> NoReturn:
     # A thread in C: it needs neither the interpreter's lock nor MPI to come to an end.
     with suppress(Exception):
         faulthandler.dump_traceback_later(_GRACE_S, exit=True, file=_STDERR_FD)
-    save_record(write_error, ending)
+    flight = sys.modules.get("mpimesh.runtime.flight")  # without it nothing has been recorded
+    if flight is not None:
+        flight.save_record(write_error, ending)
     _flush_streams()
     with suppress(Exception):
         if _hooks is not None and _hooks.job is not None:

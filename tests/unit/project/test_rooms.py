@@ -42,6 +42,7 @@ LIBRARIES = {
     "arguments": set(),
     "settings": set(),
     "trace": set(),
+    "runtime": {"lazy_loader", "ml_dtypes", "mpi4py", "numpy"},
     "interop": {"numpy", "torch", "jax"},
     "testing": {"numpy", "mpi4py", "pytest"},
     "cli": {"numpy", "mpi4py", "rich", "typer"},
