@@ -241,4 +241,5 @@ from .trace import (
     Tracer as Tracer,
 )
 
+__all__: list[str]
 __version__: str

@@ -15,3 +15,5 @@ from .system import (
 from .traffic import Traffic as Traffic
 from .work import CollectiveTensor as CollectiveTensor
 from .world import run_virtual as run_virtual
+
+__all__: list[str]

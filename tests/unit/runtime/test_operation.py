@@ -102,7 +102,7 @@ def test_an_interrupted_end_is_an_end_the_next_time():
                 raise KeyboardInterrupt
 
     owner = Owner()
-    owner.progress.recorder = Recorder()
+    owner.progress.recorder = Recorder()  # type: ignore[assignment]
     handle = CollectiveTensor(owner, Call("all_reduce", "world"), request, value=7)
     with pytest.raises(KeyboardInterrupt):
         handle.resolve()
@@ -136,7 +136,7 @@ def test_a_dropped_handle_stays_until_it_is_resolved():
         last.clear()
     assert buffer() is not None
     (kept,) = owner.open_work.all()
-    kept._request.done = True
+    kept._request.done = True  # type: ignore[attr-defined]
     assert kept.resolve() == 7
     del kept
     assert not owner.open_work
@@ -147,12 +147,12 @@ def test_a_dropped_handle_stays_until_it_is_resolved():
 def test_a_handle_in_a_dropped_circle_stays_too():
     owner = Owner()
     handle = CollectiveTensor(owner, Call("all_reduce", "world"), Request(None), value=7)
-    circle = [handle]
+    circle: list[object] = [handle]
     circle.append(circle)
     owner.open_work[id(handle)] = weakref.ref(handle)
     del handle, circle
     with pytest.warns(UnresolvedWarning, match="dropped"):
         gc.collect()
     (kept,) = owner.open_work.all()
-    kept._request.done = True
+    kept._request.done = True  # type: ignore[attr-defined]
     assert kept.resolve() == 7
