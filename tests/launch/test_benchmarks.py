@@ -61,7 +61,7 @@ def test_all_suites_on_the_host():
     assert {f"{what}: {way}" for what, way in product(whats, WAYS)} < set(tables["shared"])
     assert {len(numbers) for numbers in tables["shared"].values()} == {5}  # two of them the limit's
     assert "500 gradients of 4 KiB: GradientBuckets" in tables["buckets"]
-    assert len(tables["startup"]) == 2
+    assert len(tables["startup"]) == 3
     # As long as the schedule says, at least; and per action where no stage sleeps.
     for what, (us, ratio, *_) in tables["pipeline"].items():
         assert (ratio > 1 and us > 1000) or "simulated" in what or "actions" in what, what
