@@ -51,8 +51,8 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
 
 
 def _all_reduce(mesh: mm.DeviceMesh, cupy: Any, effort: Effort) -> list[dict[str, Any]]:
+    from mpimesh.comm.device_communicator import DeviceCommunicator
     from mpimesh.errors import GroupError
-    from mpimesh.transport.device_communicator import DeviceCommunicator
 
     communicator = mesh.group().communicator
     free_bytes = _least(mesh, cupy.cuda.runtime.memGetInfo()[0]) // communicator.size
@@ -83,7 +83,7 @@ def _all_reduce(mesh: mm.DeviceMesh, cupy: Any, effort: Effort) -> list[dict[str
 
 
 def _hand_over(mesh: mm.DeviceMesh, cupy: Any, effort: Effort) -> list[dict[str, Any]]:
-    from mpimesh.transport.device_communicator import DeviceCommunicator
+    from mpimesh.comm.device_communicator import DeviceCommunicator
 
     communicator = mesh.group().communicator
     if communicator.size == 1:

@@ -24,8 +24,8 @@ from queue import Queue
 import numpy as np
 
 import mpimesh as mm
+from mpimesh.comm import Communicator
 from mpimesh.errors import TransportError
-from mpimesh.transport import Communicator
 
 FUNCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 

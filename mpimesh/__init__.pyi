@@ -43,7 +43,7 @@ from . import (
     trace as trace,
 )
 from . import (
-    transport as transport,
+    comm as transport,
 )
 from .arrays import (
     ReduceOp as ReduceOp,

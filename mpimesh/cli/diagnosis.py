@@ -10,8 +10,8 @@ from mpimesh.cli.clean import Leftover
 from mpimesh.cli.facts_rank import Rank
 from mpimesh.cli.facts_software import Cuda, Mpi, Software
 from mpimesh.cli.measure import Measurement
+from mpimesh.comm.algorithms import Row
 from mpimesh.runtime import Launch
-from mpimesh.transport.algorithms import Row
 
 __all__ = ["Capability", "Diagnosis", "Finding", "Node", "nodes_of"]
 

@@ -16,17 +16,17 @@ from mpimesh.cli.facts_rank import Rank, find_rank, node_name
 from mpimesh.cli.facts_software import Cuda, Mpi, Software, find_cuda, find_mpi, find_software
 from mpimesh.cli.guard import Guard
 from mpimesh.cli.measure import SHARED_MEMORY, Measurement, measure, measure_device
+from mpimesh.comm import Communicator
+from mpimesh.comm.algorithms import Row
+from mpimesh.comm.cuda_probe import PROCESS_PROBE, ProbeResult
+from mpimesh.comm.device_communicator import device_communicator
+from mpimesh.comm.mpi_environment import cache_problem, clear_cache
 from mpimesh.errors import MpimeshError, SettingsError
 from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.world import solo_communicator
 from mpimesh.settings import Settings
-from mpimesh.transport import Communicator
-from mpimesh.transport.algorithms import Row
-from mpimesh.transport.cuda_probe import PROCESS_PROBE, ProbeResult
-from mpimesh.transport.device_communicator import device_communicator
-from mpimesh.transport.mpi_environment import cache_problem, clear_cache
 
 __all__ = ["capability_table", "examine"]
 
@@ -102,7 +102,7 @@ def _open_world(mpi: Mpi) -> Communicator:
     # Imported late: importing it starts MPI.
     from mpi4py import MPI
 
-    from mpimesh.transport.mpi import MPICommunicator
+    from mpimesh.comm.mpi import MPICommunicator
 
     return MPICommunicator.duplicate(MPI.COMM_WORLD)
 

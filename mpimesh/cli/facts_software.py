@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpimesh.transport.cuda_probe import has_cupy
-from mpimesh.transport.mpi_environment import loaded_ucx
-from mpimesh.transport.nccl import nccl_library
+from mpimesh.comm.cuda_probe import has_cupy
+from mpimesh.comm.mpi_environment import loaded_ucx
+from mpimesh.comm.nccl import nccl_library
 
 __all__ = ["Cuda", "Mpi", "Software", "find_cuda", "find_mpi", "find_software"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.comm.node import Node
+from mpimesh.comm.ping import best_s, ping_pong
 from mpimesh.errors import TransportError
-from mpimesh.transport.node import Node
-from mpimesh.transport.ping import best_s, ping_pong
 
 __all__ = ["SHARED_MEMORY", "Measurement", "measure", "measure_device"]
 

@@ -14,7 +14,7 @@ from mpimesh.arguments import ranks_text
 from mpimesh.cli.clean import SHM
 from mpimesh.cli.diagnosis import Capability, Diagnosis, Finding
 from mpimesh.cli.texts import bytes_text, rate_text, seconds_text
-from mpimesh.transport.mpi_environment import Ucx
+from mpimesh.comm.mpi_environment import Ucx
 
 __all__ = ["show"]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpimesh.cli.quantities import InputError
-from mpimesh.transport.mpi_environment import CUDA_MODULE, clean_environment, has_ucx_module
+from mpimesh.comm.mpi_environment import CUDA_MODULE, clean_environment, has_ucx_module
 
 __all__ = ["LoadedMpi", "UcxWheel", "find_wheel", "load_mpi", "run_ucx_env", "variables"]
 
@@ -58,7 +58,7 @@ import json
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-from mpimesh.transport.mpi_environment import loaded_ucx
+from mpimesh.comm.mpi_environment import loaded_ucx
 vendor, version = MPI.get_vendor()
 print(json.dumps([vendor, ".".join(map(str, version)), loaded_ucx().path]))
 """

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray
+from mpimesh.comm import Steps
 from mpimesh.layout import Give, Part, Regions, Take
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.received import sparse, uniform
-from mpimesh.transport import Steps
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers

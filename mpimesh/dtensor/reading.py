@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 from mpimesh.arrays import HostArray
+from mpimesh.comm import Request, Steps
+from mpimesh.comm.regions import copy_own
 from mpimesh.layout import Box, Regions
 from mpimesh.layout.boxes import volume
 from mpimesh.layout.reads import Reads
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.persistent import PersistentExchange
 from mpimesh.runtime.received import Amount, Rule, sparse
-from mpimesh.transport import Request, Steps
-from mpimesh.transport.regions import copy_own
 
 __all__ = ["Reading"]
 

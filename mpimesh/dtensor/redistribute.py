@@ -11,6 +11,8 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray
+from mpimesh.comm import Request, Steps, run_steps
+from mpimesh.comm.regions import copy_own
 from mpimesh.errors import ClosedError, DTypeError, LayoutError, ReduceOpError, ShapeError
 from mpimesh.layout import (
     Layout,
@@ -25,8 +27,6 @@ from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.persistent import Persistent, PersistentCollective, PersistentExchange
 from mpimesh.runtime.received import sparse
-from mpimesh.transport import Request, Steps, run_steps
-from mpimesh.transport.regions import copy_own
 
 __all__ = [
     "fitting_layout",

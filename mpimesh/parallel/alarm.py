@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from mpimesh.comm import RecvRequest, Request
 from mpimesh.parallel.tags import ALARM_TAG
 from mpimesh.runtime import ProcessGroup
-from mpimesh.transport import RecvRequest, Request
 
 __all__ = ["Alarm", "AlarmedError"]
 

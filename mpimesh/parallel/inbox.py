@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpimesh.arrays import Array, DType
+from mpimesh.comm import RecvRequest, Request
+from mpimesh.comm.lending import TICKET_BYTES, Lending
 from mpimesh.errors import ShapeError
 from mpimesh.parallel.interface import Interface, Leaf
 from mpimesh.parallel.known import FIRST_PIECE_BYTES, Known, length_of
@@ -25,8 +27,6 @@ from mpimesh.parallel.tags import message_tag
 from mpimesh.parallel.wire import LENT, Ended, GivenBack, Wire
 from mpimesh.runtime import ProcessGroup
 from mpimesh.schedule import Action, ActionKind
-from mpimesh.transport import RecvRequest, Request
-from mpimesh.transport.lending import TICKET_BYTES, Lending
 
 __all__ = ["Inbox", "take_in"]
 

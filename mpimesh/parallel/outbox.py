@@ -25,6 +25,8 @@ from mpimesh.arrays import (
     refuse_objects,
     to_numpy,
 )
+from mpimesh.comm import Request
+from mpimesh.comm.lending import Lending
 from mpimesh.errors import TransportError
 from mpimesh.nn.context import Room
 from mpimesh.parallel.known import Known
@@ -32,8 +34,6 @@ from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.tags import message_tag
 from mpimesh.parallel.wire import LENT, Ended, Wire
 from mpimesh.schedule import Action, ActionKind
-from mpimesh.transport import Request
-from mpimesh.transport.lending import Lending
 
 __all__ = ["Outbox"]
 

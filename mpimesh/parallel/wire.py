@@ -2,7 +2,7 @@
 
 An activation or gradient goes from rank to rank in one of two ways. Between ranks of a node, from
 a size on, the receiver reads it in place: what is sent is a *ticket* of a few bytes, see
-:mod:`mpimesh.transport.lending`. All others are messages. Both ends know which, by rank and size.
+:mod:`mpimesh.comm.lending`. All others are messages. Both ends know which, by rank and size.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from types import ModuleType
 from typing import Literal
 
 from mpimesh.arrays import Array, HostArray, namespace
+from mpimesh.comm import RecvRequest, Request
+from mpimesh.comm.lending import Lending
 from mpimesh.errors import TransportError
 from mpimesh.runtime import ProcessGroup, Traffic
 from mpimesh.schedule import Action, Edges
 from mpimesh.trace import Tracer
-from mpimesh.transport import RecvRequest, Request
-from mpimesh.transport.lending import Lending
 
 __all__ = ["LENT", "LENT_FROM_BYTES", "Ended", "GivenBack", "Guarded", "Wire"]
 

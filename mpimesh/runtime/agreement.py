@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mpimesh.arguments import plain_text, rank_names
+from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.mesh import WORLD
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
-from mpimesh.transport import Communicator, Request, Steps, run_steps
 
 if TYPE_CHECKING:
     from mpimesh.runtime.operands import Blocks

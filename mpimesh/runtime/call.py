@@ -7,7 +7,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from mpimesh.arguments import digest_bits
-from mpimesh.transport.signatures import Signatures
+from mpimesh.comm.signatures import Signatures
 
 __all__ = ["Call", "Message", "Site", "call_site", "call_stack", "site_line", "site_text"]
 

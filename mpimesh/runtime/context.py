@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
+from mpimesh.comm import Communicator
 from mpimesh.errors import ClosedError
 from mpimesh.runtime.deadlock import Mail
 from mpimesh.runtime.traffic import Traffic
@@ -13,7 +14,6 @@ from mpimesh.runtime.work import OpenWork
 from mpimesh.runtime.world import World
 from mpimesh.settings import Settings
 from mpimesh.trace import NULL_TRACER, Tracer
-from mpimesh.transport import Communicator
 
 __all__ = ["MeshContext"]
 

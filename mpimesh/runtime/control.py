@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpimesh.arrays import HostArray
+from mpimesh.comm import Request
+from mpimesh.comm.waiting import poll
 from mpimesh.errors import PeerLostError
 from mpimesh.runtime.progress import Wait
-from mpimesh.transport import Request
-from mpimesh.transport.waiting import poll
 
 if TYPE_CHECKING:
     # Importing it starts MPI: who makes a channel has done so.
-    from mpimesh.transport.mpi import MPICommunicator
+    from mpimesh.comm.mpi import MPICommunicator
 
 __all__ = ["ControlChannel", "ControlChannels", "PeerExit", "Tag", "decode", "encode"]
 

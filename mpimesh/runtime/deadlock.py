@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mpimesh.arguments import rank_names
+from mpimesh.comm import Request
 from mpimesh.errors import DeadlockError
 from mpimesh.runtime.call import Call, Message
 from mpimesh.runtime.control import ControlChannel, ControlChannels, Tag
 from mpimesh.runtime.progress import Progress, Wait
-from mpimesh.transport import Request
 
 __all__ = [
     "DeadlockSearch",

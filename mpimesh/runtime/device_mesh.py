@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self, SupportsIndex
 
 from mpimesh.arguments import as_int, shown
 from mpimesh.arrays import HostArray
+from mpimesh.comm import Communicator
 from mpimesh.errors import (
     ClosedError,
     MeshError,
@@ -27,7 +28,6 @@ from mpimesh.runtime.traffic import Budget, Traffic
 from mpimesh.runtime.world import world_of
 from mpimesh.settings import Settings
 from mpimesh.trace import Tracer
-from mpimesh.transport import Communicator
 
 __all__ = ["DeviceMesh"]
 
@@ -56,7 +56,7 @@ class DeviceMesh(MeshShape):
             :class:`~mpimesh.MeshTopology`, whose groups are made, too.
         comm: An mpi4py intracommunicator, which is duplicated once; None for all
             ranks: MPI's world, or the virtual ranks of :func:`~mpimesh.run_virtual`. Without
-            any MPI library, a world of one rank. Or a :class:`~mpimesh.transport.Communicator`:
+            any MPI library, a world of one rank. Or a :class:`~mpimesh.comm.Communicator`:
             that of another mesh or group, or one of a class of your own
             (docs/own-communicators.md).
         name: Name of the mesh.

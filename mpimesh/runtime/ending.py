@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpimesh.arguments import rank_names
+from mpimesh.comm import Communicator
 from mpimesh.errors import MismatchError, UnresolvedError, on_all_ranks
 from mpimesh.runtime.agreement import agree, exchange
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.deadlock import Mail
 from mpimesh.runtime.group import ProcessGroup
-from mpimesh.transport import Communicator
 
 __all__ = ["counts", "part_together", "refuse_unreceived", "refuse_unresolved"]
 

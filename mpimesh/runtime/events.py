@@ -16,12 +16,12 @@ from dataclasses import replace
 import numpy as np
 
 from mpimesh.arrays import HostArray
+from mpimesh.comm import MAX_USER_TAG
 from mpimesh.errors import TraceError
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.device_mesh import DeviceMesh
 from mpimesh.runtime.group import ProcessGroup
 from mpimesh.trace import Event, Tracer, events_from_json, events_to_json
-from mpimesh.transport import MAX_USER_TAG
 
 __all__ = ["clock_offsets", "gather_events"]
 

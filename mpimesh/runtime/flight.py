@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpimesh.arguments import digest_text, rank_names, ranks_of, ranks_text
+from mpimesh.comm import Communicator
+from mpimesh.comm.signatures import signature_text
 from mpimesh.errors import SettingsError
 from mpimesh.runtime.call import Call, site_text
-from mpimesh.transport import Communicator
-from mpimesh.transport.signatures import signature_text
 
 if TYPE_CHECKING:
     from mpimesh.runtime.progress import Progress, Wait

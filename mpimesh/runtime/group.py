@@ -9,6 +9,8 @@ from typing import Any, NoReturn, Self, SupportsIndex
 
 from mpimesh.arguments import as_int, as_time
 from mpimesh.arrays import Array, HostArray, ReduceOp
+from mpimesh.comm import Communicator
+from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.errors import GroupError, RankError
 from mpimesh.mesh import GroupBackend
 from mpimesh.runtime import messages, plan, rooted
@@ -20,8 +22,6 @@ from mpimesh.runtime.persistent import Persistent, planning
 from mpimesh.runtime.plan import Accounts, Prepared
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import solo_communicator
-from mpimesh.transport import Communicator
-from mpimesh.transport.algorithms import Algorithms, Row
 
 __all__ = ["ProcessGroup"]
 

@@ -21,6 +21,10 @@ from mpimesh.arrays import (
     is_cupy,
     refuse_objects,
 )
+from mpimesh.comm import Communicator, Request, StagedRequest, Steps, run_steps
+from mpimesh.comm.algorithms import Algorithms
+from mpimesh.comm.base import Condition
+from mpimesh.comm.device_strategy import steps_in
 from mpimesh.errors import BudgetError, ClosedError, GroupError, RankError, on_all_ranks
 from mpimesh.runtime.agreement import checked, compare
 from mpimesh.runtime.call import Call, Message, call_stack
@@ -32,10 +36,6 @@ from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.received import Amount, Members, Rule, uniform
 from mpimesh.runtime.work import CollectiveTensor, OpenWork
 from mpimesh.settings import ALGORITHM_NAMES, algorithms_of
-from mpimesh.transport import Communicator, Request, StagedRequest, Steps, run_steps
-from mpimesh.transport.algorithms import Algorithms
-from mpimesh.transport.base import Condition
-from mpimesh.transport.device_strategy import steps_in
 
 __all__ = ["GroupCore", "collective"]
 
@@ -460,7 +460,7 @@ class GroupCore:
         if library is np:
             return self.communicator
         # Imported late: most programs have no device.
-        from mpimesh.transport.device_communicator import SelfCommunicator, device_communicator
+        from mpimesh.comm.device_communicator import SelfCommunicator, device_communicator
 
         if self.size == 1:
             return SelfCommunicator()

@@ -12,6 +12,10 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpimesh.comm import Communicator
+from mpimesh.comm.mpi import MPICommunicator
+from mpimesh.comm.node import Node
+from mpimesh.comm.waiting import poll
 from mpimesh.runtime.control import ControlChannel, ControlChannels
 from mpimesh.runtime.deadlock import DeadlockSearch
 from mpimesh.runtime.failure import TOGETHER_S, exit_status, install
@@ -21,10 +25,6 @@ from mpimesh.runtime.progress import Progress, Wait
 from mpimesh.runtime.tracebacks import write_error
 from mpimesh.runtime.watchdog import Notice, Watchdog
 from mpimesh.settings import DEFAULT_TIMEOUT_S, Settings
-from mpimesh.transport import Communicator
-from mpimesh.transport.mpi import MPICommunicator
-from mpimesh.transport.node import Node
-from mpimesh.transport.waiting import poll
 
 __all__ = ["JobGuard"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray
+from mpimesh.comm import MAX_USER_TAG
+from mpimesh.comm.ping import best_s, ping_pong
 from mpimesh.layout import ASSUMED_LINKS, Give, Link, Links, Part, Regions, Take
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.group import ProcessGroup
-from mpimesh.transport import MAX_USER_TAG
-from mpimesh.transport.ping import best_s, ping_pong
 
 __all__ = ["measured_links"]
 

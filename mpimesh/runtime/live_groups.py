@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mpimesh.comm import Communicator
 from mpimesh.errors import GroupError
 from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh
 from mpimesh.runtime.agreement import anywhere
@@ -20,7 +21,6 @@ from mpimesh.runtime.deadlock import Mail
 from mpimesh.runtime.ending import part_together
 from mpimesh.runtime.group import ProcessGroup
 from mpimesh.runtime.world import solo_communicator
-from mpimesh.transport import Communicator
 
 __all__ = ["LiveGroups"]
 

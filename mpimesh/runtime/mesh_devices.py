@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from mpimesh.comm import Communicator
 from mpimesh.errors import MeshError, SharedGpuWarning, UnknownNameError, on_all_ranks
 from mpimesh.mesh import (
     WORLD,
@@ -28,7 +29,6 @@ from mpimesh.runtime.call import Call, call_site, site_line
 from mpimesh.runtime.launch import Launch
 from mpimesh.runtime.mesh_groups import MeshGroups
 from mpimesh.runtime.progress import Progress
-from mpimesh.transport import Communicator
 
 __all__ = ["MeshDevices"]
 

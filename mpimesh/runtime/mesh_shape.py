@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from mpimesh.comm import Communicator
 from mpimesh.errors import (
     GroupError,
     MeshError,
@@ -22,7 +23,6 @@ from mpimesh.runtime.ending import counts, refuse_unreceived, refuse_unresolved
 from mpimesh.runtime.live_groups import LiveGroups
 from mpimesh.runtime.mesh_devices import MeshDevices
 from mpimesh.runtime.work import OpenWork
-from mpimesh.transport import Communicator
 
 __all__ = ["MeshShape", "as_mesh"]
 

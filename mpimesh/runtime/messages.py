@@ -30,6 +30,8 @@ from mpimesh.arrays import (
     refuse_objects,
 )
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
+from mpimesh.comm import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps
+from mpimesh.comm.device_strategy import steps_in
 from mpimesh.errors import (
     BudgetError,
     CollectiveTimeoutError,
@@ -45,8 +47,6 @@ from mpimesh.runtime.plan import Accounts, Prepared
 from mpimesh.runtime.received import Members
 from mpimesh.runtime.traffic import Traffic, spend
 from mpimesh.runtime.work import CollectiveTensor
-from mpimesh.transport import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps
-from mpimesh.transport.device_strategy import steps_in
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, cast
 import numpy as np
 
 from mpimesh.arrays import Array, namespace
+from mpimesh.comm import Request, Steps
 from mpimesh.errors import DTypeError, ShapeError, UnresolvedError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
 from mpimesh.runtime.plan import Plan, Prepared
 from mpimesh.runtime.received import Amount, Rule
 from mpimesh.runtime.work import CollectiveTensor
-from mpimesh.transport import Request, Steps
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore

@@ -29,8 +29,8 @@ from mpimesh.runtime.witness import FINISHED, REPORTED, WITNESSED, WORD_BYTES
 
 if TYPE_CHECKING:
     # Importing them starts MPI.
-    from mpimesh.transport.mpi import MPICommunicator
-    from mpimesh.transport.node import Node
+    from mpimesh.comm.mpi import MPICommunicator
+    from mpimesh.comm.node import Node
 
 __all__ = ["NodeProcesses"]
 

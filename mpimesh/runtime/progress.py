@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpimesh.arrays import HostArray
+from mpimesh.comm import Communicator, Engine, Request
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.flight import Recorder
-from mpimesh.transport import Communicator, Engine, Request
 
 __all__ = ["InputLocks", "Progress", "Wait"]
 

@@ -16,12 +16,12 @@ import numpy as np
 
 from mpimesh.arrays import Array, DType, HostArray, is_cupy, moved
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.comm import Steps, run_steps
 from mpimesh.errors import GroupError, MpimeshError, ShapeError, on_all_ranks
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
 from mpimesh.runtime.plan import Accounts, Prepared, receive, rule_by
 from mpimesh.runtime.work import CollectiveTensor
-from mpimesh.transport import Steps, run_steps
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mpimesh.arguments import rank_names
+from mpimesh.comm import Request, VirtualCommunicator, VirtualWorld
+from mpimesh.comm.waiting import poll
 from mpimesh.errors import CollectiveTimeoutError, on_all_ranks
 from mpimesh.runtime.call import Call, call_site, site_text
 from mpimesh.runtime.control import ControlChannel, ControlChannels, Tag
@@ -34,8 +36,6 @@ from mpimesh.runtime.tracebacks import (
     write_error,
 )
 from mpimesh.runtime.witness import how_it_ended, is_stopped
-from mpimesh.transport import Request, VirtualCommunicator, VirtualWorld
-from mpimesh.transport.waiting import poll
 
 __all__ = [
     "EXIT_CODE",

@@ -12,6 +12,9 @@ import numpy as np
 
 from mpimesh.arguments import as_function, as_time
 from mpimesh.arrays import StreamScope
+from mpimesh.comm import Moved, Request, StagedRequest
+from mpimesh.comm.signatures import LAST_SLOT
+from mpimesh.comm.waiting import test_often
 from mpimesh.errors import (
     CollectiveTimeoutError,
     GroupError,
@@ -23,9 +26,6 @@ from mpimesh.errors import (
 )
 from mpimesh.runtime.call import Call, site_line
 from mpimesh.runtime.progress import Progress
-from mpimesh.transport import Moved, Request, StagedRequest
-from mpimesh.transport.signatures import LAST_SLOT
-from mpimesh.transport.waiting import test_often
 
 __all__ = ["CollectiveTensor", "OpenWork", "Owner", "Reusable"]
 

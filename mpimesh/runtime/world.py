@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpimesh.arguments import as_flag, as_function, as_int, shown
 from mpimesh.arrays import ArrayPool, HostArray, aligned_bytes
+from mpimesh.comm import Communicator, VirtualWorld, virtual_communicators
 from mpimesh.errors import ClosedError, MeshError, MpimeshError, RankError
 from mpimesh.mesh import WORLD, Device, DeviceInfo
 from mpimesh.runtime.agreement import announce
@@ -29,11 +30,10 @@ from mpimesh.runtime.launch import Launch, check_world
 from mpimesh.runtime.progress import InputLocks, Progress
 from mpimesh.runtime.watchdog import VirtualWatchdog
 from mpimesh.settings import Settings
-from mpimesh.transport import Communicator, VirtualWorld, virtual_communicators
 
 if TYPE_CHECKING:
+    from mpimesh.comm.node import Node
     from mpimesh.runtime.guard import JobGuard
-    from mpimesh.transport.node import Node
 
 __all__ = [
     "World",
@@ -121,7 +121,7 @@ class World:
         else:
             if comm is not None and not hasattr(comm, "Get_rank"):
                 raise MeshError(
-                    "comm must be an intracommunicator of mpi4py, an mpimesh.transport.Communicator"
+                    "comm must be an intracommunicator of mpi4py, an mpimesh.comm.Communicator"
                     f" (of a class of your own, too), or None for all ranks, got {shown(comm)}"
                 )
             if _born_too_late:
@@ -153,7 +153,7 @@ class World:
     def _duplicate(self, comm: Communicator, settings: Settings) -> Communicator:
         """Collective: return a new communicator of the same ranks."""
         if comm.kind == "mpi" and self.node is None:
-            from mpimesh.transport.routed import open_node  # late: importing it starts MPI
+            from mpimesh.comm.routed import open_node  # late: importing it starts MPI
 
             self.node = open_node(settings)
         if self.guard is not None and self.node is not None:
@@ -178,8 +178,8 @@ class World:
         if duplicate.kind != "mpi":
             return duplicate
         # Imported late: importing them starts MPI.
-        from mpimesh.transport.mpi import MPICommunicator
-        from mpimesh.transport.routed import routed
+        from mpimesh.comm.mpi import MPICommunicator
+        from mpimesh.comm.routed import routed
 
         if not isinstance(duplicate, MPICommunicator) or self.node is None:
             return duplicate
@@ -233,7 +233,7 @@ def _mpi_communicator(comm: Any, settings: Settings) -> Communicator:
     if mpi is None:
         return solo_communicator()
     # Imported late: importing it starts MPI.
-    from mpimesh.transport.mpi import MPICommunicator
+    from mpimesh.comm.mpi import MPICommunicator
 
     if comm is None:
         comm = mpi.COMM_WORLD

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from mpimesh.transport.mpi_environment import find_mpiexec, processes_with
+from mpimesh.comm.mpi_environment import find_mpiexec, processes_with
 
 __all__ = ["LaunchResult", "Program", "launch", "mpi_vendor", "mpiexec", "mpiexec_environment"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.transport.algorithms import OPERATIONS, Sizes
-from mpimesh.transport.engine import Engine
-from mpimesh.transport.node import Node
+from mpimesh.comm.algorithms import OPERATIONS, Sizes
+from mpimesh.comm.engine import Engine
+from mpimesh.comm.node import Node
 
 __all__ = ["MEMORIES", "done", "node_of", "opened", "put", "reduced_in_order"]
 
@@ -55,8 +55,8 @@ def opened(
             once the ranks have met.
     """
     # Imported late: importing them starts MPI.
-    from mpimesh.transport.routed import RoutedCommunicator
-    from mpimesh.transport.tuner import KeptSizes
+    from mpimesh.comm.routed import RoutedCommunicator
+    from mpimesh.comm.tuner import KeptSizes
 
     node = node_of(comm.rank // node_ranks if node_ranks else part)
     sizes: Any = KeptSizes(mode, None)

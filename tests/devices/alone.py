@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.transport import Steps
-from mpimesh.transport.device_communicator import Candidate, DeviceCommunicator
-from mpimesh.transport.device_strategy import DeviceStrategy
-from mpimesh.transport.staged import Staged
+from mpimesh.comm import Steps
+from mpimesh.comm.device_communicator import Candidate, DeviceCommunicator
+from mpimesh.comm.device_strategy import DeviceStrategy
+from mpimesh.comm.staged import Staged
 
 __all__ = ["Alone"]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import mpimesh as mm
-from mpimesh.transport import device_communicator
+from mpimesh.comm import device_communicator
 from tests.contract.cases import same
 from tests.devices.fake_cuda import FakeCupy, installed
 from tests.devices.stand_in import stand_in

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import StreamScope
-from mpimesh.transport.algorithms import Algorithms, Row
+from mpimesh.comm.algorithms import Algorithms, Row
 
 __all__ = ["StandInCommunicator", "stand_in"]
 

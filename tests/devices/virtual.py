@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mpimesh.transport import Engine, VirtualWorld, virtual_communicators
+from mpimesh.comm import Engine, VirtualWorld, virtual_communicators
 from tests.devices.fake_cuda import FakeCupy, installed
 
 __all__ = ["on_ranks"]

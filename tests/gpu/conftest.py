@@ -48,8 +48,8 @@ def communicator(comm):
     """The ranks, each with a GPU current: its own where there are enough, else a shared one."""
     import cupy
 
-    from mpimesh.transport import Engine
-    from mpimesh.transport.mpi import MPICommunicator
+    from mpimesh.comm import Engine
+    from mpimesh.comm.mpi import MPICommunicator
 
     communicator = MPICommunicator.duplicate(comm)
     communicator.engine = Engine()

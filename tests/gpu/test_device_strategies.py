@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpimesh.comm.cuda_ipc import CudaIpc
+from mpimesh.comm.cuda_probe import PROCESS_PROBE
+from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
+from mpimesh.comm.nccl import Nccl
+from mpimesh.comm.staged import Staged
 from mpimesh.errors import GroupError
-from mpimesh.transport.cuda_ipc import CudaIpc
-from mpimesh.transport.cuda_probe import PROCESS_PROBE
-from mpimesh.transport.device_communicator import DeviceCommunicator, device_communicator
-from mpimesh.transport.nccl import Nccl
-from mpimesh.transport.staged import Staged
 from tests.devices.alone import Alone
 from tests.devices.operations import (
     check_all,
@@ -84,7 +84,7 @@ def test_nccl(communicator):
 
 
 def test_cuda_aware_mpi(communicator):
-    from mpimesh.transport.mpi_cuda import MPICuda
+    from mpimesh.comm.mpi_cuda import MPICuda
 
     results = value(communicator, PROCESS_PROBE.steps(communicator))
     strategy = Alone(communicator, MPICuda(communicator))

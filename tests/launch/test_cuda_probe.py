@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from mpimesh.comm.cuda_probe import ChildProcess, ProbeResult, probe_in_children
+from mpimesh.comm.cuda_probe_child import OPERATIONS
 from mpimesh.testing.launch import mpiexec_environment
-from mpimesh.transport.cuda_probe import ChildProcess, ProbeResult, probe_in_children
-from mpimesh.transport.cuda_probe_child import OPERATIONS
 from tests.helpers.raises import names
 
 STAND_IN = Path(__file__).with_name("stand_in")
@@ -114,8 +114,8 @@ def test_a_launcher_of_another_mpi_is_not_trusted(tmp_path):
 PROGRAM = """
 import json
 from mpi4py import MPI
-from mpimesh.transport.cuda_probe import PROCESS_PROBE, cuda_aware
-from mpimesh.transport.mpi import MPICommunicator
+from mpimesh.comm.cuda_probe import PROCESS_PROBE, cuda_aware
+from mpimesh.comm.mpi import MPICommunicator
 
 before = cuda_aware("messages")
 communicator = MPICommunicator.duplicate(MPI.COMM_WORLD)
@@ -168,8 +168,8 @@ def test_the_setting_is_believed_and_nothing_is_tried(setting, launch, tmp_path)
 TWICE = """
 import os, sys
 from mpi4py import MPI
-from mpimesh.transport.cuda_probe import PROCESS_PROBE
-from mpimesh.transport.mpi import MPICommunicator
+from mpimesh.comm.cuda_probe import PROCESS_PROBE
+from mpimesh.comm.mpi import MPICommunicator
 
 communicator = MPICommunicator.duplicate(MPI.COMM_WORLD)
 first = PROCESS_PROBE.run(communicator, ["messages"])

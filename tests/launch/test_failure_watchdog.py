@@ -89,11 +89,11 @@ mm.DeviceMesh("dp=-1")
 
 
 FIFO = """
-import mpimesh.transport.tuner
+import mpimesh.comm.tuner
 os.environ["XDG_CACHE_HOME"] = cache = os.path.join(os.getcwd(), f"cache{RANK}")
 os.makedirs(os.path.join(cache, "mpimesh"))
 if RANK == 1:
-    os.mkfifo(mpimesh.transport.tuner.KeptSizes.of_machine("auto")._path)
+    os.mkfifo(mpimesh.comm.tuner.KeptSizes.of_machine("auto")._path)
     print("rank 1 goes at", time.time(), flush=True)
 mm.DeviceMesh("dp=-1")
 """

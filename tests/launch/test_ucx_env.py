@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from mpimesh.cli.ucx_env import find_wheel
+from mpimesh.comm.cuda_probe import ProbeResult, probe_in_children
 from mpimesh.testing.launch import mpiexec_environment
-from mpimesh.transport.cuda_probe import ProbeResult, probe_in_children
 from tests.launch.test_cuda_probe import STAND_IN, finish
 
 pytestmark = pytest.mark.skipif(
@@ -45,8 +45,8 @@ PROGRAM = """
 import json, os, subprocess, sys
 import numpy as np
 import mpimesh as mm
-from mpimesh.transport.cuda_probe import key_facts
-from mpimesh.transport.mpi_environment import clean_environment, loaded_ucx
+from mpimesh.comm.cuda_probe import key_facts
+from mpimesh.comm.mpi_environment import clean_environment, loaded_ucx
 
 told = {"key": key_facts(), "path": loaded_ucx().path}
 with mm.DeviceMesh("ranks=-1") as mesh:
@@ -59,7 +59,7 @@ with mm.DeviceMesh("ranks=-1") as mesh:
         assert (group.recv(peer).resolve() == np.arange(size) + peer).all()
         sent.resolve()
     # As the proof's child processes are started.
-    ask = "import mpi4py.MPI, mpimesh.transport.mpi_environment as e; print(e.loaded_ucx().path)"
+    ask = "import mpi4py.MPI, mpimesh.comm.mpi_environment as e; print(e.loaded_ucx().path)"
     environment = clean_environment(os.environ)
     child = subprocess.check_output([sys.executable, "-c", ask], env=environment, text=True)
     told["child"] = child.strip()

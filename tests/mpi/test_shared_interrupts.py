@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
+from mpimesh.comm import shared_requests
+from mpimesh.comm.shared_work import do_at_once, reduce_into
 from mpimesh.errors import DTypeError, MismatchError
-from mpimesh.transport import shared_requests
-from mpimesh.transport.shared_work import do_at_once, reduce_into
 from tests.helpers.raises import raises
 
 SIZE = 200_000

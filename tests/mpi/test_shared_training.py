@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
+from mpimesh.comm.shared_window import Ring
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel import GradientBuckets
 from mpimesh.runtime.world import current_world
-from mpimesh.transport.shared_window import Ring
 from tests.helpers.parallel_models import assert_same, train_alone, train_on
 
 MESHES = {2: ["dp=2", "pp=2"], 4: ["dp=2,pp=2"], 8: ["dp=4,pp=2"]}

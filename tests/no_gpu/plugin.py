@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 
-from mpimesh.transport import cuda_ipc
+from mpimesh.comm import cuda_ipc
 from tests.no_gpu.by_numpy import Numbers
 from tests.no_gpu.driver import Driver
 

@@ -9,11 +9,11 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.cli.measure import measure_device
+from mpimesh.comm.cuda_ipc import CudaIpc
+from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
+from mpimesh.comm.nccl import nccl_library
+from mpimesh.comm.staged import Staged
 from mpimesh.mesh import DeviceInfo
-from mpimesh.transport.cuda_ipc import CudaIpc
-from mpimesh.transport.device_communicator import DeviceCommunicator, device_communicator
-from mpimesh.transport.nccl import nccl_library
-from mpimesh.transport.staged import Staged
 from tests.devices.alone import Alone
 from tests.devices.operations import check_all, check_all_reduce, device, finish, numbers, same
 
@@ -39,7 +39,7 @@ def test_staged(size):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("shots", [1, 2])
 def test_cuda_ipc(size, shots, monkeypatch):
-    monkeypatch.setattr("mpimesh.transport.cuda_ipc.one_shot", lambda nbytes, size: shots == 1)
+    monkeypatch.setattr("mpimesh.comm.cuda_ipc.one_shot", lambda nbytes, size: shots == 1)
 
     def check(comm):
         request = comm.engine.stage("find", CudaIpc.find(comm))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mpimesh.cli.diagnosis import Capability
 from mpimesh.cli.examine import capability_table
-from mpimesh.transport.cuda_probe import ProbeResult
-from mpimesh.transport.cuda_probe_child import OPERATIONS
+from mpimesh.comm.cuda_probe import ProbeResult
+from mpimesh.comm.cuda_probe_child import OPERATIONS
 
 YES, NO = ProbeResult(True, "seen"), ProbeResult(False, "not there")
 

@@ -14,7 +14,7 @@ from mpimesh.cli.findings import find_findings
 from mpimesh.cli.measure import Measurement
 from mpimesh.cli.report import show
 from mpimesh.cli.texts import bytes_text, rate_text, seconds_text
-from mpimesh.transport.algorithms import Row
+from mpimesh.comm.algorithms import Row
 from tests.helpers.cli_diagnoses import diagnosis, rank
 
 GPU = {"gpu": "0: H200", "gpu_id": "GPU-a"}

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpimesh.comm import MAX_USER_TAG
 from mpimesh.errors import ScheduleError
 from mpimesh.parallel.plans import Plans, forward_schedule
 from mpimesh.parallel.tags import ALARM_TAG, MAX_EDGES, message_tag
@@ -19,7 +20,6 @@ from mpimesh.schedule import (
     make_schedule,
     validate,
 )
-from mpimesh.transport import MAX_USER_TAG
 from tests.helpers.raises import raises
 from tests.helpers.random_schedules import skips_of
 

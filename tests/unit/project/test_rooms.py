@@ -24,7 +24,7 @@ ROOMS = [
     {"schedule"},
     {"arrays"},
     {"nn", "optim"},
-    {"transport"},
+    {"comm"},
     {"runtime"},
     {"dtensor"},
     {"parallel"},
@@ -47,8 +47,8 @@ LIBRARIES = {
     "testing": {"numpy", "mpi4py", "pytest"},
     "cli": {"numpy", "mpi4py", "rich", "typer"},
 }
-BEFORE_TRANSPORT = {"numpy", "ml_dtypes"}
-FROM_TRANSPORT_ON = {"numpy", "ml_dtypes", "mpi4py"}
+BEFORE_COMM = {"numpy", "ml_dtypes"}
+FROM_COMM_ON = {"numpy", "ml_dtypes", "mpi4py"}
 # Inside a function of any room but those of the standard library.
 LAZY = {"cupy", "cupyx", "ml_dtypes", "nvidia", "rich"}
 # And inside a function of these rooms, where a library of the field reads a format better.
@@ -96,7 +96,7 @@ def test_no_module_is_past_its_length(folder):
         ("trace/event.py", "import numpy as np", "numpy"),
         ("settings.py", "def f():\n    import numpy", "numpy"),
         ("mesh/devices.py", "import cupy", "cupy"),
-        ("transport/mpi.py", "import cupy", "cupy"),
+        ("comm/mpi.py", "import cupy", "cupy"),
         ("arrays/pool.py", "def f():\n    from mpi4py import MPI", "mpi4py"),
         ("arrays/pool.py", "import importlib\nimportlib.import_module('mpi4py.MPI')", "mpi4py"),
         ("runtime/world.py", "import requests", "requests"),
@@ -122,7 +122,7 @@ def test_a_breach_is_found(module, text, breach):
         ("mesh/mesh.py", "import math\nimport numpy as np\nfrom mpimesh.errors import MeshError"),
         ("mesh/devices.py", "def f():\n    import cupy"),
         ("optim/adam.py", "from mpimesh.nn import Parameter"),
-        ("transport/mpi.py", "from mpi4py import MPI\nfrom mpimesh.transport.base import Request"),
+        ("comm/mpi.py", "from mpi4py import MPI\nfrom mpimesh.comm.base import Request"),
         ("parallel/pipe.py", "import mpimesh.runtime\nfrom mpimesh.schedule import Schedule"),
         ("cli/main.py", "import mpimesh as mm"),
         ("nn/__init__.py", '"""Layers."""\nfrom mpimesh.nn.linear import Linear\n__all__ = ["L"]'),
@@ -164,7 +164,7 @@ def _import_breach(room: str, name: str, *, at_top: bool) -> str | None:
         return _room_breach(room, parts)
     if package in sys.stdlib_module_names:
         return None
-    default = BEFORE_TRANSPORT if LEVEL[room] < LEVEL["transport"] else FROM_TRANSPORT_ON
+    default = BEFORE_COMM if LEVEL[room] < LEVEL["comm"] else FROM_COMM_ON
     allowed = LIBRARIES.get(room, default)
     if allowed and not at_top:
         allowed = allowed | LAZY | LAZY_OF_ROOM.get(room, set())

@@ -8,11 +8,11 @@ import weakref
 import numpy as np
 import pytest
 
+from mpimesh.comm import Engine, StagedRequest
 from mpimesh.errors import PeerLostError, TransportError, UnresolvedWarning
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.work import CollectiveTensor, OpenWork
-from mpimesh.transport import Engine, StagedRequest
 from tests.helpers.raises import raises
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
+from mpimesh.comm import VirtualWorld, virtual_communicators
 from mpimesh.runtime.call import Call, site_line
 from mpimesh.runtime.progress import Wait
 from mpimesh.runtime.watchdog import Notice
-from mpimesh.transport import VirtualWorld, virtual_communicators
 from tests.helpers.raises import names
 
 COMMUNICATORS = virtual_communicators(VirtualWorld(3))

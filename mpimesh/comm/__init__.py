@@ -1,0 +1,30 @@
+"""Movers of bytes: MPI on host memory, or threads of one process.
+
+`mpimesh.comm.mpi` is not imported here, because importing it starts MPI.
+"""
+
+from mpimesh.comm.base import (
+    MAX_USER_TAG,
+    WHOLE_MESSAGE_BYTES,
+    Communicator,
+    RecvRequest,
+    Request,
+)
+from mpimesh.comm.engine import Engine, Moved, StagedRequest, Steps, run_steps
+from mpimesh.comm.virtual import VirtualCommunicator, VirtualWorld, virtual_communicators
+
+__all__ = [
+    "MAX_USER_TAG",
+    "WHOLE_MESSAGE_BYTES",
+    "Communicator",
+    "Engine",
+    "Moved",
+    "RecvRequest",
+    "Request",
+    "StagedRequest",
+    "Steps",
+    "VirtualCommunicator",
+    "VirtualWorld",
+    "run_steps",
+    "virtual_communicators",
+]

@@ -1,0 +1,387 @@
+"""The contract between the runtime and whoever moves the bytes.
+
+A :class:`Communicator` is a set of ranks that can exchange memory. It knows
+nothing of shapes, layouts, means or half types: the runtime hands it flat,
+C-contiguous, native-endian NumPy arrays and gets back a :class:`Request`. The
+same contract is met by MPI (`mpi.py`) and by threads (`virtual.py`), and one
+file of tests runs on both. A program may bring a class of its own: it sets `rank`
+and `size`, defines the abstract methods, and goes to ``DeviceMesh(dims, comm)``.
+
+Rules that every implementation keeps
+1. Starting never waits for another rank. Collectives on one communicator start
+   in the same order on all its ranks.
+2. Buffers of a started operation belong to it until it is done.
+3. Nothing waits except :meth:`Communicator.wait`, and that naps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.comm.algorithms import NEVER, Algorithms
+from mpimesh.comm.regions import check_regions
+from mpimesh.errors import TransportError
+
+if TYPE_CHECKING:
+    from mpimesh.arrays import ArrayPool
+    from mpimesh.comm.engine import Engine, Steps
+    from mpimesh.comm.lending import Lending
+    from mpimesh.comm.signatures import Signatures
+    from mpimesh.layout.regions import Regions
+
+__all__ = [
+    "MAX_USER_TAG",
+    "WHOLE_MESSAGE_BYTES",
+    "Communicator",
+    "Condition",
+    "RecvRequest",
+    "Request",
+    "all_done",
+    "block_slices",
+]
+
+MAX_USER_TAG = 16383
+"""Message tags above this one, up to MPI's guaranteed 32767, are mpimesh's own."""
+
+WHOLE_MESSAGE_BYTES = 4096
+"""Messages up to this size arrive in one piece, so a receive may offer more room than they need."""
+
+
+class Request(Protocol):
+    """One started operation."""
+
+    def test(self) -> bool:
+        """Move the operation along and tell whether it is done. True stays True.
+
+        Raises:
+            TransportError: If the operation failed.
+        """
+        ...
+
+
+class RecvRequest(Request, Protocol):
+    """A started receive."""
+
+    def received_bytes(self) -> int:
+        """Return the message's size, once :meth:`test` is True."""
+        ...
+
+    def cancel(self) -> bool:
+        """Take the receive back; False if a message had already matched it."""
+        ...
+
+
+class Condition:
+    """The request that is done when a function says so, which each test asks again.
+
+    Args:
+        test: Moves along what there is to be moved, and tells whether it is done; True stays True.
+    """
+
+    __slots__ = ("test",)
+
+    def __init__(self, test: Callable[[], bool]) -> None:
+        self.test = test
+
+
+def all_done(*requests: Request) -> Request:
+    """Return several requests as one, which moves all of them along at each test."""
+    left = list(requests)
+
+    def test() -> bool:
+        left[:] = [request for request in left if not request.test()]
+        return not left
+
+    return Condition(test)
+
+
+class Communicator(ABC):
+    """Ranks ``0 .. size-1`` that exchange memory.
+
+    `counts` are elements of each rank's block, in rank order, the same on every
+    rank, and blocks lie one after the other. `op` is one of ``"sum"``, ``"prod"``,
+    ``"min"``, ``"max"``.
+    """
+
+    rank: int
+    size: int
+    kind: str = "own"
+    """``"mpi"``, ``"virtual"``, or for one of the user's own any other word."""
+    started: int = 0
+    """Number of collectives that this rank has started on it; kept by the runtime."""
+    signatures: Signatures | None = None
+    """Operations that the ranks of this node start on it; None if there is nobody to ask."""
+    unread: int = 0
+    """Messages that this rank has sent on it, less those that it has begun to receive; kept by the
+    runtime."""
+    roll_calls: int = 0
+    """Number of barriers with a limit that this rank has started on it; kept by the runtime."""
+    unended: bool = False
+    """True if something may be under way that no rank waits for; :meth:`free` then keeps what it
+    uses. Alike on all ranks; kept by the runtime."""
+    family: str = ""
+    """The mesh that it belongs to, called alike on all its ranks; kept by the runtime."""
+    owner: str = ""
+    """Purpose of those that are split from it, for messages; kept by the runtime."""
+    name: str = ""
+    """Name among its ranks, alike on all of them; kept by the runtime."""
+    mail: Any = None
+    """Counts this rank's messages, where ranks are compared; kept by the runtime."""
+    engine: Engine | None = None
+    """Moves along what takes several steps, in every wait of the rank; kept by the runtime."""
+    lending: Lending | None = None
+    """Lends arrays to ranks that can read this rank's memory; None if there are none."""
+    packed: ArrayPool | None = None
+    """Memory for packed regions, kept for the next exchange; made on first use."""
+    nodes: tuple[int, ...] = ()
+    """The node of each rank, as a number; empty if all share one, or it is not known."""
+    device: Any = None
+    """Moves device memory between the same ranks; made by `device_communicator` on first use."""
+
+    @property
+    def native(self) -> Any:
+        """The mpi4py communicator, for calls of your own; None where the ranks are not MPI's."""
+        return None
+
+    def algorithms(self) -> Algorithms:
+        """Return the table by which it moves host memory. Local."""
+        return Algorithms.only(self.kind, "the only way that it has")
+
+    def force(self, way: str) -> str:
+        """Move host memory by `way` alone from now on; return why not, empty if it can be.
+
+        Local, but to be done alike on all ranks, before the first operation.
+        """
+        return "" if way == self.kind else f"these ranks have only {self.kind!r}, not {way!r}"
+
+    def offer_once(self, nbytes: int) -> int:
+        """Return where the ranks of this rank's node find memory for an array of them all. Local.
+
+        -1 if this rank is not the one to offer it, or cannot.
+        """
+        return -1
+
+    def take_once(self, places: Sequence[int], nbytes: int) -> tuple[HostArray, bool] | None:
+        """Return the memory that a rank of the node has offered, and whether it was this one.
+
+        None if the ranks of the node do not share memory. Local.
+
+        Args:
+            places: What all ranks have offered, in rank order.
+            nbytes: Its size.
+        """
+        return None
+
+    def averages(self, nbytes: int) -> bool:
+        """Tell whether :meth:`all_reduce` of such an array knows ``"mean"``, too. Local.
+
+        The same answer on all ranks.
+        """
+        return False
+
+    def prepare(self, name: str, arguments: tuple[Any, ...]) -> Callable[[], Request | Steps]:
+        """Return what starts the collective `name` with these arguments, as often as wanted. Local.
+
+        Each start is after the last one has ended; the arrays are the same.
+        """
+        return partial(getattr(self, name), *arguments)
+
+    def most_bytes_by(self, name: str, algorithm: str) -> int:
+        """Return the largest array that collective `name` can move by `algorithm`. Local.
+
+        Of host memory; -1 if these ranks have no such algorithm. Alike on all ranks.
+        """
+        # Imported late: messages need this contract.
+        from mpimesh.comm.reductions import by_messages
+
+        has = algorithm == self.kind or by_messages(self, name, algorithm) is not None
+        return NEVER if has else -1
+
+    def begin_by(self, name: str, algorithm: str) -> Callable[..., Request | Steps]:
+        """Return what starts collective `name` by `algorithm`, which these ranks have. Local.
+
+        It takes the arguments of the method `name`, and starts a request, or its steps, to be
+        staged in the order of this communicator's collectives.
+        """
+        from mpimesh.comm.reductions import by_messages
+
+        begin: Callable[..., Request | Steps] = getattr(self, name)
+        return by_messages(self, name, algorithm) or begin
+
+    # -- collectives: all ranks of the communicator, same order everywhere -----
+
+    @abstractmethod
+    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        """Reduce over all ranks into `recv` on each; ``send=None`` means `recv` is the input."""
+
+    @abstractmethod
+    def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
+        """Reduce over all ranks into `recv` on `root`."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
+    ) -> Request:
+        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
+
+    @abstractmethod
+    def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
+        """Lay the ranks' `send` one after the other in `recv`; rank r sends ``counts[r]``."""
+
+    @abstractmethod
+    def gather(
+        self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
+    ) -> Request:
+        """As :meth:`all_gather`, but only `root` receives."""
+
+    @abstractmethod
+    def scatter(
+        self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
+    ) -> Request:
+        """Rank r gets block r of root's `send`."""
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Request:
+        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
+
+    @abstractmethod
+    def broadcast(self, buffer: HostArray, root: int) -> Request:
+        """Copy `buffer` of `root` into `buffer` of every rank."""
+
+    def exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        *,
+        max_bytes: int = 0,
+    ) -> Request | Steps:
+        """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target.
+
+        A rank that takes and gives nothing takes part, too. Once it is done here, no other rank
+        reads `source` any more. Reductions keep the order of the parts, so they have the same bits
+        in every run.
+
+        Args:
+            source: This rank's block, C-contiguous; None if nobody takes of it. Nobody may write
+                to it until the operation is done.
+            target: Where it takes to, C-contiguous; None if it takes nothing. Of the same dtype on
+                all ranks. It may be `source` itself, or share its memory, if nobody takes of what
+                is taken into.
+            regions: What it takes, and what the others take of it.
+            max_bytes: Most memory that packed messages take at a time on this rank, one element
+                for each message at least; 0 for as much as there is. The same on all ranks.
+
+        Returns:
+            A request, or its steps, to be staged in the order of this communicator's exchanges.
+
+        Raises:
+            RankError: If a rank is named that there is not.
+            ShapeError: If a box does not lie in its array.
+            DTypeError: If the dtypes differ, or do not fit a reduction. These are raised at once,
+                on this rank alone.
+        """
+        # Imported late: messages need this contract.
+        from mpimesh.comm.region_messages import exchange_by_messages
+
+        check_regions(regions, self.rank, self.size, source, target)
+        return exchange_by_messages(self, source, target, regions, max_bytes=max_bytes)
+
+    @abstractmethod
+    def barrier(self) -> Request:
+        """Done once every rank has started it."""
+
+    # -- messages ---------------------------------------------------------------
+
+    @abstractmethod
+    def isend(self, buffer: HostArray, dest: int, tag: int) -> Request:
+        """Send `buffer`. Messages of one (source, dest, tag) arrive in order."""
+
+    @abstractmethod
+    def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
+        """Receive into `buffer`, which has the message's size, or room for any up to 4 KiB."""
+
+    @abstractmethod
+    def probe(self, tag: int) -> tuple[int, int] | None:
+        """Return (source, bytes) of a message with `tag` that waits to be received, or None."""
+
+    # -- life -------------------------------------------------------------------
+
+    @abstractmethod
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        timeout_s: float | None = None,
+        *,
+        what: object = "",
+        idle: Callable[[], None] | None = None,
+    ) -> bool:
+        """Call `ready` until it is True, with naps; False once `timeout_s` has passed.
+
+        Args:
+            ready: Tells whether the wait is over; it moves started operations along.
+            timeout_s: None waits as long as it takes.
+            what: Whose `str` says in error messages what is waited for.
+            idle: Called before each nap, to look for news that end the wait by raising.
+        """
+
+    def stir(self) -> None:  # noqa: B027 - where waits look often by themselves, nothing is to be done
+        """Let a wait of this rank look again soon: something moves that this transport cannot see.
+
+        A request calls it whose :meth:`~Request.test` asks a device and not this communicator.
+        """
+
+    def free_device(self) -> None:
+        """Give back what moves device memory; a part of :meth:`free`."""
+        device, self.device = self.device, None
+        if device is not None:
+            device.free()
+
+    def adopt(self, part: Communicator) -> None:
+        """Let `part`, which was split from this communicator, belong to the same mesh and rank."""
+        part.family = self.family
+        part.engine = self.engine
+
+    @abstractmethod
+    def split(self, color: int | None, key: int) -> Communicator | None:
+        """Collective: ranks with one `color` form a communicator, ordered by (key, rank).
+
+        A rank with ``color=None`` gets None.
+        """
+
+    def idup(self) -> Steps:
+        """Collective: make a communicator of the same ranks without waiting; the steps' value.
+
+        Device memory is moved by operations of several steps, whose host messages and collectives
+        come at other moments on each rank. They must not meet the collectives that the ranks start
+        meanwhile on the communicator itself, so they have one of their own. The first step starts
+        the duplication, so ranks take that one in the order of their collectives.
+
+        Raises:
+            TransportError: If this communicator has no duplicates.
+        """
+        raise TransportError(f"device memory cannot be moved by a {self.kind} communicator")
+
+    @abstractmethod
+    def free(self) -> None:
+        """Collective: give the communicator's resources back. A second call does nothing."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End all ranks of the job at once with exit code `code`."""
+
+
+def block_slices(counts: Sequence[int]) -> list[slice]:
+    """Return the places of blocks of so many elements that lie one after the other."""
+    return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]

@@ -1,0 +1,464 @@
+"""Collectives and messages of device memory, by the best strategy that the ranks have.
+
+The first collective finds out what the ranks can do together, step by step like every other
+operation: nothing waits. Messages need no such agreement (see `device_messages.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpimesh.arrays.namespace import is_cupy
+from mpimesh.arrays.reduction import is_half
+from mpimesh.arrays.stream_scope import StreamScope
+from mpimesh.arrays.types import Array, DType
+from mpimesh.comm.algorithms import Algorithms, Row
+from mpimesh.comm.base import Communicator, Condition, RecvRequest, Request
+from mpimesh.comm.cuda_ipc import CudaIpc, one_shot_bytes
+from mpimesh.comm.cuda_probe import PROCESS_PROBE, ProbeResult, cuda_aware
+from mpimesh.comm.device_messages import DeviceMessages
+from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, steps_in
+from mpimesh.comm.engine import Engine, StagedRequest, Steps
+from mpimesh.comm.mpi_cuda import MPICuda
+from mpimesh.comm.nccl import Nccl
+from mpimesh.comm.staged import Staged
+from mpimesh.errors import DTypeError, GroupError, ShapeError, on_all_ranks
+
+__all__ = [
+    "COLLECTIVES",
+    "Candidate",
+    "DeviceCommunicator",
+    "SelfCommunicator",
+    "device_communicator",
+]
+
+COLLECTIVES = (
+    *("all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter"),
+    *("all_to_all", "broadcast"),
+)
+"""All that ranks do together with device memory."""
+
+_MESSAGE_STRATEGIES = {
+    "": ("staged", "mpi_cuda", "cuda_ipc"),
+    "staged": ("staged",),
+    "mpi_cuda": ("staged", "mpi_cuda"),
+    "cuda_ipc": ("staged", "cuda_ipc"),
+    "nccl": ("staged", "mpi_cuda", "cuda_ipc"),
+}
+"""By which strategies messages may go, for each that may be asked for."""
+
+_ALIASES = {"mpi": "mpi_cuda"}
+"""Backends of groups that have another name here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A strategy that works.
+
+    Attributes:
+        strategy: It.
+        below_bytes: The size below which it is the first choice; None for all sizes.
+        reason: Why it works, for a person.
+    """
+
+    strategy: DeviceStrategy
+    below_bytes: int | None
+    reason: str
+
+    def fits(self, nbytes: int | None) -> bool:
+        """Tell whether it is for arrays of this size; None is for any size."""
+        return self.below_bytes is None or (nbytes is not None and nbytes < self.below_bytes)
+
+
+class DeviceCommunicator:
+    """Moves flat, C-contiguous CuPy arrays between the ranks of a communicator.
+
+    Its methods are those of :class:`~mpimesh.comm.base.Communicator`. Starting never waits. A
+    request is done when its result is visible to the stream that was current at the start: work
+    given to that stream from then on sees it. All ranks give device memory to the same collective.
+
+    Args:
+        communicator: The ranks.
+        prefer: A strategy for all collectives: ``"staged"``, ``"mpi_cuda"`` (or ``"mpi"``),
+            ``"nccl"`` or ``"cuda_ipc"``; empty to pick the fastest that works, for each operation
+            and size.
+        parent: Sends and receives the messages, which say by themselves how they travel; None if
+            this one does.
+
+    Raises:
+        GroupError: If no strategy has that name. One that cannot do an operation is refused there,
+            on every rank, with the reason.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        prefer: str = "",
+        parent: DeviceCommunicator | None = None,
+    ) -> None:
+        prefer = _ALIASES.get(prefer, prefer)
+        if prefer not in _MESSAGE_STRATEGIES:
+            known = ", ".join(filter(None, _MESSAGE_STRATEGIES))
+            raise GroupError(f"no way to move device memory is called {prefer!r}; known: {known}")
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.variants: dict[str, DeviceCommunicator] = {}
+        self._prefer = prefer
+        self._parent = self if parent is None else parent
+        self._engine = communicator.engine or Engine()
+        self._queue = ("device", id(self))
+        self._chain = ("device operations", id(self))
+        self._search: StagedRequest | None = None
+        self._host: Communicator | None = None
+        self._candidates: list[Candidate] = []
+        self._refused: dict[str, str] = {}
+        self._messages: DeviceMessages | None = None
+
+    # -- collectives -------------------------------------------------------------------------
+
+    def all_reduce(self, send: Array | None, recv: Array, op: str) -> Request:
+        """Reduce over all ranks into `recv` on each; ``send=None`` means `recv` is the input."""
+        data = _checked(recv if send is None else send)
+        return self._start_reduction(
+            "all_reduce", data, _checked(recv), op, lambda s, x, out: s.reduce(x, out, op, None)
+        )
+
+    def reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Request:
+        """Reduce over all ranks into `recv` on `root`."""
+        out = _checked(recv) if recv is not None and self.rank == root else None
+        return self._start_reduction(
+            "reduce", _checked(send), out, op, lambda s, x, out: s.reduce(x, out, op, root)
+        )
+
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Request:
+        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
+        return self._start_reduction(
+            "reduce_scatter",
+            _checked(send),
+            _checked(recv),
+            op,
+            lambda s, x, out: s.reduce_scatter(x, out, counts, op),
+        )
+
+    def all_gather(self, send: Array, recv: Array, counts: Sequence[int]) -> Request:
+        """Lay the ranks' `send` one after the other in `recv`; rank r sends ``counts[r]``."""
+        return self._start_move("all_gather", _checked(send), _checked(recv), counts, counts)
+
+    def gather(self, send: Array, recv: Array | None, counts: Sequence[int], root: int) -> Request:
+        """As :meth:`all_gather`, but only `root` receives."""
+        out = _checked(recv) if recv is not None and self.rank == root else None
+        return self._start_move("gather", _checked(send), out, counts, counts, root)
+
+    def scatter(self, send: Array | None, recv: Array, counts: Sequence[int], root: int) -> Request:
+        """Rank r gets block r of root's `send`."""
+        data = _checked(send) if send is not None and self.rank == root else None
+        return self._start_move("scatter", data, _checked(recv), counts, counts, root)
+
+    def all_to_all(
+        self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Request:
+        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
+        return self._start_move(
+            "all_to_all", _checked(send), _checked(recv), send_counts, recv_counts
+        )
+
+    def broadcast(self, buffer: Array, root: int) -> Request:
+        """Copy `buffer` of `root` into `buffer` of every rank."""
+        data = _checked(buffer).view(np.uint8)
+        return self._start(
+            "broadcast", data.nbytes, buffer.dtype, lambda s: s.broadcast(data, root)
+        )
+
+    def barrier(self) -> Request:
+        """Done once every rank has started it."""
+        return self.communicator.barrier()
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def isend(self, buffer: Array, dest: int, tag: int) -> Request:
+        """Send `buffer`. Messages of one (source, dest, tag) arrive in order."""
+        return self._parent.messages().isend(_checked(buffer), dest, tag)
+
+    def irecv(self, buffer: Array, source: int, tag: int) -> RecvRequest:
+        """Receive into `buffer`, which has the message's size or more room."""
+        return self._parent.messages().irecv(_checked(buffer), source, tag)
+
+    def messages(self) -> DeviceMessages:
+        """Return what sends and receives, made on first use. Local."""
+        if self._messages is None:
+            allowed = _MESSAGE_STRATEGIES[self._prefer]
+            self._messages = DeviceMessages(
+                self.communicator,
+                self._engine,
+                allowed,
+                # Only once all ranks have agreed on it: a receiver is not asked again.
+                lambda: any(c.strategy.name == "mpi_cuda" for c in self._candidates),
+            )
+        return self._messages
+
+    # -- the choice --------------------------------------------------------------------------
+
+    def prepare(self) -> StagedRequest:
+        """Collective: find out what the ranks can do together; the first collective does it."""
+        if self._search is None:
+            # The strategies belong to this device, whatever is current where somebody waits.
+            steps = steps_in(StreamScope(), self._find())
+            self._search = self._engine.stage((*self._queue, "search"), steps)
+        return self._search
+
+    def algorithms(self) -> Algorithms:
+        """Return how device memory travels, and why. Local; empty before the first collective."""
+        if not self._searched:
+            return Algorithms(())
+        collectives = [row for operation in COLLECTIVES for row in self._rows_of(operation)]
+        allowed = _MESSAGE_STRATEGIES[self._prefer]
+        if "cuda_ipc" in allowed:
+            reason = "the receiver reads the sender's memory where it can open it, else mpi_cuda "
+            reason += "where proven, else staged"
+            return Algorithms([*collectives, Row("messages", "device", 0, "cuda_ipc", reason)])
+        reason = f"asked for: {self._prefer}"
+        return Algorithms([*collectives, Row("messages", "device", 0, allowed[-1], reason)])
+
+    def strategies(self) -> dict[str, ProbeResult]:
+        """Return for each strategy whether the ranks have it, and why. Local; empty before."""
+        if not self._searched:
+            return {}
+        refused = {name: ProbeResult(False, why) for name, why in self._refused.items()}
+        return refused | {c.strategy.name: ProbeResult(True, c.reason) for c in self._candidates}
+
+    def free(self) -> None:
+        """Give back streams, buffers and communicators. A second call does nothing."""
+        while self.variants:
+            self.variants.popitem()[1].free()
+        if self._messages is not None:
+            self._messages.free()
+            self._messages = None
+        if self._host is not None:
+            for candidate in self._candidates:
+                candidate.strategy.free()
+            self._host.free()
+            self._host = None
+
+    @property
+    def _searched(self) -> bool:
+        return self._search is not None and self._search.done
+
+    def _find(self) -> Steps:
+        """Collective: find the strategies that all ranks have, in the order of preference."""
+        host: Communicator = yield from self.communicator.idup()
+        refused: dict[str, str] = {}
+        candidates: list[Candidate] = []
+        ipc, refused["cuda_ipc"] = yield from CudaIpc.find(host)
+        nccl, refused["nccl"] = yield from Nccl.find(host)
+        if ipc is not None:
+            # Above, NCCL is faster.
+            below = None if nccl is None else one_shot_bytes(host.size)
+            why = "all ranks open each other's memory on this node"
+            candidates.append(Candidate(ipc, below, why))
+        if nccl is not None:
+            candidates.append(Candidate(nccl, None, "every rank has a GPU of its own"))
+        if ipc is not None and self._prefer != "mpi_cuda":
+            refused["mpi_cuda"] = "not tried, since memory is read in place"
+        else:
+            yield from PROCESS_PROBE.steps(host)
+            mpi = MPICuda(host)
+            why_not = mpi.cannot("messages")
+            votes = np.array([why_not is None], np.uint8)
+            yield host.all_reduce(None, votes, "min")
+            if votes[0]:
+                candidates.append(Candidate(mpi, None, cuda_aware("messages")[1]))
+            else:
+                refused["mpi_cuda"] = why_not or "not proven on another rank"
+        candidates.append(Candidate(Staged(host), None, "works everywhere"))
+        self._host, self._candidates = host, candidates
+        self._refused = {name: why for name, why in refused.items() if why}
+
+    def _pick(self, operation: str, nbytes: int | None, dtype: DType, op: str) -> DeviceStrategy:
+        """Return the strategy for an operation; the same on all ranks.
+
+        Args:
+            operation: The collective.
+            nbytes: Its size; None where ranks do not know each other's.
+            dtype: Of its arrays.
+            op: The reduction.
+
+        Raises:
+            GroupError: On every rank, if a strategy was asked for that cannot.
+        """
+        reasons = []
+        for candidate in self._candidates:
+            strategy = candidate.strategy
+            wanted = strategy.name == self._prefer if self._prefer else candidate.fits(nbytes)
+            if not wanted:
+                continue
+            why_not = strategy.cannot(operation, dtype, op)
+            if why_not is None:
+                return strategy
+            reasons.append(why_not)
+        why = "; ".join(reasons) or self._refused.get(self._prefer, "it was not found")
+        raise on_all_ranks(
+            GroupError(
+                f"{operation} of {dtype} cannot be done by {self._prefer!r}, which was asked for: "
+                f"{why}; leave the way open, or ask for 'staged'"
+            )
+        )
+
+    def _rows_of(self, operation: str) -> list[Row]:
+        """Return who does an operation from which size on, and why."""
+        sizes: Sequence[int | None] = [None]  # sizes differ over ranks, so they decide nothing
+        if operation != "all_to_all":
+            sizes = sorted({0} | {c.below_bytes for c in self._candidates if c.below_bytes})
+        rows: list[Row] = []
+        for nbytes in sizes:
+            try:
+                strategy = self._pick(operation, nbytes, np.dtype(np.float32), "sum")
+            except GroupError as error:
+                return [Row(operation, "device", 0, "none", str(error))]
+            if not rows or rows[-1].algorithm != strategy.name:
+                why = self._why(strategy)
+                rows.append(Row(operation, "device", nbytes or 0, strategy.name, why))
+        return rows
+
+    def _why(self, strategy: DeviceStrategy) -> str:
+        reason = next(c.reason for c in self._candidates if c.strategy is strategy)
+        if self._prefer:
+            return f"asked for; {reason}"
+        return "; ".join([reason, *(f"{name}: {why}" for name, why in self._refused.items())])
+
+    # -- the start of an operation -----------------------------------------------------------
+
+    def _start_reduction(
+        self,
+        name: str,
+        data: Array,
+        out: Array | None,
+        op: str,
+        make: Callable[[DeviceStrategy, Array, Array], Steps],
+    ) -> Request:
+        if not is_half(np.dtype(data.dtype)):
+            return self._start(name, data.nbytes, data.dtype, lambda s: make(s, data, out), op)
+        # Half types are summed in float32, or every hop would round.
+        scope = StreamScope()
+        wide = data.astype(np.float32)
+        wide_out = wide if out is data else None if out is None else out.astype(np.float32)
+        request = self._start(name, wide.nbytes, wide.dtype, lambda s: make(s, wide, wide_out), op)
+
+        def steps() -> Steps:
+            yield request
+            if out is not None:
+                with scope.current():
+                    out[...] = wide_out
+
+        return self._engine.stage(object(), steps())
+
+    def _start_move(
+        self,
+        operation: str,
+        send: Array | None,
+        recv: Array | None,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        root: int = -1,
+    ) -> Request:
+        like: Array = recv if send is None else send
+        dtype: DType = np.dtype(like.dtype)
+        move = BlockMove(
+            operation,
+            self.rank,
+            None if send is None else send.view(np.uint8),
+            None if recv is None else recv.view(np.uint8),
+            [count * dtype.itemsize for count in send_counts],
+            [count * dtype.itemsize for count in recv_counts],
+            root,
+        )
+        # The sizes of an all-to-all differ over ranks, so the choice cannot depend on them.
+        nbytes = None if operation == "all_to_all" else sum(move.send_counts)
+        return self._start(operation, nbytes, dtype, lambda s: s.move_blocks(move))
+
+    def _start(
+        self,
+        operation: str,
+        nbytes: int | None,
+        dtype: DType,
+        make: Callable[[DeviceStrategy], Steps],
+        op: str = "",
+    ) -> Request:
+        def begin() -> Request:
+            strategy = self._pick(operation, nbytes, np.dtype(dtype), op)
+            return self._engine.stage(self._chain, strategy.stream.run(lambda: make(strategy)))
+
+        search = self.prepare()
+        if search.done and not self._engine.busy(self._queue):
+            return begin()
+        scope = StreamScope()
+
+        def steps() -> Steps:
+            yield search
+            with scope.current():
+                request = begin()
+            yield request
+
+        return self._engine.stage(self._queue, steps())
+
+
+class SelfCommunicator:
+    """The collectives of one rank, for flat CuPy arrays: each is a copy on its device."""
+
+    def _copy(self, send: Array | None, recv: Array, *_: object) -> Request:
+        """Copy `send` to `recv`; ``send=None`` means that it is there."""
+        if send is not None:
+            recv[...] = send
+        return Condition(lambda: True)
+
+    all_reduce = reduce = reduce_scatter = _copy
+    all_gather = gather = scatter = all_to_all = _copy
+
+    def broadcast(self, buffer: Array, root: int) -> Request:
+        """Leave `buffer` as it is."""
+        return Condition(lambda: True)
+
+
+def device_communicator(communicator: Communicator, *, prefer: str = "") -> DeviceCommunicator:
+    """Return the device communicator of the ranks of `communicator`. Local.
+
+    There is one for each communicator and preference, made when it is first asked for, and freed
+    with the communicator.
+
+    Args:
+        communicator: The ranks.
+        prefer: As for :class:`DeviceCommunicator`.
+    """
+    if communicator.device is None:
+        communicator.device = DeviceCommunicator(communicator)
+    default: DeviceCommunicator = communicator.device
+    if not prefer:
+        return default
+    if prefer not in default.variants:
+        variant = DeviceCommunicator(communicator, prefer=prefer, parent=default)
+        default.variants[prefer] = variant
+    return default.variants[prefer]
+
+
+def _checked(x: Array) -> Array:
+    """Return `x` if it is a flat array of CuPy.
+
+    Raises:
+        DTypeError: If it is not CuPy's: no other device memory is ever touched.
+        ShapeError: If its elements do not lie one after the other, as strategies expect.
+    """
+    if not is_cupy(x):
+        raise DTypeError(
+            f"device memory is moved as arrays of CuPy, got {type(x).__module__}."
+            f"{type(x).__qualname__}; pass cupy.asarray(x)"
+        )
+    if x.ndim != 1 or not x.flags.c_contiguous:
+        raise ShapeError(
+            f"device memory is moved as flat, contiguous arrays, got shape {x.shape} with strides "
+            f"{x.strides}; pass cupy.ascontiguousarray(x).reshape(-1)"
+        )
+    return x

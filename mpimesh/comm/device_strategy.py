@@ -1,0 +1,286 @@
+"""The contract of a strategy to move device memory, and the stream that it works on.
+
+NCCL, CUDA IPC, CUDA-aware MPI and staging through the host are strategies. Each gives reductions,
+moves of blocks and a broadcast, of flat, C-contiguous CuPy arrays; `device_communicator.py` makes
+collectives of them. An operation is written as steps: a generator that runs with the strategy's
+own stream current.
+
+An operation takes its turn like this. At its start an event is recorded on the stream that is
+current for the caller: all that the operation reads was made before. Its own work goes to a stream
+of its own, which waits for that event on the device. At its end the caller's stream is made to
+wait for an event of the own stream. The host never waits: where a step needs bytes to be there
+(MPI is about to read them), it asks the event, again and again, in `test`.
+
+Temporary memory is allocated, used and given back with the own stream current, so CuPy's pool
+gives it out again in the order of that stream.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from mpimesh.arrays.stream_scope import StreamScope
+from mpimesh.arrays.types import Array, DType
+from mpimesh.comm.base import Communicator, Condition, Request
+from mpimesh.comm.engine import Steps
+from mpimesh.errors import TransportError
+
+__all__ = [
+    "BlockMove",
+    "CommStream",
+    "DeviceStrategy",
+    "block_slices",
+    "cut",
+    "steps_in",
+]
+
+_SUCCESS, _NOT_READY = 0, 600
+"""CUDA's answers to a query of an event."""
+
+
+# -- streams ---------------------------------------------------------------------------------
+
+
+class CommStream(StreamScope):
+    """A stream of mpimesh's own on the device that is current when it is made.
+
+    Args:
+        host: Its waits are woken while work on the stream is under way.
+    """
+
+    def __init__(self, host: Communicator) -> None:
+        super().__init__()
+        self.stream = self._cuda.Stream(non_blocking=True)
+        self._host = host
+
+    @property
+    def ptr(self) -> int:
+        """CUDA's handle of the stream."""
+        ptr: int = self.stream.ptr
+        return ptr
+
+    def reached(self) -> Request:
+        """Return the request that is done when all the stream was given so far has happened."""
+        return Condition(partial(self._has_come, self.mark()))
+
+    def _has_come(self, event: Any) -> bool:
+        """Ask the device whether it has come to an event; never waits for it.
+
+        Raises:
+            TransportError: If work on the device has failed: the event will never come.
+        """
+        code = sys.modules["cupy"].cuda.runtime.eventQuery(event.ptr)
+        if code == _SUCCESS:
+            return True
+        if code != _NOT_READY:
+            raise TransportError(
+                f"work on the GPU of rank {self._host.rank} has failed with CUDA error {code}, and "
+                "so the data of an operation will never be there"
+            )
+        self._host.stir()
+        return False
+
+    def copy(self, target_ptr: int, source_ptr: int, nbytes: int) -> None:
+        """Copy bytes from anywhere to anywhere, on the stream."""
+        if nbytes:
+            runtime = self._cuda.runtime
+            runtime.memcpyAsync(target_ptr, source_ptr, nbytes, runtime.memcpyDefault, self.ptr)
+
+    def run(self, make: Callable[[], Steps]) -> Steps:
+        """Return the steps of `make`, run on this stream between two events of the caller's.
+
+        Call it where the operation is called: it takes the current stream.
+        """
+        caller = StreamScope()
+        return self._run(caller, caller.mark(), make)
+
+    def _run(self, caller: StreamScope, start: Any, make: Callable[[], Steps]) -> Steps:
+        self.stream.wait_event(start)
+        steps = make()
+        while True:
+            with self.current():
+                try:
+                    request = next(steps)
+                except StopIteration:
+                    break
+            yield request
+        end = self.mark()
+        with caller.device:
+            caller.stream.wait_event(end)
+
+
+def steps_in(scope: StreamScope, steps: Steps) -> Steps:
+    """Run each step in `scope`; between two steps the caller's device and stream are current."""
+    while True:
+        try:
+            request = scope.call(lambda: next(steps))
+        except StopIteration as stop:
+            return stop.value
+        yield request
+
+
+# -- blocks ----------------------------------------------------------------------------------
+
+
+def block_slices(counts: Sequence[int]) -> list[slice]:
+    """Return the places of blocks that lie one after the other."""
+    ends = accumulate(counts)
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def cut(data: Array, counts: Sequence[int]) -> list[Array]:
+    """Return the blocks of flat data that lie one after the other."""
+    return [data[block] for block in block_slices(counts)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """A collective that moves blocks of bytes, as one rank takes part in it.
+
+    Attributes:
+        operation: ``"all_gather"``, ``"gather"``, ``"scatter"`` or ``"all_to_all"``.
+        rank: This rank.
+        send: The bytes that this rank sends; None if it sends none.
+        recv: The bytes that it receives; None if it receives none.
+        send_counts: Bytes of each rank's block; in an all-to-all of this rank's block for each.
+        recv_counts: Bytes of each rank's block; in an all-to-all of the block from each.
+        root: Of a gather or scatter.
+    """
+
+    operation: str
+    rank: int
+    send: Array | None
+    recv: Array | None
+    send_counts: Sequence[int]
+    recv_counts: Sequence[int]
+    root: int = -1
+
+    def send_blocks(self) -> list[Array]:
+        """Return the blocks that lie in `send`: one for each rank, or a single one for all."""
+        if self.send is None:
+            return []
+        if self.operation in ("scatter", "all_to_all"):
+            return cut(self.send, self.send_counts)
+        return [self.send]
+
+    def recv_blocks(self) -> list[Array]:
+        """Return the blocks that lie in `recv`: one from each rank, or a single one."""
+        if self.recv is None:
+            return []
+        if self.operation == "scatter":
+            return [self.recv]
+        return cut(self.recv, self.recv_counts)
+
+    def outgoing(self) -> list[Array]:
+        """Return the block for each rank; none at all if this rank sends nothing."""
+        if self.operation == "all_gather":
+            return self.send_blocks() * len(self.send_counts)
+        return self._at_root(self.send) if self.operation == "gather" else self.send_blocks()
+
+    def incoming(self) -> list[Array]:
+        """Return the block from each rank; none at all if this rank receives nothing."""
+        return self._at_root(self.recv) if self.operation == "scatter" else self.recv_blocks()
+
+    def _at_root(self, block: Any) -> list[Array]:
+        ranks = range(len(self.send_counts))
+        return [block if rank == self.root else block[:0] for rank in ranks]
+
+    def start(
+        self,
+        host: Communicator,
+        send: Any,
+        recv: Any,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Request:
+        """Start the collective on `host`, of these bytes in the place of its own."""
+        if self.operation == "all_gather":
+            return host.all_gather(send, recv, recv_counts)
+        if self.operation == "gather":
+            return host.gather(send, recv, recv_counts, self.root)
+        if self.operation == "scatter":
+            return host.scatter(send, recv, send_counts, self.root)
+        return host.all_to_all(send, recv, send_counts, recv_counts)
+
+
+# -- the contract ----------------------------------------------------------------------------
+
+
+class DeviceStrategy(ABC):
+    """One way to move device memory between the ranks of a communicator.
+
+    Its operations are steps, to be run by :meth:`CommStream.run`. All strategies of a communicator
+    are started one after the other, so their operations happen in the order of the calls.
+
+    Args:
+        host: Moves host memory between the same ranks, for what the strategy itself has to say.
+            Its collectives are the strategies' own.
+
+    Attributes:
+        name: As it is called in routes.
+        host: As given.
+        rank: This rank.
+        size: Number of ranks.
+        cupy: The module.
+        stream: Does the strategy's work.
+    """
+
+    name: str
+
+    def __init__(self, host: Communicator) -> None:
+        self.host = host
+        self.rank = host.rank
+        self.size = host.size
+        self.cupy: Any = sys.modules["cupy"]
+        self.stream = CommStream(host)
+
+    def cannot(self, operation: str, dtype: DType | None = None, op: str = "") -> str | None:
+        """Return why it does not do `operation`, for a person; None if it does. Local.
+
+        The answer is the same on all ranks.
+
+        Args:
+            operation: A collective, or ``"messages"``.
+            dtype: Of the arrays; None to ask about none in particular.
+            op: The reduction.
+        """
+        return f"{self.name} has no messages" if operation == "messages" else None
+
+    def free(self) -> None:  # noqa: B027 - most hold nothing that does not go by itself
+        """Give back all resources. Local; a second call does nothing."""
+
+    @abstractmethod
+    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
+        """Reduce over all ranks into `recv`, which may be `send`, on `root`; on each if None.
+
+        `recv` is None on all ranks but a root.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
+        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
+
+    @abstractmethod
+    def move_blocks(self, move: BlockMove) -> Steps:
+        """Move blocks of bytes."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Array, root: int) -> Steps:
+        """Copy the bytes of `root` into those of every rank."""
+
+    def ufunc(self, op: str) -> Any:
+        """Return CuPy's function that combines two arrays."""
+        cupy = self.cupy
+        functions = {
+            "sum": cupy.add,
+            "prod": cupy.multiply,
+            "min": cupy.minimum,
+            "max": cupy.maximum,
+        }
+        return functions[op]

@@ -1,0 +1,289 @@
+"""Operations of several steps, moved along by whoever waits.
+
+Some operations cannot be started at once: a receive of unknown size first needs
+the message's header, a checked collective first compares its arguments over the
+ranks, a reduction in shared memory first waits for all ranks to come. Such an
+operation is a generator that yields one started
+:class:`~mpimesh.comm.Request` after the other. Nothing runs in the
+background; every wait of the process moves all unfinished operations along, as
+MPI itself does.
+
+Operations on one *chain* (the collectives of one group, the messages of one
+source and tag) run one after the other, so that their steps meet in the same
+order on all ranks. Different chains never wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable
+from contextlib import suppress
+from threading import RLock
+from typing import Any, TypeAlias
+
+from mpimesh.comm.base import Request
+from mpimesh.comm.doorbell import Doorbell
+from mpimesh.errors import MpimeshError
+
+__all__ = ["Engine", "StagedRequest", "Steps", "run_steps"]
+
+Steps: TypeAlias = Generator[Request, None, Any]
+"""Yields requests, each to be done before the next step; returns the operation's value."""
+
+
+def run_steps(start: Callable[[], Request | Steps]) -> Steps:
+    """Run what `start` starts when its turn has come, be it one request or several steps."""
+    started = start()
+    if isinstance(started, Generator):
+        return (yield from started)
+    yield started
+    return None
+
+
+class Moved:
+    """A request that does something each time that it is moved along.
+
+    Args:
+        engine: Moves it along until it is settled.
+
+    Attributes:
+        chain: The engine's chain, on which it is the last one when it begins.
+        after: The one before it on its chain, until that has settled.
+        committed: Whether the others of its chain need not wait to tell the other ranks that they
+            are there: it has told all that it has to tell, and starts nothing more.
+        done: Whether it is done; False for one that has failed.
+    """
+
+    __slots__ = ("_engine", "_error", "_moving", "after", "chain", "committed", "done")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._error: BaseException | None = None
+        self._moving = False
+        self.chain: Hashable = None
+        self.after: Moved | None = None
+        self.committed = False
+        self.done = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more will happen, be it done or failed."""
+        return self.done or self._error is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that it has failed with, if it has; raised at every test."""
+        return self._error
+
+    def test(self) -> bool:
+        """Do what can be done, and tell whether all is."""
+        if self.done:
+            return True
+        with self._engine.lock:
+            if self.after is not None:
+                self._engine.move_all()  # those before it, each in its turn
+            return self.move()
+
+    def move(self) -> bool:
+        """Do the same, by the thread that holds the engine's lock."""
+        if self._error is not None:
+            raise self._error
+        if self._moving:
+            return False  # a signal handler came in between, and waits for something else
+        self._moving = True
+        try:
+            # Another thread may have come first.
+            self.done = self.done or ((self.after is None or self._is_turn()) and self._move())
+        except MpimeshError as error:
+            self._error = error
+            raise
+        finally:
+            self._moving = False
+            if self.done or self._error is not None:
+                # At once: it holds arrays, and what starts next is to find nothing unfinished.
+                self._engine.untrack(self)
+        return self.done
+
+    def _is_turn(self) -> bool:
+        """Tell whether those before it on its chain have settled."""
+        after = self.after
+        if after is None or after.settled:
+            self.after = None
+            return True
+        if after.committed and not self.committed:
+            self.publish()
+        return False
+
+    def publish(self) -> bool:
+        """Tell the other ranks that this one is there, before its turn; False if it is to wait."""
+        return False
+
+    def _move(self) -> bool:
+        """Do what can be done, and tell whether all is."""
+        raise NotImplementedError
+
+    def give_up(self, error: BaseException) -> None:
+        """Move it no more, if it is not settled: it failed with `error`. Its memory is kept."""
+        with self._engine.lock:
+            if not self.settled:
+                self._error = error
+                self._engine.given_up.append(self)  # others may yet write into its arrays
+                self._engine.untrack(self)
+
+
+class StagedRequest(Moved):
+    """The request for an operation of several steps."""
+
+    __slots__ = ("_current", "_steps", "value")
+
+    def __init__(self, steps: Steps, engine: Engine) -> None:
+        super().__init__(engine)
+        self._steps = steps
+        self._current: Request | None = None
+        self.value: Any = None
+
+    def give_up(self, error: BaseException) -> None:
+        """Move it no more, nor the request of its step."""
+        super().give_up(error)
+        if isinstance(self._current, Moved):
+            self._current.give_up(error)
+
+    def _move(self) -> bool:
+        """Run all steps that can run, and tell whether the last one is done."""
+        while not self.done:
+            if self._current is not None and not self._test(self._current):
+                return False
+            self._engine.steps += 1
+            try:
+                self._current = next(self._steps)
+            except StopIteration as stop:
+                self.value = stop.value
+                self.done = True
+                self._current = None
+            except BaseException as error:
+                self._error = error
+                raise
+        return True
+
+    def _test(self, current: Request) -> bool:
+        """Test the request of this step; what a signal handler raises is no error of it."""
+        try:
+            return current.test()
+        except Exception as error:
+            ended = isinstance(current, StagedRequest) and current.settled
+            if ended or isinstance(error, MpimeshError):
+                self._error = error
+            raise
+
+
+class Engine:
+    """All unfinished multi-step operations of one rank.
+
+    Several threads of a rank may start and wait for operations: one at a time moves them along.
+
+    Attributes:
+        lock: Held by the thread that moves operations along.
+        steps: How many steps have begun so far. A wait during which it grows is a busy one.
+        has_core: Whether this rank has a core that no other rank of the job needs.
+        bell: Where the rank sleeps while it waits, for others of its node to wake it; None if it
+            has no memory that they can see.
+        given_up: The operations that will never end.
+        tails: The last unfinished operation of each chain that has one.
+    """
+
+    __slots__ = ("_crowd", "_pending", "bell", "given_up", "has_core", "lock", "steps", "tails")
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.steps = 0
+        self.has_core = False
+        self.bell: Doorbell | None = None
+        self.given_up: list[Moved] = []
+        self._crowd = 0
+        self._pending: list[Moved] = []
+        self.tails: dict[Hashable, Moved] = {}
+
+    def share_cores(self, ranks: int, cores: int) -> None:
+        """Take note that so many ranks have so many cores between them."""
+        self._crowd = max(self._crowd, ranks)
+        self.has_core = self._crowd <= cores
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is unfinished."""
+        return not self._pending
+
+    def busy(self, chain: Hashable) -> bool:
+        """Tell whether an operation of `chain` is unfinished, so that the next must queue."""
+        tail = self.tails.get(chain)
+        return tail is not None and not tail.settled
+
+    def undecided(self, chain: Hashable) -> bool:
+        """Tell whether an operation of `chain` is unfinished that may yet start others."""
+        tail = self.tails.get(chain)
+        return tail is not None and not tail.settled and not tail.committed
+
+    def stage(self, chain: Hashable, steps: Steps) -> StagedRequest:
+        """Start `steps`, at once or after the unfinished operations of `chain`."""
+        request = StagedRequest(steps, self)
+        with self.lock:
+            tail = self.tails.get(chain)
+            if tail is not None and not tail.settled:
+                request.after = tail
+            request.chain = chain
+            with suppress(Exception):  # kept by the request, and raised where it is resolved
+                request.move()
+            if not request.settled:
+                self._pending.append(request)
+                self.tails[chain] = request
+        return request
+
+    def begin(self, chain: Hashable, request: Moved) -> None:
+        """Move a request along, now and until it is settled; it is the last one of `chain`."""
+        with self.lock:
+            # Before it does anything: what a signal handler raises may end this call, but then the
+            # other ranks count on this one all the same.
+            tails = self.tails
+            tail = tails.get(chain)
+            if tail is not None and not tail.settled:
+                request.after = tail
+            request.chain = chain
+            self._pending.append(request)
+            tails[chain] = request
+            try:  # noqa: SIM105 (a context manager costs more than many an operation's work)
+                request.move()
+            except MpimeshError:
+                pass  # kept by the request, and raised where it is resolved
+
+    def untrack(self, request: Moved) -> None:
+        """Forget a request that is settled. For the thread that holds the lock."""
+        pending, tails, chain = self._pending, self.tails, request.chain
+        if pending and pending[-1] is request:
+            pending.pop()
+        elif request in pending:  # or it is being moved along with all others, and goes after that
+            pending.remove(request)
+        if tails.get(chain) is request:
+            # A signal handler that waits for something else may have done it meanwhile.
+            tails.pop(chain, None)
+
+    def advance(self) -> None:
+        """Move every unfinished operation along. An error stays with its operation."""
+        if not self.lock.acquire(blocking=False):
+            return  # another thread does it
+        try:
+            self.move_all()
+        finally:
+            self.lock.release()
+
+    def move_all(self) -> None:
+        """Do the same, by the thread that holds the lock."""
+        pending, self._pending = self._pending, []
+        try:
+            for request in pending:
+                try:
+                    request.move()
+                except Exception:
+                    if not request.settled:
+                        raise  # no error of the operation, which goes on
+        finally:
+            # A step may have staged further operations meanwhile: they are in the new list.
+            self._pending[:0] = [request for request in pending if not request.settled]

@@ -1,0 +1,573 @@
+"""The communicator that moves host memory by MPI.
+
+Two kinds of MPI are met. From version 4 on, counts are as large as memory.
+Before that they are C ints, and whatever has more than `limit` elements goes in
+pieces: reductions and broadcasts as a row of smaller ones, everything with
+blocks (whose displacements would overflow too) as messages between pairs. The
+limit is a setting, so tests run the whole suite with a limit of 7.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate
+from typing import Any, NoReturn
+
+import numpy as np
+from mpi4py import MPI
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.comm.base import (
+    MAX_USER_TAG,
+    WHOLE_MESSAGE_BYTES,
+    Communicator,
+    Condition,
+    RecvRequest,
+    Request,
+    all_done,
+    block_slices,
+)
+from mpimesh.comm.doorbell import Doorbell
+from mpimesh.comm.engine import Steps
+from mpimesh.comm.mailbox import Mailbox
+from mpimesh.comm.waiting import poll
+from mpimesh.errors import TransportError
+
+__all__ = ["CollectiveOrder", "MPICommunicator", "places_but"]
+
+_PAIRWISE_TAG = MAX_USER_TAG + 1
+_FUNCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
+_UFUNCS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+_SATURATES = "Open MPI" in MPI.Get_library_version()
+"""Its vector code sums whole numbers of 8 and 16 bits with saturation: 200 + 100 is 255."""
+_AS_NUMPY = {op: _FUNCTIONS[op] for op in ("sum", "prod") if op == "prod" or not _SATURATES}
+"""What MPI does as NumPy does, whatever the dtype."""
+_LARGEST_COUNT_BEFORE_MPI_4 = 1 << 30
+_COPIED_BYTES = 1 << 16
+"""Up to this size a message to oneself is copied, and its send is done at once."""
+
+_OWNERS: dict[int, str] = {}
+"""What each communicator is for that was split and not freed, by its handle in MPI."""
+
+
+class MPICommunicator(Communicator):
+    """Ranks of an MPI intracommunicator, which this object owns.
+
+    Args:
+        comm: The communicator; :meth:`free` frees it.
+        limit: Most elements in one MPI call; 0 for what this MPI can do.
+        order: That of another object for the same MPI communicator.
+
+    Attributes:
+        bells: For each rank its bell, or None if it is on another node; empty if none is known.
+    """
+
+    kind = "mpi"
+    bells: Sequence[Doorbell | None] = ()
+
+    def __init__(
+        self, comm: MPI.Intracomm, *, limit: int = 0, order: CollectiveOrder | None = None
+    ) -> None:
+        self._comm = comm
+        self._order = order or CollectiveOrder()
+        self._freed = False
+        self._chunk_setting = limit
+        before_4 = MPI.VERSION < 4
+        self._limit = limit or (_LARGEST_COUNT_BEFORE_MPI_4 if before_4 else 1 << 62)
+        self._message_limit = max(self._limit, WHOLE_MESSAGE_BYTES)
+        self._large_blocks_in_pairs = bool(limit) or before_4
+        self.rank = comm.rank
+        self.size = comm.size
+        # MPICH copies 8 KiB in a test of a message to oneself: 16 MiB take 2,055 tests.
+        self._to_self = Mailbox(threading.Lock(), lambda: None)
+
+    @classmethod
+    def duplicate(cls, comm: MPI.Intracomm, *, limit: int = 0) -> MPICommunicator:
+        """Collective: make a communicator of the same ranks whose messages are apart."""
+        return cls(comm.Dup(), limit=limit)
+
+    @property
+    def native(self) -> MPI.Intracomm:
+        """The mpi4py communicator, for calls of your own."""
+        return self._comm
+
+    @cached_property
+    def world_ranks(self) -> Sequence[int]:
+        """The number in MPI's world of each rank; -1 for one that is of another world."""
+        group, world = self._comm.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = group.Translate_ranks(None, world)
+        group.Free()
+        world.Free()
+        return [-1 if rank == MPI.UNDEFINED else rank for rank in ranks]
+
+    # -- collectives -------------------------------------------------------------
+
+    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        """Reduce over all ranks into `recv` on each."""
+        if recv.size <= self._limit:
+            function = _AS_NUMPY.get(op)
+            if function is None:
+                function = _as_numpy(op, recv.dtype.char)
+            source = MPI.IN_PLACE if send is None else send
+            if self._order.busy:
+                return self._start("all_reduce", self._comm.Iallreduce, source, recv, function)
+            try:
+                request = self._comm.Iallreduce(source, recv, function)
+            except MPI.Exception as error:
+                _fail("all_reduce", error)
+            return _MPIRequest(request, (send, recv))
+        pieces = self._pieces(recv.size)
+        return all_done(
+            *(self.all_reduce(None if send is None else send[p], recv[p], op) for p in pieces)
+        )
+
+    def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
+        """Reduce over all ranks into `recv` on `root`."""
+        if send.size <= self._limit:
+            return self._start("reduce", self._comm.Ireduce, send, recv, _function(op, send), root)
+        pieces = self._pieces(send.size)
+        return all_done(
+            *(self.reduce(send[p], None if recv is None else recv[p], op, root) for p in pieces)
+        )
+
+    def reduce_scatter(
+        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
+    ) -> Request:
+        """Reduce `send`; rank r gets block r."""
+        if send.size <= self._limit:
+            function = _function(op, send)
+            return self._start(
+                "reduce_scatter", self._comm.Ireduce_scatter, send, recv, counts, function
+            )
+        return all_done(
+            *(
+                self.reduce(send[block], recv if root == self.rank else None, op, root)
+                for root, block in enumerate(block_slices(counts))
+            )
+        )
+
+    def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
+        """Lay the ranks' `send` one after the other in `recv`."""
+        if recv.size > self._limit:
+            return self._exchange([send] * self.size, _cut(recv, counts))
+        if len(set(counts)) == 1:
+            return self._start("all_gather", self._comm.Iallgather, send, recv)
+        return self._start("all_gather", self._comm.Iallgatherv, send, [recv, counts])
+
+    def gather(
+        self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
+    ) -> Request:
+        """Lay the ranks' `send` one after the other in `recv` of `root`."""
+        if sum(counts) > self._limit:
+            incoming = [] if recv is None else _cut(recv, counts)
+            return self._exchange(self._only(root, send), incoming)
+        target = None if recv is None else [recv, counts]
+        return self._start("gather", self._comm.Igatherv, send, target, root)
+
+    def scatter(
+        self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
+    ) -> Request:
+        """Rank r gets block r of root's `send`."""
+        if sum(counts) > self._limit:
+            outgoing = [] if send is None else _cut(send, counts)
+            return self._exchange(outgoing, self._only(root, recv))
+        source = None if send is None else [send, counts]
+        return self._start("scatter", self._comm.Iscatterv, source, recv, root)
+
+    def all_to_all(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Request:
+        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
+        if self._large_blocks_in_pairs:
+            # A rank knows its own counts only, so no rule on them could be agreed.
+            return self._exchange(_cut(send, send_counts), _cut(recv, recv_counts))
+        # The own block stays out of MPI, as messages to oneself do.
+        recv[_block(recv_counts, self.rank)] = send[_block(send_counts, self.rank)]
+        return self._start(
+            "all_to_all",
+            self._comm.Ialltoallv,
+            [send, places_but(send_counts, {self.rank})],
+            [recv, places_but(recv_counts, {self.rank})],
+        )
+
+    def broadcast(self, buffer: HostArray, root: int) -> Request:
+        """Copy `buffer` of `root` into `buffer` of every rank."""
+        if buffer.size <= self._limit:
+            return self._start("broadcast", self._comm.Ibcast, buffer, root)
+        return all_done(*(self.broadcast(buffer[p], root) for p in self._pieces(buffer.size)))
+
+    def barrier(self) -> Request:
+        """Done once every rank has started it."""
+        return self._start("barrier", self._comm.Ibarrier)
+
+    # -- messages ----------------------------------------------------------------
+
+    def isend(self, buffer: HostArray, dest: int, tag: int) -> Request:
+        """Send `buffer`."""
+        if dest == self.rank:
+            copy = buffer.nbytes <= _COPIED_BYTES
+            return self._to_self.send((dest, dest, tag), buffer, copy=copy)
+        if buffer.size <= self._message_limit:
+            request = _begin("send", self._comm.Isend, buffer, dest, tag)
+            bell = self.bells[dest] if self.bells else None
+            if bell is not None:
+                bell.ring()
+            return request
+        pieces = self._pieces(buffer.size, self._message_limit)
+        return all_done(*(self.isend(buffer[p], dest, tag) for p in pieces))
+
+    def irecv(self, buffer: HostArray, source: int, tag: int) -> RecvRequest:
+        """Receive into `buffer`."""
+        if source == self.rank:
+            return self._to_self.receive((source, source, tag), buffer)
+        if buffer.size <= self._message_limit:
+            bell = self.bells[source] if self.bells else None
+            try:
+                return _MPIReceive(self._comm.Irecv(buffer, source, tag), buffer, bell)
+            except MPI.Exception as error:
+                _fail("receive", error)
+        pieces = self._pieces(buffer.size, self._message_limit)
+        return _PiecewiseReceive([self.irecv(buffer[p], source, tag) for p in pieces])
+
+    def probe(self, tag: int) -> tuple[int, int] | None:
+        """Return (source, bytes) of a message with `tag` that waits to be received."""
+        own = self._to_self.find([(self.rank, self.rank, tag)])
+        if own is not None:
+            return self.rank, own[1]
+        status = MPI.Status()
+        if not self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+            return None
+        return status.Get_source(), status.Get_count(MPI.BYTE)
+
+    # -- life --------------------------------------------------------------------
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        timeout_s: float | None = None,
+        *,
+        what: object = "",
+        idle: Callable[[], None] | None = None,
+    ) -> bool:
+        """Call `ready` until it is True, with naps."""
+        return poll(ready, timeout_s, idle, self.engine)
+
+    def split(self, color: int | None, key: int) -> MPICommunicator | None:
+        """Make one communicator for each color."""
+        owner = self.owner or _OWNERS.get(MPI._handleof(self._comm), "")
+        try:
+            part: Any = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        except MPI.Exception as error:
+            _fail("split", error, _advice(error))
+        if part == MPI.COMM_NULL:
+            return None
+        _OWNERS[MPI._handleof(part)] = owner
+        communicator = self._wrap(part)
+        self.adopt(communicator)
+        return communicator
+
+    def idup(self) -> Steps:
+        """Make a communicator of the same ranks without waiting; the steps' value.
+
+        Collectives that are started meanwhile wait for it: Open MPI 5.0.11 makes the duplicate by
+        collectives of its own, which each rank starts when MPI has time, and which met others.
+        """
+        copies: list[MPI.Intracomm] = []
+
+        def start() -> Request:
+            try:
+                copy, request = self._comm.Idup()
+            except MPI.Exception as error:
+                _fail("duplicate", error)
+            copies.append(copy)
+            return _MPIRequest(request, copy)
+
+        yield self._order.add(start, alone=True)
+        # Before the request is done not even the rank may be asked for.
+        duplicate = MPICommunicator(copies[0], limit=self._chunk_setting)
+        self.adopt(duplicate)
+        return duplicate
+
+    def _wrap(self, comm: MPI.Intracomm) -> MPICommunicator:
+        """Return a communicator of this class for `comm`. Collective over `comm`."""
+        return MPICommunicator(comm, limit=self._chunk_setting)
+
+    def free(self) -> None:
+        """Give the MPI communicator back, unless messages may be on their way in it."""
+        if not self._freed and not MPI.Is_finalized():
+            self._freed = True
+            self.free_device()
+            if self.unended:
+                _OWNERS[MPI._handleof(self._comm)] = "closed meshes whose operations did not end"
+            else:
+                poll(self._order.advance)
+                _OWNERS.pop(MPI._handleof(self._comm), None)
+                self._comm.Free()
+
+    def abort(self, code: int) -> None:
+        """End all ranks of the job."""
+        MPI.COMM_WORLD.Abort(code)
+
+    # -- helpers -----------------------------------------------------------------
+
+    def _start(self, name: str, function: Callable[..., MPI.Request], *arguments: Any) -> Request:
+        """Start a collective in its turn."""
+        if self._order.busy:
+            return self._order.add(partial(_begin, name, function, *arguments))
+        return _begin(name, function, *arguments)
+
+    def _pieces(self, size: int, limit: int = 0) -> Iterator[slice]:
+        step = limit or self._limit
+        return (slice(at, at + step) for at in range(0, size, step))
+
+    def _only(self, root: int, block: HostArray) -> list[HostArray]:
+        """One block for each rank, empty but for `root`."""
+        return [block if rank == root else block[:0] for rank in range(self.size)]
+
+    def _exchange(self, outgoing: list[HostArray], incoming: list[HostArray]) -> Request:
+        """Send block d to rank d and receive block s from rank s; empty blocks stay at home."""
+        # Step k talks to the rank k places on, so that no rank is everybody's first.
+        order = [(self.rank + step) % self.size for step in range(self.size)]
+        requests: list[Request] = [
+            self.irecv(incoming[peer], peer, _PAIRWISE_TAG)
+            for peer in order
+            if incoming and incoming[peer].size
+        ]
+        requests += [
+            self.isend(outgoing[peer], peer, _PAIRWISE_TAG)
+            for peer in order
+            if outgoing and outgoing[peer].size
+        ]
+        return all_done(*requests)
+
+
+def _function(op: str, array: HostArray) -> MPI.Op:
+    """Return what reduces arrays of one dtype by `op`."""
+    return _AS_NUMPY.get(op) or _as_numpy(op, array.dtype.char)
+
+
+@lru_cache
+def _as_numpy(op: str, char: str) -> MPI.Op:
+    """Return MPI's operation for numbers of one dtype, or NumPy's where MPI's gives something else.
+
+    MPI's minimum and maximum of floats lose NaN on some ranks and not on others. Which of two NaN,
+    or of 0.0 and -0.0, comes out of NumPy's depends on their order. So MPI must not exchange the
+    operands: then the result has the same bits on all ranks. A signal handler that raises while MPI
+    calls back ends the job.
+
+    Args:
+        op: The reduction.
+        char: The dtype's.
+    """
+    dtype = np.dtype(char)
+    short = _SATURATES and op == "sum" and dtype.kind in "iu" and dtype.itemsize < 4
+    if not short and (op not in ("min", "max") or dtype.kind != "f"):
+        return _FUNCTIONS[op]
+    function = _UFUNCS[op]
+
+    def combine(first: Any, second: Any, _: MPI.Datatype) -> None:
+        target = np.frombuffer(second, dtype)
+        function(np.frombuffer(first, dtype), target, out=target)
+
+    return MPI.Op.Create(combine, commute=short)
+
+
+def places_but(counts: Sequence[int], apart: Collection[int]) -> tuple[list[int], list[int]]:
+    """Return counts and displacements of blocks, with counts of 0 for the ranks in `apart`."""
+    starts = list(accumulate(counts, initial=0))[:-1]
+    return [0 if rank in apart else count for rank, count in enumerate(counts)], starts
+
+
+def _block(counts: Sequence[int], rank: int) -> slice:
+    begin = sum(counts[:rank])
+    return slice(begin, begin + counts[rank])
+
+
+def _cut(buffer: HostArray, counts: Sequence[int]) -> list[HostArray]:
+    return [buffer[block] for block in block_slices(counts)]
+
+
+def _advice(error: MPI.Exception) -> str:
+    """Return who holds communicators, if MPI has no more: MPICH has 2,048."""
+    if "communicators" not in error.Get_error_string():
+        return ""
+    counts = Counter(_OWNERS.values())
+    owners = ", ".join(f"{count} by {owner or 'no mesh'}" for owner, count in counts.most_common(4))
+    return (
+        f"; {len(_OWNERS)} are open on this rank: {owners}; an MPI has few of them: close() meshes "
+        "that are not used any more, or make them in a with statement"
+    )
+
+
+def _begin(name: str, function: Callable[..., MPI.Request], *arguments: Any) -> Request:
+    """Start an operation of MPI at once."""
+    try:
+        return _MPIRequest(function(*arguments), arguments)
+    except MPI.Exception as error:
+        _fail(name, error)
+
+
+class _MPIRequest:
+    """One MPI request and the buffers it works on."""
+
+    __slots__ = ("_buffers", "_request")
+
+    def __init__(self, request: MPI.Request, buffers: object) -> None:
+        self._request = request
+        self._buffers = buffers
+
+    def test(self) -> bool:
+        """Tell whether it is done."""
+        try:
+            return self._request.Test()
+        except MPI.Exception as error:
+            _fail("an operation under way", error)
+
+
+class CollectiveOrder:
+    """The order of the collectives of one MPI communicator, of which some go alone.
+
+    Attributes:
+        busy: Whether one that goes alone is under way, so that all others must queue.
+    """
+
+    __slots__ = ("_alone", "_moving", "_queue", "busy")
+
+    def __init__(self) -> None:
+        self._alone: Request | None = None
+        self._moving = False
+        self._queue: deque[_Queued] = deque()
+        self.busy = False
+
+    def add(self, start: Callable[[], Request], *, alone: bool = False) -> Request:
+        """Return the request of `start`, which is called when its turn has come.
+
+        Args:
+            start: Starts the collective.
+            alone: Whether all that comes after it is to start when it is done.
+        """
+        queued = _Queued(start, alone)
+        self._queue.append(queued)
+        self.busy = True
+        self.advance()
+
+        def test() -> bool:
+            if self.busy:
+                self.advance()
+            if queued.error is not None:
+                raise queued.error
+            return queued.request is not None and queued.request.test()
+
+        return Condition(test)
+
+    def advance(self) -> bool:
+        """Start what may start, and tell whether nothing goes alone any more."""
+        if self._moving:
+            return False  # a signal handler came in between, and waits for something else
+        self._moving = True
+        try:
+            while self._alone is None or self._alone.test():
+                self._alone = None
+                if not self._queue:
+                    self.busy = False
+                    return True
+                queued = self._queue[0]
+                try:
+                    queued.request = queued.start()
+                except Exception as error:
+                    queued.error = error
+                self._queue.popleft()  # now: what a signal handler raises must not lose it
+                if queued.alone:
+                    self._alone = queued.request
+            return False
+        finally:
+            self._moving = False
+
+
+@dataclass(slots=True)
+class _Queued:
+    """A collective that starts in its turn; an error of that is raised where its end is asked for.
+
+    Attributes:
+        start: Starts it.
+        alone: Whether all that comes after it is to start when it is done.
+        request: What was started.
+        error: The error of the start.
+    """
+
+    start: Callable[[], Request]
+    alone: bool
+    request: Request | None = None
+    error: Exception | None = None
+
+
+class _MPIReceive:
+    """A receive, which knows afterwards how much came."""
+
+    __slots__ = ("_bell", "_buffer", "_request", "_status")
+
+    def __init__(self, request: MPI.Request, buffer: HostArray, bell: Doorbell | None) -> None:
+        self._request = request
+        self._buffer = buffer
+        self._bell = bell
+        self._status = MPI.Status()
+
+    def test(self) -> bool:
+        """Tell whether the message is here."""
+        # A finished request is REQUEST_NULL, whose test would overwrite the status.
+        if self._request == MPI.REQUEST_NULL:
+            return True
+        try:
+            done = self._request.Test(self._status)
+        except MPI.Exception as error:
+            _fail("receive", error)
+        if done and self._bell is not None:
+            self._bell.ring()  # the sender may wait for a large message to be taken
+        return done
+
+    def received_bytes(self) -> int:
+        """Return the message's size."""
+        return self._status.Get_count(MPI.BYTE)
+
+    def cancel(self) -> bool:
+        """Take the receive back, if no message has matched it."""
+        if self._request == MPI.REQUEST_NULL:
+            return False
+        self._request.Cancel()
+        poll(self.test)
+        return self._status.Is_cancelled()
+
+
+class _PiecewiseReceive:
+    """A receive in pieces, of a message that has just the buffer's size."""
+
+    __slots__ = ("_pieces", "test")
+
+    def __init__(self, pieces: list[RecvRequest]) -> None:
+        self.test = all_done(*pieces).test
+        self._pieces = pieces
+
+    def received_bytes(self) -> int:
+        """Return the message's size."""
+        return sum(piece.received_bytes() for piece in self._pieces)
+
+    def cancel(self) -> bool:
+        """Take the receive back, if no message has matched it."""
+        taken_back = [piece.cancel() for piece in self._pieces]
+        return all(taken_back)
+
+
+def _fail(name: str, error: MPI.Exception, advice: str = "") -> NoReturn:
+    """Raise an error of MPI as one of the transport, with what to do where that is known."""
+    raise TransportError(
+        f"MPI refused or failed in {name} on rank {MPI.COMM_WORLD.rank}: "
+        f"{error.Get_error_string()}{advice}"
+    ) from error

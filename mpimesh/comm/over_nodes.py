@@ -1,0 +1,509 @@
+"""Collectives on two levels: inside a node in shared memory, between nodes by MPI.
+
+All have one rhythm. The array goes in rounds. In each, the ranks of a node bring
+together what is to leave it; the workers start MPI on their lanes (`lanes.py`); and
+once what was started some rounds before has arrived, the ranks of the node share it.
+So the network is busy while the nodes are.
+
+On one node all arrays may lie in shared memory, on another one not, and neither knows
+of the other. It need not: MPI gets a worker's own memory and never another rank's, so
+what travels on a lane, and in which order, depends on sizes alone.
+
+Sums run over the ranks of a node in their order, and over the nodes as MPI's reduction
+of so many ranks and elements does: the same in every run, and on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import numpy as np
+from mpi4py import MPI
+
+from mpimesh.arrays.types import DType, HostArray
+from mpimesh.comm.algorithms import Ways
+from mpimesh.comm.base import Request
+from mpimesh.comm.engine import Engine, StagedRequest, Steps, run_steps
+from mpimesh.comm.lanes import NOBODY, Lanes, length, windows
+from mpimesh.comm.mpi import MPICommunicator, places_but
+from mpimesh.comm.notes import EXCHANGE, Operation, enter, operation_number
+from mpimesh.comm.region_messages import MessageExchange
+from mpimesh.comm.region_offers import Copies, copied_boxes
+from mpimesh.comm.region_shared import blocks_of_node
+from mpimesh.comm.regions import check_dtypes, check_regions, descriptor
+from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
+from mpimesh.comm.shared_work import agreed_counts, chunks_of, part_of, pieces, reduce_into
+from mpimesh.layout.regions import Regions
+
+__all__ = ["Crossing", "OverNodes", "Stream", "pass_on", "reduce_parts", "share"]
+
+Stream: TypeAlias = Sequence[tuple[int, HostArray | None]]
+"""Stages of a rank, one after the other: elements, and where another takes them to, if it does."""
+
+_LINE_BYTES = 64
+
+_Flying: TypeAlias = deque[tuple[list[Request], Iterable[Request]]]
+"""Requests started on a lane, and the steps that follow once they are done, oldest first."""
+
+_ROUNDS_AHEAD = 2
+"""Rounds that are on their way between the nodes while the ranks go on with the next."""
+
+_ROUND_STAGES = 4
+"""Stages full that a worker sends in a round: fewer, and the ranks of a node meet too often."""
+
+
+class Crossing(MPICommunicator):
+    """Ranks of an MPI communicator on several nodes."""
+
+    def all_gather_in_place(self, array: HostArray, blocks: Sequence[slice]) -> Request:
+        """Copy ``blocks[r]`` of rank r's `array` into those of all; blocks may lie anywhere."""
+        counts = [block.stop - block.start for block in blocks]
+        if max(sum(counts), *(block.stop for block in blocks)) > self._limit:
+            own = array[blocks[self.rank]]
+            coming = [array[block] for block in blocks]
+            coming[self.rank] = own[:0]
+            return self._exchange(self._all_but_own(own), coming)
+        starts = [block.start for block in blocks]
+        whole = [array, (counts, starts)]
+        return self._start("all_gather", self._comm.Iallgatherv, MPI.IN_PLACE, whole)
+
+    def all_to_all_but(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        apart: Collection[int],
+    ) -> Request:
+        """As :meth:`all_to_all`, but leave out the blocks from and to the ranks in `apart`.
+
+        If a rank is in another's `apart`, that one is in its.
+        """
+        sent, received = (places_but(counts, apart) for counts in (send_counts, recv_counts))
+        if not self._large_blocks_in_pairs:
+            return self._start("all_to_all", self._comm.Ialltoallv, [send, sent], [recv, received])
+        outgoing, incoming = (
+            [array[start : start + count] for count, start in zip(*places, strict=True)]
+            for array, places in ((send, sent), (recv, received))
+        )
+        return self._exchange(outgoing, incoming)
+
+    def _all_but_own(self, block: HostArray) -> list[HostArray]:
+        return [block[:0] if rank == self.rank else block for rank in range(self.size)]
+
+
+class OverNodes:
+    """The collectives of one communicator; each returns a request, and they run in order.
+
+    Args:
+        window: The ranks of this node.
+        engine: Moves the operations along.
+        crossing: All ranks. What is started there must wait for its turn (:meth:`in_turn`).
+        lanes: Who carries what.
+    """
+
+    def __init__(
+        self, window: SharedWindow, engine: Engine, crossing: Crossing, lanes: Lanes
+    ) -> None:
+        self._window = window
+        self._engine = engine
+        self._crossing = crossing
+        self._lanes = lanes
+        self._copies = Copies(window, meets=True)
+
+    @property
+    def read_copies(self) -> Sequence[HostArray]:
+        """Copies of blocks that others may yet read: none, for each operation ends together."""
+        return ()
+
+    def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
+        """Begin a collective of MPI's, once none of these is under way, which start others."""
+        if not self._engine.undecided(self):
+            return begin(*arguments)
+        return self._engine.stage(self, run_steps(partial(begin, *arguments)))
+
+    def start(self, name: str, ways: Ways, *arguments: Any) -> StagedRequest:
+        """Start a collective, with the arguments of the communicator's method."""
+        return self._engine.stage(self, getattr(self, f"_{name}")(*arguments))
+
+    def prepare(self, name: str, ways: Ways, *arguments: Any) -> None:
+        """Return None: there is nothing to be gained by preparing a collective of many steps."""
+
+    def exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        max_bytes: int,
+    ) -> StagedRequest:
+        """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
+        check_regions(regions, self._crossing.rank, self._crossing.size, source, target)
+        steps = self._exchange_regions(source, target, regions, max_bytes)
+        return self._engine.stage(self, steps)
+
+    def close(self) -> None:
+        """End what has not ended; what was started by then raises when it is tested."""
+        self._window.close()
+
+    # -- steps -----------------------------------------------------------------------
+
+    def _all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Steps:
+        """Each worker has a part of each chunk: it reduces it here, then on its lane."""
+        window, lanes = self._window, self._lanes
+        source = recv if send is None else send
+        what = operation_number(Operation.ALL_REDUCE, recv, op)
+        entry = yield from self._enter(what, self._place(source), self._place(recv))
+        flying: _Flying = deque()
+        for chunk in self._chunks(recv):
+            parts = self._parts(chunk, recv.itemsize)
+            own = recv[parts[window.rank][0]]
+            workers = parts[: lanes.workers]
+            yield from reduce_parts(window, op, source, entry.sources, workers, own)
+            requests = [lanes.crossing.all_reduce(None, own, op)] if own.size else []
+            flying.append((requests, share(window, recv, parts, entry.targets)))
+            yield from _land(flying, _ROUNDS_AHEAD)
+        yield from _land(flying)
+        yield window.meet()
+
+    def _reduce_scatter(
+        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
+    ) -> Steps:
+        """A worker reduces the blocks of its lane, here and then on it, and hands some on."""
+        window, lanes = self._window, self._lanes
+        what = operation_number(Operation.REDUCE_SCATTER, send, op)
+        entry = yield from self._enter(what, self._place(send))
+        blocks = _Blocks(counts)
+        loads = [lanes.load(lane) for lane in range(lanes.workers)]
+        mine = loads[window.rank] if window.rank < lanes.workers else []
+        beyond = [lanes.beyond(place) for place in range(window.size)]
+        results = {rank: np.empty(counts[rank], send.dtype) for rank in beyond[window.rank]}
+        results |= {NOBODY: np.empty(0, send.dtype), lanes.here[window.rank]: recv}
+        width = max(1, self._round(send) // (len(lanes.nodes) * lanes.waves))
+        flying: _Flying = deque()
+        for at in range(0, max(counts), width):
+            parts = [[blocks.part(r, at, width) for wave in load for r in wave] for load in loads]
+            sizes = [[length(blocks.part(rank, at, width)) for rank in wave] for wave in mine]
+            sums = np.empty(sum(map(sum, sizes)), send.dtype)
+            yield from reduce_parts(window, op, send, entry.sources, parts, sums)
+            requests = []
+            for wave, each in zip(mine, sizes, strict=True):
+                own, sums = sums[: sum(each)], sums[sum(each) :]
+                if own.size:
+                    into = results[wave[lanes.node]][at : at + width]
+                    requests.append(lanes.crossing.reduce_scatter(own, into, each, op))
+            flying.append((requests, ()))
+            yield from _land(flying, _ROUNDS_AHEAD)
+        yield from _land(flying)
+        me = lanes.here[window.rank]
+        handed = [[(counts[r], recv if r == me else None) for r in ranks] for ranks in beyond]
+        outgoing = [results[rank] for rank in beyond[window.rank]]
+        yield from pass_on(window, outgoing, handed, send.dtype)
+        yield window.meet()
+
+    def _all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Steps:
+        """The ranks of a node gather their blocks; then each travels on its rank's lane."""
+        window, lanes = self._window, self._lanes
+        what = operation_number(Operation.ALL_GATHER, recv)
+        entry = yield from self._enter(what, self._place(send), self._place(recv))
+        blocks = _Blocks(counts)
+        mine = lanes.load(window.rank) if window.rank < lanes.workers else []
+        arriving = [lanes.arriving(place) for place in range(window.size)]
+        width = self._round(recv)
+        flying: _Flying = deque()
+        for at in range(0, max(counts), width):
+            here = [blocks.part(rank, at, width) for rank in lanes.here]
+            recv[here[window.rank]] = send[at : at + width]
+            yield from self._gather_here(recv, here, entry, at * recv.itemsize)
+            travelling = [[blocks.part(rank, at, width) for rank in wave] for wave in mine]
+            requests = [
+                lanes.crossing.all_gather_in_place(recv, wave)
+                for wave in travelling
+                if any(map(length, wave))
+            ]
+            held = [[blocks.part(rank, at, width) for rank in ranks] for ranks in arriving]
+            flying.append((requests, share(window, recv, held, entry.targets)))
+            yield from _land(flying, _ROUNDS_AHEAD)
+        yield from _land(flying)
+        yield window.meet()
+
+    def _gather_here(
+        self, recv: HostArray, here: Sequence[slice], entry: Entry, offset_bytes: int
+    ) -> Steps:
+        """Copy parts of the blocks of this node's ranks, of which `recv` has this rank's."""
+        window = self._window
+        if min(entry.sources) < 0:
+            yield from share(window, recv, [[part] for part in here], [-1] * window.size)
+            return
+        for member, part in enumerate(here):
+            if member != window.rank:
+                begin = entry.sources[member] + offset_bytes
+                block = recv[part]
+                block[...] = window.view(member, begin, block.nbytes, block.dtype)
+
+    def _broadcast(self, buffer: HostArray, root: int) -> Steps:
+        """On the root's node all read the root's array; each worker sends a part on its lane."""
+        window, lanes = self._window, self._lanes
+        what = operation_number(Operation.BROADCAST, buffer, root=root)
+        entry = yield from self._enter(what, self._place(buffer))
+        home = lanes.node_of(root)
+        flying: _Flying = deque()
+        for chunk in self._chunks(buffer):
+            parts = self._parts(chunk, buffer.itemsize)
+            then: Iterable[Request] = ()
+            if lanes.node == home:
+                whole = [[chunk] if rank == root else [] for rank in lanes.here]
+                yield from share(window, buffer, whole, entry.sources)
+            else:
+                then = share(window, buffer, parts, entry.sources)
+            own = buffer[parts[window.rank][0]]
+            flying.append(([lanes.crossing.broadcast(own, home)] if own.size else [], then))
+            yield from _land(flying, _ROUNDS_AHEAD)
+        yield from _land(flying)
+        yield window.meet()
+
+    def _all_to_all(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Steps:
+        """Blocks of other nodes go by MPI, while those of this one are read."""
+        window, here = self._window, self._lanes.here
+        # The sizes of the arrays may differ over the ranks; those of the blocks are compared.
+        what = operation_number(Operation.ALL_TO_ALL, send[:0])
+        outgoing, incoming = _Blocks(send_counts), _Blocks(recv_counts)
+        counts = [send_counts[rank] for rank in here] + [recv_counts[rank] for rank in here]
+        entry = yield from self._enter(what, self._place(send), counts=counts)
+        sent = agreed_counts(entry.counts, here)
+        request = self._crossing.all_to_all_but(send, recv, send_counts, recv_counts, set(here))
+        targets = [recv[incoming.whole(rank)] for rank in here]
+        if min(entry.sources) >= 0:
+            starts = [outgoing.whole(rank).start for rank in here]
+            entry = yield from self._enter(what, self._place(send), counts=starts * 2)
+            for member, target in enumerate(targets):
+                at = entry.sources[member] + entry.counts[member][window.rank] * target.itemsize
+                target[...] = window.view(member, at, target.nbytes, target.dtype)
+        else:
+            # Each begins with the rank after it, so that not all read from the same at once.
+            orders = [[*range(m + 1, window.size), *range(m + 1)] for m in range(window.size)]
+            streams = [
+                [(sent[m][to], targets[m] if to == window.rank else None) for to in orders[m]]
+                for m in range(window.size)
+            ]
+            pieces = [send[outgoing.whole(here[to])] for to in orders[window.rank]]
+            yield from pass_on(window, pieces, streams, send.dtype)
+        yield request
+        yield window.meet()
+
+    def _exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        max_bytes: int,
+    ) -> Steps:
+        """Blocks of this node are read where they lie, while those of others come by messages."""
+        window = self._window
+        boxes = () if source is None else copied_boxes(regions, source.shape)
+        offer = self._copies.offer(source, boxes)
+        offer.fill()
+        entry = yield from self._enter(EXCHANGE, offer.at, descriptor(source, target))
+        check_dtypes(dict(enumerate(entry.targets)))
+        blocks = blocks_of_node(window, entry, self._lanes.here, source, target)
+        yield MessageExchange(self._crossing, source, target, regions, blocks, max_bytes)
+        yield window.meet()
+
+    # -- helpers -----------------------------------------------------------------------
+
+    def _enter(
+        self,
+        what: int,
+        source_at: int,
+        target_at: int = NOT_READ,
+        counts: Sequence[int] | None = None,
+    ) -> Steps:
+        """Meet the ranks of this node; those of other nodes do not know of a mismatch here."""
+        return enter(self._window, what, source_at, target_at, counts=counts, on_all=False)
+
+    def _place(self, array: HostArray) -> int:
+        """Return where an array begins in this rank's arena; of an empty one nothing is read."""
+        return self._window.find(array) if array.size else NOT_READ
+
+    def _round(self, array: HostArray) -> int:
+        """Return how many elements of an array a worker sends in a round."""
+        return _ROUND_STAGES * self._window.stage_bytes // array.itemsize
+
+    def _chunks(self, array: HostArray) -> list[slice]:
+        """Cut an array into what travels on all lanes together in a round."""
+        return chunks_of(array.size, self._round(array) * self._lanes.workers)
+
+    def _parts(self, chunk: slice, itemsize: int) -> list[list[slice]]:
+        """Return which part of a chunk each rank of this node carries: none if on no lane."""
+        workers = self._lanes.workers
+        parts = [part_of(length(chunk), itemsize, place, workers) for place in range(workers)]
+        nothing = [[slice(0, 0)]] * (self._window.size - workers)
+        return [[slice(chunk.start + p.start, chunk.start + p.stop)] for p in parts] + nothing
+
+
+class _Blocks:
+    """The blocks of all ranks in an array, one after the other."""
+
+    __slots__ = ("_starts",)
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._starts = [0, *accumulate(counts)]
+
+    def whole(self, rank: int) -> slice:
+        """Return a rank's block."""
+        return slice(self._starts[rank], self._starts[rank + 1])
+
+    def part(self, rank: int, at: int, width: int) -> slice:
+        """Return `width` elements of a rank's block from its element `at` on, or what is left."""
+        if rank == NOBODY:
+            return slice(0, 0)
+        end = self._starts[rank + 1]
+        start = min(self._starts[rank] + at, end)
+        return slice(start, min(start + width, end))
+
+
+def _land(flying: _Flying, most: int = 0) -> Steps:
+    """Wait until no more than so many rounds are on their way, and share what has come."""
+    while len(flying) > most:
+        requests, then = flying.popleft()
+        yield from requests
+        yield from then
+
+
+# -- inside a node -------------------------------------------------------------------------
+#
+# Arrays that lie in shared memory are read where they lie; ordinary ones go through the stage, of
+# which each rank fills one window after the other. All ranks of the node know how long all pieces
+# are, so they take equally many steps.
+
+
+def share(
+    window: SharedWindow, array: HostArray, held: Sequence[Sequence[slice]], places: Sequence[int]
+) -> Steps:
+    """Copy parts of a result, which some ranks have in their arrays, into those of all.
+
+    Who has given a part in shared memory leaves it alone until the next meeting.
+
+    Args:
+        window: The ranks.
+        array: This rank's result.
+        held: Which parts of it each rank has.
+        places: Where each rank's result begins in its arena; -1 for an ordinary array.
+    """
+    givers = [member for member, parts in enumerate(held) if any(map(length, parts))]
+    if window.size == 1 or not givers:
+        return
+    if min(places[giver] for giver in givers) < 0:
+        streams: list[Stream] = [
+            [(length(part), None if member == window.rank else array[part]) for part in parts]
+            for member, parts in enumerate(held)
+        ]
+        yield from pass_on(
+            window, [array[part] for part in held[window.rank]], streams, array.dtype
+        )
+        return
+    yield window.meet()
+    for giver in givers:
+        if giver != window.rank:
+            theirs = window.view(giver, places[giver], array.nbytes, array.dtype)
+            for part in held[giver]:
+                array[part] = theirs[part]
+
+
+def pass_on(
+    window: SharedWindow, outgoing: Sequence[HostArray], streams: Sequence[Stream], dtype: DType
+) -> Steps:
+    """Hand pieces of ordinary arrays on through the stage.
+
+    Args:
+        window: The ranks.
+        outgoing: This rank's pieces, as long as its stream says.
+        streams: For each rank its stream.
+        dtype: That of all pieces.
+    """
+    step = window.stage_bytes // dtype.itemsize
+    rows = [[size for size, _ in stream] for stream in streams]
+    mine = windows(rows[window.rank], step)
+    theirs = [
+        (member, windows(rows[member], step))
+        for member, stream in enumerate(streams)
+        if any(target is not None for _, target in stream)
+    ]
+    for _ in range(-(-max(map(sum, rows)) // step)):
+        room = window.inputs(dtype, coming=1)[window.rank]
+        for fragment in next(mine, []):
+            room[fragment.place] = outgoing[fragment.piece][fragment.part]
+        yield window.meet()
+        staged = window.inputs(dtype)
+        for member, row in theirs:
+            for fragment in next(row, []):
+                target = streams[member][fragment.piece][1]
+                if target is not None:
+                    target[fragment.part] = staged[member][fragment.place]
+
+
+def reduce_parts(
+    window: SharedWindow,
+    op: str,
+    source: HostArray,
+    places: Sequence[int],
+    parts: Sequence[Sequence[slice]],
+    target: HostArray,
+) -> Steps:
+    """Reduce parts of all ranks' arrays, each of them by one rank, in the order of the ranks.
+
+    Args:
+        window: The ranks.
+        op: The reduction.
+        source: This rank's array.
+        places: Where each rank's array begins in its arena; -1 for an ordinary one.
+        parts: What each of the first ranks reduces.
+        target: What this rank's parts become, one after the other. May be the part of `source`
+            that they are.
+    """
+    own = parts[window.rank] if window.rank < len(parts) else []
+    if window.size > 1 and min(places) < 0:
+        yield from _reduce_staged(window, op, source, parts, target)
+        return
+    sources = [source] if window.size == 1 else window.views(places, source.nbytes, source.dtype)
+    at = 0
+    for part in own:
+        for piece in pieces(part, source.itemsize):
+            size = length(piece)
+            reduce_into(window, op, [one[piece] for one in sources], target[at : at + size])
+            at += size
+
+
+def _reduce_staged(
+    window: SharedWindow,
+    op: str,
+    source: HostArray,
+    parts: Sequence[Sequence[slice]],
+    target: HostArray,
+) -> Steps:
+    """Reduce parts of ordinary arrays; the stage has a room for what each rank reduces."""
+    step = window.stage_bytes // (len(parts) * _LINE_BYTES) * _LINE_BYTES // source.itemsize
+    sizes = [sum(map(length, row)) for row in parts]
+    rows = [windows(map(length, row), step) for row in parts]
+    begin = window.rank * step
+    for number in range(-(-max(sizes) // step)):
+        room = window.inputs(source.dtype, coming=1)[window.rank]
+        for worker, row in enumerate(rows):
+            into = room[worker * step :]
+            for fragment in next(row, []):
+                into[fragment.place] = source[parts[worker][fragment.piece]][fragment.part]
+        yield window.meet()
+        if window.rank < len(parts):
+            own = target[number * step : (number + 1) * step]
+            if own.size:
+                staged = window.inputs(source.dtype)
+                reduce_into(window, op, [one[begin : begin + own.size] for one in staged], own)

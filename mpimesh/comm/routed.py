@@ -1,0 +1,372 @@
+"""The communicator that takes the fastest way for each collective.
+
+It is MPI's, and knows besides which of its ranks share a node. Making one is collective, and that
+is when the ranks tell each other where their memory is, try to open it, and agree on whether all of
+them could, and on the table of algorithms (`algorithms.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Sizes, Ways
+from mpimesh.comm.base import Request
+from mpimesh.comm.engine import Engine, Steps
+from mpimesh.comm.lanes import Lanes
+from mpimesh.comm.mpi import MPICommunicator
+from mpimesh.comm.node import Node, find_neighbours
+from mpimesh.comm.over_nodes import Crossing, OverNodes
+from mpimesh.comm.shared_collectives import SharedCollectives
+from mpimesh.comm.shared_window import SharedWindow
+from mpimesh.comm.tuner import KeptSizes, measure
+from mpimesh.comm.waiting import poll
+from mpimesh.layout.regions import Regions
+from mpimesh.settings import Settings
+
+__all__ = ["RoutedCommunicator", "open_node", "routed"]
+
+_LEAVE_TOGETHER_S = 2.0
+_BY_MPI = Ways("mpi", "mpi")
+_LARGE = 1 << 61
+_ASKED_FOR = {
+    "mpi": _BY_MPI,
+    "slots": Ways("slots", "slots"),
+    "in_place": Ways("mpi", "in_place"),
+    "chunks": Ways("chunks", "chunks"),
+    "two_levels": Ways("two_levels", "two_levels"),
+}
+"""What a caller may ask for, where these ranks have it."""
+_SIZED_BY_RESULT = ("all_reduce", "all_gather")
+
+
+class RoutedCommunicator(MPICommunicator):
+    """Ranks of an MPI communicator, of which those on one node share memory.
+
+    Args:
+        comm: The communicator, which becomes this object's.
+        node: The memory of this process, and what it sees of others.
+        engine: Moves operations of several steps along.
+        sizes: From which sizes on operations go through shared memory.
+        limit: As for :class:`MPICommunicator`. With a limit, the stage is as small as it can be.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, node: Node, engine: Engine, sizes: KeptSizes, *, limit: int = 0
+    ) -> None:
+        super().__init__(comm, limit=limit)
+        self._engine = self.engine = engine
+        # What has begun in turn must not queue behind itself, so its pieces go by this one.
+        self._plain = MPICommunicator(comm, limit=limit, order=self._order)
+        self._node = node
+        self._sizes = sizes
+        self._lane: Crossing | None = None
+        self._shared: SharedCollectives | OverNodes | None = None
+        self._kept: HostArray | None = None
+        self._once: list[HostArray] = []
+        self._window: SharedWindow | None = None
+        self._neighbours: list[int] = []
+        self._several_nodes = False
+        self._reads_regions = True
+        self._why = "a rank alone"
+        table = self._join() if self.size > 1 else None
+        self._algorithms = table or Algorithms.only("mpi", self._why or "no other way has it")
+
+    def force(self, way: str) -> str:
+        """Move host memory by ``"mpi"`` or ``"node_shared"`` alone; return why not, if so."""
+        if way == "mpi":
+            self._algorithms = Algorithms.only("mpi", "asked for")
+            self._reads_regions = False
+            self.lending = None
+            return ""
+        if way != "node_shared":
+            return f"these ranks have 'mpi' and 'node_shared', not {way!r}"
+        if self._window is None:
+            return self._why
+        if self._several_nodes:
+            return "its ranks are on several nodes"
+        self._algorithms = Sizes.everything("asked for").on_one_node(_most_slot_bytes(self._window))
+        return ""
+
+    def algorithms(self) -> Algorithms:
+        """Return the table by which it moves host memory. Local."""
+        return self._algorithms
+
+    def _join(self) -> Algorithms | None:
+        """Collective: set shared memory up, and agree on the table; None if there is none."""
+        small = bool(self._chunk_setting)
+        found = find_neighbours(self._comm, self._node, self._sizes.number, small)
+        self._why, self._kept = found.why_not, found.kept
+        self._several_nodes = len(found.nodes) > 1
+        if self._several_nodes:
+            node_of = {rank: node for node, ranks in enumerate(found.nodes) for rank in ranks}
+            self.nodes = tuple(node_of[rank] for rank in range(self.size))
+        self._neighbours = next(ranks for ranks in found.nodes if self.rank in ranks)
+        self._engine.share_cores(len(self._neighbours), found.cores)
+        self.signatures = found.signatures
+        window = found.window
+        if window is None:
+            return None
+        self.lending = window.lending(self._neighbours)
+        self._window = window
+        self._engine.bell = None if self._node.arena is None else self._node.arena.bell
+        bells = dict(zip(self._neighbours, window.bells, strict=False))
+        self.bells = [bells.get(rank) for rank in range(self.size)]
+        # With tiny chunks everything is slow: there nothing is measured.
+        unmeasured = small and self._sizes.mode != "always"
+        most, engine, arena = _most_slot_bytes(window), self._engine, self._node.arena
+        if self._several_nodes:
+            shared = self._shared = self._over_nodes(window, found.nodes)
+            sizes = (
+                Sizes.unmeasured(several_nodes=True)
+                if unmeasured
+                else self._sizes.agreed(
+                    self._plain,
+                    len(found.nodes),
+                    lambda: measure(self._plain, shared, engine, None, most),
+                )
+            )
+            return sizes.on_several_nodes()
+        on_node = self._shared = SharedCollectives(window, engine, self._plain)
+        sizes = (
+            Sizes.unmeasured()
+            if unmeasured
+            else self._sizes.agreed(
+                self._plain, 1, lambda: measure(self._plain, on_node, engine, arena, most)
+            )
+        )
+        return sizes.on_one_node(most)
+
+    def _over_nodes(self, window: SharedWindow, nodes: Sequence[Sequence[int]]) -> OverNodes:
+        """Collective: make the lanes."""
+        lanes = Lanes(nodes, self.rank)
+        lane = window.rank if window.rank < lanes.workers else MPI.UNDEFINED
+        comm: Any = self._comm.Split(lane, lanes.node)
+        if comm != MPI.COMM_NULL:
+            self._lane = lanes.crossing = Crossing(comm, limit=self._chunk_setting)
+        crossing = Crossing(self._comm, limit=self._chunk_setting, order=self._order)
+        return OverNodes(window, self._engine, crossing, lanes)
+
+    def offer_once(self, nbytes: int) -> int:
+        """Return where memory for all ranks of the node begins in this rank's arena."""
+        arena = self._node.arena
+        if self._window is None or self._window.rank or arena is None:
+            return -1
+        memory = arena.empty(nbytes)
+        if memory is None:
+            return -1
+        self._once.append(memory)  # as long as there is this communicator: others read it
+        return arena.find(memory)
+
+    def take_once(self, places: Sequence[int], nbytes: int) -> tuple[HostArray, bool] | None:
+        """Return the memory that the first rank of this node has offered."""
+        if self._window is None:
+            return None
+        at = places[self._neighbours[0]]
+        if at < 0:
+            return None
+        if self._window.rank == 0:
+            return self._once[-1], True  # its own, which lives as long as the array
+        return self._window.view(0, at, nbytes, np.dtype(np.uint8)), False
+
+    def averages(self, nbytes: int) -> bool:
+        """Tell whether all-reduce of such an array knows ``"mean"``: on one node, it may."""
+        return not self._several_nodes and self._ways("all_reduce", nbytes) != _BY_MPI
+
+    def prepare(self, name: str, arguments: tuple[Any, ...]) -> Callable[[], Request | Steps]:
+        """Return what starts a collective or an exchange of these arrays, as often as wanted."""
+        shared = self._shared
+        if not isinstance(shared, SharedCollectives):
+            return super().prepare(name, arguments)
+        if name == "exchange_regions" and self._reads_regions:
+            return shared.prepare_exchange(*arguments)
+        if name in OPERATIONS:
+            ways = self._ways_of(name, arguments)
+            if ways == _BY_MPI:
+                return partial(shared.in_turn, getattr(self._plain, name), *arguments)
+            again = shared.prepare(name, ways, *arguments)
+            if again is not None:
+                return again
+        return super().prepare(name, arguments)
+
+    def most_bytes_by(self, name: str, algorithm: str) -> int:
+        """Return the largest array that collective `name` can move by `algorithm`. Local."""
+        if algorithm not in _ASKED_FOR or algorithm == "mpi":
+            return super().most_bytes_by(name, algorithm)
+        shared = self._shared
+        if shared is None or not self._reads_regions or name not in OPERATIONS:
+            return -1
+        if isinstance(shared, OverNodes) or algorithm == "two_levels":
+            return NEVER if isinstance(shared, OverNodes) and algorithm == "two_levels" else -1
+        if algorithm == "slots":
+            if name != "all_reduce" or self._window is None:
+                return -1
+            return _most_slot_bytes(self._window)
+        return NEVER
+
+    def begin_by(self, name: str, algorithm: str) -> Callable[..., Request | Steps]:
+        """Return what starts collective `name` by `algorithm`, which these ranks have. Local."""
+        ways = _ASKED_FOR.get(algorithm)
+        if ways is None:
+            return super().begin_by(name, algorithm)
+        return partial(self._begin_in, name, ways)
+
+    def _begin_in(self, name: str, ways: Ways, *arguments: Any) -> Request:
+        """Start a collective in the ways that are asked for; nothing of no bytes is shared."""
+        if ways != _BY_MPI and not arguments[name in _SIZED_BY_RESULT].nbytes:
+            ways = _BY_MPI
+        return self._start_by(name, ways, *arguments)
+
+    def _ways_of(self, name: str, arguments: tuple[Any, ...]) -> Ways:
+        """Return the ways of a collective with these arguments."""
+        if name == "all_to_all":
+            # The ranks know only their own sizes. Whether these are large enough they tell each
+            # other; nothing else hangs on them.
+            largest, own = self._ways(name, _LARGE), self._ways(name, arguments[0].nbytes)
+            return largest if own == largest else Ways(largest.host, "not offered")
+        return self._ways(name, arguments[name in _SIZED_BY_RESULT].nbytes)
+
+    # -- collectives -------------------------------------------------------------------
+
+    def _ways(self, operation: str, nbytes: int) -> Ways:
+        return self._algorithms.ways(operation, nbytes) if self._shared is not None else _BY_MPI
+
+    def _start_by(self, name: str, ways: Ways, *arguments: Any) -> Request:
+        """Start a collective in these ways."""
+        shared = self._shared
+        if shared is None:
+            return getattr(self._plain, name)(*arguments)  # type: ignore[no-any-return]
+        if ways == _BY_MPI:
+            return shared.in_turn(getattr(self._plain, name), *arguments)
+        return shared.start(name, ways, *arguments)
+
+    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
+        """Reduce over all ranks into `recv` on each."""
+        ways = self._ways("all_reduce", recv.nbytes)
+        return self._start_by("all_reduce", ways, send, recv, op)
+
+    def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
+        """Reduce over all ranks into `recv` on `root`."""
+        return self._start_by("reduce", _BY_MPI, send, recv, op, root)
+
+    def reduce_scatter(
+        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
+    ) -> Request:
+        """Reduce `send`; rank r gets block r."""
+        ways = self._ways("reduce_scatter", send.nbytes)
+        return self._start_by("reduce_scatter", ways, send, recv, counts, op)
+
+    def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
+        """Lay the ranks' `send` one after the other in `recv`."""
+        ways = self._ways("all_gather", recv.nbytes)
+        return self._start_by("all_gather", ways, send, recv, counts)
+
+    def gather(
+        self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
+    ) -> Request:
+        """Lay the ranks' `send` one after the other in `recv` of `root`."""
+        return self._start_by("gather", _BY_MPI, send, recv, counts, root)
+
+    def scatter(
+        self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
+    ) -> Request:
+        """Rank r gets block r of root's `send`."""
+        return self._start_by("scatter", _BY_MPI, send, recv, counts, root)
+
+    def all_to_all(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+    ) -> Request:
+        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
+        arguments = send, recv, send_counts, recv_counts
+        return self._start_by("all_to_all", self._ways_of("all_to_all", arguments), *arguments)
+
+    def broadcast(self, buffer: HostArray, root: int) -> Request:
+        """Copy `buffer` of `root` into `buffer` of every rank."""
+        return self._start_by("broadcast", self._ways("broadcast", buffer.nbytes), buffer, root)
+
+    def exchange_regions(
+        self,
+        source: HostArray | None,
+        target: HostArray | None,
+        regions: Regions,
+        *,
+        max_bytes: int = 0,
+    ) -> Request | Steps:
+        """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
+        if self._shared is None or not self._reads_regions:
+            return super().exchange_regions(source, target, regions, max_bytes=max_bytes)
+        return self._shared.exchange_regions(source, target, regions, max_bytes)
+
+    def barrier(self) -> Request:
+        """Done once every rank has started it."""
+        return self._start_by("barrier", _BY_MPI)
+
+    # -- life --------------------------------------------------------------------------
+
+    def free(self) -> None:
+        """Give the MPI communicator and the memory back, unless somebody may still use them."""
+        if self._freed or MPI.Is_finalized():
+            return
+        if self.signatures is not None:
+            self.signatures.close()
+        if self._kept is not None:
+            # What was given up by an error must not go on in memory that is used again.
+            if self._shared is not None:
+                self._shared.close()
+            if self.unended or not poll(self._plain.barrier().test, _LEAVE_TOGETHER_S):
+                # A rank may yet look at this one's counter, or read what it has offered; and the
+                # barrier goes on, which Open MPI does not survive on a communicator it has freed.
+                copies = () if self._shared is None else self._shared.read_copies
+                for memory in (self._kept, *self._once, *copies):
+                    self._node.keep(memory)
+                self._freed = True
+        if self.lending is not None:
+            self.lending.close(self._node.keep)
+        self._shared = self._kept = self._window = self.lending = None
+        self._once.clear()
+        if self._freed:
+            self.free_device()
+        elif self._lane is not None:
+            self._lane.unended = self.unended
+            self._lane.free()
+        super().free()
+
+    def _wrap(self, comm: MPI.Intracomm) -> RoutedCommunicator:
+        return RoutedCommunicator(
+            comm, self._node, self._engine, self._sizes, limit=self._chunk_setting
+        )
+
+
+def _most_slot_bytes(window: SharedWindow) -> int:
+    """Return the largest array that goes through slots as a whole."""
+    # Every rank reads all, so the more ranks, the sooner other ways win.
+    return 2 * window.stage_bytes // max(2, window.size)
+
+
+def open_node(settings: Settings) -> Node:
+    """Return the memory of this process, for the ranks of its node. Local."""
+    part = MPI.COMM_WORLD.rank // settings.node_ranks if settings.node_ranks else 0
+    return Node(part)
+
+
+def routed(
+    communicator: MPICommunicator, node: Node, engine: Engine, settings: Settings
+) -> RoutedCommunicator:
+    """Collective: return a communicator for the same MPI communicator, which it takes over."""
+    if isinstance(communicator, RoutedCommunicator):
+        return communicator
+    sizes = node.sizes.get(settings.node_shared)
+    if sizes is None:
+        sizes = node.sizes[settings.node_shared] = KeptSizes.of_machine(settings.node_shared)
+    return RoutedCommunicator(
+        communicator.native, node, engine, sizes, limit=settings.chunk_elements
+    )

@@ -1,0 +1,320 @@
+"""Sizes from which on shared memory, or two levels over nodes, are faster than MPI's messages.
+
+Where two ways cross depends on the machine and its MPI, so it is measured, once for each machine,
+MPI, and number of ranks on a node; the answer is kept in the user's cache folder. The measurement
+takes turns, so that a slow moment meets both ways, and counts the fastest of some rounds, the
+slowest rank's of each: a tenth of a second or two, more with more ranks than cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from mpimesh.arrays.types import HostArray
+from mpimesh.comm.algorithms import NEVER, OPERATIONS, Sizes, Ways
+from mpimesh.comm.arena import Arena
+from mpimesh.comm.base import Communicator, Request
+from mpimesh.comm.engine import Engine
+from mpimesh.comm.mpi_environment import (
+    cache_folder,
+    digest,
+    loaded_ucx,
+    tuning,
+    write_json,
+)
+from mpimesh.comm.waiting import poll, test_often
+
+__all__ = ["KeptSizes", "measure"]
+
+_NUMBERS = len(OPERATIONS) + 2
+_SLOT_BYTES = (8, 512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10)
+_CHUNKED_BYTES = (1 << 20, 4 << 20)
+_REDUCED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
+_MOVED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
+_CROSSING_BYTES = (16 << 10, 128 << 10, 1 << 20)
+_CLEARLY = 0.95
+"""Another way has to win by this much: a draw is MPI's."""
+
+_Way: TypeAlias = Callable[[], Request]
+
+
+class _Collectives(Protocol):
+    """Those in shared memory, or on two levels, by given ways."""
+
+    def start(self, name: str, ways: Ways, *arguments: Any) -> Request: ...
+    def prepare(self, name: str, ways: Ways, *arguments: Any) -> _Way | None: ...
+
+
+def measure(
+    messages: Communicator,
+    shared: _Collectives,
+    engine: Engine,
+    arena: Arena | None,
+    most_slot_bytes: int,
+) -> Sizes:
+    """Collective: return from which size on each operation is faster than by messages.
+
+    Args:
+        messages: The ranks, and their collectives by messages.
+        shared: Their collectives in other ways.
+        engine: Moves operations along.
+        arena: Gives arrays in shared memory; None for ranks on several nodes.
+        most_slot_bytes: The largest array that fits into a slot.
+    """
+    clock = _Clock(messages, engine)
+    if arena is None:
+        return _measure_levels(clock, messages, shared)
+
+    def all_reduces(ways: Ways, x: HostArray) -> tuple[_Way, _Way]:
+        return (
+            lambda: messages.all_reduce(None, x, "sum"),
+            _prepared(shared, "all_reduce", ways, None, x, "sum"),
+        )
+
+    slots, chunks = Ways("slots", "slots"), Ways("chunks", "chunks")
+    placed = Ways("mpi", "in_place")
+    in_slots = {
+        nbytes: clock.is_faster(nbytes, *all_reduces(slots, np.zeros(nbytes // 8)))
+        for nbytes in _SLOT_BYTES
+        if nbytes <= most_slot_bytes
+    }
+    in_chunks = {
+        nbytes: clock.is_faster(nbytes, *all_reduces(chunks, np.zeros(nbytes // 8)))
+        for nbytes in _CHUNKED_BYTES
+    }
+    faster: dict[str, dict[int, bool]] = {name: {} for name in OPERATIONS}
+    for nbytes in _REDUCED_BYTES:
+        both = all_reduces(placed, _zeros(arena, nbytes // 8))
+        faster["all_reduce"][nbytes] = clock.is_faster(nbytes, *both)
+    for nbytes in _MOVED_BYTES:
+        for name, both in _moves(messages, shared, placed, arena, nbytes).items():
+            faster[name][nbytes] = clock.is_faster(nbytes, *both)
+    return Sizes(
+        [_crossing(faster[name], 2 * max(faster[name])) for name in OPERATIONS],
+        "",
+        slots_from=_crossing(in_slots, NEVER),
+        chunks_from=_crossing(in_chunks, NEVER),
+    )
+
+
+def _measure_levels(clock: _Clock, messages: Communicator, shared: _Collectives) -> Sizes:
+    """Measure ranks on several nodes: all but an all-to-all, whose ranks know only their sizes."""
+    levels = Ways("two_levels", "two_levels")
+    names = [name for name in OPERATIONS if name != "all_to_all"]
+    faster: dict[str, dict[int, bool]] = {name: {} for name in names}
+    for nbytes in _CROSSING_BYTES:
+        moves = _moves(messages, shared, levels, None, nbytes)
+        x = np.zeros(nbytes // 8)
+        moves["all_reduce"] = (
+            partial(messages.all_reduce, None, x, "sum"),
+            partial(shared.start, "all_reduce", levels, None, x, "sum"),
+        )
+        for name in names:
+            faster[name][nbytes] = clock.is_faster(256 << 10, *moves[name], rounds=3)
+    sizes = {name: _crossing(faster[name], 2 * max(_CROSSING_BYTES)) for name in names}
+    return Sizes([sizes.get(name, NEVER) for name in OPERATIONS], "")
+
+
+def _moves(
+    messages: Communicator, shared: _Collectives, ways: Ways, arena: Arena | None, nbytes: int
+) -> dict[str, tuple[_Way, _Way]]:
+    """Return both ways of each operation that moves arrays of so many bytes over all ranks."""
+    ranks = messages.size
+    each = nbytes // ranks // 8
+    counts = [each] * ranks
+    whole, block = _zeros(arena, each * ranks), _zeros(arena, each)
+    out, part = _zeros(arena, each * ranks), _zeros(arena, each)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "reduce_scatter": (whole, part, counts, "sum"),
+        "all_gather": (block, out, counts),
+        "broadcast": (whole, 0),
+        "all_to_all": (whole, out, counts, counts),
+    }
+
+    def both(name: str) -> tuple[_Way, _Way]:
+        given = arguments[name]
+        method = getattr(messages, name)
+        return lambda: method(*given), _prepared(shared, name, ways, *given)
+
+    return {name: both(name) for name in arguments}
+
+
+def _prepared(shared: _Collectives, name: str, ways: Ways, *arguments: Any) -> _Way:
+    """Return what starts a collective as a plan does: plain calls pay more for either way alike."""
+    return shared.prepare(name, ways, *arguments) or partial(shared.start, name, ways, *arguments)
+
+
+def _zeros(arena: Arena | None, size: int) -> HostArray:
+    part = None if arena is None else arena.empty(8 * size)
+    array = np.empty(size) if part is None else part.view(np.float64)
+    array[...] = 0
+    return array
+
+
+class _Clock:
+    """Takes turns of two ways; the answers are the same on all ranks."""
+
+    def __init__(self, messages: Communicator, engine: Engine) -> None:
+        self._messages = messages
+        self._engine = engine
+
+    def is_faster(self, nbytes: int, first: _Way, second: _Way, *, rounds: int = 5) -> bool:
+        """Tell whether the second way is clearly faster."""
+        # One call of a small operation is shorter than what the scheduler may do in between.
+        calls = max(1, min(16, (256 << 10) // nbytes))
+        best_s = np.full(2, np.inf)
+        for _ in range(rounds):
+            self._engine.steps += 1  # whoever looks after waits sees that this one gets on
+            for number, way in enumerate((first, second)):
+                self._finish(self._messages.barrier())
+                start_s = time.perf_counter()
+                for _ in range(calls):
+                    self._finish(way())
+                best_s[number] = min(best_s[number], time.perf_counter() - start_s)
+        self._finish(self._messages.all_reduce(None, best_s, "max"))
+        return bool(best_s[1] < _CLEARLY * best_s[0])
+
+    def _finish(self, request: Request) -> None:
+        """Wait as a handle does: some tests in a row, and then with naps."""
+        engine = self._engine
+        if test_often(request.test, engine):
+            return
+
+        def ready() -> bool:
+            engine.advance()
+            return request.test()
+
+        poll(ready, engine=engine)
+
+
+def _crossing(faster: Mapping[int, bool], otherwise: int) -> int:
+    """Return the smallest size from which on another way is faster at all larger ones."""
+    crossing = otherwise
+    for nbytes in sorted(faster, reverse=True):
+        if not faster[nbytes]:
+            break
+        crossing = nbytes
+    return crossing
+
+
+# -- kept ------------------------------------------------------------------------------
+
+_FORMAT = "8"
+_KEPT = "faster, as measured on this machine before"
+_MEASURED = "faster, as measured in this job"
+
+
+class KeptSizes:
+    """The sizes of one process: set, measured in this job, or kept from an earlier one.
+
+    Args:
+        mode: ``"auto"``, ``"always"`` or ``"never"``: the setting ``MPIMESH_NODE_SHARED``.
+        path: The file that keeps what was measured; None keeps nothing.
+    """
+
+    def __init__(self, mode: str, path: Path | None) -> None:
+        self.mode = mode
+        self._path = path
+        self._known = {
+            group: Sizes.of_numbers(numbers, _KEPT) for group, numbers in _read(path).items()
+        }
+
+    @classmethod
+    def of_machine(cls, mode: str) -> KeptSizes:
+        """Return those that hold for this machine and its MPI. Local."""
+        folder = cache_folder()
+        name = f"shared-memory-{digest(_FORMAT, *_machine())}.json"
+        return cls(mode, None if folder is None else folder / name)
+
+    @property
+    def number(self) -> int:
+        """The mode as a number that the ranks compare; 0 for never."""
+        return ("never", "always", "auto").index(self.mode)
+
+    def of_ranks(self, ranks: int, nodes: int = 1) -> Sizes | None:
+        """Return the sizes for so many ranks on so many nodes; None if they are to be measured."""
+        if self.mode == "always":
+            return Sizes.everything("MPIMESH_NODE_SHARED=always")
+        return self._known.get((ranks, nodes))
+
+    def agreed(self, messages: Communicator, nodes: int, measured: Callable[[], Sizes]) -> Sizes:
+        """Collective: return what rank 0 knows, or what all measure if it knows nothing."""
+        ranks = messages.size
+        known = self.of_ranks(ranks, nodes)
+        if self.mode == "always" and known is not None:
+            return known
+        numbers = np.zeros(_NUMBERS, np.int64)
+        if messages.rank == 0 and known is not None:
+            numbers[...] = known.numbers
+        poll(messages.broadcast(numbers, 0).test)
+        new = not numbers.all()
+        if new:
+            numbers[...] = measured().numbers
+        keep = messages.rank == 0 and known is None
+        return self.learn(ranks, numbers.tolist(), nodes=nodes, measured=new, keep=keep)
+
+    def learn(
+        self, ranks: int, numbers: list[int], *, nodes: int = 1, measured: bool, keep: bool
+    ) -> Sizes:
+        """Take over what was measured or what another rank knows; `keep` writes it down."""
+        known = self._known.get((ranks, nodes))
+        if known is not None and known.numbers == numbers:
+            return known  # which says when it was measured
+        sizes = Sizes.of_numbers(numbers, _MEASURED if measured else _KEPT)
+        self._known[ranks, nodes] = sizes
+        if keep and self._path is not None:
+            table = {**_read(self._path), (ranks, nodes): numbers}
+            # Not to be able to keep it costs the next job a tenth of a second, no more.
+            with suppress(OSError):
+                write_json(self._path, {f"{r} on {n}": row for (r, n), row in table.items()})
+        return sizes
+
+
+def _machine() -> list[str]:
+    # Imported late: importing it starts MPI.
+    from mpi4py import MPI
+
+    model = ""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line for line in lines if line.startswith("model name")), "")
+    return [
+        MPI.Get_library_version(),
+        platform.machine(),
+        model,
+        str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        # The same library sends otherwise by another UCX, or as a person has told it to.
+        str(loaded_ucx()),
+        *tuning(os.environ),
+    ]
+
+
+def _read(path: Path | None) -> dict[tuple[int, int], list[int]]:
+    """Return the numbers for ranks on nodes; nothing if the file is not what it should be."""
+    if path is None:
+        return {}
+    try:
+        table: dict[str, Any] = json.loads(path.read_text())
+        found = {_group(text): [int(one) for one in numbers] for text, numbers in table.items()}
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
+    return {
+        group: numbers
+        for group, numbers in found.items()
+        if len(numbers) == _NUMBERS and all(0 < number <= NEVER for number in numbers)
+    }
+
+
+def _group(text: str) -> tuple[int, int]:
+    ranks, nodes = text.split(" on ")
+    return int(ranks), int(nodes)

@@ -1,0 +1,143 @@
+"""Device memory over real MPI: a fake GPU whose pointers MPI can really read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpimesh.comm import Engine
+from mpimesh.comm.device_communicator import (
+    COLLECTIVES,
+    DeviceCommunicator,
+    device_communicator,
+)
+from mpimesh.errors import TransportError
+from mpimesh.testing.fake_device import FakeDeviceArray
+from tests.devices.alone import Alone
+from tests.devices.fake_cuda import installed
+from tests.devices.operations import (
+    check_all,
+    check_all_reduce,
+    device,
+    finish,
+    nonsense,
+    numbers,
+    same,
+)
+from tests.helpers.raises import raises
+
+
+@pytest.fixture
+def communicator(comm):
+    from mpimesh.comm.mpi import MPICommunicator
+
+    with installed():
+        communicator = MPICommunicator.duplicate(comm)
+        communicator.engine = Engine()
+        yield communicator
+        communicator.free()
+
+
+def test_staged(communicator):
+    from mpimesh.comm.staged import Staged
+
+    strategy = Alone(communicator, Staged(communicator, stage_bytes=256))
+    check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
+
+
+def test_cuda_aware_mpi(communicator):
+    from mpimesh.comm.mpi_cuda import MPICuda
+
+    def proof(operation):
+        return True, "tried here"
+
+    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    assert strategy.cannot("all_reduce") is None
+    check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
+    for size in (20_000, 40_001):
+        check_all_reduce(strategy, communicator, size, "f4")  # by the ring
+
+
+def test_what_mpi_crashes_in_is_made_of_messages(communicator):
+    """As the MPIs from PyPI do on a UCX with CUDA: messages move, and some collectives crash."""
+    from mpimesh.comm.mpi_cuda import MPICuda
+
+    def proof(operation):
+        return operation == "messages", f"{operation} crashed"
+
+    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    assert {strategy.cannot(operation) for operation in COLLECTIVES} == {None}
+    for name in ("all_gather", "gather", "scatter", "all_to_all", "broadcast"):
+        setattr(communicator, name, _never)
+    check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
+
+
+def _never(*_):
+    pytest.fail("MPI was given what it was not proven to take")
+
+
+def test_nothing_is_given_to_mpi_that_was_not_proven(communicator):
+    from mpimesh.comm.mpi_cuda import MPICuda
+
+    def proof(operation):
+        return operation == "broadcast", f"{operation} crashed"
+
+    strategy = Alone(communicator, MPICuda(communicator, proof=proof))
+    assert strategy.cannot("broadcast") is None
+    assert strategy.cannot("all_gather") == "all_gather crashed"
+    assert strategy.cannot("all_reduce") == "messages crashed"
+    assert strategy.cannot("messages") == "messages crashed"
+
+
+@pytest.mark.parametrize("word", ["yes", "no"])
+def test_the_choice(communicator, monkeypatch, word):
+    monkeypatch.setenv("MPIMESH_CUDA_AWARE", word)
+    dev_comm = device_communicator(communicator)
+    x = device(numbers(communicator.rank, 50, "f4"))
+    finish(communicator, dev_comm.all_reduce(None, x, "sum"))
+    same(x, np.sum([numbers(r, 50, "f4") for r in range(communicator.size)], 0))
+    if communicator.size > 1:
+        (route,) = (r for r in dev_comm.algorithms() if r.operation == "all_reduce")
+        assert route.algorithm == ("mpi_cuda" if word == "yes" else "staged")
+        assert f"MPIMESH_CUDA_AWARE={word}" in route.reason
+
+
+@pytest.mark.parametrize("word", ["yes", "no"])
+def test_messages(communicator, monkeypatch, word):
+    monkeypatch.setenv("MPIMESH_CUDA_AWARE", word)
+    dev_comm = DeviceCommunicator(communicator)
+    finish(communicator, dev_comm.prepare())
+    n, me = communicator.size, communicator.rank
+    if n > 1:
+        after, before = (me + 1) % n, (me - 1) % n
+        sends = [dev_comm.isend(device(numbers(me, 7 + k, "f8")), after, 16383) for k in range(3)]
+        rooms = [nonsense(7 + k, "f8") for k in range(3)]
+        receives = [dev_comm.irecv(room, before, 16383) for room in rooms]
+        finish(communicator, *receives, *sends)
+        for k, room in enumerate(rooms):
+            same(room, numbers(before, 7 + k, "f8"))
+    dev_comm.free()
+
+
+def test_an_mpi_with_few_tags_has_no_device_messages(communicator, monkeypatch):
+    monkeypatch.setattr("mpimesh.comm.device_messages._LAST_TAG", 1 << 40)
+    with raises(TransportError, 1 << 40):
+        device_communicator(communicator).isend(nonsense(1, "f4"), 0, 0)
+
+
+@pytest.mark.parametrize("word", ["yes", "no"])
+def test_a_pointer_to_nowhere_never_reaches_mpi(communicator, monkeypatch, word):
+    """MPI would crash on it; and what follows works."""
+    monkeypatch.setenv("MPIMESH_CUDA_AWARE", word)
+    dev_comm = device_communicator(communicator)
+    bogus = FakeDeviceArray((6,), np.float32)
+    for call in (
+        lambda: dev_comm.all_reduce(None, bogus, "sum"),
+        lambda: dev_comm.broadcast(bogus, 0),
+        lambda: dev_comm.isend(bogus, 0, 0),
+    ):
+        with raises(TypeError, "CuPy", "FakeDeviceArray"):
+            call()
+    x = device(numbers(0, 6, "f4")) if communicator.rank == 0 else nonsense(6, "f4")
+    finish(communicator, dev_comm.broadcast(x, 0))
+    same(x, numbers(0, 6, "f4"))

@@ -1,0 +1,79 @@
+"""Device memory read in place by other processes: a fake GPU whose memory is a file."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from mpimesh.comm import Engine, cuda_ipc
+from mpimesh.comm.cuda_ipc import CudaIpc
+from mpimesh.comm.device_communicator import device_communicator
+from tests.devices.alone import Alone
+from tests.devices.fake_cuda import address_range
+from tests.devices.fake_shared import SharedCupy
+from tests.devices.operations import (
+    check_all,
+    check_all_reduce,
+    device,
+    finish,
+    nonsense,
+    numbers,
+    same,
+)
+
+
+@pytest.fixture
+def communicator(comm, monkeypatch):
+    from mpimesh.comm.mpi import MPICommunicator
+
+    cupy = SharedCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda_ipc, "address_range", address_range)
+    communicator = MPICommunicator.duplicate(comm)
+    communicator.engine = Engine()
+    yield communicator
+    finish(communicator, communicator.barrier())  # others may still read
+    communicator.free()
+    cupy.stop()
+
+
+@pytest.mark.parametrize("shots", [1, 2])
+def test_every_operation(communicator, monkeypatch, shots):
+    monkeypatch.setattr("mpimesh.comm.cuda_ipc.one_shot", lambda nbytes, size: shots == 1)
+    request = communicator.engine.stage("find", CudaIpc.find(communicator))
+    finish(communicator, request)
+    found, why = request.value
+    assert why == ""
+    strategy = Alone(communicator, found)
+    if shots == 1:
+        check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))
+    else:
+        check_all_reduce(strategy, communicator, 500, "f4")
+    opened = sys.modules["cupy"].cuda.runtime.opened
+    assert (len(opened) > 0) == (communicator.size > 1)
+    strategy.free()
+
+
+def test_messages_are_handed_over(communicator):
+    dev_comm = device_communicator(communicator)
+    n, me = communicator.size, communicator.rank
+    if n > 1:
+        after, before = (me + 1) % n, (me - 1) % n
+        for turn in range(3):
+            room = nonsense(40, "f8")
+            x = device(numbers(me + turn, 40, "f8")) + 0
+            finish(communicator, dev_comm.irecv(room, before, 3), dev_comm.isend(x, after, 3))
+            same(room, numbers(before + turn, 40, "f8"))
+        assert sys.modules["cupy"].cuda.runtime.opened
+
+
+def test_it_is_the_choice_inside_a_node(communicator):
+    dev_comm = device_communicator(communicator)
+    x = device(np.full(9, communicator.rank + 1.0))
+    finish(communicator, dev_comm.all_reduce(None, x, "sum"))
+    same(x, np.full(9, float(sum(range(1, communicator.size + 1)))))
+    if communicator.size > 1:
+        (route,) = (r for r in dev_comm.algorithms() if r.operation == "all_reduce")
+        assert (route.from_bytes, route.algorithm) == (0, "cuda_ipc")

@@ -1,0 +1,164 @@
+"""In an exchange of regions a rank waits for those whose blocks it reads, and for no others."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from mpimesh.comm import region_shared, routed
+from mpimesh.comm.region_offers import CopyRule
+from mpimesh.comm.shared_window import NOTES
+from mpimesh.comm.shared_work import do_at_once
+from mpimesh.errors import MismatchError
+from mpimesh.layout import Part, Regions, Take
+from tests.contract.regions import gives_of, ring
+from tests.contract.shared_memory import done, opened, put
+from tests.helpers.raises import raises
+
+
+@pytest.fixture(params=[CopyRule(0, 0), CopyRule(1 << 20, 0)], ids=["in place", "copied"])
+def ranks(request, comm):
+    """Read blocks in shared memory where they lie, or copy small ones first."""
+    with opened(comm) as ranks:
+        ranks._shared.copied = request.param
+        yield ranks
+
+
+def chain(ranks, size):
+    """Return the exchange in which each rank takes the block of the one before it."""
+    box = ((0, size),)
+    takes = [[Take(box, (Part(r - 1, (size,), box),))] if r else [] for r in range(ranks)]
+    return [Regions(tuple(t), tuple(g)) for t, g in zip(takes, gives_of(takes), strict=True)]
+
+
+def pairs(ranks, size):
+    """Return the exchange in which ranks 0 and 1, 2 and 3, and so on swap their blocks."""
+    box = ((0, size),)
+    takes = [
+        [Take(box, (Part(r ^ 1, (size,), box),))] if r ^ 1 < ranks else [] for r in range(ranks)
+    ]
+    return [Regions(tuple(t), tuple(g)) for t, g in zip(takes, gives_of(takes), strict=True)]
+
+
+@pytest.mark.nprocs(3, 4, 8)
+def test_a_late_rank_that_is_no_neighbour_delays_nobody(comm, ranks):
+    me = ranks.rank
+    regions = pairs(ranks.size, 100)[me]
+    source = put(np.full(100, float(me)), "shared", ranks)
+    target = put(np.zeros(100), "shared", ranks)
+    if me == 2:
+        # So late that it comes when the first pair is done, or never.
+        for first in (0, 1):
+            comm.recv(source=first)
+    for number in range(NOTES // 2):
+        source[...] = 100 * number + me
+        done(ranks, ranks.exchange_regions(source, target, regions))
+        if me ^ 1 < ranks.size:
+            assert np.all(target == 100 * number + (me ^ 1))
+    if me < 2:
+        comm.send("done", 2)
+
+
+@pytest.mark.nprocs(2, 3, 4, 8)
+def test_a_block_is_written_again_when_its_readers_are_through(comm, ranks, monkeypatch):
+    """And no earlier: the ranks dawdle anywhere, also between two pieces of what they read."""
+    slow = random.Random(comm.rank)
+
+    def dawdling(*arguments):
+        if slow.random() < 0.2:
+            time.sleep(slow.random() * 2e-3)
+        do_at_once(*arguments)
+
+    monkeypatch.setattr(region_shared, "do_at_once", dawdling)
+    me, n = ranks.rank, ranks.size
+    regions = ring(n, 3, 50)[me]
+    flat = put(np.zeros(250), "shared", ranks)
+    array = flat.reshape(5, 50)
+    for step in range(1, 3 * NOTES):
+        array[1:-1] = 100 * step + 10 * me + np.arange(1, 4)[:, None]
+        if slow.random() < 0.1:
+            time.sleep(slow.random() * 2e-3)
+        done(ranks, ranks.exchange_regions(array, array, regions))
+        array[1:-1] = -1
+        assert (array[0] == 100 * step + 10 * ((me - 1) % n) + 3).all()
+        assert (array[4] == 100 * step + 10 * ((me + 1) % n) + 1).all()
+
+
+@pytest.mark.nprocs(2, 3, 4, 8)
+def test_a_rank_that_reads_nobody_runs_ahead_and_not_too_far(comm, ranks):
+    """Its words and copies stay until the slowest has read them."""
+    me, n = ranks.rank, ranks.size
+    regions = chain(n, 10)[me]
+    source = put(np.zeros(10), "shared", ranks)
+    target = put(np.zeros(10), "shared", ranks)
+    for step in range(3 * NOTES):
+        source[...] = 10 * step + me
+        request = ranks.exchange_regions(source, target, regions)
+        if me == n - 1 and step % NOTES == 0:
+            time.sleep(0.02)
+        done(ranks, request)
+        source[...] = -1
+        if me:
+            assert (target == 10 * step + me - 1).all()
+        assert ranks._window.published == step + 1
+    total = put(np.ones(100_000), "shared", ranks)
+    done(ranks, ranks.all_reduce(None, total, "sum"))
+    assert (total == n).all()
+
+
+@pytest.mark.nprocs(4, 8)
+@pytest.mark.parametrize("memory", ["ordinary", "shared"])
+def test_a_neighbour_in_another_operation_is_found(comm, memory):
+    """By those who take of it, and by itself; the others are done."""
+    with opened(comm, staged=False) as ranks:
+        me, n = ranks.rank, ranks.size
+        regions = pairs(n, 10)[me]
+        source, target = np.full(10, float(me)), np.zeros(10)
+        if me == 0:
+            x = put(np.ones(9), memory, ranks)
+            wrong = ranks.all_gather(x, np.zeros(9 * n), [9] * n)
+            if memory == "shared":
+                with raises(MismatchError, "rank 0: all_gather", "exchange_regions()") as caught:
+                    done(ranks, wrong)
+                assert not caught.value.agreed
+        elif me == 1:
+            said = "all_gather" if memory == "shared" else "another operation"
+            with raises(MismatchError, "rank 1: exchange_regions", f"rank 0: {said}") as caught:
+                done(ranks, ranks.exchange_regions(source, target, regions))
+            assert not caught.value.agreed
+        else:
+            done(ranks, ranks.exchange_regions(source, target, regions))
+            assert (target == me ^ 1).all()
+            if memory == "ordinary":
+                # What rank 0 waits for.
+                done(ranks, ranks._plain.all_gather(np.ones(9), np.zeros(9 * n), [9] * n))
+        if memory == "ordinary" and me < 2:
+            if me:
+                wrong = ranks._plain.all_gather(np.ones(9), np.zeros(9 * n), [9] * n)
+            done(ranks, wrong)
+
+
+@pytest.mark.nprocs(2, 3)
+def test_a_copy_outlives_the_communicator_of_its_rank(comm, monkeypatch):
+    """A rank has left, and uses its memory again, when another one reads what it has given."""
+    monkeypatch.setattr(routed, "_LEAVE_TOGETHER_S", 0.01)
+    size = 5000
+    with opened(comm) as ranks:
+        me, n = ranks.rank, ranks.size
+        regions = chain(n, size)[me]
+        source = put(np.full(size, me + 1.0), "shared", ranks)
+        target = put(np.zeros(size), "shared", ranks)
+        if me:
+            comm.recv(source=me - 1)
+        done(ranks, ranks.exchange_regions(source, target, regions))
+        arena = ranks._node.arena
+        if me:
+            assert (target == me).all()
+    if me + 1 < n:
+        others = [arena.empty(source.nbytes) for _ in range(20)]
+        for other in others:
+            other[...] = 255
+        comm.send("I have left", me + 1)

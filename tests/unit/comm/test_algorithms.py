@@ -1,0 +1,139 @@
+"""The table of algorithms, and the sizes it is made from."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Row, Sizes, Ways
+from mpimesh.comm.tuner import KeptSizes
+from tests.helpers.raises import raises
+
+SIZES = [1 << 10, 1 << 20, NEVER, 1 << 16, 1]
+MOST = 1 << 18
+NUMBERS = len(OPERATIONS) + 2
+
+
+def test_each_operation_has_its_size():
+    table = Sizes(SIZES, "").on_one_node(MOST)
+    for operation, size in zip(OPERATIONS, SIZES, strict=True):
+        for nbytes in (0, 1, 1000, 1 << 10, 1 << 16, 1 << 20, 1 << 40):
+            shared = "in_place" if nbytes >= size else "mpi"
+            assert table.ways(operation, nbytes) == Ways("mpi", shared), (operation, nbytes)
+    assert table.ways("gather", 1 << 30) == Ways("mpi", "mpi")
+
+
+def test_a_size_for_each_operation_is_needed():
+    with raises(ValueError, "zip()"):
+        Sizes(SIZES[1:], "").on_one_node(MOST)
+
+
+def test_slots_and_chunks_of_an_all_reduce():
+    table = Sizes(SIZES, "", slots_from=1 << 9, chunks_from=1 << 20).on_one_node(MOST)
+    ways = {
+        nbytes: table.ways("all_reduce", nbytes) for nbytes in (8, 512, MOST, MOST + 1, 1 << 20)
+    }
+    assert ways == {
+        8: ("mpi", "mpi"),
+        512: ("slots", "slots"),
+        MOST: ("slots", "in_place"),
+        MOST + 1: ("mpi", "in_place"),
+        1 << 20: ("chunks", "in_place"),
+    }
+    # Small arrays in shared memory go through slots as well.
+    assert table.ways("all_reduce", MOST // 16) == ("slots", "slots")
+    assert table.ways("all_reduce", MOST // 16 + 1) == ("slots", "in_place")
+    # Slots that begin where none fits are none.
+    assert Sizes(SIZES, "", slots_from=MOST + 1).on_one_node(MOST).ways("all_reduce", MOST) == (
+        "mpi",
+        "in_place",
+    )
+
+
+def test_everything():
+    table = Sizes.everything("asked for").on_one_node(MOST)
+    for operation in OPERATIONS:
+        for nbytes in (1, 1 << 30):
+            assert "mpi" not in table.ways(operation, nbytes)
+    assert {row.reason for row in table if row.operation != "*"} == {"asked for"}
+
+
+def test_levels_take_all_memory_alike():
+    table = Sizes(SIZES, "measured").on_several_nodes()
+    assert table.ways("all_reduce", 1 << 10) == ("two_levels", "two_levels")
+    assert table.ways("all_gather", 1 << 40) == ("mpi", "mpi")
+    assert all("between them by MPI; measured" in row.reason for row in table if row.from_bytes)
+
+
+def test_a_table_is_printed_a_row_a_line():
+    table = Sizes(SIZES, "measured", slots_from=1 << 9).on_one_node(MOST)
+    lines = str(table).splitlines()
+    assert len(lines) == len(table)
+    assert lines[0] == "all_reduce, host memory, from 512 bytes: slots (measured)"
+    assert lines[-1] == "all others, host memory: mpi (all other operations)"
+    assert not any("smaller" in line for line in lines)
+
+
+def test_of_rows_alike_the_last_counts():
+    table = Algorithms([Row("*", "host", 0, "mpi", "a"), Row("*", "host", 0, "virtual", "b")])
+    assert [row.algorithm for row in table] == ["virtual"]
+
+
+def test_sizes_are_made_again_from_their_numbers():
+    sizes = Sizes(SIZES, "why", slots_from=77, chunks_from=88)
+    assert len(sizes.numbers) == NUMBERS
+    assert Sizes.of_numbers(sizes.numbers, "why") == sizes
+
+
+def test_what_was_measured_is_kept_for_the_next_job(tmp_path):
+    path = tmp_path / "folder" / "sizes.json"
+    numbers = Sizes(SIZES, "", slots_from=77).numbers
+    first = KeptSizes("auto", path).learn(3, numbers, measured=True, keep=True)
+    again = KeptSizes("auto", path).of_ranks(3)
+    assert again is not None
+    assert (again.numbers, again.reason != first.reason) == (first.numbers, True)
+
+
+def test_another_group_does_not_change_when_it_was_measured():
+    numbers = Sizes(SIZES, "", slots_from=77).numbers
+    kept = KeptSizes("auto", None)
+    first = kept.learn(3, numbers, measured=True, keep=False)
+    assert kept.learn(3, numbers, measured=False, keep=False).reason == first.reason
+
+
+def test_no_array_is_as_large_as_never():
+    assert NEVER > 1 << 57, "the address space of a process"
+    assert NEVER < 1 << 63, "ranks send it as a signed number of 64 bits"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"2 on 1": [Infinity, 1, 1, 1, 1, 1, 1]}',
+        '{"2 on 1": [1e30, 1, 1, 1, 1, 1, 1]}',
+        '{"2 on 1": [0, 1, 1, 1, 1, 1, 1]}',
+        '{"2 on 1": [1, 1, 1, 1, 1, 1]}',
+        '{"2 on 1": [1, 1]}',
+        '{"2 on 1": 3}',
+        '{"2": [1, 1, 1, 1, 1, 1, 1]}',
+        "[" * 100_000,
+        "",
+    ],
+)
+def test_a_file_that_says_nonsense_counts_as_none(tmp_path, text):
+    path = tmp_path / "sizes.json"
+    path.write_text(text)
+    assert KeptSizes("auto", path).of_ranks(2) is None
+
+
+def test_ranks_on_other_nodes_are_another_group(tmp_path):
+    path = tmp_path / "sizes.json"
+    kept = KeptSizes("auto", path)
+    rows = {(4, 1): 5, (4, 2): 6, (8, 2): 7}
+    for (ranks, nodes), number in rows.items():
+        kept.learn(ranks, [number] * NUMBERS, nodes=nodes, measured=True, keep=True)
+    again = KeptSizes("auto", path)
+    for (ranks, nodes), number in rows.items():
+        found = again.of_ranks(ranks, nodes)
+        assert found is not None
+        assert found.numbers == [number] * NUMBERS
+    assert again.of_ranks(8) is None

@@ -1,0 +1,111 @@
+"""Unfinished operations, who moves them along, and how long a rank tests before it waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpimesh.comm.engine import Engine, Moved, StagedRequest
+from mpimesh.comm.waiting import test_often as often
+from mpimesh.errors import TransportError
+
+
+class Counted(Moved):
+    """Done at the test with a given number; moves along one step each time."""
+
+    def __init__(self, engine, at, failure=None):
+        super().__init__(engine)
+        self.at, self.failure, self.moves = at, failure, 0
+
+    def _move(self):
+        self.moves += 1
+        if self.failure is not None:
+            raise self.failure
+        return self.moves >= self.at
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_what_begins_moves_at_once_and_goes_when_it_is_done(at):
+    engine = Engine()
+    request = Counted(engine, at)
+    engine.begin("chain", request)
+    assert request.moves == 1
+    assert engine.idle == engine_is_free(engine) == (at == 1)
+    engine.advance()
+    assert engine.idle
+    assert engine_is_free(engine)
+    assert request.moves == at
+
+
+def engine_is_free(engine):
+    return not engine.busy("chain")
+
+
+def test_an_error_stays_with_its_operation():
+    engine = Engine()
+    request = Counted(engine, 1, TransportError("lost"))
+    engine.begin("chain", request)  # does not raise
+    assert request.moves == 1
+
+
+def test_an_interrupted_begin_is_moved_along_all_the_same():
+    """The other ranks count on it, though its caller has no handle."""
+    engine = Engine()
+    request = Counted(engine, 2, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.begin("chain", request)
+    assert engine.busy("chain")
+    request.failure = None
+    engine.advance()
+    assert request.done
+    assert engine.idle
+
+
+def test_what_has_ended_unseen_holds_nothing_up():
+    engine = Engine()
+    request = Counted(engine, 2)
+    engine.begin("chain", request)
+    assert not engine.idle
+    request.test()
+    assert engine.idle
+
+
+@pytest.mark.parametrize(
+    ("groups", "own"),
+    [([], False), ([(2, 2)], True), ([(3, 2)], False), ([(4, 2), (2, 2)], False), ([(1, 8)], True)],
+)
+def test_a_core_of_its_own(groups, own):
+    engine = Engine()
+    for ranks, cores in groups:
+        engine.share_cores(ranks, cores)
+    assert engine.has_core is own
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_first_tests_end_with_the_first_that_is_done(own):
+    engine = Engine()
+    engine.has_core = own
+    for at in (1, 2, 9):
+        request = Counted(engine, at)
+        assert often(request.test, engine)
+        assert request.moves == at
+    endless = Counted(engine, 1 << 30)
+    assert not often(endless.test, engine)
+    assert 5 <= endless.moves <= 50
+
+
+def test_a_signal_handler_inside_a_step_may_wait_for_something_else():
+    """Its wait comes upon the operation that it has interrupted, and leaves it alone."""
+    engine = Engine()
+    found: list[bool] = []
+
+    def steps():
+        engine.advance()  # as a wait does
+        found.append(request.test())
+        return 5
+        yield
+
+    request = StagedRequest(steps(), engine)
+    engine._pending.append(request)
+    assert request.test()
+    assert found == [False]
+    assert request.value == 5

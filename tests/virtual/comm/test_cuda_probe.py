@@ -1,0 +1,146 @@
+"""The probe of CUDA-aware MPI: its cache, and how its child processes end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpimesh.comm import VirtualWorld, virtual_communicators
+from mpimesh.comm.cuda_probe import (
+    ChildProcess,
+    ChildResult,
+    CudaAwareProbe,
+    ProbeResult,
+    cuda_aware,
+    read_results,
+    write_results,
+)
+from mpimesh.comm.cuda_probe_child import OPERATIONS
+from mpimesh.comm.mpi_environment import cache_folder
+from mpimesh.settings import Settings
+
+KEY = {"mpi": "MPICH 5", "gpu": "H200"}
+YES = ProbeResult(True, "moved right")
+NO = ProbeResult(False, "signal 11")
+PERHAPS = ProbeResult(False, "not within 60 s", lasting=False)
+
+
+def test_answers_come_back_for_their_key_and_memory_alone(tmp_path):
+    folder = tmp_path / "a" / "b"
+    assert write_results(KEY, "device", {"messages": YES, "gather": NO}, folder) == ""
+    assert read_results(KEY, "device", folder) == ({"messages": YES, "gather": NO}, "")
+    assert read_results(KEY | {"gpu": "A100"}, "device", folder) == ({}, "")
+    assert read_results(KEY, "managed", folder) == ({}, "")
+    assert len([*folder.iterdir()]) == 1, "a file was left beside the answers"
+
+
+def test_what_may_be_otherwise_tomorrow_is_forgotten_by_then(tmp_path, monkeypatch):
+    write_results(KEY, "device", {"messages": PERHAPS, "gather": NO}, tmp_path)
+    assert read_results(KEY, "device", tmp_path)[0] == {"messages": PERHAPS, "gather": NO}
+    tomorrow_s = time.time() + 25 * 3600
+    monkeypatch.setattr(time, "time", lambda: tomorrow_s)
+    assert read_results(KEY, "device", tmp_path)[0] == {"gather": NO}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '{"answers": 3}', '{"at_s": 0, "answers": {"messages": {}}}']
+)
+def test_a_broken_file_is_no_answer_and_is_told(text, tmp_path):
+    write_results(KEY, "device", {"messages": YES}, tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(text)
+    results, note = read_results(KEY, "device", tmp_path)
+    assert results == {}
+    assert str(path) in note
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    note = write_results(KEY, "device", {"messages": YES}, tmp_path / "file")
+    assert "cannot be kept" in note
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_folder({}) is None
+    assert read_results(KEY, "device", None) == ({}, "")
+    assert "no home" in write_results(KEY, "device", {"messages": YES}, None)
+
+
+# -- child processes -------------------------------------------------------------------
+
+
+def run(program: str, limit_s: float = 20.0) -> ChildResult:
+    child = ChildProcess([sys.executable, "-c", program], environment=os.environ, limit_s=limit_s)
+    assert stat.S_IMODE(child.folder.stat().st_mode) == 0o700
+    try:
+        while not child.test():
+            time.sleep(0.01)
+        assert child.result is not None
+        return child.result
+    finally:
+        child.close()
+        assert not child.folder.exists()
+
+
+def test_how_a_child_ended_is_told():
+    assert str(run("print('a'); print('b'); raise SystemExit(3)")).endswith("exit code 3: b")
+    killed = run("import os; os.kill(os.getpid(), 11)")
+    assert killed.signal == signal.SIGSEGV
+    assert str(killed) == "the child process was killed by signal 11 (SIGSEGV)"
+
+
+def test_a_child_ends_at_its_limit_with_those_it_has_started():
+    started = (
+        "import subprocess, sys, time; one = subprocess.Popen([sys.executable, '-c', "
+        "'import time; time.sleep(100)'], start_new_session=True); print(one.pid, flush=True); "
+        "time.sleep(100)"
+    )
+    result = run(started, limit_s=1)
+    assert result.timed_out
+    assert str(result) == "the child process did not end within 1 s"
+    end_s = time.monotonic() + 10
+    while Path(f"/proc/{int(result.output)}/exe").exists():
+        assert time.monotonic() < end_s, "a grandchild lives on"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("output", "returncode", "number"),
+    [
+        ("EXIT STRING: Segmentation fault (signal 11)", 11, 11),
+        ("process rank 0 on node vm exited on\nsignal 7 (Bus error).", 135, 7),
+        ("", 139, 11),
+        ("", -9, 9),
+        ("", 3, 0),
+        ("a matter of signal 3", 3, 0),
+    ],
+)
+def test_the_signal_is_found_in_what_a_launcher_says(output, returncode, number):
+    assert ChildResult(returncode, False, 60, output).signal == number
+
+
+# -- who asks -----------------------------------------------------------------------------
+
+
+def test_nothing_is_given_to_mpi_before_it_was_tried(monkeypatch):
+    monkeypatch.delenv("MPIMESH_CUDA_AWARE", raising=False)
+    assert cuda_aware("messages") == (False, "not tried yet in this process")
+
+
+def test_threads_are_not_mpi(tmp_path):
+    assert Settings.from_environment().cuda_aware == "auto"
+    steps = CudaAwareProbe(tmp_path).steps(virtual_communicators(VirtualWorld(1))[0])
+    with pytest.raises(StopIteration) as stop:
+        next(steps)
+    assert {*stop.value.value} == {*OPERATIONS}
+    assert not any(result.usable for result in stop.value.value.values())
