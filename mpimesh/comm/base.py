@@ -184,12 +184,26 @@ class Communicator(ABC):
         """
         return False
 
-    def prepare(self, name: str, arguments: tuple[Any, ...]) -> Callable[[], Request | Steps]:
+    def prepare(
+        self, name: str, arguments: tuple[Any, ...], algorithm: str | None = None
+    ) -> Callable[[], Request | Steps]:
         """Return what starts the collective `name` with these arguments, as often as wanted. Local.
 
-        Each start is after the last one has ended; the arrays are the same.
+        Each start is after the last one has ended; the arrays are the same. It gives a request, or
+        its steps, to be staged in the order of this communicator's collectives.
+
+        Args:
+            name: The collective's method.
+            arguments: Those of the method.
+            algorithm: How, which these ranks have; None for what the table says.
         """
-        return partial(getattr(self, name), *arguments)
+        # Imported late: messages need this contract.
+        from mpimesh.comm.reductions import by_messages
+
+        begin: Callable[..., Request | Steps] = getattr(self, name)
+        if algorithm is not None:
+            begin = by_messages(self, name, algorithm) or begin
+        return partial(begin, *arguments)
 
     def most_bytes_by(self, name: str, algorithm: str) -> int:
         """Return the largest array that collective `name` can move by `algorithm`. Local.
@@ -201,17 +215,6 @@ class Communicator(ABC):
 
         has = algorithm == self.kind or by_messages(self, name, algorithm) is not None
         return NEVER if has else -1
-
-    def begin_by(self, name: str, algorithm: str) -> Callable[..., Request | Steps]:
-        """Return what starts collective `name` by `algorithm`, which these ranks have. Local.
-
-        It takes the arguments of the method `name`, and starts a request, or its steps, to be
-        staged in the order of this communicator's collectives.
-        """
-        from mpimesh.comm.reductions import by_messages
-
-        begin: Callable[..., Request | Steps] = getattr(self, name)
-        return by_messages(self, name, algorithm) or begin
 
     # -- collectives: all ranks of the communicator, same order everywhere -----
 

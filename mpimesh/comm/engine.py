@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable
 from contextlib import suppress
 from threading import RLock
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from mpimesh.comm.base import Request
 from mpimesh.comm.doorbell import Doorbell
@@ -45,21 +45,25 @@ class Moved:
     Args:
         engine: Moves it along until it is settled.
 
+    It may begin again once it has settled.
+
     Attributes:
         chain: The engine's chain, on which it is the last one when it begins.
+        number: Which step of its window it is, if it has one; 0 before that is known.
         after: The one before it on its chain, until that has settled.
         committed: Whether the others of its chain need not wait to tell the other ranks that they
             are there: it has told all that it has to tell, and starts nothing more.
         done: Whether it is done; False for one that has failed.
     """
 
-    __slots__ = ("_engine", "_error", "_moving", "after", "chain", "committed", "done")
+    __slots__ = ("_engine", "_error", "_moving", "after", "chain", "committed", "done", "number")
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, chain: Hashable = None) -> None:
         self._engine = engine
         self._error: BaseException | None = None
         self._moving = False
-        self.chain: Hashable = None
+        self.chain = chain
+        self.number = 0
         self.after: Moved | None = None
         self.committed = False
         self.done = False
@@ -73,6 +77,26 @@ class Moved:
     def error(self) -> BaseException | None:
         """The error that it has failed with, if it has; raised at every test."""
         return self._error
+
+    def begin(self) -> Self:
+        """Move it along, now and until it is settled, as the last one of its chain."""
+        self.done = self.committed = False
+        self._error = None
+        self.number = 0
+        engine, chain = self._engine, self.chain
+        with engine.lock:
+            # Before it does anything: what a signal handler raises may end this call, but then the
+            # other ranks count on this one all the same.
+            tail = engine.tails.get(chain)
+            if tail is not None and not tail.settled:
+                self.after = tail
+            engine.pending.append(self)
+            engine.tails[chain] = self
+            try:  # noqa: SIM105 (a context manager costs more than many an operation's work)
+                self.move()
+            except MpimeshError:
+                pass  # kept by the request, and raised where it is resolved
+        return self
 
     def test(self) -> bool:
         """Do what can be done, and tell whether all is."""
@@ -135,8 +159,8 @@ class StagedRequest(Moved):
 
     __slots__ = ("_current", "_steps", "value")
 
-    def __init__(self, steps: Steps, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, steps: Steps, engine: Engine, chain: Hashable = None) -> None:
+        super().__init__(engine, chain)
         self._steps = steps
         self._current: Request | None = None
         self.value: Any = None
@@ -187,10 +211,11 @@ class Engine:
         bell: Where the rank sleeps while it waits, for others of its node to wake it; None if it
             has no memory that they can see.
         given_up: The operations that will never end.
+        pending: The unfinished operations, in the order of their start.
         tails: The last unfinished operation of each chain that has one.
     """
 
-    __slots__ = ("_crowd", "_pending", "bell", "given_up", "has_core", "lock", "steps", "tails")
+    __slots__ = ("_crowd", "bell", "given_up", "has_core", "lock", "pending", "steps", "tails")
 
     def __init__(self) -> None:
         self.lock = RLock()
@@ -199,7 +224,7 @@ class Engine:
         self.bell: Doorbell | None = None
         self.given_up: list[Moved] = []
         self._crowd = 0
-        self._pending: list[Moved] = []
+        self.pending: list[Moved] = []
         self.tails: dict[Hashable, Moved] = {}
 
     def share_cores(self, ranks: int, cores: int) -> None:
@@ -210,7 +235,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is unfinished."""
-        return not self._pending
+        return not self.pending
 
     def busy(self, chain: Hashable) -> bool:
         """Tell whether an operation of `chain` is unfinished, so that the next must queue."""
@@ -224,39 +249,21 @@ class Engine:
 
     def stage(self, chain: Hashable, steps: Steps) -> StagedRequest:
         """Start `steps`, at once or after the unfinished operations of `chain`."""
-        request = StagedRequest(steps, self)
+        request = StagedRequest(steps, self, chain)
         with self.lock:
             tail = self.tails.get(chain)
             if tail is not None and not tail.settled:
                 request.after = tail
-            request.chain = chain
             with suppress(Exception):  # kept by the request, and raised where it is resolved
                 request.move()
             if not request.settled:
-                self._pending.append(request)
+                self.pending.append(request)
                 self.tails[chain] = request
         return request
 
-    def begin(self, chain: Hashable, request: Moved) -> None:
-        """Move a request along, now and until it is settled; it is the last one of `chain`."""
-        with self.lock:
-            # Before it does anything: what a signal handler raises may end this call, but then the
-            # other ranks count on this one all the same.
-            tails = self.tails
-            tail = tails.get(chain)
-            if tail is not None and not tail.settled:
-                request.after = tail
-            request.chain = chain
-            self._pending.append(request)
-            tails[chain] = request
-            try:  # noqa: SIM105 (a context manager costs more than many an operation's work)
-                request.move()
-            except MpimeshError:
-                pass  # kept by the request, and raised where it is resolved
-
     def untrack(self, request: Moved) -> None:
         """Forget a request that is settled. For the thread that holds the lock."""
-        pending, tails, chain = self._pending, self.tails, request.chain
+        pending, tails, chain = self.pending, self.tails, request.chain
         if pending and pending[-1] is request:
             pending.pop()
         elif request in pending:  # or it is being moved along with all others, and goes after that
@@ -276,7 +283,7 @@ class Engine:
 
     def move_all(self) -> None:
         """Do the same, by the thread that holds the lock."""
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         try:
             for request in pending:
                 try:
@@ -286,4 +293,4 @@ class Engine:
                         raise  # no error of the operation, which goes on
         finally:
             # A step may have staged further operations meanwhile: they are in the new list.
-            self._pending[:0] = [request for request in pending if not request.settled]
+            self.pending[:0] = [request for request in pending if not request.settled]

@@ -290,8 +290,8 @@ class PreparedExchange(SharedExchange):
         self._error = self._parts = self._refusal = None
         self._number = self._done_parts = 0
         self._rest = ()
-        self._engine.begin(chain, self)
-        return self
+        self.chain = chain
+        return self.begin()
 
     def _move(self) -> bool:
         if self._parts is not None or not self._plan.copies_at_once:

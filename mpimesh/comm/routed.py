@@ -178,21 +178,24 @@ class RoutedCommunicator(MPICommunicator):
         """Tell whether all-reduce of such an array knows ``"mean"``: on one node, it may."""
         return not self._several_nodes and self._ways("all_reduce", nbytes) != _BY_MPI
 
-    def prepare(self, name: str, arguments: tuple[Any, ...]) -> Callable[[], Request | Steps]:
+    def prepare(
+        self, name: str, arguments: tuple[Any, ...], algorithm: str | None = None
+    ) -> Callable[[], Request | Steps]:
         """Return what starts a collective or an exchange of these arrays, as often as wanted."""
         shared = self._shared
-        if not isinstance(shared, SharedCollectives):
-            return super().prepare(name, arguments)
-        if name == "exchange_regions" and self._reads_regions:
-            return shared.prepare_exchange(*arguments)
-        if name in OPERATIONS:
-            ways = self._ways_of(name, arguments)
-            if ways == _BY_MPI:
-                return partial(shared.in_turn, getattr(self._plain, name), *arguments)
-            again = shared.prepare(name, ways, *arguments)
-            if again is not None:
-                return again
-        return super().prepare(name, arguments)
+        if name == "exchange_regions" and isinstance(shared, SharedCollectives):
+            if self._reads_regions:
+                return shared.prepare_exchange(*arguments)
+        elif name in OPERATIONS and shared is not None:
+            ways = (
+                self._ways_of(name, arguments) if algorithm is None else _ASKED_FOR.get(algorithm)
+            )
+            if ways is not None:
+                # Nothing of no bytes is shared.
+                if ways == _BY_MPI or not arguments[name in _SIZED_BY_RESULT].nbytes:
+                    return partial(shared.in_turn, getattr(self._plain, name), *arguments)
+                return shared.prepare(name, ways, *arguments)
+        return super().prepare(name, arguments, algorithm)
 
     def most_bytes_by(self, name: str, algorithm: str) -> int:
         """Return the largest array that collective `name` can move by `algorithm`. Local."""
@@ -208,19 +211,6 @@ class RoutedCommunicator(MPICommunicator):
                 return -1
             return _most_slot_bytes(self._window)
         return NEVER
-
-    def begin_by(self, name: str, algorithm: str) -> Callable[..., Request | Steps]:
-        """Return what starts collective `name` by `algorithm`, which these ranks have. Local."""
-        ways = _ASKED_FOR.get(algorithm)
-        if ways is None:
-            return super().begin_by(name, algorithm)
-        return partial(self._begin_in, name, ways)
-
-    def _begin_in(self, name: str, ways: Ways, *arguments: Any) -> Request:
-        """Start a collective in the ways that are asked for; nothing of no bytes is shared."""
-        if ways != _BY_MPI and not arguments[name in _SIZED_BY_RESULT].nbytes:
-            ways = _BY_MPI
-        return self._start_by(name, ways, *arguments)
 
     def _ways_of(self, name: str, arguments: tuple[Any, ...]) -> Ways:
         """Return the ways of a collective with these arguments."""

@@ -108,52 +108,39 @@ class SharedCollectives:
         request: Request | Declined = getattr(self, f"_{name}")(ways, *arguments)
         if type(request) is Declined:
             request = self._decline(request)
-        if isinstance(request, Moved):  # the engine knows nothing of messages of MPI's
-            self._engine.begin(self, request)
-        return cast(Request, request)
+        # The engine knows nothing of messages of MPI's.
+        return request.begin() if isinstance(request, Moved) else cast(Request, request)
 
     def _decline(self, declined: Declined, rest: OneShot | None = None) -> Request:
         """Tell the others that this rank has an ordinary array; return what is to be begun."""
         window, engine = self._window, self._engine
         if engine.busy(self) or not window.has_room():
             what, otherwise, counts = declined
-            return InPlace(window, engine, what, None, _no_work, otherwise, None, counts)
+            return InPlace(window, engine, self, what, None, _no_work, otherwise, None, counts)
         # At once: who waits for MPI need not come by here.
         if declined.counts:
             window.slots.take(window.published + 1)
         window.decline()
-        if rest is None:
-            return declined.otherwise()
-        rest.again()
-        return rest
+        return declined.otherwise() if rest is None else rest
 
-    def prepare(self, name: str, ways: Ways, *arguments: Any) -> Callable[[], Request] | None:
-        """Return what starts a collective with the same arrays again and again; None for no gain.
+    def prepare(self, name: str, ways: Ways, *arguments: Any) -> Callable[[], Request]:
+        """Return what starts a collective with the same arrays again and again.
 
         Each start is after the last one has settled.
         """
         made = getattr(self, f"_{name}")(ways, *arguments)
-        begin = self._engine.begin
-        if type(made) is Declined:
-            rest = made.otherwise() if ways.host == "slots" else None
-            one_shot = rest if isinstance(rest, OneShot) else None
+        if isinstance(made, OneShot | InPlace):
+            return made.begin
+        if type(made) is not Declined:
+            return partial(self.start, name, ways, *arguments)
+        rest = made.otherwise() if ways.host == "slots" else None
+        one_shot = rest if isinstance(rest, OneShot) else None
 
-            def decline() -> Request:
-                request = self._decline(made, one_shot)
-                if isinstance(request, Moved):
-                    begin(self, request)
-                return request
+        def decline() -> Request:
+            request = self._decline(made, one_shot)
+            return request.begin() if isinstance(request, Moved) else request
 
-            return decline
-        if not isinstance(made, OneShot | InPlace):
-            return None
-
-        def start() -> Request:
-            made.again()
-            begin(self, made)
-            return made
-
-        return start
+        return decline
 
     # -- the collectives, not begun -------------------------------------------------------
 
@@ -273,7 +260,8 @@ class SharedCollectives:
         def otherwise() -> Request:
             if ways[0] == "mpi":
                 return self._messages.all_to_all(send, recv, send_counts, recv_counts)
-            return StagedRequest(self._all_to_all_staged(what, send, recv, counts), self._engine)
+            steps = self._all_to_all_staged(what, send, recv, counts)
+            return StagedRequest(steps, self._engine, self)
 
         at = window.find(send) if ways[1] == "in_place" else -1
         own_at = -1 if at < 0 else window.find(recv)
@@ -314,8 +302,8 @@ class SharedCollectives:
             (source_at, target_at),
             max_bytes,
         )
-        self._engine.begin(self, request)
-        return request
+        request.chain = self
+        return request.begin()
 
     def prepare_exchange(
         self, source: HostArray | None, target: HostArray | None, regions: Regions
@@ -360,7 +348,7 @@ class SharedCollectives:
     # -- the start of any --------------------------------------------------------------
 
     def _slots(self, what: int, op: str, source: HostArray, target: HostArray) -> OneShot:
-        return OneShot(self._window, self._engine, what, op, source, target)
+        return OneShot(self._window, self._engine, self, what, op, source, target)
 
     def _in_place(
         self,
@@ -374,7 +362,8 @@ class SharedCollectives:
         """Return an operation in place, if this rank's arrays allow it."""
         if places is None:
             return Declined(what, otherwise, counts)
-        return InPlace(self._window, self._engine, what, places, work, otherwise, cache, counts)
+        window, engine = self._window, self._engine
+        return InPlace(window, engine, self, what, places, work, otherwise, cache, counts)
 
     def _kept(
         self, what: int, own_at: int = 0, *rest: int
@@ -405,7 +394,7 @@ class SharedCollectives:
             return self._slots(what, op, source, recv)
         begin: Callable[[], Request] = partial(self._messages.all_reduce, send, recv, op)
         if way == "mpi" and op == "mean":
-            return StagedRequest(self._mean_by_messages(send, recv), self._engine)
+            return StagedRequest(self._mean_by_messages(send, recv), self._engine, self)
         steps = partial(all_reduce_staged, self._window, source, recv, op)
         return self._ordinary(way, what, begin, steps)
 
@@ -420,7 +409,7 @@ class SharedCollectives:
             yield from enter(self._window, what)
             yield from steps()
 
-        return StagedRequest(entered(), self._engine)
+        return StagedRequest(entered(), self._engine, self)
 
     def _mean_by_messages(self, send: HostArray | None, recv: HostArray) -> Steps:
         yield self._messages.all_reduce(send, recv, "sum")

@@ -7,8 +7,9 @@ what is done again does the same, and what cannot be done again is noted with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import Self
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.base import Request
@@ -34,6 +35,7 @@ class OneShot(Moved):
     Args:
         window: The ranks.
         engine: Moves it along until it is settled.
+        chain: The operations of the window, which are worked in their order.
         what: The operation's number.
         op: Which reduction.
         source: This rank's array, no larger than a stage.
@@ -42,7 +44,6 @@ class OneShot(Moved):
 
     __slots__ = (
         "_inputs",
-        "_number",
         "_op",
         "_ring",
         "_source",
@@ -56,18 +57,18 @@ class OneShot(Moved):
         self,
         window: SharedWindow,
         engine: Engine,
+        chain: Hashable,
         what: int,
         op: str,
         source: HostArray,
         target: HostArray,
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, chain)
         self._window = window
         self._what = what
         self._op = op
         self._source = source
         self._target = target
-        self._number = 0
         ring = window.slots
         if source.nbytes > ring.nbytes:
             ring = window.stage
@@ -75,16 +76,9 @@ class OneShot(Moved):
         self._views = ring.views(source.dtype, source.size)
         self._inputs: Sequence[HostArray] = ()
 
-    def again(self) -> None:
-        """Make ready for another start, once the last has settled."""
-        self.done = self.committed = False
-        self._error = None
-        self._number = 0
-
     def publish(self) -> bool:
         """Put this rank's array into its area, if that is free."""
-        window, ring = self._window, self._ring
-        number = self._number
+        window, ring, number = self._window, self._ring, self.number
         if not number:
             number = window.published + 1
             turn = ring.state[0] + 1
@@ -96,7 +90,7 @@ class OneShot(Moved):
             self._inputs = inputs = self._views[area]
             inputs[window.rank][...] = self._source
             # A signal handler may end this anywhere: done again, it does the same.
-            self._number = number
+            self.number = number
         if window.published < number:
             ring.take(number)
             window.publish(number, self._what)
@@ -104,9 +98,11 @@ class OneShot(Moved):
         return True
 
     def _move(self) -> bool:
-        if not self.committed and not self.publish():
+        if not self.committed:
+            # Nobody waits for what this rank does next: not before its result is asked for.
+            self.publish()
             return False
-        window, number = self._window, self._number
+        window, number = self._window, self.number
         agreed = window.agreed(number)
         if not agreed:
             if agreed is None or not window.published_by(number, window.others):
@@ -132,6 +128,7 @@ class InPlace(Moved):
     Args:
         window: The ranks.
         engine: Moves it along until it is settled.
+        chain: The operations of the window, which are worked in their order.
         what: The operation's number.
         places: Where this rank's input and result lie, as far as others need to know; None if
             others would have to use an ordinary array.
@@ -150,7 +147,6 @@ class InPlace(Moved):
         "_counts",
         "_done_parts",
         "_identities",
-        "_number",
         "_otherwise",
         "_parts",
         "_refusal",
@@ -166,6 +162,7 @@ class InPlace(Moved):
         self,
         window: SharedWindow,
         engine: Engine,
+        chain: Hashable,
         what: int,
         places: tuple[int, int] | None,
         work: Callable[[Entry], Sequence[Work]],
@@ -173,7 +170,7 @@ class InPlace(Moved):
         cache: dict[tuple[int, ...], Sequence[Work]] | None,
         counts: Sequence[int] = (),
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, chain)
         self.places = places
         self._window = window
         self._what = what
@@ -183,19 +180,18 @@ class InPlace(Moved):
         self._counts = counts
         self._identities: tuple[int, ...] | None = None
         self._parts: Sequence[Work] = ()
-        self._number = 0
         self._steps: Sequence[Work] | None = None
         self._done_parts: list[None] = []
         self._acknowledged = False
         self._rest: Request | None = None
         self._refusal: MpimeshError | None = None
 
-    def again(self) -> None:
-        """Make ready for another start, once the last has settled."""
-        self.done = self.committed = self._acknowledged = False
-        self._error = self._steps = self._rest = self._refusal = None
-        self._number = 0
+    def begin(self) -> Self:
+        """Begin, once the last time has settled."""
+        self._steps = self._rest = self._refusal = None
+        self._acknowledged = False
         self._done_parts.clear()
+        return super().begin()
 
     def _move(self) -> bool:
         steps = self._steps
@@ -204,8 +200,7 @@ class InPlace(Moved):
                 steps = self._look()
             if steps is None:
                 return self._rest is not None and self._rest.test()
-        window, number = self._window, self._number
-        done = self._done_parts
+        window, number, done = self._window, self.number, self._done_parts
         while len(done) < len(steps):
             do_at_once(window.quietly, steps[len(done)])
         if not self._acknowledged:
@@ -222,7 +217,7 @@ class InPlace(Moved):
 
     def _look(self) -> Sequence[Work] | None:
         """Publish, and find out what to do; None as long as that is not known, or another way."""
-        window, number, places = self._window, self._number, self.places
+        window, number, places = self._window, self.number, self.places
         if not number:
             counts = self._counts
             if not window.has_room() or (counts and not window.slots.is_free(window)):
@@ -230,7 +225,7 @@ class InPlace(Moved):
                 return None
             if counts and places is not None:
                 window.counts(coming=1)[window.rank][...] = counts
-            self._number = number = window.published + 1
+            self.number = number = window.published + 1
         if window.published < number:
             if self._counts:
                 window.slots.take(number)
@@ -260,7 +255,7 @@ class InPlace(Moved):
 
     def _parts_of(self, identities: tuple[int, ...]) -> Sequence[Work]:
         """Return this rank's work, now that all have published where their arrays lie."""
-        window, number, cache = self._window, self._number, self._cache
+        window, number, cache = self._window, self.number, self._cache
         parts = None if cache is None else cache.get(identities)
         if parts is not None:
             return parts

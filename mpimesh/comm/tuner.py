@@ -52,7 +52,7 @@ class _Collectives(Protocol):
     """Those in shared memory, or on two levels, by given ways."""
 
     def start(self, name: str, ways: Ways, *arguments: Any) -> Request: ...
-    def prepare(self, name: str, ways: Ways, *arguments: Any) -> _Way | None: ...
+    def prepare(self, name: str, ways: Ways, *arguments: Any) -> _Way: ...
 
 
 def measure(
@@ -78,7 +78,7 @@ def measure(
     def all_reduces(ways: Ways, x: HostArray) -> tuple[_Way, _Way]:
         return (
             lambda: messages.all_reduce(None, x, "sum"),
-            _prepared(shared, "all_reduce", ways, None, x, "sum"),
+            shared.prepare("all_reduce", ways, None, x, "sum"),
         )
 
     slots, chunks = Ways("slots", "slots"), Ways("chunks", "chunks")
@@ -144,14 +144,9 @@ def _moves(
     def both(name: str) -> tuple[_Way, _Way]:
         given = arguments[name]
         method = getattr(messages, name)
-        return lambda: method(*given), _prepared(shared, name, ways, *given)
+        return lambda: method(*given), shared.prepare(name, ways, *given)
 
     return {name: both(name) for name in arguments}
-
-
-def _prepared(shared: _Collectives, name: str, ways: Ways, *arguments: Any) -> _Way:
-    """Return what starts a collective as a plan does: plain calls pay more for either way alike."""
-    return shared.prepare(name, ways, *arguments) or partial(shared.start, name, ways, *arguments)
 
 
 def _zeros(arena: Arena | None, size: int) -> HostArray:

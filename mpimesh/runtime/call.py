@@ -77,22 +77,11 @@ class Call:
         word: What this rank has posted there for it.
     """
 
-    __slots__ = (
-        "compared",
-        "dtype",
-        "ended",
-        "group",
-        "label",
-        "name",
-        "number",
-        "peers",
-        "record",
-        "rule",
-        "shape",
-        "signatures",
-        "site",
-        "word",
-    )
+    number = 0
+    record = 0
+    ended = False
+    signatures: Signatures | None = None
+    word = 0
 
     def __init__(
         self,
@@ -112,12 +101,7 @@ class Call:
         self.dtype = dtype
         self.label = label
         self.peers = peers
-        self.number = 0
-        self.record = 0
-        self.ended = False
         self.compared = compared
-        self.signatures: Signatures | None = None
-        self.word = 0
         # Neither this constructor nor the operation that calls it.
         self.site = call_site(3)
 
@@ -150,8 +134,6 @@ class Message(Call):
         tag: Its tag.
         count: Which of the messages between the two it is, from 1; 0 if nobody counts.
     """
-
-    __slots__ = ("count", "peer", "tag")
 
     def __init__(
         self,

@@ -140,12 +140,13 @@ class Record:
     ending: str = ""
 
 
-class _Group(Protocol):
+class RecordedGroup(Protocol):
     """The part of a process group that stands in a record."""
 
-    name: str
-    ranks: Sequence[int]
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def ranks(self) -> Sequence[int]: ...
     @property
     def communicator(self) -> Communicator: ...
 
@@ -192,7 +193,7 @@ class Recorder:
         head = {"rank": rank, "size": size, "host": socket.gethostname(), "pid": self._pid}
         self._put(_HEAD_AT, _HEAD_BYTES, json.dumps(head).encode())
 
-    def start(self, group: _Group, call: Call, nbytes: int) -> None:
+    def start(self, group: RecordedGroup, call: Call, nbytes: int) -> None:
         """Note that an operation was started."""
         self._started = call.record = order = self._started + 1
         code, offset = call.site
@@ -251,7 +252,9 @@ class Recorder:
             _write_json(self._json, replace(_read_ring(self._ring), ending=line))
         self._ring.unlink(missing_ok=True)
 
-    def _learn(self, key: tuple[object, ...], group: _Group, call: Call) -> tuple[int, object]:
+    def _learn(
+        self, key: tuple[object, ...], group: RecordedGroup, call: Call
+    ) -> tuple[int, object]:
         if len(self._texts) >= _TEXTS:
             self._texts.clear()
         ranks = getattr(group.communicator, "world_ranks", group.ranks)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import GeneratorType, ModuleType
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
-from weakref import ref
 
 import numpy as np
 
@@ -285,13 +284,18 @@ class GroupCore:
                 traffic.count_received(call.name, receives[0], self._members, receives[1])
         if value is None:
             value = prepared.value
-        work = CollectiveTensor(self, call, request, prepared.finish, unlock, value, prepared, lock)
-        work._scope = scope
-        self.open_work[id(work)] = ref(work)
-        progress.calls.append(call)
-        if progress.recorder is not None:
-            progress.recorder.start(self, call, accounts.nbytes)
-        return work
+        return CollectiveTensor(
+            self,
+            call,
+            request,
+            prepared.finish,
+            unlock,
+            value,
+            prepared,
+            lock,
+            scope,
+            accounts.nbytes,
+        )
 
     @property
     def watches_starts(self) -> bool:
@@ -501,17 +505,6 @@ class GroupCore:
     def stage(self, chain: object, steps: Steps) -> StagedRequest:
         """Start an operation of several steps on `chain`."""
         return self.progress.stage(chain, steps)
-
-    def own(
-        self, work: CollectiveTensor, nbytes: int, scope: StreamScope | None = None
-    ) -> CollectiveTensor:
-        """Note work that has started, of so many bytes put in, on a stream if any; return it."""
-        work._scope = scope
-        self.open_work[id(work)] = ref(work)
-        self.progress.calls.append(work._call)
-        if self.progress.recorder is not None:
-            self.progress.recorder.start(self, work._call, nbytes)
-        return work
 
     def abandon(self, *buffers: object) -> None:
         """Keep the buffers of what has failed here and may go on elsewhere, for ever.

@@ -230,7 +230,7 @@ def send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> 
     # A chain that nobody else uses: sends start at once.
     request = group.stage(object(), steps if scope is None else steps_in(scope, steps))
     unlock = None if scope is not None else group.lock(x, call)
-    return group.own(CollectiveTensor(group, call, request, None, unlock), data.nbytes, scope)
+    return CollectiveTensor(group, call, request, unlock=unlock, scope=scope, nbytes=data.nbytes)
 
 
 def recv(
@@ -270,7 +270,7 @@ def recv(
     steps = all_steps()
     scope = group.scope_if_any()
     request = group.stage(chain, steps if scope is None else steps_in(scope, steps))
-    return group.own(CollectiveTensor(group, call, request), 0, scope)
+    return CollectiveTensor(group, call, request, scope=scope)
 
 
 class PersistentMessage(Persistent):
@@ -337,8 +337,7 @@ def send_init(
             packed[...] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         group.count_message(call, nbytes)
         request = group.stage(object(), _send_steps(group, parcel, dest, 2 * tag))
-        work = CollectiveTensor(group, call, request, None, group.lock(x, call))
-        return group.own(work, nbytes)
+        return CollectiveTensor(group, call, request, unlock=group.lock(x, call), nbytes=nbytes)
 
     return PersistentMessage(group, text, begin)
 

@@ -185,10 +185,8 @@ class Plan:
         if self.on_device:
             # Only in its turn: the first on a device makes what moves its memory, collectively.
             begin = partial(group.begin_on_device, self.name, self.library, *arguments)
-        elif self.algorithm is not None:
-            begin = partial(communicator.begin_by(self.name, self.algorithm), *arguments)
-        elif often:
-            begin = communicator.prepare(self.name, arguments)
+        elif often or self.algorithm is not None:
+            begin = communicator.prepare(self.name, arguments, self.algorithm)
         else:
             begin = partial(getattr(communicator, self.name), *arguments)
         return Prepared(self, begin, value, finish, arguments=arguments)

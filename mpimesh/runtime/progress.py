@@ -123,7 +123,7 @@ class Progress(Engine):
         test: Callable[[], bool] = request if callable(request) else request.test
 
         def ready() -> bool:
-            if self._pending:
+            if self.pending:
                 self.advance()
             return test()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -136,8 +135,7 @@ def broadcast(
         if algorithm is None or library is not np:
             yield group.side(library).broadcast(recv, root)
         else:
-            begin = group.communicator.begin_by("broadcast", algorithm)
-            yield from run_steps(partial(begin, recv, root))
+            yield from run_steps(group.communicator.prepare("broadcast", (recv, root), algorithm))
         if root != group.rank:
             arrival.came(root, recv.nbytes, int(recv.nbytes > 0))
         if misfit is not None:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, Self, SupportsIndex
+from weakref import ref
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from mpimesh.errors import (
     UnresolvedWarning,
 )
 from mpimesh.runtime.call import Call, site_line
+from mpimesh.runtime.flight import RecordedGroup
 from mpimesh.runtime.progress import Progress
 
 __all__ = ["CollectiveTensor", "OpenWork", "Owner", "Reusable"]
@@ -52,7 +54,7 @@ class Reusable(Protocol):
     busy: bool
 
 
-class Owner(Protocol):
+class Owner(RecordedGroup, Protocol):
     """The group that started an operation, as far as its work needs it."""
 
     @property
@@ -223,21 +225,9 @@ class CollectiveTensor(Unresolved):
     # that it was called on (`_scope`): the input is read there, and the result is divided,
     # converted, unpacked. Whoever takes the result works on the stream that is current then, which
     # is made to wait for the other one, on the device and not on the host (`_event`).
-    __slots__ = (
-        "__weakref__",
-        "_call",
-        "_error",
-        "_event",
-        "_finish",
-        "_group",
-        "_operand",
-        "_prepared",
-        "_request",
-        "_resolved",
-        "_scope",
-        "_unlock",
-        "_value",
-    )
+    _event: Any = None
+    _error: BaseException | None = None
+    _resolved = False
 
     def __init__(
         self,
@@ -249,19 +239,37 @@ class CollectiveTensor(Unresolved):
         value: Any = None,
         prepared: Reusable | None = None,
         operand: Any = None,
+        scope: StreamScope | None = None,
+        nbytes: int = 0,
     ) -> None:
+        """Take note of what has started.
+
+        Args:
+            group: Who has started it.
+            call: What was called.
+            request: What the transport has started.
+            finish: Makes the result of what comes; None if that is the result.
+            unlock: Makes the caller's array writable again.
+            value: What comes; None for the value of the request's steps.
+            prepared: What it was started from, free again when it has ended well.
+            operand: The caller's array, to be kept alive.
+            scope: The stream that it works on, if any.
+            nbytes: Bytes that this rank puts in.
+        """
         self._group = group
         self._call = call
         self._request = request
         self._finish = finish
         self._unlock = unlock
         self._value = value
-        self._operand = operand
         self._prepared = prepared
-        self._scope: StreamScope | None = None
-        self._event: Any = None
-        self._error: BaseException | None = None
-        self._resolved = False
+        self._operand = operand
+        self._scope = scope
+        group.open_work[id(self)] = ref(self)
+        progress = group.progress
+        progress.calls.append(call)
+        if progress.recorder is not None:
+            progress.recorder.start(group, call, nbytes)
 
     def resolve(self, timeout_s: float | None = None) -> Any:
         """Wait for this operation and return its result; a second call returns the same.
@@ -531,9 +539,10 @@ class CollectiveTensor(Unresolved):
     def _release(self) -> None:
         """Drop everything but the result; the operation is over for this rank."""
         self._finish = self._operand = None
-        if self._prepared is not None:
+        prepared = self._prepared
+        if prepared is not None:
             if self._error is None:
-                self._prepared.busy = False
+                prepared.busy = False
             self._prepared = None
         if self._unlock is not None:
             self._give_back()

@@ -13,7 +13,7 @@ class Counted(Moved):
     """Done at the test with a given number; moves along one step each time."""
 
     def __init__(self, engine, at, failure=None):
-        super().__init__(engine)
+        super().__init__(engine, "chain")
         self.at, self.failure, self.moves = at, failure, 0
 
     def _move(self):
@@ -27,7 +27,7 @@ class Counted(Moved):
 def test_what_begins_moves_at_once_and_goes_when_it_is_done(at):
     engine = Engine()
     request = Counted(engine, at)
-    engine.begin("chain", request)
+    request.begin()
     assert request.moves == 1
     assert engine.idle == engine_is_free(engine) == (at == 1)
     engine.advance()
@@ -43,7 +43,7 @@ def engine_is_free(engine):
 def test_an_error_stays_with_its_operation():
     engine = Engine()
     request = Counted(engine, 1, TransportError("lost"))
-    engine.begin("chain", request)  # does not raise
+    request.begin()  # does not raise
     assert request.moves == 1
 
 
@@ -52,7 +52,7 @@ def test_an_interrupted_begin_is_moved_along_all_the_same():
     engine = Engine()
     request = Counted(engine, 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        engine.begin("chain", request)
+        request.begin()
     assert engine.busy("chain")
     request.failure = None
     engine.advance()
@@ -63,7 +63,7 @@ def test_an_interrupted_begin_is_moved_along_all_the_same():
 def test_what_has_ended_unseen_holds_nothing_up():
     engine = Engine()
     request = Counted(engine, 2)
-    engine.begin("chain", request)
+    request.begin()
     assert not engine.idle
     request.test()
     assert engine.idle
@@ -105,7 +105,7 @@ def test_a_signal_handler_inside_a_step_may_wait_for_something_else():
         yield
 
     request = StagedRequest(steps(), engine)
-    engine._pending.append(request)
+    engine.pending.append(request)
     assert request.test()
     assert found == [False]
     assert request.value == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,9 @@ class Owner:
     """A group in which whatever is waited for is lost."""
 
     world_rank = 0
+    name = "world"
+    ranks = (0, 1)
+    communicator: Any = None
 
     def __init__(self):
         self.progress = Progress()
@@ -96,6 +100,9 @@ def test_an_interrupted_end_is_an_end_the_next_time():
     ended = []
 
     class Recorder:
+        def start(self, group, call, nbytes):
+            pass
+
         def end(self, call, *, failed):
             ended.append(call)
             if len(ended) == 1:
