@@ -81,16 +81,10 @@ class Owner(RecordedGroup, Protocol):
         ...
 
 
-# -- refusals to be an array ----------------------------------------------------------------------
-#
-# Without them Python says that ``+`` does not know a CollectiveTensor, and NumPy makes an array
-# that holds the handle.
-
-
 def _refusing(example: str) -> Callable[..., NoReturn]:
     """Return a method that refuses, and shows how it would go."""
 
-    def refuse(handle: Unresolved, *_: Any, **_options: Any) -> NoReturn:
+    def refuse(handle: CollectiveTensor, *_: Any, **_options: Any) -> NoReturn:
         raise handle._refusal(example)
 
     return refuse
@@ -104,113 +98,7 @@ def _reflected(symbol: str) -> Callable[..., NoReturn]:
     return _refusing(f"x {symbol} handle.resolve()")
 
 
-class Unresolved:
-    """Not an array, be it resolved or not, and says so to whoever uses it as one.
-
-    Two handles are equal if they are one; a handle and a number or an array cannot be compared.
-    """
-
-    __slots__ = ()
-
-    def _what(self) -> object:
-        """Return what gives the result; its `str` names it."""
-        raise NotImplementedError
-
-    def _is_resolved(self) -> bool:
-        """Tell whether its result was taken."""
-        raise NotImplementedError
-
-    def _refusal(self, example: str) -> UnresolvedError:
-        cure = "is no array yet: resolve it first"
-        if self._is_resolved():
-            cure = "does not become its array: use what resolve() returned"
-        return UnresolvedError(
-            f"a CollectiveTensor {cure}, as in {example}; it is the result of {self._what()}"
-        )
-
-    # In place, too: Python takes the binary method where there is no other.
-    __add__, __radd__ = _binary("+"), _reflected("+")
-    __sub__, __rsub__ = _binary("-"), _reflected("-")
-    __mul__, __rmul__ = _binary("*"), _reflected("*")
-    __matmul__, __rmatmul__ = _binary("@"), _reflected("@")
-    __truediv__, __rtruediv__ = _binary("/"), _reflected("/")
-    __floordiv__, __rfloordiv__ = _binary("//"), _reflected("//")
-    __mod__, __rmod__ = _binary("%"), _reflected("%")
-    __pow__, __rpow__ = _binary("**"), _reflected("**")
-    __and__, __rand__ = _binary("&"), _reflected("&")
-    __or__, __ror__ = _binary("|"), _reflected("|")
-    __xor__, __rxor__ = _binary("^"), _reflected("^")
-    __lshift__, __rlshift__ = _binary("<<"), _reflected("<<")
-    __rshift__, __rrshift__ = _binary(">>"), _reflected(">>")
-    __lt__, __le__, __gt__, __ge__ = map(_binary, ("<", "<=", ">", ">="))
-    __neg__, __pos__ = _refusing("-handle.resolve()"), _refusing("+handle.resolve()")
-    __invert__, __abs__ = _refusing("~handle.resolve()"), _refusing("abs(handle.resolve())")
-    __round__ = _refusing("handle.resolve().round()")
-    __int__, __float__ = _refusing("int(handle.resolve())"), _refusing("float(handle.resolve())")
-    __complex__ = _refusing("complex(handle.resolve())")
-    __index__ = _refusing("int(handle.resolve())")
-    __getitem__, __iter__ = _refusing("handle.resolve()[i]"), _refusing("iter(handle.resolve())")
-    __setitem__ = _refusing("handle.resolve()[i] = x")
-    __contains__ = _refusing("x in handle.resolve()")
-    # A handle is no answer to a question: without this, `if handle:` is true whatever comes.
-    __bool__ = _refusing("bool(handle.resolve())")
-    __len__ = _refusing("len(handle.resolve())")
-    __array__ = _refusing("numpy.asarray(handle.resolve())")
-
-    def __eq__(self, other: object) -> bool:
-        """Tell whether `other` is this very handle.
-
-        Raises:
-            UnresolvedError: If it is a number or an array.
-        """
-        if isinstance(other, numbers.Number) or hasattr(other, "dtype"):
-            raise self._refusal("handle.resolve() == x")
-        return self is other
-
-    __hash__ = object.__hash__
-
-    def __format__(self, how: str) -> str:
-        """Say what it is, if asked for no format of numbers.
-
-        Raises:
-            UnresolvedError: If it is.
-        """
-        if how:
-            raise self._refusal("format(handle.resolve(), ...)")
-        return str(self)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Refuse an attribute, which the result may have.
-
-        Raises:
-            AttributeError: Always.
-        """
-        hint = "" if name.startswith("_") else f"; its result may: handle.resolve().{name}"
-        raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self
-        )
-
-    def __array_ufunc__(self, function: Any, *_args: Any, **_options: Any) -> NoReturn:
-        """Refuse to be an operand of NumPy.
-
-        Raises:
-            UnresolvedError: Always.
-        """
-        raise self._refusal(f"numpy.{function.__name__}(handle.resolve(), ...)")
-
-    def __array_function__(self, function: Any, *_: Any) -> NoReturn:
-        """Refuse to be an argument of NumPy.
-
-        Raises:
-            UnresolvedError: Always.
-        """
-        raise self._refusal(f"numpy.{function.__name__}(handle.resolve(), ...)")
-
-
-# -- work -----------------------------------------------------------------------------------------
-
-
-class CollectiveTensor(Unresolved):
+class CollectiveTensor:
     """A result to come. Start the operation, do other work, then :meth:`resolve`.
 
     Handles may be resolved in any order, each waits for its own operation only,
@@ -225,9 +113,21 @@ class CollectiveTensor(Unresolved):
     # that it was called on (`_scope`): the input is read there, and the result is divided,
     # converted, unpacked. Whoever takes the result works on the stream that is current then, which
     # is made to wait for the other one, on the device and not on the host (`_event`).
-    _event: Any = None
-    _error: BaseException | None = None
-    _resolved = False
+    __slots__ = (
+        "__weakref__",
+        "_call",
+        "_error",
+        "_event",
+        "_finish",
+        "_group",
+        "_operand",
+        "_prepared",
+        "_request",
+        "_resolved",
+        "_scope",
+        "_unlock",
+        "_value",
+    )
 
     def __init__(
         self,
@@ -265,6 +165,9 @@ class CollectiveTensor(Unresolved):
         self._prepared = prepared
         self._operand = operand
         self._scope = scope
+        self._event: Any = None
+        self._error: BaseException | None = None
+        self._resolved = False
         group.open_work[id(self)] = ref(self)
         progress = group.progress
         progress.calls.append(call)
@@ -412,12 +315,6 @@ class CollectiveTensor(Unresolved):
 
     # -- for the group -----------------------------------------------------------------------
 
-    def _what(self) -> object:
-        return self._call
-
-    def _is_resolved(self) -> bool:
-        return self._resolved
-
     def _result(self) -> Any:
         """Return the result, for the stream that is current where it is asked for."""
         if self._event is not None and self._scope is not None:
@@ -559,3 +456,110 @@ class CollectiveTensor(Unresolved):
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
+
+    # -- refusals to be an array -------------------------------------------------------------
+    #
+    # Without them Python says that ``+`` does not know a CollectiveTensor, and NumPy makes an array
+    # that holds the handle.
+
+    def _refusal(self, example: str) -> UnresolvedError:
+        cure = "is no array yet: resolve it first"
+        if self._resolved:
+            cure = "does not become its array: use what resolve() returned"
+        return UnresolvedError(
+            f"a CollectiveTensor {cure}, as in {example}; it is the result of {self._call}"
+        )
+
+    # In place, too: Python takes the binary method where there is no other.
+    __add__, __radd__ = _binary("+"), _reflected("+")
+    __sub__, __rsub__ = _binary("-"), _reflected("-")
+    __mul__, __rmul__ = _binary("*"), _reflected("*")
+    __matmul__, __rmatmul__ = _binary("@"), _reflected("@")
+    __truediv__, __rtruediv__ = _binary("/"), _reflected("/")
+    __floordiv__, __rfloordiv__ = _binary("//"), _reflected("//")
+    __mod__, __rmod__ = _binary("%"), _reflected("%")
+    __pow__, __rpow__ = _binary("**"), _reflected("**")
+    __and__, __rand__ = _binary("&"), _reflected("&")
+    __or__, __ror__ = _binary("|"), _reflected("|")
+    __xor__, __rxor__ = _binary("^"), _reflected("^")
+    __lshift__, __rlshift__ = _binary("<<"), _reflected("<<")
+    __rshift__, __rrshift__ = _binary(">>"), _reflected(">>")
+    __lt__, __le__, __gt__, __ge__ = _binary("<"), _binary("<="), _binary(">"), _binary(">=")
+    __neg__, __pos__ = _refusing("-handle.resolve()"), _refusing("+handle.resolve()")
+    __invert__, __abs__ = _refusing("~handle.resolve()"), _refusing("abs(handle.resolve())")
+    __round__ = _refusing("handle.resolve().round()")
+    __int__, __float__ = _refusing("int(handle.resolve())"), _refusing("float(handle.resolve())")
+    __complex__ = _refusing("complex(handle.resolve())")
+    __index__ = _refusing("int(handle.resolve())")
+    __getitem__, __iter__ = _refusing("handle.resolve()[i]"), _refusing("iter(handle.resolve())")
+    __setitem__ = _refusing("handle.resolve()[i] = x")
+    __contains__ = _refusing("x in handle.resolve()")
+    # A handle is no answer to a question: without this, `if handle:` is true whatever comes.
+    __bool__ = _refusing("bool(handle.resolve())")
+    __len__ = _refusing("len(handle.resolve())")
+    __array__ = _refusing("numpy.asarray(handle.resolve())")
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether `other` is this very handle.
+
+        Raises:
+            UnresolvedError: If it is a number or an array.
+        """
+        if isinstance(other, numbers.Number) or hasattr(other, "dtype"):
+            raise self._refusal("handle.resolve() == x")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __format__(self, how: str) -> str:
+        """Say what it is, if asked for no format of numbers.
+
+        Raises:
+            UnresolvedError: If it is.
+        """
+        if how:
+            raise self._refusal("format(handle.resolve(), ...)")
+        return str(self)
+
+    def __dir__(self) -> list[str]:
+        """List what it has, without what it refuses."""
+        return [name for name in super().__dir__() if name not in _OF_ARRAYS]
+
+    def __array_ufunc__(self, function: Any, *_args: Any, **_options: Any) -> NoReturn:
+        """Refuse to be an operand of NumPy.
+
+        Raises:
+            UnresolvedError: Always.
+        """
+        raise self._refusal(f"numpy.{function.__name__}(handle.resolve(), ...)")
+
+    def __array_function__(self, function: Any, *_: Any) -> NoReturn:
+        """Refuse to be an argument of NumPy.
+
+        Raises:
+            UnresolvedError: Always.
+        """
+        raise self._refusal(f"numpy.{function.__name__}(handle.resolve(), ...)")
+
+
+class _OfArrays:
+    """An attribute of arrays, which a handle refuses with a word on where it is.
+
+    It stands in the class: with a ``__getattr__`` Python finds every attribute of a handle slower.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, handle: object, owner: type[Any]) -> NoReturn:
+        raise AttributeError(
+            f"{owner.__name__!r} object has no attribute {self._name!r}; its result may: "
+            f"handle.resolve().{self._name}",
+            name=self._name,
+            obj=handle,
+        )
+
+
+_OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if not name.startswith("_"))
+for _name in _OF_ARRAYS:
+    setattr(CollectiveTensor, _name, _OfArrays(_name))
