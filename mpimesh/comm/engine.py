@@ -83,15 +83,9 @@ class Moved:
         self.done = self.committed = False
         self._error = None
         self.number = 0
-        engine, chain = self._engine, self.chain
+        engine = self._engine
         with engine.lock:
-            # Before it does anything: what a signal handler raises may end this call, but then the
-            # other ranks count on this one all the same.
-            tail = engine.tails.get(chain)
-            if tail is not None and not tail.settled:
-                self.after = tail
-            engine.pending.append(self)
-            engine.tails[chain] = self
+            engine.track(self)
             try:  # noqa: SIM105 (a context manager costs more than many an operation's work)
                 self.move()
             except MpimeshError:
@@ -251,15 +245,23 @@ class Engine:
         """Start `steps`, at once or after the unfinished operations of `chain`."""
         request = StagedRequest(steps, self, chain)
         with self.lock:
-            tail = self.tails.get(chain)
-            if tail is not None and not tail.settled:
-                request.after = tail
+            self.track(request)
             with suppress(Exception):  # kept by the request, and raised where it is resolved
                 request.move()
-            if not request.settled:
-                self.pending.append(request)
-                self.tails[chain] = request
         return request
+
+    def track(self, request: Moved) -> None:
+        """Move a request along until it is settled. For the thread that holds the lock.
+
+        Before it does anything: what a signal handler raises may end its start, but then the other
+        ranks count on this one all the same.
+        """
+        tails, chain = self.tails, request.chain
+        tail = tails.get(chain)
+        if tail is not None and not tail.settled:
+            request.after = tail
+        self.pending.append(request)
+        tails[chain] = request
 
     def untrack(self, request: Moved) -> None:
         """Forget a request that is settled. For the thread that holds the lock."""

@@ -332,9 +332,10 @@ class SharedCollectives:
         Such a one may turn to MPI when it finds ordinary arrays, on one rank earlier than on
         another; but MPI's collectives must begin in the same order on all.
         """
-        if not self._engine.undecided(self):
+        engine = self._engine
+        if not engine.tails or not engine.undecided(self):
             return begin(*arguments)
-        return self._engine.stage(self, run_steps(partial(begin, *arguments)))
+        return engine.stage(self, run_steps(partial(begin, *arguments)))
 
     @property
     def read_copies(self) -> list[HostArray]:

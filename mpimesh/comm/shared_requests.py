@@ -76,6 +76,18 @@ class OneShot(Moved):
         self._views = ring.views(source.dtype, source.size)
         self._inputs: Sequence[HostArray] = ()
 
+    def begin(self) -> Self:
+        """Publish, if those before it have; nobody waits for what this rank does after that."""
+        self.done = self.committed = False
+        self._error = None
+        self.number = 0
+        engine = self._engine
+        with engine.lock:
+            engine.track(self)
+            if self.after is None or self.after.committed:
+                self.publish()
+        return self
+
     def publish(self) -> bool:
         """Put this rank's array into its area, if that is free."""
         window, ring, number = self._window, self._ring, self.number
@@ -84,7 +96,7 @@ class OneShot(Moved):
             turn = ring.state[0] + 1
             area = turn % len(ring.used)
             needed = max(ring.used[area], number - NOTES)
-            if not window.acknowledged_by_all(needed):
+            if window.done_by_all < needed and not window.acknowledged_by_all(needed):
                 window.look_elsewhere()
                 return False
             self._inputs = inputs = self._views[area]
@@ -98,9 +110,7 @@ class OneShot(Moved):
         return True
 
     def _move(self) -> bool:
-        if not self.committed:
-            # Nobody waits for what this rank does next: not before its result is asked for.
-            self.publish()
+        if not self.committed and not self.publish():
             return False
         window, number = self._window, self.number
         agreed = window.agreed(number)
@@ -233,7 +243,7 @@ class InPlace(Moved):
                 window.decline()
             else:
                 window.publish(number, self._what, *places)
-        identities = () if places is None else window.identities(number)
+        identities = () if places is None else window.identities(number, self._identities)
         if identities is None:
             window.look_elsewhere()
             return None
@@ -243,7 +253,7 @@ class InPlace(Moved):
             self._rest = rest = self._otherwise()
             self.committed = not isinstance(rest, Moved)
             return None
-        if identities != self._identities:
+        if identities is not self._identities:
             # Each with the note that it is done, which does not refer to this object: nobody would
             # know when to let go of the arrays.
             note = partial(self._done_parts.append, None)
