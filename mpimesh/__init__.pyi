@@ -4,6 +4,9 @@ from . import (
     arrays as arrays,
 )
 from . import (
+    compat as compat,
+)
+from . import (
     dtensor as dtensor,
 )
 from . import (
@@ -41,9 +44,6 @@ from . import (
 )
 from . import (
     trace as trace,
-)
-from . import (
-    comm as transport,
 )
 from .arrays import (
     ReduceOp as ReduceOp,

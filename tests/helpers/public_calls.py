@@ -11,6 +11,7 @@ import numpy as np
 
 import mpimesh as mm
 import mpimesh.dtensor as dtensor
+from mpimesh.compat import tvm
 from mpimesh.errors import MpimeshError
 
 __all__ = ["CALLS", "LOCAL", "Call", "Place"]
@@ -392,8 +393,8 @@ CALLS |= {
         },
     ),
     "mm.shift": lambda place: (mm.shift, {"x": place.tensor, "steps": 1, "axis": 0}),
-    "dtensor.annotate_sharding": lambda place: (
-        dtensor.annotate_sharding,
+    "tvm.annotate_sharding": lambda place: (
+        tvm.annotate_sharding,
         {"x": place.tensor, "mesh": place.mesh, "placement": "S0"},
     ),
     "dtensor.call_with_layout": lambda place: (
@@ -415,19 +416,19 @@ CALLS |= {
         {"mesh": place.mesh},
     ),
     "dtensor.device_name": lambda place: (dtensor.device_name, {"mesh": place.mesh}),
-    "dtensor.dtensor_type": lambda place: (dtensor.dtensor_type, {"x": place.tensor}),
+    "tvm.dtensor_type": lambda place: (tvm.dtensor_type, {"x": place.tensor}),
     "dtensor.fetch_layout": lambda place: (dtensor.fetch_layout, {"x": place.tensor}),
     "dtensor.is_dtensor": lambda place: (dtensor.is_dtensor, {"x": place.tensor}),
     "dtensor.pack": lambda place: (
         dtensor.pack,
         {"tensors": [np.ones(2)], "layout": "S0", "mesh": place.mesh},
     ),
-    "dtensor.redistribute": lambda place: (
-        dtensor.redistribute,
+    "tvm.redistribute": lambda place: (
+        tvm.redistribute,
         {"x": place.tensor, "mesh": place.mesh, "placement": "R"},
     ),
-    "dtensor.redistribute_replica_to_shard": lambda place: (
-        dtensor.redistribute_replica_to_shard,
+    "tvm.redistribute_replica_to_shard": lambda place: (
+        tvm.redistribute_replica_to_shard,
         {"x": place.tensor.redistribute("R"), "num_workers": 2, "axis": 0},
     ),
     "dtensor.relayout": lambda place: (dtensor.relayout, {"x": place.tensor, "layout": "R"}),
