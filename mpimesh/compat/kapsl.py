@@ -10,7 +10,7 @@ import numpy as np
 
 from mpimesh.arguments import check_kind, rank_names, shown
 from mpimesh.arrays import Array, ReduceOp
-from mpimesh.errors import DTypeError, MeshError, RankError
+from mpimesh.errors import DTypeError, MeshError, RankError, ShapeError
 from mpimesh.mesh import WORLD, Mesh
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 
@@ -138,11 +138,17 @@ class DistributedOps:
 
         Raises:
             RankError: If `root_rank` is not in the group.
-            ShapeError: If `output` does not fit.
+            ShapeError: On the root, if `output` does not fit; it has taken part then.
+            DTypeError: On the root, if `output` is of another dtype than `local`, as above.
         """
         members = self._group(group)
         root = _place(members, root_rank, "root_rank")
-        return members.gather(local, root=root, out=output).resolve()
+        try:
+            return members.gather(local, root=root, out=output).resolve()
+        except (DTypeError, ShapeError):
+            # Where it is the root's `output`, the others wait for the root to take part.
+            members.gather(local, root=root).resolve()
+            raise
 
     def reduce_scatter(
         self,

@@ -7,7 +7,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.compat.kapsl import DistributedOps, dist_ops
-from mpimesh.errors import ClosedError, MeshError, RankError
+from mpimesh.errors import ClosedError, DTypeError, MeshError, RankError, ShapeError
 from tests.helpers.compat_programs import every_kapsl_operation
 from tests.helpers.raises import raises
 
@@ -60,3 +60,24 @@ def test_k31_a_group_of_some_ranks():
             ops.barrier()
 
     mm.run_virtual(4, main)
+
+
+def test_k31_an_output_that_does_not_fit_leaves_the_ranks_together():
+    def main():
+        with mm.DeviceMesh("x=2") as mesh:
+            ops = dist_ops(mesh)
+            for output in (np.zeros(3), np.zeros(4, "f4"), [0.0] * 4):
+                if mesh.rank == 0:
+                    with pytest.raises((ShapeError, DTypeError)):
+                        ops.gather(np.ones(2), output, 0)
+                else:
+                    ops.gather(np.ones(2), None, 0)
+            chunk = np.zeros(2 + mesh.rank)
+            if mesh.rank == 1:
+                with raises(ShapeError, (2,), (3,)):
+                    ops.scatter(None, chunk, 0)
+            else:
+                ops.scatter(np.ones(4), chunk, 0)
+            assert mesh.group().all_reduce(np.ones(1)).resolve()[0] == 2
+
+    mm.run_virtual(2, main)
