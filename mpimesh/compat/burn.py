@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import as_int, as_time, check_kind, digest_bits, rank_names, shape_of, shown
-from mpimesh.arrays import Array, ReduceOp, as_reduce_op
+from mpimesh.arrays import Array, ReduceOp, as_reduce_op, wire_dtype
 from mpimesh.errors import (
     CollectiveTimeoutError,
     GroupError,
@@ -97,11 +97,15 @@ class DistributedSyncClient:
         Raises:
             GroupError: On every rank, if an id or an array will not do, or the last step has not
                 ended.
+            DTypeError: On every rank, if a dtype cannot be reduced so, as the mean of integers.
             MismatchError: On every rank, naming what differs, if the ranks announce different ones.
 
         Cost:
             One all-gather of 8 bytes from each rank.
         """
+        if self._gradients and self._everyone is None:
+            # Local, and so on all ranks: the reductions that each has started may differ by now.
+            raise self._unended()
         problem: MpimeshError | None = None
         try:
             found = self._checked(gradients)
@@ -196,20 +200,27 @@ class DistributedSyncClient:
     def _checked(self, gradients: Gradients) -> dict[DistributedParamId, Array]:
         """Return arrays by id, in the order of the ids."""
         if self._gradients:
-            raise GroupError(
-                f"the last step, of {_names(self._gradients)}, has not ended: call "
-                "submit_sync_collective"
-            )
+            raise self._unended()
         if not isinstance(gradients, Mapping) or not gradients:
             raise GroupError(f"gradients must be arrays by their ids, got {shown(gradients)}")
         found = {_as_id(key): x for key, x in gradients.items()}
+        if len(found) < len(gradients):
+            raise GroupError(f"gradients must have each id once, got {shown([*gradients])}")
         for key, x in found.items():
-            if shape_of(x) is None or not getattr(x.flags, "writeable", True):
+            flags = getattr(x, "flags", None)
+            if shape_of(x) is None or not getattr(flags, "writeable", flags is not None):
                 raise GroupError(
                     f"the gradient of parameter {key} must be an array that can be "
                     f"written, got {shown(x)}"
                 )
+            wire_dtype(x.dtype, self._op)  # refuses what cannot be reduced
         return dict(sorted(found.items()))
+
+    def _unended(self) -> GroupError:
+        return GroupError(
+            f"the last step, of {_names(self._gradients)}, has not ended: call "
+            "submit_sync_collective"
+        )
 
     def _agree(self, lines: list[str]) -> None:
         """Raise on all ranks if `lines` are not the same on all; errors are among them."""
@@ -223,8 +234,8 @@ class DistributedSyncClient:
         everyone = [bytes(part).decode().split("\n") for part in parts]
         common = set(everyone[0]).intersection(*everyone)
         rows = []
-        for rank, told in enumerate(everyone):
-            own = [line for line in told if line not in common]
+        for rank, there in enumerate(everyone):
+            own = [line for line in there if line not in common]
             rows.append(f"  rank {rank}: {', '.join(own[:_MOST_NAMED]) or 'nothing else'}")
         raise on_all_ranks(
             MismatchError(

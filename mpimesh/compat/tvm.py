@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
+
 from mpimesh.arguments import as_int, check_kind, shape_of, shown
 from mpimesh.arrays import Array
 from mpimesh.dtensor import DTensor
@@ -132,7 +134,7 @@ def scatter_from_worker0(
     Raises:
         GroupError: If `group` is none, or has another number of ranks than `num_workers`.
         ShapeError: On every rank, if there is no such axis, or its length is not divisible by
-            `num_workers`. On worker 0, if it has no array; on a worker whose `out` does not fit.
+            `num_workers`, or if worker 0 has none. On a worker whose `out` does not fit.
 
     Example:
         >>> with mm.DeviceMesh("tp=-1") as mesh:
@@ -147,10 +149,15 @@ def scatter_from_worker0(
             f"num_workers is {num_workers}, but group {group.name!r} has {group.size} ranks; give "
             "group.size, or the group of those workers"
         )
+    # An array without axes, if worker 0 has none: it is refused on all workers.
+    sent = np.empty(()) if x is None and group.rank == 0 else x
     try:
-        part = group.scatter(x, root=0, axis=axis, out=out).resolve()
+        part = group.scatter(sent, root=0, axis=axis, out=out).resolve()
     except ShapeError as error:
-        error.add_note("scatter_from_worker0 makes equal parts; group.scatter makes any sizes")
+        error.add_note(
+            "scatter_from_worker0 makes equal parts, group.scatter(x, sizes=...) others; None from "
+            "worker 0 counts as an array with 0 axes"
+        )
         raise
     if x is not None and group.rank != 0:
         # After the exchange: a warning may be an error here, and the others would wait for it.

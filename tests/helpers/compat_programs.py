@@ -122,16 +122,18 @@ def parts_of_worker_0(comm):
         # Worker 0 alone knows the shape, and all raise.
         with raises(ShapeError, "axis 0", (2 * n + 1,), n, "equal parts"):
             scatter_from_worker0(np.ones(2 * n + 1) if me == 0 else None, n, group=group)
+        with raises(ShapeError, "None from worker 0"):
+            scatter_from_worker0(None, n, group=group)
         with raises(ShapeError, "axis 3"):
             scatter_from_worker0(np.ones(n) if me == 0 else None, n, 3, group=group)
         with warned.recorded as seen:
             part = scatter_from_worker0(np.full(n, float(me)), n, group=group)
             group.barrier()
-        told = [one for one in seen if f"worker {me} of group 'world'" in str(one.message)]
-        assert [(one.category, one.filename) for one in told] == [(RuntimeWarning, __file__)] * (
+        of_mine = [one for one in seen if f"worker {me} of group 'world'" in str(one.message)]
+        assert [(one.category, one.filename) for one in of_mine] == [(RuntimeWarning, __file__)] * (
             me != 0
         )
-        assert all(f"of shape ({n},)" in str(one.message) for one in told)
+        assert all(f"of shape ({n},)" in str(one.message) for one in of_mine)
         assert part.tolist() == [0.0]
         assert group.all_reduce(np.ones(1)).resolve()[0] == n  # the next one is in order
 
@@ -196,6 +198,10 @@ def missing_gradients_are_named(comm):
             client.register_sync_parameters({})
         with raises(GroupError, "param_id", -1):
             client.register_sync_parameters({-1: np.ones(2)})
+        with raises(GroupError, "each id once"):
+            client.register_sync_parameters({1: np.ones(2), DistributedParamId(1): np.ones(2)})  # type: ignore[arg-type]
+        with raises(DTypeError, "mean", "int64"):
+            DistributedSyncClient(mesh.group()).register_sync_parameters({1: np.arange(2)})
         with raises(GroupError, "parameter 5", "written"):
             client.register_sync_parameters({5: [1.0]})
         if n > 1:
