@@ -7,6 +7,9 @@ from . import (
     comm as comm,
 )
 from . import (
+    compat as compat,
+)
+from . import (
     dtensor as dtensor,
 )
 from . import (

@@ -53,12 +53,6 @@ from mpimesh.dtensor.relayout import (
 from mpimesh.dtensor.shift import shift
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.dtensor.variable import DVariable
-from mpimesh.dtensor.words_tvm import (
-    annotate_sharding,
-    dtensor_type,
-    redistribute,
-    redistribute_replica_to_shard,
-)
 
 _RULES = (
     facts,
@@ -99,7 +93,6 @@ __all__ = [
     "HaloField",
     "Random",
     "allow_gather",
-    "annotate_sharding",
     "arange",
     "call_with_layout",
     "check_layout",
@@ -108,7 +101,6 @@ __all__ = [
     "default_mesh",
     "device_name",
     "distribute",
-    "dtensor_type",
     "empty",
     "eye",
     "fetch_layout",
@@ -121,8 +113,6 @@ __all__ = [
     "numpy_util",
     "ones",
     "pack",
-    "redistribute",
-    "redistribute_replica_to_shard",
     "relayout",
     "relayout_like",
     "run_on",

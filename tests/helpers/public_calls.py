@@ -11,6 +11,7 @@ import numpy as np
 
 import mpimesh as mm
 import mpimesh.dtensor as dtensor
+from mpimesh.compat import burn, kapsl, tensorflow, tvm
 from mpimesh.errors import MpimeshError
 
 __all__ = ["CALLS", "LOCAL", "Call", "Place"]
@@ -27,6 +28,7 @@ class Place:
         self.tensor = mm.distribute(np.arange(8.0), self.mesh, "dp=S0")
         self.halo = mm.Halo(self.tensor)
         self.handle: mm.CollectiveTensor | None = None
+        self.client: burn.DistributedSyncClient | None = None
 
     def start(self) -> mm.CollectiveTensor:
         """Start an operation, which :meth:`finish` resolves."""
@@ -38,6 +40,9 @@ class Place:
         if self.handle is not None:
             with suppress(MpimeshError):
                 self.handle.resolve()
+        if self.client is not None:
+            with suppress(MpimeshError):
+                self.client.submit_sync_collective(30)
 
     def send(self, x: Any = (1.0, 2.0), dest: Any = None, tag: Any = 0) -> Any:
         """Send to the other rank, which does so, too."""
@@ -70,6 +75,13 @@ class Place:
     def mapped(self, function: Any = abs, out_placements: Any = "dp=S0", **options: Any) -> Any:
         """Call what `local_map` returns."""
         return mm.local_map(function, out_placements, **options)(self.tensor)
+
+    def synced(self, timeout_s: Any) -> None:
+        """Reduce a gradient by its id, as burn does."""
+        self.client = burn.DistributedSyncClient(self.group)
+        self.client.register_sync_parameters({1: np.ones(2)})
+        self.client.submit_gradient_sync(1)
+        self.client.submit_sync_collective(timeout_s)
 
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
@@ -392,8 +404,8 @@ CALLS |= {
         },
     ),
     "mm.shift": lambda place: (mm.shift, {"x": place.tensor, "steps": 1, "axis": 0}),
-    "dtensor.annotate_sharding": lambda place: (
-        dtensor.annotate_sharding,
+    "tvm.annotate_sharding": lambda place: (
+        tvm.annotate_sharding,
         {"x": place.tensor, "mesh": place.mesh, "placement": "S0"},
     ),
     "dtensor.call_with_layout": lambda place: (
@@ -415,19 +427,37 @@ CALLS |= {
         {"mesh": place.mesh},
     ),
     "dtensor.device_name": lambda place: (dtensor.device_name, {"mesh": place.mesh}),
-    "dtensor.dtensor_type": lambda place: (dtensor.dtensor_type, {"x": place.tensor}),
+    "tvm.dtensor_type": lambda place: (tvm.dtensor_type, {"x": place.tensor}),
     "dtensor.fetch_layout": lambda place: (dtensor.fetch_layout, {"x": place.tensor}),
     "dtensor.is_dtensor": lambda place: (dtensor.is_dtensor, {"x": place.tensor}),
     "dtensor.pack": lambda place: (
         dtensor.pack,
         {"tensors": [np.ones(2)], "layout": "S0", "mesh": place.mesh},
     ),
-    "dtensor.redistribute": lambda place: (
-        dtensor.redistribute,
+    "tvm.scatter_from_worker0": lambda place: (
+        tvm.scatter_from_worker0,
+        {"x": np.ones(4), "num_workers": 2, "axis": 0, "group": place.group},
+    ),
+    "burn.DistributedSyncClient": lambda place: (
+        burn.DistributedSyncClient,
+        {"group": place.group, "all_reduce_op": "sum"},
+    ),
+    "burn.register_sync_parameters": lambda place: (
+        burn.DistributedSyncClient(place.group).register_sync_parameters,
+        {"gradients": {1: np.ones(2)}},
+    ),
+    "burn.submit_sync_collective": lambda place: (place.synced, {"timeout_s": 30}),
+    "tensorflow.Heartbeat": lambda place: (
+        tensorflow.Heartbeat,
+        {"mesh": place.mesh, "timeout_s": 30, "strikes": 3},
+    ),
+    "kapsl.dist_ops": lambda place: (kapsl.dist_ops, {"mesh": place.mesh}),
+    "tvm.redistribute": lambda place: (
+        tvm.redistribute,
         {"x": place.tensor, "mesh": place.mesh, "placement": "R"},
     ),
-    "dtensor.redistribute_replica_to_shard": lambda place: (
-        dtensor.redistribute_replica_to_shard,
+    "tvm.redistribute_replica_to_shard": lambda place: (
+        tvm.redistribute_replica_to_shard,
         {"x": place.tensor.redistribute("R"), "num_workers": 2, "axis": 0},
     ),
     "dtensor.relayout": lambda place: (dtensor.relayout, {"x": place.tensor, "layout": "R"}),
@@ -437,3 +467,16 @@ CALLS |= {
     ),
     "dtensor.unpack": lambda place: (dtensor.unpack, {"x": place.tensor}),
 }
+_of(
+    "kapsl",
+    lambda place: kapsl.dist_ops(place.mesh),
+    {
+        "all_reduce": {"data": np.ones(2), "op": "sum", "group": "world"},
+        "broadcast": {"data": np.ones(2), "root_rank": 0, "group": "world"},
+        "all_gather": {"local": np.ones(2), "output": np.ones(4), "group": "world"},
+        "scatter": {"data": np.ones(4), "chunk": np.ones(2), "root_rank": 0, "group": "world"},
+        "gather": {"local": np.ones(2), "output": np.ones(4), "root_rank": 0, "group": "world"},
+        "reduce_scatter": {"data": np.ones(4), "output": np.ones(2), "op": "sum"},
+        "barrier": {"group": "world"},
+    },
+)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 import mpimesh as mm
+from mpimesh.compat.tvm import redistribute, redistribute_replica_to_shard
 from mpimesh.dtensor import (
     DVariable,
     copy_to_mesh,
     default_mesh,
     fetch_layout,
     pack,
-    redistribute,
-    redistribute_replica_to_shard,
     relayout,
     unpack,
 )

@@ -49,7 +49,7 @@ def test_names_by_messages(name):
     rendezvous=st.booleans(),
     data=st.data(),
 )
-def test_any_number_of_ranks_and_elements(ranks, size, algorithm, dtype, op, rendezvous, data):
+def test_b19_any_number_of_ranks_and_elements(ranks, size, algorithm, dtype, op, rendezvous, data):
     root = data.draw(st.integers(0, ranks - 1))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     inputs = [rng.integers(0, 9, size).astype(dtype) for _ in range(ranks)]

@@ -28,6 +28,7 @@ ROOMS = [
     {"runtime"},
     {"dtensor"},
     {"parallel"},
+    {"compat"},
     {"interop"},
     {"models"},
     {"testing"},

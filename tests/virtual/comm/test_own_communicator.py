@@ -72,7 +72,7 @@ def test_contract(name, size, monkeypatch):
     run(size, suite.CHECKS[name])
 
 
-def test_the_example():
+def test_k5_the_example():
     result = subprocess.run(
         [sys.executable, PROGRAM], capture_output=True, text=True, timeout=60, check=False
     )

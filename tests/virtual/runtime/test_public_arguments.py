@@ -54,6 +54,10 @@ OF_THE_ROOT = {
     ("ProcessGroup.reduce", "out"),
     ("ProcessGroup.reduce_init", "out"),
     ("ProcessGroup.scatter", "x"),
+    ("kapsl.gather", "local"),  # is compared with the output
+    ("kapsl.gather", "output"),
+    ("kapsl.scatter", "data"),
+    ("tvm.scatter_from_worker0", "x"),
 }
 """Arguments that only the root looks at: the others wait for it."""
 

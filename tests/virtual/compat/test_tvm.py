@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.dtensor import (
+from mpimesh.compat.tvm import (
     annotate_sharding,
     dtensor_type,
     redistribute,
     redistribute_replica_to_shard,
+    scatter_from_worker0,
 )
 from mpimesh.errors import LayoutError
+from tests.helpers import warned
+from tests.helpers.compat_programs import parts_of_worker_0
 
 X = np.arange(48.0).reshape(6, 8)
 
@@ -143,3 +146,22 @@ def test_the_type_of_an_array():
         assert again.layout == x.layout
 
     on("a=2,b=2", main)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_v19_scatter_from_worker_0(size):
+    mm.run_virtual(size, parts_of_worker_0, None)
+
+
+def test_v19_a_dropped_array_that_is_an_error_leaves_the_ranks_together():
+    def main():
+        with mm.DeviceMesh("x=2") as mesh, warned.errors:
+            group = mesh.group()
+            if mesh.rank == 1:
+                with pytest.raises(RuntimeWarning):
+                    scatter_from_worker0(np.ones(2), 2, group=group)
+            else:
+                assert scatter_from_worker0(np.ones(2), 2, group=group).tolist() == [1.0]
+            assert group.all_reduce(np.ones(1)).resolve()[0] == 2
+
+    mm.run_virtual(2, main)

@@ -1,17 +1,27 @@
-"""TVM's functions on split arrays, from ``tvm.relax.distributed``."""
+"""TVM's functions on split arrays, from ``tvm.relax.distributed``, and its scatter of workers."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
-from mpimesh.arguments import as_int
-from mpimesh.dtensor.relayout import tensor_of
-from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import LayoutError
-from mpimesh.layout import DTensorType, Layout, PlacementLike, Replicate, Shard
-from mpimesh.runtime import DeviceMesh
+import numpy as np
 
-__all__ = ["annotate_sharding", "dtensor_type", "redistribute", "redistribute_replica_to_shard"]
+from mpimesh.arguments import as_int, check_kind, shape_of, shown
+from mpimesh.arrays import Array
+from mpimesh.dtensor import DTensor
+from mpimesh.dtensor.relayout import tensor_of
+from mpimesh.errors import GroupError, LayoutError, ShapeError
+from mpimesh.layout import DTensorType, Layout, PlacementLike, Replicate, Shard
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+
+__all__ = [
+    "annotate_sharding",
+    "dtensor_type",
+    "redistribute",
+    "redistribute_replica_to_shard",
+    "scatter_from_worker0",
+]
 
 
 def annotate_sharding(x: DTensor, mesh: DeviceMesh, placement: PlacementLike) -> DTensor:
@@ -43,7 +53,7 @@ def redistribute(x: DTensor, mesh: DeviceMesh, placement: PlacementLike) -> DTen
         LayoutError: If the placement does not fit the array or the mesh, or `x` is no DTensor.
 
     Example:
-        >>> y = mm.dtensor.redistribute(x, mesh, "S[0], R")
+        >>> y = mm.compat.tvm.redistribute(x, mesh, "S[0], R")
     """
     return tensor_of(x, "redistribute").redistribute(placement, mesh=mesh)
 
@@ -94,8 +104,69 @@ def dtensor_type(x: Any) -> DTensorType:
     Example:
         >>> with mm.DeviceMesh("a=2,b=2") as mesh:
         ...     x = mm.ones((4, 4), mesh, "S[0], R", dtype="float32")
-        ...     print(mm.dtensor.dtensor_type(x))
+        ...     print(mm.compat.tvm.dtensor_type(x))
         R.DTensor((4, 4), "float32", R.device_mesh((2, 2), R.Range(0, 4)), "S[0], R")
     """
     tensor = tensor_of(x, "dtensor_type")
     return DTensorType(tensor.shape, tensor.dtype, tensor.layout.mesh, tensor.placement)
+
+
+def scatter_from_worker0(
+    x: Array | None,
+    num_workers: int,
+    axis: int = 0,
+    *,
+    group: ProcessGroup,
+    out: Array | None = None,
+) -> Array:
+    """Cut the array of worker 0 along `axis`, and return this worker's part, ``length / n`` long.
+
+    Collective, and waits. Whatever the axis, each worker receives its part in one piece.
+
+    Args:
+        x: On worker 0, the array. None elsewhere: what another worker gives is not sent, which a
+            RuntimeWarning tells.
+        num_workers: The number of ranks of `group`.
+        axis: The axis to cut; negative counts from the end.
+        group: The workers; worker 0 is its first rank.
+        out: Array for the part. New if None.
+
+    Raises:
+        GroupError: If `group` is none, or has another number of ranks than `num_workers`.
+        ShapeError: On every rank, if there is no such axis, or its length is not divisible by
+            `num_workers`, or if worker 0 has none. On a worker whose `out` does not fit.
+
+    Example:
+        >>> with mm.DeviceMesh("tp=-1") as mesh:
+        ...     x = np.arange(6).reshape(2, 3) if mesh.rank == 0 else None
+        ...     mm.compat.tvm.scatter_from_worker0(x, mesh.size, 1, group=mesh.group("tp")).shape[0]
+        2
+    """
+    wanted = "a group of ranks, as mesh.group('tp') gives"
+    group = check_kind(group, ProcessGroup, "group", GroupError, wanted=wanted)
+    if as_int(num_workers, "num_workers", GroupError) != group.size:
+        raise GroupError(
+            f"num_workers is {num_workers}, but group {group.name!r} has {group.size} ranks; give "
+            "group.size, or the group of those workers"
+        )
+    # An array without axes, if worker 0 has none: it is refused on all workers.
+    sent = np.empty(()) if x is None and group.rank == 0 else x
+    try:
+        part = group.scatter(sent, root=0, axis=axis, out=out).resolve()
+    except ShapeError as error:
+        error.add_note(
+            "scatter_from_worker0 makes equal parts, group.scatter(x, sizes=...) others; None from "
+            "worker 0 counts as an array with 0 axes"
+        )
+        raise
+    if x is not None and group.rank != 0:
+        # After the exchange: a warning may be an error here, and the others would wait for it.
+        shape = shape_of(x)
+        warnings.warn(
+            f"scatter_from_worker0 sends the array of worker 0; worker {group.rank} of group "
+            f"{group.name!r} gave one, too, {shown(x) if shape is None else f'of shape {shape}'}, "
+            "which is dropped: give None there",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return part

@@ -1,0 +1,227 @@
+"""kapsl's operations on the arrays of a mesh: blocking, in place, ranks counted in the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+from mpimesh.arguments import check_kind, rank_names, shown
+from mpimesh.arrays import Array, ReduceOp
+from mpimesh.errors import DTypeError, MeshError, RankError, ShapeError
+from mpimesh.mesh import WORLD, Mesh
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+
+__all__ = ["DistributedOps", "dist_ops"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _only(
+    dtype: type[np.generic], method: Callable[Concatenate[DistributedOps, P], R]
+) -> Callable[Concatenate[DistributedOps, P], R]:
+    """Return `method` for first arrays of one dtype: that of the others follows from them."""
+    wanted = np.dtype(dtype)
+
+    @wraps(method)
+    def typed(ops: DistributedOps, /, *arguments: P.args, **options: P.kwargs) -> R:
+        for x in [*arguments, *options.values()][:1]:
+            if x is not None and getattr(x, "dtype", None) != wanted:
+                raise DTypeError(
+                    f"the {wanted} form of {method.__name__} takes an array of {wanted}, got "
+                    f"{getattr(x, 'dtype', shown(x))}; {method.__name__} takes any dtype"
+                )
+        return method(ops, *arguments, **options)
+
+    return typed
+
+
+class DistributedOps:
+    """Operations of any dtype on the ranks of a mesh. Each waits until it is done.
+
+    Results go into the caller's arrays, and are returned, too. `group` is a name, such as
+    ``"world"`` or a dim's, or a :class:`~mpimesh.ProcessGroup`; a root, a destination and a source
+    are ranks of the mesh, as kapsl has them, also where the group counts its own.
+
+    kapsl's names with a dtype, `all_reduce_f32`, `all_reduce_i32`, `broadcast_f32` and so on, are
+    there, too, and refuse arrays of another one.
+
+    Args:
+        mesh: The mesh. A plain :class:`~mpimesh.Mesh` will do to make it, but has no ranks that
+            could talk: each operation raises.
+
+    Raises:
+        MeshError: If `mesh` is no mesh. From each operation, if there is no communicator.
+
+    Example:
+        >>> with mm.DeviceMesh("dp=-1") as mesh:
+        ...     ops = mm.compat.kapsl.dist_ops(mesh)
+        ...     data = np.ones(3, "float32")
+        ...     ops.all_reduce_f32(data, "sum", "world") / mesh.size
+        array([1., 1., 1.], dtype=float32)
+    """
+
+    def __init__(self, mesh: DeviceMesh | Mesh) -> None:
+        kinds = (DeviceMesh, Mesh)
+        self.mesh = check_kind(mesh, kinds, "mesh", MeshError, wanted="a DeviceMesh or a Mesh")
+
+    def all_reduce(
+        self, data: Array, op: ReduceOp | str = "sum", group: str | ProcessGroup = WORLD
+    ) -> Array:
+        """Reduce `data` over the group, in place. Collective; see `ProcessGroup.all_reduce`."""
+        return self._group(group).all_reduce(data, op, out=data).resolve()
+
+    def broadcast(self, data: Array, root_rank: int, group: str | ProcessGroup = WORLD) -> Array:
+        """Give every rank the array of `root_rank`, in place. Collective.
+
+        Raises:
+            RankError: If `root_rank` is not in the group.
+        """
+        members = self._group(group)
+        root = _place(members, root_rank, "root_rank")
+        return members.broadcast(data, root=root, out=data).resolve()
+
+    def all_gather(self, local: Array, output: Array, group: str | ProcessGroup = WORLD) -> Array:
+        """Join the arrays of all ranks along axis 0 into `output`. Collective.
+
+        Raises:
+            ShapeError: If `output` is not as long as that: nothing is cut.
+        """
+        return self._group(group).all_gather(local, out=output).resolve()
+
+    def scatter(
+        self,
+        data: Array | None,
+        chunk: Array,
+        root_rank: int,
+        group: str | ProcessGroup = WORLD,
+    ) -> Array:
+        """Cut `data` of `root_rank` along axis 0; each rank's part goes to `chunk`. Collective.
+
+        Each rank receives its own part and no more.
+
+        Args:
+            data: On the root, the array; not looked at elsewhere, where None will do.
+            chunk: This rank's part.
+            root_rank: The sender, a rank of the mesh.
+            group: The ranks.
+
+        Raises:
+            RankError: If `root_rank` is not in the group.
+            ShapeError: On every rank, if `data` does not fall into equal parts; on a rank whose
+                `chunk` does not fit.
+        """
+        members = self._group(group)
+        root = _place(members, root_rank, "root_rank")
+        return members.scatter(data, root=root, out=chunk).resolve()
+
+    def gather(
+        self,
+        local: Array,
+        output: Array | None,
+        root_rank: int,
+        group: str | ProcessGroup = WORLD,
+    ) -> Array | None:
+        """Join the arrays of all ranks along axis 0 into `output` of `root_rank`. Collective.
+
+        Args:
+            local: This rank's array, of one shape on all ranks.
+            output: On the root, the array for all; not looked at elsewhere, where None will do.
+            root_rank: The receiver, a rank of the mesh.
+            group: The ranks.
+
+        Returns:
+            `output` on the root, None elsewhere.
+
+        Raises:
+            RankError: If `root_rank` is not in the group.
+            ShapeError: On the root, if `output` does not fit; it has taken part then.
+            DTypeError: On the root, if `output` is of another dtype than `local`, as above.
+        """
+        members = self._group(group)
+        root = _place(members, root_rank, "root_rank")
+        try:
+            return members.gather(local, root=root, out=output).resolve()
+        except (DTypeError, ShapeError):
+            # Where it is the root's `output`, the others wait for the root to take part.
+            members.gather(local, root=root).resolve()
+            raise
+
+    def reduce_scatter(
+        self,
+        data: Array,
+        output: Array,
+        op: ReduceOp | str = "sum",
+        group: str | ProcessGroup = WORLD,
+    ) -> Array:
+        """Reduce `data` over the group, and put each rank's part into `output`. Collective.
+
+        Raises:
+            ShapeError: If `data` does not fall into equal parts along axis 0, or `output` does not
+                fit.
+        """
+        return self._group(group).reduce_scatter(data, op, out=output).resolve()
+
+    def barrier(self, group: str | ProcessGroup = WORLD) -> None:
+        """Wait until all ranks of the group have come. Collective."""
+        self._group(group).barrier()
+
+    def send(self, data: Array, dest_rank: int) -> None:
+        """Send `data` to a rank of the mesh, and wait until it may be written again.
+
+        Two ranks that both send first may wait for each other, as in MPI.
+
+        Raises:
+            RankError: If `dest_rank` is no other rank of the mesh.
+        """
+        world = self._group(WORLD)
+        world.send(data, _place(world, dest_rank, "dest_rank")).resolve()
+
+    def recv(self, data: Array, src_rank: int) -> Array:
+        """Receive into `data` what a rank of the mesh sends.
+
+        Raises:
+            RankError: If `src_rank` is no other rank of the mesh.
+            ShapeError: If an array of another shape came: nothing is cut.
+            DTypeError: If one of another dtype came.
+        """
+        world = self._group(WORLD)
+        return world.recv(_place(world, src_rank, "src_rank"), out=data).resolve()
+
+    all_reduce_f32 = _only(np.float32, all_reduce)
+    all_reduce_i32 = _only(np.int32, all_reduce)
+    broadcast_f32 = _only(np.float32, broadcast)
+    all_gather_f32 = _only(np.float32, all_gather)
+    scatter_f32 = _only(np.float32, scatter)
+    gather_f32 = _only(np.float32, gather)
+    reduce_scatter_f32 = _only(np.float32, reduce_scatter)
+    send_f32 = _only(np.float32, send)
+    recv_f32 = _only(np.float32, recv)
+
+    def _group(self, group: Any) -> ProcessGroup:
+        if not isinstance(self.mesh, DeviceMesh):
+            raise MeshError(
+                f"No communication backend configured: {self.mesh!r} is a plain Mesh, without "
+                "ranks that could talk; take the operations of "
+                f"mm.DeviceMesh({self.mesh.dims_text!r})"
+            )
+        return group if isinstance(group, ProcessGroup) else self.mesh.group(group)
+
+
+def _place(group: ProcessGroup, rank: int, what: str) -> int:
+    """Return the place in `group` of a rank of the mesh."""
+    place = group.group_rank_of(rank)
+    if place is None:
+        raise RankError(
+            f"{what} {rank} is not in group {group.name!r}, which has {rank_names(group.ranks)} of "
+            "the mesh; give one of these"
+        )
+    return place
+
+
+def dist_ops(mesh: DeviceMesh | Mesh) -> DistributedOps:
+    """Return the operations of a mesh. Local."""
+    return DistributedOps(mesh)

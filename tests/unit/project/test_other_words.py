@@ -1,0 +1,59 @@
+"""The programs in docs/other-words.md run, and give what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+
+PAGE = (Path(__file__).parents[3] / "docs" / "other-words.md").read_text()
+KAPSL, BURN, TVM, TENSORFLOW = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, list[Any]]:
+    """What each program leaves on three ranks, by its names."""
+
+    def main(program):
+        found: dict[str, Any] = {"mm": mm, "np": np}
+        exec(program, found)
+        return found
+
+    programs = {"kapsl": KAPSL, "burn": BURN, "tvm": TVM, "tensorflow": TENSORFLOW}
+    return {word: mm.run_virtual(3, main, text) for word, text in programs.items()}
+
+
+def test_kapsl(names):
+    for rank, found in enumerate(names["kapsl"]):
+        assert found["data"].tolist() == [3.0] * 3
+        assert found["chunk"].tolist() == [2.0 * rank, 2.0 * rank + 1]
+
+
+def test_burn(names):
+    for found in names["burn"]:
+        assert {key: x.tolist() for key, x in found["gradients"].items()} == {
+            7: [1.0] * 3,
+            9: [1.0] * 4,
+        }
+
+
+def test_tvm(names):
+    whole = np.arange(18.0).reshape(3, 6)
+    for rank, found in enumerate(names["tvm"]):
+        assert np.array_equal(found["part"], whole[:, 2 * rank : 2 * rank + 2])
+
+
+def test_tensorflow(names):
+    assert [found["heartbeat"].beats for found in names["tensorflow"]] == [3] * 3
+
+
+def test_each_name_is_there():
+    for path in re.findall(r"`mm\.([\w.]+)", PAGE):
+        thing: Any = mm
+        for name in path.split("."):
+            thing = getattr(thing, name)
