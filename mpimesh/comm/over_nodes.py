@@ -32,7 +32,7 @@ from mpimesh.comm.lanes import NOBODY, Lanes, length, windows
 from mpimesh.comm.mpi import MPICommunicator, places_but
 from mpimesh.comm.notes import EXCHANGE, Operation, enter, operation_number
 from mpimesh.comm.region_messages import MessageExchange
-from mpimesh.comm.region_offers import Copies, copied_boxes
+from mpimesh.comm.region_offers import Block, Copies, copied_boxes
 from mpimesh.comm.region_shared import blocks_of_node
 from mpimesh.comm.regions import check_dtypes, check_regions, descriptor
 from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
@@ -113,7 +113,7 @@ class OverNodes:
         self._engine = engine
         self._crossing = crossing
         self._lanes = lanes
-        self._copies = Copies(window, meets=True)
+        self._copies = Copies(window)
 
     @property
     def read_copies(self) -> Sequence[HostArray]:
@@ -310,8 +310,10 @@ class OverNodes:
         """Blocks of this node are read where they lie, while those of others come by messages."""
         window = self._window
         boxes = () if source is None else copied_boxes(regions, source.shape)
-        offer = self._copies.offer(source, boxes)
-        offer.fill()
+        at = NOT_READ if source is None else window.find(source)
+        offer = self._copies.offer(Block(source, at, boxes, window.others))
+        for copy in offer.fill:
+            copy()
         entry = yield from self._enter(EXCHANGE, offer.at, descriptor(source, target))
         check_dtypes(dict(enumerate(entry.targets)))
         blocks = blocks_of_node(window, entry, self._lanes.here, source, target)
