@@ -1,13 +1,27 @@
 """Collectives on two levels: inside a node in shared memory, between nodes by MPI.
 
 All have one rhythm. The array goes in rounds. In each, the ranks of a node bring
-together what is to leave it; the workers start MPI on their lanes (`lanes.py`); and
-once what was started some rounds before has arrived, the ranks of the node share it.
-So the network is busy while the nodes are.
+together what is to leave it; the leaders start MPI on their rails; and once what was
+started some rounds before has arrived, the ranks of the node share it. So the network
+is busy while the nodes are.
+
+The ranks with one number on their nodes are a *rail*, and there are as many as the
+smallest node has ranks: the first ranks of each node, its *leaders*, are on one each.
+What crosses the network does so once for each other node, side by side on the rails.
+Blocks that belong to ranks, as in an all-gather, travel on the rail of their rank. Where
+a node has more ranks than another, its leaders carry the blocks of the others in further
+*turns*: with 2 rails, a node of 5 ranks has three.
+
+```text
+           rail 0  rail 1
+node A:  0   1    | turn 0        node B:  5   6    | turn 0
+         2   3    | turn 1
+         4        | turn 2
+```
 
 On one node all arrays may lie in shared memory, on another one not, and neither knows
-of the other. It need not: MPI gets a worker's own memory and never another rank's, so
-what travels on a lane, and in which order, depends on sizes alone.
+of the other. It need not: MPI gets a leader's own memory and never another rank's, so
+what travels on a rail, and in which order, depends on sizes alone.
 
 Sums run over the ranks of a node in their order, and over the nodes as MPI's reduction
 of so many ranks and elements does: the same in every run, and on all ranks.
@@ -16,10 +30,10 @@ of so many ranks and elements does: the same in every run, and on all ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import Any, TypeAlias
+from itertools import accumulate, chain
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
@@ -28,32 +42,33 @@ from mpimesh.arrays.types import DType, HostArray
 from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.base import Request
 from mpimesh.comm.engine import Engine, StagedRequest, Steps, run_steps
-from mpimesh.comm.lanes import NOBODY, Lanes, length, windows
 from mpimesh.comm.mpi import MPICommunicator, places_but
 from mpimesh.comm.notes import EXCHANGE, Operation, enter, operation_number
 from mpimesh.comm.region_messages import MessageExchange
-from mpimesh.comm.region_offers import Copies, copied_boxes
+from mpimesh.comm.region_offers import Block, Copies, copied_boxes
 from mpimesh.comm.region_shared import blocks_of_node
 from mpimesh.comm.regions import check_dtypes, check_regions, descriptor
 from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
 from mpimesh.comm.shared_work import agreed_counts, chunks_of, part_of, pieces, reduce_into
+from mpimesh.errors import TransportError
 from mpimesh.layout.regions import Regions
 
-__all__ = ["Crossing", "OverNodes", "Stream", "pass_on", "reduce_parts", "share"]
+__all__ = ["NO_RANK", "Crossing", "OverNodes", "Rails", "length", "windows"]
 
 Stream: TypeAlias = Sequence[tuple[int, HostArray | None]]
 """Stages of a rank, one after the other: elements, and where another takes them to, if it does."""
 
+NO_RANK = -1
 _LINE_BYTES = 64
 
-_Flying: TypeAlias = deque[tuple[list[Request], Iterable[Request]]]
-"""Requests started on a lane, and the steps that follow once they are done, oldest first."""
+_Round: TypeAlias = Generator[Request, None, tuple[Sequence[Request], Iterable[Request]]]
+"""Steps up to a round's start; returns what it has started, and what follows once that is done."""
 
 _ROUNDS_AHEAD = 2
 """Rounds that are on their way between the nodes while the ranks go on with the next."""
 
 _ROUND_STAGES = 4
-"""Stages full that a worker sends in a round: fewer, and the ranks of a node meet too often."""
+"""Stages full that a leader sends in a round: fewer, and the ranks of a node meet too often."""
 
 
 class Crossing(MPICommunicator):
@@ -96,6 +111,79 @@ class Crossing(MPICommunicator):
         return [block[:0] if rank == self.rank else block for rank in range(self.size)]
 
 
+class Rails:
+    """The nodes of a communicator as one of its ranks sees them, and its rail.
+
+    Args:
+        nodes: The ranks of each node, in order.
+        rank: This one.
+
+    Attributes:
+        nodes: The ranks of each node.
+        node: The number of this rank's node.
+        here: The ranks on it.
+        count: How many rails there are.
+        turns: How many blocks of one node travel on a rail at most.
+    """
+
+    __slots__ = ("_comm", "_node_of", "count", "here", "node", "nodes", "turns")
+
+    def __init__(self, nodes: Sequence[Sequence[int]], rank: int) -> None:
+        self.nodes = nodes
+        self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+        self.node = self._node_of[rank]
+        self.here = nodes[self.node]
+        self.count = min(map(len, nodes))
+        self.turns = -(-max(map(len, nodes)) // self.count)
+        self._comm: Crossing | None = None
+
+    @property
+    def comm(self) -> Crossing:
+        """The ranks on this one's rail, in the order of the nodes.
+
+        Raises:
+            TransportError: If it is on none.
+        """
+        if self._comm is None:
+            raise TransportError("this rank is on no rail and has nothing to carry")
+        return self._comm
+
+    def connect(self, comm: MPI.Intracomm, *, limit: int) -> Crossing | None:
+        """Collective: split the ranks of `comm` into their rails; return this rank's, if any."""
+        place = self.here.index(comm.rank)
+        part: Any = comm.Split(place if place < self.count else MPI.UNDEFINED, self.node)
+        if part != MPI.COMM_NULL:
+            self._comm = Crossing(part, limit=limit)
+        return self._comm
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of a rank's node."""
+        return self._node_of[rank]
+
+    def sources(self, rail: int) -> list[list[int]]:
+        """Return whose blocks travel on a rail, turn by turn: a rank of each node, or `NO_RANK`."""
+        if rail >= self.count:
+            return []
+        places = range(rail, self.turns * self.count, self.count)
+        return [
+            [ranks[place] if place < len(ranks) else NO_RANK for ranks in self.nodes]
+            for place in places
+        ]
+
+    def remote_sources(self, place: int) -> list[int]:
+        """Return whose blocks come to the rank at `place` of this node: of ranks on others."""
+        return [
+            rank
+            for turn in self.sources(place)
+            for number, rank in enumerate(turn)
+            if number != self.node and rank != NO_RANK
+        ]
+
+    def followers(self, place: int) -> list[int]:
+        """Return for whom else on this node the rank at `place` carries blocks."""
+        return list(self.here[place + self.count :: self.count]) if place < self.count else []
+
+
 class OverNodes:
     """The collectives of one communicator; each returns a request, and they run in order.
 
@@ -103,17 +191,17 @@ class OverNodes:
         window: The ranks of this node.
         engine: Moves the operations along.
         crossing: All ranks. What is started there must wait for its turn (:meth:`in_turn`).
-        lanes: Who carries what.
+        rails: Who carries what.
     """
 
     def __init__(
-        self, window: SharedWindow, engine: Engine, crossing: Crossing, lanes: Lanes
+        self, window: SharedWindow, engine: Engine, crossing: Crossing, rails: Rails
     ) -> None:
         self._window = window
         self._engine = engine
         self._crossing = crossing
-        self._lanes = lanes
-        self._copies = Copies(window, meets=True)
+        self._rails = rails
+        self._copies = Copies(window)
 
     @property
     def read_copies(self) -> Sequence[HostArray]:
@@ -153,82 +241,82 @@ class OverNodes:
     # -- steps -----------------------------------------------------------------------
 
     def _all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Steps:
-        """Each worker has a part of each chunk: it reduces it here, then on its lane."""
-        window, lanes = self._window, self._lanes
+        """Each leader has a part of each chunk: it reduces it here, then on its rail."""
+        window, rails = self._window, self._rails
         source = recv if send is None else send
         what = operation_number(Operation.ALL_REDUCE, recv, op)
         entry = yield from self._enter(what, self._place(source), self._place(recv))
-        flying: _Flying = deque()
-        for chunk in self._chunks(recv):
+
+        def in_round(chunk: slice) -> _Round:
             parts = self._parts(chunk, recv.itemsize)
             own = recv[parts[window.rank][0]]
-            workers = parts[: lanes.workers]
-            yield from reduce_parts(window, op, source, entry.sources, workers, own)
-            requests = [lanes.crossing.all_reduce(None, own, op)] if own.size else []
-            flying.append((requests, share(window, recv, parts, entry.targets)))
-            yield from _land(flying, _ROUNDS_AHEAD)
-        yield from _land(flying)
+            carried = parts[: rails.count]
+            yield from reduce_parts(window, op, source, entry.sources, carried, own)
+            requests = [rails.comm.all_reduce(None, own, op)] if own.size else []
+            return requests, share(window, recv, parts, entry.targets)
+
+        yield from _rounds(map(in_round, self._chunks(recv)))
         yield window.meet()
 
     def _reduce_scatter(
         self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
     ) -> Steps:
-        """A worker reduces the blocks of its lane, here and then on it, and hands some on."""
-        window, lanes = self._window, self._lanes
+        """A leader reduces the blocks of its rail, here and then on it, and hands some on."""
+        window, rails = self._window, self._rails
         what = operation_number(Operation.REDUCE_SCATTER, send, op)
         entry = yield from self._enter(what, self._place(send))
         blocks = _Blocks(counts)
-        loads = [lanes.load(lane) for lane in range(lanes.workers)]
-        mine = loads[window.rank] if window.rank < lanes.workers else []
-        beyond = [lanes.beyond(place) for place in range(window.size)]
-        results = {rank: np.empty(counts[rank], send.dtype) for rank in beyond[window.rank]}
-        results |= {NOBODY: np.empty(0, send.dtype), lanes.here[window.rank]: recv}
-        width = max(1, self._round(send) // (len(lanes.nodes) * lanes.waves))
-        flying: _Flying = deque()
-        for at in range(0, max(counts), width):
-            parts = [[blocks.part(r, at, width) for wave in load for r in wave] for load in loads]
-            sizes = [[length(blocks.part(rank, at, width)) for rank in wave] for wave in mine]
+        carried = [rails.sources(rail) for rail in range(rails.count)]
+        mine = rails.sources(window.rank)
+        followers = [rails.followers(place) for place in range(window.size)]
+        results = {rank: np.empty(counts[rank], send.dtype) for rank in followers[window.rank]}
+        results |= {NO_RANK: np.empty(0, send.dtype), rails.here[window.rank]: recv}
+        width = max(1, self._round(send) // (len(rails.nodes) * rails.turns))
+
+        def in_round(at: int) -> _Round:
+            parts = [[blocks.part(r, at, width) for turn in row for r in turn] for row in carried]
+            sizes = [[length(blocks.part(rank, at, width)) for rank in turn] for turn in mine]
             sums = np.empty(sum(map(sum, sizes)), send.dtype)
             yield from reduce_parts(window, op, send, entry.sources, parts, sums)
             requests = []
-            for wave, each in zip(mine, sizes, strict=True):
+            for turn, each in zip(mine, sizes, strict=True):
                 own, sums = sums[: sum(each)], sums[sum(each) :]
                 if own.size:
-                    into = results[wave[lanes.node]][at : at + width]
-                    requests.append(lanes.crossing.reduce_scatter(own, into, each, op))
-            flying.append((requests, ()))
-            yield from _land(flying, _ROUNDS_AHEAD)
-        yield from _land(flying)
-        me = lanes.here[window.rank]
-        handed = [[(counts[r], recv if r == me else None) for r in ranks] for ranks in beyond]
-        outgoing = [results[rank] for rank in beyond[window.rank]]
+                    into = results[turn[rails.node]][at : at + width]
+                    requests.append(rails.comm.reduce_scatter(own, into, each, op))
+            return requests, ()
+
+        yield from _rounds(map(in_round, range(0, max(counts), width)))
+        me = rails.here[window.rank]
+        handed = [[(counts[r], recv if r == me else None) for r in ranks] for ranks in followers]
+        outgoing = [results[rank] for rank in followers[window.rank]]
         yield from pass_on(window, outgoing, handed, send.dtype)
         yield window.meet()
 
     def _all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Steps:
-        """The ranks of a node gather their blocks; then each travels on its rank's lane."""
-        window, lanes = self._window, self._lanes
+        """The ranks of a node gather their blocks; then each travels on its rank's rail."""
+        window, rails = self._window, self._rails
         what = operation_number(Operation.ALL_GATHER, recv)
         entry = yield from self._enter(what, self._place(send), self._place(recv))
         blocks = _Blocks(counts)
-        mine = lanes.load(window.rank) if window.rank < lanes.workers else []
-        arriving = [lanes.arriving(place) for place in range(window.size)]
+        mine = rails.sources(window.rank)
+        remote = [rails.remote_sources(place) for place in range(window.size)]
         width = self._round(recv)
-        flying: _Flying = deque()
-        for at in range(0, max(counts), width):
-            here = [blocks.part(rank, at, width) for rank in lanes.here]
+
+        def in_round(at: int) -> _Round:
+            here = [blocks.part(rank, at, width) for rank in rails.here]
             recv[here[window.rank]] = send[at : at + width]
             yield from self._gather_here(recv, here, entry, at * recv.itemsize)
-            travelling = [[blocks.part(rank, at, width) for rank in wave] for wave in mine]
+            travelling = [[blocks.part(rank, at, width) for rank in turn] for turn in mine]
             requests = [
-                lanes.crossing.all_gather_in_place(recv, wave)
-                for wave in travelling
-                if any(map(length, wave))
+                rails.comm.all_gather_in_place(recv, turn)
+                for turn in travelling
+                if any(map(length, turn))
             ]
-            held = [[blocks.part(rank, at, width) for rank in ranks] for ranks in arriving]
-            flying.append((requests, share(window, recv, held, entry.targets)))
-            yield from _land(flying, _ROUNDS_AHEAD)
-        yield from _land(flying)
+            held = [[blocks.part(rank, at, width) for rank in ranks] for ranks in remote]
+            return requests, share(window, recv, held, entry.targets)
+
+        yield from _rounds(map(in_round, range(0, max(counts), width)))
         yield window.meet()
 
     def _gather_here(
@@ -246,24 +334,24 @@ class OverNodes:
                 block[...] = window.view(member, begin, block.nbytes, block.dtype)
 
     def _broadcast(self, buffer: HostArray, root: int) -> Steps:
-        """On the root's node all read the root's array; each worker sends a part on its lane."""
-        window, lanes = self._window, self._lanes
+        """On the root's node all read the root's array; each leader sends a part on its rail."""
+        window, rails = self._window, self._rails
         what = operation_number(Operation.BROADCAST, buffer, root=root)
         entry = yield from self._enter(what, self._place(buffer))
-        home = lanes.node_of(root)
-        flying: _Flying = deque()
-        for chunk in self._chunks(buffer):
+        home = rails.node_of(root)
+
+        def in_round(chunk: slice) -> _Round:
             parts = self._parts(chunk, buffer.itemsize)
             then: Iterable[Request] = ()
-            if lanes.node == home:
-                whole = [[chunk] if rank == root else [] for rank in lanes.here]
+            if rails.node == home:
+                whole = [[chunk] if rank == root else [] for rank in rails.here]
                 yield from share(window, buffer, whole, entry.sources)
             else:
                 then = share(window, buffer, parts, entry.sources)
             own = buffer[parts[window.rank][0]]
-            flying.append(([lanes.crossing.broadcast(own, home)] if own.size else [], then))
-            yield from _land(flying, _ROUNDS_AHEAD)
-        yield from _land(flying)
+            return [rails.comm.broadcast(own, home)] if own.size else [], then
+
+        yield from _rounds(map(in_round, self._chunks(buffer)))
         yield window.meet()
 
     def _all_to_all(
@@ -274,7 +362,7 @@ class OverNodes:
         recv_counts: Sequence[int],
     ) -> Steps:
         """Blocks of other nodes go by MPI, while those of this one are read."""
-        window, here = self._window, self._lanes.here
+        window, here = self._window, self._rails.here
         # The sizes of the arrays may differ over the ranks; those of the blocks are compared.
         what = operation_number(Operation.ALL_TO_ALL, send[:0])
         outgoing, incoming = _Blocks(send_counts), _Blocks(recv_counts)
@@ -311,11 +399,13 @@ class OverNodes:
         """Blocks of this node are read where they lie, while those of others come by messages."""
         window = self._window
         boxes = () if source is None else copied_boxes(regions, source.shape)
-        offer = self._copies.offer(source, boxes)
-        offer.fill()
+        at = NOT_READ if source is None else window.find(source)
+        offer = self._copies.offer(Block(source, at, boxes, window.others))
+        for copy in offer.fill:
+            copy()
         entry = yield from self._enter(EXCHANGE, offer.at, descriptor(source, target))
         check_dtypes(dict(enumerate(entry.targets)))
-        blocks = blocks_of_node(window, entry, self._lanes.here, source, target)
+        blocks = blocks_of_node(window, entry, self._rails.here, source, target)
         yield MessageExchange(self._crossing, source, target, regions, blocks, max_bytes)
         yield window.meet()
 
@@ -336,18 +426,18 @@ class OverNodes:
         return self._window.find(array) if array.size else NOT_READ
 
     def _round(self, array: HostArray) -> int:
-        """Return how many elements of an array a worker sends in a round."""
+        """Return how many elements of an array a leader sends in a round."""
         return _ROUND_STAGES * self._window.stage_bytes // array.itemsize
 
     def _chunks(self, array: HostArray) -> list[slice]:
-        """Cut an array into what travels on all lanes together in a round."""
-        return chunks_of(array.size, self._round(array) * self._lanes.workers)
+        """Cut an array into what travels on all rails together in a round."""
+        return chunks_of(array.size, self._round(array) * self._rails.count)
 
     def _parts(self, chunk: slice, itemsize: int) -> list[list[slice]]:
-        """Return which part of a chunk each rank of this node carries: none if on no lane."""
-        workers = self._lanes.workers
-        parts = [part_of(length(chunk), itemsize, place, workers) for place in range(workers)]
-        nothing = [[slice(0, 0)]] * (self._window.size - workers)
+        """Return which part of a chunk each rank of this node carries: none if on no rail."""
+        count = self._rails.count
+        parts = [part_of(length(chunk), itemsize, place, count) for place in range(count)]
+        nothing = [[slice(0, 0)]] * (self._window.size - count)
         return [[slice(chunk.start + p.start, chunk.start + p.stop)] for p in parts] + nothing
 
 
@@ -365,19 +455,67 @@ class _Blocks:
 
     def part(self, rank: int, at: int, width: int) -> slice:
         """Return `width` elements of a rank's block from its element `at` on, or what is left."""
-        if rank == NOBODY:
+        if rank == NO_RANK:
             return slice(0, 0)
         end = self._starts[rank + 1]
         start = min(self._starts[rank] + at, end)
         return slice(start, min(start + width, end))
 
 
-def _land(flying: _Flying, most: int = 0) -> Steps:
-    """Wait until no more than so many rounds are on their way, and share what has come."""
-    while len(flying) > most:
-        requests, then = flying.popleft()
-        yield from requests
-        yield from then
+def _rounds(rounds: Iterable[_Round]) -> Steps:
+    """Start one round after the other, and end each some rounds later, in the same order."""
+    in_flight: deque[tuple[Sequence[Request], Iterable[Request]]] = deque()
+    for steps in rounds:
+        in_flight.append((yield from steps))
+        if len(in_flight) > _ROUNDS_AHEAD:
+            yield from chain(*in_flight.popleft())
+    for started, then in in_flight:
+        yield from chain(started, then)
+
+
+# -- a row of pieces, seen through a window that moves along it ------------------------
+
+
+class Fragment(NamedTuple):
+    """The part of a piece that lies in a window.
+
+    Attributes:
+        piece: Its number.
+        part: The elements of it.
+        at: Where they lie in the window.
+    """
+
+    piece: int
+    part: slice
+    at: int
+
+    @property
+    def place(self) -> slice:
+        """Where they lie in the window, from the first to the last."""
+        return slice(self.at, self.at + length(self.part))
+
+
+def length(part: slice) -> int:
+    """Return how many elements a part of an array has."""
+    return int(part.stop - part.start)
+
+
+def windows(lengths: Iterable[int], step: int) -> Iterator[list[Fragment]]:
+    """Cut a row of pieces into windows of `step` elements, of which the last may be shorter."""
+    window: list[Fragment] = []
+    filled = 0
+    for piece, size in enumerate(lengths):
+        start = 0
+        while start < size:
+            stop = min(start + step - filled, size)
+            window.append(Fragment(piece, slice(start, stop), filled))
+            filled += stop - start
+            start = stop
+            if filled == step:
+                yield window
+                window, filled = [], 0
+    if window:
+        yield window
 
 
 # -- inside a node -------------------------------------------------------------------------

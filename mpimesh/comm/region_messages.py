@@ -17,18 +17,18 @@ Who waits for whom
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice
-from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.types import DType, HostArray
-from mpimesh.comm.base import MAX_USER_TAG, Communicator, RecvRequest, Request
+from mpimesh.comm.base import MAX_USER_TAG, Communicator, Condition, Request, all_done
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.regions import FUNCTIONS, piece_work, pieces_of, raw_dtype, sum_dtype
+from mpimesh.comm.regions import FUNCTIONS, Blocks, piece_work, pieces_of, raw_dtype, sum_dtype
 from mpimesh.errors import MismatchError
 from mpimesh.layout.boxes import (
     Box,
@@ -43,9 +43,7 @@ from mpimesh.layout.boxes import (
 )
 from mpimesh.layout.regions import Regions
 
-__all__ = ["REGIONS_TAG", "Blocks", "MessageExchange", "exchange_by_messages"]
-
-T = TypeVar("T")
+__all__ = ["REGIONS_TAG", "MessageExchange", "exchange_by_messages"]
 
 REGIONS_TAG = MAX_USER_TAG + 9
 
@@ -54,9 +52,6 @@ _STEPS_UNDER_WAY = 8
 
 _POOLED_BYTES = 64 << 20
 """Most memory for packed pieces that is pooled for the next exchange."""
-
-Blocks: TypeAlias = Mapping[int, Callable[[tuple[int, ...]], HostArray]]
-"""For ranks whose memory this one reads: what gives their block by its shape."""
 
 
 def exchange_by_messages(
@@ -197,44 +192,19 @@ def _pair(
 # -- the exchange ----------------------------------------------------------------------
 
 
-def _nothing() -> HostArray:
-    return np.empty(0, np.uint8)
-
-
-@dataclass(slots=True)
-class _Sending:
-    """A pair's messages on their way out.
+class _Task:
+    """Steps that go on, each when the request of the one before is done.
 
     Attributes:
-        pair: What goes.
-        at: How many elements have been started.
-        request: The message under way.
+        steps: The steps.
+        request: That of the last one; None before the first.
     """
 
-    pair: _Pair
-    at: int = 0
-    request: Request | None = None
+    __slots__ = ("request", "steps")
 
-
-@dataclass(slots=True)
-class _Receiving:
-    """A pair's messages on their way in.
-
-    Attributes:
-        pair: What comes.
-        at: How many elements have been started.
-        nbytes: Size of the message under way.
-        request: That message.
-        buffer: Where it goes.
-        waiting: What has come and is not in its place yet.
-    """
-
-    pair: _Pair
-    at: int = 0
-    nbytes: int = 0
-    request: RecvRequest | None = None
-    buffer: HostArray = field(default_factory=_nothing)
-    waiting: deque[tuple[int, int, Box]] = field(default_factory=deque)
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.request: Request | None = None
 
 
 class MessageExchange:
@@ -272,15 +242,14 @@ class MessageExchange:
         self._source = source.view(self._raw)
         self._target = target
         self._raw_target = target.view(self._raw)
-        self._near: deque[int] = deque()
         self._turns: dict[int, int] = {}
         self._totals: dict[int, HostArray] = {}
-        self._sending: deque[_Sending] = deque()
-        self._receiving: deque[_Receiving] = deque()
-        self._unplaced: list[_Receiving] = []
-        self._unsent = 0
-        self._piece = 0
+        self._error: BaseException | None = None
         self._limited = max_bytes > 0
+        self._piece = 0
+        self._receives: deque[_Task] = deque()
+        self._sends: deque[_Task] = deque()
+        self._others: deque[_Task] = deque()
         if not itemsize:
             return
         near = frozenset(blocks) | {communicator.rank}
@@ -289,63 +258,54 @@ class MessageExchange:
             ("messages", communicator.rank, communicator.size, near, shapes),
             lambda: _message_plan(regions, communicator.rank, communicator.size, near, shapes),
         )
-        self._near.extend(plan.near)
-        self._turns.update(dict.fromkeys(plan.mixed, 0))
-        self._sending.extend(map(_Sending, plan.sends))
-        self._unsent = len(plan.sends)
-        self._receiving.extend(map(_Receiving, plan.receives))
         if self._limited:
             pairs = 2 * max(1, communicator.size - 1)
             self._piece = max(1, max_bytes // (pairs * itemsize))
+        self._turns.update(dict.fromkeys(plan.mixed, 0))
+        self._receives.extend([_Task(self._receive(pair)) for pair in plan.receives])
+        self._sends.extend([_Task(self._send(pair)) for pair in plan.sends])
+        self._others.extend([_Task(self._reduce_near(number)) for number in plan.mixed])
+        self._others.append(_Task(self._make_near(plan.near)))
 
     def test(self) -> bool:
         """Move everything along that can move, and tell whether all is done."""
-        while self._move():
+        if self._error is not None:
+            raise self._error
+        most = None if self._limited else _STEPS_UNDER_WAY
+        rows = (self._receives, most), (self._sends, most), (self._others, None)
+        while sum(self._move(*row) for row in rows):
             pass
-        return not (self._receiving or self._sending or self._unplaced or self._turns)
+        return not any(tasks for tasks, _ in rows)
 
-    def _move(self) -> bool:
-        """Look at everything once, and tell whether anything has moved."""
+    def _move(self, tasks: deque[_Task], most: int | None) -> bool:
+        """Look once at so many tasks, from the first on, and tell whether any has moved."""
         moved = False
-        for receiving in self._under_way(self._receiving):
-            moved |= self._receive(receiving)
-        # If nothing is left to be started, it is enough to look at the sends at the end.
-        if self._unsent or not self._receiving:
-            for sending in self._under_way(self._sending):
-                moved |= self._send(sending)
-        for receiving in tuple(self._unplaced):
-            moved |= self._place(receiving)
-        if self._turns:
-            moved |= self._reduce_near()
-        if self._near:
-            self._make_near(self._near[0])
-            self._near.popleft()
+        for task in tuple(islice(tasks, most)):
+            if task.request is not None and not task.request.test():
+                continue
             moved = True
+            task.request = None
+            try:
+                task.request = next(task.steps, None)
+            except BaseException as error:
+                self._error = error  # steps that were ended do not go on
+                raise
+            if task.request is None:
+                tasks.remove(task)
         return moved
 
-    def _under_way(self, pairs: deque[T]) -> tuple[T, ...]:
-        if self._limited or len(pairs) <= _STEPS_UNDER_WAY:
-            return tuple(pairs)
-        return tuple(islice(pairs, _STEPS_UNDER_WAY))
+    def _pieces(self, pair: _Pair) -> Iterator[tuple[int, int]]:
+        """Return from where to where in a pair's row of elements each of its messages is."""
+        step = self._piece or pair.size
+        return ((at, min(at + step, pair.size)) for at in range(0, pair.size, step))
 
     # -- out -----------------------------------------------------------------------------
 
-    def _send(self, sending: _Sending) -> bool:
-        """Start the next message of a pair if the last one has gone; tell whether it did."""
-        pair = sending.pair
-        if sending.request is not None:
-            if not sending.request.test():
-                return False
-            sending.request = None
-            if sending.at == pair.size:
-                self._sending.remove(sending)
-                return True
-        start, stop = sending.at, min(sending.at + (self._piece or pair.size), pair.size)
-        message = self._packed(pair, start, stop)
-        sending.request = self._communicator.isend(message, pair.rank, REGIONS_TAG)
-        sending.at = stop
-        self._unsent -= stop == pair.size
-        return True
+    def _send(self, pair: _Pair) -> Steps:
+        """Send what goes to a rank."""
+        for start, stop in self._pieces(pair):
+            # Nothing here refers to the message: its memory is free when it has gone.
+            yield self._communicator.isend(self._packed(pair, start, stop), pair.rank, REGIONS_TAG)
 
     def _packed(self, pair: _Pair, start: int, stop: int) -> HostArray:
         """Return elements `start` to `stop` of what goes to a rank, as bytes in a row."""
@@ -364,79 +324,68 @@ class MessageExchange:
 
     # -- in ------------------------------------------------------------------------------
 
-    def _receive(self, receiving: _Receiving) -> bool:
-        """Take what has come from a rank, or start to receive more; tell whether it did."""
-        if receiving.waiting:
-            return False
-        pair = receiving.pair
-        if receiving.request is None:
-            start, stop = receiving.at, min(receiving.at + (self._piece or pair.size), pair.size)
-            receiving.nbytes = (stop - start) * self._itemsize
+    def _receive(self, pair: _Pair) -> Steps:
+        """Receive what comes from a rank, and put it in its place."""
+        buffer: HostArray = np.empty(0, self._raw)
+        for start, stop in self._pieces(pair):
             if pair.run >= 0:
                 room = _bytes_of(self._raw_target, pair.run + start, pair.run + stop)
             else:
-                if not receiving.buffer.size:
-                    receiving.buffer = self._empty(stop - start)
-                room = receiving.buffer[: stop - start].view(np.uint8)
-            receiving.request = self._communicator.irecv(room, pair.rank, REGIONS_TAG)
-            receiving.at = stop
-            return True
-        if not receiving.request.test():
-            return False
-        came = receiving.request.received_bytes()
-        if came != receiving.nbytes:
-            raise MismatchError(
-                f"rank {self._communicator.rank} takes {receiving.nbytes} bytes of rank "
-                f"{pair.rank}, which gives it {came}; each rank gives what the others take of it"
-            )
-        receiving.request = None
-        if pair.run < 0:
-            start = receiving.at - receiving.nbytes // self._itemsize
-            receiving.waiting.extend(pair.fragments(start, receiving.at))
-            self._unplaced.append(receiving)
-        if receiving.at == pair.size:
-            self._receiving.remove(receiving)
-        return True
+                if not buffer.size:
+                    buffer = self._empty(stop - start)
+                room = buffer[: stop - start].view(np.uint8)
+            request = self._communicator.irecv(room, pair.rank, REGIONS_TAG)
+            yield request
+            came = request.received_bytes()
+            if came != room.nbytes:
+                raise MismatchError(
+                    f"rank {self._communicator.rank} takes {room.nbytes} bytes of rank "
+                    f"{pair.rank}, which gives it {came}; each rank gives what the others take "
+                    "of it"
+                )
+            if pair.run >= 0:
+                continue
+            placing = self._place(pair, buffer, start, stop)
+            if self._limited:
+                yield from placing
+            else:
+                # No message is to wait until it is the turn of this one.
+                self._others.append(_Task(placing))
 
-    def _place(self, receiving: _Receiving) -> bool:
-        """Put what has come from a rank in its place, as far as its turn has come."""
-        moved = False
-        pair, buffer = receiving.pair, receiving.buffer
-        while receiving.waiting:
-            number, at, part = receiving.waiting[0]
-            size = volume(part)
+    def _place(self, pair: _Pair, buffer: HostArray, start: int, stop: int) -> Steps:
+        """Put elements `start` to `stop` of what comes from a rank in their place, in turn."""
+        for number, at, part in pair.fragments(start, stop):
             take, place = pair.items[number]
-            came = buffer[at : at + size].reshape(extent(part))
+            came = buffer[at : at + volume(part)].reshape(extent(part))
             if not self._regions.takes[take].reduces:
                 self._raw_target[slices(global_box(part, pair.boxes[number]))] = came
-            elif self._turns[take] != place:
-                return moved
-            else:
-                self._reduce(take, part, came.view(self._dtype))
-                if tuple([stop for _, stop in part]) == extent(pair.boxes[number]):
-                    self._next_turn(take)
-            receiving.waiting.popleft()
-            moved = True
-        self._unplaced.remove(receiving)
-        if receiving.at == pair.size:
-            receiving.buffer = _nothing()
-        return True
+                continue
+            yield self._turn(take, place)
+            self._reduce(take, part, came.view(self._dtype))
+            if tuple([end for _, end in part]) == extent(pair.boxes[number]):
+                self._end_turn(take)
 
     # -- reductions, and what is near ------------------------------------------------------
 
-    def _reduce_near(self) -> bool:
-        """Reduce the parts that are in memory and whose turn has come."""
-        moved = False
-        for take in list(self._turns):
-            while take in self._turns:
-                part = self._regions.takes[take].parts[self._turns[take]]
-                if part.rank not in self._blocks:
-                    break
+    def _turn(self, take: int, place: int) -> Request:
+        """Return what is done when it is the turn of a part of a take."""
+        return Condition(lambda: self._turns[take] == place)
+
+    def _end_turn(self, number: int) -> None:
+        self._turns[number] += 1
+        take = self._regions.takes[number]
+        if self._turns[number] == len(take.parts) and number in self._totals:
+            with np.errstate(all="ignore"):
+                np.copyto(view(self._target, take.box), self._totals.pop(number), casting="unsafe")
+
+    def _reduce_near(self, number: int) -> Steps:
+        """Reduce the parts of a take that are in memory, each in its turn."""
+        for place, part in enumerate(self._regions.takes[number].parts):
+            if part.rank in self._blocks:
+                yield self._turn(number, place)
                 block = self._blocks[part.rank](part.shape)
-                self._reduce(take, whole(extent(part.box)), view(block, part.box))
-                self._next_turn(take)
-                moved = True
-        return moved
+                self._reduce(number, whole(extent(part.box)), view(block, part.box))
+                self._end_turn(number)
 
     def _reduce(self, number: int, part: Box, came: HostArray) -> None:
         """Reduce a piece of the part whose turn it is into the total."""
@@ -455,31 +404,17 @@ class MessageExchange:
         with np.errstate(all="ignore"):  # overflow and NaN pass silently, as in MPI
             FUNCTIONS[take.op](where, came, out=where)
 
-    def _next_turn(self, number: int) -> None:
-        take = self._regions.takes[number]
-        if self._turns[number] + 1 < len(take.parts):
-            self._turns[number] += 1
-            return
-        total = self._totals.pop(number, None)
-        if total is not None:
-            with np.errstate(all="ignore"):
-                np.copyto(view(self._target, take.box), total, casting="unsafe")
-        del self._turns[number]
-
-    def _make_near(self, number: int) -> None:
-        """Make a take whose parts are all in memory."""
-        for op, box, parts in self._regions.prepared(
-            ("near", number, self._itemsize),
-            lambda: pieces_of(self._regions, [number], 0, self._itemsize),
-        ):
-            dtype = self._dtype if op else self._raw
-            target = self._target.view(dtype)
-            sources = [
-                view(self._blocks[rank](shape).view(dtype), there) for rank, shape, there in parts
-            ]
-            with np.errstate(all="ignore"):
-                for call in piece_work(op, view(target, box), sources, dtype, _fresh):
-                    call()
+    def _make_near(self, takes: Sequence[int]) -> Steps:
+        """Make the takes whose parts are all in memory."""
+        for number in takes:
+            for piece in self._regions.prepared(
+                ("near", number, self._itemsize),
+                partial(pieces_of, self._regions, [number], 0, self._itemsize),
+            ):
+                with np.errstate(all="ignore"):
+                    for call in piece_work(piece, self._target, self._blocks, _fresh):
+                        call()
+            yield all_done()  # messages go on in between
 
     # -- memory ----------------------------------------------------------------------------
 

@@ -11,15 +11,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple
+
+import numpy as np
 
 from mpimesh.arrays.types import HostArray
-from mpimesh.comm.regions import raw_dtype
+from mpimesh.comm.regions import Call, copying, raw_dtype
 from mpimesh.comm.shared_window import NOT_READ, Cells, SharedWindow
 from mpimesh.layout.boxes import Box, view, volume, whole
 from mpimesh.layout.regions import Regions
 
-__all__ = ["NO_OFFER", "Copies", "CopyRule", "Fill", "Offer", "copied_boxes"]
+__all__ = ["NO_OFFER", "Block", "Copies", "CopyRule", "Offer", "copied_boxes"]
 
 _WHOLE_FROM = 0.6
 """From this part of a block on it is copied as a whole."""
@@ -34,11 +36,8 @@ _LARGEST = 16 << 20
 _MOST_COMPARED = 64
 """Of more boxes, those that lie in another are copied twice."""
 
-_MOST_FREE = 2
-_MOST_FILLS = 16
-
-Fill: TypeAlias = Sequence[tuple[HostArray, HostArray]]
-"""Copies: the source of each, and before it its target."""
+_MOST_OFFERS = 16
+_NOTHING: HostArray = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,30 +71,76 @@ class CopyRule:
         )
 
 
-class Offer:
-    """A rank's block, where the others of its node can read it.
+class Offer(NamedTuple):
+    """Where the others of a node can read a rank's block.
 
     Attributes:
         at: Where it begins in the arena; -1 if there is no room.
         is_read: Whether others read the block itself, and no copy of it.
-        copies: What is to be copied, and before it where to.
+        fill: What copies all that others take. Doing it again is harmless.
     """
 
-    __slots__ = ("at", "copies", "is_read")
-
-    def __init__(self, at: int, *, is_read: bool = False, fill: Fill = ()) -> None:
-        self.at = at
-        self.is_read = is_read
-        self.copies = fill
-
-    def fill(self) -> None:
-        """Copy what others take, if it is not there yet. Doing it again is harmless."""
-        for to, what in self.copies:
-            to[...] = what
+    at: int
+    is_read: bool = False
+    fill: tuple[Call, ...] = ()
 
 
 NO_OFFER = Offer(NOT_READ)
 """The offer of a rank from which nobody takes anything."""
+
+
+class Block:
+    """A rank's block at one place, as it is offered again and again.
+
+    Args:
+        source: The block; None if there is none.
+        at: Where it begins in the arena; -1 for an ordinary array.
+        boxes: What is to be copied of it where others do not read the block itself; nothing if
+            none takes of it.
+        readers: The cells of those who take of it.
+        copied: Whether it is copied though it lies in the arena.
+
+    Attributes:
+        nbytes: Its size.
+        offer: The offer that is always the same; None if a copy is made each time.
+        offers: Those of copies, by where the copies lie.
+    """
+
+    __slots__ = ("at", "boxes", "nbytes", "offer", "offers", "readers", "source")
+
+    def __init__(
+        self,
+        source: HostArray | None,
+        at: int,
+        boxes: Sequence[Box],
+        readers: Cells,
+        *,
+        copied: bool = False,
+    ) -> None:
+        if source is None or not boxes:
+            source = _NOTHING
+        self.source = source
+        self.at = at
+        self.boxes = boxes
+        self.readers = readers
+        self.nbytes = source.nbytes
+        self.offer: Offer | None = None
+        self.offers: dict[int, Offer] = {}
+        if not self.nbytes:
+            self.offer = NO_OFFER
+        elif at >= 0 and not copied:
+            self.offer = Offer(at, is_read=True)
+
+    def copy(self, memory: HostArray, at: int) -> Offer:
+        """Return the offer of a copy in `memory`, which begins at `at` of the arena."""
+        source, raw = self.source, raw_dtype(self.source.dtype)
+        target, block = memory.view(raw).reshape(source.shape), source.view(raw)
+        fill = [copying(view(block, box), view(target, box)) for box in self.boxes]
+        offer = Offer(at, fill=tuple(fill))
+        if len(self.offers) >= _MOST_OFFERS:
+            self.offers.clear()
+        self.offers[at] = offer
+        return offer
 
 
 class _Buffer:
@@ -124,105 +169,41 @@ class Copies:
 
     Args:
         window: The ranks.
-        meets: Whether all ranks end each operation together: then nobody reads the last copy.
     """
 
-    __slots__ = ("_buffers", "_meets", "_window")
+    __slots__ = ("_buffers", "_window")
 
-    def __init__(self, window: SharedWindow, *, meets: bool = False) -> None:
+    def __init__(self, window: SharedWindow) -> None:
         self._window = window
-        self._meets = meets
         self._buffers: list[_Buffer] = []
 
-    def offer(
-        self,
-        source: HostArray | None,
-        boxes: Sequence[Box],
-        readers: Cells = (),
-        *,
-        at: int | None = None,
-        copied: bool = False,
-        fills: dict[tuple[int, int], Fill] | None = None,
-    ) -> Offer:
-        """Offer a block for the next operation.
-
-        Args:
-            source: The block.
-            boxes: What is to be copied of it where others do not read the block itself; nothing if
-                none takes of it.
-            readers: The cells of those who take of it, if operations do not end together.
-            at: Where it begins in the arena, if that is known; -1 for an ordinary array.
-            copied: Whether it is copied though it lies in the arena.
-            fills: A cache of the copies that are made of a block that lies in the arena.
-        """
-        if source is None or not boxes or not source.nbytes:
-            return NO_OFFER
-        if at is None:
-            at = self._window.find(source)
-        if at >= 0 and not copied:
-            return Offer(at, is_read=True)
-        buffer = self._buffer(source.nbytes, readers)
-        if buffer is None:
-            return Offer(at, is_read=at >= 0)
-        if at < 0 or fills is None:
-            return Offer(buffer.at, fill=_fill(buffer.memory[: source.nbytes], source, boxes))
-        fill = fills.get((at, buffer.at))
-        if fill is None:
-            # Through the window's views, which keep neither the block nor the copy alive.
-            window, nbytes = self._window, source.nbytes
-            block = window.view(window.rank, at, nbytes, source.dtype).reshape(source.shape)
-            memory = window.view(window.rank, buffer.at, nbytes, buffer.memory.dtype)
-            fill = _fill(memory, block, boxes)
-            if len(fills) >= _MOST_FILLS:
-                fills.clear()
-            fills[at, buffer.at] = fill
-        return Offer(buffer.at, fill=fill)
-
-    def again(
-        self,
-        source: HostArray,
-        nbytes: int,
-        boxes: Sequence[Box],
-        readers: Cells,
-        at: int,
-        offers: dict[int, Offer],
-    ) -> Offer:
-        """Offer a copy of a block that is copied again and again, from the same place.
-
-        Args:
-            source: The block.
-            nbytes: Its size.
-            boxes: What is to be copied of it.
-            readers: The cells of those who take of it.
-            at: Where it begins in the arena; -1 for an ordinary array.
-            offers: Keeps the offers, by where the copies lie.
-        """
-        buffers = self._buffers
-        if buffers and len(buffers) <= _MOST_FREE:
-            # As in _buffer, without the cost of its calls.
-            oldest = buffers[0]
-            offer = offers.get(oldest.at)
-            if (
-                offer is not None
-                and nbytes <= oldest.nbytes <= _REUSED_BYTES
-                and self._window.done_by(oldest.number, oldest.readers)
+    def offer(self, block: Block) -> Offer:
+        """Offer a block for the next operation."""
+        if block.offer is not None:
+            return block.offer
+        window, buffers, nbytes = self._window, self._buffers, block.nbytes
+        for buffer in buffers:  # the one that has not been used for longest first
+            if nbytes <= buffer.nbytes <= _REUSED_BYTES and window.done_by(
+                buffer.number, buffer.readers
             ):
-                oldest.number = self._window.published + 1
-                oldest.readers = readers
-                buffers.append(buffers.pop(0))
-                return offer
-        buffer = self._buffer(nbytes, readers)
-        if buffer is None:
-            return Offer(at, is_read=at >= 0)
-        offer = offers.get(buffer.at)
-        if offer is None:
-            # Through the window's view, which does not keep the memory of the copy.
-            window = self._window
-            memory = window.view(window.rank, buffer.at, nbytes, buffer.memory.dtype)
-            if len(offers) >= _MOST_FILLS:
-                offers.clear()
-            offer = offers[buffer.at] = Offer(buffer.at, fill=_fill(memory, source, boxes))
-        return offer
+                buffers.remove(buffer)
+                if len(buffers) > 1:
+                    self._drop()
+                break
+        else:
+            self._drop()
+            memory = window.room(nbytes)
+            if memory is None:
+                return Offer(block.at, is_read=block.at >= 0)
+            buffer = _Buffer(memory, window.find(memory))
+        buffer.number = window.published + 1
+        buffer.readers = block.readers
+        buffers.append(buffer)
+        at = buffer.at
+        # Through the window's view, which does not keep the memory of the copy.
+        return block.offers.get(at) or block.copy(
+            window.view(window.rank, at, nbytes, buffer.memory.dtype), at
+        )
 
     @property
     def memories(self) -> list[HostArray]:
@@ -230,46 +211,17 @@ class Copies:
         return [buffer.memory for buffer in self._buffers if not self._is_over(buffer)]
 
     def _is_over(self, buffer: _Buffer) -> bool:
-        return self._meets or self._window.done_by(buffer.number, buffer.readers)
+        return self._window.done_by(buffer.number, buffer.readers)
 
-    def _buffer(self, nbytes: int, readers: Cells) -> _Buffer | None:
-        """Return so many bytes that nobody reads, for the next operation; None for no room."""
-        buffers = self._buffers
-        buffer: _Buffer | None = None
-        if buffers and len(buffers) <= _MOST_FREE:
-            # Most exchanges are like the last one, and need as much.
-            oldest = buffers[0]
-            if _fits(nbytes, oldest) and self._is_over(oldest):
-                buffer = buffers.pop(0)
-        if buffer is None:
-            free = [other for other in buffers if self._is_over(other)]
-            self._buffers = buffers = [other for other in buffers if other not in free]
-            fitting = [other for other in free if _fits(nbytes, other)]
-            if fitting:
-                buffer = min(fitting, key=lambda other: other.nbytes)
-            else:
-                memory = self._window.room(nbytes)
-                if memory is None:
-                    return None
-                buffer = _Buffer(memory, self._window.find(memory))
-        buffer.number = self._window.published + 1
-        buffer.readers = readers
-        buffers.append(buffer)
-        return buffer
+    def _drop(self) -> None:
+        """Give back what nobody reads any more."""
+        self._buffers[:] = [buffer for buffer in self._buffers if not self._is_over(buffer)]
 
 
-def _fits(nbytes: int, buffer: _Buffer) -> bool:
-    return nbytes <= buffer.nbytes <= _REUSED_BYTES
-
-
-def _fill(memory: HostArray, source: HostArray, boxes: Sequence[Box]) -> Fill:
-    raw = raw_dtype(source.dtype)
-    copy, block = memory.view(raw).reshape(source.shape), source.view(raw)
-    return [(view(copy, box), view(block, box)) for box in boxes]
-
-
-def _is_in(box: Box, other: Box) -> bool:
-    return all(first <= a and b <= last for (a, b), (first, last) in zip(box, other, strict=True))
+def _is_part(box: Box, other: Box) -> bool:
+    """Tell whether a box lies in another one."""
+    edges = zip(box, other, strict=True)
+    return box != other and all(first <= a and b <= last for (a, b), (first, last) in edges)
 
 
 def copied_boxes(regions: Regions, shape: tuple[int, ...]) -> tuple[Box, ...]:
@@ -280,9 +232,7 @@ def copied_boxes(regions: Regions, shape: tuple[int, ...]) -> tuple[Box, ...]:
     boxes = tuple(dict.fromkeys([give.box for give in regions.gives]))
     if len(boxes) <= _MOST_COMPARED:
         # The corners of a block lie in its edges.
-        boxes = tuple(
-            [box for box in boxes if not any(box != one and _is_in(box, one) for one in boxes)]
-        )
+        boxes = tuple([box for box in boxes if not any(_is_part(box, other) for other in boxes)])
     if sum(map(volume, boxes)) > _WHOLE_FROM * prod(shape):
         return (whole(shape),)
     return boxes

@@ -18,10 +18,9 @@ from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Sizes, Ways
 from mpimesh.comm.base import Request
 from mpimesh.comm.engine import Engine, Steps
-from mpimesh.comm.lanes import Lanes
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.node import Node, find_neighbours
-from mpimesh.comm.over_nodes import Crossing, OverNodes
+from mpimesh.comm.over_nodes import Crossing, OverNodes, Rails
 from mpimesh.comm.shared_collectives import SharedCollectives
 from mpimesh.comm.shared_window import SharedWindow
 from mpimesh.comm.tuner import KeptSizes, measure
@@ -65,7 +64,7 @@ class RoutedCommunicator(MPICommunicator):
         self._plain = MPICommunicator(comm, limit=limit, order=self._order)
         self._node = node
         self._sizes = sizes
-        self._lane: Crossing | None = None
+        self._rail: Crossing | None = None
         self._shared: SharedCollectives | OverNodes | None = None
         self._kept: HostArray | None = None
         self._once: list[HostArray] = []
@@ -143,14 +142,11 @@ class RoutedCommunicator(MPICommunicator):
         return sizes.on_one_node(most)
 
     def _over_nodes(self, window: SharedWindow, nodes: Sequence[Sequence[int]]) -> OverNodes:
-        """Collective: make the lanes."""
-        lanes = Lanes(nodes, self.rank)
-        lane = window.rank if window.rank < lanes.workers else MPI.UNDEFINED
-        comm: Any = self._comm.Split(lane, lanes.node)
-        if comm != MPI.COMM_NULL:
-            self._lane = lanes.crossing = Crossing(comm, limit=self._chunk_setting)
+        """Collective: make the rails."""
+        rails = Rails(nodes, self.rank)
+        self._rail = rails.connect(self._comm, limit=self._chunk_setting)
         crossing = Crossing(self._comm, limit=self._chunk_setting, order=self._order)
-        return OverNodes(window, self._engine, crossing, lanes)
+        return OverNodes(window, self._engine, crossing, rails)
 
     def offer_once(self, nbytes: int) -> int:
         """Return where memory for all ranks of the node begins in this rank's arena."""
@@ -325,9 +321,9 @@ class RoutedCommunicator(MPICommunicator):
         self._once.clear()
         if self._freed:
             self.free_device()
-        elif self._lane is not None:
-            self._lane.unended = self.unended
-            self._lane.free()
+        elif self._rail is not None:
+            self._rail.unended = self.unended
+            self._rail.free()
         super().free()
 
     def _wrap(self, comm: MPI.Intracomm) -> RoutedCommunicator:

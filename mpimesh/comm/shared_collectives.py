@@ -27,9 +27,7 @@ from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.base import Communicator, Request
 from mpimesh.comm.engine import Engine, Moved, StagedRequest, Steps, run_steps
 from mpimesh.comm.notes import Operation, enter, operation_number
-from mpimesh.comm.region_offers import Copies, CopyRule
-from mpimesh.comm.region_shared import PreparedExchange, SharedExchange, SharedPlan
-from mpimesh.comm.regions import check_contiguous, check_regions, kind_of
+from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.shared_requests import InPlace, OneShot
 from mpimesh.comm.shared_window import (
     NOT_READ,
@@ -56,7 +54,6 @@ __all__ = ["SharedCollectives"]
 
 _MOST_KEPT = 64
 _HASHES = (1 << 62) - 1
-_MOST_EXCHANGES = 64
 
 
 class Declined(NamedTuple):
@@ -90,18 +87,15 @@ class SharedCollectives:
             must wait for its turn (:meth:`in_turn`).
 
     Attributes:
-        copied: Which blocks are copied before others take of them, though they could read them
-            where they lie.
+        regions: The exchanges of regions.
     """
 
     def __init__(self, window: SharedWindow, engine: Engine, messages: Communicator) -> None:
         self._window = window
         self._engine = engine
         self._messages = messages
-        self._copies = Copies(window)
         self._cache: dict[tuple[object, ...], dict[tuple[int, ...], Sequence[Work]]] = {}
-        self._exchanges: dict[tuple[object, ...], SharedPlan] = {}
-        self.copied = CopyRule.for_ranks(window.size)
+        self.regions = SharedRegions(window, engine, messages, self)
 
     def start(self, name: str, ways: Ways, *arguments: Any) -> Request:
         """Start a collective in these ways, with the arguments of the communicator's method."""
@@ -284,47 +278,14 @@ class SharedCollectives:
         regions: Regions,
         max_bytes: int,
     ) -> Request:
-        """Copy or reduce boxes of the ranks' blocks into boxes of `target`.
-
-        Raises:
-            MpimeshError: At once, on this rank alone, if the arrays do not fit.
-        """
-        window, plan = self._window, self._plan_of(regions, source, target)
-        source_at = -1 if source is None else window.find(source)
-        target_at = -1 if target is None else window.find(target)
-        request = SharedExchange(
-            window,
-            self._engine,
-            self._messages,
-            plan,
-            partial(plan.offer, self._copies, source, source_at, self.copied),
-            (source, target),
-            (source_at, target_at),
-            max_bytes,
-        )
-        request.chain = self
-        return request.begin()
+        """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
+        return self.regions.start(source, target, regions, max_bytes)
 
     def prepare_exchange(
         self, source: HostArray | None, target: HostArray | None, regions: Regions
     ) -> Callable[[], Request]:
-        """Return what starts an exchange between the same arrays again and again.
-
-        Each start is after the last one has settled.
-
-        Raises:
-            MpimeshError: As of :meth:`exchange_regions`.
-        """
-        window, plan = self._window, self._plan_of(regions, source, target)
-        places = (
-            -1 if source is None else window.find(source),
-            -1 if target is None else window.find(target),
-        )
-        arrays = source, target
-        request = PreparedExchange(
-            window, self._engine, self._messages, plan, self._copies, self.copied, arrays, places
-        )
-        return partial(request.start, self)
+        """Return what starts an exchange between the same arrays again and again."""
+        return self.regions.prepare(source, target, regions)
 
     def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
         """Begin a collective of MPI's, once none is under way that may start another.
@@ -340,7 +301,7 @@ class SharedCollectives:
     @property
     def read_copies(self) -> list[HostArray]:
         """Copies of this rank's blocks that others may yet read."""
-        return self._copies.memories
+        return self.regions.copies.memories
 
     def close(self) -> None:
         """End what has not ended; what was started by then raises when it is tested."""
@@ -421,20 +382,3 @@ class SharedCollectives:
     ) -> Steps:
         entry = yield from enter(self._window, what, counts=counts)
         yield from all_to_all_staged(self._window, send, recv, agreed_counts(entry.counts))
-
-    # -- regions -----------------------------------------------------------------------
-
-    def _plan_of(
-        self, regions: Regions, source: HostArray | None, target: HostArray | None
-    ) -> SharedPlan:
-        """Return what is worked out once for such an exchange."""
-        key = (regions, kind_of(source), kind_of(target))
-        plan = self._exchanges.get(key)
-        if plan is not None:
-            check_contiguous(self._window.rank, source, target)
-        else:
-            check_regions(regions, self._window.rank, self._window.size, source, target)
-            if len(self._exchanges) >= _MOST_EXCHANGES:
-                self._exchanges.clear()
-            plan = self._exchanges[key] = SharedPlan(self._window, regions, source, target)
-        return plan

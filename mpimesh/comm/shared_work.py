@@ -27,6 +27,7 @@ import numpy as np
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.engine import Steps
+from mpimesh.comm.regions import copying
 from mpimesh.comm.shared_window import Entry, SharedWindow
 from mpimesh.errors import MismatchError, on_all_ranks
 
@@ -43,7 +44,6 @@ __all__ = [
     "broadcast_staged",
     "broadcast_work",
     "chunks_of",
-    "copying",
     "do_at_once",
     "part_of",
     "pieces",
@@ -97,7 +97,7 @@ def reducing(
     work: list[Callable[[], object]] = []
     total = sources[0]
     if len(sources) == 1:
-        work += copying(total, own)
+        work.append(copying(total, own))
     else:
         if len(sources) > 2:
             # Not into a target before the end: it may be a source that is still to come.
@@ -110,13 +110,8 @@ def reducing(
         work.append(partial(np.divide, own, len(sources), out=own))
     for place, target in enumerate(targets):
         if place != first:
-            work += copying(own, target)
+            work.append(copying(own, target))
     return tuple(work)
-
-
-def copying(source: HostArray, target: HostArray) -> Work:
-    """Return what copies `source`."""
-    return (partial(target.__setitem__, ..., source),)
 
 
 def do_at_once(quietly: Callable[..., object], work: Work) -> None:
@@ -171,7 +166,7 @@ def pieces(part: slice, itemsize: int) -> Iterator[slice]:
 
 def _copy(window: SharedWindow, rank: int, at: int, target: HostArray) -> Work:
     """Return the copy of a rank's memory from `at` on into `target`."""
-    return copying(window.view(rank, at, target.nbytes, target.dtype), target)
+    return (copying(window.view(rank, at, target.nbytes, target.dtype), target),)
 
 
 def _from_next(window: SharedWindow) -> list[int]:

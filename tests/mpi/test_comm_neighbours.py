@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from mpimesh.comm import region_shared, routed
+from mpimesh.comm import regions as work_on_regions
+from mpimesh.comm import routed
 from mpimesh.comm.region_offers import CopyRule
 from mpimesh.comm.shared_window import NOTES
-from mpimesh.comm.shared_work import do_at_once
 from mpimesh.errors import MismatchError
 from mpimesh.layout import Part, Regions, Take
 from tests.contract.regions import gives_of, ring
@@ -23,7 +23,7 @@ from tests.helpers.raises import raises
 def ranks(request, comm):
     """Read blocks in shared memory where they lie, or copy small ones first."""
     with opened(comm) as ranks:
-        ranks._shared.copied = request.param
+        ranks._shared.regions.rule = request.param
         yield ranks
 
 
@@ -66,13 +66,19 @@ def test_a_late_rank_that_is_no_neighbour_delays_nobody(comm, ranks):
 def test_a_block_is_written_again_when_its_readers_are_through(comm, ranks, monkeypatch):
     """And no earlier: the ranks dawdle anywhere, also between two pieces of what they read."""
     slow = random.Random(comm.rank)
+    quick = work_on_regions.copying
 
-    def dawdling(*arguments):
-        if slow.random() < 0.2:
-            time.sleep(slow.random() * 2e-3)
-        do_at_once(*arguments)
+    def dawdling(*arrays):
+        copy = quick(*arrays)
 
-    monkeypatch.setattr(region_shared, "do_at_once", dawdling)
+        def copy_late():
+            if slow.random() < 0.2:
+                time.sleep(slow.random() * 2e-3)
+            copy()
+
+        return copy_late
+
+    monkeypatch.setattr(work_on_regions, "copying", dawdling)
     me, n = ranks.rank, ranks.size
     regions = ring(n, 3, 50)[me]
     flat = put(np.zeros(250), "shared", ranks)

@@ -1,11 +1,11 @@
-"""Lanes between nodes, and rows of pieces cut into windows."""
+"""Rails between nodes, and rows of pieces cut into windows."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.comm.lanes import NOBODY, Lanes, length, windows
+from mpimesh.comm.over_nodes import NO_RANK, Rails, length, windows
 from mpimesh.errors import TransportError
 from tests.helpers.raises import raises
 
@@ -23,56 +23,52 @@ def test_every_block_reaches_every_other_node_once(found):
     ranks = sorted(rank for node in found for rank in node)
     smallest = min(map(len, found))
     for node in found:
-        seen_by = [Lanes(found, rank) for rank in node]
+        seen_by = [Rails(found, rank) for rank in node]
         arriving = []
-        for place, lanes in enumerate(seen_by):
-            assert lanes.here == node
-            assert lanes.workers == smallest
-            coming = lanes.arriving(place)
+        for place, rails in enumerate(seen_by):
+            assert rails.here == node
+            assert rails.count == smallest
+            coming = rails.remote_sources(place)
             assert bool(coming) <= (place < smallest)
             arriving += coming
         assert sorted(arriving) == sorted(set(ranks) - set(node))
 
 
 @given(nodes())
-def test_all_ranks_of_a_lane_agree_on_what_travels(found):
-    """Each has its own node's block at its own node's number, in the same wave as all."""
+def test_all_ranks_of_a_rail_agree_on_what_travels(found):
+    """Each has its own node's block at its own node's number, in the same turn as all."""
     everyone = [rank for node in found for rank in node]
-    lanes = Lanes(found, everyone[0])
+    rails = Rails(found, everyone[0])
     for other in everyone:
-        seen = Lanes(found, other)
-        assert [seen.load(lane) for lane in range(seen.workers)] == [
-            lanes.load(lane) for lane in range(lanes.workers)
+        seen = Rails(found, other)
+        assert [seen.sources(rail) for rail in range(seen.count)] == [
+            rails.sources(rail) for rail in range(rails.count)
         ]
         assert found[seen.node_of(other)].count(other) == 1
-    aboard = []
-    for lane in range(lanes.workers):
-        for wave, row in enumerate(lanes.load(lane)):
+    carried = []
+    for rail in range(rails.count):
+        for turn, row in enumerate(rails.sources(rail)):
             for number, rank in enumerate(row):
-                if rank != NOBODY:
-                    assert found[number].index(rank) == wave * lanes.workers + lane
-                    aboard.append(rank)
-    assert sorted(aboard) == sorted(everyone)
-    # No wave in vain.
-    assert any(
-        rank != NOBODY
-        for lane in range(lanes.workers)
-        for rank in lanes.aboard(lane, lanes.waves - 1)
-    )
+                if rank != NO_RANK:
+                    assert found[number].index(rank) == turn * rails.count + rail
+                    carried.append(rank)
+    assert sorted(carried) == sorted(everyone)
+    # No turn in vain.
+    assert any(rank != NO_RANK for rail in range(rails.count) for rank in rails.sources(rail)[-1])
 
 
 @given(nodes())
-def test_the_workers_of_a_node_work_for_all_on_it(found):
+def test_the_leaders_of_a_node_work_for_all_on_it(found):
     for node in found:
-        lanes = Lanes(found, node[0])
+        rails = Rails(found, node[0])
         for place, rank in enumerate(node):
-            expected = [r for r in node if (node.index(r) - place) % lanes.workers == 0]
-            assert [rank, *lanes.beyond(place)] == (expected if place < lanes.workers else [rank])
+            expected = [r for r in node if (node.index(r) - place) % rails.count == 0]
+            assert [rank, *rails.followers(place)] == (expected if place < rails.count else [rank])
 
 
-def test_a_rank_on_no_lane_is_told_so():
-    with raises(TransportError, "lane"):
-        _ = Lanes([[0, 1], [2]], 1).crossing
+def test_a_rank_on_no_rail_is_told_so():
+    with raises(TransportError, "rail"):
+        _ = Rails([[0, 1], [2]], 1).comm
 
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 20))
