@@ -26,7 +26,6 @@ from mpi4py import MPI
 
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.comm.algorithms import Ways
-from mpimesh.comm.base import Request
 from mpimesh.comm.engine import Engine, StagedRequest, Steps, run_steps
 from mpimesh.comm.lanes import NOBODY, Lanes, length, windows
 from mpimesh.comm.mpi import MPICommunicator, places_but
@@ -35,6 +34,7 @@ from mpimesh.comm.region_messages import MessageExchange
 from mpimesh.comm.region_offers import Copies, copied_boxes
 from mpimesh.comm.region_shared import blocks_of_node
 from mpimesh.comm.regions import check_dtypes, check_regions, descriptor
+from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
 from mpimesh.comm.shared_work import agreed_counts, chunks_of, part_of, pieces, reduce_into
 from mpimesh.layout.regions import Regions

@@ -26,9 +26,9 @@ import numpy as np
 
 from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.types import DType, HostArray
-from mpimesh.comm.base import MAX_USER_TAG, Communicator, RecvRequest, Request
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS, piece_work, pieces_of, raw_dtype, sum_dtype
+from mpimesh.comm.requests import MAX_USER_TAG, Messages, RecvRequest, Request
 from mpimesh.errors import MismatchError
 from mpimesh.layout.boxes import (
     Box,
@@ -60,7 +60,7 @@ Blocks: TypeAlias = Mapping[int, Callable[[tuple[int, ...]], HostArray]]
 
 
 def exchange_by_messages(
-    communicator: Communicator,
+    communicator: Messages,
     source: HostArray | None,
     target: HostArray | None,
     regions: Regions,
@@ -253,7 +253,7 @@ class MessageExchange:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: Messages,
         source: HostArray | None,
         target: HostArray | None,
         regions: Regions,

@@ -48,7 +48,7 @@ from math import prod
 import numpy as np
 
 from mpimesh.arrays.types import DType, HostArray
-from mpimesh.comm.base import Communicator, Request
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Engine, Moved
 from mpimesh.comm.notes import EXCHANGE, mismatch
 from mpimesh.comm.region_messages import Blocks, MessageExchange
@@ -69,6 +69,7 @@ from mpimesh.comm.regions import (
     pieces_of,
     raw_dtype,
 )
+from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import Entry, Note, SharedWindow
 from mpimesh.comm.shared_work import Work, do_at_once
 from mpimesh.errors import MismatchError, MpimeshError

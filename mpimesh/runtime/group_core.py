@@ -23,8 +23,8 @@ from mpimesh.arrays import (
 )
 from mpimesh.comm import Communicator, Request, StagedRequest, Steps, run_steps
 from mpimesh.comm.algorithms import Algorithms
-from mpimesh.comm.base import Condition
 from mpimesh.comm.device_strategy import steps_in
+from mpimesh.comm.requests import Condition
 from mpimesh.errors import BudgetError, ClosedError, GroupError, RankError, on_all_ranks
 from mpimesh.runtime.agreement import checked, compare
 from mpimesh.runtime.call import Call, Message, call_stack
