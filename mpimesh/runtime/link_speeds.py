@@ -120,7 +120,9 @@ _Transfer = Callable[[HostArray], object]
 """Sends a buffer to the other rank, or receives one from there, and waits until it is done."""
 
 
-def ping_pong(send: _Transfer, receive: _Transfer, *, first: bool, large_bytes: int) -> tuple[float, float]:
+def ping_pong(
+    send: _Transfer, receive: _Transfer, *, first: bool, large_bytes: int
+) -> tuple[float, float]:
     """Send to another rank and back. Both do it.
 
     Args:
