@@ -30,9 +30,15 @@ from mpimesh.arrays import (
     wire_dtype,
 )
 from mpimesh.comm import Request, Steps
-from mpimesh.runtime.agreement import compare_blocks
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
+from mpimesh.runtime.operands import (
+    Blocks,
+    check_output,
+    check_sizes,
+    compare_blocks,
+    normal_axis,
+    output_array,
+)
 from mpimesh.runtime.traffic import Amount, Rule, Tally, all_reduced, per_rank, sparse, uniform
 
 if TYPE_CHECKING:
