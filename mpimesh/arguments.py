@@ -30,9 +30,12 @@ __all__ = [
     "ranks_text",
     "shape_of",
     "shown",
+    "size_text",
 ]
 
 T = TypeVar("T")
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LONGEST_S = 1e9
@@ -345,6 +348,14 @@ def _run_text(run: range) -> str:
     if len(run) == 1:
         return str(run[0])
     return f"{run[0]}-{run[-1]}" + (f":{run.step}" if run.step > 1 else "")
+
+
+def size_text(nbytes: int) -> str:
+    """Return bytes in the largest binary unit of which there is one: ``1.5 GiB``."""
+    power = 0
+    while power < len(_UNITS) - 1 and abs(nbytes) >= 1024 ** (power + 1):
+        power += 1
+    return f"{nbytes} B" if not power else f"{nbytes / 1024**power:.1f} {_UNITS[power]}"
 
 
 def _as_float(value: object) -> float | None:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.comm.node import Node
-from mpimesh.comm.ping import best_s, ping_pong
 from mpimesh.errors import TransportError
+from mpimesh.runtime.link_speeds import best_s, ping_pong
 
 __all__ = ["SHARED_MEMORY", "Measurement", "measure", "measure_device"]
 

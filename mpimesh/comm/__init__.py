@@ -3,14 +3,9 @@
 `mpimesh.comm.mpi` is not imported here, because importing it starts MPI.
 """
 
-from mpimesh.comm.base import (
-    MAX_USER_TAG,
-    WHOLE_MESSAGE_BYTES,
-    Communicator,
-    RecvRequest,
-    Request,
-)
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Engine, Moved, StagedRequest, Steps, run_steps
+from mpimesh.comm.requests import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request
 from mpimesh.comm.virtual import VirtualCommunicator, VirtualWorld, virtual_communicators
 
 __all__ = [

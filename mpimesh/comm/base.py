@@ -19,85 +19,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import NEVER, Algorithms
+from mpimesh.comm.engine import Engine, Steps
+from mpimesh.comm.reductions import by_messages
+from mpimesh.comm.region_messages import exchange_by_messages
 from mpimesh.comm.regions import check_regions
+from mpimesh.comm.requests import RecvRequest, Request
+from mpimesh.comm.signatures import Signatures
 from mpimesh.errors import TransportError
+from mpimesh.layout.regions import Regions
 
 if TYPE_CHECKING:
-    from mpimesh.arrays import ArrayPool
-    from mpimesh.comm.engine import Engine, Steps
     from mpimesh.comm.lending import Lending
-    from mpimesh.comm.signatures import Signatures
-    from mpimesh.layout.regions import Regions
 
-__all__ = [
-    "MAX_USER_TAG",
-    "WHOLE_MESSAGE_BYTES",
-    "Communicator",
-    "Condition",
-    "RecvRequest",
-    "Request",
-    "all_done",
-    "block_slices",
-]
-
-MAX_USER_TAG = 16383
-"""Message tags above this one, up to MPI's guaranteed 32767, are mpimesh's own."""
-
-WHOLE_MESSAGE_BYTES = 4096
-"""Messages up to this size arrive in one piece, so a receive may offer more room than they need."""
-
-
-class Request(Protocol):
-    """One started operation."""
-
-    def test(self) -> bool:
-        """Move the operation along and tell whether it is done. True stays True.
-
-        Raises:
-            TransportError: If the operation failed.
-        """
-        ...
-
-
-class RecvRequest(Request, Protocol):
-    """A started receive."""
-
-    def received_bytes(self) -> int:
-        """Return the message's size, once :meth:`test` is True."""
-        ...
-
-    def cancel(self) -> bool:
-        """Take the receive back; False if a message had already matched it."""
-        ...
-
-
-class Condition:
-    """The request that is done when a function says so, which each test asks again.
-
-    Args:
-        test: Moves along what there is to be moved, and tells whether it is done; True stays True.
-    """
-
-    __slots__ = ("test",)
-
-    def __init__(self, test: Callable[[], bool]) -> None:
-        self.test = test
-
-
-def all_done(*requests: Request) -> Request:
-    """Return several requests as one, which moves all of them along at each test."""
-    left = list(requests)
-
-    def test() -> bool:
-        left[:] = [request for request in left if not request.test()]
-        return not left
-
-    return Condition(test)
+__all__ = ["Communicator"]
 
 
 class Communicator(ABC):
@@ -210,9 +149,6 @@ class Communicator(ABC):
 
         Of host memory; -1 if these ranks have no such algorithm. Alike on all ranks.
         """
-        # Imported late: messages need this contract.
-        from mpimesh.comm.reductions import by_messages
-
         has = algorithm == self.kind or by_messages(self, name, algorithm) is not None
         return NEVER if has else -1
 
@@ -295,9 +231,6 @@ class Communicator(ABC):
             DTypeError: If the dtypes differ, or do not fit a reduction. These are raised at once,
                 on this rank alone.
         """
-        # Imported late: messages need this contract.
-        from mpimesh.comm.region_messages import exchange_by_messages
-
         check_regions(regions, self.rank, self.size, source, target)
         return exchange_by_messages(self, source, target, regions, max_bytes=max_bytes)
 
@@ -383,8 +316,3 @@ class Communicator(ABC):
     @abstractmethod
     def abort(self, code: int) -> None:
         """End all ranks of the job at once with exit code `code`."""
-
-
-def block_slices(counts: Sequence[int]) -> list[slice]:
-    """Return the places of blocks of so many elements that lie one after the other."""
-    return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]

@@ -16,7 +16,7 @@ from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.stream_scope import StreamScope
 from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.algorithms import Algorithms, Row
-from mpimesh.comm.base import Communicator, Condition, RecvRequest, Request
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import CudaIpc, one_shot_bytes
 from mpimesh.comm.cuda_probe import PROCESS_PROBE, ProbeResult, cuda_aware
 from mpimesh.comm.device_messages import DeviceMessages
@@ -24,6 +24,7 @@ from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, steps_in
 from mpimesh.comm.engine import Engine, StagedRequest, Steps
 from mpimesh.comm.mpi_cuda import MPICuda
 from mpimesh.comm.nccl import Nccl
+from mpimesh.comm.requests import Condition, RecvRequest, Request
 from mpimesh.comm.staged import Staged
 from mpimesh.errors import DTypeError, GroupError, ShapeError, on_all_ranks
 

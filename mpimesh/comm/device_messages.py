@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays.types import Array
-from mpimesh.comm.base import Communicator, Condition, RecvRequest, Request
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import DESCRIPTOR, ImportedMemory, export_array, process_key
 from mpimesh.comm.engine import Engine, StagedRequest, Steps
+from mpimesh.comm.requests import Condition, RecvRequest, Request
 from mpimesh.comm.staged import Staged
 from mpimesh.errors import TransportError
 

@@ -27,8 +27,9 @@ from typing import Any
 
 from mpimesh.arrays.stream_scope import StreamScope
 from mpimesh.arrays.types import Array, DType
-from mpimesh.comm.base import Communicator, Condition, Request
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Steps
+from mpimesh.comm.requests import Condition, Request
 from mpimesh.errors import TransportError
 
 __all__ = [

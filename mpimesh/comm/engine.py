@@ -20,8 +20,8 @@ from contextlib import suppress
 from threading import RLock
 from typing import Any, Self, TypeAlias
 
-from mpimesh.comm.base import Request
 from mpimesh.comm.doorbell import Doorbell
+from mpimesh.comm.requests import Request
 from mpimesh.errors import MpimeshError
 
 __all__ = ["Engine", "StagedRequest", "Steps", "run_steps"]

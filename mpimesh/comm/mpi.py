@@ -21,30 +21,31 @@ import numpy as np
 from mpi4py import MPI
 
 from mpimesh.arrays.types import HostArray
-from mpimesh.comm.base import (
+from mpimesh.comm.base import Communicator
+from mpimesh.comm.doorbell import Doorbell
+from mpimesh.comm.engine import Steps
+from mpimesh.comm.regions import FUNCTIONS
+from mpimesh.comm.requests import (
     MAX_USER_TAG,
     WHOLE_MESSAGE_BYTES,
-    Communicator,
     Condition,
+    Mailbox,
+    Receive,
     RecvRequest,
     Request,
     all_done,
     block_slices,
 )
-from mpimesh.comm.doorbell import Doorbell
-from mpimesh.comm.engine import Steps
-from mpimesh.comm.mailbox import Mailbox
 from mpimesh.comm.waiting import poll
 from mpimesh.errors import TransportError
 
 __all__ = ["CollectiveOrder", "MPICommunicator", "places_but"]
 
 _PAIRWISE_TAG = MAX_USER_TAG + 1
-_FUNCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
-_UFUNCS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+_MPI_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 _SATURATES = "Open MPI" in MPI.Get_library_version()
 """Its vector code sums whole numbers of 8 and 16 bits with saturation: 200 + 100 is 255."""
-_AS_NUMPY = {op: _FUNCTIONS[op] for op in ("sum", "prod") if op == "prod" or not _SATURATES}
+_AS_NUMPY = {op: _MPI_OPS[op] for op in ("sum", "prod") if op == "prod" or not _SATURATES}
 """What MPI does as NumPy does, whatever the dtype."""
 _LARGEST_COUNT_BEFORE_MPI_4 = 1 << 30
 _COPIED_BYTES = 1 << 16
@@ -119,7 +120,7 @@ class MPICommunicator(Communicator):
                 request = self._comm.Iallreduce(source, recv, function)
             except MPI.Exception as error:
                 _fail("all_reduce", error)
-            return _MPIRequest(request, (send, recv))
+            return _request_of(request, (send, recv))
         pieces = self._pieces(recv.size)
         return all_done(
             *(self.all_reduce(None if send is None else send[p], recv[p], op) for p in pieces)
@@ -229,13 +230,20 @@ class MPICommunicator(Communicator):
         if source == self.rank:
             return self._to_self.receive((source, source, tag), buffer)
         if buffer.size <= self._message_limit:
-            bell = self.bells[source] if self.bells else None
             try:
-                return _MPIReceive(self._comm.Irecv(buffer, source, tag), buffer, bell)
+                request = self._comm.Irecv(buffer, source, tag)
             except MPI.Exception as error:
                 _fail("receive", error)
+            return _receive_of(request, buffer, self.bells[source] if self.bells else None)
         pieces = self._pieces(buffer.size, self._message_limit)
-        return _PiecewiseReceive([self.irecv(buffer[p], source, tag) for p in pieces])
+        parts = [self.irecv(buffer[p], source, tag) for p in pieces]
+
+        def cancel() -> bool:
+            taken_back = [part.cancel() for part in parts]
+            return all(taken_back)
+
+        is_here = all_done(*parts).test
+        return Receive(is_here, lambda: sum(part.received_bytes() for part in parts), cancel)
 
     def probe(self, tag: int) -> tuple[int, int] | None:
         """Return (source, bytes) of a message with `tag` that waits to be received."""
@@ -288,7 +296,7 @@ class MPICommunicator(Communicator):
             except MPI.Exception as error:
                 _fail("duplicate", error)
             copies.append(copy)
-            return _MPIRequest(request, copy)
+            return _request_of(request, copy)
 
         yield self._order.add(start, alone=True)
         # Before the request is done not even the rank may be asked for.
@@ -370,8 +378,8 @@ def _as_numpy(op: str, char: str) -> MPI.Op:
     dtype = np.dtype(char)
     short = _SATURATES and op == "sum" and dtype.kind in "iu" and dtype.itemsize < 4
     if not short and (op not in ("min", "max") or dtype.kind != "f"):
-        return _FUNCTIONS[op]
-    function = _UFUNCS[op]
+        return _MPI_OPS[op]
+    function = FUNCTIONS[op]
 
     def combine(first: Any, second: Any, _: MPI.Datatype) -> None:
         target = np.frombuffer(second, dtype)
@@ -410,26 +418,47 @@ def _advice(error: MPI.Exception) -> str:
 def _begin(name: str, function: Callable[..., MPI.Request], *arguments: Any) -> Request:
     """Start an operation of MPI at once."""
     try:
-        return _MPIRequest(function(*arguments), arguments)
+        return _request_of(function(*arguments), arguments)
     except MPI.Exception as error:
         _fail(name, error)
 
 
-class _MPIRequest:
-    """One MPI request and the buffers it works on."""
+def _request_of(request: MPI.Request, buffers: object) -> Condition:
+    """Return one request of MPI, with the buffers that it works on."""
 
-    __slots__ = ("_buffers", "_request")
-
-    def __init__(self, request: MPI.Request, buffers: object) -> None:
-        self._request = request
-        self._buffers = buffers
-
-    def test(self) -> bool:
-        """Tell whether it is done."""
+    def test() -> bool:
         try:
-            return self._request.Test()
+            return request.Test()
         except MPI.Exception as error:
             _fail("an operation under way", error)
+
+    return Condition(test, buffers)
+
+
+def _receive_of(request: MPI.Request, buffer: HostArray, bell: Doorbell | None) -> Receive:
+    """Return one receive of MPI, which knows afterwards how much came."""
+    status = MPI.Status()
+
+    def test() -> bool:
+        # A finished request is REQUEST_NULL, whose test would overwrite the status.
+        if request == MPI.REQUEST_NULL:
+            return True
+        try:
+            done = request.Test(status)
+        except MPI.Exception as error:
+            _fail("receive", error)
+        if done and bell is not None:
+            bell.ring()  # the sender may wait for a large message to be taken
+        return done
+
+    def cancel() -> bool:
+        if request == MPI.REQUEST_NULL:
+            return False
+        request.Cancel()
+        poll(test)
+        return status.Is_cancelled()
+
+    return Receive(test, lambda: status.Get_count(MPI.BYTE), cancel, buffer)
 
 
 class CollectiveOrder:
@@ -507,62 +536,6 @@ class _Queued:
     alone: bool
     request: Request | None = None
     error: Exception | None = None
-
-
-class _MPIReceive:
-    """A receive, which knows afterwards how much came."""
-
-    __slots__ = ("_bell", "_buffer", "_request", "_status")
-
-    def __init__(self, request: MPI.Request, buffer: HostArray, bell: Doorbell | None) -> None:
-        self._request = request
-        self._buffer = buffer
-        self._bell = bell
-        self._status = MPI.Status()
-
-    def test(self) -> bool:
-        """Tell whether the message is here."""
-        # A finished request is REQUEST_NULL, whose test would overwrite the status.
-        if self._request == MPI.REQUEST_NULL:
-            return True
-        try:
-            done = self._request.Test(self._status)
-        except MPI.Exception as error:
-            _fail("receive", error)
-        if done and self._bell is not None:
-            self._bell.ring()  # the sender may wait for a large message to be taken
-        return done
-
-    def received_bytes(self) -> int:
-        """Return the message's size."""
-        return self._status.Get_count(MPI.BYTE)
-
-    def cancel(self) -> bool:
-        """Take the receive back, if no message has matched it."""
-        if self._request == MPI.REQUEST_NULL:
-            return False
-        self._request.Cancel()
-        poll(self.test)
-        return self._status.Is_cancelled()
-
-
-class _PiecewiseReceive:
-    """A receive in pieces, of a message that has just the buffer's size."""
-
-    __slots__ = ("_pieces", "test")
-
-    def __init__(self, pieces: list[RecvRequest]) -> None:
-        self.test = all_done(*pieces).test
-        self._pieces = pieces
-
-    def received_bytes(self) -> int:
-        """Return the message's size."""
-        return sum(piece.received_bytes() for piece in self._pieces)
-
-    def cancel(self) -> bool:
-        """Take the receive back, if no message has matched it."""
-        taken_back = [piece.cancel() for piece in self._pieces]
-        return all(taken_back)
 
 
 def _fail(name: str, error: MPI.Exception, advice: str = "") -> NoReturn:

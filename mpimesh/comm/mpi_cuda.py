@@ -29,10 +29,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpimesh.arrays.types import Array, DType
-from mpimesh.comm.base import MAX_USER_TAG, Communicator, Request, all_done
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_probe import cuda_aware
 from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, cut
 from mpimesh.comm.engine import Steps
+from mpimesh.comm.requests import MAX_USER_TAG, Request, all_done
 from mpimesh.layout.cuts import even_sizes
 
 __all__ = ["MPICuda", "Peers", "reduce_scatter_steps", "reduce_steps"]

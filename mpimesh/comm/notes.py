@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from mpimesh.arrays.types import HostArray
-from mpimesh.comm.base import Request
+from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
 from mpimesh.errors import MismatchError, on_all_ranks
 

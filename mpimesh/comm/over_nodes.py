@@ -40,7 +40,6 @@ from mpi4py import MPI
 
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.comm.algorithms import Ways
-from mpimesh.comm.base import Request
 from mpimesh.comm.engine import Engine, StagedRequest, Steps, run_steps
 from mpimesh.comm.mpi import MPICommunicator, places_but
 from mpimesh.comm.notes import EXCHANGE, Operation, enter, operation_number
@@ -48,6 +47,7 @@ from mpimesh.comm.region_messages import MessageExchange
 from mpimesh.comm.region_offers import Block, Copies, copied_boxes
 from mpimesh.comm.region_shared import blocks_of_node
 from mpimesh.comm.regions import check_dtypes, check_regions, descriptor
+from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
 from mpimesh.comm.shared_work import agreed_counts, chunks_of, part_of, pieces, reduce_into
 from mpimesh.errors import TransportError

@@ -26,9 +26,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from mpimesh.arrays.types import HostArray
-from mpimesh.comm.base import MAX_USER_TAG, Communicator, Request, all_done, block_slices
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.shared_work import FUNCTIONS
+from mpimesh.comm.regions import FUNCTIONS
+from mpimesh.comm.requests import MAX_USER_TAG, Messages, Request, all_done, block_slices
+from mpimesh.layout.cuts import even_sizes
 from mpimesh.settings import tree_arity
 
 __all__ = [
@@ -47,7 +48,7 @@ _ARITY_OF_SMALL = 2
 
 
 def by_messages(
-    communicator: Communicator, name: str, algorithm: str
+    communicator: Messages, name: str, algorithm: str
 ) -> Callable[..., Request | Steps] | None:
     """Return what starts a collective by messages; None if it is not one of these.
 
@@ -67,7 +68,7 @@ def by_messages(
 
 
 def all_reduce_by_messages(
-    communicator: Communicator, arity: int, send: HostArray | None, recv: HostArray, op: str
+    communicator: Messages, arity: int, send: HostArray | None, recv: HostArray, op: str
 ) -> Steps:
     """Reduce over all ranks into `recv` on each.
 
@@ -97,7 +98,7 @@ def all_reduce_by_messages(
 
 
 def reduce_by_messages(
-    communicator: Communicator,
+    communicator: Messages,
     arity: int,
     send: HostArray,
     recv: HostArray | None,
@@ -141,7 +142,7 @@ def reduce_by_messages(
 
 
 def broadcast_by_messages(
-    communicator: Communicator, arity: int, buffer: HostArray, root: int
+    communicator: Messages, arity: int, buffer: HostArray, root: int
 ) -> Steps:
     """Copy `buffer` of `root` into `buffer` of every rank.
 
@@ -177,8 +178,7 @@ _STARTS: dict[str, Callable[..., Steps]] = {
 
 def segments(size: int, ranks: int) -> list[slice]:
     """Return the segment of each rank of `size` elements; the first ones may have one more."""
-    each, more = divmod(size, ranks)
-    return block_slices([each + (rank < more) for rank in range(ranks)])
+    return block_slices(even_sizes(size, ranks))
 
 
 def _arity(algorithm: str, ranks: int) -> int | None:
@@ -208,7 +208,7 @@ class _Tree:
 
     __slots__ = ("above", "below", "rank")
 
-    def __init__(self, communicator: Communicator, root: int, arity: int) -> None:
+    def __init__(self, communicator: Messages, root: int, arity: int) -> None:
         ranks, self.rank = communicator.size, communicator.rank
         place = (self.rank - root) % ranks
         first = place * arity + 1
@@ -223,7 +223,7 @@ class _Tree:
 
 
 def _take_in(
-    communicator: Communicator, order: Sequence[int], source: HostArray, total: HostArray, op: str
+    communicator: Messages, order: Sequence[int], source: HostArray, total: HostArray, op: str
 ) -> Steps:
     """Reduce what those in `order` send, and this rank's `source`, in that order into `total`.
 
@@ -252,7 +252,7 @@ def _take_in(
             coming[place] = communicator.irecv(pads[place], others[taken + 1], _TAG)
 
 
-def _hand_down(communicator: Communicator, tree: _Tree, buffer: HostArray) -> Steps:
+def _hand_down(communicator: Messages, tree: _Tree, buffer: HostArray) -> Steps:
     """Take `buffer` from above, and give it to those below."""
     if tree.above is not None:
         yield communicator.irecv(buffer, tree.above, _TAG)
@@ -264,7 +264,7 @@ def _hand_down(communicator: Communicator, tree: _Tree, buffer: HostArray) -> St
 
 
 def _reduce_round(
-    communicator: Communicator,
+    communicator: Messages,
     source: HostArray,
     own: HostArray,
     parts: Sequence[slice],
@@ -290,7 +290,7 @@ def _reduce_round(
 
 
 def _copy_round(
-    communicator: Communicator, buffer: HostArray, parts: Sequence[slice], root: int | None = None
+    communicator: Messages, buffer: HostArray, parts: Sequence[slice], root: int | None = None
 ) -> Steps:
     """Copy each rank's segment of `buffer` round the ring; `root` has all of them already."""
     ranks, rank = communicator.size, communicator.rank
@@ -309,7 +309,7 @@ def _copy_round(
 # -- helpers --------------------------------------------------------------------------------------
 
 
-def _others(communicator: Communicator) -> Iterable[int]:
+def _others(communicator: Messages) -> Iterable[int]:
     return (rank for rank in range(communicator.size) if rank != communicator.rank)
 
 

@@ -26,9 +26,9 @@ import numpy as np
 
 from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.types import DType, HostArray
-from mpimesh.comm.base import MAX_USER_TAG, Communicator, Condition, Request, all_done
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS, Blocks, piece_work, pieces_of, raw_dtype, sum_dtype
+from mpimesh.comm.requests import MAX_USER_TAG, Condition, Messages, Request, all_done
 from mpimesh.errors import MismatchError
 from mpimesh.layout.boxes import (
     Box,
@@ -55,7 +55,7 @@ _POOLED_BYTES = 64 << 20
 
 
 def exchange_by_messages(
-    communicator: Communicator,
+    communicator: Messages,
     source: HostArray | None,
     target: HostArray | None,
     regions: Regions,
@@ -223,7 +223,7 @@ class MessageExchange:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: Messages,
         source: HostArray | None,
         target: HostArray | None,
         regions: Regions,

@@ -48,7 +48,7 @@ from typing import Self, cast
 import numpy as np
 
 from mpimesh.arrays.types import DType, HostArray
-from mpimesh.comm.base import Communicator, Request, all_done
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Engine, Moved
 from mpimesh.comm.notes import EXCHANGE, mismatch
 from mpimesh.comm.region_messages import MessageExchange
@@ -66,6 +66,7 @@ from mpimesh.comm.regions import (
     piece_work,
     pieces_of,
 )
+from mpimesh.comm.requests import Request, all_done
 from mpimesh.comm.shared_window import NOT_READ, Entry, Note, SharedWindow
 from mpimesh.comm.shared_work import do_at_once
 from mpimesh.errors import MismatchError, MpimeshError

@@ -16,11 +16,11 @@ from mpi4py import MPI
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Sizes, Ways
-from mpimesh.comm.base import Request
 from mpimesh.comm.engine import Engine, Steps
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.node import Node, find_neighbours
 from mpimesh.comm.over_nodes import Crossing, OverNodes, Rails
+from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_collectives import SharedCollectives
 from mpimesh.comm.shared_window import SharedWindow
 from mpimesh.comm.tuner import KeptSizes, measure

@@ -24,10 +24,11 @@ import numpy as np
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import Ways
-from mpimesh.comm.base import Communicator, Request
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Engine, Moved, StagedRequest, Steps, run_steps
 from mpimesh.comm.notes import Operation, enter, operation_number
 from mpimesh.comm.region_shared import SharedRegions
+from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_requests import InPlace, OneShot
 from mpimesh.comm.shared_window import (
     NOT_READ,

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Self
 
 from mpimesh.arrays.types import HostArray
-from mpimesh.comm.base import Request
 from mpimesh.comm.engine import Engine, Moved
 from mpimesh.comm.notes import EXCHANGE, mismatch
+from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import NOTES, Entry, SharedWindow
 from mpimesh.comm.shared_work import Work, do_at_once, reduce_into
 from mpimesh.errors import MpimeshError

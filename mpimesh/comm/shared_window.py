@@ -63,9 +63,9 @@ import numpy as np
 from mpimesh.arrays.quiet import quiet_calls
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.comm.arena import Arena
-from mpimesh.comm.base import Condition, Request
 from mpimesh.comm.doorbell import Doorbell
 from mpimesh.comm.lending import Lending
+from mpimesh.comm.requests import Condition, Request
 from mpimesh.errors import ClosedError
 
 __all__ = [

@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays.types import Array, DType, HostArray
-from mpimesh.comm.base import Communicator, Request
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, block_slices
 from mpimesh.comm.engine import Steps
+from mpimesh.comm.requests import Request
 
 __all__ = ["STAGE_BYTES", "PinnedPool", "Staged"]
 

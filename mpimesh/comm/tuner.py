@@ -23,7 +23,7 @@ import numpy as np
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Sizes, Ways
 from mpimesh.comm.arena import Arena
-from mpimesh.comm.base import Communicator, Request
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Engine
 from mpimesh.comm.mpi_environment import (
     cache_folder,
@@ -32,6 +32,7 @@ from mpimesh.comm.mpi_environment import (
     tuning,
     write_json,
 )
+from mpimesh.comm.requests import Request
 from mpimesh.comm.waiting import poll, test_often
 
 __all__ = ["KeptSizes", "measure"]

@@ -27,9 +27,10 @@ from functools import reduce
 import numpy as np
 
 from mpimesh.arrays.types import HostArray
-from mpimesh.comm.base import Communicator, RecvRequest, Request, block_slices
+from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.mailbox import Mailbox
+from mpimesh.comm.regions import FUNCTIONS
+from mpimesh.comm.requests import Condition, Mailbox, RecvRequest, Request, block_slices
 from mpimesh.comm.signatures import BOARD_BYTES, Signatures
 from mpimesh.errors import DeadlockError, MpimeshError, RemoteError, TransportError, on_all_ranks
 
@@ -37,7 +38,6 @@ __all__ = ["VirtualCommunicator", "VirtualWorld", "virtual_communicators"]
 
 _POLL_INTERVAL_S = 50e-6
 """Sleep of a rank that waits for a device and not for another rank."""
-_UFUNCS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
 class VirtualWorld:
@@ -161,33 +161,33 @@ class VirtualCommunicator(Communicator):
 
     def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
         """Reduce over all ranks into `recv` on each, in rank order."""
-        return self._join("all_reduce", op, recv if send is None else send, recv)
+        return self._start("all_reduce", op, recv if send is None else send, recv)
 
     def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
         """Reduce over all ranks into `recv` on `root`."""
-        return self._join("reduce", (op, root), send, recv if self.rank == root else None)
+        return self._start("reduce", (op, root), send, recv if self.rank == root else None)
 
     def reduce_scatter(
         self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
     ) -> Request:
         """Reduce `send`; rank r gets block r."""
-        return self._join("reduce_scatter", op, send, recv, counts)
+        return self._start("reduce_scatter", op, send, recv)
 
     def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
         """Lay the ranks' `send` one after the other in `recv`."""
-        return self._join("all_gather", None, send, recv, counts)
+        return self._start("all_gather", None, send, recv)
 
     def gather(
         self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
     ) -> Request:
         """Lay the ranks' `send` one after the other in `recv` of `root`."""
-        return self._join("gather", root, send, recv if self.rank == root else None, counts)
+        return self._start("gather", root, send, recv if self.rank == root else None)
 
     def scatter(
         self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
     ) -> Request:
         """Rank r gets block r of root's `send`."""
-        return self._join("scatter", root, send if self.rank == root else None, recv, counts)
+        return self._start("scatter", root, send if self.rank == root else None, recv)
 
     def all_to_all(
         self,
@@ -197,15 +197,15 @@ class VirtualCommunicator(Communicator):
         recv_counts: Sequence[int],
     ) -> Request:
         """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
-        return self._join("all_to_all", None, send, recv, send_counts)
+        return self._start("all_to_all", None, send, recv, send_counts)
 
     def broadcast(self, buffer: HostArray, root: int) -> Request:
         """Copy `buffer` of `root` into `buffer` of every rank."""
-        return self._join("broadcast", root, buffer, buffer)
+        return self._start("broadcast", root, buffer, buffer)
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""
-        return self._join("barrier", None, None, None)
+        return self._start("barrier", None, None, None)
 
     # -- messages ----------------------------------------------------------------
 
@@ -244,13 +244,13 @@ class VirtualCommunicator(Communicator):
     def split(self, color: int | None, key: int) -> VirtualCommunicator | None:
         """Make one communicator for each color."""
         collective = self._join("split", None, None, None, color=color, key=key)
-        self.wait(collective.test, what="split")
+        self.wait(collective.is_done, what="split")
         return self._part(collective, color)
 
     def idup(self) -> Steps:
         """Make a communicator of the same ranks without waiting; the steps' value."""
         collective = self._join("split", None, None, None, color=0, key=self.rank)
-        yield collective
+        yield Condition(collective.is_done)
         return self._part(collective, 0)
 
     def _part(self, collective: _Collective, color: int | None) -> VirtualCommunicator | None:
@@ -272,6 +272,17 @@ class VirtualCommunicator(Communicator):
         self.world.fail(rank, SystemExit(code))
 
     # -- helpers -----------------------------------------------------------------
+
+    def _start(
+        self,
+        operation: str,
+        rule: object,
+        send: HostArray | None,
+        recv: HostArray | None,
+        counts: Sequence[int] = (),
+    ) -> Request:
+        """Join the next collective, and return its request."""
+        return Condition(self._join(operation, rule, send, recv, counts).is_done)
 
     def _join(
         self,
@@ -311,7 +322,7 @@ class VirtualCommunicator(Communicator):
             if operation == "split":
                 collective.groups = _split(self.world, parts)
             else:
-                _MOVES[operation](parts)
+                _move(operation, parts)
         except ValueError as error:
             collective.error = TransportError(f"{operation} over virtual ranks failed: {error}")
         collective.contributions.clear()
@@ -351,7 +362,7 @@ class _Context:
 
 @dataclass(slots=True, eq=False)
 class _Collective:
-    """One collective under way, which is the request of each of its ranks.
+    """One collective under way.
 
     Attributes:
         contributions: The part of each rank that has joined, until the bytes are moved.
@@ -365,7 +376,7 @@ class _Collective:
     error: MpimeshError | None = None
     groups: dict[int, tuple[_Context, tuple[int, ...]]] = field(default_factory=dict)
 
-    def test(self) -> bool:
+    def is_done(self) -> bool:
         """Tell whether all ranks have joined and the bytes are moved."""
         if self.error is not None:
             raise type(self.error)(*self.error.args)
@@ -381,7 +392,7 @@ class _Contribution:
         rule: Must be equal on all ranks: the reduction, the root.
         send: The rank's input, if it has one.
         recv: Where its output goes, if it gets one.
-        counts: Elements of each block.
+        counts: Elements of each block that goes to another rank, in an all-to-all.
         color: Of a split.
         key: Of a split.
     """
@@ -408,9 +419,32 @@ def _split(
     }
 
 
-def _reduced(parts: list[_Contribution]) -> HostArray:
+# -- what moves ------------------------------------------------------------------------------------
+
+
+def _move(operation: str, parts: Sequence[_Contribution]) -> None:
+    """Move the buffers of all ranks: what they put in makes a whole, of which each gets its part.
+
+    A barrier moves nothing: all ranks are here, which is the point.
+    """
+    if operation == "barrier":
+        return
+    make, is_cut = _WHOLES[operation]
+    whole = make(parts)
+    sizes = [0 if part.recv is None else part.recv.size for part in parts]
+    blocks = block_slices(sizes) if is_cut else [slice(None)] * len(parts)
+    for part, block in zip(parts, blocks, strict=True):
+        recv, got = part.recv, whole[block]
+        if recv is not None and recv is not whole:
+            if recv.size != got.size:  # NumPy would repeat a single element
+                raise ValueError(f"shape {got.shape} does not fit into shape {recv.shape}")
+            recv[...] = got
+
+
+def _reduced(parts: Sequence[_Contribution]) -> HostArray:
+    """Reduce what the ranks put in, in rank order."""
     rule = parts[0].rule
-    function = _UFUNCS[rule[0] if isinstance(rule, tuple) else str(rule)]
+    function = FUNCTIONS[rule[0] if isinstance(rule, tuple) else str(rule)]
     inputs = [part.send for part in parts if part.send is not None]
     # The first step makes a new array, so that an output may be one of the inputs.
     # Overflow and NaN pass silently, as they do in MPI.
@@ -418,53 +452,23 @@ def _reduced(parts: list[_Contribution]) -> HostArray:
         return reduce(function, inputs) if len(inputs) > 1 else inputs[0].copy()
 
 
-def _all_reduce(parts: list[_Contribution]) -> None:
-    whole = _reduced(parts)
-    for part in parts:
-        _copy(part.recv, whole)
+def _joined(parts: Sequence[_Contribution]) -> HostArray:
+    """Lay what the ranks put in one after the other."""
+    return np.concatenate([part.send for part in parts if part.send is not None])
 
 
-def _reduce_scatter(parts: list[_Contribution]) -> None:
-    whole = _reduced(parts)
-    for part, block in zip(parts, block_slices(parts[0].counts), strict=True):
-        _copy(part.recv, whole[block])
-
-
-def _gather(parts: list[_Contribution]) -> None:
-    sent = [part.send for part in parts if part.send is not None]
-    for part in parts:
-        if part.recv is not None:
-            np.concatenate(sent, out=part.recv)
-
-
-def _scatter(parts: list[_Contribution]) -> None:
-    for part, block in zip(parts, block_slices(parts[0].counts), strict=True):
-        _copy(part.recv, _root_buffer(parts)[block])
-
-
-def _all_to_all(parts: list[_Contribution]) -> None:
-    cut = [
+def _exchanged(parts: Sequence[_Contribution]) -> HostArray:
+    """Lay the blocks for rank 0 one after the other, then those for rank 1, and so on."""
+    rows = [
         [part.send[block] for block in block_slices(part.counts)]
         for part in parts
         if part.send is not None
     ]
-    for dest, part in enumerate(parts):
-        if part.recv is not None:
-            np.concatenate([blocks[dest] for blocks in cut], out=part.recv)
+    return np.concatenate([block for column in zip(*rows, strict=True) for block in column])
 
 
-def _broadcast(parts: list[_Contribution]) -> None:
-    source = _root_buffer(parts)
-    for part in parts:
-        if part.recv is not source:
-            _copy(part.recv, source)
-
-
-def _barrier(parts: list[_Contribution]) -> None:
-    """Nothing moves: all ranks are here, which is the point."""
-
-
-def _root_buffer(parts: list[_Contribution]) -> HostArray:
+def _of_root(parts: Sequence[_Contribution]) -> HostArray:
+    """Return what the root puts in."""
     root = parts[0].rule
     send = parts[root].send if isinstance(root, int) else None
     if send is None:
@@ -472,20 +476,14 @@ def _root_buffer(parts: list[_Contribution]) -> HostArray:
     return send
 
 
-def _copy(target: HostArray | None, source: HostArray) -> None:
-    if target is not None:
-        target[...] = source
-
-
-_MOVES: dict[str, Callable[[list[_Contribution]], None]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "barrier": _barrier,
+_WHOLES: dict[str, tuple[Callable[[Sequence[_Contribution]], HostArray], bool]] = {
+    "all_reduce": (_reduced, False),
+    "reduce": (_reduced, False),
+    "reduce_scatter": (_reduced, True),
+    "all_gather": (_joined, False),
+    "gather": (_joined, False),
+    "scatter": (_of_root, True),
+    "all_to_all": (_exchanged, True),
+    "broadcast": (_of_root, False),
 }
-"""For each collective, the function that moves the buffers of all ranks."""
+"""For each collective, what makes the whole, and whether a rank gets a block of it or all of it."""

@@ -1,14 +1,16 @@
-"""With ``MPIMESH_CHECKS`` on: functions of split arrays are compared over the ranks.
+"""What the ranks of a mesh agree on in functions of split arrays: facts, errors, calls.
 
-Most of them move nothing, so that a rank that calls another one, or the same one with another
-number, goes on with values that no other rank has. Each call that a program makes costs one small
-all-reduce; what a function does inside to other split arrays is not compared again.
+With ``MPIMESH_CHECKS`` on, calls are compared over the ranks. Most functions move nothing, so that
+a rank that calls another one, or the same one with another number, goes on with values that no
+other rank has. Each call that a program makes costs one small all-reduce; what a function does
+inside to other split arrays is not compared again.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -16,20 +18,65 @@ import numpy as np
 
 from mpimesh.arguments import digest_text
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.telling import told_by_all
-from mpimesh.errors import MismatchError, on_all_ranks
+from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.layout import Layout, Replicate
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.agreement import agree, exchange, together
 from mpimesh.runtime.call import Call, Site, call_stack
 
-__all__ = ["agree_copies", "alike", "same_call"]
+__all__ = ["agree_copies", "alike", "gather_facts", "raise_together", "same_call"]
 
 R = TypeVar("R")
 
 _LONGEST = 80
 """Longer texts are cut, and told by a digest."""
 _inside: ContextVar[bool] = ContextVar("inside a function of split arrays", default=False)
+
+
+def gather_facts(
+    mesh: DeviceMesh, name: str, fact: Any, problem: MpimeshError | None = None
+) -> list[Any]:
+    """Return what each rank of the mesh brings, in the order of its group. Collective.
+
+    Args:
+        mesh: The mesh; this rank is in it.
+        name: What is called, for messages.
+        fact: What this rank brings: what JSON has.
+        problem: Why it brings nothing.
+
+    Raises:
+        MpimeshError: On every rank, if any has a problem.
+
+    Cost:
+        Two small all-gathers.
+    """
+    group, call = mesh.group(), Call(name, mesh.group().name)
+    return exchange(group._core.progress, group.communicator, fact, what=call, problem=problem)
+
+
+def raise_together(
+    mesh: DeviceMesh,
+    name: str,
+    *,
+    needed: bool = True,
+    caught: tuple[type[Exception], ...] = (ValueError, FloatingPointError),
+) -> AbstractContextManager[None]:
+    """Raise on all ranks what the body raises on one for what is in its block. Collective.
+
+    Args:
+        mesh: The mesh.
+        name: What is called, for messages.
+        needed: Whether the ranks may differ in that; if not, nothing is collective.
+        caught: What counts; all else is a mistake of this rank.
+
+    Cost:
+        Two small all-gathers, if needed.
+    """
+    if not needed:
+        return nullcontext()
+    group = mesh.group()
+    call = Call(name, group.name)
+    return together(group._core.progress, group.communicator, call, caught)
 
 
 def alike(
@@ -90,7 +137,7 @@ def agree_copies(block: HostArray, mesh: DeviceMesh, layout: Layout, name: str) 
         return
     if not mesh.contains_rank(mesh.rank):
         return
-    told = told_by_all(mesh, name, digest_text(_bytes(block)))
+    told = gather_facts(mesh, name, digest_text(_bytes(block)))
     first: dict[tuple[int, ...], tuple[int, str]] = {}
     for rank, digest in zip(mesh.group().ranks, told, strict=True):
         coords = layout.mesh.coords_of(rank)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
-from mpimesh.dtensor.telling import told_by_all
+from mpimesh.dtensor.alike import gather_facts
 from mpimesh.errors import LayoutError, MismatchError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.runtime import DeviceMesh
@@ -44,14 +44,10 @@ def agreed_dtype(
         ShapeError: On every rank, if one has no block.
         MismatchError: On every rank, saying which has what, if they differ.
     """
-    why = "" if problem is None else str(problem)
-    found = told_by_all(mesh, name, [dtype_to_json(block.dtype), block.size, why])
-    ranks = mesh.group().ranks
-    told = next((text for _, _, text in found if text), "")
-    if told:
-        raise on_all_ranks(ShapeError(told))
-    dtypes = [dtype_from_json(dtype) for dtype, _, _ in found]
-    full = [dtype for dtype, (_, size, _) in zip(dtypes, found, strict=True) if size]
+    facts = [dtype_to_json(block.dtype), block.size]
+    found, ranks = gather_facts(mesh, name, facts, problem), mesh.group().ranks
+    dtypes = [dtype_from_json(dtype) for dtype, _ in found]
+    full = [dtype for dtype, (_, size) in zip(dtypes, found, strict=True) if size]
     if len(set(full)) > 1:
         rows = "; ".join(
             f"rank {rank}: {dtype}" for rank, dtype in zip(ranks[:16], dtypes, strict=False)
@@ -87,7 +83,7 @@ def agreed_blocks(
     """
     described = dtype_to_json(block.dtype)
     facts = [list(block.shape), str(block.dtype), layout.text, described]
-    found = told_by_all(mesh, "from_local", facts)
+    found = gather_facts(mesh, "from_local", facts)
     ranks = mesh.group().ranks
     rows = [(tuple(shape), name, text) for shape, name, text, _ in found]
     heads = {(len(shape), text) for shape, _, text in rows}

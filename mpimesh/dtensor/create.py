@@ -11,11 +11,10 @@ import numpy as np
 from mpimesh.arguments import MOST, as_function, as_int, as_shape, shown
 from mpimesh.arrays import DType, HostArray, refuse_objects
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
-from mpimesh.dtensor.alike import agree_copies, alike, same_call
+from mpimesh.dtensor.alike import agree_copies, alike, gather_facts, same_call
 from mpimesh.dtensor.blocks import agreed_dtype
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.dtensor.redistribute import start_redistribute
-from mpimesh.dtensor.telling import told_by_all
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import (
     DTypeError,
@@ -278,7 +277,7 @@ def _facts_of(mesh: DeviceMesh, x: Any, root: int) -> tuple[HostArray | None, Sh
             facts += [whole.shape, dtype_to_json(whole.dtype), ""]
         except Exception as error:
             facts += [(), "", f"{type(error).__name__}: {error}"]
-    found, ranks = told_by_all(mesh, "distribute", facts), list(mesh.group().ranks)
+    found, ranks = gather_facts(mesh, "distribute", facts), list(mesh.group().ranks)
     roots = [theirs for theirs, *_ in found]
     if set(roots) != {root}:
         raise on_all_ranks(

@@ -55,7 +55,7 @@ def _stacked(
             "arrays"
         )
     work = _with_options(function, args, options)
-    return on_stacks(work, operands, cores, name=name, error=LinAlgError, **how)
+    return on_stacks(work, operands, cores, name=name, **how)
 
 
 def _with_options(

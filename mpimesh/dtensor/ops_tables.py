@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.dtensor.alike import raise_together
 from mpimesh.dtensor.apply import are_whole, common_mesh
 from mpimesh.dtensor.arguments import as_tensor, refuse_given, whole_key
-from mpimesh.dtensor.attempts import attempted
 from mpimesh.dtensor.ops_elementwise import blockwise
 from mpimesh.dtensor.ops_ufunc import plain, tried
 from mpimesh.dtensor.registry import implements, sure_rule_of
@@ -33,17 +33,9 @@ def _checked(
     may_differ = may_fail and not are_whole(operands)
 
     def work(here: Work) -> Any:
-        made: list[Any] = []
-
-        def do() -> None:
-            found = function(*here.blocks)
-            made.extend(found if isinstance(found, tuple) else (found,))
-
-        if may_differ:
-            attempted(mesh, name, do)
-        else:
-            do()
-        return tuple(made)
+        with raise_together(mesh, name, needed=may_differ):
+            made = function(*here.blocks)
+        return made
 
     pattern = elementwise_pattern(shapes, shape)
     return list(run(work, operands, pattern, shape, kinds))
@@ -210,16 +202,9 @@ def _spread(function: Callable[..., Any]) -> None:
         mesh = common_mesh([first, last])
 
         def work(here: Work) -> Any:
-            made: list[Any] = []
-
-            def do() -> None:
-                made.append(function(*here.blocks, num, *args, **options))
-
-            if function is np.geomspace:  # which refuses zeros
-                attempted(mesh, "geomspace", do)
-            else:
-                do()
-            return made[0]
+            # np.geomspace refuses zeros.
+            with raise_together(mesh, "geomspace", needed=function is np.geomspace):
+                return function(*here.blocks, num, *args, **options)
 
         wanted = Pattern(pattern.inputs, (KEEP, *pattern.output))
         (made,) = run(work, [first, last], wanted, (num, *stack), [kind])

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects
+from mpimesh.dtensor.alike import raise_together
 from mpimesh.dtensor.apply import common_mesh
-from mpimesh.dtensor.attempts import attempted
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
 from mpimesh.dtensor.tensor import DTensor
@@ -120,7 +120,7 @@ def _done(
     kept = given if masks else []  # their values stay where the mask is false
     everything = [*operands, *masks, *kept]
     pattern = elementwise_pattern([shape_of(one) for one in everything], shape, linear)
-    needs_attempt = _may_fail(ufunc, operands, shape, kinds)
+    may_fail = _may_fail(ufunc, operands, shape, kinds)
     mesh = common_mesh([*everything, *outs])
     nin, places = ufunc.nin, [number for number, one in enumerate(outs) if one is not None]
 
@@ -132,13 +132,8 @@ def _done(
                 if here.out[number] is not block:
                     here.out[number][...] = block
 
-        def do() -> None:
+        with raise_together(mesh, f"np.{ufunc.__name__}", needed=may_fail):
             ufunc(*here.blocks[:nin], out=here.out, **options)
-
-        if needs_attempt:
-            attempted(mesh, f"np.{ufunc.__name__}", do)
-        else:
-            do()
 
     results = list(run(work, everything, pattern, shape, kinds, outs=outs, into=True))
     for number in places:
@@ -167,17 +162,12 @@ def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> Any:
     pattern = Pattern((letters[: len(first)], letters[len(first) :]), letters, linear=linear)
 
     shape = (*first, *second)
-    needs_attempt = _may_fail(ufunc, [a, b], shape, kinds)
+    may_fail = _may_fail(ufunc, [a, b], shape, kinds)
     mesh = common_mesh([a, b])
 
     def work(here: Work) -> None:
-        def do() -> None:
+        with raise_together(mesh, f"np.{ufunc.__name__}.outer", needed=may_fail):
             ufunc.outer(*here.blocks, out=here.out, **kwargs)
-
-        if needs_attempt:
-            attempted(mesh, f"np.{ufunc.__name__}.outer", do)
-        else:
-            do()
 
     results = run(work, [a, b], pattern, shape, kinds, into=True)
     return results[0] if ufunc.nout == 1 else results

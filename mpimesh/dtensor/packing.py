@@ -10,10 +10,10 @@ import numpy as np
 
 from mpimesh.arguments import as_flag, digest_text
 from mpimesh.arrays import HostArray
+from mpimesh.dtensor.alike import gather_facts
 from mpimesh.dtensor.blocks import host_block, table_of
 from mpimesh.dtensor.mesh_context import mesh_for
 from mpimesh.dtensor.relayout import tensor_of
-from mpimesh.dtensor.telling import told_by_all
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import (
     LayoutError,
@@ -70,15 +70,10 @@ def pack(
             "mm.empty(shape, mesh, placements, dtype=...) makes the tensor without block"
         )
     mine = _component(tensors, layout, live, check_replicas)
-    said = [mine, []] if isinstance(mine, str) else ["", mine.facts]
-    found = told_by_all(live, "pack", said)
-    ranks = list(live.group().ranks)
-    problems = [
-        f"rank {rank}: {text}" for rank, (text, _) in zip(ranks, found, strict=True) if text
-    ]
-    if problems or isinstance(mine, str):
-        raise on_all_ranks(ShapeError("pack cannot be done\n  " + "\n  ".join(problems[:16])))
-    rows = [row for _, row in found]
+    if isinstance(mine, ShapeError):
+        gather_facts(live, "pack", [], mine)
+        raise mine
+    rows, ranks = gather_facts(live, "pack", mine.facts), list(live.group().ranks)
     _check_alike(rows, ranks)
     if check_replicas:
         _check_copies(mine, dict(zip(ranks, (row[3] for row in rows), strict=True)))
@@ -146,7 +141,7 @@ class _Component:
 
 def _component(
     tensors: Any, layout: PlacementLike, mesh: DeviceMesh, check_replicas: bool
-) -> _Component | str:
+) -> _Component | ShapeError:
     """Return this rank's component, or what is wrong with it, which all ranks have to hear."""
     try:
         made = Layout(mesh, layout)
@@ -156,7 +151,7 @@ def _component(
         digest = digest_text(_bytes_of(block)) if check_replicas else ""
         return _Component(block, made, shape, digest, check_replicas)
     except Exception as error:
-        return str(error) or type(error).__name__
+        return ShapeError(str(error) or type(error).__name__)
 
 
 def _only(tensors: Any) -> HostArray:

@@ -12,7 +12,7 @@ from mpimesh.arrays import DType, HostArray
 from mpimesh.comm import Steps
 from mpimesh.layout import Give, Part, Regions, Take
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.received import sparse, uniform
+from mpimesh.runtime.traffic import sparse, uniform
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers

@@ -15,7 +15,7 @@ from mpimesh.layout.boxes import volume
 from mpimesh.layout.reads import Reads
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.persistent import PersistentExchange
-from mpimesh.runtime.received import Amount, Rule, sparse
+from mpimesh.runtime.traffic import Amount, Rule, sparse
 
 __all__ = ["Reading"]
 

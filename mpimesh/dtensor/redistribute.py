@@ -26,7 +26,7 @@ from mpimesh.layout.boxes import view, volume
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.persistent import Persistent, PersistentCollective, PersistentExchange
-from mpimesh.runtime.received import sparse
+from mpimesh.runtime.traffic import sparse
 
 __all__ = [
     "fitting_layout",

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray
+from mpimesh.dtensor.alike import raise_together
 from mpimesh.dtensor.apply import common_mesh
-from mpimesh.dtensor.attempts import attempted
 from mpimesh.dtensor.redistribute import moves_between_ranks
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
@@ -112,15 +112,9 @@ def _carefully(function: Callable[[Work], Any], here: Work, mesh: DeviceMesh) ->
 
     Collective, if so.
     """
-    if "raise" not in np.geterr().values():
+    needed = "raise" in np.geterr().values()
+    with raise_together(mesh, "np.errstate", needed=needed, caught=(FloatingPointError,)):
         return function(here)
-    made: list[Any] = []
-
-    def do() -> None:
-        made.append(function(here))
-
-    attempted(mesh, "np.errstate", do, caught=(FloatingPointError,))
-    return made[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.dtensor.alike import raise_together
 from mpimesh.dtensor.apply import apply_rule, operand_of
 from mpimesh.dtensor.arguments import as_tensor, axis_of, moved_to, refuse_given
-from mpimesh.dtensor.attempts import attempted
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import atleast_1d, atleast_2d, atleast_3d, expand_dims, squeeze
@@ -48,11 +48,8 @@ def converted(x: DTensor, dtype: Any) -> DTensor:
     if x.dtype.kind not in "SU":
         return DTensor(ready.mesh, ready.layout, ready.shape, dtype, ready.local.astype(dtype))
     block = ready.mesh.shared_empty(ready.local.shape, dtype)
-
-    def read() -> None:
+    with raise_together(ready.mesh, "astype"):
         block[...] = ready.local.astype(dtype)
-
-    attempted(ready.mesh, "astype", read)
     return DTensor(ready.mesh, ready.layout, ready.shape, dtype, block)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.dtensor.alike import raise_together
 from mpimesh.dtensor.apply import are_whole, common_mesh
-from mpimesh.dtensor.attempts import attempted
 from mpimesh.dtensor.run import Work, run, shape_of
 from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.tensor import DTensor
@@ -26,7 +26,6 @@ def on_stacks(
     free: str = "",
     out: str = "",
     name: str = "",
-    error: type[ValueError] = ValueError,
 ) -> list[DTensor]:
     """Do a function of the last axes, which are brought whole; the axes before them broadcast.
 
@@ -42,7 +41,6 @@ def on_stacks(
         out: The letters of the last axes of the result, if some of `free` are among them.
         name: What is called, if `function` may refuse values with a `ValueError`. Then all ranks
             of the mesh do.
-        error: What is raised then.
 
     Returns:
         The results; all are split as the stack is.
@@ -70,13 +68,8 @@ def on_stacks(
     may_differ = bool(name) and not are_whole(tuple(operands))
 
     def work(here: Work) -> Any:
-        def do() -> None:
+        with raise_together(mesh, name, needed=may_differ):
             made.extend(_row(function(*here.blocks)))
-
-        if may_differ:
-            attempted(mesh, name, do, error)
-        else:
-            do()
         return made[0]
 
     shape = (*stack, *known[0].shape[1:])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpimesh.arguments import as_int, as_shape
+from mpimesh.arguments import as_int, as_shape, size_text
 from mpimesh.errors import LayoutError
 from mpimesh.layout.boxes import Box, extent, local_box, volume
 from mpimesh.layout.collectives import Collective, collective_of
@@ -489,12 +489,13 @@ def _plan_text(plan: RedistributionPlan) -> str:
     if nbytes.any():
         most = int(nbytes.argmax())
         rank = plan.target.mesh.rank_of(most)
+        most_bytes, most_messages = int(nbytes[most]), int(messages[most])
         lines.append(
-            f"  all ranks receive {_size(int(nbytes.sum()))} in {int(messages.sum())} messages; "
-            f"rank {rank} the most: {_size(int(nbytes[most]))} in {int(messages[most])}"
+            f"  all ranks receive {size_text(int(nbytes.sum()))} in {int(messages.sum())} "
+            f"messages; rank {rank} the most: {size_text(most_bytes)} in {most_messages}"
         )
         lines.append(
-            f"  peak memory of rank {rank}: {_size(plan.peak_bytes(rank))}; "
+            f"  peak memory of rank {rank}: {size_text(plan.peak_bytes(rank))}; "
             f"about {_seconds(plan.predicted_s())} at {_speeds(plan.links)}"
         )
         lines += _over_nodes(plan)
@@ -507,9 +508,9 @@ def _phase_line(phase: Exchange, itemsize: int) -> str:
     elements, messages = phase.received()
     if not elements.any():
         return "each rank keeps or cuts what it has"
-    what = f"{_size(int(elements.sum()) * itemsize)} in {int(messages.sum())} messages"
+    what = f"{size_text(int(elements.sum()) * itemsize)} in {int(messages.sum())} messages"
     if phase.nodes and (far := int(crossing(phase)[0].sum())):
-        what += f", {_size(far * itemsize)} of it between nodes"
+        what += f", {size_text(far * itemsize)} of it between nodes"
     if phase.op:
         dims = ", ".join(phase.source.mesh.dim_names[dim] for dim in phase.partial)
         return f"reduce ({phase.op}) over {dims} on the way: {what}"
@@ -538,15 +539,6 @@ def _speeds(links: Links) -> str:
 
 def _speed(link: Link) -> str:
     return f"{link.latency_s * 1e6:.3g} us a message and {link.bytes_per_s / 1e9:.3g} GB/s"
-
-
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _seconds(value: float) -> str:

@@ -305,21 +305,20 @@ class MiniLM:
 
         Raises on every rank if any has a cause to fail, or their facts differ.
         """
-        problem = ""
+        problem = None
         if cause is not None:
             known = isinstance(cause, MpimeshError)
-            problem = str(cause) if known else f"{type(cause).__name__}: {cause}"
-        told = exchange(
+            problem = ModelError(str(cause) if known else f"{type(cause).__name__}: {cause}")
+            problem.__cause__ = cause
+        rows = exchange(
             self._scope._core.progress,
             self._scope.communicator,
-            [problem, dict(facts), own],
+            [dict(facts), own],
             what="MiniLM",
+            problem=problem,
         )
-        for rank, (found, *_) in enumerate(told):
-            if found:
-                raise on_all_ranks(ModelError(f"rank {rank}: {found}")) from cause
-        first = told[0][1]
-        for rank, (_, values, _) in enumerate(told):
+        first = rows[0][0]
+        for rank, (values, _) in enumerate(rows):
             for name, value in values.items():
                 if value != first[name]:
                     both = f": {value} and {first[name]}"
@@ -330,7 +329,7 @@ class MiniLM:
                             f"other than that of rank 0{values_text}"
                         )
                     )
-        return [size for *_, size in told]
+        return [size for _, size in rows]
 
     def __repr__(self) -> str:
         return (

@@ -11,9 +11,8 @@ from mpimesh.arguments import as_real, check_kind
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.nn import Parameter
 from mpimesh.optim import clip_grad_norm as clip_local
-from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.agreement import agree, exchange
 from mpimesh.runtime.call import Call
 
 __all__ = ["agreed_squares", "clip_grad_norm", "problem_with_norm"]
@@ -109,7 +108,8 @@ def agreed_squares(
                 "there are no sums of gradients here, and on other ranks there are; call "
                 "zero_grad() on all ranks or on none"
             )
-        raise_refusal(scope, problem, what="refused norms")
+        progress, ranks = scope._core.progress, scope.communicator
+        exchange(progress, ranks, None, what="refused norms", problem=problem)
     if limit is not None:
         call = Call("clip_grad_norm", scope.name, rule=f"max_norm {float(limit)!r}")
         agree(scope._core.progress, scope.communicator, call)

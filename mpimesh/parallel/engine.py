@@ -32,7 +32,6 @@ from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
-from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
 from mpimesh.parallel.tensor.model import TensorModel
@@ -381,7 +380,8 @@ class Engine:
         mine = np.array([self.buckets.is_open], np.uint8)
         if self.scope.all_reduce(mine, "max", label="gradients that are kept").resolve()[0]:
             problem = ModuleStateError(_OPEN) if self.buckets.is_open else None
-            raise_refusal(self.scope, problem, what="refused new buckets")
+            progress, scope = self.scope._core.progress, self.scope.communicator
+            exchange(progress, scope, None, what="refused new buckets", problem=problem)
 
     # -- helpers ----------------------------------------------------------------------------
 

@@ -26,9 +26,8 @@ from mpimesh.parallel.optimizer_checks import (
 )
 from mpimesh.parallel.optimizer_loading import agree_states
 from mpimesh.parallel.optimizer_state import flat_state, full_states
-from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import agree, agreed
+from mpimesh.runtime.agreement import agree, agreed, exchange
 from mpimesh.runtime.call import Call
 
 __all__ = ["ParallelOptimizer"]
@@ -390,7 +389,8 @@ class ParallelOptimizer:
         verdict = int(group.all_reduce(mine, "max", label=label).resolve()[0])
         if verdict == _REFUSED:
             error = ModuleStateError(problem) if problem else None
-            raise_refusal(group, error, what="refused steps")
+            progress, ranks = group._core.progress, group.communicator
+            exchange(progress, ranks, None, what="refused steps", problem=error)
         return verdict == _OVERFLOWED
 
     def _one(self) -> Optimizer:

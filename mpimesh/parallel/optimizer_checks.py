@@ -8,7 +8,7 @@ import numpy as np
 
 from mpimesh.arguments import digest_text, shown
 from mpimesh.arrays import Array, namespace
-from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
+from mpimesh.errors import MismatchError
 from mpimesh.nn import Parameter
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.parallel.engine import Engine
@@ -21,7 +21,6 @@ __all__ = [
     "difference",
     "is_finite",
     "problem_with",
-    "raise_together",
     "why_no_step",
 ]
 
@@ -141,30 +140,8 @@ def agree_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
                 f"the ranks of group {group.name!r} must have the same optimizers, with the same "
                 f"numbers and the same decay_mask, but they have\n{rows}"
             )
-    raise_together(engine.scope, problem, MismatchError, what=_OPTIMIZERS)
-
-
-def raise_together(
-    scope: ProcessGroup, problem: MpimeshError | None, kind: type[MpimeshError], *, what: str
-) -> None:
-    """Raise on every rank, if any has a problem. Collective over `scope`.
-
-    Args:
-        scope: The ranks.
-        problem: This rank's.
-        kind: What ranks raise that have none.
-        what: What they do.
-
-    Cost:
-        One exchange of small texts.
-    """
-    told = exchange(scope._core.progress, scope.communicator, str(problem or ""), what=what)
-    if problem is not None:
-        # Where ranks have different problems, that of each is worth showing.
-        raise on_all_ranks(problem) if len(set(told)) == 1 else problem
-    if any(told):
-        rank, text = next(one for one in zip(scope.ranks, told, strict=True) if one[1])
-        raise kind(f"nothing is changed, as rank {rank} refused {what}: {text}")
+    scope = engine.scope
+    exchange(scope._core.progress, scope.communicator, None, what=_OPTIMIZERS, problem=problem)
 
 
 def difference(texts: Sequence[str], group: ProcessGroup, *, what: str) -> str:

@@ -9,11 +9,12 @@ import numpy as np
 
 from mpimesh.arguments import digest_text
 from mpimesh.arrays import Array, to_numpy
-from mpimesh.errors import MismatchError, ModuleError, MpimeshError
+from mpimesh.errors import MismatchError, MpimeshError
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
-from mpimesh.parallel.optimizer_checks import difference, raise_together
+from mpimesh.parallel.optimizer_checks import difference
 from mpimesh.parallel.optimizer_state import local_states, nested_states
+from mpimesh.runtime.agreement import exchange
 
 __all__ = ["agree_states"]
 
@@ -47,7 +48,8 @@ def agree_states(
         held = whole_states(owned, local_states(engine, owned, states))
     except MpimeshError as error:
         problem = error
-    raise_together(engine.scope, problem, ModuleError, what=_WHAT)
+    progress, ranks = engine.scope._core.progress, engine.scope.communicator
+    exchange(progress, ranks, None, what=_WHAT, problem=problem)
     replicas = engine.data
     texts = [f"step {step}", *_texts(engine, owned, held)] if replicas.size > 1 else []
     rows = difference(texts, replicas, what=_WHAT)
@@ -56,7 +58,7 @@ def agree_states(
             f"the ranks of group {replicas.name!r} must load the same state, and nothing is "
             f"changed, as they have\n{rows}"
         )
-    raise_together(engine.scope, problem, MismatchError, what=_WHAT)
+    exchange(progress, ranks, None, what=_WHAT, problem=problem)
     return held, step
 
 

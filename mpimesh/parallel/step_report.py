@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mpimesh.errors import MpimeshError, TraceError, on_all_ranks
+from mpimesh.errors import MpimeshError, TraceError
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.step import END_OF_STEP, GRADIENTS
 from mpimesh.runtime.agreement import exchange
@@ -79,15 +79,13 @@ def report_step(engine: Engine) -> StepReport | None:
         try:
             report = _report(engine, last_step(events), ranks)
         except MpimeshError as error:
-            problem = (
+            problem = TraceError(
                 f"there is no whole step of training in the tracers: {error}; make the pipeline "
                 "with tracer=Tracer(mesh.rank) on every rank, and report after train_step"
             )
-    call = Call("step report", engine.scope.name)
-    problems = exchange(engine.scope._core.progress, engine.scope.communicator, problem, what=call)
-    told = next(filter(None, problems), None)
-    if told is not None:
-        raise on_all_ranks(TraceError(str(told)))
+    scope = engine.scope
+    call = Call("step report", scope.name)
+    exchange(scope._core.progress, scope.communicator, None, what=call, problem=problem)
     return report
 
 

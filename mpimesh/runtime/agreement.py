@@ -12,13 +12,16 @@ by a `label`, or by the lines that led to the call with ``MPIMESH_CHECKS=2``.
 
 from __future__ import annotations
 
+import builtins
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from mpimesh import errors
 from mpimesh.arguments import plain_text, rank_names
 from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
@@ -26,18 +29,14 @@ from mpimesh.mesh import WORLD
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
 
-if TYPE_CHECKING:
-    from mpimesh.runtime.operands import Blocks
-
 __all__ = [
     "agree",
     "agreed",
     "announce",
-    "anywhere",
     "checked",
     "compare",
-    "compare_blocks",
     "exchange",
+    "together",
 ]
 
 T = TypeVar("T")
@@ -101,65 +100,94 @@ def agreed(
 
 
 def exchange(
-    progress: Progress, communicator: Communicator, value: Any, *, what: object
+    progress: Progress,
+    communicator: Communicator,
+    value: Any,
+    *,
+    what: object,
+    problem: Exception | None = None,
 ) -> list[Any]:
-    """Give every rank the values of all ranks, in rank order. Values are what JSON can say.
+    """Give every rank the values of all ranks, in rank order, or raise on all what any refuses.
 
     Args:
         progress: The unfinished operations of this rank.
         communicator: The ranks.
-        value: This rank's value.
+        value: This rank's value: what JSON can say.
         what: Its `str` names the wait in reports: what the user's program is in.
+        problem: Why this rank refuses; None if it does not.
+
+    Raises:
+        Exception: On every rank, if any has a problem: of the class of the first. That of mpimesh
+            has the texts of all ranks; one of Python's or NumPy's has the words of the first.
 
     Cost:
         Two all-gathers: of sizes, then of texts.
     """
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
+    note = None if problem is None else [type(problem).__name__, str(problem)]
+    text = np.frombuffer(json.dumps([value, note]).encode(), np.uint8).copy()
 
     def steps() -> Steps:
-        yield from _compared_names(communicator, what)
+        if communicator.mail is not None:
+            # With checks on, what the ranks are in is compared before they tell each other more;
+            # not what else a call says: that may be what they are about to tell.
+            name = what.name if isinstance(what, Call) else str(what)
+            yield from compare(communicator, Call(name, communicator.name), None)
         sizes = np.empty(communicator.size, np.int64)
         yield communicator.all_gather(np.array([text.size]), sizes, [1] * communicator.size)
         texts = np.empty(int(sizes.sum()), np.uint8)
         yield communicator.all_gather(text, texts, sizes.tolist())
         return [json.loads(bytes(part)) for part in np.split(texts, np.cumsum(sizes)[:-1])]
 
-    values: list[Any] = _wait(
+    rows: list[Any] = _wait(
         progress, communicator, steps(), what, "exchange of facts", "as in from_callback"
     )
-    return values
+    notes = {rank: note for rank, (_, note) in enumerate(rows) if note is not None}
+    if notes:
+        raise _joint_error(notes) from problem
+    return [value for value, _ in rows]
 
 
-def anywhere(
-    progress: Progress, communicator: Communicator, flags: Sequence[bool], *, what: object
-) -> list[bool]:
-    """Tell of each flag whether any rank has set it.
+@contextmanager
+def together(
+    progress: Progress,
+    communicator: Communicator,
+    what: object,
+    caught: type[Exception] | tuple[type[Exception], ...] = MpimeshError,
+) -> Iterator[None]:
+    """Raise on every rank what the body, or the function that this decorates, raises on any.
 
     Args:
         progress: The unfinished operations of this rank.
         communicator: The ranks.
-        flags: This rank's, as many on each.
         what: As for :func:`exchange`.
+        caught: The errors that are raised on all ranks; another one is raised here alone.
+
+    Raises:
+        Exception: As :func:`exchange` does.
 
     Cost:
-        One all-reduce of a byte for each flag.
+        That of an exchange of small texts.
     """
-    numbers = np.array(flags, np.uint8)
-
-    def steps() -> Steps:
-        yield from _compared_names(communicator, what)
-        yield communicator.all_reduce(None, numbers, "max")
-
-    _wait(progress, communicator, steps(), what, "exchange of facts", "as in from_callback")
-    return [bool(number) for number in numbers]
+    problem: Exception | None = None
+    try:
+        yield
+    except caught as error:
+        problem = error
+    exchange(progress, communicator, None, what=what, problem=problem)
 
 
-def _compared_names(communicator: Communicator, what: object) -> Steps:
-    """With checks on, compare what the ranks are in, before they tell each other more."""
-    if communicator.mail is not None:
-        # Not what else a call says: that may be what the ranks are about to tell.
-        name = what.name if isinstance(what, Call) else str(what)
-        yield from compare(communicator, Call(name, communicator.name), None)
+def _joint_error(notes: Mapping[int, Sequence[str]]) -> Exception:
+    """Return the error of all ranks, by the class and the text of each that has one."""
+    name, text = next(iter(notes.values()))
+    kinds = (getattr(module, name, None) for module in (errors, builtins, np.linalg))
+    kind: type[Exception] = next((kind for kind in kinds if isinstance(kind, type)), ValueError)
+    if not issubclass(kind, MpimeshError):
+        return kind(text)
+    by_text: dict[str, list[int]] = {}
+    for rank, (_, each) in notes.items():
+        by_text.setdefault(each, []).append(rank)
+    texts = [f"{rank_names(ranks)}: {each}" for each, ranks in by_text.items()]
+    return on_all_ranks(kind("\n  ".join(texts)))
 
 
 def _wait(
@@ -287,33 +315,3 @@ def _report(group: str, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) 
         f"the ranks of group {group!r} must call the same collective with matching arguments, "
         f"but called:\n{rows}"
     )
-
-
-def compare_blocks(
-    communicator: Communicator, call: Call, outgoing: Blocks, incoming: Blocks
-) -> Steps:
-    """Compare what the ranks of an all-to-all send each other with what they expect.
-
-    The blocks differ from rank to rank, so no fingerprint tells whether they fit. MPI cuts a
-    block that is larger than expected, or leaves the end of the result as it was.
-
-    Raises:
-        MismatchError: On every rank alike, if any has another.
-
-    Cost:
-        An all-to-all of shapes and an all-reduce of 16 bytes.
-    """
-    size, ndim = communicator.size, len(outgoing.shape)
-    ranks = range(size)
-    sent = np.array([outgoing.block_shape(dest) for dest in ranks], np.int64)
-    expected = np.array([incoming.block_shape(source) for source in ranks], np.int64)
-    came = np.empty_like(sent)
-    counts = [ndim] * size
-    yield communicator.all_to_all(sent.reshape(-1), came.reshape(-1), counts, counts)
-    wrong = np.flatnonzero((came != expected).any(axis=1)).tolist()
-    note = "; ".join(
-        f"expects a block of shape {tuple(expected[source].tolist())} from rank {source}, "
-        f"which sends {tuple(came[source].tolist())}"
-        for source in wrong[:2]
-    )
-    yield from compare(communicator, call, "blocks", note=note)

@@ -22,17 +22,16 @@ from mpimesh.arrays import (
 )
 from mpimesh.comm import Communicator, Request, StagedRequest, Steps, run_steps
 from mpimesh.comm.algorithms import Algorithms
-from mpimesh.comm.base import Condition
 from mpimesh.comm.device_strategy import steps_in
+from mpimesh.comm.requests import Condition
 from mpimesh.errors import BudgetError, ClosedError, GroupError, RankError, on_all_ranks
 from mpimesh.runtime.agreement import checked, compare
 from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.context import MeshContext
-from mpimesh.runtime.messages import Arrival
 from mpimesh.runtime.operands import host_array
 from mpimesh.runtime.plan import Accounts, Plan, Prepared
 from mpimesh.runtime.progress import Progress
-from mpimesh.runtime.received import Amount, Members, Rule, uniform
+from mpimesh.runtime.traffic import Amount, Arrival, Members, Rule, uniform
 from mpimesh.runtime.work import CollectiveTensor, OpenWork
 from mpimesh.settings import ALGORITHM_NAMES, algorithms_of
 

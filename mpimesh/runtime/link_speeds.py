@@ -1,7 +1,11 @@
-"""Measure how fast bytes get from rank to rank, so that all ranks know the same numbers."""
+"""Measure how fast bytes get from rank to rank, so that all ranks know the same numbers.
+
+Short measurements: they tell the order of magnitude, not the last tenth.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,16 +14,18 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.comm import MAX_USER_TAG
-from mpimesh.comm.ping import best_s, ping_pong
 from mpimesh.layout import ASSUMED_LINKS, Give, Link, Links, Part, Regions, Take
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.group import ProcessGroup
 
-__all__ = ["measured_links"]
+__all__ = ["best_s", "measured_links", "ping_pong"]
 
 _TAG = MAX_USER_TAG + 10
 _LARGE_BYTES = 4 << 20
 _WHAT = "measure_links"
+_SMALL_BYTES = 8
+_SMALL_TIMES = 100
+_LARGE_TIMES = 4
 
 
 def measured_links(
@@ -106,3 +112,53 @@ def _read(
 
     seconds = best_s(step)
     return seconds if len(here) > 1 else 0.0
+
+
+# -- clocks ----------------------------------------------------------------------------------------
+
+_Transfer = Callable[[HostArray], object]
+"""Sends a buffer to the other rank, or receives one from there, and waits until it is done."""
+
+
+def ping_pong(
+    send: _Transfer, receive: _Transfer, *, first: bool, large_bytes: int
+) -> tuple[float, float]:
+    """Send to another rank and back. Both do it.
+
+    Args:
+        send: Sends to the other one.
+        receive: Receives from it.
+        first: Whether this rank begins; the other one does not.
+        large_bytes: The size of a message by which the speed is told.
+
+    Returns:
+        The seconds of 8 bytes one way, and the bytes per second of large ones.
+    """
+    small, large = np.zeros(_SMALL_BYTES, np.uint8), np.zeros(large_bytes, np.uint8)
+    there, back = (send, receive) if first else (receive, send)
+
+    def step(buffer: HostArray) -> None:
+        there(buffer)
+        back(buffer)
+
+    times = []
+    for _ in range(_SMALL_TIMES):
+        start_s = time.perf_counter()
+        step(small)
+        times.append(time.perf_counter() - start_s)
+    round_s = best_s(lambda: step(large))
+    return float(np.median(times)) / 2, 2 * large_bytes / round_s
+
+
+def best_s(step: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of a few steps; the first, which warms up, does not count.
+
+    Of several, the fastest is least disturbed by others on the machine.
+    """
+    step()
+    times = []
+    for _ in range(_LARGE_TIMES):
+        start_s = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start_s)
+    return max(min(times), 1e-9)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mpimesh.comm import Communicator
 from mpimesh.errors import GroupError
 from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh
-from mpimesh.runtime.agreement import anywhere
+from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.deadlock import Mail
@@ -324,7 +324,7 @@ class LiveGroups:
             action: What the user has called.
 
         Cost:
-            One all-reduce of some bytes, if the user has made groups.
+            Two small all-gathers, if the user has made groups.
         """
         names, families = list(self._custom), self._families
         if not names:
@@ -334,7 +334,8 @@ class LiveGroups:
         flags += [family.freed for family in families]
         flags += [family.communicator is not None for family in families]
         progress, call = self._context.world.progress, Call(action, WORLD)
-        found = iter(anywhere(progress, self._communicator, flags, what=call))
+        rows = exchange(progress, self._communicator, flags, what=call)
+        found = map(any, zip(*rows, strict=True))
         for name, group in zip(names, groups, strict=True):
             if not next(found):  # no rank has it any more
                 del self._custom[name]

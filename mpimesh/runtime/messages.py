@@ -33,7 +33,6 @@ from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request, Steps
 from mpimesh.comm.device_strategy import steps_in
 from mpimesh.errors import (
-    BudgetError,
     CollectiveTimeoutError,
     DTypeError,
     GroupError,
@@ -44,8 +43,7 @@ from mpimesh.runtime.call import Call, Message
 from mpimesh.runtime.operands import output_array
 from mpimesh.runtime.persistent import Persistent
 from mpimesh.runtime.plan import Accounts, Prepared
-from mpimesh.runtime.received import Members
-from mpimesh.runtime.traffic import Traffic, spend
+from mpimesh.runtime.traffic import Arrival
 from mpimesh.runtime.work import CollectiveTensor
 
 if TYPE_CHECKING:
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ENVELOPE_BYTES",
     "MAX_TAG",
-    "Arrival",
     "Envelope",
     "PersistentMessage",
     "neighbour",
@@ -154,65 +151,6 @@ def open_envelope(envelope: HostArray, opened: dict[bytes, Envelope] | None = No
     if described.on_device or head_bytes + described.nbytes > ENVELOPE_BYTES:
         return described
     return replace(described, inline=envelope[head_bytes : head_bytes + described.nbytes])
-
-
-# -- accounts -------------------------------------------------------------------------------------
-
-
-class Arrival:
-    """Counts what comes, for the budgets that were open when the operation was called.
-
-    An operation takes part to its end, whatever came: a rank that left it would meet the
-    others' next one in the wrong one. So :meth:`settle` is called last.
-
-    Attributes:
-        call: The operation, which is to be set before anything is counted.
-        budgets: Those that hold for it.
-    """
-
-    __slots__ = ("_bytes", "_error", "_members", "_messages", "_traffic", "budgets", "call")
-
-    call: Call
-
-    def __init__(self, traffic: Traffic, members: Members) -> None:
-        self.budgets = traffic.budgets
-        self._traffic = traffic
-        self._members = members
-        self._error: BudgetError | None = None
-        self._bytes = self._messages = 0
-
-    def expect(self, place: int, nbytes: int, messages: int) -> None:
-        """Count now what must come from a place of the group, so that nothing else can.
-
-        Raises:
-            BudgetError: If it is too much.
-        """
-        if self.budgets:
-            self._traffic.admit(self.call, nbytes, messages)
-        self._bytes, self._messages = nbytes, messages
-        self._count(place, nbytes, messages)
-
-    def came(self, place: int, nbytes: int, messages: int) -> None:
-        """Count what came from a place of the group, but for what was expected."""
-        nbytes -= self._bytes
-        messages -= self._messages
-        if nbytes or messages:
-            self._count(place, nbytes, messages)
-            if self.budgets:
-                name, what = self.call.name, self.call.__str__
-                self._error = spend(self.budgets, name, what, nbytes, messages)
-
-    def settle(self) -> None:
-        """End the operation.
-
-        Raises:
-            BudgetError: If what came was too much.
-        """
-        if self._error is not None:
-            self._traffic.refuse(self._error)
-
-    def _count(self, place: int, nbytes: int, messages: int) -> None:
-        self._traffic.counter.add_from(self.call.name, self._members.ranks[place], nbytes, messages)
 
 
 # -- operations -----------------------------------------------------------------------------------

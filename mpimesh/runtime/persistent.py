@@ -17,7 +17,7 @@ from mpimesh.errors import DTypeError, ShapeError, UnresolvedError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
 from mpimesh.runtime.plan import Plan, Prepared
-from mpimesh.runtime.received import Amount, Rule
+from mpimesh.runtime.traffic import Amount, Rule
 from mpimesh.runtime.work import CollectiveTensor
 
 if TYPE_CHECKING:

@@ -1,31 +1,131 @@
 """Bytes and messages that a rank has handed to the transport and received, and budgets of them.
 
-What is received is counted by rules (`received.py`).
+What others give to one result of all has no single sender and depends on the algorithm. So what is
+received is counted by rules: an all-reduce as if it were made by a reduce-scatter and an
+all-gather, each rank sending every other one exactly what that one lacks. No way of doing it moves
+less to a rank that holds 1/n of the work.
+
+A small all-reduce takes a few microseconds, so that all that is noted when it starts is one more
+start of its plan, or a rule, its amount and how often. Who sent what is worked out when somebody
+asks.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
+import numpy as np
+import numpy.typing as npt
+
+from mpimesh.arguments import as_int, size_text
 from mpimesh.errors import BudgetError, MeshError
+from mpimesh.layout.cuts import even_sizes
 from mpimesh.runtime.call import Call, Site, call_site, site_text
-from mpimesh.runtime.received import Amount, Members, Rule, TrafficCounter, from_others
 
 __all__ = [
+    "Amount",
+    "Arrival",
     "Budget",
     "DeferredError",
+    "Members",
     "OperationTraffic",
     "PeerTraffic",
+    "Rule",
     "Tally",
     "Traffic",
-    "spend",
+    "all_reduced",
+    "from_others",
+    "per_rank",
+    "sparse",
+    "uniform",
 ]
+
+K = TypeVar("K")
+
+_MOST_PENDING = 512
+"""So many different entries are kept before they are added up, that memory stays small."""
+
+# -- rules: who sends how much in an operation -----------------------------------------------------
+
+Amount = int | tuple[int, ...]
+"""The size of one operation, as a rule needs it: bytes, or several numbers."""
+
+_Counts = npt.NDArray[np.int64]
+
+
+class Members:
+    """The ranks of a group, as a rank of it counts what they send. Equal only to itself.
+
+    Args:
+        ranks: The ranks, as numbered in the mesh.
+        rank: This rank among them.
+    """
+
+    __slots__ = ("rank", "ranks", "size")
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = rank
+
+
+Rule = Callable[[int, int, Amount], tuple[_Counts, _Counts]]
+"""Gives bytes and messages from each rank of a group.
+
+Called with the group's size, this rank in it and an amount. What a rank has from itself does not
+count, whatever stands there.
+"""
+
+
+def all_reduced(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
+    """An all-reduce of `amount` bytes: 2 (n-1)/n of them, in 2 (n-1) messages.
+
+    The bytes fall into n blocks, of which the first ``amount % n`` have one more. In the
+    reduce-scatter each rank sends this one a part for its block, in the all-gather its own block.
+    """
+    (nbytes,) = np.atleast_1d(amount)
+    blocks = np.array(even_sizes(int(nbytes), size))
+    mine = blocks[rank]
+    return blocks + mine, (blocks > 0).astype(np.int64) + (mine > 0)
+
+
+def uniform(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
+    """The same number of bytes from every other rank, in a message each."""
+    (nbytes,) = np.atleast_1d(amount)
+    return np.full(size, nbytes), np.full(size, int(nbytes > 0))
+
+
+def per_rank(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
+    """The bytes of each rank, one after the other, in a message each."""
+    nbytes = np.array(amount, np.int64, ndmin=1)
+    return nbytes, (nbytes > 0).astype(np.int64)
+
+
+def sparse(size: int, rank: int, amount: Amount) -> tuple[_Counts, _Counts]:
+    """From a few ranks: for each, one after the other, the rank, the bytes and the messages."""
+    counts = np.zeros((2, size), np.int64)
+    for source, nbytes, messages in np.reshape(amount, (-1, 3)).tolist():
+        counts[:, source] += nbytes, messages
+    return counts[0], counts[1]
+
+
+def from_others(rule: Rule, members: Members, amount: Amount) -> _Counts:
+    """Return bytes and messages from each rank of a group, with 0 at this rank's own."""
+    counts = np.stack(rule(members.size, members.rank, amount))
+    counts[:, members.rank] = 0
+    return counts
+
+
+def _sums(rule: Rule, members: Members, amount: Amount) -> tuple[int, int]:
+    """Return bytes and messages from all other ranks together."""
+    nbytes, messages = from_others(rule, members, amount).sum(axis=1).tolist()
+    return nbytes, messages
+
 
 # -- budgets ---------------------------------------------------------------------------------------
 
@@ -46,8 +146,10 @@ class Budget:
     def __init__(
         self, traffic: Traffic, rank: int, site: Site, nbytes: Any = None, messages: Any = None
     ) -> None:
-        self.bytes = _limit(nbytes, "bytes")
-        self.messages = _limit(messages, "messages")
+        self.bytes = None if nbytes is None else as_int(nbytes, "bytes of a budget", least=0)
+        self.messages = (
+            None if messages is None else as_int(messages, "messages of a budget", least=0)
+        )
         self.used_bytes = 0
         self.used_messages = 0
         self.used_by: dict[str, tuple[int, int]] = {}
@@ -74,7 +176,7 @@ class Budget:
         self._traffic.budgets = tuple(one for one in self._traffic.budgets if one is not self)
 
     def exceeds(self, nbytes: int, messages: int) -> bool:
-        """Tell whether there is not so much left."""
+        """Tell whether there is not so much left; there always is for nothing."""
         return _over(self.used_bytes, nbytes, self.bytes) or _over(
             self.used_messages, messages, self.messages
         )
@@ -83,8 +185,7 @@ class Budget:
         """Count what an operation receives."""
         self.used_bytes += nbytes
         self.used_messages += messages
-        had = self.used_by.get(name, (0, 0))
-        self.used_by[name] = (had[0] + nbytes, had[1] + messages)
+        _add(self.used_by, name, nbytes, messages)
 
     def error(self, what: object, verb: str, nbytes: int, messages: int) -> BudgetError:
         """Return the error about an operation, with what was used before it."""
@@ -132,7 +233,7 @@ class DeferredError:
             del error  # whose traceback holds this frame
 
 
-def spend(
+def _spend(
     budgets: tuple[Budget, ...],
     name: str,
     what: Callable[[], object],
@@ -149,20 +250,13 @@ def spend(
 
 
 def _over(used: int, more: int, limit: int | None) -> bool:
-    """Tell whether `more` is too much. Nothing is never too much, even where too much was used."""
     return limit is not None and more > 0 and used + more > limit
 
 
-def _limit(value: Any, what: str) -> int | None:
-    if value is None:
-        return None
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise MeshError(f"{what} of a budget is a whole number from 0 on, or None, got {value!r}")
-    return number
+def _add(counts: dict[K, tuple[int, int]], key: K, nbytes: int, messages: int) -> None:
+    """Add bytes and messages to those of `key`."""
+    had = counts.get(key, (0, 0))
+    counts[key] = (had[0] + nbytes, had[1] + messages)
 
 
 def _amount(nbytes: int, messages: int) -> str:
@@ -202,45 +296,34 @@ class PeerTraffic:
     received_messages: int = 0
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Tally:
     """Starts of one plan, which its traffic adds up when somebody looks.
 
-    Args:
+    Attributes:
         traffic: What they are added to.
         name: The operation.
         nbytes: Bytes that this rank puts into each.
         receives: How what it receives is counted; None if it receives nothing.
         members: The ranks of the group.
-
-    Attributes:
         starts: Operations that have started since.
     """
 
-    __slots__ = ("__weakref__", "_members", "_name", "_nbytes", "_receives", "_traffic", "starts")
-
-    def __init__(
-        self,
-        traffic: Traffic,
-        name: str,
-        nbytes: int,
-        receives: tuple[Rule, Amount] | None,
-        members: Members,
-    ) -> None:
-        self.starts = 0
-        self._traffic = traffic
-        self._name = name
-        self._nbytes = nbytes
-        self._receives = receives
-        self._members = members
+    traffic: Traffic
+    name: str
+    nbytes: int
+    receives: tuple[Rule, Amount] | None
+    members: Members
+    starts: int = 0
 
     def add_up(self) -> None:
         """Let the traffic count the starts so far."""
         starts, self.starts = self.starts, 0
         if starts:
-            self._traffic.count(self._name, starts * self._nbytes, starts)
-            if self._receives is not None:
-                rule, amount = self._receives
-                self._traffic.count_received(self._name, rule, self._members, amount, starts)
+            self.traffic.count(self.name, starts * self.nbytes, starts)
+            if self.receives is not None:
+                rule, amount = self.receives
+                self.traffic.count_received(self.name, rule, self.members, amount, starts)
 
     def __del__(self) -> None:
         """Lose nothing when its plan is let go."""
@@ -284,7 +367,8 @@ class Traffic:
         self.budgets: tuple[Budget, ...] = ()
         self._calls: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
-        self._counter = TrafficCounter()
+        self._received: dict[tuple[str, int], tuple[int, int]] = {}
+        self._pending: dict[tuple[str, Rule, Members, Amount], int] = {}
         self._tallies: WeakSet[Tally] = WeakSet()
         self._deferred: DeferredError | None = None
 
@@ -301,10 +385,11 @@ class Traffic:
         return self._bytes
 
     @property
-    def counter(self) -> TrafficCounter:
-        """Bytes and messages received."""
+    def received(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Bytes and messages received, by name and sender."""
         self._add_up()
-        return self._counter
+        self._apply_rules()
+        return self._received
 
     # -- counting ----------------------------------------------------------------------------
 
@@ -324,12 +409,34 @@ class Traffic:
     def count_received(
         self, name: str, rule: Rule, members: Members, amount: Amount, starts: int = 1
     ) -> None:
-        """Add what operations of one kind have received."""
-        self._counter.add(name, rule, members, amount, starts)
+        """Add what operations of one kind have received. Costs a fraction of a microsecond."""
+        key = (name, rule, members, amount)
+        count = self._pending.get(key)
+        if count is None:
+            if len(self._pending) >= _MOST_PENDING:
+                self._apply_rules()
+            count = 0
+        self._pending[key] = count + starts
+
+    def count_from(self, name: str, peer: int, nbytes: int, messages: int) -> None:
+        """Add what came from one rank of the mesh."""
+        _add(self._received, (name, peer), nbytes, messages)
 
     def _add_up(self) -> None:
         for tally in self._tallies:
             tally.add_up()
+
+    def _apply_rules(self) -> None:
+        rows: dict[tuple[str, Members], _Counts] = {}
+        for (name, rule, members, amount), count in self._pending.items():
+            if members.size > 1:
+                row = rows.setdefault((name, members), np.zeros((2, members.size), np.int64))
+                row += count * from_others(rule, members, amount)
+        self._pending.clear()
+        for (name, members), row in rows.items():
+            for sender in np.flatnonzero(row.any(axis=0)).tolist():
+                nbytes, messages = row[:, sender].tolist()
+                self.count_from(name, members.ranks[sender], nbytes, messages)
 
     def receive(self, name: str, peer: int, nbytes: int, messages: int = 1) -> None:
         """Add what has come from one rank of the mesh, for code that moves arrays itself.
@@ -337,10 +444,10 @@ class Traffic:
         Raises:
             BudgetError: If it is more than a budget of this mesh had left. It is counted.
         """
-        self._counter.add_from(name, peer, nbytes, messages)
+        self.count_from(name, peer, nbytes, messages)
         if self.budgets:
             site = call_site(2)
-            error = spend(
+            error = _spend(
                 self.budgets, name, lambda: f"{name} at {site_text(site)}", nbytes, messages
             )
             if error is not None:
@@ -349,8 +456,7 @@ class Traffic:
     def admit_by(self, call: Call, rule: Rule, members: Members, amount: Amount) -> None:
         """Let budgets count an operation that is about to start, as :meth:`admit` does."""
         if self.budgets and members.size > 1:
-            nbytes, messages = from_others(rule, members, amount).sum(axis=1).tolist()
-            self.admit(call, nbytes, messages)
+            self.admit(call, *_sums(rule, members, amount))
 
     @property
     def refuses(self) -> bool:
@@ -361,8 +467,7 @@ class Traffic:
         self, call: Call, rule: Rule, members: Members, amount: Amount
     ) -> BudgetError | None:
         """Return the error of the budget that an operation would exceed. Nothing is counted."""
-        nbytes, messages = from_others(rule, members, amount).sum(axis=1).tolist()
-        return self._excess(call, nbytes, messages)
+        return self._excess(call, *_sums(rule, members, amount))
 
     def _excess(self, call: Call, nbytes: int, messages: int) -> BudgetError | None:
         for budget in reversed(self.budgets):  # the innermost first
@@ -383,7 +488,7 @@ class Traffic:
             for budget in self.budgets:
                 budget.use(call.name, nbytes, messages)
         else:
-            self._deferred.keep(spend(self.budgets, call.name, call.__str__, nbytes, messages))
+            self._deferred.keep(_spend(self.budgets, call.name, call.__str__, nbytes, messages))
 
     def refuse(self, error: BudgetError) -> None:
         """Raise `error`, now or later."""
@@ -428,15 +533,14 @@ class Traffic:
 
     def by_operation(self) -> dict[str, OperationTraffic]:
         """Return what was put in and received, by operation in alphabetical order."""
-        received = self.counter.by_operation()
+        received: dict[str, tuple[int, int]] = {}
+        for (name, _), counts in self.received.items():
+            _add(received, name, *counts)
         return {
             name: OperationTraffic(
-                self.calls.get(name, 0),
-                self.bytes.get(name, 0),
-                sum(nbytes for nbytes, _ in received.get(name, {}).values()),
-                sum(messages for _, messages in received.get(name, {}).values()),
+                self._calls.get(name, 0), self._bytes.get(name, 0), *received.get(name, (0, 0))
             )
-            for name in sorted({*self.calls, *received})
+            for name in sorted({*self._calls, *received})
         }
 
     def by_peer(self, operation: str | None = None) -> dict[int, PeerTraffic]:
@@ -445,15 +549,11 @@ class Traffic:
         Args:
             operation: Only by this one; by all if None.
         """
-        totals: dict[int, PeerTraffic] = {}
-        for name, peers in self.counter.by_operation().items():
+        totals: dict[int, tuple[int, int]] = {}
+        for (name, peer), counts in self.received.items():
             if operation in (None, name):
-                for peer, (nbytes, messages) in peers.items():
-                    had = totals.get(peer, PeerTraffic())
-                    totals[peer] = PeerTraffic(
-                        had.received_bytes + nbytes, had.received_messages + messages
-                    )
-        return dict(sorted(totals.items()))
+                _add(totals, peer, *counts)
+        return {peer: PeerTraffic(*counts) for peer, counts in sorted(totals.items())}
 
     def snapshot(self) -> Traffic:
         """Return a copy that counts no further."""
@@ -469,12 +569,11 @@ class Traffic:
             nbytes -= earlier.bytes.get(name, 0)
             if calls or nbytes:
                 section.count(name, nbytes, calls)
-        before = earlier.counter.by_operation()
-        for name, peers in self.counter.by_operation().items():
-            for peer, counts in peers.items():
-                had = before.get(name, {}).get(peer, (0, 0))
-                if counts != had:
-                    section.counter.add_from(name, peer, counts[0] - had[0], counts[1] - had[1])
+        before = earlier.received
+        for (name, peer), counts in self.received.items():
+            had = before.get((name, peer), (0, 0))
+            if counts != had:
+                section.count_from(name, peer, counts[0] - had[0], counts[1] - had[1])
         return section
 
     def __eq__(self, other: object) -> bool:
@@ -483,95 +582,103 @@ class Traffic:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as numbers and dicts by text, as JSON has them."""
-        operations = self.by_operation()
         return {
             "calls": self.total_calls,
             "bytes": self.total_bytes,
             "received_bytes": self.received_bytes,
             "received_messages": self.received_messages,
-            "operations": {
-                name: {
-                    "calls": one.calls,
-                    "bytes": one.bytes,
-                    "received_bytes": one.received_bytes,
-                    "received_messages": one.received_messages,
-                }
-                for name, one in operations.items()
-            },
-            "peers": {
-                str(peer): {
-                    "received_bytes": one.received_bytes,
-                    "received_messages": one.received_messages,
-                }
-                for peer, one in self.by_peer().items()
-            },
+            "operations": {name: asdict(one) for name, one in self.by_operation().items()},
+            "peers": {str(peer): asdict(one) for peer, one in self.by_peer().items()},
         }
 
     def __str__(self) -> str:
         """Return a table by operation, and one by sender."""
-        return _table(
-            [
-                (name, one.calls, one.bytes, one.received_bytes, one.received_messages)
-                for name, one in self.by_operation().items()
-            ],
-            [
-                (peer, one.received_bytes, one.received_messages)
-                for peer, one in self.by_peer().items()
-            ],
-        )
+        return _table(self.by_operation(), self.by_peer())
+
+
+class Arrival:
+    """Counts what comes, for the budgets that were open when the operation was called.
+
+    An operation takes part to its end, whatever came: a rank that left it would meet the
+    others' next one in the wrong one. So :meth:`settle` is called last.
+
+    Attributes:
+        call: The operation, which is to be set before anything is counted.
+    """
+
+    __slots__ = ("_budgets", "_bytes", "_error", "_members", "_messages", "_traffic", "call")
+
+    call: Call
+
+    def __init__(self, traffic: Traffic, members: Members) -> None:
+        self._traffic = traffic
+        self._budgets = traffic.budgets
+        self._members = members
+        self._error: BudgetError | None = None
+        self._bytes = self._messages = 0
+
+    def expect(self, place: int, nbytes: int, messages: int) -> None:
+        """Count now what must come from a place of the group, so that nothing else can.
+
+        Raises:
+            BudgetError: If it is too much.
+        """
+        self._traffic.admit(self.call, nbytes, messages)
+        self._bytes, self._messages = nbytes, messages
+        self._traffic.count_from(self.call.name, self._members.ranks[place], nbytes, messages)
+
+    def came(self, place: int, nbytes: int, messages: int) -> None:
+        """Count what came from a place of the group, but for what was expected."""
+        nbytes -= self._bytes
+        messages -= self._messages
+        if nbytes or messages:
+            name, peer = self.call.name, self._members.ranks[place]
+            self._traffic.count_from(name, peer, nbytes, messages)
+            self._error = _spend(self._budgets, name, self.call.__str__, nbytes, messages)
+
+    def settle(self) -> None:
+        """End the operation.
+
+        Raises:
+            BudgetError: If what came was too much.
+        """
+        if self._error is not None:
+            self._traffic.refuse(self._error)
 
 
 # -- the counters as text --------------------------------------------------------------------------
 
 
 _MOST_PEERS = 16
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def _table(
-    operations: Sequence[tuple[str, int, int, int, int]], peers: Sequence[tuple[int, int, int]]
-) -> str:
-    """Return aligned tables by operation and by sender.
-
-    Args:
-        operations: Name, calls, bytes put in, bytes and messages received of each.
-        peers: Rank, bytes and messages received of each. Of many, those that sent most are shown.
-    """
-    everything = [
-        *operations,
-        (
-            "all",
-            sum(row[1] for row in operations),
-            sum(row[2] for row in operations),
-            sum(row[3] for row in operations),
-            sum(row[4] for row in operations),
-        ),
-    ]
+def _table(operations: Mapping[str, OperationTraffic], peers: Mapping[int, PeerTraffic]) -> str:
+    """Return aligned tables by operation and by sender; of many, those that sent most are shown."""
+    everything = OperationTraffic(*_sums_of(operations.values()))
     rows = [
-        (name, f"{calls:,}", _size(put_in), _size(nbytes), f"{messages:,}")
-        for name, calls, put_in, nbytes, messages in everything
+        (name, f"{one.calls:,}", size_text(one.bytes), *_received(one))
+        for name, one in {**operations, "all": everything}.items()
     ]
     lines = _aligned([("operation", "calls", "put in", "received", "messages"), *rows])
     if not peers:
         return "\n".join(lines)
-    by_bytes = sorted(peers, key=lambda row: (-row[1], row[0]))
+    by_bytes = sorted(peers.items(), key=lambda item: (-item[1].received_bytes, item[0]))
     senders = [
-        (f"rank {peer}", _size(nbytes), f"{count:,}")
-        for peer, nbytes, count in sorted(by_bytes[:_MOST_PEERS])
+        (f"rank {peer}", *_received(one))
+        for peer, one in sorted(by_bytes[:_MOST_PEERS], key=lambda item: item[0])
     ]
-    others = by_bytes[_MOST_PEERS:]
+    others = [one for _, one in by_bytes[_MOST_PEERS:]]
     if others:
-        nbytes, count = sum(row[1] for row in others), sum(row[2] for row in others)
-        senders.append((f"{len(others):,} others", _size(nbytes), f"{count:,}"))
+        senders.append((f"{len(others):,} others", *_received(PeerTraffic(*_sums_of(others)))))
     return "\n".join([*lines, "", *_aligned([("from", "received", "messages"), *senders])])
 
 
-def _size(nbytes: int) -> str:
-    """Return bytes in the largest binary unit of which there is one."""
-    power = 0
-    while power < len(_UNITS) - 1 and abs(nbytes) >= 1024 ** (power + 1):
-        power += 1
-    return f"{nbytes} B" if not power else f"{nbytes / 1024**power:.1f} {_UNITS[power]}"
+def _sums_of(rows: Iterable[OperationTraffic | PeerTraffic]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip(*map(astuple, rows), strict=True))
+
+
+def _received(row: OperationTraffic | PeerTraffic) -> tuple[str, str]:
+    return size_text(row.received_bytes), f"{row.received_messages:,}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

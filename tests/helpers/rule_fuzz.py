@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import mpimesh as mm
-from mpimesh.dtensor.telling import told_by_all
+from mpimesh.dtensor.alike import gather_facts
 from mpimesh.errors import DeadlockError, MismatchError, MpimeshError, NoRuleError, RemoteError
 from tests.helpers import warned
 from tests.helpers.dtensor_check import split
@@ -214,7 +214,7 @@ def problem_on(mesh: mm.DeviceMesh, case: Case, expected: Expected) -> str:
     except Exception as caught:
         error = caught
     outcome = "" if error is None else f"{type(error).__name__}: {error}"
-    outcomes = told_by_all(mesh, "fuzz", outcome)
+    outcomes = gather_facts(mesh, "fuzz", outcome)
     if len(set(outcomes)) > 1:
         raise _Torn(f"ranks differ: {outcomes}")
     if error is None:

@@ -81,22 +81,19 @@ def agree_together(scope: ProcessGroup, questions: Sequence[Callable[[], None]])
         questions: Raise a MismatchError on all ranks that they are asked of.
 
     Raises:
-        MismatchError: On every rank, with what the first rank that heard of something has heard.
+        MismatchError: On every rank, with what the ranks have heard.
 
     Cost:
         Beside the questions, two all-gathers of small texts.
     """
-    problem = ""
+    problem: MismatchError | None = None
     for question in questions:
         try:
             question()
         except MismatchError as error:
-            problem = problem or str(error)
-    told: list[str] = exchange(
-        scope._core.progress, scope.communicator, problem, what=Call("same values", scope.name)
-    )
-    if any(told):
-        raise on_all_ranks(MismatchError(next(filter(None, told))))
+            problem = problem or error
+    call = Call("same values", scope.name)
+    exchange(scope._core.progress, scope.communicator, None, what=call, problem=problem)
 
 
 def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:

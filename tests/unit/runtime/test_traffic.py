@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.runtime.received import (
+from mpimesh.runtime.traffic import (
     Members,
-    TrafficCounter,
+    Traffic,
     all_reduced,
     from_others,
     per_rank,
@@ -87,16 +87,16 @@ entries = st.tuples(
 @given(st.lists(entries, max_size=30), st.integers(1, 60))
 def test_a_counter_adds_up_whatever_it_has_worked_out_before(added, repeats):
     groups = [Members((4,), 0), Members((7, 3, 5), 1), Members((0, 7), 1)]
-    counter = TrafficCounter()
-    expected: dict[str, dict[int, tuple[int, int]]] = {}
+    traffic = Traffic()
+    expected: dict[tuple[str, int], tuple[int, int]] = {}
     for repeat in range(repeats):
         for name, rule, group, nbytes in added:
             members, amount = groups[group], nbytes + repeat  # more than it keeps pending
-            counter.add(name, rule, members, amount)
+            traffic.count_received(name, rule, members, amount)
             counts = from_others(rule, members, amount)
             for peer, (received, messages) in zip(members.ranks, counts.T.tolist(), strict=True):
                 if messages:
-                    had = expected.setdefault(name, {}).get(peer, (0, 0))
-                    expected[name][peer] = (had[0] + received, had[1] + messages)
-    assert counter.by_operation() == expected
-    assert counter.by_operation() == expected  # asking changes nothing
+                    had = expected.get((name, peer), (0, 0))
+                    expected[name, peer] = (had[0] + received, had[1] + messages)
+    assert traffic.received == expected
+    assert traffic.received == expected  # asking changes nothing

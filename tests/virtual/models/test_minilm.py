@@ -183,7 +183,7 @@ def changed(tmp_path, file, **changes):
 def test_files_of_another_model_are_refused_on_all_ranks(tmp_path, change, values):
     for error in errors_of(2, "tp=2", changed(tmp_path, "config.json", **change)):
         assert isinstance(error, ModelError)
-        names(str(error), "rank 0", *values)
+        names(str(error), "ranks 0-1", *values)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
