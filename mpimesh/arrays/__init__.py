@@ -1,6 +1,6 @@
 """Arrays of NumPy or CuPy: whose they are, how they are reduced, memory for results."""
 
-from mpimesh.arrays.memory import aligned_bytes
+from mpimesh.arrays.memory import aligned_bytes, aligned_empty, array_shape
 from mpimesh.arrays.namespace import is_cupy, moved, namespace, to_numpy
 from mpimesh.arrays.pool import ArrayPool
 from mpimesh.arrays.reduction import ReduceOp, as_reduce_op, refuse_objects, wire_dtype
@@ -15,6 +15,8 @@ __all__ = [
     "ReduceOp",
     "StreamScope",
     "aligned_bytes",
+    "aligned_empty",
+    "array_shape",
     "as_reduce_op",
     "check_current",
     "device_ready",

@@ -65,8 +65,8 @@ class DistributedOps:
     """
 
     def __init__(self, mesh: DeviceMesh | Mesh) -> None:
-        kinds = (DeviceMesh, Mesh)
-        self.mesh = check_kind(mesh, kinds, "mesh", MeshError, wanted="a DeviceMesh or a Mesh")
+        check_kind(mesh, (DeviceMesh, Mesh), "mesh", MeshError, wanted="a DeviceMesh or a Mesh")
+        self.mesh = mesh
 
     def all_reduce(
         self, data: Array, op: ReduceOp | str = "sum", group: str | ProcessGroup = WORLD

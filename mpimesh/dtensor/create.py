@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpimesh.arguments import MOST, as_function, as_int, as_shape, shown
-from mpimesh.arrays import DType, HostArray, refuse_objects
+from mpimesh.arrays import DType, HostArray, array_shape, refuse_objects
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
 from mpimesh.dtensor.alike import agree_copies, alike, gather_facts, same_call
 from mpimesh.dtensor.blocks import agreed_dtype
@@ -27,7 +27,6 @@ from mpimesh.errors import (
 from mpimesh.layout import Layout, Partial, PlacementLike, Replicate
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.allocator import array_shape
 from mpimesh.runtime.operands import host_array
 
 Shape: TypeAlias = tuple[int, ...]

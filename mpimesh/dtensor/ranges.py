@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_real
-from mpimesh.arrays import HostArray
+from mpimesh.arrays import HostArray, array_shape
 from mpimesh.arrays.counter_bits import key_of
 from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.arrays.indexed import arange_block, eye_block, linspace_block
@@ -31,7 +31,6 @@ from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ArrayValueError
 from mpimesh.layout import Box, Layout, PlacementLike
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.allocator import array_shape
 
 __all__ = ["Random", "arange", "eye", "linspace"]
 

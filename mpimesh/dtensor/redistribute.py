@@ -492,7 +492,7 @@ def _cached(
     mesh: DeviceMesh, key: Hashable, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Return what `make` gives for the mesh as it is, from the last time if there was one."""
-    cache = mesh.layout_cache
+    cache = mesh._core.layout_cache
     value: T | None = cache.get(key)
     if value is None:
         value = make(*args, **kwargs)

@@ -13,7 +13,7 @@ from mpimesh.layout.axis_shards import AxisShards, axis_number
 from mpimesh.layout.axis_specs import MATCH, UNSHARDED, as_specs, placement_of_specs
 from mpimesh.layout.layout import Layout, as_mesh
 from mpimesh.layout.placement import Placement
-from mpimesh.mesh import DeviceQueries, DeviceSpec, Mesh
+from mpimesh.mesh import DeviceSpec, Mesh, MeshLike
 
 __all__ = ["AxisLayout"]
 
@@ -53,7 +53,7 @@ class AxisLayout(AxisShards):
     specs: tuple[str, ...]
     mesh: Mesh
 
-    def __init__(self, sharding_specs: Sequence[str], mesh: DeviceQueries) -> None:
+    def __init__(self, sharding_specs: Sequence[str], mesh: MeshLike) -> None:
         value = as_mesh(mesh)
         object.__setattr__(self, "mesh", value)
         object.__setattr__(self, "specs", as_specs(sharding_specs, value))
@@ -61,14 +61,12 @@ class AxisLayout(AxisShards):
     # -- other ways to make one ------------------------------------------------------
 
     @classmethod
-    def replicated(cls, mesh: DeviceQueries, rank: int) -> AxisLayout:
+    def replicated(cls, mesh: MeshLike, rank: int) -> AxisLayout:
         """Return the layout of `rank` axes of which none is split."""
         return cls([UNSHARDED] * as_int(rank, "the number of axes", LayoutError, least=0), mesh)
 
     @classmethod
-    def batch_sharded(
-        cls, mesh: DeviceQueries, batch_dim: str, rank: int, axis: int = 0
-    ) -> AxisLayout:
+    def batch_sharded(cls, mesh: MeshLike, batch_dim: str, rank: int, axis: int = 0) -> AxisLayout:
         """Return the layout of `rank` axes of which `axis` is split by `batch_dim`.
 
         Raises:
@@ -79,7 +77,7 @@ class AxisLayout(AxisShards):
         return cls(specs, mesh)
 
     @classmethod
-    def inner_sharded(cls, mesh: DeviceQueries, inner_dim: str, rank: int) -> AxisLayout:
+    def inner_sharded(cls, mesh: MeshLike, inner_dim: str, rank: int) -> AxisLayout:
         """Return the layout of `rank` axes of which the last one is split by `inner_dim`.
 
         Raises:
@@ -94,7 +92,7 @@ class AxisLayout(AxisShards):
         return cls.from_single_device_mesh(Mesh.from_device(device), rank)
 
     @classmethod
-    def from_single_device_mesh(cls, mesh: DeviceQueries, rank: int = 0) -> AxisLayout:
+    def from_single_device_mesh(cls, mesh: MeshLike, rank: int = 0) -> AxisLayout:
         """Return the layout of `rank` axes on such a mesh.
 
         Raises:

@@ -13,7 +13,7 @@ from mpimesh.errors import DTypeError, LayoutError
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.spec import Shard
-from mpimesh.mesh import DeviceQueries, Mesh
+from mpimesh.mesh import Mesh, MeshLike
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -62,7 +62,7 @@ class DTensorType:
         self,
         shape: Sequence[int],
         dtype: npt.DTypeLike,
-        mesh: DeviceQueries,
+        mesh: MeshLike,
         placement: PlacementLike,
     ) -> None:
         layout = Layout(mesh, placement)

@@ -14,7 +14,7 @@ from mpimesh.layout.boxes import Box, extent
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.spec import Partial, Replicate, Shard
 from mpimesh.layout.tiling import Tiling
-from mpimesh.mesh import DeviceQueries, Mesh
+from mpimesh.mesh import Mesh, MeshLike
 
 __all__ = ["Layout", "as_mesh"]
 
@@ -53,7 +53,7 @@ class Layout:
     placement: Placement
     _hash: int = field(init=False, compare=False)
 
-    def __init__(self, mesh: DeviceQueries, placements: PlacementLike) -> None:
+    def __init__(self, mesh: MeshLike, placements: PlacementLike) -> None:
         value = as_mesh(mesh)
         theirs = getattr(placements, "mesh", None)
         if theirs is not None and not _same_ranks(value, as_mesh(theirs)):
@@ -76,12 +76,12 @@ class Layout:
         return Layout, (self.mesh, self.placement)
 
     @classmethod
-    def replicated(cls, mesh: DeviceQueries) -> Layout:
+    def replicated(cls, mesh: MeshLike) -> Layout:
         """Return the layout with the whole array on every rank."""
         return cls(mesh, [Replicate()] * as_mesh(mesh).ndim)
 
     @classmethod
-    def from_specs(cls, sharding_specs: Sequence[str], mesh: DeviceQueries) -> Layout:
+    def from_specs(cls, sharding_specs: Sequence[str], mesh: MeshLike) -> Layout:
         """Return the layout in TensorFlow's spelling: for each axis the dim that splits it.
 
         Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mpimesh.mesh.client import ClientInfo
 from mpimesh.mesh.create import (
     create_distributed_mesh,
     create_mesh,
@@ -10,20 +9,27 @@ from mpimesh.mesh.create import (
     mesh_from_device_ids,
 )
 from mpimesh.mesh.device import Device, DeviceBackend, pick_device
-from mpimesh.mesh.device_queries import DeviceQueries
-from mpimesh.mesh.dims import MAX_RANKS, DimsLike, MeshDimension, NamesLike
-from mpimesh.mesh.fit import shapes_that_fit, world_size_error
+from mpimesh.mesh.dims import (
+    MAX_RANKS,
+    DimsLike,
+    MeshDimension,
+    NamesLike,
+    shapes_that_fit,
+    world_size_error,
+)
 from mpimesh.mesh.groups import WORLD, GroupBackend, GroupSpec
 from mpimesh.mesh.host import cpu_device
-from mpimesh.mesh.ids import DeviceIds, StridedIds
-from mpimesh.mesh.listed import ListedIds
-from mpimesh.mesh.mesh import Mesh
+from mpimesh.mesh.ids import DeviceIds, ListedIds, RankGroups, StridedIds
+from mpimesh.mesh.mesh import Mesh, MeshLike
 from mpimesh.mesh.probe import DeviceInfo, GpuPreference
-from mpimesh.mesh.queries import MeshQueries
-from mpimesh.mesh.rank_groups import RankGroups
-from mpimesh.mesh.sharing import SharedGpu, shared_gpus, sharing_text
-from mpimesh.mesh.spec import DEVICE_TYPES, DeviceSpec
-from mpimesh.mesh.stats import DeviceTable, MeshStats
+from mpimesh.mesh.spec import DEVICE_TYPES, ClientInfo, DeviceSpec
+from mpimesh.mesh.stats import (
+    DeviceTable,
+    MeshStats,
+    SharedGpu,
+    shared_gpus,
+    sharing_text,
+)
 from mpimesh.mesh.topology import (
     DataParallelTopology,
     MeshTopology,
@@ -42,7 +48,6 @@ __all__ = [
     "DeviceBackend",
     "DeviceIds",
     "DeviceInfo",
-    "DeviceQueries",
     "DeviceSpec",
     "DeviceTable",
     "DimsLike",
@@ -52,7 +57,7 @@ __all__ = [
     "ListedIds",
     "Mesh",
     "MeshDimension",
-    "MeshQueries",
+    "MeshLike",
     "MeshStats",
     "MeshTopology",
     "MixedTopology",

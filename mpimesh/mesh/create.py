@@ -10,11 +10,9 @@ import numpy as np
 
 from mpimesh.arguments import as_int, as_items
 from mpimesh.errors import MeshError, RankError, WorldSizeError
-from mpimesh.mesh.device_queries import check_even
-from mpimesh.mesh.dims import MAX_RANKS, DimsLike, MeshDimension, parse_dims
-from mpimesh.mesh.fit import advice
-from mpimesh.mesh.mesh import Mesh
-from mpimesh.mesh.spec import DeviceSpec, check_device_type, common_type
+from mpimesh.mesh.dims import MAX_RANKS, DimsLike, MeshDimension, advice, parse_dims
+from mpimesh.mesh.mesh import Mesh, check_even
+from mpimesh.mesh.spec import DeviceSpec, check_device_type, common_type, job_name
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -178,11 +176,6 @@ def mesh_from_device_ids(
         local_devices=local_devices,
         global_devices=global_devices or (),
     )
-
-
-def job_name(num_clients: int) -> str:
-    """Return TensorFlow's name for a set of processes."""
-    return "localhost" if num_clients == 1 else "worker"
 
 
 def _specs(

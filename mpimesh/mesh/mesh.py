@@ -2,51 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
-from mpimesh.arguments import as_int, as_items
-from mpimesh.errors import MeshError
-from mpimesh.mesh.device_queries import DeviceQueries, check_even
+from mpimesh.arguments import as_flag, as_int, as_items
+from mpimesh.errors import MeshError, RankError, WorldSizeError
 from mpimesh.mesh.dims import (
     DimsLike,
     MeshDimension,
     NamesLike,
     check_dim_name,
+    check_world_size,
     default_names,
     dim_numbers,
+    dims_text,
+    fit_dims,
     parse_dims,
     parse_names,
+    world_size_error,
 )
-from mpimesh.mesh.fit import fit_dims
-from mpimesh.mesh.ids import DeviceIds, StridedIds
-from mpimesh.mesh.listed import ListedIds, make_ids, split_ids
-from mpimesh.mesh.record import fields_of_record, record_of_fields
-from mpimesh.mesh.spec import DeviceSpec, canonical, common_type
-from mpimesh.mesh.text import MeshFields, join_mesh_text, split_mesh_text
+from mpimesh.mesh.ids import (
+    DeviceIds,
+    ListedIds,
+    RankGroups,
+    StridedIds,
+    coords_of_rank,
+    make_ids,
+    ravel,
+    split_ids,
+    unravel,
+)
+from mpimesh.mesh.spec import DeviceSpec, canonical, check_distinct, common_type
+from mpimesh.mesh.text import (
+    MeshFields,
+    fields_of_record,
+    join_mesh_text,
+    record_of_fields,
+    split_mesh_text,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Mesh"]
+__all__ = ["Mesh", "MeshLike"]
 
 _SHOWN_IDS = 32
 """Most ids that repr writes out one by one."""
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Mesh(DeviceQueries):
+class Mesh:
     """Named dims over ranks, row-major: the last dim is the fastest.
 
     A value: equal if all its fields are, hashable, picklable, and never in touch
-    with other ranks. :class:`MeshQueries` and :class:`DeviceQueries` hold what can
-    be asked of it. Its repr is the constructor call, but for more than 32 ids
+    with other ranks. Its repr is the constructor call, but for more than 32 ids
     without strides; :meth:`to_string` always parses back.
+
+    Two words for a place: an *offset*, ``0 <= offset < size``, counts the places in
+    row-major order; a *rank* is the device id that stands there. Methods in
+    TensorFlow's names (`coords`, `device_location`, `unravel_index`) take offsets;
+    all others take ranks, and raise `RankError` for one that is not in the mesh.
 
     Ranks that follow strides (every mesh made without `ids`, and every slice of
     one) are kept as arithmetic: a mesh of a million ranks costs what one of four does.
@@ -308,6 +328,256 @@ class Mesh(DeviceQueries):
             global_devices=[names[self.offset_of(rank)] for rank in ids] if names else (),
         )
 
+    # -- names and sizes -------------------------------------------------------
+
+    @property
+    def dim_names(self) -> list[str]:
+        """Names of the dims, slowest first."""
+        return [dim.name for dim in self.dims]
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.dims)
+
+    @property
+    def size(self) -> int:
+        """Number of places: the product of the sizes."""
+        return prod(dim.size for dim in self.dims)
+
+    def shape(self) -> list[int]:
+        """Return the sizes of the dims, slowest first."""
+        return [dim.size for dim in self.dims]
+
+    @property
+    def strides(self) -> list[int]:
+        """Steps in offset for one step along each dim; shape (2, 4, 2) gives [8, 2, 1]."""
+        shape = self.shape()
+        return [prod(shape[k + 1 :]) for k in range(len(shape))]
+
+    @property
+    def dims_text(self) -> str:
+        """The dims as ``dp=2,pp=2``."""
+        return dims_text(self.dims)
+
+    def __getitem__(self, dim: str) -> MeshDimension:
+        return self.dims[self._number(dim)]
+
+    def dim_size(self, dim: str) -> int:
+        """Return the size of `dim`; the UnknownNameError lists the dims there are."""
+        return self[dim].size
+
+    def contains_dim(self, dim: str) -> bool:
+        """Tell whether there is a dim called `dim`; also ``dim in mesh``."""
+        return isinstance(dim, str) and any(dim == known.name for known in self.dims)
+
+    def __contains__(self, dim: object) -> bool:
+        return isinstance(dim, str) and self.contains_dim(dim)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.dim_names)
+
+    # -- places by offset, in TensorFlow's names -------------------------------
+
+    def coords(self, offset: int) -> npt.NDArray[np.int64]:
+        """Return ``(offset // strides) % shape``: an offset outside of the mesh wraps."""
+        return np.array(unravel(as_int(offset, "an offset"), self.shape()), dtype=np.int64)
+
+    def device_location(self, offset: int) -> npt.NDArray[np.int64]:
+        """Return the coordinates of `offset`, which must be in range.
+
+        Raises:
+            RankError: If it is not.
+        """
+        if not 0 <= as_int(offset, "an offset") < self.size:
+            raise RankError(f"offset {offset} is outside of mesh {self.dims_text}")
+        return self.coords(offset)
+
+    def unravel_index(self) -> dict[int, dict[str, int]]:
+        """Return {offset: {dim: coordinate}} for all places: a table of `size` entries."""
+        return {offset: self._named(offset) for offset in range(self.size)}
+
+    # -- places by rank --------------------------------------------------------
+
+    def contains_rank(self, rank: int) -> bool:
+        """Tell whether `rank` is in the mesh."""
+        return rank in self.ids
+
+    def coords_of(self, rank: int) -> tuple[int, ...]:
+        """Return the coordinates of `rank`."""
+        return coords_of_rank(self.ids, as_int(rank, "a rank"))
+
+    def coord_of(self, rank: int, dim: str) -> int:
+        """Return the coordinate of `rank` along `dim`."""
+        return self.coords_of(rank)[self._number(dim)]
+
+    def offset_of(self, rank: int) -> int:
+        """Return the offset of `rank`."""
+        return ravel(self.coords_of(rank), self.shape())
+
+    def rank_of(self, offset: int) -> int:
+        """Return the rank at `offset`, which must be in range."""
+        return self.ids.at(self.device_location(offset).tolist())
+
+    def rank_at(self, /, *coords: int, **by_dim: int) -> int:
+        """Return the rank at coordinates: all in order, or all by their dims' names.
+
+        Raises:
+            MeshError: If one is missing, or outside of its dim.
+            UnknownNameError: If there is no such dim.
+        """
+        if (coords and by_dim) or len(coords or by_dim) != self.ndim:
+            raise MeshError(
+                f"rank_at takes one coordinate for each dim of mesh {self.dims_text}, in order or "
+                f"by name, got {(*coords, *by_dim.items())}"
+            )
+        return self.ids.at(self._fixed(by_dim or dict(zip(self.dim_names, coords, strict=True))))
+
+    def neighbour(self, rank: int, dim: str, offset: int = 1, *, wrap: bool = False) -> int | None:
+        """Return the rank `offset` steps from `rank` along `dim`.
+
+        Args:
+            rank: A rank of the mesh.
+            dim: The dim to step along; all other coordinates stay.
+            offset: Steps, negative to go back.
+            wrap: Whether the last place is followed by the first.
+
+        Returns:
+            The rank, or None where the mesh ends and `wrap` is False.
+        """
+        coords = list(self.coords_of(rank))
+        number = self._number(dim)
+        place, size = coords[number] + as_int(offset, "offset"), self.dims[number].size
+        if not as_flag(wrap, "wrap") and not 0 <= place < size:
+            return None
+        coords[number] = place % size
+        return self.ids.at(coords)
+
+    # -- groups of ranks -------------------------------------------------------
+
+    def groups(self, dims: NamesLike) -> RankGroups:
+        """Return all groups of ranks that differ only along `dims`, as a lazy sequence.
+
+        Reducing over dim ``x`` means: over each of ``groups("x")``.
+
+        Args:
+            dims: One or more dims, ``"dp"``, ``"dp,tp"`` or a sequence of names. Their
+                order is the order of the ranks in a group: last one fastest.
+        """
+        return RankGroups(self.ids, dim_numbers(self.dims, dims))
+
+    def num_groups(self, dims: NamesLike) -> int:
+        """Return the number of groups along `dims`."""
+        return len(self.groups(dims))
+
+    def group_index(self, rank: int, dims: NamesLike) -> int:
+        """Return which of ``groups(dims)`` holds `rank`."""
+        return self.groups(dims).index_of(as_int(rank, "a rank"))
+
+    def group_ranks(self, rank: int, dims: NamesLike) -> Sequence[int]:
+        """Return the ranks of the group along `dims` that `rank` is in, in group order.
+
+        Returns:
+            A range where the ranks are equally spaced, else a lazy sequence.
+        """
+        return self.groups(dims).of(as_int(rank, "a rank"))
+
+    def place_in_group(self, rank: int, dims: NamesLike) -> int:
+        """Return the place of `rank` in its group along `dims`."""
+        return self.groups(dims).place_of(as_int(rank, "a rank"))
+
+    # -- the world -------------------------------------------------------------
+
+    def check_world(
+        self, world_size: int, *, partial: bool = False, ranks_per_node: int | None = None
+    ) -> None:
+        """Check that the mesh fits a world of `world_size` ranks.
+
+        Args:
+            world_size: Number of ranks of the world.
+            partial: Whether the mesh may leave ranks of the world out.
+            ranks_per_node: Only for the error's text.
+
+        Raises:
+            WorldSizeError: If it has more ranks than the world, fewer and not
+                `partial`, or a rank that is not in the world.
+        """
+        world_size = check_world_size(world_size)
+        partial = as_flag(partial, "partial")
+        if ranks_per_node is not None:
+            as_int(ranks_per_node, "ranks_per_node", least=1)
+        if self.size > world_size or (self.size < world_size and not partial):
+            raise world_size_error(self.dims, world_size, ranks_per_node=ranks_per_node)
+        if self.ids.largest >= world_size:
+            raise WorldSizeError(
+                f"mesh {self.dims_text or '()'} has rank {self.ids.largest}, but the world has "
+                f"{world_size} ranks, 0..{world_size - 1}"
+            )
+
+    # -- devices, in TensorFlow's words ---------------------------------------
+
+    def global_device_ids(self) -> npt.NDArray[np.int64]:
+        """Return the ids as an array of the mesh's shape."""
+        return self.ids.array()
+
+    def min_global_device_id(self) -> int:
+        """Return the smallest id, which is the first one where ids increase."""
+        return self.ids.smallest
+
+    def local_device_ids(self) -> list[int]:
+        """Return the ids that this process owns."""
+        return list(self.local_ids)
+
+    def local_device_locations(self) -> list[dict[str, int]]:
+        """Return {dim: coordinate} for each local id, also where ids do not start at 0."""
+        return [self._named(self.offset_of(rank)) for rank in self.local_ids]
+
+    def local_devices(self) -> list[str]:
+        """Return the local devices' full names."""
+        return list(self.local_names)
+
+    def num_local_devices(self) -> int:
+        """Return the number of devices that this process owns."""
+        return len(self.local_ids)
+
+    def global_devices(self) -> list[str]:
+        """Return the full names of all devices, empty where not known."""
+        return list(self.global_names)
+
+    def device_type(self) -> str:
+        """Return ``"CPU"`` or ``"GPU"``.
+
+        Raises:
+            MeshError: If the mesh holds no device names.
+        """
+        kind = common_type(self.local_names or self.global_names)
+        if kind is None:
+            raise MeshError(f"device_type is required: mesh {self.dims_text} has no device names")
+        return kind
+
+    def is_remote(self) -> bool:
+        """Tell whether this process owns none of the mesh's ranks."""
+        return not self.local_ids
+
+    def is_single_device(self) -> bool:
+        """Tell whether the mesh is one device, without dims."""
+        return self.ndim == 0 and len(self.local_names) == 1
+
+    @property
+    def single_device(self) -> str:
+        """The full name of the one device.
+
+        Raises:
+            MeshError: If the mesh is not a single device.
+        """
+        if not self.is_single_device():
+            raise MeshError(f"mesh {self.dims_text or '()'} is not a single device")
+        return self.local_names[0]
+
+    def use_xla_spmd(self) -> bool:
+        """Return False: there is no XLA here."""
+        return False
+
     # -- text ------------------------------------------------------------------
 
     def to_string(self) -> str:
@@ -356,8 +626,62 @@ class Mesh(DeviceQueries):
             self.dims, self.ids, self.name, self.local_ids, self.local_names, self.global_names
         )
 
+    # -- inside ----------------------------------------------------------------
+
+    def _check_devices(self) -> None:
+        """Check ids and names against each other; MeshError says which breaks a rule."""
+        local, names = self.local_ids, self.local_names
+        if len(set(local)) != len(local):
+            raise MeshError(f"a local device id is given twice in {local}")
+        for rank in local:
+            if rank not in self.ids:
+                raise MeshError(f"local device id {rank} is not in mesh {self.dims_text or '()'}")
+        if names and len(names) != len(local):
+            raise MeshError(f"{len(local)} local device ids, but {len(names)} local devices")
+        if self.global_names and len(self.global_names) != self.size:
+            raise MeshError(f"{len(self.global_names)} global devices in a mesh of {self.size}")
+        check_distinct(names)
+        check_distinct(self.global_names)
+        common_type(names + self.global_names)
+
+    def _number(self, dim: str) -> int:
+        return dim_numbers(self.dims, (dim,))[0]
+
+    def _named(self, offset: int) -> dict[str, int]:
+        return dict(zip(self.dim_names, unravel(offset, self.shape()), strict=True))
+
+    def _fixed(self, by_dim: Mapping[str, int]) -> list[int]:
+        """Return coordinates as in `by_dim`, and 0 for the dims it does not name."""
+        coords = [0] * self.ndim
+        for name, value in by_dim.items():
+            number = self._number(name)
+            size = self.dims[number].size
+            coords[number] = as_int(value, f"the coordinate along {name!r}")
+            if not 0 <= coords[number] < size:
+                raise MeshError(f"coordinate {name}={value} is outside of mesh dim {name}={size}")
+        return coords
+
+
+def check_even(size: int, num_local: int) -> None:
+    """Refuse a number of local devices that not every process of the mesh can have."""
+    if num_local and size % num_local:
+        raise MeshError(
+            f"Uneven local clusters: {num_local} local devices do not divide {size} devices"
+        )
+
 
 def _checked_name(name: object) -> str:
     if not isinstance(name, str) or "|" in name or not name.isprintable():
         raise MeshError(f"a mesh's name must be printable text without '|', got {name!r}")
     return name
+
+
+class _LiveMesh(Protocol):
+    """A mesh of ranks that talk to each other: it has a :class:`Mesh`, alike on all of them."""
+
+    @property
+    def value(self) -> Mesh: ...
+
+
+MeshLike: TypeAlias = Mesh | _LiveMesh
+"""A mesh as a value, or a live one."""

@@ -1,24 +1,40 @@
-"""TensorFlow's text form of a mesh, ``name|x=3,y=2|ids|local ids|local devices``."""
+"""TensorFlow's forms of a mesh: ``name|x=3,y=2|ids|local ids|local devices``, and its record."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mpimesh.errors import MeshError
 from mpimesh.mesh.dims import dims_text, parse_dims
 from mpimesh.mesh.spec import DeviceSpec
 
-__all__ = ["MeshFields", "join_mesh_text", "split_mesh_text"]
+__all__ = [
+    "MeshFields",
+    "fields_of_record",
+    "join_mesh_text",
+    "record_of_fields",
+    "split_mesh_text",
+]
 
 _DIM = re.compile(r"([^=,|\s]+)=([1-9][0-9]{0,17})")
 _ID = re.compile(r"[0-9]{1,18}")
 _FULL_DEVICE = re.compile(r"/job:[^/]+/replica:[0-9]+/task:[0-9]+/device:[A-Za-z_]+:[0-9]+")
 
+_FIELDS = {
+    "name": str,
+    "mesh_dimensions": list,
+    "global_device_ids": list,
+    "local_device_ids": list,
+    "local_devices": list,
+    "global_devices": list,
+    "use_xla_spmd": bool,
+}
+
 
 class MeshFields(NamedTuple):
-    """The fields of a mesh text, not yet checked against each other."""
+    """The fields of a mesh as text or record, not yet checked against each other."""
 
     dims: Sequence[tuple[str, int]]
     ids: Sequence[int]
@@ -118,3 +134,50 @@ def _devices(part: str) -> list[str]:
                 f"'/job:localhost/replica:0/task:0/device:CPU:0', got {item!r}"
             )
     return items
+
+
+def record_of_fields(fields: MeshFields) -> dict[str, Any]:
+    """Write the record: ``MeshProto`` in JSON's types."""
+    return {
+        "name": fields.name,
+        "mesh_dimensions": [{"name": name, "size": size} for name, size in fields.dims],
+        "global_device_ids": list(fields.ids),
+        "local_device_ids": list(fields.local_ids),
+        "local_devices": list(fields.local_devices),
+        "global_devices": list(fields.global_devices),
+        "use_xla_spmd": False,
+    }
+
+
+def fields_of_record(record: Mapping[str, Any]) -> MeshFields:
+    """Read the record, all fields of which must be there and of their type.
+
+    Raises:
+        MeshError: Naming the field that is not as it must be.
+    """
+    if not isinstance(record, Mapping):
+        raise MeshError(f"a mesh record must be a mapping, got {type(record).__name__}")
+    if set(record) != set(_FIELDS):
+        wrong = ", ".join(sorted(map(str, set(record) ^ set(_FIELDS))))
+        raise MeshError(f"a mesh record has exactly the fields {', '.join(_FIELDS)}; see {wrong}")
+    for field, kind in _FIELDS.items():
+        if not isinstance(record[field], kind):
+            raise MeshError(
+                f"{field} in a mesh record must be a {kind.__name__}, got {record[field]!r}"
+            )
+    if record["use_xla_spmd"]:
+        raise MeshError("use_xla_spmd is not supported: mpimesh has no XLA")
+    return MeshFields(
+        dims=[_dim(item) for item in record["mesh_dimensions"]],
+        ids=record["global_device_ids"],
+        name=record["name"],
+        local_ids=record["local_device_ids"],
+        local_devices=record["local_devices"],
+        global_devices=record["global_devices"],
+    )
+
+
+def _dim(item: object) -> tuple[str, int]:
+    if not isinstance(item, Mapping) or set(item) != {"name", "size"}:
+        raise MeshError(f"a mesh dimension in a record has a name and a size, got {item!r}")
+    return item["name"], item["size"]

@@ -22,7 +22,7 @@ from math import prod
 
 from mpimesh.arguments import as_flag, as_int
 from mpimesh.errors import MeshError, WorldSizeError
-from mpimesh.mesh.fit import check_world_size
+from mpimesh.mesh.dims import check_world_size
 from mpimesh.mesh.groups import GroupBackend, GroupSpec
 from mpimesh.mesh.mesh import Mesh
 

@@ -1,17 +1,17 @@
 from .device_mesh import DeviceMesh as DeviceMesh
+from .device_mesh import (
+    initialize_accelerator_system as initialize_accelerator_system,
+)
+from .device_mesh import (
+    initialize_multi_client as initialize_multi_client,
+)
+from .device_mesh import (
+    shutdown_accelerator_system as shutdown_accelerator_system,
+)
 from .failure import exit_all as exit_all
 from .group import ProcessGroup as ProcessGroup
 from .launch import Launch as Launch
 from .messages import MAX_TAG as MAX_TAG
-from .system import (
-    initialize_accelerator_system as initialize_accelerator_system,
-)
-from .system import (
-    initialize_multi_client as initialize_multi_client,
-)
-from .system import (
-    shutdown_accelerator_system as shutdown_accelerator_system,
-)
 from .traffic import Traffic as Traffic
 from .work import CollectiveTensor as CollectiveTensor
 from .world import run_virtual as run_virtual

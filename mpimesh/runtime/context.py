@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, SupportsIndex
 from weakref import WeakSet
 
+from mpimesh.arrays import HostArray, aligned_empty, array_shape
 from mpimesh.comm import Communicator
 from mpimesh.errors import ClosedError
+from mpimesh.runtime.agreement import agreed, exchange
+from mpimesh.runtime.call import Call
 from mpimesh.runtime.deadlock import Mail
+from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.traffic import Traffic
 from mpimesh.runtime.work import OpenWork
 from mpimesh.runtime.world import World
@@ -20,12 +27,13 @@ __all__ = ["MeshContext"]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class MeshContext:
-    """The state of a mesh that its groups work on.
+    """The state of a mesh that its groups work on: communicators, operations, memory.
 
     Attributes:
         world: What the rank has once.
         settings: Read from the environment when the mesh was made.
-        rank: This rank in the mesh.
+        control: The communicator of all ranks, those among them that the mesh leaves out.
+        rank: This rank in `control`.
         open_work: Started and not yet resolved.
         closed: No operation may start or be waited for any more.
         forked: It is that of the parent process: here, in a forked child, nobody may use it.
@@ -38,7 +46,8 @@ class MeshContext:
 
     world: World
     settings: Settings
-    rank: int
+    control: Communicator
+    rank: int = field(init=False)
     open_work: OpenWork = field(default_factory=OpenWork)
     closed: bool = False
     forked: bool = False
@@ -50,14 +59,26 @@ class MeshContext:
 
     def __post_init__(self) -> None:
         """Remember the mesh, so that a forked child lets go of it."""
+        self.rank = self.control.rank
         _OF_THIS_PROCESS.add(self)
+
+    @property
+    def progress(self) -> Progress:
+        """The unfinished operations of this rank."""
+        return self.world.progress
+
+    def exchange(self, value: Any, what: object) -> list[Any]:
+        """Collective over `control`: return the values of its ranks, as :func:`exchange` does."""
+        return exchange(self.progress, self.control, value, what=what)
+
+    # -- communicators -----------------------------------------------------------------------
 
     def adopt(self, communicator: Communicator, name: str) -> None:
         """Take in a communicator of the mesh, which all its ranks call by `name`."""
         communicator.name = self.full_name(name)
         communicator.mail = Mail() if self.settings.checks else None
         ranks = tuple(getattr(communicator, "world_ranks", ()))
-        self.world.progress.communicators[communicator.name] = communicator, ranks
+        self.progress.communicators[communicator.name] = communicator, ranks
 
     def full_name(self, name: str) -> str:
         """Return what a communicator is called of which the mesh's name is `name`. Local."""
@@ -65,7 +86,7 @@ class MeshContext:
 
     def rename(self, communicator: Communicator, name: str) -> None:
         """Call a communicator of the mesh by another name, on all its ranks alike."""
-        communicators = self.world.progress.communicators
+        communicators = self.progress.communicators
         entry = communicators.pop(communicator.name, None)
         communicator.name = self.full_name(name)
         if entry is not None:
@@ -78,24 +99,24 @@ class MeshContext:
             communicator: The communicator.
             unended: Whether something may be under way on it; None for what is known of the mesh.
         """
-        self.world.progress.communicators.pop(communicator.name, None)
+        self.progress.communicators.pop(communicator.name, None)
         communicator.unended = self.unended if unended is None else unended
         communicator.free()
 
-    def give_back(self, control: Communicator) -> None:
-        """Give the communicator of all its ranks back, the last one. Collective over it."""
-        self.free(control)
+    def give_back(self) -> None:
+        """Give the communicator of all ranks back, the last one. Collective over it."""
+        self.free(self.control)
         if self.world.guard is not None:
-            self.world.guard.forget_mesh(control)
+            self.world.guard.forget_mesh(self.control)
 
-    def leave(self, control: Communicator, error: BaseException) -> None:
+    def leave(self, error: BaseException) -> None:
         """Stop using the mesh on this rank alone, by an error that may yet be caught."""
         self.closed = True
-        communicators = self.world.progress.communicators
+        communicators = self.progress.communicators
         for name in [name for name in communicators if name.startswith(f"{self.name}/")]:
             del communicators[name]
         if self.world.guard is not None:
-            self.world.guard.leave_mesh(control, error)
+            self.world.guard.leave_mesh(self.control, error)
 
     @property
     def why_closed(self) -> str:
@@ -106,6 +127,35 @@ class MeshContext:
                 "start children before MPI, or by spawn"
             )
         return "its mesh is closed"
+
+    def empty_once(
+        self,
+        group: str,
+        communicator: Communicator,
+        shape: Sequence[SupportsIndex] | SupportsIndex,
+        dtype: Any,
+    ) -> tuple[HostArray, bool]:
+        """Return an array that a node's ranks have once, and whether this rank writes it.
+
+        Collective over a group's communicator. See :meth:`ProcessGroup.empty_once`.
+        """
+        sizes, kind = agreed(
+            self.progress,
+            communicator,
+            "empty_once",
+            lambda: array_shape(shape, dtype),
+            lambda found: f"{found[0]} {found[1]}",
+        )
+        nbytes = math.prod(sizes) * kind.itemsize
+        offered = communicator.offer_once(nbytes)
+        places = exchange(self.progress, communicator, offered, what=Call("empty_once", group))
+        found = communicator.take_once(places, nbytes)
+        if found is None:
+            return aligned_empty(sizes, kind, self.world.shared_bytes), True
+        memory, writes = found
+        array: HostArray = memory.view(kind).reshape(sizes)
+        array.flags.writeable = writes
+        return array, writes
 
 
 _OF_THIS_PROCESS: WeakSet[MeshContext] = WeakSet()

@@ -2,44 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
 
 from mpimesh.arguments import as_int, shown
-from mpimesh.arrays import HostArray
+from mpimesh.arrays import HostArray, aligned_empty
 from mpimesh.comm import Communicator
-from mpimesh.errors import (
-    ClosedError,
-    MeshError,
-    MpimeshError,
-    RankError,
-    TransportError,
+from mpimesh.errors import MeshError, RankError, UnknownNameError
+from mpimesh.layout import Links
+from mpimesh.mesh import (
+    WORLD,
+    ClientInfo,
+    Device,
+    DeviceBackend,
+    DeviceIds,
+    DeviceTable,
+    GroupBackend,
+    GroupSpec,
+    Mesh,
+    MeshDimension,
+    MeshStats,
+    MeshTopology,
+    NamesLike,
 )
-from mpimesh.layout import ASSUMED_LINKS, Links
-from mpimesh.mesh import WORLD, DimsLike, GroupBackend, Mesh, MeshTopology
-from mpimesh.runtime.agreement import agree, agreed
-from mpimesh.runtime.allocator import aligned_empty
-from mpimesh.runtime.call import Call, call_site
-from mpimesh.runtime.context import MeshContext
+from mpimesh.mesh.dims import parse_names
+from mpimesh.runtime.call import call_site
 from mpimesh.runtime.group import ProcessGroup
-from mpimesh.runtime.mesh_shape import MeshShape, as_mesh
+from mpimesh.runtime.mesh_core import MeshArgument, MeshCore
 from mpimesh.runtime.traffic import Budget, Traffic
-from mpimesh.runtime.world import world_of
+from mpimesh.runtime.world import current_world
 from mpimesh.settings import Settings
 from mpimesh.trace import Tracer
 
-__all__ = ["DeviceMesh"]
+__all__ = [
+    "DeviceMesh",
+    "initialize_accelerator_system",
+    "initialize_multi_client",
+    "shutdown_accelerator_system",
+]
 
-_LEAVE_TOGETHER_S = 2.0
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class DeviceMesh(MeshShape):
+def _asked(query: Callable[Concatenate[Mesh, P], R]) -> Callable[Concatenate[DeviceMesh, P], R]:
+    """Return the method that asks a query of the mesh that a live one has."""
+
+    @wraps(query)
+    def ask(live: DeviceMesh, /, *args: P.args, **options: P.kwargs) -> R:
+        return query(live._core.mesh, *args, **options)
+
+    ask.__qualname__ = f"DeviceMesh.{query.__name__}"
+    return ask
+
+
+class DeviceMesh:
     """A mesh of ranks that can talk to each other.
 
-    Everything that can be asked of a :class:`~mpimesh.Mesh` can be asked of it, and
-    it has a :class:`~mpimesh.ProcessGroup` for the world, for each dim, and for each
-    group added later.
+    It has a :class:`~mpimesh.Mesh`, and answers what can be asked of that about dims, places
+    and ranks; :attr:`mesh` is that mesh, and makes others. It has a
+    :class:`~mpimesh.ProcessGroup` for the world, for each dim, and for each group added later.
 
     Making, changing and closing a mesh are collective: all ranks of `comm` do it, in the
     same order. Use it as a context manager, or call :meth:`close`.
@@ -76,68 +100,118 @@ class DeviceMesh(MeshShape):
 
     def __init__(
         self,
-        dims: DimsLike | Mesh | MeshTopology,
+        dims: MeshArgument,
         comm: Any = None,
         *,
         name: str = "",
         tracer: Tracer | None = None,
     ) -> None:
-        self._closed = True  # until it is whole
-        if tracer is not None and not isinstance(tracer, Tracer):
-            raise MeshError(f"tracer must be a Tracer or None, got {shown(tracer)}")
-        world = world_of(comm)
-        settings = Settings.from_environment()
-        control = world.open_communicator(comm, settings)
-        self._control = control
-        self._links = ASSUMED_LINKS
-        self._progress = world.progress
-        self._context = MeshContext(world, settings, control.rank)
-        if tracer is not None:
-            self._context.tracer = tracer
-        with self._progress.watched(Call("DeviceMesh", WORLD), control):
-            try:
-                mesh, topology = agreed(
-                    world.progress,
-                    control,
-                    "DeviceMesh",
-                    lambda: as_mesh(dims, control.size, name),
-                    lambda made: f"{made[0]}, {made[1]}, {settings}",
-                )
-                # Before any group: what moves device memory asks which device is current.
-                self._gather_devices(control)
-            except MpimeshError:
-                self._context.give_back(control)
-                raise
-            self._settle(mesh, topology)
-            self._groups = self._make_groups(control)
-        self._closed = False
+        self._core = MeshCore(dims, comm, name, tracer)
+
+    # -- the mesh as a value: local ------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh as a value, with this rank as its local one."""
+        return self._core.mesh
+
+    @property
+    def value(self) -> Mesh:
+        """The mesh as a value that is equal on all ranks."""
+        return self._core.value
+
+    @property
+    def name(self) -> str:
+        """Name of the mesh."""
+        return self._core.mesh.name
+
+    @property
+    def dims(self) -> tuple[MeshDimension, ...]:
+        """Its (name, size) pairs, slowest first."""
+        return self._core.mesh.dims
+
+    @property
+    def ids(self) -> DeviceIds:
+        """Its ranks, a lazy sequence in row-major order."""
+        return self._core.mesh.ids
+
+    @property
+    def dim_names(self) -> list[str]:
+        """Names of the dims, slowest first."""
+        return self._core.mesh.dim_names
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return self._core.mesh.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the mesh: the product of the sizes."""
+        return self._core.mesh.size
+
+    @property
+    def strides(self) -> list[int]:
+        """Steps in offset for one step along each dim."""
+        return self._core.mesh.strides
+
+    @property
+    def dims_text(self) -> str:
+        """The dims as ``dp=2,pp=2``."""
+        return self._core.mesh.dims_text
+
+    __getitem__ = _asked(Mesh.__getitem__)
+    __contains__ = _asked(Mesh.__contains__)
+    __iter__ = _asked(Mesh.__iter__)
+    shape = _asked(Mesh.shape)
+    dim_size = _asked(Mesh.dim_size)
+    contains_dim = _asked(Mesh.contains_dim)
+    contains_rank = _asked(Mesh.contains_rank)
+    coords = _asked(Mesh.coords)
+    device_location = _asked(Mesh.device_location)
+    coords_of = _asked(Mesh.coords_of)
+    coord_of = _asked(Mesh.coord_of)
+    offset_of = _asked(Mesh.offset_of)
+    rank_of = _asked(Mesh.rank_of)
+    rank_at = _asked(Mesh.rank_at)
+    neighbour = _asked(Mesh.neighbour)
+    groups = _asked(Mesh.groups)
+    num_groups = _asked(Mesh.num_groups)
+    group_index = _asked(Mesh.group_index)
+    group_ranks = _asked(Mesh.group_ranks)
+    place_in_group = _asked(Mesh.place_in_group)
+    check_world = _asked(Mesh.check_world)
+    num_local_devices = _asked(Mesh.num_local_devices)
+    local_devices = _asked(Mesh.local_devices)
+    to_string = _asked(Mesh.to_string)
+    as_proto = _asked(Mesh.as_proto)
 
     # -- who and where: local ------------------------------------------------------------
 
     @property
     def rank(self) -> int:
         """This rank in `comm`."""
-        return self._context.rank
+        return self._core.context.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks of `comm`; `size` is that of the mesh."""
-        return self._control.size
+        return self._core.context.control.size
 
     @property
     def topology(self) -> MeshTopology | None:
         """The topology that the mesh was made or reshaped from, if it was."""
-        return self._topology
+        return self._core.topology
 
     @property
     def settings(self) -> Settings:
         """The settings that were in force when the mesh was made."""
-        return self._context.settings
+        return self._core.context.settings
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` has been called."""
-        return self._closed
+        return self._core.closed
 
     @property
     def links(self) -> Links:
@@ -145,7 +219,7 @@ class DeviceMesh(MeshShape):
 
         The same on all ranks. By them redistributions between nodes choose their way.
         """
-        return self._links
+        return self._core.links
 
     @property
     def comm(self) -> Communicator:
@@ -158,16 +232,13 @@ class DeviceMesh(MeshShape):
         Raises:
             ClosedError: If the mesh is closed.
         """
-        self._refuse_closed("give the communicator of")
-        return self._control
+        self._core.refuse_closed("give the communicator of")
+        return self._core.context.control
 
     @property
     def everyone(self) -> ProcessGroup:
         """The group of all ranks of `comm`, in their order, also those that the mesh leaves out."""
-        self._refuse_closed("use a group of")
-        backend = GroupBackend.MPI if self._control.kind == "mpi" else GroupBackend.VIRTUAL
-        ranks = range(self.world_size)
-        return ProcessGroup("everyone", ranks, self._control, self._context, backend)
+        return self._core.everyone
 
     def set_rank(self, rank: int) -> None:
         """Accept the rank that this process has, and refuse any other.
@@ -189,15 +260,205 @@ class DeviceMesh(MeshShape):
         """
         return self.coord_of(self.rank, dim)
 
-    def copy(self) -> DeviceMesh:
-        """Collective: make another mesh of the same dims and groups, with its own communicators."""
-        groups = self._live("copy")
-        groups.settle("copy")
-        other = DeviceMesh(self.mesh if self.topology is None else self.topology, self._control)
-        other._live("copy").add_custom_of(groups)
-        return other
+    # -- groups --------------------------------------------------------------------------------
+
+    def group(self, name: NamesLike = WORLD) -> ProcessGroup:
+        """Return a group: ``"world"``, a dim's name, or one that was added. Local.
+
+        Raises:
+            UnknownNameError: If there is no such group; says which there are.
+            ClosedError: If the mesh is closed.
+            RankError: If this rank is not in the mesh.
+        """
+        groups = self._core.live("use a group of")
+        if not isinstance(name, str | Sequence):
+            raise UnknownNameError(f"a group is asked for by its name, a text; got {shown(name)}")
+        key = name if isinstance(name, str) else ",".join(parse_names(name))
+        found = groups.get(key)
+        if found is None:
+            raise UnknownNameError(
+                f"Group {key!r} not found; there are {', '.join(groups.names)}; "
+                "make more with add_group, which is collective"
+            )
+        return found
+
+    def get_group(self, name: str) -> ProcessGroup | None:
+        """Return the group called `name`, None if there is none. Local."""
+        groups = self._core.groups
+        return None if groups is None else groups.get(name)
+
+    @property
+    def group_names(self) -> list[str]:
+        """Names of all groups, in the order of their making, the same on every rank."""
+        groups = self._core.groups
+        return [] if groups is None else groups.names
+
+    def in_group(self, name: str) -> bool:
+        """Tell whether this rank is in a group; False if there is none of that name."""
+        group = self.get_group(name)
+        return group is not None and group.rank is not None
+
+    def group_rank(self, name: str) -> int | None:
+        """Return this rank's place in a group; None for a non-member or an unknown group."""
+        group = self.get_group(name)
+        return None if group is None else group.rank
+
+    def add_group(
+        self,
+        name: str,
+        ranks: Sequence[int] | None = None,
+        *,
+        dims: NamesLike | None = None,
+        backend: GroupBackend | str | None = None,
+        apart: bool = False,
+    ) -> ProcessGroup:
+        """Make a group of listed ranks, or one for each line of ranks along several dims.
+
+        Collective over the mesh, with the same arguments on all ranks, members or not.
+
+        Args:
+            name: A new name.
+            ranks: The members, counted in `comm`; their order is the group's.
+            dims: Instead of `ranks`: the group that each rank is in along these dims.
+            backend: Who is to move the bytes, and nobody else: ``"mpi"``, ``"node_shared"`` (host
+                memory; the ranks must share a node) or ``"nccl"`` (device memory; what lies on
+                the host goes as it would without). If None, the fastest of all that the ranks
+                have, for each operation and size; :meth:`ProcessGroup.algorithms` tells.
+            apart: Give listed ranks an order of operations of their own, even if another group
+                has the same ranks: for collectives that may be under way when those ranks meet
+                otherwise. It takes a communicator more.
+
+        Returns:
+            The group. On a rank that is no member, only its description can be used.
+
+        Raises:
+            GroupError: On every rank, if the name is taken, `ranks` has none or one twice, or the
+                backend is one that these ranks do not have; the message says why.
+            RankError: On every rank, if a rank is not in the mesh.
+            MismatchError: On every rank, if the arguments differ.
+        """
+        groups = self._core.live("add a group to")
+        return groups.add(name, ranks, dims=dims, backend=backend, apart=apart)
+
+    # -- devices: local ------------------------------------------------------------------------
+
+    def use_device(self) -> Device:
+        """Make this rank's GPU current in CuPy, for the calling thread, and return its record.
+
+        Local. Making the mesh does it, where CuPy is imported by then. Call it yourself where
+        CuPy comes later, and in every further thread that makes arrays. Nothing happens on a rank
+        whose device is a CPU.
+
+        Raises:
+            MeshError: If CuPy cannot be imported or does not find the GPU.
+        """
+        return self._core.devices.use()
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its node: as the launcher says, or counted where it does not."""
+        return self._core.devices.local_rank
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Name of the node of each rank."""
+        return self._core.devices.table.hosts
+
+    def global_devices(self) -> list[str]:
+        """Return the full names of the devices of all ranks of the mesh, in its order. Local."""
+        devices = self._core.devices
+        return self.mesh.global_devices() or [devices.name_of(rank) for rank in self.ids]
+
+    def device_type(self) -> str:
+        """Return ``"GPU"`` where every rank of `comm` has one, else ``"CPU"``."""
+        mesh = self.mesh
+        if mesh.local_names or mesh.global_names:
+            return mesh.device_type()
+        return self.client().preferred_device_type()
+
+    def get_device(self, rank: int) -> Device | None:
+        """Return the device of `rank`, None if there is no such rank. Local."""
+        return self._core.devices.table.get(rank)
+
+    def local_device(self) -> Device:
+        """Return the device of this rank. Local."""
+        return self._core.devices.mine
+
+    def all_devices(self) -> DeviceTable:
+        """Return the devices of all ranks, in rank order. Local."""
+        return self._core.devices.table
+
+    def devices_by_backend(self, backend: DeviceBackend | str) -> list[Device]:
+        """Return the devices of exactly this backend. Local."""
+        return self._core.devices.table.by_backend(backend)
+
+    def devices_in_group(self, name: str) -> list[Device]:
+        """Return the devices of a group's ranks, in group order. Local.
+
+        Raises:
+            UnknownNameError: If there is no such group.
+        """
+        group = self.get_group(name)
+        if group is None:
+            known = ", ".join(self.group_names)
+            raise UnknownNameError(f"Group {name!r} not found; there are {known}")
+        return self._core.devices.table.in_group(GroupSpec(group.name, group.ranks, group.backend))
+
+    @property
+    def total_memory_mb(self) -> int:
+        """Memory of all devices in MiB, shared hardware counted once."""
+        return self._core.devices.table.total_memory_mb
+
+    @property
+    def total_compute_units(self) -> int:
+        """Multiprocessors and cores of all devices, shared hardware counted once."""
+        return self._core.devices.table.total_compute_units
+
+    def stats(self) -> MeshStats:
+        """Return totals over all ranks, and the number of groups. Local."""
+        return self._core.devices.table.stats(len(self.group_names))
+
+    def client(self) -> ClientInfo:
+        """Return who this process is, in TensorFlow's words. Local."""
+        return self._core.devices.client()
 
     # -- all together ------------------------------------------------------------------------
+
+    def copy(self) -> DeviceMesh:
+        """Collective: make another mesh of the same dims and groups, with its own communicators."""
+        core = self._core
+        groups = core.live("copy")
+        groups.settle("copy")
+        dims = core.mesh if core.topology is None else core.topology
+        other = DeviceMesh(dims, core.context.control)
+        other._core.live("copy").add_custom_of(groups)
+        return other
+
+    def reshape(self, dims: MeshArgument) -> None:
+        """Arrange the same ranks in other dims.
+
+        Collective over the mesh. The groups of the old dims go and those of the new ones come;
+        groups made by :meth:`add_group` stay. If the new dims do not fit, nothing changes.
+
+        Raises:
+            WorldSizeError: On every rank, if `dims` do not fit the ranks of the mesh.
+            UnresolvedError: On every rank, if any has results that are not resolved.
+            GroupError: On every rank, if a group added by the user has the name of a new dim or
+                of a group of the new topology.
+            MismatchError: On every rank, if the ranks ask for different dims.
+        """
+        self._core.reshape(dims)
+
+    def set_comm(self, comm: Any) -> None:
+        """Move the mesh, with all its groups, to another communicator of the same ranks.
+
+        Collective over both. Take the groups anew afterwards: the old ones are closed.
+
+        Raises:
+            RankError: On every rank, if the size or any rank differs.
+            UnresolvedError: On every rank, if any has results that are not resolved.
+        """
+        self._core.set_comm(comm)
 
     def barrier(self, name: str | None = None, *, timeout_s: float | None = None) -> None:
         """Wait for all started operations of this mesh, then for all its ranks.
@@ -226,21 +487,15 @@ class DeviceMesh(MeshShape):
             ...     print(mesh.measure_links().measured == (mesh.size > 1))
             True
         """
-        from mpimesh.runtime.link_speeds import measured_links
-
-        self._refuse_closed("measure the links of")
-        if self.settings.checks:
-            agree(self._progress, self._control, Call("measure_links", WORLD))
-        self._links = measured_links(self.everyone, self.shared_empty)
-        self.layout_cache.clear()  # among it are plans
-        return self._links
+        self._core.measure_links()
+        return self.links
 
     def sync_collective(self) -> None:
         """Wait for all operations that this rank has started, in the order of their start.
 
         Their handles then resolve at once. An error of one is raised by its own handle.
         """
-        for work in self._context.open_work.all():
+        for work in self._core.context.open_work.all():
             work._complete()
 
     def traffic(self) -> Traffic:
@@ -248,7 +503,7 @@ class DeviceMesh(MeshShape):
 
         It counts on; :meth:`Traffic.snapshot` does not. ``print(mesh.traffic())`` shows a table.
         """
-        return self._context.traffic
+        return self._core.context.traffic
 
     def budget(
         self,
@@ -294,8 +549,8 @@ class DeviceMesh(MeshShape):
             ...     assert mm.run_virtual(4, main) == [24000] * 4
             >>> test_each_rank_gets_the_other_rows()
         """
-        self._live("give a budget to")
-        return Budget(self._context.traffic, self.rank, call_site(2), bytes, messages)
+        self._core.live("give a budget to")
+        return Budget(self._core.context.traffic, self.rank, call_site(2), bytes, messages)
 
     def shared_empty(
         self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: Any = float
@@ -323,9 +578,10 @@ class DeviceMesh(MeshShape):
             DTypeError: If `dtype` holds Python objects.
             MemoryError: If there is not as much memory.
         """
-        if self._closed:
-            self._refuse_closed("allocate from")
-        return aligned_empty(shape, dtype, self._context.world.shared_bytes)
+        core = self._core
+        if core.closed:
+            core.refuse_closed("allocate from")
+        return aligned_empty(shape, dtype, core.context.world.shared_bytes)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -338,18 +594,7 @@ class DeviceMesh(MeshShape):
             UnresolvedError: On every rank, naming the operations, if any rank has results that
                 are not resolved. The mesh stays open, so that they can be.
         """
-        self._close()
-
-    def _close(self, *, leaving: bool = False) -> None:
-        if self._closed or self._context.forked:
-            return
-        self._refuse_unresolved("close", "closed", leaving=leaving)
-        self._closed = True
-        self._context.closed = True
-        with self._progress.watched(Call("close", WORLD), self._control):
-            if self._groups is not None:
-                self._groups.free()
-            self._context.give_back(self._control)
+        self._core.close()
 
     def __enter__(self) -> Self:
         """Return the mesh."""
@@ -367,17 +612,12 @@ class DeviceMesh(MeshShape):
 
         Closing is collective: with the other ranks elsewhere, it would wait for them for ever.
         """
-        if self._context.forked:
+        if self._core.context.forked:
             return
         if error is None:
             self.close()
-            return
-        self._abandon_operations()
-        if isinstance(error, MpimeshError) and error.agreed and self._all_here():
-            self._close(leaving=True)
-            return
-        self._closed = True
-        self._context.leave(self._control, error)
+        else:
+            self._core.leave(error)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied or pickled: two meshes cannot own one communicator."""
@@ -389,26 +629,57 @@ class DeviceMesh(MeshShape):
 
     def __repr__(self) -> str:
         """Show dims, rank and groups. Local."""
-        state = ", closed" if self._closed else ""
+        state = ", closed" if self.closed else ""
         return (
             f"<DeviceMesh {self.dims_text} rank={self.rank}/{self.world_size} "
             f"groups={self.group_names}{state}>"
         )
 
-    # -- helpers -----------------------------------------------------------------------------
 
-    def _all_here(self) -> bool:
-        """Tell whether all ranks leave the mesh by an error that one of its groups agrees on."""
-        request = self._control.barrier()
-        what = Call("close after an error", WORLD)
-        try:
-            return self._progress.wait(
-                self._control, request, what=what, timeout_s=_LEAVE_TOGETHER_S
-            )
-        except TransportError:
-            return False
+# -- start and end by name, as in TensorFlow: a wrong start shows before any work ----------------
 
-    def _abandon_operations(self) -> None:
-        """Let go of all results. Their buffers stay: the transport may still write into them."""
-        for work in self._context.open_work.all():
-            work._fail(ClosedError(f"{work._call}: its mesh ended by an error before"))
+
+def initialize_accelerator_system(device_type: str | None = None) -> str:
+    """Start MPI, find the devices of all ranks, and return the type of device to use.
+
+    Collective over all ranks.
+
+    Args:
+        device_type: ``"CPU"`` or ``"GPU"``, which every rank must have; if None, GPU where
+            every rank has one, else CPU.
+
+    Raises:
+        MeshError: On every rank, if it was called before without a shutdown since, or if there is
+            no such device. It is a `ValueError`.
+        LaunchError: If MPI sees one rank where the launcher started more.
+    """
+    world = current_world()
+    if world.system is not None:
+        raise MeshError(
+            "the accelerator system is initialized already; call shutdown_accelerator_system first"
+        )
+    with DeviceMesh("world_ranks=-1") as mesh:
+        client = mesh.client()
+    world.system = client.preferred_device_type(device_type)
+    return world.system
+
+
+def shutdown_accelerator_system() -> None:
+    """Undo :func:`initialize_accelerator_system`, so that it may be called again. Local.
+
+    MPI itself goes on: it is mpi4py's, which ends it with the process, and other libraries may use
+    it. Meshes are closed by those who made them.
+
+    Raises:
+        MeshError: If the system is not initialized. It is a `ValueError`.
+    """
+    world = current_world()
+    if world.system is None:
+        raise MeshError(
+            "the accelerator system is not initialized; call initialize_accelerator_system first"
+        )
+    world.system = None
+
+
+initialize_multi_client = initialize_accelerator_system
+"""TensorFlow's older name."""

@@ -14,7 +14,6 @@ from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.errors import GroupError, RankError
 from mpimesh.mesh import GroupBackend
 from mpimesh.runtime import messages, plan, rooted
-from mpimesh.runtime.allocator import empty_once
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.group_core import GroupCore, collective
@@ -574,7 +573,7 @@ class ProcessGroup:
             DTypeError: On every rank, if `dtype` holds Python objects.
             MismatchError: On every rank, if the ranks ask for different arrays.
         """
-        return empty_once(self._core, shape, dtype, self._core.context.world.shared_bytes)
+        return self._core.context.empty_once(self.name, self.communicator, shape, dtype)
 
     def algorithms(self) -> Algorithms:
         """Return the table of algorithms by which the group moves its bytes, and why. Local.

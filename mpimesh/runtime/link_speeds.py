@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import DType, HostArray
+from mpimesh.arrays import HostArray
 from mpimesh.comm import MAX_USER_TAG
 from mpimesh.layout import ASSUMED_LINKS, Give, Link, Links, Part, Regions, Take
 from mpimesh.runtime.agreement import exchange
@@ -28,9 +28,7 @@ _SMALL_TIMES = 100
 _LARGE_TIMES = 4
 
 
-def measured_links(
-    group: ProcessGroup, empty: Callable[[Sequence[int], DType], HostArray]
-) -> Links:
+def measured_links(group: ProcessGroup) -> Links:
     """Measure the links between the ranks of a group. Collective; the result is that of all.
 
     Near: two ranks of each node send to each other, and then each rank of a node reads an array
@@ -40,7 +38,6 @@ def measured_links(
 
     Args:
         group: The ranks.
-        empty: Gives memory that the ranks of the node can reach.
     """
     if group.size == 1:
         return ASSUMED_LINKS
@@ -48,7 +45,7 @@ def measured_links(
     places = [[at for at in range(group.size) if nodes[at] == node] for node in sorted({*nodes})]
     firsts = [here[0] for here in places]
     near = _pinged(group, [(here[0], here[1]) for here in places if len(here) > 1])
-    read_s = _read(group, next(here for here in places if group.rank in here), empty)
+    read_s = _read(group, next(here for here in places if group.rank in here))
     far = _pinged(group, list(zip(firsts[::2], firsts[1::2], strict=False)))
     rows = exchange(group._core.progress, group.communicator, [near, read_s, far], what=_WHAT)
     nears, reads, fars = ([one for one in column if one] for column in zip(*rows, strict=True))
@@ -89,13 +86,12 @@ def _pass(
     group._core.wait_for(start(buffer, other, _TAG), what=_WHAT, peers=(other,))
 
 
-def _read(
-    group: ProcessGroup, here: Sequence[int], empty: Callable[[Sequence[int], DType], HostArray]
-) -> float:
+def _read(group: ProcessGroup, here: Sequence[int]) -> float:
     """Return the seconds of reading an array of the next rank of the node; 0.0 if it is alone."""
     place = here.index(group.rank or 0)
     before, after = here[place - 1], here[(place + 1) % len(here)]
-    source, target = (empty((_LARGE_BYTES,), np.dtype(np.uint8)) for _ in range(2))
+    take = group._core.context.world.shared_bytes
+    source, target = take(_LARGE_BYTES), take(_LARGE_BYTES)
     source[...] = target[...] = 0  # memory that is there
     whole = ((0, _LARGE_BYTES),)
     regions = Regions()

@@ -8,13 +8,17 @@ arithmetic that every rank does alike, because making one is collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from mpimesh.arguments import as_flag, shown
 from mpimesh.comm import Communicator
-from mpimesh.errors import GroupError
-from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh
-from mpimesh.runtime.agreement import exchange
+from mpimesh.errors import GroupError, RankError, on_all_ranks
+from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh, NamesLike
+from mpimesh.mesh.dims import parse_names
+from mpimesh.runtime.agreement import agreed, exchange
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.deadlock import Mail
@@ -23,6 +27,8 @@ from mpimesh.runtime.group import ProcessGroup
 from mpimesh.runtime.world import solo_communicator
 
 __all__ = ["LiveGroups"]
+
+_FORCED = (GroupBackend.MPI, GroupBackend.NODE_SHARED, GroupBackend.NCCL)
 
 
 @dataclass(slots=True, eq=False)
@@ -104,14 +110,6 @@ def _long(mesh: Mesh, dims: tuple[str, ...]) -> list[str]:
     return [dim for dim in dims if mesh.dim_size(dim) > 1]
 
 
-def _forced(family: _Family) -> _Family:
-    """Let the bytes of a new family go the way that it asks for."""
-    # NCCL moves what lies on devices, and is asked for there.
-    if family.forced not in (None, GroupBackend.NCCL) and family.communicator is not None:
-        family.why_not = family.communicator.force(str(family.forced))
-    return family
-
-
 class LiveGroups:
     """The groups of one mesh on one rank, in the order of their making.
 
@@ -178,11 +176,41 @@ class LiveGroups:
 
     # -- making groups: collective over the mesh -------------------------------------
 
+    def add(
+        self,
+        name: str,
+        ranks: Sequence[int] | None,
+        *,
+        dims: NamesLike | None,
+        backend: GroupBackend | str | None,
+        apart: bool,
+    ) -> ProcessGroup:
+        """Make a group of the user's. See :meth:`DeviceMesh.add_group`."""
+        self.settle("add_group")
+        spec, forced = agreed(
+            self._context.progress,
+            self._communicator,
+            "add_group",
+            lambda: (
+                self._checked_spec(name, ranks, dims, apart),
+                self._checked_backend(name, backend),
+            ),
+            lambda found: f"{name!r}: {found}{', apart' if apart else ''}",
+        )
+        if isinstance(spec, GroupSpec):
+            group = self.add_ranks(spec, custom=True, forced=forced, apart=apart)
+        else:
+            group = self.add_dims(name, spec, custom=True, forced=forced)
+        if forced is not None:
+            self._check_way(group, forced)
+        return group
+
     def add_dims(
         self,
         name: str,
         dims: tuple[str, ...],
         *,
+        mesh: Mesh | None = None,
         custom: bool = False,
         forced: GroupBackend | None = None,
     ) -> ProcessGroup:
@@ -191,10 +219,21 @@ class LiveGroups:
         Args:
             name: A new name.
             dims: The dims.
+            mesh: What they are dims of; the table's mesh if None.
             custom: Whether the user made it, so that :meth:`rebuild` keeps it.
             forced: The way that its bytes have to go.
         """
-        return self._add_lines(name, self._mesh, dims, custom=custom, forced=forced)
+        self.check_name(name)
+        grid, rank = self._mesh if mesh is None else mesh, self._context.rank
+        ranks = grid.group_ranks(rank, dims)
+        family = self._family(
+            _Family(tuple(ranks), None, grid, dims, forced=forced),
+            lambda known: known.lies_along(grid, dims),
+            grid.group_index(rank, dims),
+            grid.place_in_group(rank, dims),
+        )
+        asked = _Custom(family, None, grid, dims) if custom else None
+        return self._keep(name, ranks, family.communicator, family, asked)
 
     def add_ranks(
         self,
@@ -207,53 +246,39 @@ class LiveGroups:
         """Make one group of listed ranks, which keep their order."""
         self.check_name(spec.name)
         ranks = tuple(spec.ranks)
-        family = None
-        if forced is None and not apart:
-            family = next((family for family in self._families if family.has(ranks)), None)
-        if len(ranks) == 1:
-            family = _Family(ranks, solo_communicator(), owned=False)
-        elif family is None:
-            place = spec.group_rank(self._context.rank)
-            communicator = self._communicator.split(None if place is None else 0, place or 0)
-            family = _forced(_Family(ranks, communicator, forced=forced, apart=apart))
-            self._families.append(family)
-        communicator = family.communicator if self._context.rank in ranks else None
+        place = spec.group_rank(self._context.rank)
+        family = self._family(
+            _Family(ranks, None, forced=forced, apart=apart),
+            lambda known: known.has(ranks),
+            None if place is None else 0,
+            place or 0,
+        )
+        communicator = None if place is None else family.communicator
         asked = _Custom(family, spec.ranks) if custom else None
         return self._keep(spec.name, spec.ranks, communicator, family, asked)
 
-    def _add_lines(
-        self,
-        name: str,
-        mesh: Mesh,
-        dims: tuple[str, ...],
-        *,
-        custom: bool,
-        forced: GroupBackend | None = None,
-    ) -> ProcessGroup:
-        """Make the groups of `mesh` along `dims`."""
-        self.check_name(name)
-        rank = self._context.rank
-        ranks = mesh.group_ranks(rank, dims)
-        family = None
-        if forced is None:
-            family = next((one for one in self._families if one.lies_along(mesh, dims)), None)
-        if len(ranks) == 1:
-            family = _Family(tuple(ranks), solo_communicator(), mesh, dims, owned=False)
-        elif family is None:
-            communicator = self._communicator.split(
-                mesh.group_index(rank, dims), mesh.place_in_group(rank, dims)
-            )
-            family = _forced(_Family(tuple(ranks), communicator, mesh, dims, forced=forced))
-            self._families.append(family)
-        asked = _Custom(family, None, mesh, dims) if custom else None
-        return self._keep(name, ranks, family.communicator, family, asked)
+    def _family(
+        self, fresh: _Family, fits: Callable[[_Family], bool], color: int | None, key: int
+    ) -> _Family:
+        """Return a family that `fits`, or `fresh` with communicators of its own."""
+        if len(fresh.ranks) == 1:
+            return _Family(fresh.ranks, solo_communicator(), fresh.mesh, fresh.dims, owned=False)
+        known = next((one for one in self._families if fits(one)), None) if fresh.shared else None
+        if known is not None:
+            return known
+        fresh.communicator = self._communicator.split(color, key)
+        # NCCL moves what lies on devices, and is asked for there.
+        if fresh.forced not in (None, GroupBackend.NCCL) and fresh.communicator is not None:
+            fresh.why_not = fresh.communicator.force(str(fresh.forced))
+        self._families.append(fresh)
+        return fresh
 
     def add_custom_of(self, other: LiveGroups) -> None:
         """Make the groups that the user made in a mesh of the same ranks."""
         for name, made in other._custom.items():
             forced = made.family.forced
             if made.mesh is not None:
-                self._add_lines(name, made.mesh, made.dims, custom=True, forced=forced)
+                self.add_dims(name, made.dims, mesh=made.mesh, custom=True, forced=forced)
             elif made.ranks is not None:
                 spec = GroupSpec(name, made.ranks, self.backend)
                 self.add_ranks(spec, custom=True, forced=forced, apart=made.family.apart)
@@ -284,10 +309,6 @@ class LiveGroups:
             if family.owned and communicator is not None and id(communicator) not in kept:
                 self._context.free(communicator)
 
-    def why_not(self, name: str) -> str:
-        """Return why the bytes of a custom group cannot go the way that it asked for. Local."""
-        return self._custom[name].family.why_not
-
     # -- dropping groups -------------------------------------------------------------
 
     def close(self, group: ProcessGroup) -> None:
@@ -304,7 +325,7 @@ class LiveGroups:
             last = family.owned and not others
             unended = part_together(group, communicator, self._context, last=last)
             if last:
-                progress = self._context.world.progress
+                progress = self._context.progress
                 with progress.watched(Call("close", group.name), communicator):
                     self._context.free(communicator, unended=unended)
                 family.communicator, family.freed = None, True
@@ -333,7 +354,7 @@ class LiveGroups:
         flags = [group is not None and group.rank is not None for group in groups]
         flags += [family.freed for family in families]
         flags += [family.communicator is not None for family in families]
-        progress, call = self._context.world.progress, Call(action, WORLD)
+        progress, call = self._context.progress, Call(action, WORLD)
         rows = exchange(progress, self._communicator, flags, what=call)
         found = map(any, zip(*rows, strict=True))
         for name, group in zip(names, groups, strict=True):
@@ -346,16 +367,6 @@ class LiveGroups:
             family.broken = next(found)
         self._families = [family for family in families if next(found)]
 
-    def drop(self, name: str) -> None:
-        """Take back a group that was made last, with a way forced on it. Collective."""
-        family = self._custom.pop(name).family
-        self._groups.pop(name)._core.shut()
-        if family in self._families:
-            self._families.remove(family)
-            if family.communicator is not None:
-                # Nothing was started on it yet.
-                self._context.free(family.communicator, unended=False)
-
     # -- helpers ---------------------------------------------------------------------
 
     def check_name(self, name: str) -> None:
@@ -366,6 +377,79 @@ class LiveGroups:
         """
         if name in self._groups or name in self._custom:
             raise GroupError(f"there is already a group called {name!r}; choose another name")
+
+    def _check_way(self, group: ProcessGroup, forced: GroupBackend) -> None:
+        """Collective: take a new group back if its bytes cannot go the way that it asks for."""
+        family = self._custom[group.name].family
+        progress = self._context.progress
+        reasons = exchange(progress, self._communicator, family.why_not, what="add_group")
+        found = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
+        if not found:
+            return
+        del self._custom[group.name], self._groups[group.name]
+        group._core.shut()
+        if family in self._families:
+            self._families.remove(family)
+            if family.communicator is not None:
+                # Nothing was started on it yet.
+                self._context.free(family.communicator, unended=False)
+        rank, reason = found[0]
+        raise on_all_ranks(
+            GroupError(
+                f"group {group.name!r} cannot be moved by {forced}: rank {rank} says: {reason}"
+            )
+        )
+
+    def _checked_spec(
+        self, name: str, ranks: Sequence[int] | None, dims: NamesLike | None, apart: bool
+    ) -> GroupSpec | tuple[str, ...]:
+        if not isinstance(name, str):
+            raise GroupError(f"the name of a group must be a text, got {shown(name)}")
+        apart = as_flag(apart, "apart", GroupError)
+        if (ranks is None) == (dims is None):
+            raise GroupError(f"add_group({name!r}) takes ranks or dims, one of them")
+        if apart and ranks is None:
+            raise GroupError(f"add_group({name!r}) takes ranks, not dims, to set them apart")
+        self.check_name(name)
+        if ranks is None:
+            chosen = parse_names(() if dims is None else dims)
+            self._mesh.num_groups(chosen)  # refuses unknown dims
+            return chosen
+        spec = GroupSpec(name, ranks, self.backend)
+        for rank in spec.ranks:
+            if rank not in self._mesh.ids:
+                raise RankError(
+                    f"Rank {rank} out of bounds for group {name!r}: the mesh has ranks "
+                    f"{list(self._mesh.ids)[:16]}"
+                )
+        return spec
+
+    def _checked_backend(
+        self, name: str, backend: GroupBackend | str | None
+    ) -> GroupBackend | None:
+        """Return the backend that is asked for, if it is one that such groups can have."""
+        if backend is None:
+            return None
+        on_threads = self.backend is GroupBackend.VIRTUAL
+        known = (GroupBackend.VIRTUAL,) if on_threads else _FORCED
+        asked = None
+        with suppress(GroupError):  # it names all backends, also those that no such group has
+            asked = backend if isinstance(backend, GroupBackend) else GroupBackend.parse(backend)
+        if asked not in known:
+            can = ", ".join(map(str, known))
+            raise GroupError(
+                f"group {name!r} asks for backend {shown(str(backend))}, but what can be asked for "
+                f"on this mesh is {can}; leave backend= out for the fastest way"
+            )
+        if on_threads:
+            return None
+        if asked is GroupBackend.NCCL and "cupy" not in sys.modules:
+            raise GroupError(
+                f"group {name!r} asks for backend nccl, which is CuPy's, and CuPy is not imported: "
+                "import cupy first, or install it: pip install cupy-cuda13x (for a GPU driver "
+                "before 580, cupy-cuda12x); without a GPU leave backend= out"
+            )
+        return asked
 
     def _keep(
         self,

@@ -83,7 +83,7 @@ class World:
             an MPI world.
         threads_may_fail: Whether an exception in a thread leaves the job alone, because
             somebody else, such as a test runner, answers for it.
-        system: The device type that :func:`~mpimesh.runtime.system.initialize_accelerator_system`
+        system: The device type that :func:`~mpimesh.runtime.initialize_accelerator_system`
             settled on; None before and after.
         told: Warnings that were given already.
     """

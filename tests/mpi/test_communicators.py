@@ -161,7 +161,7 @@ def test_where_mpi_has_no_more_the_error_says_who_holds_them(comm):
 @pytest.mark.nprocs(2)
 def test_of_a_mesh_that_was_left_or_moved_nothing_is_kept(comm):
     with mm.DeviceMesh("x=-1", comm) as first:
-        world = first._context.world
+        world = first._core.context.world
         assert world.guard is not None
         meshes = set(world.guard._channels._meshes)
         names = set(world.progress.communicators)

@@ -43,7 +43,7 @@ def make_and_drop(mesh, number):
 
 def churn(comm, count):
     with mm.DeviceMesh("x=-1", comm) as mesh:
-        world = mesh._context.world
+        world = mesh._core.context.world
         before = set(world.progress.communicators)
         for number in range(64):
             make_and_drop(mesh, number)
@@ -57,9 +57,9 @@ def churn(comm, count):
         gc.collect()
         mesh.add_group("last", [0]).close()
         assert set(world.progress.communicators) == before
-        assert mesh._groups is not None
+        assert mesh._core.groups is not None
         assert mesh.group_names == ["world", "x"]
-        assert len(mesh._groups._families) <= 2
+        assert len(mesh._core.groups._families) <= 2
         grown = rss_bytes() - resident
         assert grown < 64 << 20
         if arena is not None:

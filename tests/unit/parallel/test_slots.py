@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpimesh.arrays import aligned_empty
 from mpimesh.parallel.slots import KEPT_STEPS, SlotPool
-from mpimesh.runtime.allocator import aligned_empty
 
 FLOAT = np.dtype(np.float64)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
+from mpimesh.arrays import aligned_empty
 from mpimesh.errors import GroupError, ScheduleError, ShapeError, UnknownNameError
-from mpimesh.runtime.allocator import aligned_empty
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.work import OpenWork
@@ -75,6 +75,37 @@ def test_a_group_shows_what_users_call_and_nothing_else():
     with mm.DeviceMesh("dp=1") as mesh:
         shown = {name for name in dir(mesh.group()) if not name.startswith("_")}
     assert shown == {*collectives, *planned, *messages, *facts, *others, "start_barrier"}
+
+
+def test_a_mesh_shows_what_users_call_and_nothing_else():
+    facts = {"closed", "comm", "coord", "links", "mesh", "name", "rank", "settings", "topology"}
+    facts |= {"value", "world_size"}
+    dims = {"contains_dim", "dim_names", "dim_size", "dims", "dims_text", "ndim", "shape", "size"}
+    places = {"contains_rank", "coord_of", "coords", "coords_of", "device_location", "ids"}
+    places |= {"neighbour", "offset_of", "rank_at", "rank_of", "strides"}
+    lines = {"check_world", "group_index", "group_ranks", "groups", "num_groups", "place_in_group"}
+    groups = {"add_group", "everyone", "get_group", "group", "group_names", "group_rank"}
+    devices = {"all_devices", "devices_by_backend", "devices_in_group", "get_device", "hosts"}
+    devices |= {"local_device", "local_rank", "stats", "total_compute_units", "total_memory_mb"}
+    tensorflow = {"as_proto", "client", "device_type", "global_devices", "local_devices"}
+    tensorflow |= {"num_local_devices", "to_string"}
+    together = {"barrier", "close", "copy", "measure_links", "reshape", "set_comm"}
+    others = {"budget", "in_group", "set_rank", "shared_empty", "sync_collective", "traffic"}
+    with mm.DeviceMesh("dp=1") as mesh:
+        shown = {name for name in dir(mesh) if not name.startswith("_")}
+        assert [*vars(mesh)] == ["_core"]
+    known = facts | dims | places | lines | groups | devices | tensorflow | together | others
+    assert shown == {*known, "use_device"}
+
+
+def test_a_mesh_answers_as_its_value_does():
+    with mm.DeviceMesh("dp=1,tp=1") as mesh:
+        assert mesh.coords_of(rank=0) == mesh.mesh.coords_of(0) == (0, 0)
+        assert mesh.rank_at(dp=0, tp=0) == mesh.rank_at(0, 0) == 0
+        assert mesh.neighbour(0, "tp", wrap=True) == 0
+        assert mesh["tp"] == ("tp", 1)
+        assert ("tp" in mesh, "pp" in mesh, [*mesh]) == (True, False, ["dp", "tp"])
+        assert mm.DeviceMesh.coords_of.__doc__ == mm.Mesh.coords_of.__doc__
 
 
 def test_a_handle_shows_what_users_call_and_nothing_else():

@@ -437,7 +437,7 @@ def sums_under_way(make: Callable[[mm.ProcessGroup], SupportsLayer]) -> list[str
         stage.backward(y, ctx)
 
     def mesh_open(mesh: mm.DeviceMesh) -> dict[int, Any]:
-        return mesh._context.open_work
+        return mesh._core.context.open_work
 
     on_ranks("tp=2", body)
     return sorted(line.split()[0] for line in order if line.endswith(" 1"))

@@ -30,7 +30,7 @@ def on_hosts(monkeypatch, hosts, body):
             return body(mesh, lambda: time.perf_counter() + skew_s)
 
     monkeypatch.setattr(
-        "mpimesh.runtime.mesh_devices.Launch.detect",
+        "mpimesh.runtime.mesh_core.Launch.detect",
         lambda: mm.Launch(node=getattr(place, "host", "first")),
     )
     return mm.run_virtual(len(hosts), main)

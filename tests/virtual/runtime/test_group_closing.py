@@ -53,8 +53,8 @@ def test_nothing_is_kept_of_dropped_groups():
                             group.all_reduce(np.ones(1)).resolve()
             mesh.add_group("last", [0]).close()
             assert set(world.progress.communicators) == kept
-            assert mesh._groups is not None
-            assert len(mesh._groups._custom) <= 1
-            assert len(mesh._groups._families) <= 4
+            assert mesh._core.groups is not None
+            assert len(mesh._core.groups._custom) <= 1
+            assert len(mesh._core.groups._families) <= 4
 
     mm.run_virtual(4, main)

@@ -75,7 +75,7 @@ def test_an_operator_of_a_split_array_is_where_the_program_has_it():
         with mm.DeviceMesh("dp=-1") as mesh:
             x = mm.distribute(np.arange(8.0), mesh, "dp=S0").sum()
             assert not x > 100
-            filename, _ = site_line(mesh._progress.calls[-1].site)
+            filename, _ = site_line(mesh._core.context.progress.calls[-1].site)
             return filename
 
     assert mm.run_virtual(2, main) == [__file__] * 2

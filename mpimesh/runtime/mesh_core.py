@@ -1,0 +1,473 @@
+"""The live part of a mesh: its groups and devices, made, remade and ended on all ranks together."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from mpimesh.arguments import shown
+from mpimesh.comm import MAX_USER_TAG
+from mpimesh.errors import (
+    ClosedError,
+    GroupError,
+    MeshError,
+    MpimeshError,
+    RankError,
+    SharedGpuWarning,
+    TransportError,
+    WorldSizeError,
+    on_all_ranks,
+)
+from mpimesh.layout import ASSUMED_LINKS
+from mpimesh.mesh import (
+    WORLD,
+    ClientInfo,
+    Device,
+    DeviceSpec,
+    DeviceTable,
+    DimsLike,
+    GroupBackend,
+    GroupSpec,
+    Mesh,
+    MeshTopology,
+    SharedGpu,
+    pick_device,
+    shared_gpus,
+    sharing_text,
+)
+from mpimesh.mesh.cupy_devices import cupy_in_use, make_current
+from mpimesh.mesh.dims import parse_dims
+from mpimesh.runtime.agreement import agree, agreed
+from mpimesh.runtime.call import Call, call_site, site_line
+from mpimesh.runtime.context import MeshContext
+from mpimesh.runtime.ending import counts, refuse_unreceived, refuse_unresolved
+from mpimesh.runtime.group import ProcessGroup
+from mpimesh.runtime.launch import Launch
+from mpimesh.runtime.link_speeds import measured_links
+from mpimesh.runtime.live_groups import LiveGroups
+from mpimesh.runtime.work import OpenWork
+from mpimesh.runtime.world import world_of
+from mpimesh.settings import Settings
+from mpimesh.trace import Tracer
+
+__all__ = ["MeshArgument", "MeshCore"]
+
+MeshArgument = DimsLike | Mesh | MeshTopology
+"""A mesh as users ask for it."""
+
+_LEAVE_TOGETHER_S = 2.0
+_TAG = MAX_USER_TAG + 10
+_LARGE_BYTES = 4 << 20
+_MEASURING = "measure_links"
+
+
+class MeshCore:
+    """A mesh of ranks that can talk to each other, and what it has on this rank.
+
+    A :class:`~mpimesh.DeviceMesh` has one; what mpimesh itself does on a mesh goes by it.
+
+    Attributes:
+        context: What the groups share; :meth:`set_comm` makes another.
+        mesh: The mesh as a value, with this rank as its local one.
+        value: The same without, so that it is equal on all ranks.
+        topology: The topology that it was made or reshaped from, if it was.
+        groups: Its groups; None on a rank that the mesh leaves out.
+        devices: The device of each rank.
+        links: Speeds of bytes from rank to rank, the same on all ranks.
+        layout_cache: Layouts, and ways between them, of the mesh as it is.
+        closed: Whether it was closed.
+    """
+
+    mesh: Mesh
+    value: Mesh
+    topology: MeshTopology | None
+    layout_cache: dict[Hashable, Any]
+
+    def __init__(self, dims: MeshArgument, comm: Any, name: str, tracer: Tracer | None) -> None:
+        if tracer is not None and not isinstance(tracer, Tracer):
+            raise MeshError(f"tracer must be a Tracer or None, got {shown(tracer)}")
+        world = world_of(comm)
+        settings = Settings.from_environment()
+        control = world.open_communicator(comm, settings)
+        self.context = context = MeshContext(world, settings, control)
+        if tracer is not None:
+            context.tracer = tracer
+        self.links = ASSUMED_LINKS
+        self.groups: LiveGroups | None = None
+        with context.progress.watched(Call("DeviceMesh", WORLD), control):
+            try:
+                mesh, topology = agreed(
+                    context.progress,
+                    control,
+                    "DeviceMesh",
+                    lambda: _as_mesh(dims, control.size, name),
+                    lambda made: f"{made[0]}, {made[1]}, {settings}",
+                )
+                # Before any group: what moves device memory asks which device is current.
+                self.devices = RankDevices(context)
+            except MpimeshError:
+                context.give_back()
+                raise
+            self._settle(mesh, topology)
+            self.groups = self._make_groups()
+        self.closed = False
+
+    # -- look-ups: local -----------------------------------------------------------------------
+
+    def refuse_closed(self, action: str) -> None:
+        """Refuse `action` on a mesh that is closed, or in a forked child.
+
+        Raises:
+            ClosedError: If it is.
+        """
+        if self.closed or self.context.forked:
+            why = self.context.why_closed if self.context.forked else "it is closed"
+            raise ClosedError(f"rank {self.context.rank} cannot {action} this mesh: {why}")
+
+    def live(self, action: str) -> LiveGroups:
+        """Return the groups for `action`.
+
+        Raises:
+            ClosedError: If the mesh is closed.
+            RankError: If this rank is not in the mesh.
+        """
+        self.refuse_closed(action)
+        if self.groups is None:
+            raise RankError(
+                f"rank {self.context.rank} cannot {action} mesh {self.mesh.dims_text}: "
+                "it is not one of its ranks"
+            )
+        return self.groups
+
+    @property
+    def everyone(self) -> ProcessGroup:
+        """The group of all ranks of `comm`, in their order, also those that the mesh leaves out."""
+        self.refuse_closed("use a group of")
+        control = self.context.control
+        backend = GroupBackend.MPI if control.kind == "mpi" else GroupBackend.VIRTUAL
+        return ProcessGroup("everyone", range(control.size), control, self.context, backend)
+
+    # -- making and changing: collective -------------------------------------------------------
+
+    def reshape(self, dims: MeshArgument) -> None:
+        """Arrange the same ranks in other dims. See :meth:`DeviceMesh.reshape`."""
+        groups = self.live("reshape")
+        groups.settle("reshape")
+        mesh, topology = agreed(
+            self.context.progress,
+            groups.communicator,
+            "reshape",
+            lambda: self._fitting(groups, dims),
+            lambda made: f"{made[0]}, {made[1]}",
+        )
+        self._refuse_unresolved("reshape", "reshaped")
+        fresh = groups.rebuild(mesh)
+        self._settle(mesh, topology)
+        self._add_own_groups(fresh)
+        groups.free(kept_by=fresh)
+        self.groups = fresh
+
+    def set_comm(self, comm: Any) -> None:
+        """Move to another communicator of the same ranks. See :meth:`DeviceMesh.set_comm`."""
+        groups = self.live("set the communicator of")
+        groups.settle("set_comm")
+        self._refuse_unresolved("set_comm", "moved")
+        context = self.context
+        control = context.world.open_communicator(comm, context.settings)
+        ranks = context.exchange([control.rank, control.size], Call("set_comm", WORLD))
+        size = context.control.size
+        if ranks != [[rank, size] for rank in range(size)]:
+            control.free()
+            raise on_all_ranks(
+                RankError(
+                    f"the mesh's ranks 0 to {size - 1} must be the same in the new "
+                    f"communicator, but are there (rank, size) {ranks}"
+                )
+            )
+        self.context = replace(
+            context, control=control, open_work=OpenWork(), unended=False, unread=0
+        )
+        fresh = self._make_groups()
+        if fresh is not None:
+            fresh.add_custom_of(groups)
+        context.closed = True
+        groups.free()
+        context.give_back()
+        self.groups = fresh
+
+    def measure_links(self) -> None:
+        """Measure the speeds from rank to rank. See :meth:`DeviceMesh.measure_links`."""
+        self.refuse_closed("measure the links of")
+        context = self.context
+        if context.settings.checks:
+            agree(context.progress, context.control, Call(_MEASURING, WORLD))
+        self.links = measured_links(self.everyone)
+        self.layout_cache.clear()  # among it are plans
+
+    def _settle(self, mesh: Mesh, topology: MeshTopology | None) -> None:
+        """Take over another mesh of the ranks."""
+        rank = self.context.rank
+        local = [rank] if mesh.contains_rank(rank) else []
+        given = mesh.global_names
+        names = [
+            given[mesh.offset_of(one)] if given else self.devices.name_of(one) for one in local
+        ]
+        self.mesh = mesh.with_local(local, names)
+        self.value = mesh.with_local(())
+        self.layout_cache = {}
+        self.topology = topology
+
+    def _fitting(self, groups: LiveGroups, dims: MeshArgument) -> tuple[Mesh, MeshTopology | None]:
+        """Return the mesh that `dims` describe, if this one can become it."""
+        size = self.context.control.size
+        mesh, topology = _as_mesh(dims, size, self.mesh.name)
+        names = [*mesh.dim_names]
+        if topology is not None:
+            names += [name for name, _ in topology.group_plan(size)]
+        taken = sorted(set(names) & set(groups.custom))
+        if set(mesh.ids) != set(self.mesh.ids) or taken:
+            raise GroupError(
+                f"reshape keeps the ranks and the added groups: ranks {list(mesh.ids)[:16]} "
+                f"against {list(self.mesh.ids)[:16]}, names in use {taken}"
+            )
+        return mesh, topology
+
+    def _make_groups(self) -> LiveGroups | None:
+        """Collective: make the groups of the world, the dims and the topology."""
+        context, control, mesh = self.context, self.context.control, self.mesh
+        counts = context.progress.counts
+        counts["meshes"] = counts.get("meshes", 0) + 1
+        context.name = control.family or f"mesh {counts['meshes']}"
+        context.adopt(control, "everyone")
+        place = mesh.offset_of(control.rank) if mesh.contains_rank(control.rank) else None
+        members = control.split(None if place is None else 0, place or 0)
+        if members is None:
+            return None
+        groups = LiveGroups(mesh, members, context)
+        self._add_own_groups(groups)
+        guard = context.world.guard
+        if guard is not None:
+            guard.count_by(control, lambda: {} if self.groups is None else self.groups.started())
+        return groups
+
+    def _add_own_groups(self, groups: LiveGroups) -> None:
+        for dim in self.mesh.dim_names:
+            groups.add_dims(dim, (dim,))
+        if self.topology is not None:
+            for name, ranks in self.topology.group_plan(self.context.control.size):
+                groups.add_ranks(GroupSpec(name, ranks, groups.backend))
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self, *, leaving: bool = False) -> None:
+        """Give all communicators back. Collective; see :meth:`DeviceMesh.close`.
+
+        Args:
+            leaving: Whether all leave by an error, after which messages may not be received.
+        """
+        context = self.context
+        if self.closed or context.forked:
+            return
+        self._refuse_unresolved("close", "closed", leaving=leaving)
+        self.closed = context.closed = True
+        with context.progress.watched(Call("close", WORLD), context.control):
+            if self.groups is not None:
+                self.groups.free()
+            context.give_back()
+
+    def leave(self, error: BaseException) -> None:
+        """Close the mesh after an error; one that is this rank's alone only stops using it.
+
+        Closing is collective: with the other ranks elsewhere, it would wait for them for ever.
+        """
+        # The buffers of what is let go of stay: the transport may still write into them.
+        for work in self.context.open_work.all():
+            work._fail(ClosedError(f"{work._call}: its mesh ended by an error before"))
+        if isinstance(error, MpimeshError) and error.agreed and self._all_here():
+            self.close(leaving=True)
+            return
+        self.closed = True
+        self.context.leave(error)
+
+    def _all_here(self) -> bool:
+        """Tell whether all ranks leave the mesh by an error that one of its groups agrees on."""
+        control = self.context.control
+        request = control.barrier()
+        what = Call("close after an error", WORLD)
+        try:
+            return self.context.progress.wait(
+                control, request, what=what, timeout_s=_LEAVE_TOGETHER_S
+            )
+        except TransportError:
+            return False
+
+    def _refuse_unresolved(self, action: str, done: str, *, leaving: bool = False) -> None:
+        """Raise on all ranks if any has open operations: `action` is not `done` then.
+
+        Args:
+            action: What was asked for.
+            done: The same, as something done.
+            leaving: Whether all leave by an error, after which messages may not be received.
+        """
+        context, call = self.context, Call(action, WORLD)
+        if context.settings.checks and self.groups is not None:
+            # Found here, a rank that goes on while the others stop gets an answer.
+            agree(context.progress, self.groups.communicator, call)
+        mine = [str(work._call) for work in context.open_work.all()]
+        rows = context.exchange([mine, context.unended, context.unread], call)
+        # On all ranks alike: what one keeps, the others must not use for something else.
+        context.unended = any(unended for _, unended, _ in rows)
+        unresolved = [texts for texts, _, _ in rows]
+        if not any(unresolved):
+            # A message that nobody has received would be the first of another mesh.
+            context.unended |= sum(unread for _, _, unread in rows) != 0
+            if not leaving:
+                self._refuse_unreceived(call, done)
+            return
+        refuse_unresolved(f"the mesh cannot be {done}", unresolved)
+
+    def _refuse_unreceived(self, call: Call, done: str) -> None:
+        """With checks on, raise on all ranks if a message was sent that nobody has received."""
+        context, control = self.context, self.context.control
+        if not context.settings.checks:
+            return
+        mails = [] if self.groups is None else self.groups.mails()
+        mails.append((tuple(range(control.size)), control.name, control.mail))
+        rows = context.exchange(counts(mails, control.rank), call)
+        refuse_unreceived(f"the mesh cannot be {done}", rows)
+
+
+class RankDevices:
+    """The device of each rank, exchanged once when the mesh is made. Making it is collective.
+
+    Attributes:
+        table: The devices, in rank order.
+        local_rank: This rank among those of its node: as the launcher says, or counted.
+
+    Raises:
+        MeshError: On every rank, if ranks share a GPU and ``MPIMESH_SHARED_GPU`` is refuse.
+    """
+
+    def __init__(self, context: MeshContext) -> None:
+        self._world, self._rank = context.world, context.rank
+        self._warns = context.settings.shared_gpu == "warn"
+        virtual, call = self._world.virtual is not None, Call("DeviceMesh", WORLD)
+        launch = Launch.detect()
+        host = launch.node or socket.gethostname()
+        # Virtual ranks are all of one task.
+        said = None if virtual else launch.local_rank
+        self.local_rank = _local_rank(context.exchange([host, said], call), self._rank)
+        mine = pick_device(self._world.devices(), self.local_rank)
+        in_use = not virtual and cupy_in_use()
+        records = context.exchange([host, mine.to_record(), in_use], call)
+        self.table = DeviceTable(
+            tuple(Device.from_record(record) for _, record, _ in records),
+            tuple(host for host, _, _ in records),
+        )
+        shared = shared_gpus(self.table)
+        if shared and context.settings.shared_gpu == "refuse":
+            raise on_all_ranks(MeshError(sharing_text(shared)))
+        users = [one for one in shared if sum(records[rank][2] for rank in one.ranks) > 1]
+        if self._rank == 0:
+            self._warn(users)
+        if cupy_in_use():
+            make_current(mine)
+
+    @property
+    def mine(self) -> Device:
+        """The device of this rank."""
+        return self.table[self._rank]
+
+    def use(self) -> Device:
+        """Make this rank's GPU current in CuPy. See :meth:`DeviceMesh.use_device`."""
+        device = self.mine
+        if device.backend.is_gpu:
+            make_current(device)
+            if self._world.virtual is None:
+                # The first of those who share it warns: the others may not come here at all.
+                shared = shared_gpus(self.table)
+                self._warn([one for one in shared if one.ranks[0] == self._rank])
+        return device
+
+    def client(self) -> ClientInfo:
+        """Return the identity of this process, in TensorFlow's words."""
+        gpus = int(all(device.backend.is_gpu for device in self.table))
+        hosts = self.table.hosts
+        return ClientInfo(self._rank, len(self.table), num_local_gpus=gpus, hosts=hosts)
+
+    def name_of(self, rank: int) -> str:
+        """Return TensorFlow's name of the device of `rank`."""
+        client = self.client()
+        kind = client.preferred_device_type()
+        return str(DeviceSpec(client.job_name, 0, rank, kind, 0))
+
+    def _warn(self, shared: Sequence[SharedGpu]) -> None:
+        """Warn of shared GPUs, once for each process."""
+        text = sharing_text(shared)
+        told = self._world.told
+        if shared and self._warns and text not in told:
+            told.add(text)
+            filename, line = site_line(call_site(2))
+            warnings.warn_explicit(text, SharedGpuWarning, filename, line)
+
+
+def _local_rank(facts: Sequence[tuple[str, int | None]], rank: int) -> int:
+    """Return the local rank of `rank`, from the host and the launcher's word of every rank."""
+    host, said = facts[rank]
+    if said is not None:
+        return said
+    return [one for one, (other, _) in enumerate(facts) if other == host].index(rank)
+
+
+# -- the mesh that is asked for ------------------------------------------------------------------
+
+
+def _as_mesh(dims: MeshArgument, world_size: int, name: str) -> tuple[Mesh, MeshTopology | None]:
+    """Return the mesh that `dims` describe in a world of `world_size` ranks.
+
+    Raises:
+        WorldSizeError: If they do not fit; for one rank it says how to start more.
+    """
+    try:
+        return _read_mesh(dims, world_size, name)
+    except WorldSizeError as error:
+        if world_size > 1:
+            raise
+        # Most often the program was started as any other Python program.
+        command = f"mpiexec -n {_ranks_for(dims)} python program.py"
+        raise WorldSizeError(f"{error}; for more ranks: {command}") from None
+
+
+def _ranks_for(dims: MeshArgument) -> int:
+    """Return a number of ranks that `dims` fit; 4 where any does, or none can be told."""
+    if isinstance(dims, Mesh):
+        return dims.size
+    try:
+        sizes = [size for _, size in parse_dims(dims)]  # type: ignore[arg-type]
+    except MeshError:
+        return 4
+    fixed = prod(size for size in sizes if size != -1)
+    return fixed * -(-4 // fixed) if -1 in sizes else fixed
+
+
+def _read_mesh(dims: MeshArgument, world_size: int, name: str) -> tuple[Mesh, MeshTopology | None]:
+    if hasattr(dims, "Get_rank"):
+        raise MeshError(
+            f"the dims of a mesh come first, and {type(dims).__name__} is a communicator: "
+            'DeviceMesh("dp=-1", comm)'
+        )
+    topology = dims if isinstance(dims, MeshTopology) else None
+    if isinstance(dims, MeshTopology):
+        mesh = dims.to_mesh(world_size)
+    elif isinstance(dims, Mesh):
+        dims.check_world(world_size, partial=True)
+        mesh = dims.with_local(())  # which ids are local differs from rank to rank
+    else:
+        mesh = Mesh(dims, world_size=world_size, name=name)
+    if mesh.contains_dim(WORLD):
+        raise GroupError(f"no dim may be called {WORLD!r}: that is the group of all ranks")
+    return mesh, topology
