@@ -34,7 +34,7 @@ from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.base import Communicator, Condition
 from mpimesh.comm.cuda_ipc import gpu_key, node_key
 from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, agree, cut
-from mpimesh.comm.engine import Steps
+from mpimesh.comm.engine import Engine, Steps
 from mpimesh.errors import TransportError, on_all_ranks
 
 __all__ = ["Nccl", "generate_id", "nccl_communicator", "nccl_library", "share_id"]
@@ -97,14 +97,9 @@ def share_id(communicator: Communicator) -> bytes:
         >>> own = nccl.nccl_communicator(unique_id, mesh.size, mesh.rank)
         >>> own.allReduce(x.data.ptr, y.data.ptr, x.size, ...)
     """
-    steps = _id_steps(communicator)
-    while True:
-        try:
-            request = next(steps)
-        except StopIteration as stop:
-            unique_id, why_not = stop.value
-            break
-        communicator.wait(request.test, what="the id of an NCCL communicator")
+    request = Engine().stage("the id", _id_steps(communicator))
+    communicator.wait(request.test, what="the id of an NCCL communicator")
+    unique_id, why_not = request.value
     if why_not:
         raise on_all_ranks(TransportError(why_not))
     return bytes(unique_id)
