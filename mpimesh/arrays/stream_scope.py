@@ -74,6 +74,11 @@ class StreamScope:
         """Return the current scope if `x` is a CuPy array on a device, None for any other."""
         return cls() if is_cupy(x) and device_ready() else None
 
+    @property
+    def per_thread(self) -> bool:
+        """Whether the stream is the default one of each thread, and so another one in each."""
+        return bool(self.stream.ptr == _PER_THREAD)
+
     def current(self) -> AbstractContextManager[None]:
         """Make the device and the stream current for a ``with`` block."""
         return made_current(self.device, self.stream)
@@ -94,7 +99,7 @@ class StreamScope:
         """Let the current stream of this thread wait for an event of this scope's stream."""
         with self.device:
             current = self._cuda.get_current_stream()
-            if current != self.stream or current.ptr == _PER_THREAD:
+            if current != self.stream or self.per_thread:
                 current.wait_event(event)
 
 

@@ -12,7 +12,9 @@ that its stream reaches when they are ready: whoever knows the address lets its 
 that event, on the device. Then every rank reads what it needs, records a second event, and
 acknowledges: the streams wait for all of these before anybody may write what others read. The
 events are CUDA's interprocess events; a later operation records them again only after all ranks
-have let their streams wait for them, because it starts after the second meeting.
+have let their streams wait for them, because it starts after the second meeting. A rank that cannot
+open what another one has published reads nothing, but meets the others again, and then all ranks
+raise the same error.
 
 All-reduce, n bytes and N ranks:
 
@@ -32,7 +34,7 @@ import os
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,8 +46,9 @@ import numpy as np
 
 from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.device_strategy import BlockMove, CommStream, DeviceStrategy, block_slices
+from mpimesh.comm.device_strategy import BlockMove, CommStream, DeviceStrategy, agree, steps_in
 from mpimesh.comm.engine import Steps
+from mpimesh.comm.requests import block_slices
 from mpimesh.errors import TransportError
 from mpimesh.layout.cuts import even_sizes
 
@@ -90,6 +93,7 @@ _ENABLED_ALREADY = 704
 """CUDA's answer if kernels may read the other GPU's memory already."""
 
 _TRIAL_NUMBERS = 4
+_CANNOT_OPEN = "cannot open the memory of the others"
 
 
 def one_shot_bytes(size: int) -> int:
@@ -114,15 +118,18 @@ class CudaIpc(DeviceStrategy):
 
     Args:
         host: As for :class:`DeviceStrategy`.
-        events: Of all ranks.
         process: A number that no other process of the node has.
+
+    Raises:
+        TransportError: If CUDA makes no interprocess events here.
     """
 
     name = "cuda_ipc"
+    reason = "all ranks open each other's memory on this node"
 
-    def __init__(self, host: Communicator, events: _IpcEvents, *, process: int) -> None:
+    def __init__(self, host: Communicator, *, process: int) -> None:
         super().__init__(host)
-        self._events = events
+        self._events = _IpcEvents(process=process)
         self._process = process
         self._imports = ImportedMemory(process=process)
         self._allocated: dict[int, int] = {}
@@ -132,8 +139,8 @@ class CudaIpc(DeviceStrategy):
     def find(cls, host: Communicator, *, process: int | None = None) -> Steps:
         """Collective: make it if it works on all ranks, which is found out by doing it once.
 
-        Every step of the trial is taken by all ranks whatever they have found so far, and what one
-        cannot do makes all say no.
+        Every step is taken by all ranks whatever they have found so far, and what one cannot do
+        makes all say no.
 
         Args:
             host: As for :class:`DeviceStrategy`.
@@ -142,66 +149,62 @@ class CudaIpc(DeviceStrategy):
         Returns:
             (strategy or None, reason), as the steps' value.
         """
-        process = process_key() if process is None else process
         mine = np.array([node_key()], np.int64)
         nodes = np.empty(host.size, np.int64)
         yield host.all_gather(mine, nodes, [1] * host.size)
         if len(set(nodes.tolist())) > 1:
             return None, "ranks are on several nodes"
-        cupy: Any = sys.modules["cupy"]
-        cuda_error: type[Exception] = cupy.cuda.runtime.CUDARuntimeError
-        stream, problem = CommStream(host), ""
-        events: _IpcEvents | None = None
-        with stream.current():
-            sample = cupy.full(_TRIAL_NUMBERS, host.rank + 1, np.int64)
-            descriptor = np.array([export_array(sample, process=process)], DESCRIPTOR)
-        yield stream.reached()
+        strategy, problem = None, ""
         try:
-            events = _IpcEvents(process=process)
-        except cuda_error as error:
-            problem = f"CUDA makes no interprocess events here: {error}"
-        if descriptor["nbytes"][0] < 0:
-            problem = "the memory of CuPy's pool has no handle that other processes can open"
-        records = np.zeros(len(_EVENT_NAMES), _EVENT) if events is None else events.records
-        row = np.concatenate([descriptor.view(np.uint8), records.view(np.uint8)])
-        rows = np.empty((host.size, row.size), np.uint8)
-        yield host.all_gather(row, rows.reshape(-1), [row.size] * host.size)
-        imports = ImportedMemory(process=process)
-        copies: Any = None
-        if not problem and events is not None:
-            try:
-                all_events = np.ascontiguousarray(rows[:, descriptor.nbytes :]).view(_EVENT)
-                events.open(all_events, host.rank)
-                arrays = np.ascontiguousarray(rows[:, : descriptor.nbytes]).view(DESCRIPTOR)
-                with stream.current():
-                    copies = cupy.empty((host.size, _TRIAL_NUMBERS), np.int64)
-                    for rank, array in enumerate(arrays.reshape(-1)):
-                        address = imports.open(array) if rank != host.rank else sample.data.ptr
-                        stream.copy(copies[rank].data.ptr, address, sample.nbytes)
-            except (TransportError, cuda_error) as error:
-                problem = str(error)
-        yield stream.reached()
-        if copies is not None and not problem:
-            with stream.current():
-                values = cupy.asnumpy(copies).tolist()
-            if values != [[rank + 1] * _TRIAL_NUMBERS for rank in range(host.size)]:
-                problem = "memory of another rank was opened, but does not hold what it should"
-        votes = np.array([not problem], np.uint8)
-        yield host.all_reduce(None, votes, "min")
-        imports.close()
-        if votes[0] and events is not None:
-            return cls(host, events, process=process), ""
-        if events is not None:
-            events.close()
-        return None, problem or "another rank cannot open the memory of this one"
+            strategy = cls(host, process=process_key() if process is None else process)
+        except TransportError as error:
+            problem = str(error)
+        events = np.zeros(len(_EVENT_NAMES), _EVENT)
+        events = events if strategy is None else strategy._events.records
+        rows = np.empty(host.size * events.nbytes, np.uint8)
+        yield host.all_gather(events.view(np.uint8), rows, [events.nbytes] * host.size)
+        sample: Any = None
+        if strategy is not None:
+            problem = strategy._events.open(rows.view(_EVENT).reshape(host.size, -1), host.rank)
+            with strategy.stream.current():
+                sample = strategy.cupy.full(_TRIAL_NUMBERS, host.rank + 1, np.int64)
+            if strategy._descriptor(sample)["nbytes"] < 0:
+                problem = "the memory of CuPy's pool has no handle that other processes can open"
+        problem = yield from agree(host, problem, _CANNOT_OPEN)
+        if not problem and strategy is not None:
+            problem = yield from steps_in(strategy.stream, strategy._try(sample))
+            problem = yield from agree(host, problem, _CANNOT_OPEN)
+        if problem and strategy is not None:
+            strategy.free()
+        return (None, problem) if problem else (strategy, "")
+
+    def _try(self, sample: Array) -> Steps:
+        """Read the samples of all ranks; the steps' value is what was wrong."""
+        copies = self.cupy.empty((self.size, sample.size), np.int64)
+        counts = [sample.nbytes] * self.size
+        sent, received = sample.view(np.uint8), copies.reshape(-1).view(np.uint8)
+        try:
+            yield from self.move(BlockMove("all_gather", self.rank, sent, received, counts, counts))
+        except TransportError as error:
+            return str(error.__cause__ or error)
+        yield self.stream.reached()
+        expected = [[rank + 1] * sample.size for rank in range(self.size)]
+        if self.cupy.asnumpy(copies).tolist() != expected:
+            return "memory of another rank was opened, but does not hold what it should"
+        return ""
 
     def free(self) -> None:
-        """Close what was opened, and free the memory for arrays that others cannot open."""
-        self._imports.close()
-        self._events.close()
-        runtime = self.cupy.cuda.runtime
-        while self._allocated:
-            runtime.free(self._allocated.popitem()[0])
+        """Close what was opened, and free the memory for arrays that others cannot open.
+
+        It waits for the stream first: up to then this rank may read memory of others, and others
+        read that of this one, because the stream waits for their reads.
+        """
+        with self.stream.device:
+            self.stream.stream.synchronize()
+            self._imports.close()
+            self._events.close()
+            while self._allocated:
+                self.cupy.cuda.runtime.free(self._allocated.popitem()[0])
         self._buffers.clear()
 
     # -- reductions ----------------------------------------------------------------------
@@ -220,51 +223,56 @@ class CudaIpc(DeviceStrategy):
 
     def _one_shot(self, send: Array, out: Array, part: slice, op: str) -> Steps:
         """Reduce one part of all ranks' `send` into `out`; ranks may take no or different parts."""
-        addresses = yield from self._publish(send)
-        total = None
-        if part.stop > part.start:
-            # Others may read the memory of `out` as their input: then it is written only after.
-            sources = [rank_addresses[0] for rank_addresses in addresses]
-            apart = _disjoint(out, sources[self.rank], send.nbytes)
-            total = self._combined(sources, send.dtype, part, op, out if apart else None)
-        yield from self._acknowledge()
-        if total is not None and total is not out:
-            out[...] = total
+        totals: list[Array] = []
+
+        def add(addresses: list[list[int]]) -> None:
+            if part.stop > part.start:
+                totals.append(self._combined(addresses, send, part, op, out))
+
+        yield from self._meet([send], add)
+        if totals and totals[0] is not out:
+            out[...] = totals[0]
 
     def _two_shot(self, send: Array, recv: Array, op: str) -> Steps:
         parts = block_slices(even_sizes(recv.size, self.size))
         mine = parts[self.rank]
         # Others read my slice of the result there. Nobody but me reads this slice of my input.
         result = self._exportable(recv, 1, fill=False)
-        addresses = yield from self._publish(send, result)
-        if mine.stop > mine.start:
-            sources = [rank_addresses[0] for rank_addresses in addresses]
+        all_addresses: list[list[int]] = []
+
+        def add(addresses: list[list[int]]) -> None:
+            all_addresses.extend(addresses)
             target = result[mine]
-            apart = _disjoint(target, sources[self.rank], send.nbytes)
-            total = self._combined(sources, send.dtype, mine, op, target if apart else None)
-            if total is not target:
-                target[...] = total
-        yield from self._acknowledge()
-        for part, rank_addresses in zip(parts, addresses, strict=True):
-            self._read(recv[part], rank_addresses[1] + part.start * recv.itemsize)
+            if mine.stop > mine.start:
+                total = self._combined(addresses, send, mine, op, target)
+                if total is not target:
+                    target[...] = total
+
+        yield from self._meet([send, result], add)
+        for part, addresses in zip(parts, all_addresses, strict=True):
+            target = recv[part]
+            source_ptr = addresses[1] + part.start * recv.itemsize
+            self.stream.copy(target.data.ptr, source_ptr, target.nbytes)
         yield from self._acknowledge()
 
     def _combined(
-        self, addresses: list[int], dtype: DType, part: slice, op: str, out: Array | None
+        self, addresses: list[list[int]], send: Array, part: slice, op: str, out: Array
     ) -> Array:
-        """Combine one part of all ranks' arrays, in the order of ranks; in `out` if there is one.
+        """Combine one part of all ranks' arrays, in the order of ranks.
 
         Returns:
-            The combination, in new memory without `out`; a single rank's own part as it lies.
+            The combination. It is `out` unless others may read the memory of `out` as their input:
+            then it is new memory; a single rank's own part as it lies.
         """
-        function, itemsize = self.ufunc(op), np.dtype(dtype).itemsize
+        function, itemsize = self.ufunc(op), send.dtype.itemsize
         first, *others = [
-            self._view(address + part.start * itemsize, part.stop - part.start, dtype)
-            for address in addresses
+            self._view(theirs[0] + part.start * itemsize, part.stop - part.start, send.dtype)
+            for theirs in addresses
         ]
         if not others:
             return first
-        total = self.cupy.empty_like(first) if out is None else out
+        apart = _disjoint(out, addresses[self.rank][0], send.nbytes)
+        total = out if apart else self.cupy.empty_like(first)
         function(first, others[0], out=total)
         for other in others[1:]:
             function(total, other, out=total)
@@ -272,7 +280,7 @@ class CudaIpc(DeviceStrategy):
 
     # -- movements -----------------------------------------------------------------------
 
-    def move_blocks(self, move: BlockMove) -> Steps:
+    def move(self, move: BlockMove) -> Steps:
         """Move blocks of bytes: each rank reads those for it out of the others' arrays."""
         # Where the block for this rank begins in the array of each rank.
         starts = [0] * self.size
@@ -285,48 +293,58 @@ class CudaIpc(DeviceStrategy):
             yield self.host.all_to_all(mine, theirs, ones, ones)
             starts = theirs.tolist()
         send = self.cupy.empty(0, np.uint8) if move.send is None else move.send
-        yield from self._read_all(send, enumerate(zip(move.incoming(), starts, strict=False)))
 
-    def broadcast(self, buffer: Array, root: int) -> Steps:
-        """Copy the bytes of `root` into those of every rank."""
-        if self.rank == root:
-            yield from self._read_all(buffer, [])
-        else:
-            yield from self._read_all(buffer[:0], [(root, (buffer, 0))])
+        def read(addresses: list[list[int]]) -> None:
+            # A rank that receives nothing has no blocks.
+            for target, theirs, start in zip(move.incoming(), addresses, starts, strict=False):
+                self.stream.copy(target.data.ptr, theirs[0] + start, target.nbytes)
 
-    def _read_all(self, send: Array, reads: Iterable[tuple[int, tuple[Array, int]]]) -> Steps:
-        """Publish `send`, and read from ranks into arrays, from so many bytes on in theirs."""
-        addresses = yield from self._publish(send)
-        for rank, (target, offset) in reads:
-            self._read(target, addresses[rank][0] + offset)
-        yield from self._acknowledge()
-
-    def _read(self, target: Array, source_ptr: int) -> None:
-        if target.data.ptr != source_ptr:
-            self.stream.copy(target.data.ptr, source_ptr, target.nbytes)
+        yield from self._meet([send], read)
 
     # -- the two meetings ------------------------------------------------------------------
 
-    def _publish(self, *arrays: Array) -> Steps:
-        """Let all ranks read `arrays`; the steps' value is where this rank sees those of each."""
-        arrays = tuple(self._exportable(array, slot) for slot, array in enumerate(arrays))
-        mine = np.array([self._descriptor(array) for array in arrays], DESCRIPTOR)
+    def _meet(self, arrays: Sequence[Array], read: Callable[[list[list[int]]], None]) -> Steps:
+        """Let all ranks read `arrays`, and read those of all.
+
+        Args:
+            arrays: Of this rank.
+            read: Is given where this rank sees the arrays of each rank, and reads them in the order
+                of the stream.
+        """
+        shown = [self._exportable(array, slot) for slot, array in enumerate(arrays)]
+        mine = np.array([self._descriptor(array) for array in shown], DESCRIPTOR)
         rows = np.empty(self.size * mine.nbytes, np.uint8)
         self._events.record("ready", self.stream)
         yield self.host.all_gather(mine.view(np.uint8), rows, [mine.nbytes] * self.size)
         self._events.wait("ready", self.stream)
-        return [
-            [array.data.ptr for array in arrays]
-            if rank == self.rank
-            else [self._imports.open(descriptor) for descriptor in row]
-            for rank, row in enumerate(rows.view(DESCRIPTOR).reshape(self.size, len(arrays)))
-        ]
+        failed: Exception | None = None
+        try:
+            read(
+                [
+                    [array.data.ptr for array in shown]
+                    if rank == self.rank
+                    else [self._imports.open(descriptor) for descriptor in row]
+                    for rank, row in enumerate(rows.view(DESCRIPTOR).reshape(self.size, -1))
+                ]
+            )
+        except Exception as error:  # whatever it is, the others wait for this rank
+            failed = error
+        yield from self._acknowledge(failed)
 
-    def _acknowledge(self) -> Steps:
-        """Tell all ranks that this one has read; from here on everybody may write."""
+    def _acknowledge(self, failed: Exception | None = None) -> Steps:
+        """Tell all ranks that this one has read; from here on everybody may write.
+
+        Raises:
+            TransportError: On every rank, if one of them has failed to read.
+        """
         self._events.record("read", self.stream)
-        yield self.host.barrier()
+        problem = "" if failed is None else str(failed) or repr(failed)
+        problem = yield from agree(self.host, problem, _CANNOT_OPEN)
         self._events.wait("read", self.stream)
+        if problem:
+            raise TransportError(
+                f"device memory cannot be read in place on rank {self.rank}: {problem}"
+            ) from failed
         if self._imports.over_limit:
             yield self.stream.reached()
             self._imports.trim()
@@ -340,7 +358,7 @@ class CudaIpc(DeviceStrategy):
             return array
         copy = self._view(self._buffer(array.nbytes, slot), array.size, array.dtype)
         if fill:
-            self.stream.copy(copy.data.ptr, array.data.ptr, array.nbytes)
+            self.stream.copy_array(copy, array)
         return copy
 
     def _buffer(self, nbytes: int, slot: int) -> int:
@@ -354,7 +372,7 @@ class CudaIpc(DeviceStrategy):
         return ptr
 
     def _view(self, address: int, size: int, dtype: DType) -> Array:
-        nbytes, cuda = size * np.dtype(dtype).itemsize, self.cupy.cuda
+        nbytes, cuda = size * dtype.itemsize, self.cupy.cuda
         memory = cuda.UnownedMemory(address, nbytes, self, self.stream.device.id)
         return self.cupy.ndarray((size,), dtype, cuda.MemoryPointer(memory, 0))
 
@@ -376,41 +394,47 @@ class _IpcEvents:
 
     Attributes:
         records: The fields of this rank's events, for the other ranks.
+
+    Raises:
+        TransportError: If CUDA makes none here.
     """
 
     def __init__(self, *, process: int) -> None:
         cuda: Any = sys.modules["cupy"].cuda
         self._runtime: Any = cuda.runtime
         self._process = process
-        self._own = {name: cuda.Event(False, True, interprocess=True) for name in _EVENT_NAMES}
         self._others: dict[str, list[int]] = {name: [] for name in _EVENT_NAMES}
         self._opened: list[int] = []
         self.records = np.zeros(len(_EVENT_NAMES), _EVENT)
-        for record, event in zip(self.records, self._own.values(), strict=True):
-            record["process"], record["pointer"] = process, event.ptr
-            handle = self._runtime.ipcGetEventHandle(event.ptr)
-            record["handle"] = np.frombuffer(handle, np.uint8)
+        try:
+            self._own = {name: cuda.Event(False, True, interprocess=True) for name in _EVENT_NAMES}
+            for record, event in zip(self.records, self._own.values(), strict=True):
+                record["process"], record["pointer"] = process, event.ptr
+                handle = self._runtime.ipcGetEventHandle(event.ptr)
+                record["handle"] = np.frombuffer(handle, np.uint8)
+        except self._runtime.CUDARuntimeError as error:
+            raise TransportError(f"CUDA makes no interprocess events here: {error}") from None
 
-    def open(self, records: Any, rank: int) -> None:
-        """Open the events of all ranks but `rank`, this one; there is a row of records for each.
+    def open(self, records: Any, rank: int) -> str:
+        """Open the events of all ranks but `rank`, this one; return why not, if one cannot be.
 
-        Raises:
-            TransportError: If one cannot be opened.
+        Args:
+            records: A row for each rank.
+            rank: This one.
         """
         for peer, row in enumerate(records):
             for name, record in zip(_EVENT_NAMES, row, strict=True):
-                if peer != rank:
-                    self._others[name].append(self._open(record))
-
-    def _open(self, record: Any) -> int:
-        if record["process"] == self._process:
-            return int(record["pointer"])
-        try:
-            event: int = self._runtime.ipcOpenEventHandle(record["handle"].tobytes())
-        except self._runtime.CUDARuntimeError as error:
-            raise TransportError(f"CUDA cannot open the event of another rank: {error}") from None
-        self._opened.append(event)
-        return event
+                if peer == rank:
+                    continue
+                event = int(record["pointer"])
+                if record["process"] != self._process:
+                    try:
+                        event = self._runtime.ipcOpenEventHandle(record["handle"].tobytes())
+                    except self._runtime.CUDARuntimeError as error:
+                        return f"CUDA cannot open the event of another rank: {error}"
+                    self._opened.append(event)
+                self._others[name].append(event)
+        return ""
 
     def record(self, name: str, stream: CommStream) -> None:
         """Record this rank's event on the stream."""
@@ -499,7 +523,13 @@ class _Allocation:
 
 
 class ImportedMemory:
-    """Allocations of other processes that this one has opened.
+    """Allocations of other processes that this one has opened, and keeps open.
+
+    Their owner may give one back to CUDA meanwhile, as CuPy's pool does when it is told to. Nothing
+    reads it then: an array that is published stays with its owner until all who read it have said
+    so, and CUDA frees memory only after the owner's stream, which waits for their reads. What is
+    open here is closed at the latest when new memory is opened at its place (:meth:`open`), which
+    CUDA tells from the old one by its handle.
 
     Args:
         process: As for :func:`export_array`.
@@ -587,8 +617,8 @@ class ImportedMemory:
     def _close(self, allocation: _Allocation) -> None:
         try:
             self._runtime.ipcCloseMemHandle(allocation.base)
-        except self._runtime.CUDARuntimeError:
-            return  # its owner has ended: there is nothing left to close
+        except self._runtime.CUDARuntimeError as error:
+            raise TransportError(f"CUDA cannot close memory of another rank: {error}") from None
 
 
 # Of this process: CUDA knows no owners among those who have opened a handle.

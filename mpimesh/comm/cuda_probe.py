@@ -30,7 +30,7 @@ import numpy as np
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_probe_child import OPERATIONS, TRIAL_BYTES
-from mpimesh.comm.engine import Steps
+from mpimesh.comm.engine import Engine, Steps
 from mpimesh.comm.mpi_environment import (
     cache_folder,
     clean_environment,
@@ -49,7 +49,6 @@ __all__ = [
     "ChildResult",
     "CudaAwareProbe",
     "ProbeResult",
-    "cuda_aware",
     "has_cupy",
     "key_facts",
     "probe_in_children",
@@ -180,13 +179,10 @@ class CudaAwareProbe:
     ) -> dict[str, ProbeResult]:
         """Collective: as :meth:`steps`, and wait for it. Nothing else moves meanwhile."""
         steps = self.steps(communicator, operations, memory, fresh=fresh)
-        while True:
-            try:
-                request = next(steps)
-            except StopIteration as stop:
-                results: dict[str, ProbeResult] = stop.value
-                return results
-            communicator.wait(request.test, what="the proof of CUDA-aware MPI")
+        request = Engine().stage("probe", steps)
+        communicator.wait(request.test, what="the proof of CUDA-aware MPI")
+        results: dict[str, ProbeResult] = request.value
+        return results
 
     def _find(
         self, key: dict[str, str], operations: Sequence[str], memory: str, *, fresh: bool
@@ -210,15 +206,6 @@ class CudaAwareProbe:
 
 PROCESS_PROBE = CudaAwareProbe()
 """The probe of this process, which has one MPI."""
-
-
-def cuda_aware(operation: str, memory: str = "device") -> tuple[bool, str]:
-    """Tell whether MPI may be given device memory for `operation`, and why. Local.
-
-    As :meth:`CudaAwareProbe.result` of :data:`PROCESS_PROBE`.
-    """
-    result = PROCESS_PROBE.result(operation, memory)
-    return result.usable, result.reason
 
 
 def _forced() -> ProbeResult | None:

@@ -7,7 +7,6 @@ operation: nothing waits. Messages need no such agreement (see `device_messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import CudaIpc, one_shot_bytes
-from mpimesh.comm.cuda_probe import PROCESS_PROBE, ProbeResult, cuda_aware
+from mpimesh.comm.cuda_probe import ProbeResult
 from mpimesh.comm.device_messages import DeviceMessages
 from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, steps_in
 from mpimesh.comm.engine import Engine, StagedRequest, Steps
@@ -28,13 +27,7 @@ from mpimesh.comm.requests import Condition, RecvRequest, Request
 from mpimesh.comm.staged import Staged
 from mpimesh.errors import DTypeError, GroupError, ShapeError, on_all_ranks
 
-__all__ = [
-    "COLLECTIVES",
-    "Candidate",
-    "DeviceCommunicator",
-    "SelfCommunicator",
-    "device_communicator",
-]
+__all__ = ["COLLECTIVES", "DeviceCommunicator", "SelfCommunicator", "device_communicator"]
 
 COLLECTIVES = (
     *("all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter"),
@@ -51,27 +44,11 @@ _MESSAGE_STRATEGIES = {
 }
 """By which strategies messages may go, for each that may be asked for."""
 
+_CALLS = "calls of device operations"
+"""The chain of an engine on which their turns come."""
+
 _ALIASES = {"mpi": "mpi_cuda"}
 """Backends of groups that have another name here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A strategy that works.
-
-    Attributes:
-        strategy: It.
-        below_bytes: The size below which it is the first choice; None for all sizes.
-        reason: Why it works, for a person.
-    """
-
-    strategy: DeviceStrategy
-    below_bytes: int | None
-    reason: str
-
-    def fits(self, nbytes: int | None) -> bool:
-        """Tell whether it is for arrays of this size; None is for any size."""
-        return self.below_bytes is None or (nbytes is not None and nbytes < self.below_bytes)
 
 
 class DeviceCommunicator:
@@ -116,7 +93,7 @@ class DeviceCommunicator:
         self._chain = ("device operations", id(self))
         self._search: StagedRequest | None = None
         self._host: Communicator | None = None
-        self._candidates: list[Candidate] = []
+        self._strategies: list[DeviceStrategy] = []
         self._refused: dict[str, str] = {}
         self._messages: DeviceMessages | None = None
 
@@ -170,10 +147,9 @@ class DeviceCommunicator:
 
     def broadcast(self, buffer: Array, root: int) -> Request:
         """Copy `buffer` of `root` into `buffer` of every rank."""
-        data = _checked(buffer).view(np.uint8)
-        return self._start(
-            "broadcast", data.nbytes, buffer.dtype, lambda s: s.broadcast(data, root)
-        )
+        counts = [_checked(buffer).size] * self.size
+        send, recv = (buffer, None) if self.rank == root else (None, buffer)
+        return self._start_move("broadcast", send, recv, counts, counts, root)
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""
@@ -198,7 +174,7 @@ class DeviceCommunicator:
                 self._engine,
                 allowed,
                 # Only once all ranks have agreed on it: a receiver is not asked again.
-                lambda: any(c.strategy.name == "mpi_cuda" for c in self._candidates),
+                lambda: any(s.name == "mpi_cuda" for s in self._strategies),
             )
         return self._messages
 
@@ -230,20 +206,25 @@ class DeviceCommunicator:
         if not self._searched:
             return {}
         refused = {name: ProbeResult(False, why) for name, why in self._refused.items()}
-        return refused | {c.strategy.name: ProbeResult(True, c.reason) for c in self._candidates}
+        return refused | {s.name: ProbeResult(True, s.reason) for s in self._strategies}
 
     def free(self) -> None:
-        """Give back streams, buffers and communicators. A second call does nothing."""
+        """Give back streams, buffers and communicators. A second call does nothing.
+
+        Where something may be under way that no rank waits for, its memory and streams stay.
+        """
         while self.variants:
             self.variants.popitem()[1].free()
-        if self._messages is not None:
-            self._messages.free()
-            self._messages = None
-        if self._host is not None:
-            for candidate in self._candidates:
-                candidate.strategy.free()
-            self._host.free()
-            self._host = None
+        unended, messages, host = self.communicator.unended, self._messages, self._host
+        self._messages = self._host = None
+        if messages is not None and not unended:
+            messages.free()
+        for strategy in self._strategies:
+            if strategy.at_call or not unended:  # a kernel that waits on the device is ended
+                strategy.free()
+        if host is not None:
+            host.unended = unended
+            host.free()
 
     @property
     def _searched(self) -> bool:
@@ -252,32 +233,19 @@ class DeviceCommunicator:
     def _find(self) -> Steps:
         """Collective: find the strategies that all ranks have, in the order of preference."""
         host: Communicator = yield from self.communicator.idup()
-        refused: dict[str, str] = {}
-        candidates: list[Candidate] = []
-        ipc, refused["cuda_ipc"] = yield from CudaIpc.find(host)
-        nccl, refused["nccl"] = yield from Nccl.find(host)
-        if ipc is not None:
-            # Above, NCCL is faster.
-            below = None if nccl is None else one_shot_bytes(host.size)
-            why = "all ranks open each other's memory on this node"
-            candidates.append(Candidate(ipc, below, why))
-        if nccl is not None:
-            candidates.append(Candidate(nccl, None, "every rank has a GPU of its own"))
-        if ipc is not None and self._prefer != "mpi_cuda":
-            refused["mpi_cuda"] = "not tried, since memory is read in place"
-        else:
-            yield from PROCESS_PROBE.steps(host)
-            mpi = MPICuda(host)
-            why_not = mpi.cannot("messages")
-            votes = np.array([why_not is None], np.uint8)
-            yield host.all_reduce(None, votes, "min")
-            if votes[0]:
-                candidates.append(Candidate(mpi, None, cuda_aware("messages")[1]))
+        found: dict[str, DeviceStrategy] = {}
+        for kind in (CudaIpc, Nccl, MPICuda, Staged):
+            if kind is MPICuda and CudaIpc.name in found and self._prefer != MPICuda.name:
+                self._refused[kind.name] = "not tried, since memory is read in place"
+                continue
+            strategy, why_not = yield from kind.find(host)
+            if strategy is None:
+                self._refused[kind.name] = why_not
             else:
-                refused["mpi_cuda"] = why_not or "not proven on another rank"
-        candidates.append(Candidate(Staged(host), None, "works everywhere"))
-        self._host, self._candidates = host, candidates
-        self._refused = {name: why for name, why in refused.items() if why}
+                found[kind.name] = strategy
+        if CudaIpc.name in found and Nccl.name in found:  # above, NCCL is faster
+            found[CudaIpc.name].below_bytes = one_shot_bytes(host.size)
+        self._host, self._strategies = host, [*found.values()]
 
     def _pick(self, operation: str, nbytes: int | None, dtype: DType, op: str) -> DeviceStrategy:
         """Return the strategy for an operation; the same on all ranks.
@@ -292,15 +260,14 @@ class DeviceCommunicator:
             GroupError: On every rank, if a strategy was asked for that cannot.
         """
         reasons = []
-        for candidate in self._candidates:
-            strategy = candidate.strategy
-            wanted = strategy.name == self._prefer if self._prefer else candidate.fits(nbytes)
-            if not wanted:
-                continue
-            why_not = strategy.cannot(operation, dtype, op)
-            if why_not is None:
-                return strategy
-            reasons.append(why_not)
+        for strategy in self._strategies:
+            below = strategy.below_bytes
+            wanted = below is None or (nbytes is not None and nbytes < below)
+            if strategy.name == self._prefer or (wanted and not self._prefer):
+                why_not = strategy.cannot(operation, dtype, op)
+                if why_not is None:
+                    return strategy
+                reasons.append(why_not)
         why = "; ".join(reasons) or self._refused.get(self._prefer, "it was not found")
         raise on_all_ranks(
             GroupError(
@@ -313,7 +280,7 @@ class DeviceCommunicator:
         """Return who does an operation from which size on, and why."""
         sizes: Sequence[int | None] = [None]  # sizes differ over ranks, so they decide nothing
         if operation != "all_to_all":
-            sizes = sorted({0} | {c.below_bytes for c in self._candidates if c.below_bytes})
+            sizes = sorted({0} | {s.below_bytes for s in self._strategies if s.below_bytes})
         rows: list[Row] = []
         for nbytes in sizes:
             try:
@@ -326,10 +293,9 @@ class DeviceCommunicator:
         return rows
 
     def _why(self, strategy: DeviceStrategy) -> str:
-        reason = next(c.reason for c in self._candidates if c.strategy is strategy)
         if self._prefer:
-            return f"asked for; {reason}"
-        return "; ".join([reason, *(f"{name}: {why}" for name, why in self._refused.items())])
+            return f"asked for; {strategy.reason}"
+        return "; ".join([strategy.reason, *(f"{s}: {why}" for s, why in self._refused.items())])
 
     # -- the start of an operation -----------------------------------------------------------
 
@@ -342,20 +308,18 @@ class DeviceCommunicator:
         make: Callable[[DeviceStrategy, Array, Array], Steps],
     ) -> Request:
         if not is_half(np.dtype(data.dtype)):
-            return self._start(name, data.nbytes, data.dtype, lambda s: make(s, data, out), op)
-        # Half types are summed in float32, or every hop would round.
-        scope = StreamScope()
-        wide = data.astype(np.float32)
-        wide_out = wide if out is data else None if out is None else out.astype(np.float32)
-        request = self._start(name, wide.nbytes, wide.dtype, lambda s: make(s, wide, wide_out), op)
+            dtype: DType = np.dtype(data.dtype)
+            return self._start(name, data.nbytes, dtype, lambda s: make(s, data, out), op)
 
-        def steps() -> Steps:
-            yield request
+        def in_float32(strategy: DeviceStrategy) -> Steps:
+            # Half types are summed in float32, or every hop would round.
+            wide = data.astype(np.float32)
+            wide_out = wide if out is data else None if out is None else out.astype(np.float32)
+            yield from make(strategy, wide, wide_out)
             if out is not None:
-                with scope.current():
-                    out[...] = wide_out
+                out[...] = wide_out
 
-        return self._engine.stage(object(), steps())
+        return self._start(name, 4 * data.size, np.dtype(np.float32), in_float32, op)
 
     def _start_move(
         self,
@@ -377,9 +341,12 @@ class DeviceCommunicator:
             [count * dtype.itemsize for count in recv_counts],
             root,
         )
-        # The sizes of an all-to-all differ over ranks, so the choice cannot depend on them.
-        nbytes = None if operation == "all_to_all" else sum(move.send_counts)
-        return self._start(operation, nbytes, dtype, lambda s: s.move_blocks(move))
+        nbytes: int | None = sum(move.send_counts)
+        if operation == "broadcast":
+            nbytes = move.send_counts[0]
+        elif operation == "all_to_all":
+            nbytes = None  # sizes differ over ranks, so the choice cannot depend on them
+        return self._start(operation, nbytes, dtype, lambda s: s.move(move))
 
     def _start(
         self,
@@ -389,22 +356,52 @@ class DeviceCommunicator:
         make: Callable[[DeviceStrategy], Steps],
         op: str = "",
     ) -> Request:
-        def begin() -> Request:
-            strategy = self._pick(operation, nbytes, np.dtype(dtype), op)
-            return self._engine.stage(self._chain, strategy.stream.run(lambda: make(strategy)))
-
-        search = self.prepare()
-        if search.done and not self._engine.busy(self._queue):
-            return begin()
-        scope = StreamScope()
+        search, engine = self.prepare(), self._engine
+        if search.done and not engine.busy(self._queue) and not engine.busy(_CALLS):
+            return self._begin(self._pick(operation, nbytes, dtype, op), make)
+        scope, turn = StreamScope(), _Turn()
+        engine.stage(_CALLS, turn.steps())
 
         def steps() -> Steps:
-            yield search
-            with scope.current():
-                request = begin()
+            try:
+                yield search
+                strategy = self._pick(operation, nbytes, dtype, op)
+                if strategy.at_call:
+                    yield Condition(lambda: turn.has_come)
+                with scope.current():
+                    request = self._begin(strategy, make)
+            finally:
+                turn.is_over = True
             yield request
 
-        return self._engine.stage(self._queue, steps())
+        return engine.stage(self._queue, steps())
+
+    def _begin(self, strategy: DeviceStrategy, make: Callable[[DeviceStrategy], Steps]) -> Request:
+        # What is put on its stream at the call waits for no other operation on the host.
+        chain = object() if strategy.at_call else self._chain
+        return self._engine.stage(chain, strategy.stream.run(lambda: make(strategy)))
+
+
+class _Turn:
+    """An operation's turn among those that a rank calls, over all its communicators.
+
+    It comes when all that were called before have started. A first call may have to wait for the
+    search for strategies, which ends at another moment on each rank. Only NCCL waits for its turn.
+
+    Attributes:
+        has_come: Whether it has come.
+        is_over: Whether the operation has started.
+    """
+
+    __slots__ = ("has_come", "is_over")
+
+    def __init__(self) -> None:
+        self.has_come = self.is_over = False
+
+    def steps(self) -> Steps:
+        """Return the steps, to be staged on the chain of all turns."""
+        self.has_come = True
+        yield Condition(lambda: self.is_over)
 
 
 class SelfCommunicator:

@@ -65,6 +65,7 @@ class DeviceMessages:
         self._allowed = allowed
         self._process = process_key()
         self._imports = ImportedMemory(process=self._process)
+        self._reads = 0
         self._declined: set[int] = set()
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Request:
@@ -81,9 +82,10 @@ class DeviceMessages:
         return receive
 
     def free(self) -> None:
-        """Close what was opened, and free the rest. Local."""
-        self._staged.free()
-        self._imports.close()
+        """Close what was opened, once nothing on the stream reads it any more. Local."""
+        with self._stream.device:
+            self._stream.stream.synchronize()
+            self._imports.close()
 
     def _start(self, chain: tuple[object, ...], make: Callable[[], Steps]) -> StagedRequest:
         return self._engine.stage(chain, self._stream.run(make))
@@ -155,9 +157,12 @@ class DeviceMessages:
             address = self._imports.open(descriptor)
         except TransportError:
             return False
+        self._reads += 1
         self._stream.copy(target.data.ptr, address, target.nbytes)
         yield self._stream.reached()
-        self._imports.trim()
+        self._reads -= 1
+        if self._reads == 0:  # else a copy from what would be closed may be queued
+            self._imports.trim()
         return True
 
 

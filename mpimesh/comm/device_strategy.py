@@ -1,15 +1,19 @@
 """The contract of a strategy to move device memory, and the stream that it works on.
 
-NCCL, CUDA IPC, CUDA-aware MPI and staging through the host are strategies. Each gives reductions,
-moves of blocks and a broadcast, of flat, C-contiguous CuPy arrays; `device_communicator.py` makes
-collectives of them. An operation is written as steps: a generator that runs with the strategy's
-own stream current.
+NCCL, CUDA IPC, CUDA-aware MPI and staging through the host are strategies. Each gives reductions
+and moves of blocks, of flat, C-contiguous CuPy arrays; `device_communicator.py` makes collectives
+of them. An operation is written as steps: a generator that runs with the strategy's own stream
+current.
 
 An operation takes its turn like this. At its start an event is recorded on the stream that is
 current for the caller: all that the operation reads was made before. Its own work goes to a stream
 of its own, which waits for that event on the device. At its end the caller's stream is made to
 wait for an event of the own stream. The host never waits: where a step needs bytes to be there
 (MPI is about to read them), it asks the event, again and again, in `test`.
+
+Whichever thread of a rank waits moves the operations of all of them along. To CUDA it is all the
+same, but for the default stream of each thread, which only its own thread can name: who called on
+that gets the result when the device has come to it, which is then in order for all streams.
 
 Temporary memory is allocated, used and given back with the own stream current, so CuPy's pool
 gives it out again in the order of that stream.
@@ -20,26 +24,23 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from mpimesh.arrays.stream_scope import StreamScope
 from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.requests import Condition, Request
+from mpimesh.comm.requests import Condition, Request, block_slices
 from mpimesh.errors import TransportError
 
-__all__ = [
-    "BlockMove",
-    "CommStream",
-    "DeviceStrategy",
-    "block_slices",
-    "cut",
-    "steps_in",
-]
+__all__ = ["BlockMove", "CommStream", "DeviceStrategy", "agree", "cut", "steps_in"]
+
+R = TypeVar("R")
 
 _SUCCESS, _NOT_READY = 0, 600
 """CUDA's answers to a query of an event."""
@@ -76,7 +77,7 @@ class CommStream(StreamScope):
         Raises:
             TransportError: If work on the device has failed: the event will never come.
         """
-        code = sys.modules["cupy"].cuda.runtime.eventQuery(event.ptr)
+        code = self._cuda.runtime.eventQuery(event.ptr)
         if code == _SUCCESS:
             return True
         if code != _NOT_READY:
@@ -89,9 +90,13 @@ class CommStream(StreamScope):
 
     def copy(self, target_ptr: int, source_ptr: int, nbytes: int) -> None:
         """Copy bytes from anywhere to anywhere, on the stream."""
-        if nbytes:
+        if nbytes and target_ptr != source_ptr:
             runtime = self._cuda.runtime
             runtime.memcpyAsync(target_ptr, source_ptr, nbytes, runtime.memcpyDefault, self.ptr)
+
+    def copy_array(self, target: Array, source: Array) -> None:
+        """Copy all bytes of an array into another one."""
+        self.copy(target.data.ptr, source.data.ptr, source.nbytes)
 
     def run(self, make: Callable[[], Steps]) -> Steps:
         """Return the steps of `make`, run on this stream between two events of the caller's.
@@ -102,15 +107,33 @@ class CommStream(StreamScope):
         return self._run(caller, caller.mark(), make)
 
     def _run(self, caller: StreamScope, start: Any, make: Callable[[], Steps]) -> Steps:
+        def attempt(function: Callable[[], R]) -> R:
+            try:
+                return self.call(function)
+            except StopIteration:
+                raise
+            except Exception:
+                # This stream may still be at work on the caller's arrays.
+                with suppress(Exception):  # such as of a GPU that has failed
+                    self._go_before(caller)
+                raise
+
         self.stream.wait_event(start)
         steps = make()
         while True:
-            with self.current():
-                try:
-                    request = next(steps)
-                except StopIteration:
-                    break
-            yield request
+            try:
+                request = attempt(lambda: next(steps))
+            except StopIteration:
+                break
+            # MPI may work on the arrays in a test, with the device of who waits current. It may in
+            # any other of its calls, too: so the device of a rank is current in its threads.
+            yield Condition(partial(attempt, request.test))
+        if caller.per_thread:
+            yield self.reached()
+        self._go_before(caller)
+
+    def _go_before(self, caller: StreamScope) -> None:
+        """Let the caller's stream wait for all that this one was given so far."""
         end = self.mark()
         with caller.device:
             caller.stream.wait_event(end)
@@ -126,13 +149,23 @@ def steps_in(scope: StreamScope, steps: Steps) -> Steps:
         yield request
 
 
+# -- agreement -------------------------------------------------------------------------------
+
+
+def agree(host: Communicator, problem: str, elsewhere: str) -> Steps:
+    """Collective: find out whether all ranks can; the steps' value says why not, empty if they can.
+
+    Args:
+        host: The ranks.
+        problem: Why this rank cannot; empty if it can.
+        elsewhere: What is said of the first rank that cannot, where this one can.
+    """
+    first = np.array([host.rank if problem else host.size], np.int64)
+    yield host.all_reduce(None, first, "min")
+    return problem or ("" if first[0] == host.size else f"rank {first[0]} {elsewhere}")
+
+
 # -- blocks ----------------------------------------------------------------------------------
-
-
-def block_slices(counts: Sequence[int]) -> list[slice]:
-    """Return the places of blocks that lie one after the other."""
-    ends = accumulate(counts)
-    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def cut(data: Array, counts: Sequence[int]) -> list[Array]:
@@ -145,13 +178,14 @@ class BlockMove:
     """A collective that moves blocks of bytes, as one rank takes part in it.
 
     Attributes:
-        operation: ``"all_gather"``, ``"gather"``, ``"scatter"`` or ``"all_to_all"``.
+        operation: ``"all_gather"``, ``"gather"``, ``"scatter"``, ``"all_to_all"`` or
+            ``"broadcast"``.
         rank: This rank.
         send: The bytes that this rank sends; None if it sends none.
-        recv: The bytes that it receives; None if it receives none.
+        recv: The bytes that it receives; None if it receives none, as the root of a broadcast.
         send_counts: Bytes of each rank's block; in an all-to-all of this rank's block for each.
         recv_counts: Bytes of each rank's block; in an all-to-all of the block from each.
-        root: Of a gather or scatter.
+        root: Of a gather, scatter or broadcast.
     """
 
     operation: str
@@ -161,6 +195,11 @@ class BlockMove:
     send_counts: Sequence[int]
     recv_counts: Sequence[int]
     root: int = -1
+
+    @property
+    def buffer(self) -> Array:
+        """The one array of a broadcast, which its root sends and all others receive."""
+        return self.send if self.rank == self.root else self.recv
 
     def send_blocks(self) -> list[Array]:
         """Return the blocks that lie in `send`: one for each rank, or a single one for all."""
@@ -174,21 +213,25 @@ class BlockMove:
         """Return the blocks that lie in `recv`: one from each rank, or a single one."""
         if self.recv is None:
             return []
-        if self.operation == "scatter":
+        if self.operation in ("scatter", "broadcast"):
             return [self.recv]
         return cut(self.recv, self.recv_counts)
 
     def outgoing(self) -> list[Array]:
         """Return the block for each rank; none at all if this rank sends nothing."""
-        if self.operation == "all_gather":
+        if self.operation in ("all_gather", "broadcast"):
             return self.send_blocks() * len(self.send_counts)
         return self._at_root(self.send) if self.operation == "gather" else self.send_blocks()
 
     def incoming(self) -> list[Array]:
         """Return the block from each rank; none at all if this rank receives nothing."""
-        return self._at_root(self.recv) if self.operation == "scatter" else self.recv_blocks()
+        if self.operation in ("scatter", "broadcast"):
+            return self._at_root(self.recv)
+        return self.recv_blocks()
 
     def _at_root(self, block: Any) -> list[Array]:
+        if block is None:
+            return []
         ranks = range(len(self.send_counts))
         return [block if rank == self.root else block[:0] for rank in ranks]
 
@@ -207,6 +250,8 @@ class BlockMove:
             return host.gather(send, recv, recv_counts, self.root)
         if self.operation == "scatter":
             return host.scatter(send, recv, send_counts, self.root)
+        if self.operation == "broadcast":
+            return host.broadcast(send if self.rank == self.root else recv, self.root)
         return host.all_to_all(send, recv, send_counts, recv_counts)
 
 
@@ -224,7 +269,11 @@ class DeviceStrategy(ABC):
             Its collectives are the strategies' own.
 
     Attributes:
-        name: As it is called in routes.
+        name: As it is called in the table of algorithms.
+        reason: Why it works, for a person.
+        at_call: Whether its operations are put on its stream where they are called, in the order
+            of the calls on this rank over all its communicators.
+        below_bytes: The size below which it is the first choice; None for all sizes.
         host: As given.
         rank: This rank.
         size: Number of ranks.
@@ -233,6 +282,9 @@ class DeviceStrategy(ABC):
     """
 
     name: str
+    reason: str
+    at_call = False
+    below_bytes: int | None = None
 
     def __init__(self, host: Communicator) -> None:
         self.host = host
@@ -240,6 +292,15 @@ class DeviceStrategy(ABC):
         self.size = host.size
         self.cupy: Any = sys.modules["cupy"]
         self.stream = CommStream(host)
+
+    @classmethod
+    @abstractmethod
+    def find(cls, host: Communicator) -> Steps:
+        """Collective: make it if it works on all ranks.
+
+        Returns:
+            (strategy or None, reason), as the steps' value: why not, where there is none.
+        """
 
     def cannot(self, operation: str, dtype: DType | None = None, op: str = "") -> str | None:
         """Return why it does not do `operation`, for a person; None if it does. Local.
@@ -268,20 +329,15 @@ class DeviceStrategy(ABC):
         """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
 
     @abstractmethod
-    def move_blocks(self, move: BlockMove) -> Steps:
+    def move(self, move: BlockMove) -> Steps:
         """Move blocks of bytes."""
 
-    @abstractmethod
-    def broadcast(self, buffer: Array, root: int) -> Steps:
-        """Copy the bytes of `root` into those of every rank."""
+    def copy_own_block(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        """Copy the block that stays on this rank, if there is one."""
+        if outgoing and incoming:
+            self.stream.copy_array(incoming[self.rank], outgoing[self.rank])
 
     def ufunc(self, op: str) -> Any:
         """Return CuPy's function that combines two arrays."""
-        cupy = self.cupy
-        functions = {
-            "sum": cupy.add,
-            "prod": cupy.multiply,
-            "min": cupy.minimum,
-            "max": cupy.maximum,
-        }
-        return functions[op]
+        names = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
+        return getattr(self.cupy, names[op])

@@ -30,8 +30,8 @@ import numpy as np
 
 from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.cuda_probe import cuda_aware
-from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, cut
+from mpimesh.comm.cuda_probe import PROCESS_PROBE, ProbeResult
+from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, agree, cut
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.requests import MAX_USER_TAG, Request, all_done
 from mpimesh.layout.cuts import even_sizes
@@ -40,9 +40,6 @@ __all__ = ["MPICuda", "Peers", "reduce_scatter_steps", "reduce_steps"]
 
 _TAG = MAX_USER_TAG + 40
 _MOVES = ("all_gather", "gather", "scatter", "all_to_all", "broadcast")
-
-Proof = Callable[[str], tuple[bool, str]]
-"""Tells of an operation whether MPI may be given device memory for it, and why."""
 
 _SMALL_BYTES = 64 << 10
 """Up to here doubling is faster than the ring, which has more messages."""
@@ -53,32 +50,43 @@ class MPICuda(DeviceStrategy):
 
     Args:
         host: A plain MPI communicator.
-        proof: Tells what MPI may be given.
+        proof: Tells of an operation whether MPI may be given device memory for it.
     """
 
     name = "mpi_cuda"
 
-    def __init__(self, host: Communicator, *, proof: Proof = cuda_aware) -> None:
+    def __init__(
+        self, host: Communicator, *, proof: Callable[[str], ProbeResult] = PROCESS_PROBE.result
+    ) -> None:
         super().__init__(host)
         # Asked once: what was agreed on with the other ranks must not change under way.
-        self._answers = {operation: proof(operation) for operation in (*_MOVES, "messages")}
+        self._results = {operation: proof(operation) for operation in (*_MOVES, "messages")}
+        self.reason = self._results["messages"].reason
+
+    @classmethod
+    def find(cls, host: Communicator) -> Steps:
+        """Collective: make it if messages are proven on all ranks; else the value says why not."""
+        yield from PROCESS_PROBE.steps(host)
+        strategy = cls(host)
+        problem = strategy.cannot("messages") or ""
+        why_not = yield from agree(host, problem, "has no proof of it")
+        return (None, why_not) if why_not else (strategy, "")
 
     def cannot(self, operation: str, dtype: DType | None = None, op: str = "") -> str | None:
         """Return why it does not do `operation`: it was not proven, as a rule."""
         if self.host.kind != "mpi":
             return "these ranks are threads, not MPI's"
-        proven, why = self._answers["messages"]
-        if not proven and operation in _MOVES:
-            proven, why = self._answers[operation]
-        return None if proven else why
+        result = self._results["messages"]
+        if not result.usable and operation in _MOVES:
+            result = self._results[operation]
+        return None if result.usable else result.reason
 
     # -- reductions ----------------------------------------------------------------------
 
     def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
         """Reduce over all ranks into `recv` on `root`; on each if None."""
         work = self.cupy.empty_like(send) if recv is None else recv
-        if work.data.ptr != send.data.ptr:
-            work[...] = send
+        self.stream.copy_array(work, send)
         yield from reduce_steps(self._peers(send.dtype, op), work, root)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
@@ -87,12 +95,12 @@ class MPICuda(DeviceStrategy):
         recv[...] = yield from reduce_scatter_steps(peers, send.copy(), counts)
 
     def _peers(self, dtype: DType, op: str = "sum") -> Peers:
-        function, empty = self.ufunc(op), self.cupy.empty
+        function, empty, host = self.ufunc(op), self.cupy.empty, self.host
         return Peers(
             rank=self.rank,
             size=self.size,
-            isend=lambda array, dest: self.host.isend(array.view(np.uint8), dest, _TAG),
-            irecv=lambda array, source: self.host.irecv(array.view(np.uint8), source, _TAG),
+            isend=lambda x, dest: host.isend(x.view(np.uint8), dest, _TAG),
+            irecv=lambda x, source: host.irecv(x.view(np.uint8), source, _TAG),
             combine=lambda first, second, out: function(first, second, out=out),
             empty=lambda size: empty(size, dtype),
             settled=self.stream.reached,
@@ -100,27 +108,21 @@ class MPICuda(DeviceStrategy):
 
     # -- movements, as bytes ---------------------------------------------------------------
 
-    def move_blocks(self, move: BlockMove) -> Steps:
+    def move(self, move: BlockMove) -> Steps:
         """Move blocks of bytes: by MPI as a whole where that is proven, else by messages."""
-        if self._answers[move.operation][0]:
+        if self._results[move.operation].usable:
             yield self.stream.reached()
-            yield move.start(self.host, move.send, move.recv, move.send_counts, move.recv_counts)
+            arguments = move.send, move.recv, move.send_counts, move.recv_counts
+            yield move.start(self.host, *arguments)
             return
         outgoing, incoming = move.outgoing(), move.incoming()
-        if outgoing and incoming:  # no block of its own by MPI
-            source, target = outgoing[self.rank], incoming[self.rank]
-            self.stream.copy(target.data.ptr, source.data.ptr, source.nbytes)
+        self.copy_own_block(outgoing, incoming)  # not by MPI
         yield self.stream.reached()
-        if outgoing or incoming:
-            yield from _block_steps(self._peers(np.dtype(np.uint8)), outgoing, incoming)
-
-    def broadcast(self, buffer: Array, root: int) -> Steps:
-        """Copy the bytes of `root` into those of every rank."""
-        yield self.stream.reached()
-        if self._answers["broadcast"][0]:
-            yield self.host.broadcast(buffer, root)
+        peers = self._peers(np.dtype(np.uint8))
+        if move.operation == "broadcast":
+            yield from _broadcast_steps(peers, move.buffer, move.root)
         else:
-            yield from _broadcast_steps(self._peers(buffer.dtype), buffer, root)
+            yield from _block_steps(peers, outgoing, incoming)
 
 
 # -- algorithms of messages ------------------------------------------------------------------

@@ -15,16 +15,16 @@ do (shared memory inside a node, several nodes, any size), this can do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpimesh.arrays.types import Array, DType, HostArray
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, block_slices
+from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, cut
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.requests import Request
 
@@ -33,8 +33,11 @@ __all__ = ["STAGE_BYTES", "PinnedPool", "Staged"]
 STAGE_BYTES = 4 << 20
 """Largest buffer of one round: large enough for the bus, small enough to overlap."""
 
-_BYTE = np.dtype(np.uint8)
 _SMALLEST_BYTES = 4096
+_abandoned: list[HostArray] = []
+"""Buffers of operations that failed: the host communicator may still write into them."""
+_ALIGNED_BYTES = 64
+_NOTHING: HostArray = np.empty(0, np.uint8)
 
 
 @dataclass(slots=True)
@@ -42,15 +45,22 @@ class _Round:
     """One buffer full.
 
     Attributes:
-        loads: What the device copies into the buffer: (array, offset in bytes).
-        move: Starts the host operation on the buffer.
-        stores: What the device copies out of it afterwards.
+        loads: What the device copies into the buffer, one after the other.
+        stores: What the device copies out of it afterwards, from behind the loads.
+        start: Starts the host operation, given the bytes of the loads and those of the stores.
+        in_place: Whether the stores lie where the loads do.
     """
 
-    nbytes: int
-    move: Callable[[HostArray], Request]
-    loads: list[tuple[Array, int]] = field(default_factory=list)
-    stores: list[tuple[Array, int]] = field(default_factory=list)
+    loads: Sequence[Array]
+    stores: Sequence[Array]
+    start: Callable[[HostArray, HostArray], Request]
+    in_place: bool = False
+
+    def places(self) -> tuple[slice, slice]:
+        """Return where in the buffer the loads and the stores lie."""
+        loads, stores = (sum(x.nbytes for x in arrays) for arrays in (self.loads, self.stores))
+        at = 0 if self.in_place else -(-loads // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        return slice(0, loads), slice(at, at + stores)
 
 
 class Staged(DeviceStrategy):
@@ -62,11 +72,18 @@ class Staged(DeviceStrategy):
     """
 
     name = "staged"
+    reason = "works everywhere"
 
     def __init__(self, host: Communicator, *, stage_bytes: int = STAGE_BYTES) -> None:
         super().__init__(host)
         self._stage_bytes = stage_bytes
         self._pool = PinnedPool()
+
+    @classmethod
+    def find(cls, host: Communicator) -> Steps:
+        """Make it; the steps' value is (strategy, reason)."""
+        yield from ()
+        return cls(host), ""
 
     def cannot(self, operation: str, dtype: DType | None = None, op: str = "") -> str | None:
         """Return None: it does all."""
@@ -76,196 +93,137 @@ class Staged(DeviceStrategy):
 
     def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
         """Reduce over all ranks into `recv` on `root`; on each if None."""
+        dtype = send.dtype
+
+        def start(loaded: HostArray, stored: HostArray) -> Request:
+            data = loaded.view(dtype)
+            if root is None:
+                return self.host.all_reduce(None, data, op)
+            return self.host.reduce(data, None if recv is None else stored.view(dtype), op, root)
 
         def rounds() -> Iterator[_Round]:
             for piece in self._pieces(send):
-                part = send[piece]
-                # To all ranks it goes in place.
-                at = 0 if root is None else _aligned(part.nbytes)
-
-                def move(buffer: HostArray, part: Array = part, at: int = at) -> Request:
-                    data = _typed(buffer, 0, part)
-                    if root is None:
-                        return self.host.all_reduce(None, data, op)
-                    out = None if recv is None else _typed(buffer, at, part)
-                    return self.host.reduce(data, out, op, root)
-
-                stores = [] if recv is None else [(recv[piece], at)]
-                yield _Round(at + part.nbytes, move, [(part, 0)], stores)
+                stores = [] if recv is None else [recv[piece]]
+                yield _Round([send[piece]], stores, start, in_place=root is None)
 
         yield from self._run(rounds())
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
         """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
-        share = self._share(send.dtype.itemsize)
-        starts = [block.start for block in block_slices(counts)]
+        dtype, blocks = send.dtype, cut(send, counts)
+
+        def start(sizes: list[int], loaded: HostArray, stored: HostArray) -> Request:
+            return self.host.reduce_scatter(loaded.view(dtype), stored.view(dtype), sizes, op)
 
         def rounds() -> Iterator[_Round]:
-            for number in range(_ceil_div(max(counts), share)):
-                at, sizes = number * share, _piece_sizes(counts, share, number)
-                parts = [slice(s + at, s + at + n) for s, n in zip(starts, sizes, strict=True)]
-                loads, end = _in_a_row([send[part] for part in parts])
-                out = recv[at : at + share]
-                start = _aligned(end)
-
-                def move(
-                    buffer: HostArray,
-                    sizes: list[int] = sizes,
-                    out: Array = out,
-                    start: int = start,
-                ) -> Request:
-                    summands = _host_view(buffer, np.dtype(send.dtype), 0, sum(sizes))
-                    return self.host.reduce_scatter(summands, _typed(buffer, start, out), sizes, op)
-
-                yield _Round(start + out.nbytes, move, loads, [(out, start)])
+            for piece in _pieces_of(max(counts), self._share(dtype.itemsize)):
+                parts = [block[piece] for block in blocks]
+                yield _Round(parts, [recv[piece]], partial(start, [part.size for part in parts]))
 
         yield from self._run(rounds())
 
     # -- movements, as bytes -----------------------------------------------------------------
 
-    def move_blocks(self, move: BlockMove) -> Steps:
+    def move(self, move: BlockMove) -> Steps:
         """Move blocks of bytes: a piece of every block in each round."""
-        share = self._share(1)
-        count = _ceil_div(max([*move.send_counts, *move.recv_counts]), share)
+        # The array of a broadcast has a buffer for itself.
+        share = self._stage_bytes if move.operation == "broadcast" else self._share(1)
+        most = max([*move.send_counts, *move.recv_counts])
         if move.operation == "all_to_all":
             # A rank knows the sizes of its own blocks only: how many rounds there are is agreed on.
-            most = np.array([count], np.int64)
-            yield self.host.all_reduce(None, most, "max")
-            count = int(most[0])
+            sizes = np.array([most], np.int64)
+            yield self.host.all_reduce(None, sizes, "max")
+            most = int(sizes[0])
+
+        def start(piece: slice, loaded: HostArray, stored: HostArray) -> Request:
+            send = None if move.send is None else loaded
+            recv = None if move.recv is None else stored
+            send_counts = _sizes_in(piece, move.send_counts)
+            return move.start(
+                self.host, send, recv, send_counts, _sizes_in(piece, move.recv_counts)
+            )
 
         def rounds() -> Iterator[_Round]:
-            for number in range(count):
-                piece = slice(number * share, (number + 1) * share)
-                loads, send_end = _in_a_row([block[piece] for block in move.send_blocks()])
-                at = _aligned(send_end)
-                stores, end = _in_a_row([block[piece] for block in move.recv_blocks()], at)
-
-                def start(
-                    buffer: HostArray,
-                    number: int = number,
-                    send_end: int = send_end,
-                    at: int = at,
-                    end: int = end,
-                ) -> Request:
-                    return move.start(
-                        self.host,
-                        None if move.send is None else _host_view(buffer, _BYTE, 0, send_end),
-                        None if move.recv is None else _host_view(buffer, _BYTE, at, end - at),
-                        _piece_sizes(move.send_counts, share, number),
-                        _piece_sizes(move.recv_counts, share, number),
-                    )
-
-                yield _Round(end, start, loads, stores)
+            for piece in _pieces_of(most, share):
+                loads = [block[piece] for block in move.send_blocks()]
+                stores = [block[piece] for block in move.recv_blocks()]
+                yield _Round(loads, stores, partial(start, piece))
 
         yield from self._run(rounds())
-
-    def broadcast(self, buffer: Array, root: int) -> Steps:
-        """Copy the bytes of `root` into those of every rank."""
-        yield from self._in_pieces(
-            buffer, lambda part: self.host.broadcast(part, root), comes=self.rank != root
-        )
 
     def send(self, buffer: Array, dest: int, tag: int) -> Steps:
         """Send bytes, in pieces that the receiver cuts alike."""
-        yield from self._in_pieces(
-            buffer, lambda part: self.host.isend(part, dest, tag), comes=False
-        )
+        start = lambda loaded, _: self.host.isend(loaded, dest, tag)  # noqa: E731
+        yield from self._run(_Round([buffer[p]], [], start) for p in self._pieces(buffer))
 
     def recv(self, buffer: Array, source: int, tag: int) -> Steps:
         """Receive a message of bytes that has the buffer's size."""
-        yield from self._in_pieces(
-            buffer, lambda part: self.host.irecv(part, source, tag), comes=True
-        )
-
-    def _in_pieces(
-        self, data: Array, move: Callable[[HostArray], Request], *, comes: bool
-    ) -> Steps:
-        """Move all bytes, piece by piece: out of the array, or into it if they `come`."""
-
-        def rounds() -> Iterator[_Round]:
-            for piece in self._pieces(data):
-                part = data[piece]
-
-                def move_part(stage: HostArray, size: int = part.size) -> Request:
-                    return move(stage[:size])
-
-                whole = [(part, 0)]
-                yield _Round(part.size, move_part, [] if comes else whole, whole if comes else [])
-
-        yield from self._run(rounds())
+        start = lambda _, stored: self.host.irecv(stored, source, tag)  # noqa: E731
+        yield from self._run(_Round([], [buffer[p]], start) for p in self._pieces(buffer))
 
     # -- the two buffers ---------------------------------------------------------------------
 
-    def _run(self, rounds: Iterator[_Round]) -> Steps:
+    def _run(self, rounds: Iterable[_Round]) -> Steps:
         """Load, move and store round after round, each load beside the move of the one before."""
         buffers: list[HostArray] = []
         before: tuple[_Round, HostArray, Request] | None = None
         try:
             for number, current in enumerate(rounds):
-                place = number % 2
-                if place == len(buffers):
-                    buffers.append(self._pool.take(current.nbytes))
-                elif buffers[place].size < current.nbytes:
-                    self._pool.give(buffers[place], self.stream.mark())
-                    buffers[place] = self._pool.take(current.nbytes)
-                buffer = buffers[place]
-                for array, at in current.loads:
-                    self.stream.copy(buffer.ctypes.data + at, array.data.ptr, array.nbytes)
+                buffer = self._buffer(buffers, number % 2, current.places()[1].stop)
+                self._copy(current.loads, buffer.ctypes.data, load=True)
                 loaded = self.stream.reached()
                 if before is not None:
                     yield from self._move(*before)
                 before = (current, buffer, loaded)
             if before is not None:
                 yield from self._move(*before)
-        finally:
-            end = self.stream.mark()
-            for buffer in buffers:
-                self._pool.give(buffer, end)
+        except BaseException:
+            _abandoned.extend(buffers)
+            raise
+        end = self.stream.mark()
+        for buffer in buffers:
+            self._pool.give(buffer, end)
+
+    def _buffer(self, buffers: list[HostArray], place: int, nbytes: int) -> HostArray:
+        """Return one of the two buffers, with room for so many bytes."""
+        if place == len(buffers):
+            buffers.append(self._pool.take(nbytes))
+        elif buffers[place].size < nbytes:
+            self._pool.give(buffers[place], self.stream.mark())
+            buffers[place] = self._pool.take(nbytes)
+        return buffers[place]
 
     def _move(self, current: _Round, buffer: HostArray, loaded: Request) -> Steps:
         yield loaded
-        yield current.move(buffer)
-        for array, at in current.stores:
-            self.stream.copy(array.data.ptr, buffer.ctypes.data + at, array.nbytes)
+        # NumPy's empty views point to the beginning of the buffer, and MPI refuses the same place
+        # for input and result.
+        views = [buffer[p] if p.stop > p.start else _NOTHING for p in current.places()]
+        yield current.start(*views)
+        at = current.places()[1].start
+        self._copy(current.stores, buffer.ctypes.data + at, load=False)
+
+    def _copy(self, arrays: Sequence[Array], address: int, *, load: bool) -> None:
+        """Copy arrays to a buffer, one after the other, or from there."""
+        for array in arrays:
+            target, source = (address, array.data.ptr) if load else (array.data.ptr, address)
+            self.stream.copy(target, source, array.nbytes)
+            address += array.nbytes
 
     def _share(self, itemsize: int) -> int:
         """Return how many elements of every rank's block fit into one round."""
         return max(1, self._stage_bytes // (self.size + 1) // itemsize)
 
-    def _pieces(self, data: Array) -> Iterator[slice]:
-        step = max(1, self._stage_bytes // data.dtype.itemsize)
-        return (slice(at, min(at + step, data.size)) for at in range(0, data.size, step))
+    def _pieces(self, data: Array) -> list[slice]:
+        return _pieces_of(data.size, max(1, self._stage_bytes // data.dtype.itemsize))
 
 
-def _piece_sizes(counts: Sequence[int], share: int, number: int) -> list[int]:
-    """Return of every block the size of its piece `number`."""
-    return [max(0, min(count - number * share, share)) for count in counts]
+def _pieces_of(size: int, step: int) -> list[slice]:
+    return [slice(at, at + step) for at in range(0, size, step)]
 
 
-def _in_a_row(arrays: list[Array], at: int = 0) -> tuple[list[tuple[Array, int]], int]:
-    """Give each array its place in a buffer, one after the other; return where they end, too."""
-    ends = list(accumulate((array.nbytes for array in arrays), initial=at))
-    return list(zip(arrays, ends[:-1], strict=True)), ends[-1]
-
-
-def _typed(buffer: HostArray, at: int, like: Array) -> HostArray:
-    return _host_view(buffer, np.dtype(like.dtype), at, like.size)
-
-
-def _host_view(buffer: HostArray, dtype: DType, at: int, size: int) -> HostArray:
-    if size == 0:
-        # NumPy's empty views point to the beginning of the buffer, and MPI refuses the same place
-        # for input and result.
-        return np.empty(0, dtype)
-    return buffer[at : at + size * dtype.itemsize].view(dtype)
-
-
-def _aligned(nbytes: int) -> int:
-    return _ceil_div(nbytes, 64) * 64
-
-
-def _ceil_div(size: int, step: int) -> int:
-    return -(-size // step)
+def _sizes_in(piece: slice, counts: Sequence[int]) -> list[int]:
+    """Return how much of every block is in its piece."""
+    return [max(0, min(piece.stop, count) - piece.start) for count in counts]
 
 
 class PinnedPool:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.comm import Steps
-from mpimesh.comm.device_communicator import Candidate, DeviceCommunicator
+from mpimesh.comm.device_communicator import DeviceCommunicator
 from mpimesh.comm.device_strategy import DeviceStrategy
 from mpimesh.comm.staged import Staged
 
@@ -25,7 +25,7 @@ class Alone(DeviceCommunicator):
         self.strategy = strategy
 
     def _find(self) -> Steps:
-        self._candidates = [Candidate(self.strategy, None, "the only one")]
+        self._strategies = [self.strategy]
         yield from ()
 
     def cannot(self, operation: str, dtype: Any = None, op: str = "") -> str | None:

@@ -14,6 +14,8 @@ from tests.devices.fake_streams import Clock
 
 __all__ = ["FakeNccl"]
 
+_LIMIT_S = 20
+
 _NAMES = ["INT8", "UINT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64"]
 _FUNCTIONS = [np.add, np.multiply, np.fmax, np.fmin]
 """NCCL's own leave NaN out."""
@@ -38,6 +40,8 @@ class FakeNccl(SimpleNamespace):
         self.meetings: dict[Any, dict[int, Any]] = defaultdict(dict)
         self.group = threading.local()
         self.ids = 0
+        self.joined = threading.Condition()
+        self.members: dict[bytes, set[int]] = defaultdict(set)
         self.NcclError = type("NcclError", (RuntimeError,), {})
 
     def get_version(self) -> int:
@@ -71,6 +75,12 @@ class FakeNccl(SimpleNamespace):
         self.clock.objects[stream].put(happen)
 
     def NcclCommunicator(self, size: int, unique_id: bytes, rank: int) -> _Communicator:
+        """Wait for all ranks, as NCCL does."""
+        with self.joined:
+            self.members[unique_id].add(rank)
+            self.joined.notify_all()
+            if not self.joined.wait_for(lambda: len(self.members[unique_id]) == size, _LIMIT_S):
+                raise self.NcclError("NCCL_ERROR_SYSTEM_ERROR: not all ranks have come")
         return _Communicator(self, size, unique_id, rank)
 
 
@@ -83,10 +93,18 @@ class _Communicator:
         self._rank = rank
         self._sequence = 0
         self._pairs: dict[tuple[int, int], int] = defaultdict(int)
-        self.destroyed = False
+        self.destroyed = self.aborted = False
+        self.failure: Exception | None = None
 
     def destroy(self) -> None:
         self.destroyed = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def check_async_error(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def _collective(self, stream: int, mine: Any, move: Any) -> None:
         self._sequence += 1

@@ -114,8 +114,12 @@ def test_a_launcher_of_another_mpi_is_not_trusted(tmp_path):
 PROGRAM = """
 import json
 from mpi4py import MPI
-from mpimesh.comm.cuda_probe import PROCESS_PROBE, cuda_aware
+from mpimesh.comm.cuda_probe import PROCESS_PROBE
 from mpimesh.comm.mpi import MPICommunicator
+
+def cuda_aware(operation):
+    result = PROCESS_PROBE.result(operation)
+    return result.usable, result.reason
 
 before = cuda_aware("messages")
 communicator = MPICommunicator.duplicate(MPI.COMM_WORLD)

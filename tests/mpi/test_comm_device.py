@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpimesh.comm import Engine
+from mpimesh.comm.cuda_probe import ProbeResult
 from mpimesh.comm.device_communicator import (
     COLLECTIVES,
     DeviceCommunicator,
@@ -49,7 +50,7 @@ def test_cuda_aware_mpi(communicator):
     from mpimesh.comm.mpi_cuda import MPICuda
 
     def proof(operation):
-        return True, "tried here"
+        return ProbeResult(True, "tried here")
 
     strategy = Alone(communicator, MPICuda(communicator, proof=proof))
     assert strategy.cannot("all_reduce") is None
@@ -63,7 +64,7 @@ def test_what_mpi_crashes_in_is_made_of_messages(communicator):
     from mpimesh.comm.mpi_cuda import MPICuda
 
     def proof(operation):
-        return operation == "messages", f"{operation} crashed"
+        return ProbeResult(operation == "messages", f"{operation} crashed")
 
     strategy = Alone(communicator, MPICuda(communicator, proof=proof))
     assert {strategy.cannot(operation) for operation in COLLECTIVES} == {None}
@@ -80,7 +81,7 @@ def test_nothing_is_given_to_mpi_that_was_not_proven(communicator):
     from mpimesh.comm.mpi_cuda import MPICuda
 
     def proof(operation):
-        return operation == "broadcast", f"{operation} crashed"
+        return ProbeResult(operation == "broadcast", f"{operation} crashed")
 
     strategy = Alone(communicator, MPICuda(communicator, proof=proof))
     assert strategy.cannot("broadcast") is None

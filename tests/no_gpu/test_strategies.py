@@ -11,8 +11,9 @@ import mpimesh as mm
 from mpimesh.cli.measure import measure_device
 from mpimesh.comm.cuda_ipc import CudaIpc
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
-from mpimesh.comm.nccl import nccl_library
+from mpimesh.comm.nccl import generate_id, nccl_library
 from mpimesh.comm.staged import Staged
+from mpimesh.errors import TransportError
 from mpimesh.mesh import DeviceInfo
 from tests.devices.alone import Alone
 from tests.devices.operations import check_all, check_all_reduce, device, finish, numbers, same
@@ -88,11 +89,20 @@ def test_copies_that_doctor_measures(monkeypatch):
     ]
 
 
+def test_an_id_of_nccl_or_what_to_install():
+    if nccl_library() is None:
+        with pytest.raises(TransportError, match=r"no NCCL.*pip install nvidia-nccl-cu13"):
+            generate_id()
+    else:
+        assert generate_id() != generate_id()
+
+
 def test_the_names_of_nccl():
     nccl = nccl_library()
     if nccl is None:
         pytest.skip("needs NCCL, as of nvidia-nccl-cu13")
-    assert len(nccl.get_unique_id()) == 128
+    assert len(generate_id()) == 128
+    assert {"check_async_error", "abort", "destroy"} <= {*dir(nccl.NcclCommunicator)}
     calls = {
         "allReduce": ("sendbuf", "recvbuf", "count", "datatype", "op", "stream"),
         "reduce": ("sendbuf", "recvbuf", "count", "datatype", "op", "root", "stream"),

@@ -13,11 +13,11 @@ import pytest
 
 from mpimesh.comm import VirtualWorld, virtual_communicators
 from mpimesh.comm.cuda_probe import (
+    PROCESS_PROBE,
     ChildProcess,
     ChildResult,
     CudaAwareProbe,
     ProbeResult,
-    cuda_aware,
     read_results,
     write_results,
 )
@@ -134,7 +134,8 @@ def test_the_signal_is_found_in_what_a_launcher_says(output, returncode, number)
 
 def test_nothing_is_given_to_mpi_before_it_was_tried(monkeypatch):
     monkeypatch.delenv("MPIMESH_CUDA_AWARE", raising=False)
-    assert cuda_aware("messages") == (False, "not tried yet in this process")
+    result = PROCESS_PROBE.result("messages")
+    assert (result.usable, result.reason) == (False, "not tried yet in this process")
 
 
 def test_threads_are_not_mpi(tmp_path):

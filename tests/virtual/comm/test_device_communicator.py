@@ -101,7 +101,7 @@ def test_the_ways_belong_to_the_device_of_the_call_and_not_of_the_wait():
         with cuda.Device(2):
             finish(comm, request)
         same(x, np.full(3, 6, "f4"))
-        streams = [one.strategy.stream for one in dev_comm._candidates]
+        streams = [strategy.stream for strategy in dev_comm._strategies]
         assert {one.device.id for one in streams} == {1}
         assert {one.stream.device_id for one in streams} == {1} == {late.device_id}
 
