@@ -42,9 +42,6 @@ from . import (
 from . import (
     trace as trace,
 )
-from . import (
-    comm as transport,
-)
 from .arrays import (
     ReduceOp as ReduceOp,
 )

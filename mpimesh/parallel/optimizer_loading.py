@@ -11,7 +11,7 @@ from mpimesh.arguments import digest_text
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.errors import MismatchError, ModuleError, MpimeshError
 from mpimesh.parallel.engine import Engine
-from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
+from mpimesh.parallel.gradients.pieces import HeldState, Owned, whole_states
 from mpimesh.parallel.optimizer_checks import difference, raise_together
 from mpimesh.parallel.optimizer_state import local_states, nested_states
 

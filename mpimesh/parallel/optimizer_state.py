@@ -14,7 +14,7 @@ from mpimesh.arrays import to_numpy
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.optim.state_checks import check_arrays, check_steps
 from mpimesh.parallel.engine import Engine
-from mpimesh.parallel.gradients.held import Owned
+from mpimesh.parallel.gradients.pieces import Owned
 from mpimesh.parallel.tensor.model import local_part
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
