@@ -17,9 +17,8 @@ from mpimesh.errors import ModuleError, ScheduleError, StageError
 from mpimesh.nn import Sequential, SupportsLayer
 from mpimesh.nn.parameter import float_dtype
 from mpimesh.nn.protocol import named_parameters
-from mpimesh.parallel.alarm import Alarm, AlarmedError
 from mpimesh.parallel.batch import Value, as_value
-from mpimesh.parallel.failure import Failure, agreed_error
+from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
 from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.layer_times import LayerTime, time_layers
@@ -189,23 +188,23 @@ def _measured_everywhere(
     mine: list[LayerTime] = []
     problem, failure = None, None
     # In a split layer the other ranks would wait for one that has failed.
-    alarm = Alarm(scope)
-    tensor.begin(alarm.look)
+    abort = AbortSignal(scope)
+    tensor.begin(abort.check)
     try:
         try:
             for one in run():
                 mine.append(one)  # noqa: PERF402 - as many as there were before an error
-        except AlarmedError:
+        except AbortedError:
             pass
         except Exception as error:
-            alarm.sound()
+            abort.set()
             problem, failed = error, Failure.of(error, scope.world_rank, None)
             layer = f"layer {len(mine)}, {type(layers[len(mine)]).__name__}"
             failure = asdict(replace(failed, message=f"{layer}: {failed.message}"))
         note = {
             "times": list(map(astuple, mine)),
             "failure": failure,
-            "sounded": alarm.sounded,
+            "aborts": abort.is_set,
             "tensor": tensor.notes(),
         }
         everyone = exchange(scope._core.progress, scope.communicator, note, what="measure_layers")
@@ -213,8 +212,8 @@ def _measured_everywhere(
         if failures:
             notes = zip(scope.ranks, (one["tensor"] for one in everyone), strict=True)
             tensor.finish(dict(notes))
-            sounders = [place for place, one in enumerate(everyone) if one["sounded"]]
-            for request in alarm.collect(sounders):
+            aborted = [place for place, one in enumerate(everyone) if one["aborts"]]
+            for request in abort.drain(aborted):
                 scope._core.wait_for(request, what="measure_layers")
     finally:
         tensor.end()
