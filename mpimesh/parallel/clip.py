@@ -11,7 +11,7 @@ from mpimesh.arguments import as_real, check_kind
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.nn import Parameter
 from mpimesh.optim import clip_grad_norm as clip_local
-from mpimesh.parallel.refusal import raise_refusal
+from mpimesh.parallel.failure import raise_refusal
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call

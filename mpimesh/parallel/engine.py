@@ -24,6 +24,7 @@ from mpimesh.errors import (
 )
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import float_dtype
+from mpimesh.parallel.failure import raise_refusal
 from mpimesh.parallel.first_values import give_values, is_used_again
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
@@ -33,7 +34,6 @@ from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
-from mpimesh.parallel.refusal import raise_refusal
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
 from mpimesh.parallel.tensor.model import TensorModel

@@ -34,7 +34,9 @@ class Task:
     """The input of a step, as one rank sees it.
 
     Attributes:
-        count: Number of microbatches.
+        spans: The rows of each microbatch, counted in the global batch; None where this rank does
+            not know them.
+        is_cut: Whether the batch was given as microbatches, of any shapes.
         x: Each microbatch's input; None on ranks without the first stage.
         inputs: Each microbatch's further inputs, by name, where a stage here takes them.
         target: Their targets; None on ranks without the last stage, and where there is no loss.
@@ -43,7 +45,8 @@ class Task:
         step: Number of the training step.
     """
 
-    count: int
+    spans: Sequence[slice | None]
+    is_cut: bool = False
     x: Sequence[Tree] | None = None
     inputs: Mapping[str, Sequence[Tree]] = field(default_factory=dict)
     target: Sequence[Tree] | None = None

@@ -13,21 +13,6 @@ after. An activation or gradient goes from rank to rank in one of two ways:
   buffer when it comes: two, or fewer where the schedule never lets two wait.
 
 Both ends know which: the ranks tell each other where rows begin when the model is made.
-
-Tags of messages. MPI guarantees tags up to 32767. Those up to `MAX_USER_TAG` (16383) are the
-users', a few above it the groups' own (roll calls, shifts, pairwise exchange, up to 16383 + 16).
-Here
-
-| tags | what |
-|---|---|
-| 20480 + 2 e | along edge e to the later stage: announcements and activations |
-| 20480 + 2 e + 1 | along edge e to the earlier stage: gradients |
-| 28672 | the signal by which a failed rank ends the step of the others |
-
-:class:`~mpimesh.schedule.Edges` numbers the edges: e = s goes from stage s to s + 1, and those of
-skips come after these. No tag holds the number of a microbatch, so none grows: messages of one tag
-between two ranks arrive in order, and a valid schedule receives the messages of each pair of stages
-in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -36,7 +21,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from types import ModuleType
 from typing import Literal
 
@@ -56,25 +41,18 @@ from mpimesh.comm import RecvRequest, Request
 from mpimesh.comm.base import Condition
 from mpimesh.comm.lending import Borrowing, Lending, Row
 from mpimesh.comm.waiting import test_often
-from mpimesh.errors import ScheduleError, ShapeError, TransportError
+from mpimesh.errors import ShapeError, TransportError
 from mpimesh.parallel.interface import FIRST_PIECE_BYTES, Interface, Leaf, ShapeCache, length_of
-from mpimesh.parallel.plans import Plan
+from mpimesh.parallel.plans import Plan, message_tags
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import ProcessGroup, Traffic
 from mpimesh.schedule import Action, ActionKind, Edges
 from mpimesh.trace import Tracer
 
-__all__ = ["ABORT_TAG", "MAX_EDGES", "Links", "RecvLink", "SendLink", "message_tag"]
+__all__ = ["Links", "RecvLink", "SendLink"]
 
 LENDS = True
 """Whether arrays are lent where the ranks share memory; tests turn it off, on all ranks alike."""
-
-_FIRST_TAG = 20480
-
-MAX_EDGES = 4096
-"""Most edges of a pipeline: one less than stages, and the skips."""
-
-ABORT_TAG = _FIRST_TAG + 2 * MAX_EDGES
 
 _LENT = -1
 """Stands for a loan where the bytes of messages are listed."""
@@ -83,26 +61,6 @@ _POSTED_AHEAD = 2
 
 _Places = Sequence[Sequence[int]]
 """For each row of loans its stage, the stage that it goes to, and where it begins."""
-
-
-def message_tag(action: Action, edges: Edges | None = None) -> int:
-    """Return the tag of a SEND, or of the SEND that a RECV belongs to.
-
-    Args:
-        action: The SEND or RECV.
-        edges: Those of the pipeline. Messages between neighbours do not need them.
-
-    Raises:
-        ScheduleError: If the action moves no message, or one along an edge that is not among
-            `edges`, or there are too many edges.
-    """
-    number = (Edges(action.stage + 2) if edges is None else edges).number(action)
-    if number >= MAX_EDGES:
-        raise ScheduleError(
-            f"a pipeline has at most {MAX_EDGES} edges between stages, got edge {number} for "
-            f"{action}; make fewer stages or skips"
-        )
-    return _FIRST_TAG + 2 * number + (action.kind in (ActionKind.SEND_B, ActionKind.RECV_B))
 
 
 class Links:
@@ -146,18 +104,16 @@ class Links:
         self.window = 0
         self.sending: dict[tuple[int, int], SendLink] = {}
         self.receiving: dict[tuple[int, int], RecvLink] = {}
-        ends = [*((s, s + 1) for s in range(edges.num_stages - 1)), *edges.skips]
-        for number, pair in enumerate(ends):
+        for number, pair in enumerate([*pairwise(range(edges.num_stages)), *edges.skips]):
             for stage, far in (pair, pair[::-1]):
                 if placement[stage] == placement[far] or group.rank != placement[stage]:
                     continue
                 peer, forward = placement[far], stage < far
-                tag = _FIRST_TAG + 2 * number
-                self.sending[stage, far] = SendLink(self, stage, peer, tag + (not forward))
-                kind = ActionKind.RECV_B if forward else ActionKind.RECV_F
-                self.receiving[stage, far] = RecvLink(self, kind, far, peer, tag + forward)
-                self.receiving[stage, far].key = number, kind
-                self.receiving[stage, far].source = min(stage, far)
+                tags = message_tags(number, f"stages {pair[0]} and {pair[1]}")
+                self.sending[stage, far] = SendLink(self, stage, peer, tags[not forward])
+                self.receiving[stage, far] = RecvLink(
+                    self, (stage, far), number, peer, tags[forward]
+                )
 
     # -- while the model is made: rows of loans -----------------------------------------------
 
@@ -387,19 +343,6 @@ class SendLink:
         announcing: In this step, the announcements that are under way.
     """
 
-    __slots__ = (
-        "_is_news",
-        "_links",
-        "_room",
-        "_stage",
-        "_tag",
-        "announcing",
-        "lending",
-        "peer",
-        "row",
-        "sent",
-    )
-
     def __init__(self, links: Links, stage: int, peer: int, tag: int) -> None:
         self._links = links
         self._stage = stage
@@ -532,32 +475,17 @@ class RecvLink:
         microbatches: Those whose receives are still to be posted.
     """
 
-    __slots__ = (
-        "_announced",
-        "_announcement",
-        "_count",
-        "_far",
-        "_forward",
-        "_is_news",
-        "_links",
-        "_most_waiting",
-        "_posted",
-        "_tag",
-        "key",
-        "loans",
-        "microbatches",
-        "peer",
-        "source",
-    )
-
-    def __init__(self, links: Links, kind: ActionKind, far: int, peer: int, tag: int) -> None:
+    def __init__(
+        self, links: Links, ends: tuple[int, int], number: int, peer: int, tag: int
+    ) -> None:
+        stage, far = ends
         self._links = links
-        self._forward = kind is ActionKind.RECV_F
+        self._forward = far < stage
         self._far = far
         self._tag = tag
         self.peer = peer
-        self.key = 0, kind
-        self.source = far
+        self.key = number, ActionKind.RECV_F if self._forward else ActionKind.RECV_B
+        self.source = min(ends)
         self.loans: Borrowing | None = None
         self.microbatches: deque[int] = deque()
         self._is_news = False

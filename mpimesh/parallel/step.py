@@ -30,11 +30,11 @@ import numpy as np
 from mpimesh.arrays import Array
 from mpimesh.comm.base import Condition
 from mpimesh.errors import MpimeshError, ShapeError, StageError, on_all_ranks
-from mpimesh.parallel.arguments import Arguments, input_title
+from mpimesh.parallel.batch import Arguments, input_title
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.executor import Executor
 from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
-from mpimesh.parallel.header import Given, Size, StepHeader, disagreement
+from mpimesh.parallel.header import BatchSpec, Size, StepHeader, disagreement
 from mpimesh.parallel.interface import ShapeCache
 from mpimesh.parallel.microbatch import replica_rows
 from mpimesh.parallel.tree import Tree, flatten, tree_map
@@ -109,7 +109,7 @@ class Step:
         """Do all of the step but the optimizer's."""
         engine = self._engine
         problem = self._look_at_arguments()
-        self._header = StepHeader(engine.scope, self._given, self._names, engine.places)
+        self._header = StepHeader(engine.scope, self._spec, self._names, engine.places)
         engine.tensor.begin(self._look)
         engine.why_no_step = _UNDER_WAY
         try:
@@ -172,16 +172,16 @@ class Step:
 
     def _look_at_arguments(self) -> Exception | None:
         """Take in what this rank was given; return what is wrong with it. Never raises."""
-        self._given = Given(self._call())
+        self._spec = BatchSpec(self._call())
         try:
-            self._batch, self._given = self._arguments.look(self._engine, self._given.call)
+            self._values, self._spec = self._arguments.look(self._engine, self._spec.call)
         except Exception as error:
             return error
         return None
 
     def _work(self) -> None:
         engine = self._engine
-        size = self._given.size(self._names)
+        size = self._spec.size(self._names)
         # Ranks in different steps would meet in the sums of replicas or in split layers.
         meets = (self._training and engine.replicas_are_all) or engine.tensor.is_split
         if size is None or meets:
@@ -192,20 +192,20 @@ class Step:
         self.size = size
         if self._arguments.with_loss and not size.rows:
             raise ShapeError("the mean loss over a batch of no rows does not exist")
-        share = self._batch.share(engine, size)
-        task = self._batch.task(engine, share)
+        task = self._arguments.task(engine, self._values, size)
+        count = len(task.spans)
         plan = engine.plans.plan(
-            task.count,
+            count,
             training=self._training,
             first_trained=self._first_trained if self._training else 0,
         )
         if self._training:
-            engine.begin_gradients(task.count)
-        free = share.part is not None
+            engine.begin_gradients(count)
+        free = task.is_cut
         interfaces = (
             engine.interfaces.setdefault((self._training, size.kind), {}) if not free else {}
         )
-        shapes = ShapeCache(interfaces, share.spans, free=free)
+        shapes = ShapeCache(interfaces, task.spans, free=free)
         self._linked = True
         engine.links.begin(shapes, plan, self._look)
         self._executor = Executor(
@@ -227,7 +227,7 @@ class Step:
         with np.errstate(over="ignore", invalid="ignore") if scaled else nullcontext():
             self._executor.run(plan.actions)
         if self._executor.outputs:
-            outputs = [tree_map(_own, self._executor.outputs[i]) for i in range(task.count)]
+            outputs = [tree_map(_own, self._executor.outputs[i]) for i in range(count)]
             self.outputs = outputs if free else [self._join(outputs)]
 
     def _join(self, outputs: list[Tree]) -> Tree:
@@ -295,7 +295,7 @@ class Step:
         running = None if self._outside or self._executor is None else self._executor.current
         rank = self._engine.mesh.rank
         failure = None if error is None else Failure.of(error, rank, running)
-        report = StepReport(self._given, self._training, failure)
+        report = StepReport(self._spec, self._training, failure)
         agreed = recover(self._engine, report, self._abort)
         try:
             if error is None or not isinstance(agreed, StageError):
@@ -325,12 +325,12 @@ class StepReport:
     """A rank's report to the others at the end of a failed step.
 
     Attributes:
-        given: What it was given for the step.
+        spec: What it was given for the step.
         training: Whether it was training.
         failure: What went wrong on it, if anything did.
     """
 
-    given: Given
+    spec: BatchSpec
     training: bool
     failure: Failure | None
 
@@ -350,7 +350,7 @@ def recover(engine: Engine, report: StepReport, abort: AbortSignal) -> MpimeshEr
     """
     scope = engine.scope
     mine = {
-        "given": asdict(report.given),
+        "spec": asdict(report.spec),
         "training": report.training,
         "failure": None if report.failure is None else asdict(report.failure),
         "aborts": abort.is_set,
@@ -385,10 +385,10 @@ def _to_me(engine: Engine, notes: list[dict[str, Any]]) -> dict[tuple[int, int],
     }
 
 
-def _batch_cure(engine: Engine, given: list[Given]) -> str:
+def _batch_cure(engine: Engine, specs: list[BatchSpec]) -> str:
     """Say what to do where each rank was given rows of its own."""
     data = engine.data
-    rows = next((one.rows for one in given if one.rows), None)
+    rows = next((spec.rows for spec in specs if spec.rows), None)
     if data.size == 1 or rows is None:
         return ""
     spans = [replica_rows(rows, data.size, place) for place in range(min(data.size, 4))]
@@ -403,11 +403,11 @@ def _batch_cure(engine: Engine, given: list[Given]) -> str:
 
 def _agreed_error(engine: Engine, notes: list[dict[str, Any]]) -> MpimeshError:
     """Return the same error on every rank: that they were at odds, or what failed."""
-    given = [Given(**note["given"]) for note in notes]
+    specs = [BatchSpec(**note["spec"]) for note in notes]
     error = disagreement(
-        given,
+        specs,
         engine.scope.ranks,
-        batch_cure=_batch_cure(engine, given),
+        batch_cure=_batch_cure(engine, specs),
         first=engine.first_values,
     )
     if error is None:

@@ -10,7 +10,7 @@ import mpimesh as mm
 from mpimesh import nn
 from mpimesh.errors import MpimeshError
 from mpimesh.parallel import PipelineStage
-from mpimesh.parallel.links import ABORT_TAG, message_tag
+from mpimesh.parallel.plans import ABORT_TAG, message_tag
 from mpimesh.schedule import Action, ActionKind
 from tests.helpers.parallel_models import cut
 

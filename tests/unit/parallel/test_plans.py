@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from mpimesh.comm import MAX_USER_TAG
 from mpimesh.errors import ScheduleError
-from mpimesh.parallel.links import ABORT_TAG, MAX_EDGES, message_tag
-from mpimesh.parallel.plans import Plans, forward_schedule
+from mpimesh.parallel.plans import ABORT_TAG, MAX_EDGES, Plans, forward_schedule, message_tag
 from mpimesh.schedule import (
     Action,
     ActionKind,

@@ -13,8 +13,8 @@ import mpimesh as mm
 from mpimesh import nn
 from mpimesh.errors import MismatchError, ScheduleError, StageError, StageShapeError
 from mpimesh.parallel import PipelineStage
-from mpimesh.parallel.links import message_tag
 from mpimesh.parallel.microbatch import microbatch_rows
+from mpimesh.parallel.plans import message_tag
 from mpimesh.schedule import Action, ActionKind
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
