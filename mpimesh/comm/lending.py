@@ -224,12 +224,15 @@ class Borrowing:
         """
         numbers, entry = self._numbers, self._entry
         self._fence()
-        array: HostArray = np.ndarray(shape, dtype, self._buffer, numbers[entry + _AT])
+        # Not np.ndarray, which refers to what lies behind the memoryview.
+        part: HostArray = np.frombuffer(
+            self._buffer, np.uint8, numbers[entry + _NBYTES], numbers[entry + _AT]
+        )
         self._entry = numbers[entry + _NEXT]
-        loan = _Loan(array, _end)
+        loan = _Loan(part, _end)
         loan.numbers, loan.entry, loan.fence, loan.pid = numbers, entry, self._fence, os.getpid()
         _BORROWED[id(loan)] = loan
-        return array
+        return part.view(dtype).reshape(shape)
 
     def take_note(self) -> HostArray:
         """Borrow the next array, which has come and is a note, as bytes."""

@@ -120,7 +120,7 @@ def test_it_comes_back_when_the_last_view_is_gone(nodes, ends):
 def test_it_comes_back_when_the_borrowers_end_is_gone_before(nodes, ends):
     ends.lend(filled(nodes[0], 1))
     got = ends.borrow()
-    ends.loans = ends.other = None
+    del ends.loans, ends.other
     gc.collect()
     assert ends.num_lent == 1
     del got
@@ -199,7 +199,7 @@ def test_what_is_lent_when_it_closes_is_never_used_again(nodes):
     ends.lend(filled(nodes[0], 9))
     got = ends.borrow()
     ends.lending.close(kept.append)
-    ends.row = ends.lending = None
+    del ends
     gc.collect()
     assert nodes[0].arena.used_bytes > before
     assert (got == 4).all()
@@ -219,7 +219,7 @@ def test_after_all_is_back_nothing_is_kept(nodes):
     kept: list[np.ndarray] = []
     ends.lending.close(kept.append)
     assert kept == []
-    ends.row = ends.lending = None
+    del ends
     gc.collect()
     assert nodes[0].arena.used_bytes == before
 
