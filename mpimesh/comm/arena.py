@@ -97,6 +97,11 @@ class Arena:
         self.bell = bell_of(self._bytes)
 
     @property
+    def memory(self) -> HostArray:
+        """All of it, as this process has it mapped."""
+        return self._bytes
+
+    @property
     def nbytes(self) -> int:
         """Length of the file, most of which nothing is stored in."""
         return self._parts.size

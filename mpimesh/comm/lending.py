@@ -1,54 +1,48 @@
 """Arrays that another rank of the node reads where they lie, for as long as it wants.
 
-A rank that *lends* an array writes a *ticket*: where in its arena the array begins, and where
-the *cell* of this loan is. The ticket goes to the borrower as a message, which also
-keeps the order of memory: what was written before it is there after it. The borrower gets an
-array that cannot be written to. When nothing refers to that array any more, it
-writes a zero into the cell, and the lender may use the memory again.
+A *row* goes from one rank, the lender, to another, the borrower. Of each array the lender writes an
+*entry* into its own arena: where the array begins, how long it is, and where the row's next entry
+will be. The entry's *state* is written last. The borrower, which knows where the first entry is,
+looks at the state of the next one: once it is not zero, the array may be read. It gets an array
+that cannot be written to. When nothing refers to that array any more, it writes into the state that
+the loan has ended, and the lender may use the memory, and the entry, again.
 
-Neither waits for the other, and no byte of the array is copied. The lender keeps the
-array alive as long as the loan lasts, be it for ever: what a borrower may still read, or
-write a zero into, is never used for anything else.
+No message passes, neither waits for the other, and no byte of the array is copied. The lender keeps
+the array alive as long as the loan lasts, be it for ever: what a borrower may still read, or
+write a state into, is never used for anything else.
+
+Order
+1. *An entry that is seen is whole, and so is the array.* The state is stored after all of it, and
+   loaded before all of it. Loads and stores of x86-64 keep that order; on other processors the
+   fence stands in between on both sides.
+2. *The next entry has no state when its place is told*: the lender sets it to zero before it stores
+   the state of the entry that names it, and nobody else writes to an entry that is not lent.
+3. *An entry is used again only after the loan has ended*, and by then the borrower has read from it
+   where the next one is.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
-from mpimesh.comm.arena import Arena
+from mpimesh.arrays.types import DType, HostArray
+from mpimesh.comm.arena import Arena, bell_of
 from mpimesh.errors import TransportError
 
-__all__ = ["TICKET_BYTES", "Lending"]
+__all__ = ["Borrowing", "Lending", "Row"]
 
-TICKET_BYTES = 24
-"""Size of a ticket: three numbers."""
-
-_AT, _NBYTES, _CELL_AT = range(3)
-_CELL_BYTES = 8
-_CELLS_IN_BLOCK = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Loan:
-    """A loan, as its lender sees it.
-
-    Attributes:
-        at: Where the cell is in the arena.
-        cell: Not zero until the borrower gives the array back.
-        array: What is lent.
-    """
-
-    at: int
-    cell: memoryview[int]
-    array: HostArray
+_STATE, _AT, _NBYTES, _NEXT = range(4)
+_FREE, _LENT, _NOTE, _ENDED = range(4)
+_NUMBER_BYTES = 8
+_ENTRY_NUMBERS = 4
+_ENTRIES_IN_BLOCK = 64
 
 
 class Lending:
@@ -66,44 +60,41 @@ class Lending:
         self._arena = arena
         self._fence = fence
         self._memories = dict(memories)
-        # Through memoryviews, so that views of a borrowed array refer to it and not to the whole.
-        self._buffers = {rank: memoryview(one) for rank, one in memories.items()}  # type: ignore[arg-type]
-        self._free: list[tuple[int, memoryview[int]]] = []
+        self._numbers = _numbers(arena.memory)
+        self._free: list[int] = []
         self._blocks: list[HostArray] = []
-        self._loans: deque[_Loan] = deque()
+        self._loans: deque[tuple[int, HostArray]] = deque()
 
     def reaches(self, rank: int) -> bool:
         """Tell whether `rank` reads this rank's memory, and the other way round."""
         return rank in self._memories
 
-    # -- the lender ------------------------------------------------------------------
-
-    def lend(self, array: HostArray) -> HostArray | None:
-        """Lend a C-contiguous array; return the ticket, or None if it is not in the arena.
-
-        Until it has come back nobody may write to it.
+    def row(self, rank: int) -> Row:
+        """Return a new row of what this rank lends to `rank`. Local.
 
         Raises:
-            TransportError: If there is no memory for the cell.
+            TransportError: If there is no memory for its first entry.
         """
-        at = self._arena.find(array)
-        if at < 0:
-            return None
-        cell_at, cell = self._free.pop() if self._free else self._new_cell()
-        cell[0] = 1
-        self._loans.append(_Loan(cell_at, cell, array))
-        ticket: HostArray = np.array([at, array.nbytes, cell_at], np.int64).view(np.uint8)
-        return ticket
+        bell = bell_of(self._memories[rank])
+        return Row(self, self._numbers, self._fence, None if bell is None else bell.ring)
+
+    def borrowing(self, rank: int, start: int) -> Borrowing:
+        """Return the other end of the row of `rank` that begins at `start`. Local."""
+        return Borrowing(self._memories[rank], start, self._fence)
+
+    def find(self, array: HostArray) -> int:
+        """Return where an array begins in this rank's arena; -1 for an ordinary one."""
+        return self._arena.find(array)
 
     def sweep(self) -> None:
         """Let go of the arrays that have come back."""
-        loans = self._loans
+        loans, numbers = self._loans, self._numbers
         for _ in range(len(loans)):
             loan = loans.popleft()
-            if loan.cell[0]:
-                loans.append(loan)
+            if numbers[loan[0]] == _ENDED:
+                self._free.append(loan[0])
             else:
-                self._free.append((loan.at, loan.cell))
+                loans.append(loan)
 
     @property
     def num_lent(self) -> int:
@@ -119,54 +110,169 @@ class Lending:
         """
         self.sweep()
         if self._loans:
-            for memory in (*self._blocks, *(loan.array for loan in self._loans)):
+            for memory in (*self._blocks, *(array for _, array in self._loans)):
                 keep(memory)
         self._memories.clear()
-        self._buffers.clear()
 
-    def _new_cell(self) -> tuple[int, memoryview[int]]:
-        block = self._arena.empty(_CELLS_IN_BLOCK * _CELL_BYTES)
-        if block is None:
-            raise TransportError("no memory is left that other ranks of the node can read")
-        block[...] = 0
-        self._blocks.append(block)
-        start, numbers = self._arena.find(block), _numbers(block)
-        self._free += [
-            (start + _CELL_BYTES * place, numbers[place : place + 1])
-            for place in range(_CELLS_IN_BLOCK)
-        ]
-        return self._free.pop()
+    # -- for rows --------------------------------------------------------------------
 
-    # -- the borrower ----------------------------------------------------------------
+    def new_entry(self) -> int:
+        """Return the place of an entry without a state, counted in numbers.
 
-    def borrow(self, ticket: HostArray, rank: int) -> HostArray:
-        """Return the bytes that `rank` lends by `ticket`; they go back when nobody refers to them.
-
-        The array cannot be written to.
+        Raises:
+            TransportError: If there is no memory for it.
         """
-        at, nbytes, _ = ticket.view(np.int64).tolist()
-        part: HostArray = np.frombuffer(self._buffers[rank], np.uint8, nbytes, at)
-        part.flags.writeable = False
-        cell = self._cell(ticket, rank)
-        weakref.finalize(part, _end, cell, self._fence, os.getpid()).atexit = False
-        return part
+        if not self._free:
+            self.sweep()
+        if not self._free:
+            block = self._arena.empty(_ENTRIES_IN_BLOCK * _ENTRY_NUMBERS * _NUMBER_BYTES)
+            if block is None:
+                raise TransportError("no memory is left that other ranks of the node can read")
+            self._blocks.append(block)
+            start = self._arena.find(block) // _NUMBER_BYTES
+            self._free = [start + _ENTRY_NUMBERS * place for place in range(_ENTRIES_IN_BLOCK)]
+        entry = self._free.pop()
+        self._numbers[entry] = _FREE
+        return entry
 
-    def give_back(self, ticket: HostArray, rank: int) -> None:
-        """End a loan whose array nobody wants; a ticket of zeros is none."""
-        if ticket.any():
-            self._cell(ticket, rank)[0] = 0
+    def keep(self, entry: int, array: HostArray) -> None:
+        """Keep an array alive until its loan has ended."""
+        self._loans.append((entry, array))
 
-    def _cell(self, ticket: HostArray, rank: int) -> memoryview[int]:
-        at = int(ticket.view(np.int64)[_CELL_AT])
-        return _numbers(self._memories[rank][at : at + _CELL_BYTES])
+
+class Row:
+    """What one rank lends to another, in order: the lender's end.
+
+    Attributes:
+        start: Where its first entry is in the lender's arena, for the borrower.
+    """
+
+    __slots__ = ("_fence", "_lending", "_next", "_numbers", "_ring", "start")
+
+    def __init__(
+        self,
+        lending: Lending,
+        numbers: memoryview[int],
+        fence: Callable[[], None],
+        ring: Callable[[], None] | None,
+    ) -> None:
+        self._lending = lending
+        self._numbers = numbers
+        self._fence = fence
+        self._ring = ring
+        self._next = self.start = lending.new_entry()
+
+    def lend(self, array: HostArray, at: int, *, is_note: bool = False) -> None:
+        """Lend a C-contiguous array that begins at `at` of the arena.
+
+        Until it has come back nobody may write to it.
+
+        Args:
+            array: The array.
+            at: Where it begins, as :meth:`Lending.find` tells.
+            is_note: Whether the borrower is to see that it is no array like the others.
+
+        Raises:
+            TransportError: If there is no memory for the row's next entry; then it is not lent.
+        """
+        lending, numbers, entry = self._lending, self._numbers, self._next
+        following = lending.new_entry()
+        numbers[entry + _AT] = at
+        numbers[entry + _NBYTES] = array.nbytes
+        numbers[entry + _NEXT] = following
+        lending.keep(entry, array)
+        self._next = following
+        self._fence()
+        numbers[entry] = _NOTE if is_note else _LENT
+        if self._ring is not None:
+            self._ring()
+
+
+class Borrowing:
+    """What one rank lends to another, in order: the borrower's end.
+
+    Args:
+        memory: The lender's arena, as this process has it mapped.
+        start: Where the row's first entry is in it.
+        fence: As for :class:`Lending`.
+    """
+
+    __slots__ = ("_buffer", "_entry", "_fence", "_numbers")
+
+    def __init__(self, memory: HostArray, start: int, fence: Callable[[], None]) -> None:
+        # By a memoryview, so that views of a borrowed array refer to it and not to the whole.
+        self._buffer = memoryview(memory).toreadonly()  # type: ignore[arg-type]
+        self._numbers = _numbers(memory)
+        self._entry = start
+        self._fence = fence
+
+    def has_come(self) -> bool:
+        """Tell whether there is a next array."""
+        return self._numbers[self._entry] != _FREE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the next array, which has come; -1 for a note."""
+        self._fence()
+        entry = self._entry
+        return -1 if self._numbers[entry] == _NOTE else self._numbers[entry + _NBYTES]
+
+    def take(self, shape: Sequence[int], dtype: DType) -> HostArray:
+        """Borrow the next array, which has come; it goes back when nobody refers to it.
+
+        It cannot be written to.
+        """
+        numbers, entry = self._numbers, self._entry
+        self._fence()
+        # Not np.ndarray, which refers to what lies behind the memoryview.
+        part: HostArray = np.frombuffer(
+            self._buffer, np.uint8, numbers[entry + _NBYTES], numbers[entry + _AT]
+        )
+        self._entry = numbers[entry + _NEXT]
+        loan = _Loan(part, _end)
+        loan.numbers, loan.entry, loan.fence, loan.pid = numbers, entry, self._fence, os.getpid()
+        _BORROWED[id(loan)] = loan
+        return part.view(dtype).reshape(shape)
+
+    def take_note(self) -> HostArray:
+        """Borrow the next array, which has come and is a note, as bytes."""
+        return self.take((self._numbers[self._entry + _NBYTES],), _BYTES)
+
+    def skip(self) -> None:
+        """End the loan of the next array, which has come and which nobody wants."""
+        numbers, entry = self._numbers, self._entry
+        self._fence()
+        self._entry = numbers[entry + _NEXT]
+        numbers[entry] = _ENDED
+
+
+class _Loan(weakref.ref[HostArray]):
+    """A borrowed array, and where the end of the loan is told."""
+
+    __slots__ = ("entry", "fence", "numbers", "pid")
+
+    numbers: memoryview[int]
+    entry: int
+    fence: Callable[[], None]
+    pid: int
+
+
+_BORROWED: dict[int, _Loan] = {}
+"""All arrays that are borrowed by this process, whoever has let go of the rows by now."""
+
+_BYTES: DType = np.dtype(np.uint8)
+
+
+def _end(loan: Any) -> None:
+    """Tell that a loan has ended: nothing refers to its array any more."""
+    if sys.is_finalizing():
+        return  # MPI, whose fence it may be, has ended
+    _BORROWED.pop(id(loan), None)
+    if os.getpid() == loan.pid:  # in a forked child the parent still reads the array
+        loan.fence()
+        loan.numbers[loan.entry] = _ENDED
 
 
 def _numbers(memory: HostArray) -> memoryview[int]:
-    numbers: Any = memory.view(np.int64)
+    numbers: Any = memory[: memory.nbytes // _NUMBER_BYTES * _NUMBER_BYTES].view(np.int64)
     return memoryview(numbers)
-
-
-def _end(cell: memoryview[int], fence: Callable[[], None], pid: int) -> None:
-    if os.getpid() == pid:  # in a forked child the parent still reads the array
-        fence()
-        cell[0] = 0

@@ -16,7 +16,12 @@ from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.initializers import Initializer, first_values
 
-__all__ = ["FLOAT_DTYPES", "Parameter", "as_parameters", "float_dtype"]
+__all__ = ["ELSEWHERE", "FLOAT_DTYPES", "ZERO", "Parameter", "as_parameters", "float_dtype"]
+
+ZERO, ELSEWHERE = 1, 2
+"""Bits of the mark of attached memory: it counts as zeros that are not written yet; the gradient
+is another array now, or None."""
+
 
 FLOAT_DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 """The dtypes in which a model can be materialised."""
@@ -40,7 +45,8 @@ class Parameter:
     __slots__ = (
         "_attached",
         "_grad",
-        "_is_zero",
+        "_marks",
+        "_place",
         "data",
         "grad_dtype",
         "initializer",
@@ -73,11 +79,12 @@ class Parameter:
         self.initializer = initializer
         self.requires_grad = as_flag(requires_grad, "requires_grad", ModuleError)
         self.data: Array = None
-        self._is_zero = False
+        self._attached = False
+        self._marks = bytearray(1)
+        self._place = 0
         self.grad = None
         self.grad_dtype: DType | None = None
         self.on_ready: Callable[[Parameter], None] | None = None
-        self._attached = False
 
     @property
     def grad(self) -> Array:
@@ -90,8 +97,17 @@ class Parameter:
 
     @grad.setter
     def grad(self, array: Array) -> None:
-        self._is_zero = False
+        self._marks[self._place] = ELSEWHERE if self._attached else 0
         self._grad = array
+
+    @property
+    def _is_zero(self) -> bool:
+        """Whether the gradient's memory counts as zeros that are not written yet."""
+        return bool(self._marks[self._place] & ZERO)
+
+    @_is_zero.setter
+    def _is_zero(self, wanted: bool) -> None:
+        self._marks[self._place] = self._marks[self._place] & ELSEWHERE | wanted
 
     @property
     def size(self) -> int:
@@ -129,8 +145,7 @@ class Parameter:
         if not hasattr(xp, "asarray"):
             raise ModuleError(f"xp must be numpy or cupy, got {shown(xp)}")
         self.data = values if xp is np else xp.asarray(values)
-        self.grad = None
-        self._attached = False
+        self.detach_grad()
 
     def value(self) -> Array:
         """Return the values.
@@ -166,8 +181,8 @@ class Parameter:
         self._check("gradient", g)
         data = self.value()
         dtype = data.dtype if self.grad_dtype is None else self.grad_dtype
-        if self._is_zero:
-            self._is_zero = False
+        if self._marks[self._place] & ZERO:
+            self._marks[self._place] &= ELSEWHERE
             self._grad[...] = g
         elif self._grad is not None:
             self._grad += g
@@ -210,7 +225,7 @@ class Parameter:
         if self.on_ready is not None:
             self.on_ready(self)
 
-    def attach_grad(self, view: Array) -> None:
+    def attach_grad(self, view: Array, marks: bytearray | None = None, place: int = 0) -> None:
         """Let the gradient live in `view`, part of a larger flat memory.
 
         What was accumulated so far moves there; otherwise `view` is set to 0.
@@ -219,6 +234,12 @@ class Parameter:
 
         Shapes:
             view: the parameter's shape, and its dtype or a wider one; C-contiguous, writable.
+
+        Args:
+            view: The memory.
+            marks: Marks of all parts of that memory, of the bits `ZERO` and `ELSEWHERE`, by which
+                its owner knows and sets the state of many gradients at once; None for one alone.
+            place: Which of them is this one's.
 
         Raises:
             ShapeError: If `view` has another shape or is not contiguous.
@@ -235,13 +256,17 @@ class Parameter:
         if not view.flags.c_contiguous:
             raise ShapeError(f"gradient memory of parameter {self.name!r} must be C-contiguous")
         view[...] = 0 if self.grad is None else self.grad
+        self.detach_grad()
+        if marks is not None:
+            self._marks, self._place = marks, place
         self.grad = view
         self._attached = True
 
     def detach_grad(self) -> None:
         """Give up attached gradient memory; `grad` is None afterwards."""
-        self.grad = None
         self._attached = False
+        self._marks, self._place = bytearray(1), 0
+        self.grad = None
 
     def zero_grad(self) -> None:
         """Forget the gradient: zeros in attached memory, otherwise None.
@@ -259,8 +284,8 @@ class Parameter:
 
         For whoever reads the memory itself.
         """
-        if self._is_zero:
-            self._is_zero = False
+        if self._marks[self._place] & ZERO:
+            self._marks[self._place] &= ELSEWHERE
             self._grad[...] = 0
 
     def _check(self, what: str, g: Array) -> None:
@@ -278,7 +303,8 @@ class Parameter:
     def __getstate__(self) -> object:
         """Return what a copy holds: all but the tie to those who wait for the gradient."""
         own, slots = cast("tuple[object, dict[str, Any]]", super().__getstate__())
-        return own, {**slots, "on_ready": None, "_attached": False, "grad_dtype": None}
+        alone = {"_attached": False, "_marks": bytearray([self._is_zero]), "_place": 0}
+        return own, {**slots, **alone, "on_ready": None, "grad_dtype": None}
 
     def __repr__(self) -> str:
         where = "no memory" if self.data is None else str(self.data.dtype)

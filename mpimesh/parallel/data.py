@@ -9,7 +9,7 @@ import numpy as np
 
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.nn.protocol import set_training
-from mpimesh.parallel.arguments import Arguments, SupportsStep, check_loss
+from mpimesh.parallel.batch import Arguments, SupportsStep, check_loss
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
 from mpimesh.parallel.groups import live_mesh, no_dim

@@ -30,6 +30,7 @@ from mpimesh.parallel.gradients.entries import Plan
 from mpimesh.parallel.gradients.replicas import agree_together, agree_values, digest
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
+from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
 from mpimesh.parallel.slots import SlotPool
@@ -144,6 +145,7 @@ class Engine:
         input_names: The names of all inputs that enter at stages of their own.
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
             on the devices, else NumPy.
+        links: The links to the stages of other ranks.
         ties: The parameters that several ranks of a pipeline hold.
         optimizer: What the model is trained by, if that needs to know how it is cut.
         tensor: The layers that are split over a group of ranks.
@@ -190,7 +192,15 @@ class Engine:
             raise problem
         ties = find_ties(self.stages, self.plans.placement)
         self.xp = options.xp
-        self.library = self._library()
+        self.links = Links(
+            pipe,
+            self.plans.placement,
+            self.plans.edges,
+            pool=self.pool,
+            traffic=mesh.traffic(),
+            tracer=self.tracer,
+        )
+        self.library = self._join_links()
         self.ties = Ties(ties, mesh=mesh, pipe=pipe, data=data)
         everything = [parameter for _, parameter, _ in self._named]
         self.tensor.make_groups(mesh, scope, data, everything, [tie.parameter for tie in ties])
@@ -417,12 +427,26 @@ class Engine:
     def _slot_memory(self, nbytes: int) -> HostArray:
         return self.mesh.shared_empty(nbytes, np.uint8)
 
-    def _library(self) -> ModuleType:
-        """Collective: return whose arrays travel between the ranks of all pipelines."""
-        mine = self.xp is not np and self.pipe._core.moves_device_memory
-        what = Call("pipeline", self.scope.name)
-        everyone = exchange(self.scope._core.progress, self.scope.communicator, mine, what=what)
-        return self.xp if all(everyone) else np
+    def _join_links(self) -> ModuleType:
+        """Collective: tell where rows of loans begin, and whether this rank moves device memory.
+
+        Returns:
+            Whose arrays travel between the ranks of all pipelines.
+        """
+        scope = self.scope
+        on_device = self.xp is not np and self.pipe._core.moves_device_memory
+        mine = {"on_device": on_device, "rows": self.links.lend()}
+        what = Call("pipeline", scope.name)
+        everyone = exchange(scope._core.progress, scope.communicator, mine, what=what)
+        library = self.xp if all(one["on_device"] for one in everyone) else np
+        place_of = {rank: place for place, rank in enumerate(self.pipe.ranks)}
+        rows = {
+            place_of[rank]: one["rows"]
+            for rank, one in zip(scope.ranks, everyone, strict=True)
+            if rank in place_of
+        }
+        self.links.borrow(rows, library)
+        return library
 
     def _rule(self, options: Options) -> str:
         layers = " | ".join(

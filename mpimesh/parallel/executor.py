@@ -1,8 +1,10 @@
 """Run one rank's list of actions. Any schedule, by one small interpreter.
 
-How results get from stage to stage is the affair of :mod:`mpimesh.parallel.flow`. What a microbatch
-leaves behind for its backward is in its own context, so the order of the actions is the schedule's
-affair alone.
+What a microbatch leaves behind for its backward is in its own context, so the order of the actions
+is the schedule's affair alone. Between two stages on one rank values are handed over in memory,
+between ranks by links (:mod:`mpimesh.parallel.links`). An output may go to several stages, to the
+next one and along skips. The gradients that come back for it are added up in one order, whatever
+the placement: first that of the next stage, then those of skips, in rising order of their ends.
 """
 
 from __future__ import annotations
@@ -13,18 +15,16 @@ from types import ModuleType
 
 import numpy as np
 
-from mpimesh.errors import ModuleStateError
+from mpimesh.arrays import Array
+from mpimesh.errors import ModuleStateError, ShapeError
 from mpimesh.nn import Context, Loss
 from mpimesh.nn.context import Room
-from mpimesh.parallel.flow import Flow
-from mpimesh.parallel.inbox import Inbox
-from mpimesh.parallel.interface import check_output
-from mpimesh.parallel.known import Known
-from mpimesh.parallel.outbox import Outbox
+from mpimesh.parallel.interface import ShapeCache, check_gradient, check_output, first_gradient
+from mpimesh.parallel.links import Links
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tree import Tree
 from mpimesh.schedule import Action, ActionKind, Edges
-from mpimesh.trace import Category, Span, Tracer
+from mpimesh.trace import NULL_TRACER, Category, Span, Tracer
 
 __all__ = ["Executor", "Task"]
 
@@ -34,7 +34,9 @@ class Task:
     """The input of a step, as one rank sees it.
 
     Attributes:
-        count: Number of microbatches.
+        spans: The rows of each microbatch, counted in the global batch; None where this rank does
+            not know them.
+        is_cut: Whether the batch was given as microbatches, of any shapes.
         x: Each microbatch's input; None on ranks without the first stage.
         inputs: Each microbatch's further inputs, by name, where a stage here takes them.
         target: Their targets; None on ranks without the last stage, and where there is no loss.
@@ -43,7 +45,8 @@ class Task:
         step: Number of the training step.
     """
 
-    count: int
+    spans: Sequence[slice | None]
+    is_cut: bool = False
     x: Sequence[Tree] | None = None
     inputs: Mapping[str, Sequence[Tree]] = field(default_factory=dict)
     target: Sequence[Tree] | None = None
@@ -53,6 +56,7 @@ class Task:
 
 
 _Key = tuple[int, int]  # stage, microbatch
+_Way = tuple[int, int, int]  # from a stage, to another, microbatch
 
 
 class Executor:
@@ -64,11 +68,10 @@ class Executor:
         first_trained: The first stage with anything to train; none before has a backward.
         task: What to work on.
         training: With backward, or forward only.
-        inbox: What comes from other ranks.
-        outbox: What goes to them.
-        known: The interfaces of stages, completed here, and the rows of microbatches.
+        links: What comes from other ranks, and goes to them.
+        shapes: The interfaces of stages, completed here, and the rows of microbatches.
         reduce_grad: Called with a stage to whose gradients nothing more will come.
-        look: Called before each action; raises if the step is to be left.
+        look: Called before each action that computes; raises if the step is to be left.
         tracer: Records each action.
         xp: The array library of the stages.
 
@@ -86,9 +89,8 @@ class Executor:
         task: Task,
         *,
         training: bool,
-        inbox: Inbox,
-        outbox: Outbox,
-        known: Known,
+        links: Links,
+        shapes: ShapeCache,
         reduce_grad: Callable[[int], None],
         look: Callable[[], None],
         tracer: Tracer,
@@ -102,32 +104,29 @@ class Executor:
         self._first_trained = first_trained
         self._task = task
         self._training = training
-        self._outbox = outbox
-        self._known = known
+        self._links = links
+        self._shapes = shapes
         self._look = look
         self._tracer = tracer
         self._xp = xp
-        self._flow = Flow(
-            stages,
-            edges,
-            first_trained,
-            known=known,
-            inbox=inbox,
-            outbox=outbox,
-            xp=xp,
-        )
+        # What each stage's input comes from, and where its output goes, neighbours first.
+        self._sources = {stage: [stage - 1, *edges.sources(stage)] for stage in stages}
+        self._consumers = {stage: [stage + 1, *edges.destinations(stage)] for stage in stages}
         # For each stage the layer that makes what crosses to its neighbour, and room for that.
         self._room_for_output = {
-            number: (stage.last_layer, self._room_at(number + 1))
+            number: (stage.last_layer, self._room_at(number, number + 1))
             for number, stage in stages.items()
         }
         self._room_for_gradient = {
-            number: (stage.first_layer, self._room_at(number - 1))
+            number: (stage.first_layer, self._room_at(number, number - 1))
             for number, stage in stages.items()
         }
         self._loss_gradients: dict[int, Tree] = {}
         self._contexts: dict[_Key, Context] = {}
         self._reduce_grad = reduce_grad
+        self._outputs: dict[_Way, Tree] = {}
+        self._gradients: dict[_Way, list[Array]] = {}
+        self._outgoing: dict[_Way, list[Array]] = {}
 
     def run(self, actions: Sequence[Action]) -> None:
         """Do all `actions` in order.
@@ -142,114 +141,209 @@ class Executor:
             ActionKind.B: self._backward,
             ActionKind.I: self._backward_input,
             ActionKind.W: self._backward_weight,
-            ActionKind.SEND_F: self._flow.send,
-            ActionKind.SEND_B: self._flow.send,
-            ActionKind.RECV_F: self._flow.receive,
-            ActionKind.RECV_B: self._flow.receive,
+            ActionKind.SEND_F: self._send,
+            ActionKind.SEND_B: self._send,
+            ActionKind.RECV_F: self._receive,
+            ActionKind.RECV_B: self._receive,
             ActionKind.REDUCE_GRAD: lambda action: self._reduce_grad(action.stage),
         }
+        look = self._look
         for action in actions:
-            self._look()
+            kind = action.kind
+            if kind not in _MESSAGES:
+                look()
             self.current = action
-            do[action.kind](action)
+            do[kind](action)
         self.current = None
 
     # -- computing ----------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
-        key = stage, microbatch = action.stage, action.microbatch
-        x = self._input(key)
-        context = self._context(key)
+        stage, microbatch = key = action.stage, action.microbatch
+        module = self._stages[stage]
+        x = self._input(module, stage, microbatch)
+        context = None
+        if self._training:
+            context = self._contexts[key] = Context(
+                step=self._task.step,
+                first_row=self._shapes.span(microbatch).start,
+                training=module.is_training(),
+            )
+            context.offer(*self._room_for_output[stage])
         with self._span(action, "forward"):
-            if context is not None:
-                context.offer(*self._room_for_output[stage])
-            y = self._stages[stage].forward(x, context)
+            y = module.forward(x, context)
             if stage < self._last:
-                self._flow.hand_on(stage, microbatch, y)
+                self._hand_on(stage, microbatch, y)
             else:
-                self._end_forward(key, y)
+                self._end_forward(stage, microbatch, y)
         if context is not None and stage < self._first_trained:
             del self._contexts[key]
 
-    def _input(self, key: _Key) -> Tree:
-        stage, microbatch = key
+    def _input(self, module: PipelineStage, stage: int, microbatch: int) -> Tree:
+        """Return what a stage gets: of the one before it, along skips, and what enters there."""
         if stage > 0:
-            entries = self._flow.arrived(stage, microbatch)
+            take = self._outputs.pop
+            entries = [take((source, stage, microbatch)) for source in self._sources[stage]]
         elif self._task.x is None:
             raise ModuleStateError("the first stage got no input")
         else:
             entries = [self._task.x[microbatch]]
-        named = self._stages[stage].inputs
-        entries += [self._task.inputs[name][microbatch] for name in named]
+        if module.inputs:
+            entries += [self._task.inputs[name][microbatch] for name in module.inputs]
         return entries[0] if len(entries) == 1 else tuple(entries)
 
-    def _context(self, key: _Key) -> Context | None:
-        if not self._training:
-            return None
-        context = Context(
-            step=self._task.step,
-            first_row=self._known.span(key[1]).start,
-            training=self._stages[key[0]].is_training(),
-        )
-        self._contexts[key] = context
-        return context
-
-    def _room_at(self, other: int) -> Room | None:
+    def _room_at(self, stage: int, other: int) -> Room | None:
         """Return what gives memory for what goes to stage `other`, if that lies elsewhere."""
-        crosses = 0 <= other <= self._last and other not in self._stages
-        return self._outbox.room_for(other) if crosses and self._xp is np else None
+        link = self._links.sending.get((stage, other))
+        return None if link is None or link.row is None or self._xp is not np else link.room
 
-    def _end_forward(self, key: _Key, y: Tree) -> None:
+    def _hand_on(self, stage: int, microbatch: int, y: Tree) -> None:
+        """Take the output of a stage that is not the last, for all that are to get it.
+
+        Raises:
+            ModuleError: If it is no tree of arrays.
+            ShapeError: If it does not keep to the stage's interface.
+        """
+        shapes = self._shapes
+        known = shapes.interface(stage, microbatch)
+        rows = shapes.rows(microbatch)
+        leaves, interface = check_output(y, stage=stage, rows=rows, interface=known)
+        if known is None:
+            shapes.learn(stage, microbatch, interface)
+            self._links.expect(stage)
+        for to in self._consumers[stage]:
+            if to in self._stages:
+                # As it would arrive on another rank: dicts in the order of their keys.
+                tree = interface.structure.unflatten(leaves)
+                self._outputs[stage, to, microbatch] = tree
+            else:
+                self._outgoing[stage, to, microbatch] = leaves
+
+    def _end_forward(self, stage: int, microbatch: int, y: Tree) -> None:
         """Keep an output, or compute its loss; in training keep the gradient for its backward."""
-        rows = self._known.rows(key[1])
+        rows = self._shapes.rows(microbatch)
         if getattr(y, "shape", ())[:1] != (rows,):
-            leaves, interface = check_output(y, stage=key[0], rows=rows, interface=None)
+            leaves, interface = check_output(y, stage=stage, rows=rows, interface=None)
             y = interface.structure.unflatten(leaves)
         task = self._task
         if not self._training and task.loss is None:
-            self.outputs[key[1]] = y
+            self.outputs[microbatch] = y
             return
         if task.loss is None or task.target is None:
             raise ModuleStateError("the last stage got no loss or no target")
         value, gradient = task.loss.value_and_grad(
-            y, task.target[key[1]], denominator=task.denominator
+            y, task.target[microbatch], denominator=task.denominator
         )
         self.loss += float(value)
-        if self._training and key[0] >= self._first_trained:
-            self._loss_gradients[key[1]] = gradient
-
-    def _gradient(self, key: _Key) -> Tree:
-        """Give up the gradient of a stage's output."""
-        stage, microbatch = key
-        if stage == self._last:
-            return self._loss_gradients.pop(microbatch)
-        return self._flow.gradient(stage, microbatch)
+        if self._training and stage >= self._first_trained:
+            self._loss_gradients[microbatch] = gradient
 
     def _backward(self, action: Action) -> None:
-        key = action.stage, action.microbatch
+        stage, microbatch = action.stage, action.microbatch
         with self._span(action, "backward"):
-            context = self._contexts.pop(key)
-            context.offer(*self._room_for_gradient[action.stage])
-            dx = self._stages[action.stage].backward(self._gradient(key), context)
-        self._hand_back(key, dx)
+            context = self._contexts.pop((stage, microbatch))
+            context.offer(*self._room_for_gradient[stage])
+            dx = self._stages[stage].backward(self._gradient(stage, microbatch), context)
+        self._hand_back(stage, microbatch, dx)
 
     def _backward_input(self, action: Action) -> None:
-        key = action.stage, action.microbatch
+        stage, microbatch = action.stage, action.microbatch
         with self._span(action, "backward_input"):
-            context = self._contexts[key]
-            context.offer(*self._room_for_gradient[action.stage])
-            dx = self._stages[action.stage].backward_input(self._gradient(key), context)
-        self._hand_back(key, dx)
+            context = self._contexts[stage, microbatch]
+            context.offer(*self._room_for_gradient[stage])
+            dx = self._stages[stage].backward_input(self._gradient(stage, microbatch), context)
+        self._hand_back(stage, microbatch, dx)
 
     def _backward_weight(self, action: Action) -> None:
         with self._span(action, "backward_weight"):
             context = self._contexts.pop((action.stage, action.microbatch))
             self._stages[action.stage].backward_weight(context)
 
-    def _span(self, action: Action, category: Category) -> Span:
-        return self._tracer.span(
-            str(action), category, stage=action.stage, microbatch=action.microbatch
-        )
+    def _gradient(self, stage: int, microbatch: int) -> Tree:
+        """Give up the gradient of a stage's output, added up over all that got it."""
+        if stage == self._last:
+            return self._loss_gradients.pop(microbatch)
+        total, *others = [
+            self._gradients.pop((stage, to, microbatch)) for to in self._consumers[stage]
+        ]
+        for other in others:
+            total = [one + more for one, more in zip(total, other, strict=True)]
+        return self._shapes.told(stage, microbatch).gradient_tree(total)
 
-    def _hand_back(self, key: _Key, dx: Tree | None) -> None:
-        self._flow.hand_back(*key, dx, len(self._stages[key[0]].inputs))
+    def _hand_back(self, stage: int, microbatch: int, dx: Tree | None) -> None:
+        """Take what the backward of a stage returned, for all stages that wait for it.
+
+        It is one gradient for each thing that the stage was given, or for those from other stages
+        only; or, if only one came from another stage, that gradient itself.
+
+        Raises:
+            ModuleStateError: If a gradient is missing.
+            ShapeError: If one does not fit what it is of.
+        """
+        if stage <= self._first_trained:
+            return
+        gradients = self._by_source(stage, microbatch, dx)
+        rows = self._shapes.rows(microbatch)
+        for source, gradient in zip(self._sources[stage], gradients, strict=True):
+            if source < self._first_trained:
+                continue
+            interface = self._shapes.told(source, microbatch)
+            checked = check_gradient(
+                gradient, stage=stage, source=source, rows=rows, interface=interface
+            )
+            if source in self._stages:
+                self._gradients[source, stage, microbatch] = checked
+            else:
+                self._outgoing[stage, source, microbatch] = checked
+
+    def _by_source(self, stage: int, microbatch: int, dx: Tree | None) -> list[Tree | None]:
+        """Return the gradient of what came from each source."""
+        sources, num_inputs = self._sources[stage], len(self._stages[stage].inputs)
+        count = len(sources)
+        if count == 1 or dx is None:
+            structure = self._shapes.told(stage - 1, microbatch).structure
+            return [first_gradient(dx, structure, 1 + num_inputs)] + [None] * (count - 1)
+        if not isinstance(dx, tuple) or len(dx) not in (count, count + num_inputs):
+            got = f"a tuple of {len(dx)}" if isinstance(dx, tuple) else type(dx).__name__
+            raise ShapeError(
+                f"stage {stage} was given the outputs of the stages {sources}, so its "
+                f"backward must return a tuple of {count} gradients in this order, got {got}"
+            )
+        return list(dx[:count])
+
+    def _span(self, action: Action, category: Category) -> Span:
+        tracer = self._tracer
+        if not tracer.enabled:
+            return _NO_SPAN
+        return tracer.span(str(action), category, stage=action.stage, microbatch=action.microbatch)
+
+    # -- other ranks --------------------------------------------------------------------------
+
+    def _send(self, action: Action) -> None:
+        """Do a SEND."""
+        stage, far = action.stage, action.far_stage
+        leaves = self._outgoing.pop((stage, far, action.microbatch))
+        self._links.sending[stage, far].send(action, leaves)
+
+    def _receive(self, action: Action) -> None:
+        """Do a RECV."""
+        links, stage, far, microbatch = (
+            self._links,
+            action.stage,
+            action.far_stage,
+            action.microbatch,
+        )
+        if links.unfinished:
+            links.reap()
+        leaves = links.receiving[stage, far].receive(action)
+        if self._xp is not np:
+            leaves = [self._xp.asarray(leaf) for leaf in leaves]
+        if far < stage:
+            structure = self._shapes.told(far, microbatch).structure
+            self._outputs[far, stage, microbatch] = structure.unflatten(leaves)
+        else:
+            self._gradients[stage, far, microbatch] = leaves
+
+
+_MESSAGES = frozenset((ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.RECV_F, ActionKind.RECV_B))
+_NO_SPAN = NULL_TRACER.span("", "other")

@@ -1,19 +1,30 @@
-"""A failure of a rank, as a value that all ranks can raise."""
+"""Failures of a rank: the signal that ends the waits of the others, and a value that all raise."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from mpimesh import errors
 from mpimesh.arguments import rank_names
-from mpimesh.errors import MpimeshError, ShapeError, StageError, StageShapeError, on_all_ranks
+from mpimesh.comm import RecvRequest, Request
+from mpimesh.errors import (
+    MpimeshError,
+    ShapeError,
+    StageError,
+    StageShapeError,
+    on_all_ranks,
+)
+from mpimesh.parallel.plans import ABORT_TAG
+from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.tracebacks import user_traceback
 from mpimesh.schedule import Action, ActionKind
 
-__all__ = ["Failure", "agreed_error"]
+__all__ = ["AbortSignal", "AbortedError", "Failure", "agreed_error"]
 
 _LONGEST_TRACEBACK = 8000
 _LONGEST_MESSAGE = 2000
@@ -120,3 +131,55 @@ def agreed_error(failures: Sequence[Failure]) -> MpimeshError:
         lines.append(f"--- traceback of rank {first.rank} ---\n{first.traceback}")
     error: MpimeshError = kind("\n".join(lines))
     return on_all_ranks(error)
+
+
+class AbortedError(Exception):
+    """Another rank has failed: leave the step."""
+
+
+class AbortSignal:
+    """The signal by which a failed rank ends the waits of the others in one step.
+
+    A rank that fails sets it, once. It only wakes: what happened, and on which
+    ranks, is exchanged afterwards, when all have come out of their waits.
+    """
+
+    def __init__(self, scope: ProcessGroup) -> None:
+        self._scope = scope
+        self._probe = scope.communicator.probe
+        self._sends: list[Request] = []
+        self.is_set = False
+
+    def set(self) -> None:
+        """Tell all other ranks. Never waits."""
+        if self.is_set:
+            return
+        self.is_set = True
+        communicator = self._scope.communicator
+        note = np.ones(1, np.uint8)
+        self._sends = [
+            communicator.isend(note, peer, ABORT_TAG)
+            for peer in range(self._scope.size)
+            if peer != self._scope.rank
+        ]
+
+    def check(self) -> None:
+        """Raise AbortedError if another rank has set it."""
+        if self._scope.size > 1 and self._probe(ABORT_TAG) is not None:
+            raise AbortedError
+
+    def drain(self, setters: Iterable[int]) -> list[Request]:
+        """Take in the notes of all `setters`, so that none is left for a later step.
+
+        Returns:
+            What must be waited for, with this rank's own notes.
+        """
+        receives: list[RecvRequest] = [
+            self._scope.communicator.irecv(np.empty(1, np.uint8), peer, ABORT_TAG)
+            for peer in setters
+            if peer != self._scope.rank
+        ]
+        return [*receives, *self._sends]
+
+
+# -- a refusal of one rank, raised on all ranks that do something together ------------------------

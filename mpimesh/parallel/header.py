@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from mpimesh.arrays import Array, HostArray
 from mpimesh.errors import MismatchError, MpimeshError, ShapeError
 from mpimesh.runtime import ProcessGroup
 
-__all__ = ["Given", "StepHeader", "checksum", "disagreement", "fingerprint", "sample"]
+__all__ = ["BatchSpec", "StepHeader", "checksum", "disagreement", "fingerprint", "sample"]
 
 _UNKNOWN = -(1 << 62)
 _SAMPLE = 4096
@@ -29,6 +30,7 @@ _SAME_CHANGES = (
 )
 
 
+@lru_cache(maxsize=256)
 def fingerprint(text: str) -> int:
     """Return 62 bits that are equal on two ranks only if their texts are."""
     return digest_bits(text.encode(), 62)
@@ -52,7 +54,7 @@ def sample(x: HostArray) -> HostArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class BatchSpec:
     """A rank's arguments of a step.
 
     Attributes:
@@ -116,7 +118,7 @@ class StepHeader:
 
     Args:
         scope: The ranks of the step.
-        given: What this rank was given.
+        spec: What this rank was given.
         names: The names of all inputs, the same on every rank.
         places: In how many parts the model lies on the ranks.
 
@@ -125,20 +127,20 @@ class StepHeader:
     """
 
     def __init__(
-        self, scope: ProcessGroup, given: Given, names: Sequence[str], places: int = 1
+        self, scope: ProcessGroup, spec: BatchSpec, names: Sequence[str], places: int = 1
     ) -> None:
         self._num_inputs = len(names)
         texts = [
-            given.call,
-            given.goal,
-            given.sizes,
-            *map(given.kinds.get, names),
-            *map(given.sums.get, (*names, "target")),
-            *_at(given.place, given.optimizer, places),
-            *_at(given.place, str(given.parameters) if given.parameters else None, places),
+            spec.call,
+            spec.goal,
+            spec.sizes,
+            *map(spec.kinds.get, names),
+            *map(spec.sums.get, (*names, "target")),
+            *_at(spec.place, spec.optimizer, places),
+            *_at(spec.place, str(spec.parameters) if spec.parameters else None, places),
         ]
         values = [
-            *(_UNKNOWN if number is None else number for number in (given.rows, given.count)),
+            *(_UNKNOWN if number is None else number for number in (spec.rows, spec.count)),
             *(_UNKNOWN if text is None else fingerprint(text) for text in texts),
         ]
         # After a maximum: the largest of each and minus the smallest, unknown ones left out.
@@ -184,52 +186,52 @@ def _kind(numbers: list[int]) -> int:
     return fingerprint(str(numbers))
 
 
-def _parts(given: Given) -> str | None:
+def _parts(spec: BatchSpec) -> str | None:
     """Return in words how a batch was cut."""
-    if given.count is None:
+    if spec.count is None:
         return None
-    return f"{given.count}, of {given.sizes} rows" if given.count else "none, it is whole"
+    return f"{spec.count}, of {spec.sizes} rows" if spec.count else "none, it is whole"
 
 
 def disagreement(
-    given: Sequence[Given], ranks: Sequence[int], *, batch_cure: str = "", first: bool = False
+    specs: Sequence[BatchSpec], ranks: Sequence[int], *, batch_cure: str = "", first: bool = False
 ) -> MismatchError | None:
     """Return the error for what `ranks` were given, None if it is not at odds.
 
     Args:
-        given: What each was given.
+        specs: What each was given.
         ranks: Their numbers, for messages.
         batch_cure: What to do where their batches differ.
         first: Whether it is the first step.
     """
     batch = "must be given the same global batch in"
     values = "each takes its own rows out of it. The CRC-32 of its values, or of some of them, is"
-    kinds = dict.fromkeys(name for one in given for name in one.kinds)
-    sums = dict.fromkeys(name for one in given for name in one.sums)
-    places = sorted({one.place for one in given})
+    kinds = dict.fromkeys(name for one in specs for name in one.kinds)
+    sums = dict.fromkeys(name for one in specs for name in one.sums)
+    places = sorted({one.place for one in specs})
     rules: list[tuple[str, Sequence[object]]] = [
-        ("must take the same step with the same options", [one.call for one in given]),
-        (f"{batch} x and target, or None; rows are", [one.rows for one in given]),
+        ("must take the same step with the same options", [one.call for one in specs]),
+        (f"{batch} x and target, or None; rows are", [one.rows for one in specs]),
         (
             "must be given the batch whole, or cut into the same microbatches; theirs are",
-            [_parts(one) for one in given],
+            [_parts(one) for one in specs],
         ),
         *(
-            (f"{batch} {name}, or None; its rows are", [one.kinds.get(name) for one in given])
+            (f"{batch} {name}, or None; its rows are", [one.kinds.get(name) for one in specs])
             for name in kinds
         ),
         *(
-            (f"{batch} {name}, or None; {values}", [one.sums.get(name) for one in given])
+            (f"{batch} {name}, or None; {values}", [one.sums.get(name) for one in specs])
             for name in sums
         ),
         (
             "of the last stage must train by the same loss and denominator",
-            [one.goal for one in given],
+            [one.goal for one in specs],
         ),
         *(
             (
                 "that hold the same parameters must change them by the same optimizer",
-                [one.optimizer if one.place == place else None for one in given],
+                [one.optimizer if one.place == place else None for one in specs],
             )
             for place in places
         ),
@@ -237,11 +239,11 @@ def disagreement(
             (
                 f"that hold parameter {name!r} must hold the same values: "
                 f"{_SAME_START if first else _SAME_CHANGES}. Their digests are",
-                [one.parameters.get(name) if one.place == place else None for one in given],
+                [one.parameters.get(name) if one.place == place else None for one in specs],
             )
             for place in places
             for name in dict.fromkeys(
-                name for one in given if one.place == place for name in one.parameters
+                name for one in specs if one.place == place for name in one.parameters
             )
         ),
     ]

@@ -1,38 +1,56 @@
-"""Costs of each layer of a model in a pipeline, measured by all ranks together."""
+"""Costs of each layer of a model in a pipeline, measured, and layers dealt to stages by them."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, astuple, replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from statistics import median
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from mpimesh.arguments import as_int, as_real, shown
+from mpimesh.arguments import as_int, as_items, as_real, shown
+from mpimesh.arrays import Array, StreamScope, moved, namespace
 from mpimesh.errors import ModuleError, ScheduleError, StageError
-from mpimesh.nn import Sequential, SupportsLayer
+from mpimesh.nn import Context, Module, Sequential, SupportsLayer
 from mpimesh.nn.parameter import float_dtype
-from mpimesh.nn.protocol import named_parameters
-from mpimesh.parallel.alarm import Alarm, AlarmedError
+from mpimesh.nn.protocol import (
+    backward_input,
+    backward_weight,
+    materialize,
+    named_parameters,
+    num_layers,
+)
 from mpimesh.parallel.batch import Value, as_value
-from mpimesh.parallel.failure import Failure, agreed_error
+from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
 from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.header import fingerprint
-from mpimesh.parallel.layer_times import LayerTime, time_layers
-from mpimesh.parallel.link import Link, measure_link
+from mpimesh.parallel.interface import Leaf
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor.model import TensorModel
 from mpimesh.parallel.tensor.parameter import whole_shape
-from mpimesh.parallel.tree import Tree
+from mpimesh.parallel.tree import Tree, flatten, tree_map
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agreed, exchange
-from mpimesh.schedule import Costs
+from mpimesh.schedule import Costs, Partition, partition
+from mpimesh.schedule.partition import check_num_stages
 
-__all__ = ["REPEATS", "describe_layers", "flat_layers", "measure_layers"]
+__all__ = [
+    "REPEATS",
+    "LayerTime",
+    "Link",
+    "describe_layers",
+    "flat_layers",
+    "measure_layers",
+    "measure_link",
+    "partition_layers",
+    "time_layers",
+]
 
 _MOST_REPEATS = 1_000_000
 
@@ -189,23 +207,23 @@ def _measured_everywhere(
     mine: list[LayerTime] = []
     problem, failure = None, None
     # In a split layer the other ranks would wait for one that has failed.
-    alarm = Alarm(scope)
-    tensor.begin(alarm.look)
+    abort = AbortSignal(scope)
+    tensor.begin(abort.check)
     try:
         try:
             for one in run():
                 mine.append(one)  # noqa: PERF402 - as many as there were before an error
-        except AlarmedError:
+        except AbortedError:
             pass
         except Exception as error:
-            alarm.sound()
+            abort.set()
             problem, failed = error, Failure.of(error, scope.world_rank, None)
             layer = f"layer {len(mine)}, {type(layers[len(mine)]).__name__}"
             failure = asdict(replace(failed, message=f"{layer}: {failed.message}"))
         note = {
             "times": list(map(astuple, mine)),
             "failure": failure,
-            "sounded": alarm.sounded,
+            "aborts": abort.is_set,
             "tensor": tensor.notes(),
         }
         everyone = exchange(scope._core.progress, scope.communicator, note, what="measure_layers")
@@ -213,8 +231,8 @@ def _measured_everywhere(
         if failures:
             notes = zip(scope.ranks, (one["tensor"] for one in everyone), strict=True)
             tensor.finish(dict(notes))
-            sounders = [place for place, one in enumerate(everyone) if one["sounded"]]
-            for request in alarm.collect(sounders):
+            aborted = [place for place, one in enumerate(everyone) if one["aborts"]]
+            for request in abort.drain(aborted):
                 scope._core.wait_for(request, what="measure_layers")
     finally:
         tensor.end()
@@ -234,3 +252,248 @@ def _middle(times: Sequence[LayerTime]) -> LayerTime:
         median(one.backward_weight_s for one in times),
         times[0].output_bytes,
     )
+
+
+# -- times: each layer in a copy of its own, one after the other ----------------------------------
+
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """The times of a layer for one microbatch.
+
+    Attributes:
+        forward_s: Seconds of its forward.
+        backward_input_s: Seconds of the input's half of its backward.
+        backward_weight_s: Seconds of the weights' half.
+        output_bytes: Bytes of its output.
+    """
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    output_bytes: int
+
+
+def time_layers(
+    layers: Sequence[SupportsLayer], x: Tree, *, dtype: Any, xp: ModuleType, repeats: int
+) -> Iterator[LayerTime]:
+    """Yield the time of each layer, of a training step as a pipeline does it. Local.
+
+    One layer after the other is copied, given memory, and run. A copy reads the values of a layer
+    that has any, and has gradients of its own.
+
+    Args:
+        layers: The layers of the whole model, in order.
+        x: A microbatch.
+        dtype: Dtype of parameters that have no memory yet.
+        xp: The array library that they compute with.
+        repeats: How often each is run, after once to get warm; the medians are taken.
+
+    Raises:
+        Exception: What a layer raises.
+    """
+    index = 0
+    trained = False
+    y = tree_map(lambda leaf, _: moved(leaf, xp), x)
+    for place, layer in enumerate(layers):
+        trained = trained or any(parameter.requires_grad for parameter in layer.parameters())
+        twin = _twin(layer, dtype, xp, index)
+        index += num_layers(layer)
+        if place == 0 and isinstance(twin, Module):
+            twin.input_grad = False  # as in a pipeline: nobody reads it
+        y, times = _time_layer(twin, y, trained=trained, repeats=repeats)
+        del twin  # before the next one gets memory
+        yield times
+
+
+def _twin(layer: SupportsLayer, dtype: Any, xp: ModuleType, index: int) -> SupportsLayer:
+    """Return a copy that has memory: where all values are there already, theirs."""
+    parameters = layer.parameters()
+    whole = bool(parameters) and all(one.data is not None for one in parameters)
+    kept: dict[int, Any] = {id(one.grad): None for one in parameters}
+    if whole:
+        kept.update((id(one.data), one.data) for one in parameters)
+    twin = copy.deepcopy(layer, kept)
+    if not whole:
+        materialize(twin, seed=0, dtype=dtype, xp=xp, index=index)
+    return twin
+
+
+def _time_layer(
+    layer: SupportsLayer, x: Tree, *, trained: bool, repeats: int
+) -> tuple[Tree, LayerTime]:
+    clock = _Clock(x)
+    runs = []
+    for _ in range(1 + repeats):
+        context = Context()
+        y, forward_s = clock.time(lambda: layer.forward(x, context))  # noqa: B023 - called at once
+        runs.append((forward_s, *_time_backward(layer, y, context, clock, trained=trained)))
+    forward_s, input_s, weight_s = map(median, zip(*runs[1:], strict=True))
+    output_bytes = sum(int(leaf.nbytes) for leaf in flatten(y, name="the output")[0])
+    return y, LayerTime(forward_s, input_s, weight_s, output_bytes)
+
+
+def _time_backward(
+    layer: SupportsLayer, y: Tree, context: Context, clock: _Clock, *, trained: bool
+) -> tuple[float, float]:
+    """Return the times of both halves of a backward; none where a pipeline runs none."""
+    if not trained:
+        return 0.0, 0.0
+    dy = tree_map(_gradient, y)
+    _, input_s = clock.time(lambda: backward_input(layer, dy, context))
+    _, weight_s = clock.time(lambda: backward_weight(layer, context))
+    return input_s, weight_s
+
+
+def _gradient(leaf: Array, _path: str) -> Array | None:
+    """Return a gradient for an array of an output; those of integers have none."""
+    if not Leaf(tuple(leaf.shape[1:]), np.dtype(leaf.dtype)).has_gradient:
+        return None
+    return namespace(leaf).ones(leaf.shape, leaf.dtype)
+
+
+class _Clock:
+    """Takes times, on a device up to the end of what was called for."""
+
+    def __init__(self, x: Tree) -> None:
+        self._scope = StreamScope.of(flatten(x)[0][0])
+
+    def time(self, call: Callable[[], R]) -> tuple[R, float]:
+        """Return what `call` gives, and its seconds."""
+        self._finish()
+        start_s = time.perf_counter()
+        result = call()
+        self._finish()
+        return result, time.perf_counter() - start_s
+
+    def _finish(self) -> None:
+        if self._scope is not None:
+            self._scope.stream.synchronize()
+
+
+# -- speed of messages ----------------------------------------------------------------------------
+
+
+_LEAST_BYTES = 1 << 16  # of a message that tells the rate: less is all latency
+_MOST_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The cost of messages between two ranks.
+
+    Attributes:
+        latency_s: Seconds of the smallest message.
+        bytes_per_s: Bytes that pass in a second.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def message_s(self, nbytes: int) -> float:
+        """Return the seconds of a message."""
+        return self.latency_s + nbytes / self.bytes_per_s
+
+
+def measure_link(
+    mesh: DeviceMesh, pipe: ProcessGroup, nbytes: int, *, xp: ModuleType, repeats: int
+) -> Link:
+    """Time messages around a ring of `pipe`, all pipelines of the mesh at once. Collective.
+
+    Returns:
+        The median of `repeats` over all ranks of the mesh, the same on each.
+
+    Cost:
+        ``2 * (1 + repeats)`` messages of each rank, half of them of `nbytes`, but of between 64 KiB
+        and 16 MiB.
+    """
+    sizes = (1, min(max(nbytes, _LEAST_BYTES), _MOST_BYTES))
+    mine = [_shift_s(_message(mesh, xp, size), pipe, repeats) for size in sizes]
+    scope = mesh.group()
+    everyone = exchange(
+        scope._core.progress, scope.communicator, mine, what="the times of messages"
+    )
+    small_s, large_s = map(median, zip(*everyone, strict=True))
+    longer_s = large_s - small_s
+    return Link(small_s, (sizes[1] - sizes[0]) / longer_s if longer_s > 0 else math.inf)
+
+
+def _message(mesh: DeviceMesh, xp: ModuleType, nbytes: int) -> Array:
+    if xp is not np:
+        return xp.zeros(nbytes, np.uint8)
+    message = mesh.shared_empty(nbytes, np.uint8)
+    message[...] = 0  # so that its pages are there
+    return message
+
+
+def _shift_s(message: Array, pipe: ProcessGroup, repeats: int) -> float:
+    times = []
+    for _ in range(1 + repeats):
+        pipe.barrier(label="measure messages")
+        start_s = time.perf_counter()
+        pipe.shift(message, wrap=True, label="measure messages").resolve()
+        times.append(time.perf_counter() - start_s)
+    return median(times[1:])
+
+
+# -- layers dealt to stages -----------------------------------------------------------------------
+
+
+def partition_layers(
+    layers: Sequential | Sequence[SupportsLayer],
+    num_stages: int,
+    *,
+    times: Costs | Sequence[float] | None,
+    x: Tree | None,
+    scope: ProcessGroup,
+    measure: Callable[[], Costs],
+) -> list[PipelineStage]:
+    """Do what :meth:`PipelineParallel.partition` says. Collective over `scope`.
+
+    Args:
+        layers: All layers.
+        num_stages: Number of stages.
+        times: What each layer takes, if it is known.
+        x: What is measured with, if it is not.
+        scope: The ranks that must get the same cut.
+        measure: Collective: returns what each layer takes, the same on all ranks.
+    """
+
+    def given() -> tuple[Sequence[SupportsLayer], Partition | None]:
+        flat = flat_layers(layers)
+        if (times is None) == (x is None):
+            raise ScheduleError(
+                "partition needs either times= or a microbatch x= to measure them with, got "
+                f"{'neither' if x is None else 'both'}"
+            )
+        check_num_stages(num_stages, len(flat))
+        return flat, None if times is None else _cut(times, len(flat), num_stages)
+
+    def rule(value: tuple[Sequence[SupportsLayer], Partition | None]) -> str:
+        flat, cut = value
+        where = "still to measure" if cut is None else f"with bounds {cut.bounds}"
+        return f"{describe_layers(flat)}; {num_stages} stages, {where}"
+
+    flat, cut = agreed(scope._core.progress, scope.communicator, "partition", given, rule)
+    if cut is None:
+        cut = _cut(measure(), len(flat), num_stages)
+    stages = [PipelineStage(number) for number in range(num_stages)]
+    for stage, part in zip(stages, cut.split(flat), strict=True):
+        for layer in part:
+            stage.add_layer(layer)
+    return stages
+
+
+def _cut(times: Any, num_layers: int, num_stages: int) -> Partition:
+    message_s: Any = 0
+    if isinstance(times, Costs):
+        times, message_s = times.total_s, times.message_s
+    layer_s = as_items(times, "times", ScheduleError, wanted="one number for each layer")
+    if len(layer_s) != num_layers:
+        raise ScheduleError(
+            f"times must be one number for each of {num_layers} layers, got {len(layer_s)}"
+        )
+    return partition(layer_s, num_stages, message_s=message_s)

@@ -14,18 +14,26 @@ from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.clip import sum_of_squares
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
-from mpimesh.parallel.gradients.held import HeldState, Owned, whole_states
-from mpimesh.parallel.gradients.moves import Spread, moved_states, spread_of
-from mpimesh.parallel.gradients.pieces import Pieces, sums_of
+from mpimesh.parallel.gradients.pieces import (
+    HeldState,
+    Owned,
+    Pieces,
+    Spread,
+    moved_states,
+    spread_of,
+    sums_of,
+    whole_states,
+)
 from mpimesh.parallel.model import ParallelModel
-from mpimesh.parallel.optimizer_checks import (
+from mpimesh.parallel.optimizer_state import (
     agree_optimizers,
+    agree_states,
+    flat_state,
+    full_states,
     is_finite,
     problem_with,
     why_no_step,
 )
-from mpimesh.parallel.optimizer_loading import agree_states
-from mpimesh.parallel.optimizer_state import flat_state, full_states
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, agreed, exchange
 from mpimesh.runtime.call import Call

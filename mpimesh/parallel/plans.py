@@ -1,4 +1,20 @@
-"""One rank's plan of a step, worked out once for each number of microbatches."""
+"""One rank's plan of a step, worked out once for each number of microbatches.
+
+Tags of messages. MPI guarantees tags up to 32767. Those up to `MAX_USER_TAG` (16383) are the
+users', a few above it the groups' own (roll calls, shifts, pairwise exchange, up to 16383 + 16).
+Here
+
+| tags | what |
+|---|---|
+| 20480 + 2 e | along edge e to the later stage: announcements and activations |
+| 20480 + 2 e + 1 | along edge e to the earlier stage: gradients |
+| 28672 | the signal by which a failed rank ends the step of the others |
+
+:class:`~mpimesh.schedule.Edges` numbers the edges: e = s goes from stage s to s + 1, and those of
+skips come after these. No tag holds the number of a microbatch, so none grows: messages of one tag
+between two ranks arrive in order, and a valid schedule receives the messages of each pair of stages
+in the order in which they are sent.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +36,23 @@ from mpimesh.schedule import (
     validate,
 )
 
-__all__ = ["Plan", "Plans", "ScheduleLike", "forward_schedule"]
+__all__ = [
+    "ABORT_TAG",
+    "MAX_EDGES",
+    "Plan",
+    "Plans",
+    "ScheduleLike",
+    "forward_schedule",
+    "message_tag",
+    "message_tags",
+]
+
+_FIRST_TAG = 20480
+
+MAX_EDGES = 4096
+"""Most edges of a pipeline: one less than stages, and the skips."""
+
+ABORT_TAG = _FIRST_TAG + 2 * MAX_EDGES
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 """A name, a schedule for one number of microbatches, or ``f(num_stages, num_microbatches)``."""
@@ -243,3 +275,36 @@ def _pruned(actions: Sequence[Action], first_trained: int) -> Iterator[Action]:
                 yield action
         elif action.kind is not ActionKind.SEND_B or action.far_stage >= first_trained:
             yield action
+
+
+def message_tag(action: Action, edges: Edges | None = None) -> int:
+    """Return the tag of a SEND, or of the SEND that a RECV belongs to.
+
+    Args:
+        action: The SEND or RECV.
+        edges: Those of the pipeline. Messages between neighbours do not need them.
+
+    Raises:
+        ScheduleError: If the action moves no message, or one along an edge that is not among
+            `edges`, or there are too many edges.
+    """
+    number = (Edges(action.stage + 2) if edges is None else edges).number(action)
+    return message_tags(number, action)[action.kind in (ActionKind.SEND_B, ActionKind.RECV_B)]
+
+
+def message_tags(number: int, what: object) -> tuple[int, int]:
+    """Return the tags of messages along an edge: to the later stage, and to the earlier one.
+
+    Args:
+        number: The number of the edge.
+        what: Whose `str` says what is to go along it.
+
+    Raises:
+        ScheduleError: If there are too many edges.
+    """
+    if number >= MAX_EDGES:
+        raise ScheduleError(
+            f"a pipeline has at most {MAX_EDGES} edges between stages, got edge {number} for "
+            f"{what}; make fewer stages or skips"
+        )
+    return _FIRST_TAG + 2 * number, _FIRST_TAG + 2 * number + 1

@@ -24,24 +24,21 @@ KEPT_STEPS = 16
 class _Slot:
     """A block of memory and the array that owns it, to which all views of it refer."""
 
-    __slots__ = ("block", "owner", "used_in", "when_free")
+    __slots__ = ("at", "block", "owner", "used_in", "when_free")
 
     def __init__(self, block: HostArray) -> None:
         self.block = block
         self.owner = _owner(block)
         self.when_free = 0
         self.used_in = 0
+        self.at: int | None = None
 
     def calibrate(self) -> None:
         """Count the references while there are no others than the slot's own.
 
         They are counted, not known: how many are Python's differs by version.
         """
-        self.when_free = self.references()
-
-    def references(self) -> int:
-        """Return the number of references to the memory."""
-        return sys.getrefcount(self.owner)
+        self.when_free = sys.getrefcount(self.owner)
 
 
 class SlotPool:
@@ -57,7 +54,7 @@ class SlotPool:
     def __init__(self, allocate: Callable[[int], HostArray]) -> None:
         self._allocate = allocate
         self._slots: dict[int, list[_Slot]] = {}
-        self._starts: set[int] = set()
+        self._starts: dict[int, _Slot] = {}
         self._step = 0
 
     @property
@@ -67,21 +64,42 @@ class SlotPool:
 
     def take(self, shape: Sequence[int], dtype: DType) -> HostArray:
         """Return an uninitialised C-contiguous array, in use while it or a view of it lives."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        size = _size_class(nbytes)
-        slots = self._slots.setdefault(size, [])
-        slot = next((slot for slot in slots if slot.references() == slot.when_free), None)
-        if slot is None:
-            slot = _Slot(self._allocate(size))
-            slot.calibrate()  # here, where nobody holds the new block any more
-            slots.append(slot)
-            self._starts.add(_start(slot.block))
+        array = self.take_again(shape, dtype)
+        if array is not None:
+            return array
+        size = _size_class(math.prod(shape) * dtype.itemsize)
+        slot = _Slot(self._allocate(size))
+        slot.calibrate()  # here, where nobody holds the new block any more
+        self._slots.setdefault(size, []).append(slot)
+        self._starts[_start(slot.block)] = slot
+        return self._array(slot, shape, dtype)
+
+    def take_again(self, shape: Sequence[int], dtype: DType) -> HostArray | None:
+        """Return such an array as :meth:`take` in a slot that is free; None if none is."""
+        slots = self._slots.get(_size_class(math.prod(shape) * dtype.itemsize), ())
+        references = sys.getrefcount
+        for slot in slots:
+            if references(slot.owner) == slot.when_free:
+                return self._array(slot, shape, dtype)
+        return None
+
+    def _array(self, slot: _Slot, shape: Sequence[int], dtype: DType) -> HostArray:
         slot.used_in = self._step
-        return slot.block[:nbytes].view(dtype).reshape(shape)
+        array: HostArray = np.ndarray(shape, dtype, slot.block)
+        return array
 
     def holds(self, array: HostArray) -> bool:
         """Tell whether `array` begins a slot."""
         return _start(array) in self._starts
+
+    def place_of(self, array: HostArray, find: Callable[[HostArray], int]) -> int:
+        """Return what `find` says of the slot that `array` begins; -1 if it begins none."""
+        slot = self._starts.get(_start(array))
+        if slot is None:
+            return -1
+        if slot.at is None:
+            slot.at = find(slot.block)
+        return slot.at
 
     def end_step(self) -> None:
         """Forget the slots that were not taken in the last `KEPT_STEPS` steps.
@@ -97,7 +115,7 @@ class SlotPool:
             for size, slots in self._slots.items()
         }
         self._slots = {size: slots for size, slots in kept.items() if slots}
-        self._starts = {_start(slot.block) for slots in kept.values() for slot in slots}
+        self._starts = {_start(slot.block): slot for slots in kept.values() for slot in slots}
 
 
 def _start(array: HostArray) -> int:

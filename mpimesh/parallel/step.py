@@ -3,7 +3,7 @@
 The protocol. Every rank starts the header; works through its actions, among which is for each
 stage the place where the sums of its gradients start; starts what buckets are left, such as those
 of a replica without rows; and then meets all others in one small all-reduce of status and loss. A
-rank that fails sounds the alarm first, which ends the waits of the others, so that every rank
+rank that fails sets the abort signal first, which ends the waits of the others, so that every rank
 comes to the status, whatever happened and wherever it stood. No sum of gradients starts before
 the header has told that all ranks take the same step: another rank may be in another, and where
 the replicas are all ranks, the sum would meet its status. If all is well they finish
@@ -14,7 +14,7 @@ error. Nothing is left behind, and the next step works.
 
 Why nobody waits for ever. Before the status a rank waits in three places: for a
 message, for room to send, and for the header if it was given no batch. The first two
-look for the alarm, and end without it only if the other end does its part. The header
+look for that signal, and end without it only if the other end does its part. The header
 is started by every rank before anything can fail. After the status, waits are for what
 every rank is then known to have started.
 """
@@ -22,24 +22,23 @@ every rank is then known to have started.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NoReturn
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mpimesh.arrays import Array
-from mpimesh.errors import MpimeshError, ShapeError, StageError
-from mpimesh.parallel.alarm import Alarm, AlarmedError
-from mpimesh.parallel.arguments import Arguments, input_title
+from mpimesh.comm.requests import Condition
+from mpimesh.errors import MpimeshError, ShapeError, StageError, on_all_ranks
+from mpimesh.parallel.batch import Arguments, input_title
 from mpimesh.parallel.engine import Engine
-from mpimesh.parallel.executor import Executor, Task
-from mpimesh.parallel.failure import Failure
-from mpimesh.parallel.header import Given, Size, StepHeader
-from mpimesh.parallel.inbox import Inbox
-from mpimesh.parallel.known import Known
-from mpimesh.parallel.outbox import Outbox
+from mpimesh.parallel.executor import Executor
+from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
+from mpimesh.parallel.header import BatchSpec, Size, StepHeader, disagreement
+from mpimesh.parallel.interface import ShapeCache
+from mpimesh.parallel.microbatch import replica_rows
 from mpimesh.parallel.tree import Tree, flatten, tree_map
-from mpimesh.parallel.unwind import Note, unwind
-from mpimesh.parallel.wire import Guarded, Wire
+from mpimesh.runtime.agreement import exchange
 
 __all__ = ["END_OF_STEP", "GRADIENTS", "Step"]
 
@@ -78,12 +77,11 @@ class Step:
         self._optimizer = arguments.optimizer
         self._names = ["x", *map(input_title, engine.input_names)]
         self._first_trained = engine.first_trained
-        self._alarm = Alarm(engine.scope)
+        self._abort = AbortSignal(engine.scope)
         self._header_read = False
         self._outside = True
         self._executor: Executor | None = None
-        self._inbox: Inbox | None = None
-        self._outbox: Outbox | None = None
+        self._linked = False
         self.size = Size(0, 0, 0)
         self.outputs: list[Tree] = []
 
@@ -111,7 +109,7 @@ class Step:
         """Do all of the step but the optimizer's."""
         engine = self._engine
         problem = self._look_at_arguments()
-        self._header = StepHeader(engine.scope, self._given, self._names, engine.places)
+        self._header = StepHeader(engine.scope, self._spec, self._names, engine.places)
         engine.tensor.begin(self._look)
         engine.why_no_step = _UNDER_WAY
         try:
@@ -122,14 +120,15 @@ class Step:
                 raise
             # Without an agreement with the other ranks, such as after Ctrl-C.
             engine.why_no_step = _LEFT.format(type(error).__name__)
-            if self._inbox is not None:
-                self._inbox.abandon()
+            if self._linked:
+                engine.links.abandon()
             raise
         finally:
+            # Each of them knows this step, and holds arrays.
+            engine.links.end()
             engine.pool.end_step()
             engine.tensor.end()
-            # Each of them knows this step, and holds arrays.
-            self._executor = self._inbox = self._outbox = None
+            self._executor = None
             del problem  # whose traceback may hold this frame, as in the methods below
         engine.why_no_step = ""
         return loss
@@ -140,10 +139,10 @@ class Step:
             if problem is not None:
                 raise problem
             self._work()
-        except AlarmedError:
+        except AbortedError:
             return None
         except Exception as error:
-            self._alarm.sound()
+            self._abort.set()
             return error
         finally:
             del problem
@@ -173,61 +172,62 @@ class Step:
 
     def _look_at_arguments(self) -> Exception | None:
         """Take in what this rank was given; return what is wrong with it. Never raises."""
-        self._given = Given(self._call())
+        self._spec = BatchSpec(self._call())
         try:
-            self._batch, self._given = self._arguments.look(self._engine, self._given.call)
+            self._values, self._spec = self._arguments.look(self._engine, self._spec.call)
         except Exception as error:
             return error
         return None
 
     def _work(self) -> None:
         engine = self._engine
-        size = self._given.size(self._names)
+        size = self._spec.size(self._names)
         # Ranks in different steps would meet in the sums of replicas or in split layers.
         meets = (self._training and engine.replicas_are_all) or engine.tensor.is_split
         if size is None or meets:
-            waited = Guarded(self._header, self._alarm.look)
+            waited = Condition(self._has_header)
             engine.scope._core.wait_for(waited, what="the size of the batch")
             size = self._header.read()
             self._header_read = True
         self.size = size
         if self._arguments.with_loss and not size.rows:
             raise ShapeError("the mean loss over a batch of no rows does not exist")
-        share = self._batch.share(engine, size)
-        task = self._batch.task(engine, share)
+        task = self._arguments.task(engine, self._values, size)
+        count = len(task.spans)
         plan = engine.plans.plan(
-            task.count,
+            count,
             training=self._training,
             first_trained=self._first_trained if self._training else 0,
         )
         if self._training:
-            engine.begin_gradients(task.count)
-        free = share.part is not None
+            engine.begin_gradients(count)
+        free = task.is_cut
         interfaces = (
             engine.interfaces.setdefault((self._training, size.kind), {}) if not free else {}
         )
-        known = Known(interfaces, share.spans, free=free)
-        wire = Wire(
-            engine.pipe,
-            engine.library,
-            engine.plans.placement,
+        shapes = ShapeCache(interfaces, task.spans, free=free)
+        self._linked = True
+        engine.links.begin(shapes, plan, self._look)
+        self._executor = Executor(
+            engine.local,
             engine.plans.edges,
-            self._look,
-            engine.mesh.traffic(),
-            engine.tracer,
-            engine.pipe.communicator.lending if engine.library is np else None,
+            self._first_trained,
+            task,
+            training=self._training,
+            links=engine.links,
+            shapes=shapes,
+            reduce_grad=engine.reduce_gradients,
+            look=self._look,
+            tracer=engine.tracer,
+            xp=engine.xp,
         )
-        self._outbox = Outbox(wire, known, engine.pool, plan.send_window)
-        self._inbox = Inbox(wire, known, engine.pool, plan.most_waiting)
-        self._inbox.open(plan.actions)
-        self._executor = self._new_executor(task, known, self._inbox, self._outbox)
         self._outside = False
         # Where losses are scaled, overflow is expected: the optimizer leaves out the step.
         scaled = engine.scales_losses
         with np.errstate(over="ignore", invalid="ignore") if scaled else nullcontext():
             self._executor.run(plan.actions)
         if self._executor.outputs:
-            outputs = [tree_map(_own, self._executor.outputs[i]) for i in range(task.count)]
+            outputs = [tree_map(_own, self._executor.outputs[i]) for i in range(count)]
             self.outputs = outputs if free else [self._join(outputs)]
 
     def _join(self, outputs: list[Tree]) -> Tree:
@@ -238,26 +238,16 @@ class Step:
         leaves = zip(*(flatten(output)[0] for output in outputs), strict=True)
         return structure.unflatten([self._engine.xp.concatenate(one) for one in leaves])
 
-    def _new_executor(self, task: Task, known: Known, inbox: Inbox, outbox: Outbox) -> Executor:
-        engine = self._engine
-        return Executor(
-            engine.local,
-            engine.plans.edges,
-            self._first_trained,
-            task,
-            training=self._training,
-            inbox=inbox,
-            outbox=outbox,
-            known=known,
-            reduce_grad=engine.reduce_gradients,
-            look=self._look,
-            tracer=engine.tracer,
-            xp=engine.xp,
-        )
+    def _has_header(self) -> bool:
+        """Tell whether the header can be read; raise if another rank has failed meanwhile."""
+        if self._header.test():
+            return True
+        self._abort.check()
+        return False
 
     def _look(self) -> None:
         """End this rank's work if another has failed, or the header tells of a disagreement."""
-        self._alarm.look()
+        self._abort.check()
         if not self._header_read and self._header.test():
             self._header_read = True
             self._outside = True
@@ -282,8 +272,7 @@ class Step:
                 self._fail(error)
             finally:
                 del error
-        if self._outbox is not None:
-            self._outbox.finish()
+        engine.links.finish()
         if self._training:
             with engine.tracer.span(GRADIENTS, "wait"):
                 engine.buckets.synchronize()
@@ -306,8 +295,8 @@ class Step:
         running = None if self._outside or self._executor is None else self._executor.current
         rank = self._engine.mesh.rank
         failure = None if error is None else Failure.of(error, rank, running)
-        note = Note(self._given, self._training, failure)
-        agreed = unwind(self._engine, note, self._alarm, self._inbox, self._outbox)
+        report = StepReport(self._spec, self._training, failure)
+        agreed = recover(self._engine, report, self._abort)
         try:
             if error is None or not isinstance(agreed, StageError):
                 raise agreed from error
@@ -326,3 +315,101 @@ def _own(array: Array, _path: str) -> Array:
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         return array.copy()
     return array
+
+
+# -- after a failure -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A rank's report to the others at the end of a failed step.
+
+    Attributes:
+        spec: What it was given for the step.
+        training: Whether it was training.
+        failure: What went wrong on it, if anything did.
+    """
+
+    spec: BatchSpec
+    training: bool
+    failure: Failure | None
+
+
+def recover(engine: Engine, report: StepReport, abort: AbortSignal) -> MpimeshError:
+    """Clear up with all other ranks. Collective over the engine's scope.
+
+    Every message that is on its way is taken in, every receive that has none is taken back, and
+    the reductions that any rank has started are made by all, those of split layers, too. The
+    gradients are 0 afterwards, unless all ranks were in inference.
+
+    Returns:
+        The error that every rank is to raise.
+
+    Cost:
+        Two all-gathers of small texts and a barrier.
+    """
+    scope = engine.scope
+    mine = {
+        "spec": asdict(report.spec),
+        "training": report.training,
+        "failure": None if report.failure is None else asdict(report.failure),
+        "aborts": abort.is_set,
+        "started": engine.buckets.started,
+        "tensor": engine.tensor.notes(),
+        "sent": [(engine.pipe.ranks[peer], tag, sizes) for peer, tag, sizes in engine.links.sent],
+    }
+    notes = exchange(
+        scope._core.progress, scope.communicator, mine, what="the end of a failed step"
+    )
+    engine.tensor.finish(dict(zip(scope.ranks, (one["tensor"] for one in notes), strict=True)))
+    waiting = abort.drain(place for place, one in enumerate(notes) if one["aborts"])
+    waiting += engine.links.drain(_to_me(engine, notes))
+    for request in waiting:
+        scope._core.wait_for(request, what="the end of a failed step")
+    if any(one["training"] for one in notes):
+        engine.buckets.cancel(started=any(one["started"] for one in notes))
+    engine.interfaces.clear()
+    # A message of the next step must not meet a receive that is about to be taken back.
+    scope.barrier(label="the end of a failed step")
+    return _agreed_error(engine, notes)
+
+
+def _to_me(engine: Engine, notes: list[dict[str, Any]]) -> dict[tuple[int, int], list[int]]:
+    """Return the bytes of all messages to this rank, by the sender in the pipeline and tag."""
+    places = {rank: place for place, rank in enumerate(engine.pipe.ranks)}
+    return {
+        (places[rank], tag): sizes
+        for rank, note in zip(engine.scope.ranks, notes, strict=True)
+        for dest, tag, sizes in note["sent"]
+        if dest == engine.mesh.rank
+    }
+
+
+def _batch_cure(engine: Engine, specs: list[BatchSpec]) -> str:
+    """Say what to do where each rank was given rows of its own."""
+    data = engine.data
+    rows = next((spec.rows for spec in specs if spec.rows), None)
+    if data.size == 1 or rows is None:
+        return ""
+    spans = [replica_rows(rows, data.size, place) for place in range(min(data.size, 4))]
+    taken = ", ".join(f"{one.start}:{one.stop}" for one in spans)
+    more = ", ..." if data.size > len(spans) else ""
+    return (
+        f"of a batch of {rows} rows the replicas along {data.name!r} take rows {taken}{more}; if "
+        "each rank has read rows of its own, put them together first, x as well as target: "
+        f'x = mm.DTensor.from_local(x, mesh, "{data.name}=S0").full()'
+    )
+
+
+def _agreed_error(engine: Engine, notes: list[dict[str, Any]]) -> MpimeshError:
+    """Return the same error on every rank: that they were at odds, or what failed."""
+    specs = [BatchSpec(**note["spec"]) for note in notes]
+    error = disagreement(
+        specs,
+        engine.scope.ranks,
+        batch_cure=_batch_cure(engine, specs),
+        first=engine.first_values,
+    )
+    if error is None:
+        return agreed_error([Failure(**note["failure"]) for note in notes if note["failure"]])
+    return on_all_ranks(error)

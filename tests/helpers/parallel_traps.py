@@ -10,7 +10,7 @@ import mpimesh as mm
 from mpimesh import nn
 from mpimesh.errors import MpimeshError
 from mpimesh.parallel import PipelineStage
-from mpimesh.parallel.tags import ALARM_TAG, message_tag
+from mpimesh.parallel.plans import ABORT_TAG, message_tag
 from mpimesh.schedule import Action, ActionKind
 from tests.helpers.parallel_models import cut
 
@@ -91,7 +91,7 @@ def assert_nothing_left(mesh: mm.DeviceMesh) -> None:
         if not mesh.contains_dim(name) and name != "world":
             continue
         communicator = mesh.group(name).communicator
-        tags = [ALARM_TAG]
+        tags = [ABORT_TAG]
         for stage in range(4):
             tags.append(message_tag(Action(stage, ActionKind.SEND_F, 0)))
             tags.append(message_tag(Action(stage + 1, ActionKind.SEND_B, 0)))

@@ -33,7 +33,7 @@ class Clock(threading.local):
 def install_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Let layers be timed by a clock that they move on themselves."""
     clock = Clock()
-    monkeypatch.setattr("mpimesh.parallel.layer_times.time", clock)
+    monkeypatch.setattr("mpimesh.parallel.layer_costs.time", clock)
     return clock
 
 

@@ -11,8 +11,8 @@ from tests.launch.failure_programs import PRELUDE
 from tests.launch.test_failure_exits import LIMIT_S, failed
 
 _PROGRAM = """
-import mpimesh.parallel.wire
-mpimesh.parallel.wire.LENT_FROM_BYTES = {lent_from}
+import mpimesh.parallel.links
+mpimesh.parallel.links.LENDS = {lends}
 
 class Leaving(mm.nn.Linear):
     calls = 0
@@ -49,7 +49,7 @@ WAYS = {
 
 
 @pytest.mark.thin(8)
-@pytest.mark.parametrize("lent_from", [1, 1 << 60], ids=["lent", "messages"])
+@pytest.mark.parametrize("lends", [True, False], ids=["lent", "messages"])
 @pytest.mark.parametrize(
     ("way", "schedule", "kind"),
     [
@@ -59,9 +59,9 @@ WAYS = {
         ("interrupt", "zb1p", "B"),
     ],
 )
-def test_a_rank_that_leaves_within_a_step(launch, lent_from, way, schedule, kind):
+def test_a_rank_that_leaves_within_a_step(launch, lends, way, schedule, kind):
     statement, code = WAYS[way]
     text = textwrap.dedent(PRELUDE) + _PROGRAM.format(
-        lent_from=lent_from, kind=kind, way=statement, schedule=schedule
+        lends=lends, kind=kind, way=statement, schedule=schedule
     )
     failed(launch(3, text, timeout_s=LIMIT_S), code=code)

@@ -31,27 +31,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
 from mpimesh.arguments import as_flag, as_int, as_items, as_real, check_kind, shown
-from mpimesh.arrays import ReduceOp, as_reduce_op
+from mpimesh.arrays import ReduceOp, as_reduce_op, namespace
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import as_parameters, float_dtype
 from mpimesh.parallel.gradients import entries as entry_rules
-from mpimesh.parallel.gradients import entry_checks
-from mpimesh.parallel.gradients.bucket import Bucket
+from mpimesh.parallel.gradients.bucket import Bucket, Reductions
 from mpimesh.parallel.gradients.entries import Entry, Plan
-from mpimesh.parallel.gradients.reductions import Reductions
 from mpimesh.parallel.gradients.replicas import agree_parameters, agree_touched
-from mpimesh.parallel.gradients.shard import Shard
 from mpimesh.parallel.groups import live_mesh
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
 
 __all__ = ["BUCKET_BYTES", "GRAD_DTYPE", "GradientBuckets"]
 
+_IS_TRAINED = attrgetter("requires_grad")
 _GROUP = "a group of ranks, as mesh.group('dp') gives"
 
 GRAD_DTYPE = "grad_dtype: gradients are added up"
@@ -157,15 +156,21 @@ class GradientBuckets:
         rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}, grad_dtype {grad_dtype}"
         named = [(entry.name, entry.parameter) for entry in self._entries.values()]
         agree_parameters(named, group, rule)
-        own, *others = entry_rules.make_buckets(plans, group, mesh)
-        self._line = Reductions(own, self._op, tracer)
-        self._late = Reductions(list(chain(*others)), self._op, tracer)
+        own, *others = entry_rules.make_buckets(plans, group, mesh, self._op)
+        self._line = Reductions(own, tracer)
+        self._late = Reductions(list(chain(*others)), tracer)
         for entry in self._entries.values():
             entry.parameter.on_ready = self.submit
             entry.parameter.grad_dtype = entry.dtype
+        self._trained = self.parameters
+        # Those that were added to in this cycle or the one before, and at first all: of the others
+        # nothing has to be counted.
+        self._counted = [*self._entries.values()]
+        self._without_bucket = [entry for entry in self._counted if entry.bucket is None]
         self._mesh = mesh
         self._backwards = 0
         self._begun = 0
+        self._announced = 0
         self._open = False
         self._accumulating = False
         self._cycles = 0
@@ -210,7 +215,7 @@ class GradientBuckets:
         """From now on give each rank the sums of its part of each bucket only. Local.
 
         To be done by all ranks alike. The values of the parameters move into flat memory, and
-        outside of a cycle their gradients are None; see :mod:`mpimesh.parallel.gradients.shard`.
+        outside of a cycle their gradients are None; see :mod:`mpimesh.parallel.gradients.bucket`.
 
         Raises:
             ModuleStateError: If gradients are being added up.
@@ -222,8 +227,7 @@ class GradientBuckets:
             )
         self._has_sums = False
         for bucket in self.buckets:
-            bucket.shard = Shard(bucket.parameters, bucket.flat, bucket.group, self._mesh)
-            bucket.hide()
+            bucket.divide(self._mesh)
 
     def forget(self) -> None:
         """Forget the gradients, also those of steps under :meth:`no_sync`. Local.
@@ -232,7 +236,11 @@ class GradientBuckets:
             ModuleStateError: If reductions are under way; call :meth:`synchronize` first. Or if a
                 parameter was frozen or unfrozen since the buckets were made.
         """
-        entry_checks.check_quiet(self._line.started, self._group)
+        if self._line.started:
+            raise ModuleStateError(
+                f"rank {self._group.world_rank}: zeros would be written into {self._line.started} "
+                "buckets that are being reduced; call synchronize() first"
+            )
         self._check_frozen()
         self._clear()
         self._end()
@@ -263,8 +271,7 @@ class GradientBuckets:
         self._begun += 1
         for bucket in self.buckets:
             bucket.incomplete = len(bucket.parameters)
-        for entry in self._entries.values():
-            entry.complete = False
+        self._announced += 1
 
     def zero_grad(self) -> None:
         """Forget the gradients and begin a cycle with one backward. Local.
@@ -296,11 +303,19 @@ class GradientBuckets:
             ModuleError: If the parameter is not registered.
             ModuleStateError: If no cycle was begun, or the gradient is being reduced already.
         """
-        entry = entry_checks.registered(self._entries.get(id(parameter)), parameter, self._group)
-        entry_checks.check_addition(entry, is_open=self._open, group=self._group)
+        entry = self._entries.get(id(parameter))
+        if entry is None:
+            raise ModuleError(
+                f"rank {self._group.world_rank}: {parameter!r} is not registered with these buckets"
+            )
+        bucket = entry.bucket
+        if not self._open or (bucket is not None and bucket.handle is not None):
+            entry.check_addition(is_open=self._open)
+        if not entry.count and entry.uses == 0:
+            self._counted.append(entry)
         entry.count += 1
         entry.ready_s = perf_counter()
-        if entry.bucket is None:
+        if bucket is None:
             return
         if entry.uses and entry.count == entry.uses * self._backwards:
             self._complete(entry)
@@ -342,8 +357,13 @@ class GradientBuckets:
         untouched = self.untouched() if strict else []
         self._line.finish()
         self._late.finish()
-        for entry in self._entries.values():
+        for entry in self._counted:
             entry.end_cycle(self._backwards)
+        for entry in self._without_bucket:
+            parameter = entry.parameter
+            if parameter.grad is None:
+                # As in a bucket, it gets a gradient of zeros.
+                parameter.grad = namespace(parameter.data).zeros(parameter.shape, entry.dtype)
         self._end()
         self._cycles += 1
         self._has_sums = True
@@ -381,12 +401,31 @@ class GradientBuckets:
             if entry.bucket is not None:
                 entry.parameter.detach_grad()
         self._entries.clear()
-        self._line = self._late = Reductions([], self._op, NULL_TRACER)
+        self._trained = ()
+        self._counted.clear()
+        self._without_bucket.clear()
+        self._line = self._late = Reductions([], NULL_TRACER)
 
     # -- helpers -------------------------------------------------------------------------
 
     def _check_frozen(self) -> None:
-        entry_checks.check_frozen(self._entries.values(), self._frozen, self._group)
+        """Check that the parameters to train are still those to train.
+
+        Raises:
+            ModuleStateError: If one was frozen or unfrozen.
+        """
+        if all(map(_IS_TRAINED, self._trained)) and not any(
+            parameter.requires_grad for _, parameter in self._frozen
+        ):
+            return
+        changed = [
+            entry.name for entry in self._entries.values() if not entry.parameter.requires_grad
+        ]
+        changed += [name for name, parameter in self._frozen if parameter.requires_grad]
+        raise ModuleStateError(
+            f"rank {self._group.world_rank}: parameters {changed} were frozen or unfrozen "
+            "after the buckets were made; make them anew"
+        )
 
     @property
     def _may_start(self) -> bool:
@@ -394,8 +433,8 @@ class GradientBuckets:
 
     def _complete(self, entry: Entry) -> None:
         bucket = entry.bucket
-        if bucket is not None and not entry.complete and self._may_start:
-            entry.complete = True
+        if bucket is not None and entry.completed_in != self._announced and self._may_start:
+            entry.completed_in = self._announced
             bucket.incomplete -= 1
             if not bucket.incomplete:
                 self._line.start_complete()
@@ -403,10 +442,11 @@ class GradientBuckets:
     def _clear(self) -> None:
         for bucket in self.buckets:
             bucket.clear()
-        for entry in self._entries.values():
+        for entry in self._counted:
             entry.count = 0
-            if entry.bucket is None:
-                entry.parameter.zero_grad()
+        self._counted = [entry for entry in self._counted if entry.uses != 0]
+        for entry in self._without_bucket:
+            entry.parameter.zero_grad()
         self._backwards = 0
 
     def _end(self) -> None:

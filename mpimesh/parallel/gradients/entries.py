@@ -1,21 +1,28 @@
-"""Counts of buckets for each parameter, and the parameters that share a bucket."""
+"""Entries of gradient buckets: counts for each parameter, and which parameters share a bucket."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from mpimesh.arrays import namespace
+from mpimesh.arguments import as_real
+from mpimesh.arrays import ReduceOp, namespace
 from mpimesh.arrays.types import DType
-from mpimesh.errors import ModuleError
+from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.parallel.gradients.bucket import Bucket
-from mpimesh.parallel.gradients.bucket_plan import plan_buckets
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 
-__all__ = ["Entry", "Plan", "make_buckets", "make_entries", "plans_of"]
+__all__ = [
+    "Entry",
+    "Plan",
+    "make_buckets",
+    "make_entries",
+    "plan_buckets",
+    "plans_of",
+]
 
 Plan = Sequence[Sequence[int]]
 """For each bucket the numbers of its parameters."""
@@ -32,13 +39,14 @@ class Entry:
         bucket: Where the gradient lives; None in a group of one rank.
         count: How often the gradient was added to in this cycle.
         uses: How often in each backward of earlier cycles; None while that is not known.
-        complete: Whether nothing more is added in this cycle, as far as its bucket knows.
+        completed_in: The last cycle in which nothing more was to be added, as far as its bucket
+            knows.
         ready_s: When something was last added to the gradient, on this rank's clock.
     """
 
     __slots__ = (
         "bucket",
-        "complete",
+        "completed_in",
         "count",
         "dtype",
         "group",
@@ -56,7 +64,7 @@ class Entry:
         self.bucket: Bucket | None = None
         self.count = 0
         self.uses: int | None = None
-        self.complete = False
+        self.completed_in = -1
         self.ready_s = 0.0
 
     @property
@@ -65,16 +73,30 @@ class Entry:
         return self.parameter.size * int(self.dtype.itemsize)
 
     def end_cycle(self, backwards: int) -> None:
-        """Note how often the gradient was added to in each of so many backwards.
-
-        A parameter without a gradient gets one of zeros, as in a bucket.
-        """
+        """Note how often the gradient was added to in each of so many backwards."""
         if backwards:
             uses, rest = divmod(self.count, backwards)
             self.uses = None if rest else uses
-        parameter = self.parameter
-        if parameter.grad is None and self.bucket is None:
-            parameter.grad = namespace(parameter.data).zeros(parameter.shape, self.dtype)
+
+    def check_addition(self, *, is_open: bool) -> None:
+        """Check that the gradient may be added to now.
+
+        Raises:
+            ModuleStateError: If no cycle was begun, or the gradient is being reduced already.
+        """
+        if not is_open:
+            raise ModuleStateError(
+                f"rank {self.group.world_rank}: a gradient was added to parameter {self.name!r} "
+                "after the sums over the replicas; call zero_grad() or begin() of the buckets "
+                "before the next backward"
+            )
+        if self.bucket is not None and self.bucket.handle is not None:
+            raise ModuleStateError(
+                f"rank {self.group.world_rank}: gradient {self.count + 1} of parameter "
+                f"{self.name!r} came while its bucket is being reduced; earlier cycles had "
+                f"{self.uses} for each backward. Make the buckets with overlap=False for a model "
+                "whose layers run in some steps and not in others"
+            )
 
 
 def make_entries(
@@ -124,6 +146,43 @@ def make_entries(
         else:
             frozen.append((name, parameter))
     return entries, frozen
+
+
+def plan_buckets(
+    sizes_bytes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int
+) -> tuple[tuple[int, ...], ...]:
+    """Put parameters into buckets in the order in which backward makes their gradients.
+
+    Backward goes through a model from its end, so the last parameter comes first. A bucket
+    holds parameters of one kind and at most `bucket_bytes`, except that a larger parameter
+    has a bucket of its own; it takes what comes next of its kind as long as that fits.
+    Buckets stand in the order in which their last gradients come.
+
+    Args:
+        sizes_bytes: Bytes of each parameter's gradient, in the order of the parameters.
+        kinds: What only equals may share a bucket, such as dtypes.
+        bucket_bytes: Most bytes of a bucket, at least 1.
+
+    Returns:
+        For each bucket the numbers of its parameters, falling. Each parameter is in one.
+
+    Raises:
+        ModuleError: If `bucket_bytes` is less than 1.
+    """
+    as_real(bucket_bytes, "bucket_bytes", ModuleError, least=1, finite=False)
+    done: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    filled_bytes: dict[Hashable, int] = {}
+    for number in reversed(range(len(sizes_bytes))):
+        kind, size = kinds[number], sizes_bytes[number]
+        if kind not in filling or filled_bytes[kind] + size > bucket_bytes:
+            filling[kind] = []
+            filled_bytes[kind] = 0
+            done.append(filling[kind])
+        filling[kind].append(number)
+        filled_bytes[kind] += size
+    done.sort(key=lambda members: -members[-1])
+    return tuple(map(tuple, done))
 
 
 def plans_of(
@@ -180,7 +239,7 @@ def _plan_of(
 
 
 def _make_bucket(
-    entries: Sequence[Entry], place: int, replicas: ProcessGroup, mesh: DeviceMesh
+    entries: Sequence[Entry], place: int, replicas: ProcessGroup, mesh: DeviceMesh, op: ReduceOp
 ) -> Bucket:
     """Return the bucket of some parameters, the `place`-th of their group's. Local."""
     parameters = [entry.parameter for entry in entries]
@@ -189,19 +248,22 @@ def _make_bucket(
     flat = mesh.shared_empty(size, dtype) if xp is np else xp.empty(size, dtype)
     group = entries[0].group
     name = f"bucket {place}" + (f" of {group.name}" if group is not replicas else "")
-    bucket = Bucket(parameters, flat, group, name)
+    bucket = Bucket(parameters, flat, group, name, op)
     for entry in entries:
         entry.bucket = bucket
     return bucket
 
 
 def make_buckets(
-    plans: Sequence[tuple[Sequence[Entry], Plan]], replicas: ProcessGroup, mesh: DeviceMesh
+    plans: Sequence[tuple[Sequence[Entry], Plan]],
+    replicas: ProcessGroup,
+    mesh: DeviceMesh,
+    op: ReduceOp,
 ) -> list[list[Bucket]]:
     """Return the buckets of each group, by its plan. Local."""
     return [
         [
-            _make_bucket([those[number] for number in numbers], place, replicas, mesh)
+            _make_bucket([those[number] for number in numbers], place, replicas, mesh, op)
             for place, numbers in enumerate(plan)
         ]
         for those, plan in plans

@@ -3,7 +3,7 @@
 A tensor-parallel layer waits for the other ranks in the middle of its forward or backward. If one
 of them fails there, it never comes to the collective that the others are in, and a started
 collective cannot be taken back. So a step watches: while a layer waits, it looks for the
-alarm of other ranks, and what was started is noted. After a failure the ranks compare their
+signal of a failed rank, and what was started is noted. After a failure the ranks compare their
 notes, and those that are behind do what they have missed, with zeros; then nothing of the
 step is left on the group, and the next one works. All ranks run the same layers in the same
 order, so a rank is never further ahead than the few collectives that it has not resolved.

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpimesh.arrays import Array, HostArray, to_numpy
 from mpimesh.errors import MismatchError, ModuleError, ShapeError, on_all_ranks
 from mpimesh.nn import CrossEntropy, Parameter
@@ -23,12 +25,11 @@ from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor.group import TensorGroup, TensorWatch, watch_over
 from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.parallel.tensor.sums import shared_groups, shared_parameters
-from mpimesh.parallel.tensor.whole import whole_array
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import exchange
 from mpimesh.runtime.call import Call
 
-__all__ = ["TensorModel", "local_part", "tensor_groups"]
+__all__ = ["TensorModel", "local_part", "tensor_groups", "whole_array"]
 
 
 def tensor_groups(*layers: object) -> list[TensorGroup]:
@@ -273,3 +274,37 @@ def _agree_parts(
 
 def _is_split(parameter: Parameter) -> bool:
     return isinstance(parameter, TensorParameter) and len(set(parameter.parts)) > 1
+
+
+# -- a split array put together: of the ranks with the same part of it, one sends -----------------
+
+
+def whole_array(parameter: Parameter, part: Array, group: ProcessGroup | None) -> HostArray:
+    """Return the array of which this rank has a part, as it has one of a parameter.
+
+    Collective over `group` where the ranks' parts differ, else local.
+
+    Args:
+        parameter: Says who has what.
+        part: This rank's part: the parameter's values, or something else of their shape.
+        group: The ranks over which layers are split; None if none are.
+
+    Cost:
+        One all-gather of the whole array, however many ranks have the same part of it.
+    """
+    values = np.array(to_numpy(part))
+    if group is None or not isinstance(parameter, TensorParameter):
+        return values
+    firsts = [parameter.parts.index(runs) for runs in parameter.parts]
+    if not any(firsts):
+        return values
+    axis = parameter.axis
+    sizes = [
+        sum(stop - start for start, stop in runs) if firsts[rank] == rank else 0
+        for rank, runs in enumerate(parameter.parts)
+    ]
+    if firsts[parameter.rank] != parameter.rank:
+        values = np.take(values, [], axis)
+    joined = group.all_gather(values, axis=axis, sizes=sizes).resolve()
+    parts = np.split(joined, np.cumsum(sizes)[:-1], axis=axis)
+    return parameter.joined([parts[first] for first in firsts])

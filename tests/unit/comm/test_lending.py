@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import deque
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mpimesh.comm.lending import TICKET_BYTES, Lending
+from mpimesh.comm.lending import Lending
 from mpimesh.comm.node import Node
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises
@@ -29,18 +30,32 @@ def nodes():
     return Node(), Node()
 
 
+class Ends:
+    """A row of loans from the first node to the second, by both of its ends."""
+
+    def __init__(self, lender, borrower):
+        self.lending = Lending(lender.arena, {BORROWER: lender.open(borrower.address)}, nothing)
+        memories = {LENDER: borrower.open(lender.address)}
+        self.other = Lending(borrower.arena, memories, nothing)
+        self.row = self.lending.row(BORROWER)
+        self.loans = self.other.borrowing(LENDER, self.row.start)
+
+    def lend(self, array, **options):
+        self.row.lend(array, self.lending.find(array), **options)
+
+    def borrow(self):
+        assert self.loans.has_come()
+        return self.loans.take((self.loans.nbytes // 8,), np.dtype(np.int64))
+
+    @property
+    def num_lent(self):
+        return self.lending.num_lent
+
+
 @pytest.fixture
 def ends(nodes):
-    """The lending of both, each with the other's memory as it maps it."""
-    lender, borrower = nodes
-    return pair(lender, borrower)
-
-
-def pair(lender, borrower):
-    return (
-        Lending(lender.arena, {BORROWER: lender.open(borrower.address)}, nothing),
-        Lending(borrower.arena, {LENDER: borrower.open(lender.address)}, nothing),
-    )
+    """Both ends of a row, each with the other's memory as it maps it."""
+    return Ends(*nodes)
 
 
 def filled(node, value, size=1000):
@@ -50,36 +65,72 @@ def filled(node, value, size=1000):
 
 
 def test_the_borrower_reads_what_the_lender_wrote_and_cannot_write(nodes, ends):
-    lender, borrower = ends
     array = filled(nodes[0], 7)
-    ticket = lender.lend(array)
-    assert ticket.nbytes == TICKET_BYTES
-    got = borrower.borrow(ticket, LENDER).view(np.int64)
+    assert not ends.loans.has_come()
+    ends.lend(array)
+    got = ends.borrow()
     np.testing.assert_array_equal(got, array)
     array[3] = 8
     assert got[3] == 8, "it was copied"
     with raises(ValueError, "read-only"):
         got[3] = 9
+    assert not ends.loans.has_come()
+
+
+def test_it_has_the_shape_and_dtype_that_are_asked_for(nodes, ends):
+    ends.lend(filled(nodes[0], 3))
+    assert ends.loans.nbytes == 8000
+    got = ends.loans.take((10, 200), np.dtype(np.int32))
+    assert (got.shape, got.dtype) == ((10, 200), np.dtype(np.int32))
+    np.testing.assert_array_equal(got[:, ::2], 3)
+
+
+def test_arrays_come_in_the_order_in_which_they_were_lent(nodes, ends):
+    """Also many more than entries are made at a time, some of which come back before others."""
+    kept = []
+    for number in range(1000):
+        ends.lend(filled(nodes[0], number, 1 + number % 3))
+        if number % 3:
+            got = ends.borrow()
+            assert got.tolist() == [got[0]] * got.size
+            kept.append(got)
+        if number % 7 == 0 and kept:
+            kept.pop(0)
+    numbers = [int(got[0]) for got in kept]
+    assert numbers == sorted(numbers)
+    while ends.loans.has_come():
+        kept.append(ends.borrow())
+    assert kept[-1][0] == 999
+    assert ends.num_lent == len(kept)
 
 
 def test_it_comes_back_when_the_last_view_is_gone(nodes, ends):
-    lender, borrower = ends
-    array = filled(nodes[0], 1)
-    got = borrower.borrow(lender.lend(array), LENDER)
+    ends.lend(filled(nodes[0], 1))
+    got = ends.borrow()
     views = [got.view(np.int64).reshape(10, 100)[2], got[5:6]]
     del got
     gc.collect()
     while views:
-        assert lender.num_lent == 1
+        assert ends.num_lent == 1
         views.pop()
     gc.collect()
-    assert lender.num_lent == 0
+    assert ends.num_lent == 0
+
+
+def test_it_comes_back_when_the_borrowers_end_is_gone_before(nodes, ends):
+    ends.lend(filled(nodes[0], 1))
+    got = ends.borrow()
+    del ends.loans, ends.other
+    gc.collect()
+    assert ends.num_lent == 1
+    del got
+    assert ends.num_lent == 0
 
 
 def test_a_lent_array_lives_until_it_is_back(nodes, ends):
-    lender, borrower = ends
     array = filled(nodes[0], 5)
-    got = borrower.borrow(lender.lend(array), LENDER).view(np.int64)
+    ends.lend(array)
+    got = ends.borrow()
     del array
     others = [filled(nodes[0], 6) for _ in range(20)]
     assert (got == 5).all()
@@ -87,77 +138,88 @@ def test_a_lent_array_lives_until_it_is_back(nodes, ends):
 
 
 def test_one_array_may_be_lent_several_times(nodes, ends):
-    lender, borrower = ends
     array = filled(nodes[0], 3)
-    first, second = (borrower.borrow(lender.lend(array), LENDER) for _ in range(2))
+    ends.lend(array)
+    ends.lend(array)
+    first, second = ends.borrow(), ends.borrow()
     del first
-    assert lender.num_lent == 1
+    assert ends.num_lent == 1
     del second
-    assert lender.num_lent == 0
+    assert ends.num_lent == 0
 
 
-def test_a_ticket_can_go_back_unused(nodes, ends):
-    lender, borrower = ends
-    ticket = lender.lend(filled(nodes[0], 3))
-    borrower.give_back(np.zeros(TICKET_BYTES, np.uint8), LENDER)
-    assert lender.num_lent == 1
-    borrower.give_back(ticket, LENDER)
-    assert lender.num_lent == 0
+def test_a_loan_can_be_ended_unused(nodes, ends):
+    ends.lend(filled(nodes[0], 3))
+    ends.lend(filled(nodes[0], 4))
+    ends.loans.skip()
+    assert ends.num_lent == 1
+    assert ends.borrow()[0] == 4
 
 
-def test_an_ordinary_array_is_not_lent(ends):
-    assert ends[0].lend(np.zeros(10)) is None
-    assert ends[0].num_lent == 0
+def test_a_note_is_told_from_other_arrays(nodes, ends):
+    text = nodes[0].arena.empty(5)
+    text[...] = 1, 2, 3, 4, 5
+    ends.lend(text, is_note=True)
+    ends.lend(filled(nodes[0], 4))
+    assert ends.loans.nbytes == -1
+    assert ends.loans.take_note().tolist() == [1, 2, 3, 4, 5]
+    assert ends.borrow()[0] == 4
+
+
+def test_an_ordinary_array_has_no_place(ends):
+    assert ends.lending.find(np.zeros(10)) == -1
 
 
 def test_it_reaches_those_whose_memory_it_has(ends):
-    lender, borrower = ends
+    lender, borrower = ends.lending, ends.other
     assert (lender.reaches(BORROWER), lender.reaches(LENDER)) == (True, False)
     assert (borrower.reaches(LENDER), borrower.reaches(5)) == (True, False)
 
 
 def test_a_forked_borrower_does_not_give_back(nodes, ends):
-    lender, borrower = ends
-    got = borrower.borrow(lender.lend(filled(nodes[0], 2)), LENDER)
+    ends.lend(filled(nodes[0], 2))
+    got = ends.borrow()
     child = os.fork()
     if child == 0:
         del got
         gc.collect()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert lender.num_lent == 1
+    assert ends.num_lent == 1
     del got
-    assert lender.num_lent == 0
+    assert ends.num_lent == 0
 
 
 def test_what_is_lent_when_it_closes_is_never_used_again(nodes):
-    lender, borrower = pair(*nodes)
     gc.collect()
     before = nodes[0].arena.used_bytes
+    ends = Ends(*nodes)
     kept: list[np.ndarray] = []
-    lender.lend(filled(nodes[0], 9))
-    got = borrower.borrow(lender.lend(filled(nodes[0], 4)), LENDER).view(np.int64)
-    lender.close(kept.append)
-    del lender
+    ends.lend(filled(nodes[0], 4))
+    ends.lend(filled(nodes[0], 9))
+    got = ends.borrow()
+    ends.lending.close(kept.append)
+    del ends
     gc.collect()
     assert nodes[0].arena.used_bytes > before
     assert (got == 4).all()
-    del got  # writes into a cell that nobody else has
+    del got  # writes into an entry that nobody else has
     kept.clear()
     gc.collect()
     assert nodes[0].arena.used_bytes == before
 
 
 def test_after_all_is_back_nothing_is_kept(nodes):
-    lender, borrower = pair(*nodes)
     gc.collect()
     before = nodes[0].arena.used_bytes
-    got = borrower.borrow(lender.lend(filled(nodes[0], 4)), LENDER)
+    ends = Ends(*nodes)
+    ends.lend(filled(nodes[0], 4))
+    got = ends.borrow()
     del got
     kept: list[np.ndarray] = []
-    lender.close(kept.append)
+    ends.lending.close(kept.append)
     assert kept == []
-    del lender
+    del ends
     gc.collect()
     assert nodes[0].arena.used_bytes == before
 
@@ -167,28 +229,27 @@ class Lent(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.nodes = NODES
-        self.lender, self.borrower = pair(*NODES)
+        self.ends = Ends(*NODES)
         self.number = 0
-        self.tickets: list[tuple[int, np.ndarray]] = []
+        self.waiting: deque[int] = deque()
         self.read: list[tuple[int, np.ndarray]] = []
 
     @rule(size=st.integers(1, 3000))
     def lend(self, size):
         self.number += 1
-        self.tickets.append((self.number, self.lender.lend(filled(NODES[0], self.number, size))))
+        self.ends.lend(filled(NODES[0], self.number, size))
+        self.waiting.append(self.number)
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def borrow(self, data):
-        number, ticket = self.tickets.pop(data.draw(st.integers(0, len(self.tickets) - 1)))
-        self.read.append((number, self.borrower.borrow(ticket, LENDER).view(np.int64)))
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def borrow(self):
+        self.read.append((self.waiting.popleft(), self.ends.borrow()))
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def refuse(self, data):
-        _, ticket = self.tickets.pop(data.draw(st.integers(0, len(self.tickets) - 1)))
-        self.borrower.give_back(ticket, LENDER)
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def refuse(self):
+        self.waiting.popleft()
+        self.ends.loans.skip()
 
     @precondition(lambda self: self.read)
     @rule(data=st.data(), part=st.booleans())
@@ -201,13 +262,14 @@ class Lent(RuleBasedStateMachine):
     @invariant()
     def all_reads_well(self):
         assert all((array == number).all() for number, array in self.read)
-        assert self.lender.num_lent == len(self.tickets) + len(self.read)
+        assert self.ends.loans.has_come() == bool(self.waiting)
+        assert self.ends.num_lent == len(self.waiting) + len(self.read)
 
     def teardown(self):
         self.read.clear()
-        for _, ticket in self.tickets:
-            self.borrower.give_back(ticket, LENDER)
-        assert self.lender.num_lent == 0
+        for _ in self.waiting:
+            self.ends.loans.skip()
+        assert self.ends.num_lent == 0
 
 
 NODES = (Node(), Node())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpimesh.parallel.gradients.bucket_merge import Reduction, merge_buckets, reduced_s
+from mpimesh.parallel.gradients.tuning import Reduction, merge_buckets, reduced_s
 from tests.helpers.depth import examples
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from mpimesh.comm import MAX_USER_TAG
 from mpimesh.errors import ScheduleError
-from mpimesh.parallel.plans import Plans, forward_schedule
-from mpimesh.parallel.tags import ALARM_TAG, MAX_EDGES, message_tag
+from mpimesh.parallel.plans import ABORT_TAG, MAX_EDGES, Plans, forward_schedule, message_tag
 from mpimesh.schedule import (
     Action,
     ActionKind,
@@ -76,7 +75,7 @@ def test_tags_are_apart_and_within_what_every_mpi_has():
     tags = {message_tag(action, edges) for action in sends}
     assert len(tags) == len(sends) == 2 * MAX_EDGES
     assert min(tags) > MAX_USER_TAG + 16
-    assert max(tags) < ALARM_TAG == 28672
+    assert max(tags) < ABORT_TAG == 28672
     for action in sends[:100]:
         assert message_tag(action.partner, edges) == message_tag(action, edges)
         if action.other is None:

@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError, TransportError
-from mpimesh.parallel.interface import Interface, Leaf, check_gradient, check_output
-from mpimesh.parallel.known import FIRST_PIECE_BYTES, Known, length_of, pieces
+from mpimesh.parallel.interface import (
+    FIRST_PIECE_BYTES,
+    Interface,
+    Leaf,
+    ShapeCache,
+    check_gradient,
+    check_output,
+    length_of,
+    pieces,
+)
 from mpimesh.parallel.tree import LEAF, Structure, flatten, tree_map
 from tests.helpers.raises import raises
 
@@ -95,18 +103,21 @@ def test_too_few_leaves_are_refused():
 @given(TREES)
 def test_an_interface_is_announced(tree):
     _, interface = check_output(tree, stage=0, rows=3, interface=None)
-    known, other = Known({4: interface}, [slice(0, 3)]), Known({}, [slice(0, 3)])
+    known, other = ShapeCache({4: interface}, [slice(0, 3)]), ShapeCache({}, [slice(0, 3)])
     first, *rest = known.announcement(4, 0)
     left, text = length_of(first)
     assert left == sum(piece.size for piece in rest)
     other.hear(4, 0, np.concatenate([text, *rest]))
     assert other.interface(4, 0) == other.interface(4, 5) == interface
-    assert other.stages == (4,)
+    assert other.stages == {4}
 
 
 def test_a_free_interface_is_of_one_microbatch_and_tells_its_rows():
     _, interface = check_output(PAIR, stage=0, rows=3, interface=None)
-    known, other = Known({}, [None, slice(7, 10)], free=True), Known({}, [None, None], free=True)
+    known, other = (
+        ShapeCache({}, [None, slice(7, 10)], free=True),
+        ShapeCache({}, [None, None], free=True),
+    )
     known.learn(4, 1, interface)
     assert known.interface(4, 0) is None
     with raises(ModuleStateError, 0):
@@ -118,7 +129,7 @@ def test_a_free_interface_is_of_one_microbatch_and_tells_its_rows():
     assert other.interface(4, 1) == interface
     assert other.span(1) == slice(7, 10)
     assert other.rows(1) == 3
-    assert other.stages == known.stages == ()
+    assert other.stages == known.stages == frozenset()
 
 
 @given(st.integers(0, 3 * FIRST_PIECE_BYTES))

@@ -17,7 +17,7 @@ from mpimesh.errors import (
     StageError,
 )
 from mpimesh.parallel import PipelineParallel, measure_layers
-from mpimesh.parallel.link import measure_link
+from mpimesh.parallel.layer_costs import measure_link
 from mpimesh.schedule import Costs
 from tests.devices.fake_cuda import installed
 from tests.helpers.parallel_models import batch, layers, on_ranks
@@ -106,7 +106,7 @@ def test_the_rate_is_what_a_large_message_takes_longer(monkeypatch, nbytes, sent
         sizes.add(message.nbytes)
         return (1 + pipe.world_rank % 3) * (message.nbytes + 99) / 1000
 
-    monkeypatch.setattr("mpimesh.parallel.link._shift_s", shift_s)
+    monkeypatch.setattr("mpimesh.parallel.layer_costs._shift_s", shift_s)
 
     def body(mesh):
         return measure_link(mesh, mesh.group("pp"), nbytes, xp=np, repeats=3)
@@ -121,7 +121,7 @@ def test_the_rate_is_what_a_large_message_takes_longer(monkeypatch, nbytes, sent
 
 
 def test_messages_that_all_take_as_long_have_any_rate(monkeypatch):
-    monkeypatch.setattr("mpimesh.parallel.link._shift_s", lambda *_: 0.25)
+    monkeypatch.setattr("mpimesh.parallel.layer_costs._shift_s", lambda *_: 0.25)
     found = on_ranks("pp=2", lambda mesh: measure_layers(wide_mlp(), X, mesh=mesh))
     assert [costs.message_s for costs in found] == [(0.25,) * 4] * 2
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.parallel.gradients.moves import spread_of
-from mpimesh.parallel.gradients.spans import overlap
+from mpimesh.parallel.gradients.pieces import overlap, spread_of
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 from tests.helpers.parallel_tied import tied_batch, tied_pipeline

@@ -14,7 +14,7 @@ from mpimesh import nn
 from mpimesh.errors import MismatchError, ScheduleError, StageError, StageShapeError
 from mpimesh.parallel import PipelineStage
 from mpimesh.parallel.microbatch import microbatch_rows
-from mpimesh.parallel.tags import message_tag
+from mpimesh.parallel.plans import message_tag
 from mpimesh.schedule import Action, ActionKind
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks

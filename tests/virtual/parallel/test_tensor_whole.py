@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpimesh.nn import Constant
+from mpimesh.parallel.tensor.model import whole_array
 from mpimesh.parallel.tensor.parameter import Runs, TensorParameter
-from mpimesh.parallel.tensor.whole import whole_array
 from tests.helpers.parallel_models import on_ranks
 
 ALL: Runs = ((0, 6),)

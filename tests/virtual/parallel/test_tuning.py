@@ -14,9 +14,7 @@ from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Constant, Parameter
 from mpimesh.parallel import GradientBuckets
 from mpimesh.parallel.gradients import tuning
-from mpimesh.parallel.gradients.bucket_merge import Reduction
-from mpimesh.parallel.gradients.reduction_times import measure_reduction
-from mpimesh.parallel.gradients.tuning import BucketTuning
+from mpimesh.parallel.gradients.tuning import BucketTuning, Reduction, measure_reduction
 from tests.helpers.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 from tests.helpers.raises import raises
 

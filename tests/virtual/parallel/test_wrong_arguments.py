@@ -167,6 +167,8 @@ PIPELINES: dict[str, Any] = {
             **OPTIONS,
         },
     ),
+    "PipelineParallel.evaluate": lambda mesh: (pipeline(mesh).evaluate, STEP),
+    "PipelineParallel.forward": lambda mesh: (pipeline(mesh).forward, {"x": X}),
     "PipelineParallel.train_step": lambda mesh: (
         pipeline(mesh).train_step,
         {**STEP, "inputs": None, "optimizer": None},

@@ -21,8 +21,8 @@ from mpimesh.errors import (
     ShapeError,
     StageError,
 )
-from mpimesh.parallel.gradients.runs import Run, runs_of
-from mpimesh.parallel.gradients.shard import shard_sizes
+from mpimesh.parallel.gradients.bucket import shard_sizes
+from mpimesh.parallel.gradients.pieces import Run, runs_of
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import (
     assert_equal,

@@ -1,0 +1,694 @@
+"""The links between stages on different ranks: one for each edge, direction and end.
+
+A :class:`Links` is made once with a model, and its links are used in every microbatch and step
+after. An activation or gradient goes from rank to rank in one of two ways:
+
+- between ranks of a node it is *lent*: the receiver reads it where it lies, see
+  :mod:`mpimesh.comm.lending`. The link is a row of loans, and nothing is sent. What is lent lies in
+  slots of a pool: there a layer has written it (:meth:`SendLink.room`), or it is copied there. A
+  slot is free again when the reader has let go of the array;
+- all others are messages. They take the arrays as the layers made them, and keep them until they
+  are gone. At most a window of them is unfinished, so that a fast stage does not fill the memory of
+  all. Receives are posted ahead of need, into slots of their own, so that a message meets its
+  buffer when it comes: two, or fewer where the schedule never lets two wait.
+
+Both ends know which: the ranks tell each other where rows begin when the model is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from types import ModuleType
+from typing import Literal
+
+import numpy as np
+
+from mpimesh.arrays import (
+    Array,
+    DType,
+    HostArray,
+    is_cupy,
+    moved,
+    namespace,
+    refuse_objects,
+    to_numpy,
+)
+from mpimesh.comm import RecvRequest, Request
+from mpimesh.comm.lending import Borrowing, Lending, Row
+from mpimesh.comm.requests import Condition
+from mpimesh.comm.waiting import test_often
+from mpimesh.errors import ShapeError, TransportError
+from mpimesh.parallel.interface import FIRST_PIECE_BYTES, Interface, Leaf, ShapeCache, length_of
+from mpimesh.parallel.plans import Plan, message_tags
+from mpimesh.parallel.slots import SlotPool
+from mpimesh.runtime import ProcessGroup, Traffic
+from mpimesh.schedule import Action, ActionKind, Edges
+from mpimesh.trace import Tracer
+
+__all__ = ["Links", "RecvLink", "SendLink"]
+
+LENDS = True
+"""Whether arrays are lent where the ranks share memory; tests turn it off, on all ranks alike."""
+
+_LENT = -1
+"""Stands for a loan where the bytes of messages are listed."""
+
+_POSTED_AHEAD = 2
+
+_Places = Sequence[Sequence[int]]
+"""For each row of loans its stage, the stage that it goes to, and where it begins."""
+
+
+class Links:
+    """The links of one rank's stages.
+
+    Args:
+        group: The ranks of the pipeline.
+        placement: For each stage the rank that holds it.
+        edges: The edges between the stages.
+        pool: Memory for what is lent, received or copied.
+        traffic: Counts what is sent and received.
+        tracer: Records it.
+
+    Attributes:
+        library: NumPy, or CuPy where activations and gradients stay on devices. The same on all
+            ranks.
+        sending: By stage and the stage that it sends to.
+        receiving: By stage and the stage that it receives from.
+        shapes: In a step, the interfaces of stages and the rows of microbatches.
+        look: In a step, raises if it is to be left.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        placement: Sequence[int],
+        edges: Edges,
+        *,
+        pool: SlotPool,
+        traffic: Traffic,
+        tracer: Tracer,
+    ) -> None:
+        self.group = group
+        self.pool = pool
+        self.traffic = traffic
+        self.tracer = tracer
+        self.library: ModuleType = np
+        self.shapes = ShapeCache({}, ())
+        self.look: Callable[[], None] = _stay
+        self.unfinished: deque[_Sending] = deque()
+        self.window = 0
+        self.sending: dict[tuple[int, int], SendLink] = {}
+        self.receiving: dict[tuple[int, int], RecvLink] = {}
+        for number, pair in enumerate([*pairwise(range(edges.num_stages)), *edges.skips]):
+            for stage, far in (pair, pair[::-1]):
+                if placement[stage] == placement[far] or group.rank != placement[stage]:
+                    continue
+                peer, forward = placement[far], stage < far
+                tags = message_tags(number, f"stages {pair[0]} and {pair[1]}")
+                self.sending[stage, far] = SendLink(self, stage, peer, tags[not forward])
+                self.receiving[stage, far] = RecvLink(
+                    self, (stage, far), number, peer, tags[forward]
+                )
+
+    # -- while the model is made: rows of loans -----------------------------------------------
+
+    def lend(self) -> list[list[int]]:
+        """Make a row of loans for each link that can have one; return where they begin. Local."""
+        lending = self.group.communicator.lending if LENDS and self.sending else None
+        if lending is None:
+            return []
+        rows = []
+        for (stage, far), link in self.sending.items():
+            if lending.reaches(link.peer):
+                link.lending, link.row = lending, lending.row(link.peer)
+                rows.append([stage, far, link.row.start])
+        return rows
+
+    def borrow(self, places: Mapping[int, _Places], library: ModuleType) -> None:
+        """Take in where the rows of other ranks begin. Local, on all ranks alike.
+
+        Args:
+            places: By rank of the pipeline, what :meth:`lend` has returned there.
+            library: Whose arrays go from rank to rank; those on devices are not lent.
+        """
+        self.library = library
+        lending = self.group.communicator.lending
+        if library is not np or lending is None:
+            for link in self.sending.values():
+                link.row = None
+            return
+        for rank, rows in places.items():
+            for stage, far, start in rows:
+                receiver = self.receiving.get((far, stage))
+                if receiver is not None:
+                    receiver.loans = lending.borrowing(rank, start)
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def begin(self, shapes: ShapeCache, plan: Plan, look: Callable[[], None]) -> None:
+        """Begin a step, and post the first receives for what this rank will do in it.
+
+        Args:
+            shapes: The rows of microbatches, and the interfaces of stages; completed here.
+            plan: What this rank does.
+            look: Raises if the step is to be left.
+        """
+        self.shapes = shapes
+        self.look = look
+        self.window = plan.send_window
+        announced = shapes.stages
+        for (stage, _), sender in self.sending.items():
+            sender.begin(is_news=stage not in announced)
+        messages = False
+        for receiver in self.receiving.values():
+            receiver.begin(plan.most_waiting.get(receiver.key, 0), announced)
+            messages = messages or receiver.loans is None
+        if messages:
+            for action in plan.actions:
+                if action.kind.is_recv:
+                    link = self.receiving[action.stage, action.far_stage]
+                    if link.loans is None:
+                        link.microbatches.append(action.microbatch)
+            for receiver in self.receiving.values():
+                receiver.post_ahead()
+
+    def expect(self, stage: int) -> None:
+        """Post receives of the gradients for `stage`, now that its interface is known."""
+        for (receiver, _), link in self.receiving.items():
+            if receiver == stage:
+                link.post_ahead()
+
+    def reap(self) -> None:
+        """Let go of the sends that are done. Asking them is what moves them along."""
+        unfinished = self.unfinished
+        for _ in range(len(unfinished)):
+            sending = unfinished.popleft()
+            done = [request.test() for request in sending.requests]
+            if all(done):
+                self.record("send", sending.action, sending.start_s, sending.nbytes)
+            else:
+                unfinished.append(sending)
+
+    def is_in_window(self) -> bool:
+        """Let go of the sends that are done, and tell whether more may be started."""
+        self.reap()
+        return len(self.unfinished) <= self.window
+
+    def finish(self) -> None:
+        """Wait for the last sends, once every rank is known to have received all messages."""
+        announcing = [sending for link in self.sending.values() for sending in link.announcing]
+        for sending in (*announcing, *self.unfinished):
+            for request in sending.requests:
+                self._wait(request, sending.action, sending.peer)
+        self.reap()
+
+    def end(self) -> None:
+        """Let go of the step. Local."""
+        self.shapes = ShapeCache({}, ())
+        self.look = _stay
+        self.unfinished.clear()
+        for sender in self.sending.values():
+            sender.end()
+        for receiver in self.receiving.values():
+            receiver.end()
+
+    # -- after a failure -----------------------------------------------------------------------
+
+    @property
+    def sent(self) -> list[tuple[int, int, list[int]]]:
+        """Receiving rank, tag, and bytes of each message sent in this step.
+
+        Messages of device memory are a row of their own: their tag stands here as a negative.
+        Loans are counted, too.
+        """
+        return [
+            (link.peer, tag, sizes)
+            for link in self.sending.values()
+            for tag, sizes in link.sent.items()
+        ]
+
+    def drain(self, sent: Mapping[tuple[int, int], Sequence[int]]) -> list[Request]:
+        """Take in every message that is on its way, and take back all other receives.
+
+        Args:
+            sent: For each sending rank and tag the bytes of all messages to this rank.
+
+        Returns:
+            What must be waited for, when the others do the same.
+        """
+        announcing = [sending for link in self.sending.values() for sending in link.announcing]
+        waiting = [
+            _ended(request)
+            for sending in (*announcing, *self.unfinished)
+            for request in sending.requests
+        ]
+        for link in self.receiving.values():
+            waiting += link.drain(sent)
+        return waiting
+
+    def abandon(self) -> None:
+        """Take back all receives, where there will be no agreement with the other ranks."""
+        for link in self.receiving.values():
+            if link.loans is None:
+                link.drain({})
+        self.group._core.abandon()
+
+    # -- for links -----------------------------------------------------------------------------
+
+    def isend(self, data: Array, peer: int, tag: int) -> Request:
+        """Start a send of flat bytes, from wherever they lie."""
+        request: Request = self.group._core.side(namespace(data)).isend(data, peer, tag)
+        return request
+
+    def irecv(self, data: Array, peer: int, tag: int) -> RecvRequest:
+        """Start a receive of flat bytes into `data`, which lies where they come from, too."""
+        request: RecvRequest = self.group._core.side(namespace(data)).irecv(data, peer, tag)
+        return request
+
+    def wait(self, test: Callable[[], bool], action: Action, peer: int) -> None:
+        """Wait for the other end of `action`, which the trace shows as waiting.
+
+        The wait also looks whether the step is to be left, which ends it by raising.
+        """
+        if test() or test_often(test, self.group._core.progress):
+            return
+        look = self.look
+
+        def ready() -> bool:
+            if test():
+                return True
+            look()
+            return False
+
+        stage, microbatch = action.stage, action.microbatch
+        with self.tracer.span(str(action), "wait", stage=stage, microbatch=microbatch):
+            self._wait(Condition(ready), action, peer)
+
+    def _wait(self, request: Request, action: Action, peer: int) -> None:
+        what = f"pipeline action {action}"
+        self.group._core.wait_for(request, what=what, peers=(peer,))
+
+    def record(
+        self, category: Literal["send", "recv"], action: Action, start_s: float, nbytes: int
+    ) -> None:
+        """Note in the trace what has been sent or received."""
+        if self.tracer.enabled:
+            self.tracer.record(
+                str(action),
+                category,
+                start_s=start_s,
+                duration_s=self.tracer.clock() - start_s,
+                nbytes=nbytes,
+                stage=action.stage,
+                microbatch=action.microbatch,
+            )
+
+    def slot(self, shape: Sequence[int], dtype: DType, lending: Lending) -> HostArray:
+        """Return a slot for what is to be lent; those that have come back are used again."""
+        array = self.pool.take_again(shape, dtype)
+        if array is None:
+            lending.sweep()
+            array = self.pool.take(shape, dtype)
+        return array
+
+
+def _stay() -> None:
+    """Do not leave a step: there is none."""
+
+
+@dataclass(slots=True)
+class _Sending:
+    """The messages of an action that are under way."""
+
+    requests: list[Request]
+    action: Action
+    peer: int
+    start_s: float = 0.0
+    nbytes: int = 0
+
+
+class SendLink:
+    """The sending end: from a stage of this rank to one of another.
+
+    Attributes:
+        peer: The receiving rank of the pipeline.
+        row: What is lent there; None if arrays are sent.
+        sent: In this step, the bytes of all messages by tag; a negative tag is that of device
+            memory.
+        announcing: In this step, the announcements that are under way.
+    """
+
+    def __init__(self, links: Links, stage: int, peer: int, tag: int) -> None:
+        self._links = links
+        self._stage = stage
+        self._tag = tag
+        self.peer = peer
+        self.lending: Lending | None = None
+        self.row: Row | None = None
+        self._room: HostArray | None = None
+        self._is_news = False
+        self.sent: dict[int, list[int]] = {}
+        self.announcing: list[_Sending] = []
+
+    def begin(self, *, is_news: bool) -> None:
+        """Begin a step; `is_news` if the receiver has to be told what will come."""
+        self._is_news = is_news
+
+    def end(self) -> None:
+        """Let go of the step."""
+        self._room = None
+        self.sent = {}
+        self.announcing.clear()
+
+    def room(self, shape: tuple[int, ...], dtype: DType) -> HostArray | None:
+        """Return memory for a layer's result that is to go along this link.
+
+        None where it may lie anywhere. Else the receiver reads it there, once it is sent.
+        """
+        if self.row is None or self.lending is None:
+            return None
+        self._room = self._links.slot(shape, dtype, self.lending)
+        return self._room
+
+    def send(self, action: Action, leaves: Sequence[Array]) -> None:
+        """Do a SEND, of one array after the other; waits while too many sends are unfinished.
+
+        Raises:
+            DTypeError: If an array holds Python objects.
+        """
+        links = self._links
+        for leaf in leaves:
+            if leaf.dtype.hasobject:
+                refuse_objects(np.dtype(leaf.dtype))
+        if self._is_news and action.kind is ActionKind.SEND_F:
+            self._announce(action)
+        start_s = links.tracer.clock()
+        nbytes = sum([leaf.nbytes for leaf in leaves])
+        if self.row is not None:
+            for leaf in leaves:
+                self._lend(leaf)
+            links.traffic.count("pipeline send", nbytes)
+            links.record("send", action, start_s, nbytes)
+            return
+        requests = [self._isend(self._outgoing(leaf)) for leaf in leaves]
+        links.unfinished.append(_Sending(requests, action, self.peer, start_s, nbytes))
+        links.traffic.count("pipeline send", nbytes)
+        if not links.is_in_window():
+            # Any of them may be the next to end: the oldest may need what this rank does later.
+            oldest = links.unfinished[0]
+            links.wait(links.is_in_window, oldest.action, oldest.peer)
+
+    def _announce(self, action: Action) -> None:
+        """Tell the receiver what will come; once, or where shapes are free each time."""
+        shapes = self._links.shapes
+        self._is_news = shapes.free
+        if self.row is not None:
+            self._lend(shapes.text(self._stage, action.microbatch), is_note=True)
+            return
+        notes = shapes.announcement(self._stage, action.microbatch)
+        self.announcing.append(_Sending([self._isend(note) for note in notes], action, self.peer))
+
+    def _lend(self, x: Array, *, is_note: bool = False) -> None:
+        """Lend `x` where it lies, if that is a slot, else a copy."""
+        links, lending, row = self._links, self.lending, self.row
+        if lending is None or row is None:
+            raise TransportError("the row of loans is closed")
+        at = -1
+        if not is_cupy(x) and x.flags.c_contiguous:
+            at = links.pool.place_of(x, lending.find)
+        if at < 0:
+            copy = links.slot(tuple(x.shape), np.dtype(x.dtype), lending)
+            copy[...] = to_numpy(x)
+            x, at = copy, links.pool.place_of(copy, lending.find)
+        if at < 0:
+            raise TransportError("no memory is left that other ranks of the node can read")
+        row.lend(x, at, is_note=is_note)
+        self._room = None
+        self.sent.setdefault(self._tag, []).append(_LENT)
+
+    def _isend(self, data: Array) -> Request:
+        request = self._links.isend(data, self.peer, self._tag)
+        tag = -self._tag if is_cupy(data) else self._tag
+        self.sent.setdefault(tag, []).append(data.nbytes)
+        return request
+
+    def _outgoing(self, x: Array) -> Array:
+        """Return the bytes of `x` contiguous, where this pipeline's messages are taken from."""
+        library = self._links.library
+        if library is not np:
+            return library.ascontiguousarray(moved(x, library)).reshape(-1).view(np.uint8)
+        if is_cupy(x) or not x.flags.c_contiguous:
+            host = self._links.pool.take(tuple(x.shape), np.dtype(x.dtype))
+            host[...] = to_numpy(x)
+            x = host
+        return x.reshape(-1).view(np.uint8)
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A receive under way.
+
+    Attributes:
+        request: The receive.
+        buffer: What it receives into.
+        start_s: When it was posted.
+    """
+
+    request: RecvRequest
+    buffer: Array
+    start_s: float
+
+
+class RecvLink:
+    """The receiving end: to a stage of this rank from one of another.
+
+    Attributes:
+        key: The number of the edge, and RECV_F or RECV_B.
+        peer: The sending rank of the pipeline.
+        source: The stage whose interface the arrays have.
+        loans: Where they are borrowed; None if they are received.
+        microbatches: Those whose receives are still to be posted.
+    """
+
+    def __init__(
+        self, links: Links, ends: tuple[int, int], number: int, peer: int, tag: int
+    ) -> None:
+        stage, far = ends
+        self._links = links
+        self._forward = far < stage
+        self._far = far
+        self._tag = tag
+        self.peer = peer
+        self.key = number, ActionKind.RECV_F if self._forward else ActionKind.RECV_B
+        self.source = min(ends)
+        self.loans: Borrowing | None = None
+        self.microbatches: deque[int] = deque()
+        self._is_news = False
+        self._most_waiting = 0
+        self._posted: deque[list[_Posted]] = deque()  # of each microbatch, in order
+        # The receive of the next interface that is not known: of the first microbatch, or of each,
+        # between their data.
+        self._announcement: _Posted | None = None
+        self._announced = 0
+        self._count = 0
+
+    def begin(self, most_waiting: int, announced: frozenset[int]) -> None:
+        """Begin a step, in which these stages are known and so many messages may wait."""
+        self._is_news = self._forward and self.source not in announced
+        self._most_waiting = most_waiting
+
+    def end(self) -> None:
+        """Let go of the step."""
+        self._announced = self._count = 0
+        self.microbatches.clear()
+        self._posted.clear()
+        self._announcement = None
+
+    def receive(self, action: Action) -> list[Array]:
+        """Do a RECV: wait for its arrays.
+
+        Raises:
+            ShapeError: If one has not the size that its stage announced.
+        """
+        links = self._links
+        if self.loans is None:
+            arrays, start_s = self._receive_messages(action)
+        else:
+            start_s = links.tracer.clock()
+            arrays = self._borrow(self.loans, action)
+        nbytes = messages = 0
+        for array in arrays:
+            nbytes += array.nbytes
+            messages += array.nbytes > 0
+        links.traffic.count("pipeline recv", 0)
+        links.traffic.receive("pipeline recv", links.group.ranks[self.peer], nbytes, messages)
+        links.record("recv", action, start_s, nbytes)
+        return arrays
+
+    def drain(self, sent: Mapping[tuple[int, int], Sequence[int]]) -> list[Request]:
+        """Take in what was sent to this link; see :meth:`Links.drain`."""
+        if self.loans is not None:
+            # It is all there: the sender had sent it before it told how much.
+            for _ in range(len(sent.get((self.peer, self._tag), ())) - self._count):
+                self.loans.skip()
+            return []
+        waiting: list[Request] = []
+        announcement = [] if self._announcement is None else [self._announcement]
+        posted = [*chain.from_iterable(self._posted)]
+        tag = self._tag
+        if self._links.library is np:
+            rows = [(tag, [*posted, *announcement], self._announced + self._count)]
+        else:
+            rows = [(tag, announcement, self._announced), (-tag, posted, self._count)]
+        for tag, still_open, count in rows:
+            sizes = sent.get((self.peer, tag), ())
+            waiting += _settle(still_open, count, len(sizes))
+            library = np if tag >= 0 else sys.modules["cupy"]
+            side = self._links.group._core.side(library)
+            for nbytes in sizes[count:]:
+                buffer = library.empty(nbytes, np.uint8)
+                waiting.append(_ended(side.irecv(buffer, self.peer, abs(tag))))
+        return waiting
+
+    # -- loans ---------------------------------------------------------------------------------
+
+    def _borrow(self, loans: Borrowing, action: Action) -> list[Array]:
+        links, shapes = self._links, self._links.shapes
+        microbatch = action.microbatch
+        if self._is_news:
+            if not loans.has_come():
+                links.wait(loans.has_come, action, self.peer)
+            if loans.nbytes >= 0:
+                raise TransportError(_NO_ANNOUNCEMENT)
+            self._count += 1
+            shapes.hear(self.source, microbatch, loans.take_note())
+            self._is_news = shapes.free
+        rows = shapes.rows(microbatch)
+        arrays: list[Array] = []
+        for leaf in self._leaves(shapes.told(self.source, microbatch)):
+            if not loans.has_come():
+                links.wait(loans.has_come, action, self.peer)
+            expected = leaf.nbytes(rows)
+            if loans.nbytes != expected:
+                raise self._other_size(action, len(arrays), loans.nbytes, expected)
+            self._count += 1
+            arrays.append(loans.take(leaf.shape(rows), leaf.dtype))
+        return arrays
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def post_ahead(self) -> None:
+        """Post as many receives as can find a message sooner for it."""
+        shapes = self._links.shapes
+        while self.microbatches and len(self._posted) < min(self._most_waiting, _POSTED_AHEAD):
+            if self._is_news:
+                if self._announcement is None:
+                    self._announcement = self._post_announcement(FIRST_PIECE_BYTES)
+                return
+            interface = shapes.interface(self.source, self.microbatches[0])
+            if interface is None:
+                return
+            rows = shapes.rows(self.microbatches.popleft())
+            message: list[_Posted] = []
+            self._posted.append(message)
+            for leaf in self._leaves(interface):
+                message.append(self._post(self._empty(leaf.shape(rows), leaf.dtype)))
+                self._count += 1
+            self._is_news = shapes.free and self._forward
+
+    def _receive_messages(self, action: Action) -> tuple[list[Array], float]:
+        """Return the arrays of a RECV, and when the first was posted."""
+        links = self._links
+        self.post_ahead()
+        if not self._posted and self._announcement is not None:
+            self._learn(self._announcement, action)
+            self.post_ahead()
+        message = self._posted[0]
+        for posted in message:
+            links.wait(posted.request.test, action, self.peer)
+        self._posted.popleft()
+        self.post_ahead()
+        for place, posted in enumerate(message):
+            got, expected = posted.request.received_bytes(), posted.buffer.nbytes
+            if got != expected:
+                raise self._other_size(action, place, got, expected)
+        return [_read_only(posted.buffer) for posted in message], message[0].start_s
+
+    def _learn(self, announcement: _Posted, action: Action) -> None:
+        links = self._links
+        links.wait(announcement.request.test, action, self.peer)
+        left, text = length_of(announcement.buffer[: announcement.request.received_bytes()])
+        if left:
+            rest = self._announcement = self._post_announcement(left)
+            links.wait(rest.request.test, action, self.peer)
+            text = np.concatenate([text, rest.buffer])
+        self._announcement = None
+        self._is_news = False
+        links.shapes.hear(self.source, action.microbatch, text)
+
+    def _post_announcement(self, nbytes: int) -> _Posted:
+        posted = self._post(np.empty(nbytes, np.uint8))
+        self._announced += 1
+        return posted
+
+    def _empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        library = self._links.library
+        if library is np:
+            return self._links.pool.take(shape, dtype)
+        return library.empty(shape, dtype)
+
+    def _post(self, buffer: Array) -> _Posted:
+        start_s = self._links.tracer.clock()
+        flat = buffer.reshape(-1).view(np.uint8)
+        return _Posted(self._links.irecv(flat, self.peer, self._tag), buffer, start_s)
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def _leaves(self, interface: Interface) -> tuple[Leaf, ...]:
+        """Return the arrays that come for each microbatch."""
+        return interface.leaves if self._forward else interface.gradients
+
+    def _other_size(self, action: Action, place: int, got: int, expected: int) -> ShapeError:
+        interface = self._links.shapes.told(self.source, action.microbatch)
+        leaf = self._leaves(interface)[place]
+        shape = leaf.shape(self._links.shapes.rows(action.microbatch))
+        return ShapeError(
+            f"stage {self._far} sent stage {action.stage} {max(got, 0)} bytes, but {expected} are "
+            f"expected: shape {shape} and dtype {leaf.dtype}, array {place} of {interface}"
+        )
+
+
+_NO_ANNOUNCEMENT = "data came where an announcement of its shape was expected"
+
+
+def _read_only(array: Array) -> Array:
+    """Return an array that cannot be written to, so that it is as one that is lent."""
+    if isinstance(array, np.ndarray):
+        array = array.view()
+        array.flags.writeable = False
+    return array
+
+
+def _ended(request: Request) -> Request:
+    """Return the request that is done when another one has ended, be it by failing."""
+
+    def test() -> bool:
+        try:
+            return request.test()
+        except TransportError:
+            return True
+
+    return Condition(test)
+
+
+def _settle(still_open: Sequence[_Posted], count: int, sent: int) -> list[Request]:
+    """Return the receives that have one of `sent` messages to wait for; take back the others."""
+    expected = max(sent - (count - len(still_open)), 0)
+    for posted in still_open[expected:]:
+        posted.request.cancel()
+    return [_ended(posted.request) for posted in still_open[:expected]]
