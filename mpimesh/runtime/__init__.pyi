@@ -1,5 +1,4 @@
 from .device_mesh import DeviceMesh as DeviceMesh
-from .failure import exit_all as exit_all
 from .group import ProcessGroup as ProcessGroup
 from .launch import Launch as Launch
 from .messages import MAX_TAG as MAX_TAG
@@ -14,6 +13,7 @@ from .system import (
 )
 from .traffic import Traffic as Traffic
 from .work import CollectiveTensor as CollectiveTensor
+from .world import exit_all as exit_all
 from .world import run_virtual as run_virtual
 
 __all__: list[str]

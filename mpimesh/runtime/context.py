@@ -85,8 +85,8 @@ class MeshContext:
     def give_back(self, control: Communicator) -> None:
         """Give the communicator of all its ranks back, the last one. Collective over it."""
         self.free(control)
-        if self.world.guard is not None:
-            self.world.guard.forget_mesh(control)
+        if self.world.channels is not None:
+            self.world.channels.forget_mesh(control)
 
     def leave(self, control: Communicator, error: BaseException) -> None:
         """Stop using the mesh on this rank alone, by an error that may yet be caught."""
@@ -94,8 +94,8 @@ class MeshContext:
         communicators = self.world.progress.communicators
         for name in [name for name in communicators if name.startswith(f"{self.name}/")]:
             del communicators[name]
-        if self.world.guard is not None:
-            self.world.guard.leave_mesh(control, error)
+        if self.world.channels is not None:
+            self.world.channels.leave_mesh(control, error)
 
     @property
     def why_closed(self) -> str:

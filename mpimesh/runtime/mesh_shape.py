@@ -159,7 +159,7 @@ class MeshShape(MeshDevices):
             return None
         groups = LiveGroups(self.mesh, members, self._context)
         self._add_own_groups(groups)
-        guard = self._context.world.guard
+        guard = self._context.world.channels
         if guard is not None:
             guard.count_by(control, lambda: {} if self._groups is None else self._groups.started())
         return groups
