@@ -10,7 +10,7 @@ from typing import Self
 from mpimesh import errors
 from mpimesh.arguments import rank_names
 from mpimesh.errors import MpimeshError, ShapeError, StageError, StageShapeError, on_all_ranks
-from mpimesh.runtime.tracebacks import user_traceback
+from mpimesh.runtime.tracebacks import readable
 from mpimesh.schedule import Action, ActionKind
 
 __all__ = ["Failure", "agreed_error"]
@@ -50,7 +50,7 @@ class Failure:
     @classmethod
     def of(cls, error: Exception, rank: int, action: Action | None) -> Self:
         """Describe `error`, raised on `rank` during `action`."""
-        text = user_traceback(error).rstrip()
+        text = readable(error).rstrip()
         return cls(
             rank=rank,
             action="" if action is None else str(action),

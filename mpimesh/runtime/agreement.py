@@ -15,19 +15,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from mpimesh.arguments import plain_text, rank_names
+from mpimesh.arguments import plain_text, rank_names, ranks_by_value
 from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.mesh import WORLD
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
-
-if TYPE_CHECKING:
-    from mpimesh.runtime.operands import Blocks
 
 __all__ = [
     "agree",
@@ -36,7 +33,6 @@ __all__ = [
     "anywhere",
     "checked",
     "compare",
-    "compare_blocks",
     "exchange",
 ]
 
@@ -279,41 +275,9 @@ def _fitted(call: str, note: str) -> bytes:
 
 def _report(group: str, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> str:
     texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in table]
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
+    ranks = ranks_by_value(enumerate(texts))
     rows = "\n".join(f"  {rank_names(who)}: {text}" for text, who in ranks.items())
     return (
         f"the ranks of group {group!r} must call the same collective with matching arguments, "
         f"but called:\n{rows}"
     )
-
-
-def compare_blocks(
-    communicator: Communicator, call: Call, outgoing: Blocks, incoming: Blocks
-) -> Steps:
-    """Compare what the ranks of an all-to-all send each other with what they expect.
-
-    The blocks differ from rank to rank, so no fingerprint tells whether they fit. MPI cuts a
-    block that is larger than expected, or leaves the end of the result as it was.
-
-    Raises:
-        MismatchError: On every rank alike, if any has another.
-
-    Cost:
-        An all-to-all of shapes and an all-reduce of 16 bytes.
-    """
-    size, ndim = communicator.size, len(outgoing.shape)
-    ranks = range(size)
-    sent = np.array([outgoing.block_shape(dest) for dest in ranks], np.int64)
-    expected = np.array([incoming.block_shape(source) for source in ranks], np.int64)
-    came = np.empty_like(sent)
-    counts = [ndim] * size
-    yield communicator.all_to_all(sent.reshape(-1), came.reshape(-1), counts, counts)
-    wrong = np.flatnonzero((came != expected).any(axis=1)).tolist()
-    note = "; ".join(
-        f"expects a block of shape {tuple(expected[source].tolist())} from rank {source}, "
-        f"which sends {tuple(came[source].tolist())}"
-        for source in wrong[:2]
-    )
-    yield from compare(communicator, call, "blocks", note=note)

@@ -126,23 +126,23 @@ class ControlChannel:
         """Tell whether all of these ranks are on the channel."""
         return self._ranks.keys() >= set(world_ranks)
 
-    def send(self, tag: Tag, value: Any, world_ranks: Collection[int]) -> list[Sent]:
+    def send(self, tag: Tag, value: Any, world_ranks: Collection[int]) -> list[Any]:
         """Send a value that JSON can say to these ranks but this one. Never waits.
 
         Returns:
-            The messages under way, for the caller to keep: MPI reads them until they are done.
+            MPI's requests, for the caller to keep: MPI reads what they hold until they are done.
         """
-        message = array("B", json.dumps(value).encode())
+        message = json.dumps(value).encode()
         others = [self._ranks[rank] for rank in world_ranks if rank != self.world_rank]
-        return [Sent(self.native.Isend(message, rank, tag), message) for rank in others]
+        return [self.native.Isend(message, rank, tag) for rank in others]
 
     def receive(self, tag: Tag) -> Iterator[tuple[int, Any]]:
         """Take in all messages that have come: yield senders' ranks in MPI's world, and values."""
         status = self._status()
         while self.native.Iprobe(tag=tag, status=status):
-            message = array("B", bytes(status.count))
+            message = bytearray(status.count)
             self.native.Recv(message, status.source, tag)
-            yield self.world_ranks[status.source], json.loads(message.tobytes())
+            yield self.world_ranks[status.source], json.loads(message)
 
     def exchange_failures(
         self, failure: int, world_ranks: Collection[int], limit_s: float
@@ -162,23 +162,6 @@ class ControlChannel:
             failures |= self.receive(Tag.FAILURE)
         del sends  # MPI has taken such short messages
         return failures
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A message under way.
-
-    Attributes:
-        request: MPI's request.
-        message: What MPI reads until it is done.
-    """
-
-    request: Any
-    message: array[int]
-
-    def test(self) -> bool:
-        """Tell whether it is done."""
-        return bool(self.request.Test())
 
 
 class Survey:
@@ -214,7 +197,7 @@ class Survey:
         self._number = 0
         self._asked: dict[int, int] = {}
         self.answers: dict[int, Any] = {}
-        self.sends: list[Sent] = []
+        self.sends: list[Any] = []
 
     def ask(self, channel: ControlChannel) -> None:
         """Ask the other ranks of a channel. Never waits."""
@@ -234,14 +217,14 @@ class Survey:
         for channel in self._channels:
             for rank, number in channel.receive(self._question):
                 for send in channel.send(self._answer, [number, self._state()], [rank]):
-                    poll(send.test, self._delivery_s)
+                    poll(send.Test, self._delivery_s)
                     self.sends.append(send)
             for rank, (number, state) in channel.receive(self._answer):
                 if self._asked.get(rank) == number:
                     del self._asked[rank]
                 if number == self._number:
                     self.answers[rank] = state
-        self.sends = [send for send in self.sends if not send.test()]
+        self.sends = [send for send in self.sends if not send.Test()]
 
 
 class ControlChannels:
@@ -258,7 +241,7 @@ class ControlChannels:
         self.processes = NodeProcesses(launcher_kills_all=kills_all)
         self.communicator: Communicator | None = None
         self._channels: list[ControlChannel] = []
-        self._sends: list[Sent] = []
+        self._sends: list[Any] = []
         self._exits: dict[tuple[int, str], tuple[PeerExit, float]] = {}
         self._next_poll_s = 0.0
         self._meshes_made: dict[tuple[int, ...], int] = {}

@@ -288,7 +288,14 @@ def _exit_of_main(code: CodeType) -> SystemExit | None:
 
 
 class JobEnd(Protocol):
-    """The end of a process that has made a mesh; implemented by :class:`~.watchdog.Watchdog`."""
+    """The end of a process that has made a mesh; implemented by :class:`~.watchdog.Watchdog`.
+
+    Attributes:
+        threads_may_fail: Asked after an exception in a thread: whether somebody else answers
+            for it.
+    """
+
+    threads_may_fail: Callable[[], bool]
 
     @property
     def channel(self) -> ControlChannel | None:
@@ -309,13 +316,10 @@ class FailureHooks:
 
     Attributes:
         job: The end of this process once it has made a mesh; None before.
-        threads_may_fail: Asked after an exception in a thread: whether somebody else answers
-            for it.
     """
 
     def __init__(self) -> None:
         self.job: JobEnd | None = None
-        self.threads_may_fail: Callable[[], bool] = lambda: False
         self._pid = os.getpid()
         launch = Launch.detect()
         self._among_others, self._launch_rank = launch.size > 1, launch.rank
@@ -455,7 +459,8 @@ class FailureHooks:
 
     def _on_thread_exception(self, failed: threading.ExceptHookArgs) -> None:
         kind = failed.exc_type
-        if kind is SystemExit or not self.applies or self._in_other_hook or self.threads_may_fail():
+        answered_for = self._in_other_hook or (self.job is not None and self.job.threads_may_fail())
+        if kind is SystemExit or not self.applies or answered_for:
             self._thread_excepthook(failed)
             return
         name = "a thread" if failed.thread is None else f"thread {failed.thread.name!r}"
@@ -543,16 +548,19 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_forked)
 
 
-def install(*, among_others: bool = False) -> FailureHooks | None:
-    """Install the hooks if other ranks depend on this process, and return them. Starts no MPI.
+def install(job: JobEnd | None = None) -> None:
+    """Install the hooks if other ranks depend on this process. Starts no MPI.
 
     Args:
-        among_others: Whether that is known, because MPI says so; else the launcher is asked.
+        job: The end of this process, which has made a mesh among others; None to ask the launcher
+            whether there are others.
     """
     global _hooks
-    if _hooks is None and (among_others or (Launch.detect().size > 1 and is_rank())):
+    if _hooks is None and (job is not None or (Launch.detect().size > 1 and is_rank())):
         _hooks = FailureHooks()
-    return _hooks
+    if _hooks is not None and job is not None:
+        _hooks.put_in_place()
+        _hooks.job = job
 
 
 # -- an end on purpose ---------------------------------------------------------------------------

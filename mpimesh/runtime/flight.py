@@ -21,7 +21,7 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -249,7 +249,7 @@ class Recorder:
         members = ranks_text(ranks)
         if len(members) > _LONGEST_RANKS:
             members = f"{len(ranks)} ranks with digest {digest_text(members.encode())}"
-        fields = (
+        texts = (
             group.name[:_LONGEST_NAME],
             group.communicator.family,
             members,
@@ -259,7 +259,7 @@ class Recorder:
         )
         self._written = number = self._written + 1
         at = _TEXTS_AT + number % _TEXTS * _TEXT_BYTES
-        self._put(at + 8, _TEXT_BYTES - 8, _FIELDS.join(fields).encode(errors="backslashreplace"))
+        self._put(at + 8, _TEXT_BYTES - 8, _FIELDS.join(texts).encode(errors="backslashreplace"))
         _LENGTH.pack_into(self._map, at, number)
         # The group and the code are kept: another object might get the same id.
         found = self._texts[key] = (number, (group, call.site[0]))
@@ -317,19 +317,18 @@ def read_records(folder: Path) -> tuple[dict[int, Record], list[Path]]:
 
 def _check(found: Record, rank: int) -> None:
     """Raise ValueError or TypeError for a record that no rank has written."""
-    numbers = (found.rank, found.size, *(entry.number for entry in found.entries))
-    texts = [found.host, found.ending]
-    for entry in found.entries:
-        texts += [entry.group, entry.mesh, entry.ranks, entry.signature, entry.digest]
-        texts += [entry.site, entry.state]
-        numbers += (entry.bytes,)
-        float(entry.start_s), float(entry.end_s)
+    kinds = {"int": int, "str": str, "float": float}
+    parts: list[Record | Entry] = [found, *found.entries]
+    values = [
+        (getattr(part, one.name), kinds[str(one.type)])
+        for part in parts
+        for one in fields(part)
+        if one.type in kinds
+    ]
     if found.wait:
-        texts += [found.wait["what"], found.wait["needs"], found.wait["group"]]
-        numbers += (found.wait["record"], found.wait["number"])
-    if not all(type(number) is int for number in numbers):
-        raise TypeError
-    if not all(type(text) is str for text in texts):
+        values += [(found.wait[name], str) for name in ("what", "needs", "group")]
+        values += [(found.wait[name], int) for name in ("record", "number")]
+    if not all(type(value) is kind for value, kind in values):
         raise TypeError
     if found.rank != rank or not rank < found.size <= _MOST_RANKS:
         raise ValueError
@@ -342,9 +341,9 @@ def _write_json(path: Path, found: Record) -> None:
 
 
 def _read_json(path: Path) -> Record:
-    fields = json.loads(path.read_text())
-    entries = tuple(Entry(**entry) for entry in fields.pop("entries"))
-    return Record(**fields, entries=entries)
+    record = json.loads(path.read_text())
+    entries = tuple(Entry(**entry) for entry in record.pop("entries"))
+    return Record(**record, entries=entries)
 
 
 def _read_ring(path: Path) -> Record:
@@ -367,8 +366,8 @@ def _read_ring(path: Path) -> Record:
             continue
         at = _TEXTS_AT + text % _TEXTS * _TEXT_BYTES
         known = _LENGTH.unpack_from(data, at)[0] == text
-        fields = text_at(at + 8).split(_FIELDS) if known else []
-        group, mesh, ranks, site, digest, signature = (*fields, *[""] * 6)[:6]
+        texts = text_at(at + 8).split(_FIELDS) if known else []
+        group, mesh, ranks, site, digest, signature = (*texts, *[""] * 6)[:6]
         waited = wait.get("record") == order and state == _STARTED
         entries.append(
             Entry(

@@ -17,10 +17,21 @@ import numpy as np
 
 from mpimesh.arguments import shown
 from mpimesh.arrays import Array, HostArray, is_cupy, namespace, refuse_objects, to_numpy
+from mpimesh.comm import Communicator, Steps
 from mpimesh.errors import DTypeError, ShapeError
+from mpimesh.runtime.agreement import compare
+from mpimesh.runtime.call import Call
 from mpimesh.runtime.world import current_world
 
-__all__ = ["Blocks", "check_output", "check_sizes", "host_array", "normal_axis", "output_array"]
+__all__ = [
+    "Blocks",
+    "check_output",
+    "check_sizes",
+    "compare_blocks",
+    "host_array",
+    "normal_axis",
+    "output_array",
+]
 
 
 def host_array(x: Array) -> HostArray:
@@ -221,3 +232,33 @@ def check_sizes(sizes: Sequence[int], parts: int) -> list[int]:
             f"got {shown(sizes)}"
         )
     return plain
+
+
+def compare_blocks(
+    communicator: Communicator, call: Call, outgoing: Blocks, incoming: Blocks
+) -> Steps:
+    """Compare what the ranks of an all-to-all send each other with what they expect.
+
+    The blocks differ from rank to rank, so no fingerprint tells whether they fit. MPI cuts a
+    block that is larger than expected, or leaves the end of the result as it was.
+
+    Raises:
+        MismatchError: On every rank alike, if any has another.
+
+    Cost:
+        An all-to-all of shapes and an all-reduce of 16 bytes.
+    """
+    size, ndim = communicator.size, len(outgoing.shape)
+    ranks = range(size)
+    sent = np.array([outgoing.block_shape(dest) for dest in ranks], np.int64)
+    expected = np.array([incoming.block_shape(source) for source in ranks], np.int64)
+    came = np.empty_like(sent)
+    counts = [ndim] * size
+    yield communicator.all_to_all(sent.reshape(-1), came.reshape(-1), counts, counts)
+    wrong = np.flatnonzero((came != expected).any(axis=1)).tolist()
+    note = "; ".join(
+        f"expects a block of shape {tuple(expected[source].tolist())} from rank {source}, "
+        f"which sends {tuple(came[source].tolist())}"
+        for source in wrong[:2]
+    )
+    yield from compare(communicator, call, "blocks", note=note)

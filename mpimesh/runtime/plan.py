@@ -30,9 +30,15 @@ from mpimesh.arrays import (
     wire_dtype,
 )
 from mpimesh.comm import Request, Steps
-from mpimesh.runtime.agreement import compare_blocks
 from mpimesh.runtime.call import Call
-from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
+from mpimesh.runtime.operands import (
+    Blocks,
+    check_output,
+    check_sizes,
+    compare_blocks,
+    normal_axis,
+    output_array,
+)
 from mpimesh.runtime.received import Amount, Rule, all_reduced, per_rank, sparse, uniform
 from mpimesh.runtime.traffic import Tally
 

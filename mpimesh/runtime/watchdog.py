@@ -294,7 +294,7 @@ class Watchdog:
         progress: Its waits.
         channels: Those to the other ranks.
         settings: Those of its first mesh.
-        threads_may_fail: See :class:`~.failure.FailureHooks`.
+        threads_may_fail: See :class:`~.failure.JobEnd`.
     """
 
     def __init__(
@@ -313,6 +313,7 @@ class Watchdog:
         self._progress = progress
         self._channels = channels
         self._processes = channels.processes
+        self.threads_may_fail = threads_may_fail
         if settings.record_dir:
             progress.recorder = Recorder(Path(settings.record_dir), rank, MPI.COMM_WORLD.size)
         # The watchdog's report says more, where it comes soon.
@@ -335,11 +336,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="mpimesh watchdog", daemon=True)
         self._thread.start()
         progress.on_idle = self._check
-        hooks = install(among_others=True)
-        if hooks is not None:
-            hooks.put_in_place()
-            hooks.job = self
-            hooks.threads_may_fail = threads_may_fail
+        install(self)
         # Whoever finalizes MPI, this comes first: it frees MPI's own communicators then.
         on_finalize = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._processes.mark_finished())
         MPI.COMM_SELF.Set_attr(on_finalize, None)
