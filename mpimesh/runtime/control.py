@@ -121,6 +121,7 @@ class ControlChannel:
         )
         self.world_rank = self.world_ranks[native.rank]
         self._ranks = {world_rank: rank for rank, world_rank in enumerate(self.world_ranks)}
+        self._failure_sends: list[Any] = []
 
     def covers(self, world_ranks: Collection[int]) -> bool:
         """Tell whether all of these ranks are on the channel."""
@@ -154,13 +155,12 @@ class ControlChannel:
             world_ranks: The ranks to tell.
             limit_s: How long to wait for others to fail; it ends when all have.
         """
-        sends = self.send(Tag.FAILURE, failure, world_ranks)
+        self._failure_sends = self.send(Tag.FAILURE, failure, world_ranks)
         end_s = time.monotonic() + limit_s
         failures: dict[int, int] = {}
         while time.monotonic() < end_s and len(failures) < len(self.world_ranks) - 1:
             time.sleep(0.01)
             failures |= self.receive(Tag.FAILURE)
-        del sends  # MPI has taken such short messages
         return failures
 
 

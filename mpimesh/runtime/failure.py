@@ -252,9 +252,7 @@ def _outermost_code() -> CodeType:
 
 def _called_by_interpreter() -> bool:
     """Tell whether the caller was called by the interpreter itself, in the main thread."""
-    return sys._getframe(1).f_back is None and (
-        threading.current_thread() is threading.main_thread()
-    )
+    return sys._getframe(1).f_back is None and _in_main_thread()
 
 
 def _ended_by(traceback: TracebackType | None, code: CodeType) -> bool:
@@ -434,7 +432,7 @@ class FailureHooks:
         return [self.rank]
 
     def _channel(self) -> ControlChannel | None:
-        """Return a channel to the other ranks; None if MPI has not started."""
+        """Return a channel to the other ranks; None before MPI, or outside the main thread."""
         mpi = _running_mpi()
         if mpi is None or not _in_main_thread():
             return None
