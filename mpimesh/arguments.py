@@ -26,6 +26,7 @@ __all__ = [
     "is_real",
     "plain_text",
     "rank_names",
+    "ranks_by_value",
     "ranks_of",
     "ranks_text",
     "shape_of",
@@ -99,6 +100,18 @@ def rank_names(ranks: Collection[int], most: int = 16) -> str:
     names = ", ".join(map(_run_text, runs[:most])) or "none"
     left = sum(map(len, runs[most:]))
     return f"rank{'s' * (len(ranks) != 1)} {names}{f' and {left} more' if left else ''}"
+
+
+def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """Return the ranks that have each value, for rows that ranks with one value share.
+
+    Args:
+        values: Ranks and their values.
+    """
+    ranks: dict[T, list[int]] = {}
+    for rank, value in values:
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def digest_bits(data: bytes | memoryview, bits: int) -> int:

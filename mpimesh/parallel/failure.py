@@ -21,7 +21,7 @@ from mpimesh.errors import (
 )
 from mpimesh.parallel.plans import ABORT_TAG
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.tracebacks import user_traceback
+from mpimesh.runtime.tracebacks import readable
 from mpimesh.schedule import Action, ActionKind
 
 __all__ = ["AbortSignal", "AbortedError", "Failure", "agreed_error"]
@@ -61,7 +61,7 @@ class Failure:
     @classmethod
     def of(cls, error: Exception, rank: int, action: Action | None) -> Self:
         """Describe `error`, raised on `rank` during `action`."""
-        text = user_traceback(error).rstrip()
+        text = readable(error).rstrip()
         return cls(
             rank=rank,
             action="" if action is None else str(action),

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpimesh import errors
-from mpimesh.arguments import plain_text, rank_names
+from mpimesh.arguments import plain_text, rank_names, ranks_by_value
 from mpimesh.comm import Communicator, Request, Steps, run_steps
 from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.mesh import WORLD
@@ -183,9 +183,7 @@ def _joint_error(notes: Mapping[int, Sequence[str]]) -> Exception:
     kind: type[Exception] = next((kind for kind in kinds if isinstance(kind, type)), ValueError)
     if not issubclass(kind, MpimeshError):
         return kind(text)
-    by_text: dict[str, list[int]] = {}
-    for rank, (_, each) in notes.items():
-        by_text.setdefault(each, []).append(rank)
+    by_text = ranks_by_value((rank, each) for rank, (_, each) in notes.items())
     texts = [f"{rank_names(ranks)}: {each}" for each, ranks in by_text.items()]
     return on_all_ranks(kind("\n  ".join(texts)))
 
@@ -307,9 +305,7 @@ def _fitted(call: str, note: str) -> bytes:
 
 def _report(group: str, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> str:
     texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in table]
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
+    ranks = ranks_by_value(enumerate(texts))
     rows = "\n".join(f"  {rank_names(who)}: {text}" for text, who in ranks.items())
     return (
         f"the ranks of group {group!r} must call the same collective with matching arguments, "

@@ -106,8 +106,8 @@ class MeshContext:
     def give_back(self) -> None:
         """Give the communicator of all ranks back, the last one. Collective over it."""
         self.free(self.control)
-        if self.world.guard is not None:
-            self.world.guard.forget_mesh(self.control)
+        if self.world.channels is not None:
+            self.world.channels.forget_mesh(self.control)
 
     def leave(self, error: BaseException) -> None:
         """Stop using the mesh on this rank alone, by an error that may yet be caught."""
@@ -115,8 +115,8 @@ class MeshContext:
         communicators = self.progress.communicators
         for name in [name for name in communicators if name.startswith(f"{self.name}/")]:
             del communicators[name]
-        if self.world.guard is not None:
-            self.world.guard.leave_mesh(self.control, error)
+        if self.world.channels is not None:
+            self.world.channels.leave_mesh(self.control, error)
 
     @property
     def why_closed(self) -> str:

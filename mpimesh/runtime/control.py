@@ -9,30 +9,54 @@ rank it waits for has left.
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from mpimesh.arrays import HostArray
-from mpimesh.comm import Request
+from mpimesh.comm import Communicator
 from mpimesh.comm.waiting import poll
 from mpimesh.errors import PeerLostError
+from mpimesh.runtime.launch import Launch, exit_status
 from mpimesh.runtime.progress import Wait
+from mpimesh.runtime.witness import NodeProcesses
 
 if TYPE_CHECKING:
-    # Importing it starts MPI: who makes a channel has done so.
-    from mpimesh.comm.mpi import MPICommunicator
+    # Importing it starts MPI.
+    from mpimesh.comm.node import Node
 
-__all__ = ["ControlChannel", "ControlChannels", "PeerExit", "Tag", "decode", "encode"]
+__all__ = [
+    "ControlChannel",
+    "ControlChannels",
+    "PeerExit",
+    "Survey",
+    "Tag",
+    "awaited_ranks",
+    "job_ranks",
+]
 
 _POLL_EVERY_S = 0.02
 _GRACE_S = 0.5
 """Seconds that a wait for a rank that has left may go on: its last messages may be under way."""
+
+
+def job_ranks(communicator: Communicator) -> Sequence[int]:
+    """Return the number in the job of each rank of a communicator; nothing if one has none."""
+    ranks: Sequence[int] = getattr(communicator, "world_ranks", ())
+    return () if -1 in ranks else ranks
+
+
+def awaited_ranks(wait: Wait) -> Sequence[int]:
+    """Return the ranks of the job that a wait takes, this one among them; nothing if unknown.
+
+    -1 stands for one of another world.
+    """
+    ranks: Sequence[int] = getattr(wait.communicator, "world_ranks", ())
+    return ranks if wait.peers is None or not ranks else [ranks[peer] for peer in wait.peers]
 
 
 class Tag(IntEnum):
@@ -44,16 +68,8 @@ class Tag(IntEnum):
     DEADLOCK_QUESTION = 4
     DEADLOCK_ANSWER = 5
     DEADLOCK_VERDICT = 6
-
-
-def encode(value: Any) -> HostArray:
-    """Return a value that JSON can say as a message."""
-    return np.frombuffer(json.dumps(value).encode(), np.uint8).copy()
-
-
-def decode(message: HostArray) -> Any:
-    """Return the value of a message."""
-    return json.loads(bytes(message))
+    FAILURE = 32_750
+    """Also sent in the world's communicator, before the first mesh; below what every MPI allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,55 +102,146 @@ class PeerExit:
 class ControlChannel:
     """A communicator over which ranks tell each other about the job.
 
+    Args:
+        native: A communicator of mpi4py, whose messages with these tags are the channel's alone.
+
     Attributes:
-        communicator: The communicator; nothing else uses it.
+        native: The communicator.
         world_ranks: The number in MPI's world of each of its ranks.
+        world_rank: That of this rank.
     """
 
-    def __init__(self, communicator: MPICommunicator) -> None:
-        self.communicator = communicator
-        self.world_ranks = communicator.world_ranks
+    def __init__(self, native: Any) -> None:
+        from mpi4py import MPI  # late: importing it starts MPI
+
+        self.native = native
+        self._status = MPI.Status
+        self.world_ranks: Sequence[int] = native.Get_group().Translate_ranks(
+            None, MPI.COMM_WORLD.Get_group()
+        )
+        self.world_rank = self.world_ranks[native.rank]
         self._ranks = {world_rank: rank for rank, world_rank in enumerate(self.world_ranks)}
-        self._notifications: list[Request] = []
+        self._failure_sends: list[Any] = []
 
     def covers(self, world_ranks: Collection[int]) -> bool:
         """Tell whether all of these ranks are on the channel."""
         return self._ranks.keys() >= set(world_ranks)
 
-    def send(self, tag: Tag, value: Any, world_ranks: Collection[int]) -> list[Request]:
-        """Send a value to these ranks but this one. Never waits.
+    def send(self, tag: Tag, value: Any, world_ranks: Collection[int]) -> list[Any]:
+        """Send a value that JSON can say to these ranks but this one. Never waits.
 
         Returns:
-            The messages under way, for the caller to keep: MPI reads them until they are done.
+            MPI's requests, for the caller to keep: MPI reads what they hold until they are done.
         """
-        message = encode(value)
-        ranks = [self._ranks[world_rank] for world_rank in world_ranks]
-        here = self.communicator.rank
-        return [self.communicator.isend(message, rank, tag) for rank in ranks if rank != here]
+        message = json.dumps(value).encode()
+        others = [self._ranks[rank] for rank in world_ranks if rank != self.world_rank]
+        return [self.native.Isend(message, rank, tag) for rank in others]
 
     def receive(self, tag: Tag) -> Iterator[tuple[int, Any]]:
         """Take in all messages that have come: yield senders' ranks in MPI's world, and values."""
-        while (pending := self.communicator.probe(tag)) is not None:
-            source, size = pending
-            message = np.empty(size, np.uint8)
-            poll(self.communicator.irecv(message, source, tag).test)
-            yield self.world_ranks[source], decode(message)
+        status = self._status()
+        while self.native.Iprobe(tag=tag, status=status):
+            message = bytearray(status.count)
+            self.native.Recv(message, status.source, tag)
+            yield self.world_ranks[status.source], json.loads(message)
 
-    def notify(self, peer_exit: PeerExit, world_ranks: Collection[int]) -> None:
-        """Tell these ranks but this one that this rank leaves. Never waits."""
-        self._notifications += self.send(Tag.PEER_EXIT, asdict(peer_exit), world_ranks)
+    def exchange_failures(
+        self, failure: int, world_ranks: Collection[int], limit_s: float
+    ) -> dict[int, int]:
+        """Tell ranks how this one fails, and return how others do, by their ranks in MPI's world.
 
-    def poll(self) -> Iterator[tuple[int, PeerExit]]:
-        """Yield the exits that ranks have told, with their ranks in MPI's world."""
-        for world_rank, fields in self.receive(Tag.PEER_EXIT):
-            yield world_rank, PeerExit(**fields)
+        Args:
+            failure: A number, equal on ranks that fail alike.
+            world_ranks: The ranks to tell.
+            limit_s: How long to wait for others to fail; it ends when all have.
+        """
+        self._failure_sends = self.send(Tag.FAILURE, failure, world_ranks)
+        end_s = time.monotonic() + limit_s
+        failures: dict[int, int] = {}
+        while time.monotonic() < end_s and len(failures) < len(self.world_ranks) - 1:
+            time.sleep(0.01)
+            failures |= self.receive(Tag.FAILURE)
+        return failures
+
+
+class Survey:
+    """Questions of this rank to the others of a channel, and its answers to theirs.
+
+    A rank that has not answered an earlier question yet is not asked another one: it may never poll
+    again.
+
+    Args:
+        channels: Those to the other ranks.
+        question: The tag of questions.
+        answer: That of answers.
+        state: Returns what this rank answers, which JSON can say.
+        delivery_s: How long to stay with an answer until it is taken.
+
+    Attributes:
+        answers: Those to the latest question, by rank in MPI's world.
+        sends: Messages under way.
+    """
+
+    def __init__(
+        self,
+        channels: ControlChannels,
+        question: Tag,
+        answer: Tag,
+        state: Callable[[], Any],
+        *,
+        delivery_s: float = 0.0,
+    ) -> None:
+        self._channels = channels
+        self._question, self._answer, self._state = question, answer, state
+        self._delivery_s = delivery_s
+        self._number = 0
+        self._asked: dict[int, int] = {}
+        self.answers: dict[int, Any] = {}
+        self.sends: list[Any] = []
+
+    def ask(self, channel: ControlChannel) -> None:
+        """Ask the other ranks of a channel. Never waits."""
+        self._number += 1
+        self.answers = {}
+        ranks = [rank for rank in channel.world_ranks if rank not in self._asked]
+        self._asked |= {rank: self._number for rank in ranks if rank != channel.world_rank}
+        self.sends += channel.send(self._question, self._number, ranks)
+
+    @property
+    def is_answered(self) -> bool:
+        """True if all who were asked the latest question have answered it."""
+        return self._number not in self._asked.values()
+
+    def poll(self) -> None:
+        """Answer the questions and take in the answers that have come."""
+        for channel in self._channels:
+            for rank, number in channel.receive(self._question):
+                for send in channel.send(self._answer, [number, self._state()], [rank]):
+                    poll(send.Test, self._delivery_s)
+                    self.sends.append(send)
+            for rank, (number, state) in channel.receive(self._answer):
+                if self._asked.get(rank) == number:
+                    del self._asked[rank]
+                if number == self._number:
+                    self.answers[rank] = state
+        self.sends = [send for send in self.sends if not send.Test()]
 
 
 class ControlChannels:
-    """All control channels of this process, the meshes on them, and the ranks that have left."""
+    """All control channels of this process, the meshes on them, and the ranks that have left.
+
+    Attributes:
+        processes: Those of the other ranks of the node that are on a channel.
+        communicator: That of the ranks of the first mesh; None before it is made.
+    """
 
     def __init__(self) -> None:
+        # By PMIx, Open MPI's ranks learn it and leave, under Slurm, too.
+        kills_all = Launch.detect().launcher.startswith("mpiexec") or "PMIX_RANK" in os.environ
+        self.processes = NodeProcesses(launcher_kills_all=kills_all)
+        self.communicator: Communicator | None = None
         self._channels: list[ControlChannel] = []
+        self._sends: list[Any] = []
         self._exits: dict[tuple[int, str], tuple[PeerExit, float]] = {}
         self._next_poll_s = 0.0
         self._meshes_made: dict[tuple[int, ...], int] = {}
@@ -147,42 +254,61 @@ class ControlChannels:
         """Return a channel that has all these ranks."""
         return next((one for one in self._channels if one.covers(world_ranks)), None)
 
-    def add(self, channel: ControlChannel) -> None:
-        """Use a new channel from now on."""
-        self._channels.append(channel)
+    def connect(self, communicator: Communicator, node: Node) -> None:
+        """Collective: make sure that the ranks of `communicator` can tell each other that they end.
+
+        All ranks of a channel know it, so those of the communicator decide alike.
+        """
+        world_ranks = job_ranks(communicator) if communicator.kind == "mpi" else ()
+        if not world_ranks or self.find(world_ranks) is not None:
+            return  # of another world, whose ranks have no number here; or not the first
+        native = communicator.native.Dup()
+        self._channels.append(ControlChannel(native))
+        self.communicator = self.communicator or communicator
+        self.processes.watch(native, world_ranks, node)
 
     # -- meshes ----------------------------------------------------------------------
 
-    def register_mesh(self, world_ranks: Sequence[int]) -> str:
-        """Return the name of a new mesh over these ranks, the same on all of them.
+    def register_mesh(self, communicator: Communicator) -> None:
+        """Name a new mesh over the ranks of `communicator`, alike on all of them.
 
         The ranks of a mesh make all meshes over just these ranks together, so they count alike.
         """
-        key = (len(world_ranks), zlib.crc32(np.array(world_ranks).tobytes()))
-        self._meshes_made[key] = self._meshes_made.get(key, 0) + 1
-        family = ":".join(map(str, (*key, self._meshes_made[key])))
-        self._meshes[family] = (world_ranks, dict)
-        return family
-
-    def count_by(self, family: str, started: Callable[[], Mapping[str, int]]) -> None:
-        """Ask `started` for the number of collectives on each group of a mesh."""
-        if family in self._meshes:
-            self._meshes[family] = (self._meshes[family][0], started)
-
-    def forget_mesh(self, family: str) -> None:
-        """Forget a mesh that is closed, on all its ranks."""
-        if self._meshes.pop(family, None) is None:
+        world_ranks = job_ranks(communicator) if communicator.kind == "mpi" else ()
+        if not world_ranks:
             return
-        self._exits = {key: exit_ for key, exit_ in self._exits.items() if key[1] != family}
+        key = (len(world_ranks), zlib.crc32(array("q", world_ranks).tobytes()))
+        self._meshes_made[key] = self._meshes_made.get(key, 0) + 1
+        communicator.family = ":".join(map(str, (*key, self._meshes_made[key])))
+        self._meshes[communicator.family] = (world_ranks, dict)
+
+    def count_by(
+        self, communicator: Communicator, started: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Ask `started` for the number of collectives on each group of a mesh."""
+        if communicator.family in self._meshes:
+            self._meshes[communicator.family] = (self._meshes[communicator.family][0], started)
+
+    def forget_mesh(self, communicator: Communicator) -> None:
+        """Forget a mesh that is closed, on all its ranks."""
+        if self._meshes.pop(communicator.family, None) is not None:
+            self._exits = {
+                key: exit_ for key, exit_ in self._exits.items() if key[1] != communicator.family
+            }
 
     # -- leaving ---------------------------------------------------------------------
 
-    def leave_mesh(self, family: str, why: str, exit_code: int) -> None:
-        """Tell the other ranks of a mesh that this one has left it, but not the job."""
-        world_ranks, _ = self._meshes.pop(family, ((), None))
+    def leave_mesh(self, communicator: Communicator, error: BaseException) -> None:
+        """Tell the other ranks of a mesh that this one leaves it by `error`, but not the job.
+
+        The error may yet be caught.
+        """
+        world_ranks, _ = self._meshes.pop(communicator.family, ((), None))
         channel = self.find(world_ranks)
         if channel is not None:
-            channel.notify(PeerExit(why, exit_code, family), world_ranks)
+            exit_code = exit_status(error.code) if isinstance(error, SystemExit) else 0
+            why = f"left the mesh by {type(error).__name__}: {error}"
+            self._notify(channel, PeerExit(why, exit_code, communicator.family), world_ranks)
 
     def leave(self, why: str, exit_code: int) -> None:
         """Tell all other ranks that this one has left the job.
@@ -193,7 +319,12 @@ class ControlChannels:
         counts = {family: dict(started()) for family, (_, started) in self._meshes.items()}
         peer_exit = PeerExit(why, exit_code, started={} if exit_code else counts)
         for channel in self._channels:
-            channel.notify(peer_exit, channel.world_ranks)
+            self._notify(channel, peer_exit, channel.world_ranks)
+
+    def _notify(
+        self, channel: ControlChannel, peer_exit: PeerExit, world_ranks: Collection[int]
+    ) -> None:
+        self._sends += channel.send(Tag.PEER_EXIT, asdict(peer_exit), world_ranks)
 
     # -- the exits of others -----------------------------------------------------------
 
@@ -201,7 +332,8 @@ class ControlChannels:
         """Take in the exits that other ranks have told. Never waits."""
         now_s = time.monotonic()
         for channel in self._channels:
-            for rank, peer_exit in channel.poll():
+            for rank, fields in channel.receive(Tag.PEER_EXIT):
+                peer_exit = PeerExit(**fields)
                 self._exits[rank, peer_exit.family] = (peer_exit, now_s)
 
     def check(self, wait: Wait) -> None:
@@ -218,9 +350,7 @@ class ControlChannels:
         self.poll()
         if not self._exits or wait.communicator.kind != "mpi":
             return
-        world_ranks: Sequence[int] = wait.communicator.world_ranks  # type: ignore[attr-defined]
-        peers = wait.peers
-        needed = set(world_ranks if peers is None else (world_ranks[peer] for peer in peers))
+        needed = set(awaited_ranks(wait))
         for (rank, _), (peer_exit, received_s) in self._exits.items():
             late = now_s > max(received_s, wait.since_s) + _GRACE_S
             if late and rank in needed and peer_exit.ends(wait):

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from mpimesh.arguments import rank_names
-from mpimesh.comm import Request
 from mpimesh.errors import DeadlockError
 from mpimesh.runtime.call import Call, Message
-from mpimesh.runtime.control import ControlChannel, ControlChannels, Tag
+from mpimesh.runtime.control import (
+    ControlChannel,
+    ControlChannels,
+    Survey,
+    Tag,
+    awaited_ranks,
+    job_ranks,
+)
 from mpimesh.runtime.progress import Progress, Wait
 
 __all__ = [
@@ -26,8 +31,10 @@ __all__ = [
     "Mail",
     "Waiting",
     "blocked_by",
-    "cycle_text",
+    "cycle_steps",
+    "deadlock_text",
     "find_cycle",
+    "find_deadlock",
     "ranks_reaching",
 ]
 
@@ -101,8 +108,7 @@ class Waiting:
 
         A wait with a limit ends by itself.
         """
-        world_ranks = _world_ranks(wait.communicator)
-        if wait.is_limited or not world_ranks:
+        if wait.is_limited or not job_ranks(wait.communicator):
             return None
         started = dict(progress.counts)
         sent: dict[str, int] = {}
@@ -112,15 +118,14 @@ class Waiting:
             if one.mail is not None and ranks:
                 sent |= _by_text(name, one.mail.sent, ranks)
                 received |= _by_text(name, one.mail.received, ranks)
-        what, peers = wait.what, wait.peers
-        message = None
+        what, message = wait.what, None
         if isinstance(what, Message):
             message = (what.name, what.tag, what.count)
         return cls(
             operation=str(what),
             among=wait.among or wait.communicator.name,
             number=wait.number or getattr(what, "number", 0),
-            takes=world_ranks if peers is None else [world_ranks[peer] for peer in peers],
+            takes=awaited_ranks(wait),
             message=message,
             started=started,
             sent=sent,
@@ -138,49 +143,58 @@ def blocked_by(rank: int, states: Mapping[int, Waiting]) -> list[int]:
     ]
 
 
-def find_cycle(states: Mapping[int, Waiting], start: int) -> list[int]:
-    """Return a cycle of ranks that wait for each other and that `start` waits for, or is in.
+def find_cycle(peers_of: Callable[[int], Iterable[int]], starts: Iterable[int]) -> list[int]:
+    """Return a cycle that one of `starts` is in or leads to, from its lowest rank on; or nothing.
 
-    It begins with its lowest rank; empty if there is none.
+    Args:
+        peers_of: Returns the ranks that a rank waits for.
+        starts: Where the search begins.
     """
-    path: list[int] = []
     done: set[int] = set()
+    for start in starts:
+        path = {start: iter(peers_of(start))}
+        while path:
+            rank = next(reversed(path))
+            peer = next((peer for peer in path[rank] if peer not in done), None)
+            if peer is None:
+                done.add(rank)
+                del path[rank]
+            elif peer in path:
+                cycle = [*path][[*path].index(peer) :]
+                first = cycle.index(min(cycle))
+                return cycle[first:] + cycle[:first]
+            else:
+                path[peer] = iter(peers_of(peer))
+    return []
 
-    def search(rank: int) -> list[int]:
-        if rank in path:
-            return path[path.index(rank) :]
-        if rank in done:
-            return []
-        path.append(rank)
-        for other in blocked_by(rank, states):
-            if cycle := search(other):
-                return cycle
-        done.add(path.pop())
-        return []
 
-    cycle = search(start)
-    first = cycle.index(min(cycle)) if cycle else 0
-    return cycle[first:] + cycle[:first]
+def find_deadlock(states: Mapping[int, Waiting], starts: Iterable[int]) -> list[int]:
+    """Return a cycle of ranks, none of which can go on; see :func:`find_cycle`."""
+    return find_cycle(lambda rank: blocked_by(rank, states), starts)
 
 
 def ranks_reaching(states: Mapping[int, Waiting], cycle: Sequence[int]) -> list[int]:
     """Return all ranks that wait for a cycle, those in it among them."""
+    graph = {rank: blocked_by(rank, states) for rank in states}
     reaching = set(cycle)
-    while more := {
-        rank
-        for rank in states
-        if rank not in reaching and reaching.intersection(blocked_by(rank, states))
-    }:
+    while more := {r for r in graph if r not in reaching and reaching.intersection(graph[r])}:
         reaching |= more
     return sorted(reaching)
 
 
-def cycle_text(states: Mapping[int, Waiting], cycle: Sequence[int]) -> str:
-    """Return a cycle in words, a row for each rank."""
+def cycle_steps(cycle: Sequence[int]) -> list[str]:
+    """Return who waits for whom in a cycle, in words."""
     following = [*cycle[1:], *cycle[:1]]
+    return [
+        f"rank {rank} waits for rank {peer}" for rank, peer in zip(cycle, following, strict=True)
+    ]
+
+
+def deadlock_text(states: Mapping[int, Waiting], cycle: Sequence[int]) -> str:
+    """Return a deadlock in words: a row for each rank of the cycle, and who waits for these."""
     rows = [
-        f"  rank {rank} waits for rank {other}, in {states[rank].operation}"
-        for rank, other in zip(cycle, following, strict=True)
+        f"  {step}, in {states[rank].operation}"
+        for rank, step in zip(cycle, cycle_steps(cycle), strict=True)
     ]
     others = [rank for rank in ranks_reaching(states, cycle) if rank not in cycle]
     if others:
@@ -209,11 +223,6 @@ def _by_text(
     return {_text(among, ranks[peer], tag): count for (peer, tag), count in counts.items()}
 
 
-def _world_ranks(communicator: Any) -> Sequence[int]:
-    ranks: Sequence[int] = getattr(communicator, "world_ranks", ())
-    return () if -1 in ranks else ranks
-
-
 # -- the search for cycles among MPI processes -----------------------------------------------------
 
 
@@ -240,11 +249,8 @@ class DeadlockSearch:
         self._serial = 0
         self._next_check_s = self._next_round_s = self._round_ends_s = 0.0
         self._pause_s = _FIRST_S
-        self._round = 0
-        self._asked: dict[int, int] = {}
-        self._answers: dict[int, tuple[int, Waiting]] = {}
+        self._survey = Survey(channels, Tag.DEADLOCK_QUESTION, Tag.DEADLOCK_ANSWER, self._answer)
         self._suspects: dict[int, int] = {}
-        self._sends: list[Request] = []
 
     def check(self, wait: Wait) -> None:
         """Answer and ask every now and then during `wait`. Never waits.
@@ -258,15 +264,19 @@ class DeadlockSearch:
         if now_s < self._next_check_s:
             return
         self._next_check_s = now_s + _CHECK_EVERY_S
+        self._survey.poll()
         for one in self._channels:
-            self._poll(one)
-        channel = self._channel_of(wait)
+            for _, (report, stuck) in one.receive(Tag.DEADLOCK_VERDICT):
+                if [self._rank, self._serial] in stuck:
+                    raise DeadlockError(report)
+        channel = self._channels.find(ranks) if (ranks := job_ranks(wait.communicator)) else None
         if channel is None:
             return
-        if self._round_ends_s and (now_s >= self._round_ends_s or not self._missing()):
+        if self._round_ends_s and (now_s >= self._round_ends_s or self._survey.is_answered):
             self._end_round(channel, now_s)
         elif not self._round_ends_s and now_s >= self._next_round_s:
-            self._ask(channel, now_s)
+            self._survey.ask(channel)
+            self._round_ends_s = now_s + _ANSWERS_S
 
     def _begin(self, wait: Wait, now_s: float) -> None:
         self._wait = wait
@@ -275,39 +285,22 @@ class DeadlockSearch:
         self._next_round_s, self._round_ends_s = now_s + _FIRST_S, 0.0
         self._suspects = {}
 
-    def _channel_of(self, wait: Wait) -> ControlChannel | None:
-        ranks = _world_ranks(wait.communicator)
-        return self._channels.find(ranks) if ranks else None
-
-    # -- asking --------------------------------------------------------------------------
-
-    def _ask(self, channel: ControlChannel, now_s: float) -> None:
-        self._round += 1
-        self._answers = {}
-        self._round_ends_s = now_s + _ANSWERS_S
-        # Who has not answered an earlier question yet is not asked another one.
-        free = [one for one in channel.world_ranks if one != self._rank and one not in self._asked]
-        self._asked |= dict.fromkeys(free, self._round)
-        self._sends += channel.send(Tag.DEADLOCK_QUESTION, self._round, free)
-
-    def _missing(self) -> bool:
-        return any(number == self._round for number in self._asked.values())
+    def _answer(self) -> tuple[int, dict[str, object] | None]:
+        """Return the number of this rank's wait and its description, None if it has none."""
+        state = None if self._wait is None else Waiting.of(self._wait, self._progress)
+        return self._serial, None if state is None else asdict(state)
 
     def _end_round(self, channel: ControlChannel, now_s: float) -> None:
         self._round_ends_s = 0.0
-        mine = self._state()
-        states = {rank: state for rank, (_, state) in self._answers.items()}
-        cycle: list[int] = []
-        if mine is not None:
-            states[self._rank] = mine
-            cycle = find_cycle(states, self._rank)
-        serials = {rank: serial for rank, (serial, _) in self._answers.items()}
-        serials[self._rank] = self._serial
+        answers = self._survey.answers | {self._rank: self._answer()}
+        serials = {rank: serial for rank, (serial, _) in answers.items()}
+        states = {rank: Waiting(**fields) for rank, (_, fields) in answers.items() if fields}
+        cycle = find_deadlock(states, [self._rank]) if self._rank in states else []
         if cycle and all(self._suspects.get(rank) == serials[rank] for rank in cycle):
-            report = cycle_text(states, cycle)
+            report = deadlock_text(states, cycle)
             stuck = ranks_reaching(states, cycle)
             verdict = [report, [[rank, serials[rank]] for rank in stuck]]
-            self._sends += channel.send(Tag.DEADLOCK_VERDICT, verdict, stuck)
+            self._survey.sends += channel.send(Tag.DEADLOCK_VERDICT, verdict, stuck)
             raise DeadlockError(report)
         self._suspects = {rank: serials[rank] for rank in cycle}
         if cycle:
@@ -315,24 +308,3 @@ class DeadlockSearch:
         else:
             self._next_round_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-
-    # -- answering -----------------------------------------------------------------------
-
-    def _poll(self, channel: ControlChannel) -> None:
-        for source, number in channel.receive(Tag.DEADLOCK_QUESTION):
-            state = self._state()
-            fields = None if state is None else asdict(state)
-            answer = [number, self._serial, fields]
-            self._sends += channel.send(Tag.DEADLOCK_ANSWER, answer, [source])
-        for source, (number, serial, fields) in channel.receive(Tag.DEADLOCK_ANSWER):
-            if self._asked.get(source) == number:
-                del self._asked[source]
-            if number == self._round and fields is not None:
-                self._answers[source] = serial, Waiting(**fields)
-        for _, (report, stuck) in channel.receive(Tag.DEADLOCK_VERDICT):
-            if [self._rank, self._serial] in stuck:
-                raise DeadlockError(report)
-        self._sends = [send for send in self._sends if not send.test()]
-
-    def _state(self) -> Waiting | None:
-        return None if self._wait is None else Waiting.of(self._wait, self._progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpimesh.arguments import rank_names
+from mpimesh.arguments import rank_names, ranks_by_value
 from mpimesh.comm import Communicator
 from mpimesh.errors import MismatchError, UnresolvedError, on_all_ranks
 from mpimesh.runtime.agreement import agree, exchange
@@ -48,9 +48,7 @@ def part_together(
         what=call,
     )
     refused = f"group {group.name!r} cannot be closed"
-    names: dict[str, list[int]] = {}
-    for place, (name, *_) in enumerate(told):
-        names.setdefault(name, []).append(group.ranks[place])
+    names = ranks_by_value(zip(group.ranks, (name for name, *_ in told), strict=True))
     if len(names) > 1:
         rows = "; ".join(f"{rank_names(who)}: {name!r}" for name, who in names.items())
         raise on_all_ranks(MismatchError(f"the ranks of a group close different ones: {rows}"))

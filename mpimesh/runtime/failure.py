@@ -28,7 +28,6 @@ import fcntl
 import gc
 import os
 import signal
-import socket
 import stat
 import sys
 import termios
@@ -39,12 +38,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import CodeType, TracebackType
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
-from mpimesh.arguments import as_int, digest_bits, plain_text
-from mpimesh.errors import LaunchError, MeshError, MpimeshError, PeerLostError, on_all_ranks
-from mpimesh.runtime.launch import Launch
+from mpimesh.arguments import digest_bits, plain_text
+from mpimesh.errors import LaunchError, MpimeshError, PeerLostError
+from mpimesh.runtime.launch import Launch, end_before_mpi, exit_status, is_rank
 from mpimesh.runtime.tracebacks import has_unshown_cause, readable, write_error
+
+if TYPE_CHECKING:
+    # Importing mpimesh, which imports this module, is to load little.
+    from mpimesh.runtime.control import ControlChannel
 
 __all__ = [
     "TOGETHER_S",
@@ -52,9 +55,9 @@ __all__ = [
     "JobEnd",
     "MainProgram",
     "end_job",
-    "exit_all",
-    "exit_status",
+    "end_together",
     "install",
+    "is_born_too_late",
     "limited_start",
 ]
 
@@ -74,10 +77,8 @@ _COMPARE_S = 0.25
 that it leaves, wait longer before they say so."""
 _FEW = 16
 """Ranks of the job below this one tell all others how they have failed; the others tell these."""
-_NOTE_TAG = 32_750
-"""Below what every MPI allows. Before the first mesh notes travel in the world's communicator."""
 _LEFT = 0
-"""Stands in a note for the failure of a rank that has left with an exit code."""
+"""Stands for the failure of a rank that has left with an exit code."""
 
 
 # -- the end of all ranks ------------------------------------------------------------------------
@@ -95,18 +96,14 @@ def end_job(exit_code: int, ending: str) -> NoReturn:
     # A thread in C: it needs neither the interpreter's lock nor MPI to come to an end.
     with suppress(Exception):
         faulthandler.dump_traceback_later(_GRACE_S, exit=True, file=_STDERR_FD)
-    flight = sys.modules.get("mpimesh.runtime.flight")  # without it nothing has been recorded
-    if flight is not None:
-        flight.save_record(write_error, ending)
+    if _hooks is not None and _hooks.job is not None:
+        _hooks.job.before_abort(ending)
     _flush_streams()
-    with suppress(Exception):
-        if _hooks is not None and _hooks.job is not None:
-            _hooks.job.mark_reported()
     _deliver()
     with suppress(Exception):
         mpi = _running_mpi()
         if mpi is None:
-            _end_before_mpi(exit_code)
+            end_before_mpi(exit_code)
         elif _may_call(mpi):
             mpi.COMM_WORLD.Abort(exit_code)
     os._exit(exit_code)
@@ -158,44 +155,6 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _end_before_mpi(exit_code: int) -> None:
-    """End the ranks of a job in which this one has not started MPI.
-
-    Open MPI's mpiexec, and ``srun -K``, end a job one of whose processes leaves with an exit code.
-    MPICH's waits on, and so does srun: the other ranks would stay in `MPI_Init`. MPICH's processes
-    have a connection to either, on which MPI_Abort's request can be said at any time.
-    """
-    connection = _process_manager()
-    if connection is not None:
-        # PMI 1, which both speak. What they answer to the greeting is in the way of nothing.
-        connection.settimeout(_GRACE_S)
-        connection.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
-        connection.recv(1024)
-        connection.sendall(b"cmd=abort exitcode=%d\n" % exit_code)
-        connection.recv(1024)  # until this process is ended
-    elif Launch.detect().launcher == "srun":
-        import shutil  # late, both: nobody else needs them
-        import subprocess
-
-        command = shutil.which("scancel")
-        job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
-        if command is not None and job and step:
-            subprocess.run([command, f"{job}.{step}"], timeout=_GRACE_S, check=False)
-
-
-def _process_manager() -> socket.socket | None:
-    """Return the connection to the launcher that MPICH's process manager interface has."""
-    text = os.environ.get("PMI_FD", "")
-    if not text.isdecimal():
-        return None
-    try:
-        if not stat.S_ISSOCK(os.fstat(int(text)).st_mode):
-            return None
-        return socket.socket(fileno=os.dup(int(text)))
-    except OSError:
-        return None
-
-
 @contextmanager
 def limited_start(limit_s: float) -> Iterator[None]:
     """End this process if MPI has not started within `limit_s`, because another rank never does.
@@ -216,13 +175,6 @@ def limited_start(limit_s: float) -> Iterator[None]:
 
 
 # -- the end of the main program -----------------------------------------------------------------
-
-
-def exit_status(code: object) -> int:
-    """Return the exit status of a process that ends by ``SystemExit(code)``."""
-    if code is None:
-        return 0
-    return code & 0xFF if isinstance(code, int) else 1
 
 
 class _WatchedExit(SystemExit):
@@ -300,9 +252,7 @@ def _outermost_code() -> CodeType:
 
 def _called_by_interpreter() -> bool:
     """Tell whether the caller was called by the interpreter itself, in the main thread."""
-    return sys._getframe(1).f_back is None and (
-        threading.current_thread() is threading.main_thread()
-    )
+    return sys._getframe(1).f_back is None and _in_main_thread()
 
 
 def _ended_by(traceback: TracebackType | None, code: CodeType) -> bool:
@@ -336,17 +286,27 @@ def _exit_of_main(code: CodeType) -> SystemExit | None:
 
 
 class JobEnd(Protocol):
-    """The end of a process that has made a mesh; implemented by :class:`~.guard.JobGuard`."""
+    """The end of a process that has made a mesh; implemented by :class:`~.watchdog.Watchdog`.
+
+    Attributes:
+        threads_may_fail: Asked after an exception in a thread: whether somebody else answers
+            for it.
+    """
+
+    threads_may_fail: Callable[[], bool]
+
+    @property
+    def channel(self) -> ControlChannel | None:
+        """A channel to the ranks of the first mesh; None before it is made."""
 
     def leave(self, why: str, exit_code: int) -> bool:
         """Wait until all ranks have ended; False if the job must not wait for that."""
 
-    def mark_reported(self) -> None:
-        """Let the ranks of the node know that this one is about to end the job."""
+    def before_abort(self, ending: str) -> None:
+        """Leave behind what others need, before this rank ends the job. Never raises."""
 
-    @property
-    def native(self) -> Any:
-        """A communicator of mpi4py's for notes, or None."""
+    def close_record(self) -> None:
+        """Close the flight record of a program that has ended by itself. Never raises."""
 
 
 class FailureHooks:
@@ -354,13 +314,10 @@ class FailureHooks:
 
     Attributes:
         job: The end of this process once it has made a mesh; None before.
-        threads_may_fail: Asked after an exception in a thread: whether somebody else answers
-            for it.
     """
 
     def __init__(self) -> None:
         self.job: JobEnd | None = None
-        self.threads_may_fail: Callable[[], bool] = lambda: False
         self._pid = os.getpid()
         launch = Launch.detect()
         self._among_others, self._launch_rank = launch.size > 1, launch.rank
@@ -457,30 +414,35 @@ class FailureHooks:
 
         Another one waits to be ended by that one, and then returns.
         """
-        mpi = _running_mpi()
-        if mpi is None:
+        channel = self._channel()
+        if channel is None:
             # No way to ask. Rank 0 ends the others before they speak, if it fails, too.
             time.sleep(self.rank and _APART_S + self._stagger_s())
             return [self.rank]
-        if not _in_main_thread():
-            return [self.rank]
-        channel = self._channel(mpi)
-        notes = _Notes(mpi, channel)
-        notes.send(fingerprint, everyone=channel.rank < _FEW)
-        end_s = time.monotonic() + (_APART_S if self.job is None else _COMPARE_S)
-        while time.monotonic() < end_s:
-            time.sleep(0.01)
-            notes.poll()
-        group, world = channel.Get_group(), mpi.COMM_WORLD.Get_group()
-        others = [rank for rank, note in notes.received.items() if note == fingerprint]
-        alike = sorted({self.rank, *group.Translate_ranks(others, world)})
+        first, all_ranks = channel.world_ranks[:_FEW], channel.world_ranks
+        failures = channel.exchange_failures(
+            fingerprint,
+            all_ranks if channel.world_rank in first else first,
+            _APART_S if self.job is None else _COMPARE_S,
+        )
+        alike = sorted({self.rank, *(rank for rank, one in failures.items() if one == fingerprint)})
         if alike[0] == self.rank:
             return alike
         time.sleep(_GRACE_S)
         return [self.rank]
 
-    def _channel(self, mpi: Any) -> Any:
-        return (self.job and self.job.native) or mpi.COMM_WORLD
+    def _channel(self) -> ControlChannel | None:
+        """Return a channel to the other ranks; None before MPI, or outside the main thread."""
+        mpi = _running_mpi()
+        if mpi is None or not _in_main_thread():
+            return None
+        if self.job is not None and self.job.channel is not None:
+            return self.job.channel
+        with suppress(Exception):  # where something is broken, this rank speaks for itself
+            from mpimesh.runtime.control import ControlChannel  # late, see above
+
+            return ControlChannel(mpi.COMM_WORLD)
+        return None
 
     def _show(self, ranks: list[int], kind: type[BaseException], error: BaseException) -> None:
         if self._excepthook is sys.__excepthook__:
@@ -495,7 +457,8 @@ class FailureHooks:
 
     def _on_thread_exception(self, failed: threading.ExceptHookArgs) -> None:
         kind = failed.exc_type
-        if kind is SystemExit or not self.applies or self._in_other_hook or self.threads_may_fail():
+        answered_for = self._in_other_hook or (self.job is not None and self.job.threads_may_fail())
+        if kind is SystemExit or not self.applies or answered_for:
             self._thread_excepthook(failed)
             return
         name = "a thread" if failed.thread is None else f"thread {failed.thread.name!r}"
@@ -514,8 +477,13 @@ class FailureHooks:
     def _on_exit(self) -> None:
         if self.in_forked_child:
             self._end_forked_child()
-        if not self.applies:
-            return
+        if self.applies:
+            self._end_rank()
+        if self.job is not None:
+            self.job.close_record()
+
+    def _end_rank(self) -> None:
+        """Return if the other ranks end, too, or need not; else end the job."""
         exit_code = self._failure or self._main.exit_status()
         ending = f"ended with exit code {exit_code}" if exit_code else "has ended its program"
         if self.job is not None:
@@ -533,8 +501,6 @@ class FailureHooks:
 
     def _end_forked_child(self) -> None:
         """End a forked child, if MPI was running: it would finalize what its parent uses."""
-        from mpimesh.runtime.world import is_born_too_late  # late: it imports this module
-
         if self._ending or not is_born_too_late() or _running_mpi() is None:
             return
         self._ending = True
@@ -545,19 +511,13 @@ class FailureHooks:
 
     def _all_leave(self) -> bool:
         """Tell whether all ranks leave with an exit code at once, before a mesh was made."""
-        mpi = _running_mpi()
-        if mpi is None:
+        channel = self._channel()
+        if channel is None:
             # Nobody can be asked. Where all have found the same mistake, one speaks for them.
             time.sleep(_APART_S + self._stagger_s())
             return False
-        notes = _Notes(mpi, mpi.COMM_WORLD)
-        notes.send(_LEFT, everyone=True)
-        end_s = time.monotonic() + TOGETHER_S
-        while time.monotonic() < end_s:
-            if len(notes.poll()) == mpi.COMM_WORLD.size - 1:
-                return True
-            time.sleep(0.005)
-        return False
+        others = channel.exchange_failures(_LEFT, channel.world_ranks, TOGETHER_S)
+        return len(others) == len(channel.world_ranks) - 1
 
 
 def _fingerprint(kind: type[BaseException], text: str) -> int:
@@ -567,88 +527,50 @@ def _fingerprint(kind: type[BaseException], text: str) -> int:
     return digest_bits(shown.encode(errors="replace"), 62) + 1
 
 
-class _Notes:
-    """One number to other ranks that have failed or left, and theirs."""
-
-    def __init__(self, mpi: Any, channel: Any) -> None:
-        self._mpi = mpi
-        self._channel = channel
-        self._sends: list[Any] = []
-        self.received: dict[int, int] = {}
-
-    def send(self, number: int, *, everyone: bool) -> None:
-        """Send `number` to the first ranks or to all. Never waits."""
-        note = array.array("q", [number])
-        for rank in range(self._channel.size if everyone else min(_FEW, self._channel.size)):
-            if rank != self._channel.rank:
-                self._sends.append((self._channel.Isend(note, rank, _NOTE_TAG), note))
-
-    def poll(self) -> dict[int, int]:
-        """Return the numbers received so far, by rank in the channel. Never waits."""
-        while self._channel.Iprobe(self._mpi.ANY_SOURCE, _NOTE_TAG, status := self._mpi.Status()):
-            note = array.array("q", [0])
-            self._channel.Recv(note, status.source, _NOTE_TAG)
-            self.received[status.source] = note[0]
-        return self.received
-
-
 _hooks: FailureHooks | None = None
-_MARK = "_MPIMESH_RANK"
-"""The variable by which children know that they are no ranks, though they have their variables."""
+_born_too_late = False
+"""Whether this is a forked child of a process that had started MPI."""
 
 
-def install(*, among_others: bool = False) -> FailureHooks | None:
-    """Install the hooks if other ranks depend on this process, and return them. Starts no MPI.
+def is_born_too_late() -> bool:
+    """Tell whether this is a forked child of a process that had started MPI."""
+    return _born_too_late
+
+
+def _forked() -> None:
+    global _born_too_late
+    _born_too_late = "mpi4py.MPI" in sys.modules
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)
+
+
+def install(job: JobEnd | None = None) -> None:
+    """Install the hooks if other ranks depend on this process. Starts no MPI.
 
     Args:
-        among_others: Whether that is known, because MPI says so; else the launcher is asked.
+        job: The end of this process, which has made a mesh among others; None to ask the launcher
+            whether there are others.
     """
     global _hooks
-    if _hooks is None and (among_others or (Launch.detect().size > 1 and _is_rank())):
+    if _hooks is None and (job is not None or (Launch.detect().size > 1 and is_rank())):
         _hooks = FailureHooks()
-    return _hooks
-
-
-def _is_rank() -> bool:
-    """Tell whether the launcher has started this process itself, and no rank has."""
-    job = "|".join(os.environ.get(name, "") for name in _JOB)
-    mark = os.environ.get(_MARK, "").split(" ", 1)
-    if mark[1:] == [job]:
-        return mark[0] == str(os.getpid())
-    os.environ[_MARK] = f"{os.getpid()} {job}"
-    return True
-
-
-_JOB = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "SLURM_JOB_ID")
+    if _hooks is not None and job is not None:
+        _hooks.put_in_place()
+        _hooks.job = job
 
 
 # -- an end on purpose ---------------------------------------------------------------------------
 
 
-def exit_all(exit_code: int) -> NoReturn:
-    """End all ranks with `exit_code`, for example to ask the batch system for a requeue.
+def end_together(exit_code: int) -> NoReturn:
+    """End this rank with `exit_code` once all ranks have come to their end, and finalize MPI.
 
-    Collective over all ranks of the job. An aborted job loses its exit code under some
-    launchers (137 under `srun` with MPICH): here the ranks wait for each other, finalize MPI,
-    and end with the code that was asked for. Exit functions (:mod:`atexit`) run and the
-    standard streams are written out, but nothing is unwound: close meshes and files before.
-
-    On virtual ranks, and in a forked child, which is no rank, it raises SystemExit.
-
-    Raises:
-        MeshError: On every rank, if `exit_code` is no whole number from 0 to 255, of which an
-            exit code consists. It is a `ValueError`.
+    Exit functions run and the standard streams are written out, but nothing is unwound. In a forked
+    child, which is no rank, it raises SystemExit.
     """
-    from mpimesh.runtime.world import current_world  # late: it imports this module
-
-    try:
-        exit_code = as_int(exit_code, "exit_all: exit_code", least=0)
-        if exit_code > 255:
-            raise MeshError(f"exit_all: exit_code must be at most 255, got {exit_code}")
-    except MeshError as error:
-        raise on_all_ranks(error) from None
-    in_child = _hooks is not None and _hooks.in_forked_child
-    if current_world().virtual is not None or in_child:
+    if _hooks is not None and _hooks.in_forked_child:
         raise SystemExit(exit_code)
     # Among them the one that waits for the other ranks.
     atexit._run_exitfuncs()

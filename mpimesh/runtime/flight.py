@@ -1,4 +1,4 @@
-"""The flight record: what each rank has started last, kept for the end that nobody planned.
+"""The flight record: the operations that each rank has started last, for an unplanned end.
 
 Each rank keeps its last 8 calls in memory; whoever ends a job by force writes them to stderr. With
 ``MPIMESH_RECORD_DIR`` it also writes each operation into a file of that folder, ``rank-N.ring``,
@@ -12,44 +12,26 @@ as rows of numbers; and the texts that they refer to by number, each written whe
 
 from __future__ import annotations
 
-import atexit
 import json
 import mmap
 import os
 import re
 import socket
 import struct
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from mpimesh.arguments import digest_text, rank_names, ranks_of, ranks_text
+from mpimesh.arguments import digest_text, ranks_text
 from mpimesh.comm import Communicator
 from mpimesh.comm.signatures import signature_text
 from mpimesh.errors import SettingsError
 from mpimesh.runtime.call import Call, site_text
 
-if TYPE_CHECKING:
-    from mpimesh.runtime.progress import Progress, Wait
-
-__all__ = [
-    "Difference",
-    "Entry",
-    "Record",
-    "Recorder",
-    "circle",
-    "first_difference",
-    "last_words",
-    "read_records",
-    "record",
-    "report",
-    "save_record",
-    "waits_for",
-]
+__all__ = ["KEPT", "Entry", "Record", "Recorder", "last_words", "read_records"]
 
 KEPT = 1000
 _ROW = struct.Struct("<7q")
@@ -74,7 +56,6 @@ _TEXT_BYTES = 512
 _FILE_BYTES = _TEXTS_AT + _TEXTS * _TEXT_BYTES
 _LENGTH = struct.Struct("<q")
 _FIELDS = "\x1f"
-_MOST_SHOWN = 16
 _MOST_NEEDED = 256
 _LONGEST_ENDING = 400
 _LONGEST_RANKS = 160
@@ -151,6 +132,15 @@ class RecordedGroup(Protocol):
     def communicator(self) -> Communicator: ...
 
 
+class _Wait(Protocol):
+    """The part of a :class:`~.progress.Wait` that stands in a record."""
+
+    what: object
+    communicator: Communicator
+    peers: Sequence[int] | None
+    since_s: float
+
+
 class Recorder:
     """Writes the operations of one rank into its ring.
 
@@ -212,7 +202,7 @@ class Recorder:
             at = _ROWS_AT + call.record % KEPT * 56 + _END_AT
             _END.pack_into(self._map, at, time.time_ns(), _FAILED if failed else _DONE)
 
-    def wait(self, wait: Wait | None) -> None:
+    def wait(self, wait: _Wait | None) -> None:
         """Note what the rank waits for; None for nothing any more. For waits that take a while."""
         if wait is self._waited:
             return
@@ -262,7 +252,7 @@ class Recorder:
         members = ranks_text(ranks)
         if len(members) > _LONGEST_RANKS:
             members = f"{len(ranks)} ranks with digest {digest_text(members.encode())}"
-        fields = (
+        texts = (
             group.name[:_LONGEST_NAME],
             group.communicator.family,
             members,
@@ -272,7 +262,7 @@ class Recorder:
         )
         self._written = number = self._written + 1
         at = _TEXTS_AT + number % _TEXTS * _TEXT_BYTES
-        self._put(at + 8, _TEXT_BYTES - 8, _FIELDS.join(fields).encode(errors="backslashreplace"))
+        self._put(at + 8, _TEXT_BYTES - 8, _FIELDS.join(texts).encode(errors="backslashreplace"))
         _LENGTH.pack_into(self._map, at, number)
         # The group and the code are kept: another object might get the same id.
         found = self._texts[key] = (number, (group, call.site[0]))
@@ -284,49 +274,6 @@ class Recorder:
         _LENGTH.pack_into(self._map, at, 0)
         self._map[at + 8 : at + 8 + len(text)] = text
         _LENGTH.pack_into(self._map, at, len(text))
-
-
-# -- the record of this process ------------------------------------------------------------
-
-_of_process: tuple[Progress, int] | None = None
-
-
-def record(progress: Progress, folder: str, rank: int, size: int) -> None:
-    """Keep the record of this process, which is `rank` of a job of `size`.
-
-    Args:
-        progress: What its operations are started through.
-        folder: Where its ring is to lie; empty for none.
-        rank: Its number.
-        size: How many there are.
-
-    Raises:
-        SettingsError: If no file can be made there.
-    """
-    global _of_process
-    _of_process = (progress, rank)
-    if folder:
-        progress.recorder = Recorder(Path(folder), rank, size)
-
-
-def save_record(write: Callable[[int, str], None], ending: str) -> None:
-    """Leave the record of this process, whose job is about to be ended by force. Never raises.
-
-    Args:
-        write: Writes a text of a rank to stderr, for one that has no folder for its record.
-        ending: Why this process ends it.
-    """
-    if _of_process is None:
-        return
-    with suppress(Exception):
-        progress, rank = _of_process
-        recorder = progress.recorder
-        if recorder is not None:
-            if progress.current is not None:
-                recorder.wait(progress.current)
-            recorder.finish(failed=True, ending=ending)
-        elif progress.calls:
-            write(rank, last_words(list(progress.calls)))
 
 
 def last_words(calls: Sequence[Call]) -> str:
@@ -345,20 +292,6 @@ def last_words(calls: Sequence[Call]) -> str:
         for text, number, times, state in lines
     ]
     return "\n".join(["last operations of this rank:", *rows])
-
-
-@atexit.register
-def _at_exit() -> None:
-    """Keep the record of a program that ends by an exception; else it has ended well.
-
-    Exit functions run in reverse order: the hooks that may end the job, which are put in place
-    later, have run by then.
-    """
-    with suppress(Exception):
-        if _of_process is not None and _of_process[0].recorder is not None:
-            error = getattr(sys, "last_value", None)
-            ending = "" if error is None else f"{type(error).__name__}: {error}"
-            _of_process[0].recorder.finish(failed=error is not None, ending=ending)
 
 
 # -- reading -------------------------------------------------------------------------------
@@ -387,19 +320,18 @@ def read_records(folder: Path) -> tuple[dict[int, Record], list[Path]]:
 
 def _check(found: Record, rank: int) -> None:
     """Raise ValueError or TypeError for a record that no rank has written."""
-    numbers = (found.rank, found.size, *(entry.number for entry in found.entries))
-    texts = [found.host, found.ending]
-    for entry in found.entries:
-        texts += [entry.group, entry.mesh, entry.ranks, entry.signature, entry.digest]
-        texts += [entry.site, entry.state]
-        numbers += (entry.bytes,)
-        float(entry.start_s), float(entry.end_s)
+    kinds = {"int": int, "str": str, "float": float}
+    parts: list[Record | Entry] = [found, *found.entries]
+    values = [
+        (getattr(part, one.name), kinds[str(one.type)])
+        for part in parts
+        for one in fields(part)
+        if one.type in kinds
+    ]
     if found.wait:
-        texts += [found.wait["what"], found.wait["needs"], found.wait["group"]]
-        numbers += (found.wait["record"], found.wait["number"])
-    if not all(type(number) is int for number in numbers):
-        raise TypeError
-    if not all(type(text) is str for text in texts):
+        values += [(found.wait[name], str) for name in ("what", "needs", "group")]
+        values += [(found.wait[name], int) for name in ("record", "number")]
+    if not all(type(value) is kind for value, kind in values):
         raise TypeError
     if found.rank != rank or not rank < found.size <= _MOST_RANKS:
         raise ValueError
@@ -412,9 +344,9 @@ def _write_json(path: Path, found: Record) -> None:
 
 
 def _read_json(path: Path) -> Record:
-    fields = json.loads(path.read_text())
-    entries = tuple(Entry(**entry) for entry in fields.pop("entries"))
-    return Record(**fields, entries=entries)
+    record = json.loads(path.read_text())
+    entries = tuple(Entry(**entry) for entry in record.pop("entries"))
+    return Record(**record, entries=entries)
 
 
 def _read_ring(path: Path) -> Record:
@@ -437,8 +369,8 @@ def _read_ring(path: Path) -> Record:
             continue
         at = _TEXTS_AT + text % _TEXTS * _TEXT_BYTES
         known = _LENGTH.unpack_from(data, at)[0] == text
-        fields = text_at(at + 8).split(_FIELDS) if known else []
-        group, mesh, ranks, site, digest, signature = (*fields, *[""] * 6)[:6]
+        texts = text_at(at + 8).split(_FIELDS) if known else []
+        group, mesh, ranks, site, digest, signature = (*texts, *[""] * 6)[:6]
         waited = wait.get("record") == order and state == _STARTED
         entries.append(
             Entry(
@@ -456,161 +388,3 @@ def _read_ring(path: Path) -> Record:
             )
         )
     return Record(**head, wait=wait, entries=tuple(entries))
-
-
-# -- merging: pure functions ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first operation of a group in which its ranks differ.
-
-    Attributes:
-        key: The group: mesh, name, ranks.
-        number: The operation's number.
-        started: What was started, where, and by which ranks.
-        missing: The ranks that had not started it, though their record reaches up to it.
-    """
-
-    key: tuple[str, str, str]
-    number: int
-    started: dict[str, list[int]]
-    missing: list[int]
-
-
-def first_difference(records: Mapping[int, Record]) -> Difference | None:
-    """Return where ranks first differ: in what they have started, or else in how far they are.
-
-    Of several groups it is the one whose operation was started first.
-    """
-    found: list[tuple[bool, float, Difference]] = []
-    for key in {entry.key for one in records.values() for entry in one.entries if entry.number}:
-        table = {
-            rank: {
-                one.number: one for one in records[rank].entries if one.number and one.key == key
-            }
-            for rank in ranks_of(key[2]) or _ranks_with(records, key)
-            if rank in records
-        }
-        begins = max((_first_kept(records[rank], row) for rank, row in table.items()), default=0)
-        for number in sorted({one for row in table.values() for one in row if one >= begins}):
-            started: dict[str, list[int]] = {}
-            for rank, row in table.items():
-                if number in row:
-                    started.setdefault(row[number].digest, []).append(rank)
-            missing = [rank for rank, row in table.items() if number not in row]
-            if len(started) > 1 or missing:
-                time_s = min(row[number].start_s for row in table.values() if number in row)
-                sites = {
-                    _texts(table[rank][number] for rank in ranks): ranks
-                    for ranks in started.values()
-                }
-                found.append((len(started) < 2, time_s, Difference(key, number, sites, missing)))
-                break
-    return min(found, key=lambda one: one[:2])[2] if found else None
-
-
-def _ranks_with(records: Mapping[int, Record], key: tuple[str, str, str]) -> list[int]:
-    """Return the ranks that have started something in a group."""
-    return [rank for rank, one in records.items() if any(row.key == key for row in one.entries)]
-
-
-def _first_kept(one: Record, row: Mapping[int, Entry]) -> int:
-    """Return the first operation of a group that a record would still have."""
-    return 1 if len(one.entries) < KEPT - 1 else min(row, default=1 << 62)
-
-
-def _texts(entries: Iterable[Entry]) -> str:
-    """Return what several ranks have called, and where."""
-    return " or ".join(dict.fromkeys(f"{one.signature} at {one.site}" for one in entries))
-
-
-def waits_for(records: Mapping[int, Record]) -> dict[int, list[int]]:
-    """Return for each rank that waits the ranks that it waits for, in their order.
-
-    Of the ranks that its operation takes, these are the ones that have not started it; one
-    without a record may be one of them.
-    """
-    waits: dict[int, list[int]] = {}
-    for rank, one in records.items():
-        if not one.wait:
-            continue
-        mine = next((e for e in one.entries if e.state == "waited for" and e.number), None)
-        needs = [peer for peer in ranks_of(one.wait["needs"]) if peer != rank]
-        if mine is not None:
-            here = {
-                peer
-                for peer in needs
-                if peer in records
-                and any(
-                    e.key == mine.key and e.number == mine.number for e in records[peer].entries
-                )
-            }
-            # All are there, so it is not the start of one that it lacks.
-            needs = [peer for peer in needs if peer not in here] or needs
-        waits[rank] = needs
-    return waits
-
-
-def circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return ranks of which each waits for the next, and the last for the first; or nothing."""
-    for first in sorted(waits):
-        paths = [[first]]
-        seen = {first}
-        while paths:
-            path = paths.pop(0)
-            for peer in waits.get(path[-1], ()):
-                if peer == first:
-                    return path
-                if peer not in seen:
-                    seen.add(peer)
-                    paths.append([*path, peer])
-    return []
-
-
-def report(records: Mapping[int, Record], damaged: Sequence[Path] = ()) -> str:
-    """Return what the records of a job say together."""
-    size = max(one.size for one in records.values())
-    lines = [f"a job of {size} ranks, of which {rank_names(records)} left a record"]
-    lines += [f"damaged, and left out: {path}" for path in damaged]
-    without = [rank for rank in range(size) if rank not in records]
-    if without:
-        lines.append(f"no record of {rank_names(without)}")
-    endings: dict[str, list[int]] = {}
-    for rank, one in sorted(records.items()):
-        if one.ending:
-            endings.setdefault(one.ending, []).append(rank)
-    lines += [f"{rank_names(who)} ended with: {ending}" for ending, who in endings.items()]
-    difference = first_difference(records)
-    if difference is None:
-        lines.append("no difference: they have started the same collectives")
-    else:
-        _, group, ranks = difference.key
-        lines.append(
-            f"first difference: operation {difference.number} of group {group!r} (ranks {ranks})"
-        )
-        lines += [f"  {rank_names(who)}: {text}" for text, who in difference.started.items()]
-        for rank in difference.missing[:_MOST_SHOWN]:
-            lines.append(f"  rank {rank}: has not started it; {_last(records[rank])}")
-    waits = waits_for(records)
-    for rank in sorted(waits)[:_MOST_SHOWN]:
-        one = records[rank]
-        lines.append(f"rank {rank} waits for {rank_names(waits[rank])} in {one.wait['what']}")
-    ring = circle(waits)
-    if ring:
-        pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
-        steps = ", ".join(f"rank {rank} waits for rank {peer}" for rank, peer in pairs)
-        lines.append(f"a circle: {steps}")
-    idle = [rank for rank in records if rank not in waits]
-    for rank in sorted(idle)[:_MOST_SHOWN]:
-        lines.append(f"rank {rank} waits for nobody; {_last(records[rank])}")
-    return "\n".join(lines)
-
-
-def _last(one: Record) -> str:
-    if not one.entries:
-        return "it has started nothing"
-    last = one.entries[-1]
-    number = f", operation {last.number}" if last.number else ""
-    what = f"{last.signature} on group {last.group!r}{number}"
-    return f"started last: {what}, {last.state}, at {last.site}"

@@ -1,4 +1,4 @@
-"""The launcher of this process, and whether MPI agrees with it.
+"""The launcher of this process: its variables, whether MPI agrees with them, an end without MPI.
 
 Started by the wrong launcher, or by `srun` with the wrong ``--mpi``, every rank
 becomes a world of its own and computes everything alone, with exit code 0. The
@@ -8,12 +8,21 @@ launcher's variables tell how many tasks there should have been.
 from __future__ import annotations
 
 import os
+import socket
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpimesh.errors import LaunchError, on_all_ranks
 
-__all__ = ["Launch", "check_world"]
+__all__ = ["Launch", "check_world", "end_before_mpi", "exit_status", "is_rank"]
+
+_ANSWER_S = 3.0
+"""Longest wait for what the launcher answers."""
+_MARK = "_MPIMESH_RANK"
+"""The variable by which children know that they are no ranks, though they have their variables."""
+_JOB = ("PMI_RANK", "PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "SLURM_JOB_ID")
+"""Variables that two jobs do not share."""
 
 # The srun flag that each MPI's process manager interface answers to.
 _SRUN_FLAGS = {"MPICH": "--mpi=pmi2", "Intel MPI": "--mpi=pmi2", "Open MPI": "--mpi=pmix"}
@@ -111,3 +120,58 @@ def check_world(launch: Launch, world_size: int, vendor: str, *, reason: str = "
             cure = f"start it with the flag for {vendor} among those of `srun --mpi=list`"
         error = LaunchError(f"{what}{vendor} sees a world of 1: it was not told; {cure}")
     raise on_all_ranks(error)
+
+
+def is_rank() -> bool:
+    """Tell whether the launcher has started this process itself, and no rank has."""
+    job = "|".join(os.environ.get(name, "") for name in _JOB)
+    mark = os.environ.get(_MARK, "").split(" ", 1)
+    if mark[1:] == [job]:
+        return mark[0] == str(os.getpid())
+    os.environ[_MARK] = f"{os.getpid()} {job}"
+    return True
+
+
+def exit_status(code: object) -> int:
+    """Return the exit status of a process that ends by ``SystemExit(code)``."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def end_before_mpi(exit_code: int) -> None:
+    """End the ranks of a job in which this one has not started MPI.
+
+    Open MPI's mpiexec, and ``srun -K``, end a job one of whose processes leaves with an exit code.
+    MPICH's waits on, and so does srun: the other ranks would stay in `MPI_Init`. MPICH's processes
+    have a connection to either, on which MPI_Abort's request can be said at any time.
+    """
+    connection = _process_manager()
+    if connection is not None:
+        # PMI 1, which both speak. What they answer to the greeting is in the way of nothing.
+        connection.settimeout(_ANSWER_S)
+        connection.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
+        connection.recv(1024)
+        connection.sendall(b"cmd=abort exitcode=%d\n" % exit_code)
+        connection.recv(1024)  # until this process is ended
+    elif Launch.detect().launcher == "srun":
+        import shutil  # late, both: nobody else needs them
+        import subprocess
+
+        command = shutil.which("scancel")
+        job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+        if command is not None and job and step:
+            subprocess.run([command, f"{job}.{step}"], timeout=_ANSWER_S, check=False)
+
+
+def _process_manager() -> socket.socket | None:
+    """Return the connection to the launcher that MPICH's process manager interface has."""
+    text = os.environ.get("PMI_FD", "")
+    if not text.isdecimal():
+        return None
+    try:
+        if not stat.S_ISSOCK(os.fstat(int(text)).st_mode):
+            return None
+        return socket.socket(fileno=os.dup(int(text)))
+    except OSError:
+        return None

@@ -249,9 +249,9 @@ class MeshCore:
             return None
         groups = LiveGroups(mesh, members, context)
         self._add_own_groups(groups)
-        guard = context.world.guard
-        if guard is not None:
-            guard.count_by(control, lambda: {} if self.groups is None else self.groups.started())
+        channels = context.world.channels
+        if channels is not None:
+            channels.count_by(control, lambda: {} if self.groups is None else self.groups.started())
         return groups
 
     def _add_own_groups(self, groups: LiveGroups) -> None:

@@ -21,7 +21,6 @@ __all__ = [
     "main_thread_stack",
     "readable",
     "user_line",
-    "user_traceback",
     "write_error",
 ]
 
@@ -43,8 +42,8 @@ def write_error(rank: int | Collection[int], text: str) -> None:
 def readable(error: BaseException) -> str:
     """Return the traceback of `error`, and of what it came from, without mpimesh's own frames.
 
-    Of an exception of another kind, those within which it was raised stay. With ``MPIMESH_CHECKS``
-    nothing is left out.
+    Of an exception of another kind, those of the room of mpimesh within which it was raised stay.
+    With ``MPIMESH_CHECKS`` nothing is left out.
     """
     shown = traceback.TracebackException.from_exception(error)
     with suppress(SettingsError):
@@ -54,38 +53,21 @@ def readable(error: BaseException) -> str:
     return "".join(shown.format())
 
 
-def user_traceback(error: BaseException) -> str:
-    """Return the traceback of `error` from the first frame outside mpimesh on.
-
-    Where there is none the last of mpimesh's rooms stays, which is the one that refused.
-    """
-    modules = [_module(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [module.startswith(_PACKAGE) for module in modules]
-    start = own.index(False) if False in own else len(own)
-    if start == len(own) and modules:
-        room = ".".join(modules[-1].split(".")[:2])
-        while start and modules[start - 1].startswith(room):
-            start -= 1
-    shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list(list(shown.stack)[start:])
-    return "".join(shown.format())
-
-
 def has_unshown_cause(error: BaseException) -> bool:
     """Tell whether `error` came up while the program dealt with another that nobody has shown."""
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if before is None or isinstance(error, RemoteError):  # which tells it in its message
         return False
-    return not any(_own_frames(before)[-1:])
+    return not any(map(_room, _frames(before)[-1:]))
 
 
 def _hide_own_frames(shown: traceback.TracebackException, error: BaseException) -> None:
-    own = _own_frames(error)
-    innermost = 0
-    if not isinstance(error, MpimeshError):
-        while innermost < len(own) and own[-1 - innermost]:
-            innermost += 1
-    visible = [not is_own or at >= len(own) - innermost for at, is_own in enumerate(own)]
+    rooms = [_room(frame) for frame in _frames(error)]
+    visible = [not room for room in rooms]
+    at = len(rooms)
+    while at and rooms[-1] == rooms[at - 1] and not isinstance(error, MpimeshError):
+        at -= 1
+        visible[at] = True
     if not any(visible) and visible:
         visible[-1] = True
     frames = [frame for frame, show in zip(shown.stack, visible, strict=False) if show]
@@ -98,16 +80,14 @@ def _hide_own_frames(shown: traceback.TracebackException, error: BaseException) 
             _hide_own_frames(link, before)
 
 
-def _own_frames(error: BaseException) -> list[bool]:
-    return [_is_own(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def _is_own(frame: FrameType) -> bool:
-    return _module(frame).startswith(_PACKAGE)
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def _room(frame: FrameType) -> str:
+    """Return the room of mpimesh that a frame is of, such as ``mpimesh.nn``; empty for others."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return ".".join(module.split(".")[:2]) if module.startswith(_PACKAGE) else ""
 
 
 # -- stacks of threads, as another thread sees them ----------------------------------------------
@@ -116,7 +96,7 @@ def _module(frame: FrameType) -> str:
 def user_line(thread_id: int | None) -> str:
     """Return ``file:line`` of the innermost frame outside mpimesh; empty if there is none."""
     frame = _frame_of(thread_id)
-    while frame is not None and _is_own(frame):
+    while frame is not None and _room(frame):
         frame = frame.f_back
     return _line(frame)
 
@@ -139,7 +119,7 @@ def main_thread_stack() -> str:
     if frame is None:
         return ""
     frames = list(traceback.walk_stack(frame))
-    shown = [frames[0], *(step for step in frames[1:] if not _is_own(step[0]))]
+    shown = [frames[0], *(step for step in frames[1:] if not _room(step[0]))]
     return "".join(traceback.StackSummary.extract(reversed(shown)).format())
 
 

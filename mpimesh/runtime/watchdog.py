@@ -1,4 +1,4 @@
-"""The watch over waits: a line about a long one, and the watchdogs that end one that is too long.
+"""The watch over the waits and the end of a process, and the watchdogs that end a wait too long.
 
 A wait of 30 s gets one line (:class:`Notice`). Past ``MPIMESH_TIMEOUT_S`` the watchdog of the rank,
 a thread, asks the threads of all other ranks what these are doing, writes one table, and ends the
@@ -16,17 +16,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
 
-from mpimesh.arguments import rank_names
-from mpimesh.comm import Request, VirtualCommunicator, VirtualWorld
+from mpimesh.arguments import rank_names, ranks_by_value
+from mpimesh.comm import VirtualCommunicator, VirtualWorld
 from mpimesh.comm.waiting import poll
 from mpimesh.errors import CollectiveTimeoutError, on_all_ranks
 from mpimesh.runtime.call import Call, call_site, site_text
-from mpimesh.runtime.control import ControlChannel, ControlChannels, Tag
-from mpimesh.runtime.failure import end_job
-from mpimesh.runtime.processes import NodeProcesses
+from mpimesh.runtime.control import (
+    ControlChannel,
+    ControlChannels,
+    Survey,
+    Tag,
+    awaited_ranks,
+    job_ranks,
+)
+from mpimesh.runtime.deadlock import DeadlockSearch
+from mpimesh.runtime.failure import TOGETHER_S, end_job, install
+from mpimesh.runtime.flight import Recorder, last_words
 from mpimesh.runtime.progress import Progress, Wait
 from mpimesh.runtime.tracebacks import (
     handled_exception,
@@ -36,6 +45,7 @@ from mpimesh.runtime.tracebacks import (
     write_error,
 )
 from mpimesh.runtime.witness import how_it_ended, is_stopped
+from mpimesh.settings import DEFAULT_TIMEOUT_S, Settings
 
 __all__ = [
     "EXIT_CODE",
@@ -73,6 +83,8 @@ _LONGEST_TRACEBACK = 4000
 _OTHERS_LATER_S = 60.0
 _SPEAKERS = 16
 """Ranks of the job from this one on say nothing: where they wait, one of the first does, too."""
+_UNNOTICED_S = 0.2
+"""Ranks that end within this time of each other tell each other nothing."""
 _MOST_PEERS = 4
 
 
@@ -137,21 +149,18 @@ def operation_key(what: object) -> str:
     return str(what)
 
 
-def missing_ranks(
-    wait: Wait, world_ranks: Any, states: Mapping[int, RankState | None]
-) -> list[int]:
+def missing_ranks(wait: Wait, states: Mapping[int, RankState | None]) -> list[int]:
     """Return the ranks without which `wait` cannot end, and which are not in its operation.
 
     Args:
         wait: A wait of one of the ranks.
-        world_ranks: The number in the job of each rank of the wait's communicator.
         states: The state of each rank by its number in the job; None if it gave no answer.
     """
     if wait.peers is not None:
-        return sorted(world_ranks[peer] for peer in wait.peers)
+        return sorted(awaited_ranks(wait))
     key = operation_key(wait.what)
     here = {rank for rank, state in states.items() if state is not None and state.key == key}
-    return sorted(set(world_ranks) - here)
+    return sorted(set(awaited_ranks(wait)) - here)
 
 
 def wait_report(
@@ -173,15 +182,16 @@ def wait_report(
         stopped: Those among the latter whose processes are stopped.
     """
     waited_s = time.monotonic() - wait.since_s
-    rows: dict[str, list[int]] = {}
-    for one in sorted(states):
-        state = states[one]
-        silent = f"{_SILENT}; its process is stopped" if one in stopped else _SILENT
-        rows.setdefault(silent if state is None else state.text(), []).append(one)
-    causes: dict[str, list[int]] = {}
-    for one, state in sorted(states.items()):
-        if state is not None and state.failing:
-            causes.setdefault(state.failing, []).append(one)
+
+    def row(rank: int, state: RankState | None) -> str:
+        if state is not None:
+            return state.text()
+        return f"{_SILENT}; its process is stopped" if rank in stopped else _SILENT
+
+    rows = ranks_by_value((one, row(one, states[one])) for one in sorted(states))
+    causes = ranks_by_value(
+        (one, state.failing) for one, state in sorted(states.items()) if state and state.failing
+    )
     names = _UNKNOWN if missing is None else rank_names(missing) if missing else _NOBODY
     lines = [
         f"{rank_names(ranks)} got here while dealing with this exception:\n{text.rstrip()}"
@@ -257,11 +267,9 @@ def _place_text(wait: Wait) -> str:
 
 def _peers_text(wait: Wait) -> str:
     """Say for whom it waits, where that is not all ranks of its group."""
-    world_ranks = getattr(wait.communicator, "world_ranks", (-1,))
-    if wait.peers is None or -1 in world_ranks:
+    if wait.peers is None or not job_ranks(wait.communicator):
         return ""
-    ranks = [world_ranks[peer] for peer in wait.peers]
-    return f", for {rank_names(ranks, _MOST_PEERS)} of the job"
+    return f", for {rank_names(awaited_ranks(wait), _MOST_PEERS)} of the job"
 
 
 def _cause_text() -> str:
@@ -280,57 +288,142 @@ def _tick_s(limit_s: float) -> float:
 
 
 class Watchdog:
-    """The watchdog of one MPI process.
+    """The watch over one process of a job of several, from its first mesh to its end.
 
     Args:
-        rank: This rank in MPI's world.
-        limit_s: The longest time that it may wait; 0 for no limit.
         progress: Its waits.
         channels: Those to the other ranks.
-        processes: Those of the other ranks of the node.
+        settings: Those of its first mesh.
+        threads_may_fail: See :class:`~.failure.JobEnd`.
     """
 
     def __init__(
         self,
-        rank: int,
-        limit_s: float,
         progress: Progress,
         channels: ControlChannels,
-        processes: NodeProcesses,
+        settings: Settings,
+        threads_may_fail: Callable[[], bool],
     ) -> None:
         from mpi4py import MPI  # late: a world of virtual ranks has its watchdog without MPI
 
         self._mpi = MPI
-        self._rank = rank
-        self._limit_s = limit_s
+        self._rank = rank = MPI.COMM_WORLD.rank
+        self._settings = settings
+        self._limit_s = limit_s = settings.timeout_s
         self._progress = progress
         self._channels = channels
-        self._processes = processes
+        self._processes = channels.processes
+        self.threads_may_fail = threads_may_fail
+        if settings.record_dir:
+            progress.recorder = Recorder(Path(settings.record_dir), rank, MPI.COMM_WORLD.size)
+        # The watchdog's report says more, where it comes soon.
+        self._notice = Notice(rank, 0.0 if 0 < limit_s < DEFAULT_TIMEOUT_S else settings.notice_s)
+        self._deadlocks = DeadlockSearch(rank, progress, channels) if settings.checks else None
         # MPI may be called by this thread and the program's at once, or not at all by this one.
         self._may_ask = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._survey = Survey(
+            channels,
+            Tag.WATCHDOG_QUESTION,
+            Tag.WATCHDOG_ANSWER,
+            lambda: asdict(self._state()),
+            delivery_s=_ANSWER_S,
+        )
         self._tick_s = _tick_s(limit_s)
-        self._answer_s = _ANSWER_S + self._tick_s
         self._stopped = False
         self._ended = False
-        self._questions = 0
         self._steps = 0
-        self._sends: list[Request] = []
         self._left_to_senior: tuple[Wait | None, float] = (None, 0.0)
         self._thread = threading.Thread(target=self._run, name="mpimesh watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
+        progress.on_idle = self._check
+        install(self)
+        # Whoever finalizes MPI, this comes first: it frees MPI's own communicators then.
+        on_finalize = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._processes.mark_finished())
+        MPI.COMM_SELF.Set_attr(on_finalize, None)
 
-    def note_end(self) -> None:
-        """The program has ended; answer questions as long as others have not."""
+    def _check(self, wait: Wait) -> None:
+        """Look after a wait of this rank, every now and then."""
+        self._channels.check(wait)
+        if self._deadlocks is not None:
+            self._deadlocks.check(wait)
+        self._notice.check(wait)
+
+    # -- the end of the program; see failure.JobEnd ------------------------------------
+
+    @property
+    def channel(self) -> ControlChannel | None:
+        """A channel to the ranks of the first mesh; None before it is made."""
+        return next(iter(self._channels), None)
+
+    def leave(self, why: str, exit_code: int) -> bool:
+        """Wait until all ranks have ended; False if the job must not wait for that."""
         self._ended = True
+        barriers = [channel.native.Ibarrier() for channel in self._channels]
 
-    def stop(self) -> None:
+        def all_here() -> bool:
+            return all(barrier.Test() for barrier in barriers)
+
+        what, communicator = "the end of the program", self._channels.communicator
+        progress = self._progress
+        with nullcontext() if communicator is None else progress.watched(what, communicator):
+            together = poll(all_here, _UNNOTICED_S, progress.advance)
+            if not together:
+                self._channels.leave(why, exit_code)
+                together = self._wait_for_all(all_here, TOGETHER_S if exit_code else None)
+                self._channels.poll()  # so that no message is left
+        if together:
+            self._processes.mark_finished()
+            self._stop()
+        return together
+
+    def _wait_for_all(self, all_here: Callable[[], bool], timeout_s: float | None) -> bool:
+        start_s = time.monotonic()
+        warn_s = self._settings.exit_warn_s if self._rank < _SPEAKERS else float("inf")
+        warned = False
+
+        def idle() -> None:
+            nonlocal warned
+            # Others may still need what this rank has started.
+            self._progress.advance()
+            self._channels.poll()
+            if not warned and time.monotonic() - start_s > warn_s:
+                warned = True
+                write_error(
+                    self._rank,
+                    f"mpimesh: ended {warn_s:g} s ago and waits for ranks that have not",
+                )
+
+        return poll(all_here, timeout_s, idle)
+
+    def _stop(self) -> None:
         """End the thread, before MPI ends."""
         self._stopped = True
         self._processes.wake()
         self._thread.join(_ANSWER_S)
+
+    def before_abort(self, ending: str) -> None:
+        """Leave the record of this rank, and let those of the node know that it ends the job."""
+        with suppress(Exception):
+            recorder, current = self._progress.recorder, self._progress.current
+            if recorder is None:
+                if self._progress.calls:
+                    write_error(self._rank, last_words(list(self._progress.calls)))
+            else:
+                if current is not None:
+                    recorder.wait(current)
+                recorder.finish(failed=True, ending=ending)
+        with suppress(Exception):
+            self._processes.mark_reported()
+
+    def close_record(self) -> None:
+        """Keep the record of a program that ends by an exception; else it has ended well."""
+        with suppress(Exception):
+            if self._progress.recorder is not None:
+                error = getattr(sys, "last_value", None)
+                ending = "" if error is None else f"{type(error).__name__}: {error}"
+                self._progress.recorder.finish(failed=error is not None, ending=ending)
+
+    # -- the thread --------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stopped:
@@ -339,7 +432,8 @@ class Watchdog:
                 return
             for rank, file in gone:
                 self._report_gone(rank, file)
-            self._answer()
+            if self._may_ask:
+                self._survey.poll()
             wait = self._progress.current
             if wait is None or not self._limit_s:
                 continue
@@ -373,12 +467,10 @@ class Watchdog:
         left, until_s = self._left_to_senior
         if left is wait and time.monotonic() < until_s:
             return
-        communicator: Any = wait.communicator
-        ranks: Collection[int] = communicator.world_ranks if communicator.kind == "mpi" else ()
-        channel = self._channels.find(ranks)
+        ranks = job_ranks(wait.communicator) if wait.communicator.kind == "mpi" else ()
+        channel = self._channels.find(ranks) if self._may_ask else None
         states: dict[int, RankState | None] = {self._rank: self._state()}
-        asked = self._may_ask and channel is not None
-        if asked and channel is not None:
+        if channel is not None:
             states |= self._ask(channel)
         else:
             # In the first mesh, before there is a channel: the first rank to speak ends the others.
@@ -395,7 +487,7 @@ class Watchdog:
         if left is not wait and min(waiting, default=self._rank) < self._rank:
             self._left_to_senior = (wait, time.monotonic() + _SENIOR_S)
             return
-        missing = missing_ranks(wait, ranks, states) if asked else None
+        missing = None if channel is None else missing_ranks(wait, states)
         stopped = [r for r, s in states.items() if s is None and self._is_stopped(r)]
         report = wait_report(self._rank, wait, self._limit_s, missing, states, stopped)
         write_error(self._rank, f"{report}\nrank {self._rank} is at:\n{main_thread_stack()}")
@@ -408,37 +500,22 @@ class Watchdog:
     def _state(self) -> RankState:
         return RankState.of(self._progress, threading.main_thread().ident, ended=self._ended)
 
-    # -- questions and answers ---------------------------------------------------------
-
     def _ask(self, channel: ControlChannel) -> dict[int, RankState | None]:
         """Return the states of the other ranks; None for who does not answer in time."""
-        self._questions += 1
-        self._sends += channel.send(Tag.WATCHDOG_QUESTION, self._questions, channel.world_ranks)
-        others = [rank for rank in channel.world_ranks if rank != self._rank]
-        states: dict[int, RankState | None] = dict.fromkeys(others)
+        self._survey.ask(channel)
 
         def all_answered() -> bool:
-            # Whoever asks this rank meanwhile must not wait for it in vain.
-            self._answer()
-            for rank, (number, fields) in channel.receive(Tag.WATCHDOG_ANSWER):
-                if number == self._questions:
-                    states[rank] = RankState(**fields)
-            return None not in states.values()
+            self._survey.poll()  # whoever asks this rank meanwhile must not wait for it in vain
+            return self._survey.is_answered
 
         patience_s = min(self._limit_s / 2, _MOST_PATIENCE_S) if self._ended else 0.0
-        poll(all_answered, max(self._answer_s, patience_s))
-        self._sends = [send for send in self._sends if not send.test()]
-        return states
-
-    def _answer(self) -> None:
-        if not self._may_ask:
-            return
-        for channel in self._channels:
-            for rank, number in channel.receive(Tag.WATCHDOG_QUESTION):
-                answer = [number, asdict(self._state())]
-                for send in channel.send(Tag.WATCHDOG_ANSWER, answer, [rank]):
-                    if not poll(send.test, _ANSWER_S):
-                        self._sends.append(send)  # MPI may still read the answer
+        poll(all_answered, max(_ANSWER_S + self._tick_s, patience_s))
+        answers = self._survey.answers
+        return {
+            rank: RankState(**answers[rank]) if rank in answers else None
+            for rank in channel.world_ranks
+            if rank != self._rank
+        }
 
 
 class VirtualWatchdog:
@@ -478,14 +555,13 @@ class VirtualWatchdog:
             wait = progress.current
             if wait is None or time.monotonic() - wait.since_s <= self._limit_s:
                 continue
-            communicator = wait.communicator
-            if not isinstance(communicator, VirtualCommunicator):
+            if not isinstance(wait.communicator, VirtualCommunicator):
                 continue
             states = {
                 one: RankState.of(progress, thread.ident, ended=not thread.is_alive())
                 for one, (progress, thread) in enumerate(self._ranks)
             }
-            missing = missing_ranks(wait, communicator.world_ranks, states)
+            missing = missing_ranks(wait, states)
             report = wait_report(rank, wait, self._limit_s, missing, states)
             self._world.fail(-1, on_all_ranks(CollectiveTimeoutError(report)))
             waiting = [t for p, t in self._ranks if p.current is not None]

@@ -1,11 +1,18 @@
-"""The way a process has ended, and a witness of it that a launcher does not kill.
+"""The processes of a node's ranks: which of them have gone, and how; and a witness of it.
 
-Run as a program, this file is the witness: a process that watches the ranks of a node and says
-which of them was killed. The mpiexec of MPICH, and often that of Open MPI, kills the other ranks
-some milliseconds after the first, and MPICH's names none of them. The witness has a session of its
-own, which that does not reach; mpiexec waits until it has written and let go of stderr.
+A process that is killed says no goodbye, and a launcher need not tell which rank it was, or end
+the others. The system does tell: a file that stands for a process (a pidfd) becomes readable when
+it ends, and waiting for that costs nothing. Whether the rank was meant to end it says itself
+before, in a word of memory that the ranks of the node share and that outlives it. Where the system
+has no such files, or the ranks share no memory, nobody is watched.
 
-It needs nothing of mpimesh, nor of anything else that would make its start slow.
+The mpiexec of MPICH, and often that of Open MPI, kills the other ranks some milliseconds after the
+first, before they can speak, and MPICH's names none of them. So there, and under srun with PMIx,
+the first rank of each node starts a witness: this file, run as a program. It has a session of its
+own, which a launcher does not reach; mpiexec waits until it has written and let go of stderr.
+
+The witness needs nothing of mpimesh, nor of anything else that would make its start slow. So this
+file imports little.
 """
 
 from __future__ import annotations
@@ -17,15 +24,22 @@ import signal
 import struct
 import sys
 import time
+from array import array
 from contextlib import suppress
-from pathlib import Path
 
-__all__ = ["FINISHED", "REPORTED", "WITNESSED", "WORD_BYTES", "how_it_ended", "is_stopped"]
+TYPE_CHECKING = False  # importing typing takes the witness as long as all the rest
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import Any
 
-FINISHED, REPORTED, WITNESSED = 1, 2, 3
+    from mpimesh.comm.node import Node
+
+__all__ = ["NodeProcesses", "how_it_ended", "is_stopped"]
+
+_FINISHED, _REPORTED, _WITNESSED = 1, 2, 3
 """Values of the word of a rank: it has ended in peace; it ends the job, and has said why; it
 has gone without that, and the witness has said so. 0 before."""
-WORD_BYTES = 8
+_WORD_BYTES = 8
 _LATER_S = 0.005
 """A rank that crashes may take longer to go than one that the launcher kills after it."""
 _FEW = 4
@@ -39,6 +53,9 @@ _GET_INFO = 0xC040FF0B
 _INFO = struct.Struct("=QQ11Ii")
 _INFO_EXIT = 8
 """PIDFD_GET_INFO of Linux 6.15 and later: how a process has ended, also when it was waited for."""
+
+
+# -- how a process has ended ---------------------------------------------------------------------
 
 
 def how_it_ended(pid: int, file: int) -> tuple[str, int]:
@@ -76,10 +93,138 @@ def is_stopped(pid: int) -> bool:
 
 def _fields(pid: int) -> list[str]:
     """Return what stands in /proc of a process, from its state on."""
-    with suppress(OSError):
+    with suppress(OSError), open(f"/proc/{pid}/stat") as stream:  # noqa: PTH123 - quicker to load than pathlib
         # Before them stands its name, in parentheses, with any characters.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return stream.read().rpartition(")")[2].split()
     return []
+
+
+# -- the other ranks of this node ----------------------------------------------------------------
+
+
+class NodeProcesses:
+    """The processes of the other ranks of this node.
+
+    Args:
+        launcher_kills_all: Whether the launcher may end all ranks before one can say who has gone.
+
+    Attributes:
+        pids: The process of each of them, by its rank in MPI's world, without this one.
+    """
+
+    def __init__(self, *, launcher_kills_all: bool) -> None:
+        self.pids: dict[int, int] = {}
+        self._launcher_kills_all = launcher_kills_all
+        self._word: memoryview | None = None
+        self._offset = -1
+        self._words: dict[int, memoryview] = {}
+        self._ranks: dict[int, int] = {}
+        self._poll = select.poll()
+        self._wake_read, self._wake_write = os.pipe()
+        self._poll.register(self._wake_read, select.POLLIN)
+
+    def watch(self, native: Any, world_ranks: Sequence[int], node: Node) -> None:
+        """Collective: watch the other ranks of a communicator of mpi4py's that are on this node."""
+        if self._word is None and node.arena is not None:
+            memory = node.arena.empty(_WORD_BYTES)
+            if memory is not None:
+                memory[:] = 0
+                node.keep(memory)  # it outlives all arrays
+                self._word = memory.data.cast("q")
+                self._offset = node.arena.find(memory)
+        mine = array("q", [*node.address, os.getpid(), self._offset, self._wake_read])
+        table = array("q", bytes(8 * len(mine) * len(world_ranks)))
+        native.Allgather(mine, table)
+        rows = [table[at : at + len(mine)].tolist() for at in range(0, len(table), len(mine))]
+        by_rank = dict(zip(world_ranks, rows, strict=True))
+        for rank, (*address, pid, at, _) in by_rank.items():
+            if address[0] != node.address[0] or pid == os.getpid() or rank in self.pids:
+                continue
+            self.pids[rank] = pid
+            if at < 0 or self._word is None:
+                continue
+            # The errors of a memory that cannot be opened are RuntimeErrors.
+            with suppress(OSError, AttributeError, RuntimeError):
+                memory = node.open(tuple(address))[at : at + _WORD_BYTES]
+                file = os.pidfd_open(pid)
+                self._words[rank] = memory.data.cast("q")
+                self._ranks[file] = rank
+                self._poll.register(file, select.POLLIN)
+        if self.has_witness and world_ranks[native.rank] < min(self._words):
+            _start_witness(
+                f"{rank}:{pid}:{number}:{at}:{pipe}"
+                for rank, (key, _, number, _, _, pid, at, pipe) in by_rank.items()
+                if key == node.address[0] and at >= 0
+            )
+
+    @property
+    def has_witness(self) -> bool:
+        """True if a separate process watches the ranks, for the launcher may kill them all."""
+        return bool(self._words) and self._launcher_kills_all
+
+    def wait(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Wait at most so long for ranks to go; return those that have not said why.
+
+        Returns:
+            Rank and pidfd of each.
+        """
+        gone = []
+        for file, _ in self._poll.poll(timeout_s * 1e3):
+            if file == self._wake_read:
+                os.read(file, 1)
+                continue
+            rank = self._ranks.pop(file)
+            self._poll.unregister(file)
+            if self._words[rank][0] == _FINISHED:
+                os.close(file)
+            else:
+                gone.append((rank, file))
+        return gone
+
+    def wake(self) -> None:
+        """End a wait of another thread."""
+        os.write(self._wake_write, b"\0")
+
+    def mark_finished(self) -> None:
+        """This rank ends in peace."""
+        self._mark(_FINISHED)
+
+    def mark_reported(self) -> None:
+        """This rank ends the job, and has said why."""
+        self._mark(_REPORTED)
+
+    @property
+    def another_reported(self) -> bool:
+        """True if another rank has said why it ends the job."""
+        return any(word[0] == _REPORTED for word in self._words.values())
+
+    def is_witnessed(self, rank: int) -> bool:
+        """Tell whether the witness has said that a rank has gone."""
+        return bool(self._words[rank][0] == _WITNESSED)
+
+    def index_without(self, rank: int, gone: int) -> int:
+        """Return the index of `rank` among the ranks of the node but the one that has gone."""
+        return sum(1 for other in self.pids if other < rank and other != gone)
+
+    def _mark(self, state: int) -> None:
+        if self._word is not None:
+            self._word[0] = state
+
+
+# -- the witness ---------------------------------------------------------------------------------
+
+
+def _start_witness(ranks: Iterable[str]) -> None:
+    """Start the witness, and wait until it watches: its parent, a child of this process, has gone.
+
+    Some 15 ms, once. The collective that comes next makes the other ranks wait for that, too.
+    """
+    import subprocess  # late: most programs never need it
+
+    with suppress(OSError):
+        command = [sys.executable, "-I", "-S", __file__, *ranks]
+        nowhere = subprocess.DEVNULL
+        subprocess.run(command, stdin=nowhere, stdout=nowhere, start_new_session=True, check=False)
 
 
 def _watch(ranks: list[str]) -> None:
@@ -122,16 +267,16 @@ def _watch(ranks: list[str]) -> None:
             rank, pid, words, place = watched.pop(file)
             sign = signs.setdefault(rank, len(signs))
             said = _word(words, place)
-            if said == FINISHED:
+            if said == _FINISHED:
                 continue
-            if REPORTED in (said, *(_word(other, at) for _, _, other, at in watched.values())):
+            if _REPORTED in (said, *(_word(other, at) for _, _, other, at in watched.values())):
                 return
             how, code = how_it_ended(pid, file)
             text = f"mpimesh: rank {rank} (process {pid}) {how}, without ending MPI"
             # Of several the first, but rather one that nobody else can have ended.
             follows = code in _WHEN_ANOTHER_HAS_GONE
             gone.append((follows, sign, f"[rank {rank}] {text}\n"))
-            os.pwrite(words, WITNESSED.to_bytes(WORD_BYTES, sys.byteorder), place)
+            os.pwrite(words, _WITNESSED.to_bytes(_WORD_BYTES, sys.byteorder), place)
             if not follows:
                 break
             end_s = time.monotonic() + _LONGEST_END_S
@@ -146,7 +291,7 @@ def _watch(ranks: list[str]) -> None:
 
 
 def _word(file: int, place: int) -> int:
-    return int.from_bytes(os.pread(file, WORD_BYTES, place), sys.byteorder)
+    return int.from_bytes(os.pread(file, _WORD_BYTES, place), sys.byteorder)
 
 
 if __name__ == "__main__":

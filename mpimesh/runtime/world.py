@@ -8,37 +8,35 @@ that the rank has started, on whichever mesh.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mpimesh.arguments import as_flag, as_function, as_int, shown
 from mpimesh.arrays import ArrayPool, HostArray, aligned_bytes
 from mpimesh.comm import Communicator, VirtualWorld, virtual_communicators
-from mpimesh.errors import ClosedError, MeshError, MpimeshError, RankError
+from mpimesh.errors import ClosedError, MeshError, MpimeshError, RankError, on_all_ranks
 from mpimesh.mesh import WORLD, Device, DeviceInfo
 from mpimesh.runtime.agreement import announce
 from mpimesh.runtime.call import Call, call_site, site_text
-from mpimesh.runtime.deadlock import Waiting, cycle_text, find_cycle
-from mpimesh.runtime.failure import limited_start
+from mpimesh.runtime.control import ControlChannels
+from mpimesh.runtime.deadlock import Waiting, deadlock_text, find_deadlock
+from mpimesh.runtime.failure import end_together, is_born_too_late, limited_start
 from mpimesh.runtime.flight import Recorder
 from mpimesh.runtime.launch import Launch, check_world
 from mpimesh.runtime.progress import InputLocks, Progress
-from mpimesh.runtime.watchdog import VirtualWatchdog
+from mpimesh.runtime.watchdog import VirtualWatchdog, Watchdog
 from mpimesh.settings import Settings
 
 if TYPE_CHECKING:
     from mpimesh.comm.node import Node
-    from mpimesh.runtime.guard import JobGuard
 
 __all__ = [
     "World",
     "current_world",
-    "is_born_too_late",
+    "exit_all",
     "run_virtual",
     "solo_communicator",
     "world_of",
@@ -48,23 +46,6 @@ R = TypeVar("R")
 
 _MOST_VIRTUAL = 1 << 16
 """Most virtual ranks: a process has no more threads."""
-
-_born_too_late = False
-"""Whether this is a forked child of a process that had started MPI."""
-
-
-def is_born_too_late() -> bool:
-    """Tell whether this is a forked child of a process that had started MPI."""
-    return _born_too_late
-
-
-def _forked() -> None:
-    global _born_too_late
-    _born_too_late = "mpi4py.MPI" in sys.modules
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(slots=True)
@@ -77,8 +58,8 @@ class World:
         pool: Memory for results.
         locks: Inputs of operations under way.
         abandoned: Operations that ended by an error on this rank: MPI may still use their buffers.
-        guard: What looks after the end of this process; None until it makes a mesh in an MPI
-            world of more than one rank.
+        channels: Those to the other ranks of the job; None until it makes a mesh in an MPI world of
+            more than one rank.
         node: The memory that it shares with the ranks of its node; None until it makes a mesh in
             an MPI world.
         threads_may_fail: Whether an exception in a thread leaves the job alone, because
@@ -93,7 +74,7 @@ class World:
     pool: ArrayPool = field(default_factory=ArrayPool)
     locks: InputLocks = field(default_factory=InputLocks)
     abandoned: list[object] = field(default_factory=list)
-    guard: JobGuard | None = None
+    channels: ControlChannels | None = None
     node: Node | None = None
     threads_may_fail: bool = False
     system: str | None = None
@@ -124,13 +105,13 @@ class World:
                     "comm must be an intracommunicator of mpi4py, an mpimesh.comm.Communicator"
                     f" (of a class of your own, too), or None for all ranks, got {shown(comm)}"
                 )
-            if _born_too_late:
+            if is_born_too_late():
                 raise ClosedError(
                     "MPI was started in the parent process, and a forked child cannot use it; "
                     "start children before MPI, or by spawn"
                 )
             # Before anything can go wrong: from here on, a failure of one rank ends the job.
-            self._post_guard(settings)
+            self._watch(settings)
             comm = _mpi_communicator(comm, settings)
             comm.owner = f"the mesh made at {site_text(call_site(2))}"
         # Making one waits inside the transport, where nothing else moves. A rank that is still in
@@ -146,8 +127,8 @@ class World:
         self.progress.wait(comm, barrier, what=what, number=number, among=among, look=look)
         with self.progress.watched(Call("DeviceMesh", WORLD), comm):
             duplicate = self._duplicate(comm, settings)
-        if self.guard is not None:
-            self.guard.register_mesh(duplicate)
+        if self.channels is not None:
+            self.channels.register_mesh(duplicate)
         return duplicate
 
     def _duplicate(self, comm: Communicator, settings: Settings) -> Communicator:
@@ -156,9 +137,9 @@ class World:
             from mpimesh.comm.routed import open_node  # late: importing it starts MPI
 
             self.node = open_node(settings)
-        if self.guard is not None and self.node is not None:
+        if self.channels is not None and self.node is not None:
             # Before what may hang: from here on the ranks can ask each other what they are doing.
-            self.guard.connect(comm, self.node)
+            self.channels.connect(comm, self.node)
         duplicate = comm.split(0, comm.rank)
         if duplicate is None:
             raise RankError("a rank got no communicator for a group that it is in")
@@ -205,14 +186,13 @@ class World:
             return 1 if mpi is None else int(mpi.COMM_WORLD.size)
         return int(comm.size)
 
-    def _post_guard(self, settings: Settings) -> None:
+    def _watch(self, settings: Settings) -> None:
         with limited_start(settings.timeout_s):
             mpi = _load_mpi()
-        if self.guard is None and mpi is not None and mpi.COMM_WORLD.size > 1:
-            # Imported late: importing it starts MPI.
-            from mpimesh.runtime.guard import JobGuard
-
-            self.guard = JobGuard(self.progress, settings, lambda: self.threads_may_fail)
+        if self.channels is None and mpi is not None and mpi.COMM_WORLD.size > 1:
+            channels = ControlChannels()
+            Watchdog(self.progress, channels, settings, lambda: self.threads_may_fail)
+            self.channels = channels
 
 
 def _check_place(comm: Communicator, what: str) -> None:
@@ -268,10 +248,8 @@ def _circle(worlds: Sequence[World]) -> str:
         for rank, wait in waits.items()
         if wait is not None and (state := Waiting.of(wait, worlds[rank].progress)) is not None
     }
-    for rank in states:
-        if cycle := find_cycle(states, rank):
-            return cycle_text(states, cycle)
-    return ""
+    cycle = find_deadlock(states, states)
+    return deadlock_text(states, cycle) if cycle else ""
 
 
 def solo_communicator() -> Communicator:
@@ -379,3 +357,28 @@ def run_virtual(
             error.add_note(f"raised on virtual rank {rank} of {size}")
         raise error
     return results
+
+
+def exit_all(exit_code: int) -> NoReturn:
+    """End all ranks with `exit_code`, for example to ask the batch system for a requeue.
+
+    Collective over all ranks of the job. An aborted job loses its exit code under some
+    launchers (137 under `srun` with MPICH): here the ranks wait for each other, finalize MPI,
+    and end with the code that was asked for. Exit functions (:mod:`atexit`) run and the
+    standard streams are written out, but nothing is unwound: close meshes and files before.
+
+    On virtual ranks, and in a forked child, which is no rank, it raises SystemExit.
+
+    Raises:
+        MeshError: On every rank, if `exit_code` is no whole number from 0 to 255, of which an
+            exit code consists. It is a `ValueError`.
+    """
+    try:
+        exit_code = as_int(exit_code, "exit_all: exit_code", least=0)
+        if exit_code > 255:
+            raise MeshError(f"exit_all: exit_code must be at most 255, got {exit_code}")
+    except MeshError as error:
+        raise on_all_ranks(error) from None
+    if current_world().virtual is not None:
+        raise SystemExit(exit_code)
+    end_together(exit_code)

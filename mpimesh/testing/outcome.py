@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from mpimesh.arguments import rank_names, ranks_by_value
+
 __all__ = ["Outcome", "RanksFailure", "agree"]
 
 _MOST_CHARACTERS = 20_000
@@ -115,21 +117,14 @@ def _fail(report: pytest.TestReport, text: str) -> None:
 
 def _failure_text(outcomes: Sequence[Outcome]) -> str:
     """Join the failing ranks' texts, equal ones once, after a line that tells the first."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, outcome in enumerate(outcomes):
-        if outcome.kind == "failed":
-            ranks_of.setdefault(outcome.text, []).append(rank)
-    failed = sorted(rank for ranks in ranks_of.values() for rank in ranks)
-    where = f"{_name(failed)} of {len(outcomes)}"
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.kind == "failed"]
+    ranks_of = ranks_by_value((rank, outcomes[rank].text) for rank in failed)
+    where = f"{rank_names(failed)} of {len(outcomes)}"
     parts = [f"on {where}: {outcomes[failed[0]].headline}"]
     for place, (text, ranks) in enumerate(ranks_of.items()):
-        parts.append(f"{f' {_name(ranks)} ':=^70}")
+        parts.append(f"{f' {rank_names(ranks)} ':=^70}")
         parts.append(text if place < _MOST_TEXTS else outcomes[ranks[0]].headline)
     return "\n".join(parts)
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _headline(report: pytest.TestReport) -> str:

@@ -82,6 +82,13 @@ def test_a_rank_that_is_killed(launch, tmp_path):
 
 
 @pytest.mark.deep
+def test_a_rank_that_leaves_with_a_code(launch, tmp_path):
+    body = "rank == 1 and exit(3); time.sleep(20)"
+    _, text, _ = run(launch, tmp_path, body)
+    assert re.search(r"rank 1 ended with: .*exit code 3|rank 1 ended with: SystemExit: 3", text)
+
+
+@pytest.mark.deep
 def test_ranks_that_wait_in_a_circle(launch, tmp_path):
     body = "group.recv((rank + 1) % 3).resolve()"
     result, text, _ = run(launch, tmp_path, body, MPIMESH_TIMEOUT_S="2")

@@ -162,8 +162,8 @@ def test_where_mpi_has_no_more_the_error_says_who_holds_them(comm):
 def test_of_a_mesh_that_was_left_or_moved_nothing_is_kept(comm):
     with mm.DeviceMesh("x=-1", comm) as first:
         world = first._core.context.world
-        assert world.guard is not None
-        meshes = set(world.guard._channels._meshes)
+        assert world.channels is not None
+        meshes = set(world.channels._meshes)
         names = set(world.progress.communicators)
 
         def left():
@@ -177,4 +177,4 @@ def test_of_a_mesh_that_was_left_or_moved_nothing_is_kept(comm):
             mesh.set_comm(comm.Dup())
             assert mesh.group().all_reduce(1).resolve() == comm.size
         assert set(world.progress.communicators) == names
-        assert set(world.guard._channels._meshes) == meshes
+        assert set(world.channels._meshes) == meshes

@@ -14,7 +14,7 @@ import mpimesh as mm
 from mpimesh.errors import MeshError, RankError
 from mpimesh.mesh import Mesh
 from mpimesh.runtime.agreement import agreed
-from mpimesh.runtime.failure import exit_status
+from mpimesh.runtime.launch import exit_status
 from mpimesh.runtime.tracebacks import readable
 from mpimesh.runtime.world import current_world
 

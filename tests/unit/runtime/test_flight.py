@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpimesh.cli.flight import first_difference, report, waits_for
 from mpimesh.errors import SettingsError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.flight import (
@@ -20,12 +21,8 @@ from mpimesh.runtime.flight import (
     Entry,
     Record,
     Recorder,
-    circle,
-    first_difference,
     last_words,
     read_records,
-    report,
-    waits_for,
 )
 from mpimesh.runtime.progress import Wait
 from tests.helpers.depth import examples
@@ -173,19 +170,6 @@ def test_who_waits_for_whom():
     text = report(found)
     assert "rank 0 waits for rank 1 in b" in text
     assert "rank 1: has not started it" in text
-
-
-@settings(max_examples=examples(200))
-@given(st.dictionaries(st.integers(0, 7), st.lists(st.integers(0, 7), max_size=3), max_size=8))
-def test_a_circle_is_one_and_is_found_if_there_is_one(waits):
-    found = circle(waits)
-    for rank, peer in zip(found, found[1:] + found[:1], strict=True):
-        assert peer in waits[rank]
-    reached = {rank: set(peers) for rank, peers in waits.items()}
-    for _ in range(8):
-        for peers in reached.values():
-            peers |= {far for peer in peers for far in reached.get(peer, ())}
-    assert bool(found) == any(rank in peers for rank, peers in reached.items())
 
 
 def test_a_report_names_the_circle_and_who_left_nothing():

@@ -20,6 +20,12 @@ def waiting(number: int = 3, *, peers: tuple[int, ...] | None = None, family: st
     return Wait(call, communicator, peers)
 
 
+def among(wait: Wait, *world_ranks: int) -> Wait:
+    communicator: Any = wait.communicator
+    communicator.world_ranks = world_ranks
+    return wait
+
+
 def in_operation(wait: Wait, waited_s: float) -> RankState:
     return RankState("reduce(sum)", operation_key(wait.what), waited_s)
 
@@ -55,8 +61,8 @@ def test_missing_are_those_elsewhere():
         7: RankState("reduce(sum)", operation_key(waiting(4).what), 1.0),
         9: in_operation(wait, 1.0),
     }
-    assert missing_ranks(wait, [4, 5, 6, 7], states) == [5, 6, 7]
-    assert missing_ranks(waiting(peers=(3, 1)), [4, 5, 6, 7], states) == [5, 7]
+    assert missing_ranks(among(wait, 4, 5, 6, 7), states) == [5, 6, 7]
+    assert missing_ranks(among(waiting(peers=(3, 1)), 4, 5, 6, 7), states) == [5, 7]
 
 
 def test_report_joins_ranks_in_one_state():
