@@ -136,9 +136,6 @@ class Communicator(ABC):
             arguments: Those of the method.
             algorithm: How, which these ranks have; None for what the table says.
         """
-        # Imported late: messages need this contract.
-        from mpimesh.comm.reductions import by_messages
-
         begin: Callable[..., Request | Steps] = getattr(self, name)
         if algorithm is not None:
             begin = by_messages(self, name, algorithm) or begin

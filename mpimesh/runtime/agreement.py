@@ -143,7 +143,7 @@ def exchange(
     )
     notes = {rank: note for rank, (_, note) in enumerate(rows) if note is not None}
     if notes:
-        raise _joint_error(notes) from problem
+        raise _joint_error(notes, what) from problem
     return [value for value, _ in rows]
 
 
@@ -176,15 +176,16 @@ def together(
     exchange(progress, communicator, None, what=what, problem=problem)
 
 
-def _joint_error(notes: Mapping[int, Sequence[str]]) -> Exception:
+def _joint_error(notes: Mapping[int, Sequence[str]], what: object) -> Exception:
     """Return the error of all ranks, by the class and the text of each that has one."""
+    refused = f" refused {what.name}" if isinstance(what, Call) else ""
     name, text = next(iter(notes.values()))
     kinds = (getattr(module, name, None) for module in (errors, builtins, np.linalg))
     kind: type[Exception] = next((kind for kind in kinds if isinstance(kind, type)), ValueError)
     if not issubclass(kind, MpimeshError):
         return kind(text)
     by_text = ranks_by_value((rank, each) for rank, (_, each) in notes.items())
-    texts = [f"{rank_names(ranks)}: {each}" for each, ranks in by_text.items()]
+    texts = [f"{rank_names(ranks)}{refused}: {each}" for each, ranks in by_text.items()]
     return on_all_ranks(kind("\n  ".join(texts)))
 
 

@@ -13,7 +13,7 @@ from ctypes import addressof, c_char
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from mpimesh.arrays import (
     namespace,
     wire_dtype,
 )
-from mpimesh.comm import Request, Steps
+from mpimesh.comm import Communicator, Request, Steps
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import (
     Blocks,
@@ -40,9 +40,6 @@ from mpimesh.runtime.operands import (
     output_array,
 )
 from mpimesh.runtime.traffic import Amount, Rule, Tally, all_reduced, per_rank, sparse, uniform
-
-if TYPE_CHECKING:
-    from mpimesh.runtime.group_core import GroupCore
 
 _BYTES: DType = np.dtype(np.uint8)
 _MOST_KEPT = 32
@@ -61,6 +58,34 @@ __all__ = [
     "receive",
     "rule_by",
 ]
+
+
+class PlanningGroup(Protocol):
+    """A group as far as plans are made for it: its core has it all."""
+
+    size: int
+    rank: int | None
+
+    @property
+    def communicator(self) -> Communicator: ...
+
+    def check_rank(self, rank: int, what: str) -> int: ...
+
+    def algorithm_for(
+        self, name: str, nbytes: int, algorithm: str | None, *, on_device: bool = False
+    ) -> str | None: ...
+
+    def begin_on_device(
+        self, name: str, library: ModuleType, *arguments: Any
+    ) -> Request | Steps: ...
+
+    def empty(
+        self,
+        shape: Sequence[int],
+        dtype: DType,
+        library: ModuleType = np,
+        like: Array | None = None,
+    ) -> Array: ...
 
 
 class Plan:
@@ -169,7 +194,7 @@ class Plan:
 
     def prepared(
         self,
-        group: GroupCore,
+        group: PlanningGroup,
         arguments: tuple[Any, ...],
         value: Any = None,
         finish: Callable[[], Any] | None = None,
@@ -197,7 +222,7 @@ class Plan:
         return Prepared(self, begin, value, finish, arguments=arguments)
 
     def bind(
-        self, group: GroupCore, x: Array, data: Array, out: Array | None, *, often: bool = False
+        self, group: PlanningGroup, x: Array, data: Array, out: Array | None, *, often: bool = False
     ) -> Prepared:
         """Return the collective of these arrays, with what makes the result of what comes.
 
@@ -221,7 +246,7 @@ class Plan:
         return prepared
 
     def _buffers(
-        self, group: GroupCore, x: Array, data: Array, out: Array | None
+        self, group: PlanningGroup, x: Array, data: Array, out: Array | None
     ) -> tuple[tuple[Any, ...], Any, Callable[[], Any] | None]:
         """Return the arguments of the transport's method, what comes, and what finishes it."""
         library, wire = self.library, self.wire
@@ -266,7 +291,7 @@ class Plan:
         return (send, recv, *self.tail), target, finish
 
     def again(
-        self, group: GroupCore, x: HostArray, out: HostArray | None
+        self, group: PlanningGroup, x: HostArray, out: HostArray | None
     ) -> tuple[Prepared, HostArray] | None:
         """Return what an earlier call has prepared for arrays that lay here, and the result.
 
@@ -386,7 +411,7 @@ class Prepared:
 
 
 def receive(
-    group: GroupCore,
+    group: PlanningGroup,
     library: ModuleType,
     result: tuple[tuple[int, ...], DType],
     out: Array | None,
@@ -480,7 +505,7 @@ def _byte_counts(blocks: Blocks, dtype: DType) -> list[int]:
 
 
 def plan_all_reduce(
-    group: GroupCore, data: Array, op: ReduceOp | str, algorithm: str | None = None
+    group: PlanningGroup, data: Array, op: ReduceOp | str, algorithm: str | None = None
 ) -> Plan:
     """Plan an all-reduce."""
     op = as_reduce_op(op)
@@ -503,7 +528,7 @@ def plan_all_reduce(
 
 
 def _algorithm(
-    group: GroupCore, name: str, data: Array, wire: DType, algorithm: str | None
+    group: PlanningGroup, name: str, data: Array, wire: DType, algorithm: str | None
 ) -> str | None:
     """Return the algorithm that is asked for in a call or by the setting."""
     nbytes = data.size * wire.itemsize
@@ -515,7 +540,7 @@ def _moved_as(op: ReduceOp) -> str:
     return "sum" if op is ReduceOp.MEAN else str(op.value)
 
 
-def _averages(group: GroupCore, data: Array, wire: DType) -> bool:
+def _averages(group: PlanningGroup, data: Array, wire: DType) -> bool:
     """Tell whether the transport divides a mean itself, while it is in cache."""
     return (
         namespace(data) is np
@@ -525,7 +550,7 @@ def _averages(group: GroupCore, data: Array, wire: DType) -> bool:
 
 
 def plan_reduce(
-    group: GroupCore,
+    group: PlanningGroup,
     data: Array,
     op: ReduceOp | str,
     root: int,
@@ -551,7 +576,7 @@ def plan_reduce(
 
 
 def plan_reduce_scatter(
-    group: GroupCore, data: Array, op: ReduceOp | str, axis: int, sizes: Sequence[int] | None
+    group: PlanningGroup, data: Array, op: ReduceOp | str, axis: int, sizes: Sequence[int] | None
 ) -> Plan:
     """Plan a reduce-scatter."""
     op = as_reduce_op(op)
@@ -576,7 +601,9 @@ def plan_reduce_scatter(
 # -- movements: of bytes, so of every dtype but objects ---------------------------------------
 
 
-def plan_all_gather(group: GroupCore, data: Array, axis: int, sizes: Sequence[int] | None) -> Plan:
+def plan_all_gather(
+    group: PlanningGroup, data: Array, axis: int, sizes: Sequence[int] | None
+) -> Plan:
     """Plan an all-gather."""
     shape = data.shape or (1,)
     axis = normal_axis(axis, len(shape))
@@ -595,7 +622,7 @@ def plan_all_gather(group: GroupCore, data: Array, axis: int, sizes: Sequence[in
 
 
 def plan_gather(
-    group: GroupCore, data: Array, root: int, axis: int, sizes: Sequence[int] | None
+    group: PlanningGroup, data: Array, root: int, axis: int, sizes: Sequence[int] | None
 ) -> Plan:
     """Plan a gather."""
     root = group.check_rank(root, "root")
@@ -617,7 +644,7 @@ def plan_gather(
 
 
 def plan_all_to_all(
-    group: GroupCore,
+    group: PlanningGroup,
     data: Array,
     split_axis: int,
     concat_axis: int | None,
@@ -652,7 +679,9 @@ def plan_all_to_all(
     )
 
 
-def plan_broadcast(group: GroupCore, data: Array, root: int, algorithm: str | None = None) -> Plan:
+def plan_broadcast(
+    group: PlanningGroup, data: Array, root: int, algorithm: str | None = None
+) -> Plan:
     """Plan a broadcast from a rank that all know."""
     root = group.check_rank(root, "root")
     at_root = group.rank == root

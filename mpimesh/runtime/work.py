@@ -551,7 +551,9 @@ class _OfArrays:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, handle: object, owner: type[Any]) -> NoReturn:
+    def __get__(self, handle: CollectiveTensor | None, owner: type[Any]) -> Self:
+        if handle is None:
+            return self
         raise AttributeError(
             f"{owner.__name__!r} object has no attribute {self._name!r}; its result may: "
             f"handle.resolve().{self._name}",
