@@ -109,3 +109,17 @@ def test_a_signal_handler_inside_a_step_may_wait_for_something_else():
     assert request.test()
     assert found == [False]
     assert request.value == 5
+
+
+def test_a_request_begins_again_after_what_its_chain_has_under_way():
+    engine = Engine()
+    first, second = Counted(engine, 2), Counted(engine, 1)
+    for _ in range(2):
+        first.moves = second.moves = 0
+        first.begin()
+        second.begin()
+        assert not first.done
+        assert not second.done  # it waits for the first
+        assert second.test()
+        assert first.done
+        assert engine.idle

@@ -163,3 +163,16 @@ def test_a_handle_in_a_dropped_circle_stays_too():
     (kept,) = owner.open_work.all()
     kept._request.done = True  # type: ignore[attr-defined]
     assert kept.resolve() == 7
+
+
+def test_what_arrays_have_a_handle_refuses_and_says_where_it_is():
+    request = Request(None)
+    request.done = True
+    handle: Any = CollectiveTensor(Owner(), Call("all_reduce", "world"), request, value=np.ones(2))
+    for name in ("T", "shape", "sum"):
+        with raises(AttributeError, "CollectiveTensor", name, f"handle.resolve().{name}"):
+            getattr(handle, name)
+        assert not hasattr(handle, name)
+    with pytest.raises(AttributeError):
+        handle.of_nobody  # noqa: B018
+    assert handle.resolve().sum() == 2
