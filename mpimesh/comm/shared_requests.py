@@ -258,14 +258,16 @@ class InPlace(Moved):
             # know when to let go of the arrays.
             note = partial(self._done_parts.append, None)
             self._parts = [(*part, note) for part in self._parts_of(identities)]
-            self._identities = identities if self._cache is not None else None
+            lasting = self._cache is not None and window.are_lasting(identities)
+            self._identities = identities if lasting else None
         self._steps = self._parts
         self.committed = True
         return self._parts
 
     def _parts_of(self, identities: tuple[int, ...]) -> Sequence[Work]:
         """Return this rank's work, now that all have published where their arrays lie."""
-        window, number, cache = self._window, self.number, self._cache
+        window, number = self._window, self.number
+        cache = self._cache if window.are_lasting(identities) else None
         parts = None if cache is None else cache.get(identities)
         if parts is not None:
             return parts

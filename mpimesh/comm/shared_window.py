@@ -117,9 +117,6 @@ _UNNAMED = 2
 """Identity of a note that is not to be recognised: the rank has given all others."""
 
 _FIRST_NAME = 3
-_OTHERS = (0,)
-"""Identities that no notes have."""
-
 _DIGEST = 1 << 31
 """Bit of the identities that are digests of an operation without places."""
 
@@ -384,18 +381,23 @@ class SharedWindow:
         at = _NOTES_AT + number % NOTES * _NOTE_NUMBERS
         base = (number & _NUMBERS) << _IDENTITY_BITS
         identities = likely
-        for place, identity in enumerate(likely or _OTHERS):
-            if self.cells[place][at] - base != identity:
-                found = [cell[at] - base for cell in self.cells]
-                if _DECLINED in found:
-                    return ()
-                if not all(0 < identity <= _IDENTITIES for identity in found):
-                    return None
-                identities = tuple(found)
-                break
+        if likely is None or not self._are(at, base, likely):
+            found = [cell[at] - base for cell in self.cells]
+            if _DECLINED in found:
+                return ()
+            if not all(0 < identity <= _IDENTITIES for identity in found):
+                return None
+            identities = tuple(found)
         if not _IN_ORDER:
             self.fence()
         return identities
+
+    def _are(self, at: int, base: int, identities: tuple[int, ...]) -> bool:
+        """Tell whether the notes at a place have these identities."""
+        for cell, identity in zip(self.cells, identities, strict=True):
+            if cell[at] - base != identity:
+                return False
+        return True
 
     def identities_of(self, number: int, cells: Cells) -> tuple[int, ...] | None:
         """Return the identities of the notes of some ranks; None if some are not there yet."""

@@ -217,3 +217,17 @@ def test_measured_choices_are_alike_and_right(comm):
         sizes = np.array([route.from_bytes for route in ranks.algorithms()])
         of_rank_0 = comm.bcast(sizes, 0)
         assert sizes.tolist() == of_rank_0.tolist()
+
+
+@pytest.mark.nprocs(2, 3, 4)
+def test_notes_without_an_identity_of_their_own_are_read_each_time(comm):
+    """After 2^31 places a rank has no number left by which a note would be known again."""
+    with opened(comm) as ranks:
+        ranks._window._next_name = 1 << 31
+        kept = []
+        for seed in range(3):
+            inputs = [numbers(rank, 16385, "f8", seed) for rank in range(comm.size)]
+            x = put(inputs[ranks.rank], "shared", ranks)
+            kept.append(x)  # so that the next one lies elsewhere
+            done(ranks, ranks.all_reduce(None, x, "sum"))
+            same_bytes(x, reduced_in_order(inputs, "sum"), seed)
