@@ -434,14 +434,20 @@ class Watchdog:
                 self._report_gone(rank, file)
             if self._may_ask:
                 self._survey.poll()
-            wait = self._progress.current
-            if wait is None or not self._limit_s:
-                continue
-            if wait.blocking and self._progress.steps != self._steps:
-                # A section of many calls, such as one that measures: no single one hangs.
-                self._steps, wait.since_s = self._progress.steps, time.monotonic()
-            if time.monotonic() - wait.since_s > self._limit_s:
-                self._look_into(wait)
+            if self._limit_s:
+                self._look_at_wait()
+
+    def _look_at_wait(self) -> None:
+        # A function of its own: its variables end with it. A wait refers to its work and arrays,
+        # which would stay for a tick after they are let go.
+        wait = self._progress.current
+        if wait is None:
+            return
+        if wait.blocking and self._progress.steps != self._steps:
+            # A section of many calls, such as one that measures: no single one hangs.
+            self._steps, wait.since_s = self._progress.steps, time.monotonic()
+        if time.monotonic() - wait.since_s > self._limit_s:
+            self._look_into(wait)
 
     def _report_gone(self, rank: int, file: int) -> None:
         """End the job, in which a rank of the node is no more."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -77,5 +79,24 @@ def test_arrays_are_let_go_without_the_collector(comm, way):
                 del x
                 used.append(node.arena.used_bytes)
             assert used[2:] == used[2:3] * 10
+        finally:
+            gc.enable()
+
+
+@pytest.mark.nprocs(2)
+def test_a_long_wait_keeps_its_arrays_no_longer(comm):
+    """The watchdog, a thread that looks at the wait now and then, does not hold on to it."""
+    with mm.DeviceMesh("dp=-1", comm) as mesh:
+        group = mesh.group()
+        gc.disable()
+        try:
+            for _ in range(3):
+                x = np.ones(1000)
+                alive = weakref.ref(x)
+                if mesh.rank:
+                    time.sleep(0.6)  # more than the watchdog's time between two looks
+                group.all_reduce(x, out=x).resolve()
+                del x
+                assert alive() is None
         finally:
             gc.enable()
