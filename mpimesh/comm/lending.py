@@ -141,7 +141,7 @@ class Lending:
 
 
 class Row:
-    """What one rank lends to another, in order: the lender's end.
+    """The lender's end of the arrays that one rank lends to another, in order.
 
     Attributes:
         start: Where its first entry is in the lender's arena, for the borrower.
@@ -189,7 +189,7 @@ class Row:
 
 
 class Borrowing:
-    """What one rank lends to another, in order: the borrower's end.
+    """The borrower's end of the arrays that one rank lends to another, in order.
 
     Args:
         memory: The lender's arena, as this process has it mapped.

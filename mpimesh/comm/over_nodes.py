@@ -491,7 +491,7 @@ class Fragment(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """Where they lie in the window, from the first to the last."""
+        """Places in the window, from the first to the last."""
         return slice(self.at, self.at + length(self.part))
 
 

@@ -42,7 +42,7 @@ _NOTHING: HostArray = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class CopyRule:
-    """Which blocks are copied though others could read them where they lie.
+    """Rule for blocks that are copied though others could read them where they lie.
 
     Attributes:
         block_bytes: Those up to this size.
@@ -72,7 +72,7 @@ class CopyRule:
 
 
 class Offer(NamedTuple):
-    """Where the others of a node can read a rank's block.
+    """A rank's block, as the others of its node can read it.
 
     Attributes:
         at: Where it begins in the arena; -1 if there is no room.

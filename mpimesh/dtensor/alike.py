@@ -1,4 +1,4 @@
-"""What the ranks of a mesh agree on in functions of split arrays: facts, errors, calls.
+"""Facts, errors and calls on which the ranks agree in functions of split arrays.
 
 With ``MPIMESH_CHECKS`` on, calls are compared over the ranks. Most functions move nothing, so that
 a rank that calls another one, or the same one with another number, goes on with values that no
