@@ -102,10 +102,10 @@ def dtensor_type(x: Any) -> DTensorType:
         LayoutError: If `x` is no DTensor.
 
     Example:
-        >>> with mm.DeviceMesh("a=2,b=2") as mesh:
+        >>> with mm.DeviceMesh("a=1,b=1") as mesh:
         ...     x = mm.ones((4, 4), mesh, "S[0], R", dtype="float32")
         ...     print(mm.compat.tvm.dtensor_type(x))
-        R.DTensor((4, 4), "float32", R.device_mesh((2, 2), R.Range(0, 4)), "S[0], R")
+        R.DTensor((4, 4), "float32", R.device_mesh((1, 1), R.Range(0, 1)), "S[0], R")
     """
     tensor = tensor_of(x, "dtensor_type")
     return DTensorType(tensor.shape, tensor.dtype, tensor.layout.mesh, tensor.placement)

@@ -178,15 +178,15 @@ def together(
 
 def _joint_error(notes: Mapping[int, Sequence[str]], what: object) -> Exception:
     """Return the error of all ranks, by the class and the text of each that has one."""
-    refused = f" refused {what.name}" if isinstance(what, Call) else ""
     name, text = next(iter(notes.values()))
     kinds = (getattr(module, name, None) for module in (errors, builtins, np.linalg))
     kind: type[Exception] = next((kind for kind in kinds if isinstance(kind, type)), ValueError)
     if not issubclass(kind, MpimeshError):
         return kind(text)
     by_text = ranks_by_value((rank, each) for rank, (_, each) in notes.items())
-    texts = [f"{rank_names(ranks)}{refused}: {each}" for each, ranks in by_text.items()]
-    return on_all_ranks(kind("\n  ".join(texts)))
+    texts = [f"{rank_names(ranks)}: {each}" for each, ranks in by_text.items()]
+    head = [f"{what.name} cannot be done"] if isinstance(what, Call) else []
+    return on_all_ranks(kind("\n  ".join(head + texts)))
 
 
 def _wait(
