@@ -67,8 +67,9 @@ def test_every_rank_has_a_gpu_of_its_own(srun, flags, numbers):
 
 
 def test_two_ranks_on_one_gpu_are_refused(srun):
-    ranks = told(srun("-N1", "-n2", "--gpus-per-node=1"))
+    where = ("-w", "n0", "-N1", "-n2", "--gpus-per-node=1")
+    ranks = told(srun(*where))
     assert ranks[0]["gpu"] == ranks[1]["gpu"]
     with pytest.raises(subprocess.CalledProcessError) as caught:
-        srun("-N1", "-n2", "--gpus-per-node=1", MPIMESH_SHARED_GPU="refuse")
+        srun(*where, MPIMESH_SHARED_GPU="refuse")
     assert "ranks 0 and 1: GPU 0 of node n0, NVIDIA A100, GPU-n0-0" in caught.value.stderr
