@@ -230,7 +230,7 @@ class Bucket:
         return ELSEWHERE not in self._marks and ELSEWHERE | ZERO not in self._marks
 
     def _write_zeros(self) -> None:
-        """Write the zeros of the gradients to which nothing was added."""
+        """Write the zeros of the gradients to which nothing was added, and show them elsewhere."""
         marks = self._marks
         if marks.count(ZERO) == len(marks):
             self.flat[...] = 0
@@ -238,6 +238,8 @@ class Bucket:
         elif ZERO in marks or ELSEWHERE | ZERO in marks:
             for parameter in self.parameters:
                 parameter.write_zeros()
+        for parameter, _ in self._foreign:
+            parameter.grad  # noqa: B018 - looking at it ties the other library's to it again
 
     @property
     def nbytes(self) -> int:
