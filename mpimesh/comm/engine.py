@@ -42,10 +42,11 @@ def run_steps(start: Callable[[], Request | Steps]) -> Steps:
 class Moved:
     """A request that does something each time that it is moved along.
 
+    It may begin again once it has settled.
+
     Args:
         engine: Moves it along until it is settled.
-
-    It may begin again once it has settled.
+        chain: The operations that are worked one after the other, of which it is one.
 
     Attributes:
         chain: The engine's chain, on which it is the last one when it begins.
@@ -80,9 +81,6 @@ class Moved:
 
     def begin(self) -> Self:
         """Move it along, now and until it is settled, as the last one of its chain."""
-        self.done = self.committed = False
-        self._error = None
-        self.number = 0
         engine = self._engine
         with engine.lock:
             engine.track(self)
@@ -256,6 +254,9 @@ class Engine:
         Before it does anything: what a signal handler raises may end its start, but then the other
         ranks count on this one all the same.
         """
+        request.done = request.committed = False
+        request._error = None
+        request.number = 0
         tails, chain = self.tails, request.chain
         tail = tails.get(chain)
         if tail is not None and not tail.settled:

@@ -78,9 +78,6 @@ class OneShot(Moved):
 
     def begin(self) -> Self:
         """Publish, if those before it have; nobody waits for what this rank does after that."""
-        self.done = self.committed = False
-        self._error = None
-        self.number = 0
         engine = self._engine
         with engine.lock:
             engine.track(self)
