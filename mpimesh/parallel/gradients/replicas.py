@@ -92,8 +92,13 @@ def agree_together(scope: ProcessGroup, questions: Sequence[Callable[[], None]])
             question()
         except MismatchError as error:
             problem = problem or error
-    call = Call("same values", scope.name)
-    exchange(scope._core.progress, scope.communicator, None, what=call, problem=problem)
+    exchange(
+        scope._core.progress,
+        scope.communicator,
+        None,
+        what="comparison of replicas",
+        problem=problem,
+    )
 
 
 def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
