@@ -187,7 +187,8 @@ class Sizes:
     Attributes:
         others: Bytes for each of `OPERATIONS`, from which on it is done in place on one node, or on
             two levels over several.
-        slots_from: Bytes from which on an all-reduce goes through slots, up to those that fit.
+        slots_from: Bytes from which on an all-reduce goes through slots.
+        slots_to: Bytes up to which it does, if that many fit.
         chunks_from: Bytes from which on larger ones go through the stage in chunks.
         all_in_chunks: Whether ordinary arrays of every size and operation do: it takes a step for
             each chunk, which is too slow where ranks share cores.
@@ -197,24 +198,25 @@ class Sizes:
     others: Sequence[int]
     reason: str
     slots_from: int = NEVER
+    slots_to: int = NEVER
     chunks_from: int = NEVER
     all_in_chunks: bool = False
 
     @property
     def numbers(self) -> list[int]:
         """Numbers that measured ones can be made from again."""
-        return [*self.others, self.slots_from, self.chunks_from]
+        return [*self.others, self.slots_from, self.slots_to, self.chunks_from]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int], reason: str) -> Sizes:
         """Make them from their numbers."""
-        *others, slots_from, chunks_from = numbers
-        return cls(others, reason, slots_from, chunks_from)
+        *others, slots_from, slots_to, chunks_from = numbers
+        return cls(others, reason, slots_from, slots_to, chunks_from)
 
     @classmethod
     def everything(cls, reason: str) -> Sizes:
         """Return those that take shared memory for all arrays of all sizes."""
-        return cls([1] * len(OPERATIONS), reason, 1, 1, all_in_chunks=True)
+        return cls([1] * len(OPERATIONS), reason, 1, chunks_from=1, all_in_chunks=True)
 
     @classmethod
     def unmeasured(cls, *, several_nodes: bool = False) -> Sizes:
@@ -236,7 +238,7 @@ class Sizes:
             if from_bytes < NEVER:
                 rows.append(Row(operation, memory, from_bytes, algorithm, why, "one"))
 
-        past_slots, why = most_slot_bytes + 1, self.reason
+        past_slots, why = min(self.slots_to, most_slot_bytes) + 1, self.reason
         slower = "the stage would be slower than messages"
         for operation, placed_from in zip(OPERATIONS, self.others, strict=True):
             for memory in ("host", "shared"):

@@ -3,7 +3,9 @@
 Where two ways cross depends on the machine and its MPI, so it is measured, once for each machine,
 MPI, and number of ranks on a node; the answer is kept in the user's cache folder. The measurement
 takes turns, so that a slow moment meets both ways, and counts the fastest of some rounds, the
-slowest rank's of each: a tenth of a second or two, more with more ranks than cores.
+slowest rank's of each: a tenth of a second or two, more with more ranks than cores. Two ways cross
+where the gains over all larger sizes together are greatest, so that one size that was measured
+wrong does not decide by itself.
 """
 
 from __future__ import annotations
@@ -35,13 +37,12 @@ from mpimesh.comm.mpi_environment import (
 from mpimesh.comm.requests import Request
 from mpimesh.comm.waiting import poll, test_often
 
-__all__ = ["KeptSizes", "measure"]
+__all__ = ["KeptSizes", "crossing", "measure", "stretch"]
 
-_NUMBERS = len(OPERATIONS) + 2
+_NUMBERS = len(OPERATIONS) + 3
 _SLOT_BYTES = (8, 512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10)
 _CHUNKED_BYTES = (1 << 20, 4 << 20)
-_REDUCED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
-_MOVED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
+_PLACED_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 _CROSSING_BYTES = (16 << 10, 128 << 10, 1 << 20)
 _CLEARLY = 0.95
 """Another way has to win by this much: a draw is MPI's."""
@@ -85,26 +86,27 @@ def measure(
     slots, chunks = Ways("slots", "slots"), Ways("chunks", "chunks")
     placed = Ways("mpi", "in_place")
     in_slots = {
-        nbytes: clock.is_faster(nbytes, *all_reduces(slots, np.zeros(nbytes // 8)))
+        nbytes: clock.gain(nbytes, *all_reduces(slots, np.zeros(nbytes // 8)))
         for nbytes in _SLOT_BYTES
         if nbytes <= most_slot_bytes
     }
     in_chunks = {
-        nbytes: clock.is_faster(nbytes, *all_reduces(chunks, np.zeros(nbytes // 8)))
+        nbytes: clock.gain(nbytes, *all_reduces(chunks, np.zeros(nbytes // 8)))
         for nbytes in _CHUNKED_BYTES
     }
-    faster: dict[str, dict[int, bool]] = {name: {} for name in OPERATIONS}
-    for nbytes in _REDUCED_BYTES:
-        both = all_reduces(placed, _zeros(arena, nbytes // 8))
-        faster["all_reduce"][nbytes] = clock.is_faster(nbytes, *both)
-    for nbytes in _MOVED_BYTES:
-        for name, both in _moves(messages, shared, placed, arena, nbytes).items():
-            faster[name][nbytes] = clock.is_faster(nbytes, *both)
+    gains: dict[str, dict[int, float]] = {name: {} for name in OPERATIONS}
+    for nbytes in _PLACED_BYTES:
+        moves = _moves(messages, shared, placed, arena, nbytes)
+        moves["all_reduce"] = all_reduces(placed, _zeros(arena, nbytes // 8))
+        for name, both in moves.items():
+            gains[name][nbytes] = clock.gain(nbytes, *both)
+    slots_from, slots_to = stretch(in_slots) or (NEVER, NEVER)
     return Sizes(
-        [_crossing(faster[name], 2 * max(faster[name])) for name in OPERATIONS],
+        [crossing(gains[name], 2 * max(_PLACED_BYTES)) for name in OPERATIONS],
         "",
-        slots_from=_crossing(in_slots, NEVER),
-        chunks_from=_crossing(in_chunks, NEVER),
+        slots_from=slots_from,
+        slots_to=slots_to,
+        chunks_from=crossing(in_chunks, NEVER),
     )
 
 
@@ -112,7 +114,7 @@ def _measure_levels(clock: _Clock, messages: Communicator, shared: _Collectives)
     """Measure ranks on several nodes: all but an all-to-all, whose ranks know only their sizes."""
     levels = Ways("two_levels", "two_levels")
     names = [name for name in OPERATIONS if name != "all_to_all"]
-    faster: dict[str, dict[int, bool]] = {name: {} for name in names}
+    gains: dict[str, dict[int, float]] = {name: {} for name in names}
     for nbytes in _CROSSING_BYTES:
         moves = _moves(messages, shared, levels, None, nbytes)
         x = np.zeros(nbytes // 8)
@@ -121,8 +123,8 @@ def _measure_levels(clock: _Clock, messages: Communicator, shared: _Collectives)
             partial(shared.start, "all_reduce", levels, None, x, "sum"),
         )
         for name in names:
-            faster[name][nbytes] = clock.is_faster(256 << 10, *moves[name], rounds=3)
-    sizes = {name: _crossing(faster[name], 2 * max(_CROSSING_BYTES)) for name in names}
+            gains[name][nbytes] = clock.gain(256 << 10, *moves[name], rounds=3)
+    sizes = {name: crossing(gains[name], 2 * max(_CROSSING_BYTES)) for name in names}
     return Sizes([sizes.get(name, NEVER) for name in OPERATIONS], "")
 
 
@@ -164,8 +166,8 @@ class _Clock:
         self._messages = messages
         self._engine = engine
 
-    def is_faster(self, nbytes: int, first: _Way, second: _Way, *, rounds: int = 5) -> bool:
-        """Tell whether the second way is clearly faster."""
+    def gain(self, nbytes: int, first: _Way, second: _Way, *, rounds: int = 7) -> float:
+        """Return how many times the second way is clearly faster; alike on all ranks."""
         # One call of a small operation is shorter than what the scheduler may do in between.
         calls = max(1, min(16, (256 << 10) // nbytes))
         best_s = np.full(2, np.inf)
@@ -178,7 +180,7 @@ class _Clock:
                     self._finish(way())
                 best_s[number] = min(best_s[number], time.perf_counter() - start_s)
         self._finish(self._messages.all_reduce(None, best_s, "max"))
-        return bool(best_s[1] < _CLEARLY * best_s[0])
+        return float(_CLEARLY * best_s[0] / best_s[1])
 
     def _finish(self, request: Request) -> None:
         """Wait as a handle does: some tests in a row, and then with naps."""
@@ -193,19 +195,43 @@ class _Clock:
         poll(ready, engine=engine)
 
 
-def _crossing(faster: Mapping[int, bool], otherwise: int) -> int:
-    """Return the smallest size from which on another way is faster at all larger ones."""
-    crossing = otherwise
-    for nbytes in sorted(faster, reverse=True):
-        if not faster[nbytes]:
-            break
-        crossing = nbytes
-    return crossing
+def stretch(gains: Mapping[int, float]) -> tuple[int, int] | None:
+    """Return the first and the last size between which another way gains most in all.
+
+    None if it gains nothing anywhere.
+
+    Args:
+        gains: By size, how many times it is faster.
+    """
+    best, most = None, 1.0
+    first, total = 0, 1.0
+    for nbytes in sorted(gains):
+        if total <= 1:
+            first, total = nbytes, 1.0  # what was lost before is not worth having
+        total *= gains[nbytes]
+        if total > most:
+            best, most = (first, nbytes), total
+    return best
+
+
+def crossing(gains: Mapping[int, float], otherwise: int) -> int:
+    """Return the size from which on another way gains most in all; `otherwise` if it gains nothing.
+
+    Args:
+        gains: By size, how many times it is faster.
+        otherwise: The size from which on nothing was measured.
+    """
+    size, most, total = otherwise, 1.0, 1.0
+    for nbytes in sorted(gains, reverse=True):
+        total *= gains[nbytes]
+        if total > most:
+            size, most = nbytes, total
+    return size
 
 
 # -- kept ------------------------------------------------------------------------------
 
-_FORMAT = "8"
+_FORMAT = "9"
 _KEPT = "faster, as measured on this machine before"
 _MEASURED = "faster, as measured in this job"
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Row, Sizes, Ways
-from mpimesh.comm.tuner import KeptSizes
+from mpimesh.comm.tuner import KeptSizes, crossing, stretch
 from tests.helpers.raises import raises
 
 SIZES = [1 << 10, 1 << 20, NEVER, 1 << 16, 1]
 MOST = 1 << 18
-NUMBERS = len(OPERATIONS) + 2
+NUMBERS = len(OPERATIONS) + 3
 
 
 def test_each_operation_has_its_size():
@@ -137,3 +141,39 @@ def test_ranks_on_other_nodes_are_another_group(tmp_path):
         assert found is not None
         assert found.numbers == [number] * NUMBERS
     assert again.of_ranks(8) is None
+
+
+GAINS = st.dictionaries(st.integers(1, 1 << 20), st.floats(0.1, 10), max_size=8)
+
+
+def product(gains, first=0, last=NEVER):
+    return math.prod(gains[size] for size in sorted(gains) if first <= size <= last)
+
+
+@given(GAINS)
+def test_two_ways_cross_where_all_larger_sizes_gain_most(gains):
+    most = max([1.0, *(product(gains, size) for size in gains)])
+    assert product(gains, crossing(gains, NEVER)) == pytest.approx(most)
+
+
+@given(GAINS)
+def test_a_way_is_taken_between_the_sizes_that_gain_most(gains):
+    every = [product(gains, first, last) for first in gains for last in gains if first <= last]
+    found = stretch(gains)
+    if found is None:
+        assert max([1.0, *every]) == pytest.approx(1.0)
+    else:
+        assert product(gains, *found) == pytest.approx(max(every))
+        assert max(every) > 1
+
+
+def test_one_size_measured_wrong_does_not_decide():
+    assert crossing({8: 0.5, 64: 1.5, 512: 2.0, 4096: 0.9}, NEVER) == 64
+    assert crossing({8: 0.5, 64: 0.9}, NEVER) == NEVER
+    assert stretch({8: 0.5, 64: 1.5, 512: 0.9, 4096: 2.0, 32768: 0.9}) == (64, 4096)
+
+
+def test_slots_end_where_they_gain_no_more():
+    table = Sizes(SIZES, "", slots_from=8, slots_to=1 << 12).on_one_node(MOST)
+    ways = [table.ways("all_reduce", nbytes).host for nbytes in (4, 8, 1 << 12, (1 << 12) + 1)]
+    assert ways == ["mpi", "slots", "slots", "mpi"]
