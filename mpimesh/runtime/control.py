@@ -265,7 +265,7 @@ class ControlChannels:
         native = communicator.native.Dup()
         self._channels.append(ControlChannel(native))
         self.communicator = self.communicator or communicator
-        self.processes.watch(native, world_ranks, node)
+        self.processes.watch(native, world_ranks, node.address[0])
 
     # -- meshes ----------------------------------------------------------------------
 

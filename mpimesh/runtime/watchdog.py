@@ -338,7 +338,7 @@ class Watchdog:
         progress.on_idle = self._check
         install(self)
         # Whoever finalizes MPI, this comes first: it frees MPI's own communicators then.
-        on_finalize = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._processes.mark_finished())
+        on_finalize = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._stop())
         MPI.COMM_SELF.Set_attr(on_finalize, None)
 
     def _check(self, wait: Wait) -> None:
@@ -372,7 +372,6 @@ class Watchdog:
                 together = self._wait_for_all(all_here, TOGETHER_S if exit_code else None)
                 self._channels.poll()  # so that no message is left
         if together:
-            self._processes.mark_finished()
             self._stop()
         return together
 
@@ -396,9 +395,9 @@ class Watchdog:
         return poll(all_here, timeout_s, idle)
 
     def _stop(self) -> None:
-        """End the thread, before MPI ends."""
+        """Say that this rank ends in peace, and end the thread, before MPI ends."""
         self._stopped = True
-        self._processes.wake()
+        self._processes.mark_finished()
         self._thread.join(_ANSWER_S)
 
     def before_abort(self, ending: str) -> None:
