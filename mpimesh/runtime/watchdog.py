@@ -51,8 +51,8 @@ __all__ = [
     "EXIT_CODE",
     "Notice",
     "RankState",
-    "VirtualWatchdog",
     "Watchdog",
+    "join_virtual_ranks",
     "missing_ranks",
     "operation_key",
     "wait_report",
@@ -523,54 +523,38 @@ class Watchdog:
         }
 
 
-class VirtualWatchdog:
-    """Ends the waits of all virtual ranks when one of them waits too long.
+def join_virtual_ranks(
+    world: VirtualWorld, ranks: Sequence[tuple[Progress, threading.Thread]], limit_s: float
+) -> None:
+    """Wait until all virtual ranks have ended, or one has waited too long and all waits are ended.
+
+    A rank that does not wait then cannot be ended; it goes on as a daemon thread.
 
     Args:
         world: The virtual job.
         ranks: Each rank's waits and thread.
         limit_s: The longest time that a rank may wait; 0 for no limit.
     """
+    while alive := [thread for _, thread in ranks if thread.is_alive()]:
+        alive[0].join(_tick_s(limit_s) if limit_s else None)
+        report = limit_s and world.failure is None and _virtual_report(ranks, limit_s)
+        if report:
+            world.fail(-1, on_all_ranks(CollectiveTimeoutError(report)))
+            for thread in [thread for progress, thread in ranks if progress.current is not None]:
+                thread.join(limit_s)
+            return
 
-    def __init__(
-        self,
-        world: VirtualWorld,
-        ranks: Sequence[tuple[Progress, threading.Thread]],
-        limit_s: float,
-    ) -> None:
-        self._world = world
-        self._ranks = ranks
-        self._limit_s = limit_s
 
-    def join_ranks(self) -> None:
-        """Wait until all ranks have ended, or one has waited too long and those that wait ended.
-
-        A rank that does not wait then cannot be ended; it goes on as a daemon thread.
-        """
-        while alive := [thread for _, thread in self._ranks if thread.is_alive()]:
-            if not self._limit_s:
-                alive[0].join()
-                continue
-            alive[0].join(_tick_s(self._limit_s))
-            if self._world.failure is None and self._overdue():
-                break
-
-    def _overdue(self) -> bool:
-        for rank, (progress, _) in enumerate(self._ranks):
-            wait = progress.current
-            if wait is None or time.monotonic() - wait.since_s <= self._limit_s:
-                continue
-            if not isinstance(wait.communicator, VirtualCommunicator):
-                continue
+def _virtual_report(ranks: Sequence[tuple[Progress, threading.Thread]], limit_s: float) -> str:
+    """Return the report of the first rank that has waited too long; empty if none has."""
+    for rank, (progress, _) in enumerate(ranks):
+        wait = progress.current
+        if wait is None or time.monotonic() - wait.since_s <= limit_s:
+            continue
+        if isinstance(wait.communicator, VirtualCommunicator):
             states = {
                 one: RankState.of(progress, thread.ident, ended=not thread.is_alive())
-                for one, (progress, thread) in enumerate(self._ranks)
+                for one, (progress, thread) in enumerate(ranks)
             }
-            missing = missing_ranks(wait, states)
-            report = wait_report(rank, wait, self._limit_s, missing, states)
-            self._world.fail(-1, on_all_ranks(CollectiveTimeoutError(report)))
-            waiting = [t for p, t in self._ranks if p.current is not None]
-            for thread in waiting:
-                thread.join(self._limit_s)
-            return True
-        return False
+            return wait_report(rank, wait, limit_s, missing_ranks(wait, states), states)
+    return ""
