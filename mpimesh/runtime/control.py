@@ -121,21 +121,30 @@ class ControlChannel:
         )
         self.world_rank = self.world_ranks[native.rank]
         self._ranks = {world_rank: rank for rank, world_rank in enumerate(self.world_ranks)}
-        self._failure_sends: list[Any] = []
+        self._sends: dict[Tag, list[Any]] = {}
 
     def covers(self, world_ranks: Collection[int]) -> bool:
         """Tell whether all of these ranks are on the channel."""
         return self._ranks.keys() >= set(world_ranks)
 
-    def send(self, tag: Tag, value: Any, world_ranks: Collection[int]) -> list[Any]:
-        """Send a value that JSON can say to these ranks but this one. Never waits.
+    def send(
+        self, tag: Tag, value: Any, world_ranks: Collection[int], *, delivery_s: float = 0.0
+    ) -> None:
+        """Send a value that JSON can say to these ranks but this one.
 
-        Returns:
-            MPI's requests, for the caller to keep: MPI reads what they hold until they are done.
+        Args:
+            tag: What kind of message it is; of each kind one thread sends.
+            value: The value.
+            world_ranks: The ranks.
+            delivery_s: How long to stay with each message until it is taken.
         """
         message = json.dumps(value).encode()
-        others = [self._ranks[rank] for rank in world_ranks if rank != self.world_rank]
-        return [self.native.Isend(message, rank, tag) for rank in others]
+        # MPI reads the message until its request is done.
+        self._sends[tag] = sends = [one for one in self._sends.get(tag, ()) if not one.Test()]
+        for rank in world_ranks:
+            if rank != self.world_rank:
+                sends.append(self.native.Isend(message, self._ranks[rank], tag))
+                poll(sends[-1].Test, delivery_s)
 
     def receive(self, tag: Tag) -> Iterator[tuple[int, Any]]:
         """Take in all messages that have come: yield senders' ranks in MPI's world, and values."""
@@ -155,7 +164,7 @@ class ControlChannel:
             world_ranks: The ranks to tell.
             limit_s: How long to wait for others to fail; it ends when all have.
         """
-        self._failure_sends = self.send(Tag.FAILURE, failure, world_ranks)
+        self.send(Tag.FAILURE, failure, world_ranks)
         end_s = time.monotonic() + limit_s
         failures: dict[int, int] = {}
         while time.monotonic() < end_s and len(failures) < len(self.world_ranks) - 1:
@@ -179,7 +188,6 @@ class Survey:
 
     Attributes:
         answers: Those to the latest question, by rank in MPI's world.
-        sends: Messages under way.
     """
 
     def __init__(
@@ -197,7 +205,6 @@ class Survey:
         self._number = 0
         self._asked: dict[int, int] = {}
         self.answers: dict[int, Any] = {}
-        self.sends: list[Any] = []
 
     def ask(self, channel: ControlChannel) -> None:
         """Ask the other ranks of a channel. Never waits."""
@@ -205,7 +212,7 @@ class Survey:
         self.answers = {}
         ranks = [rank for rank in channel.world_ranks if rank not in self._asked]
         self._asked |= {rank: self._number for rank in ranks if rank != channel.world_rank}
-        self.sends += channel.send(self._question, self._number, ranks)
+        channel.send(self._question, self._number, ranks)
 
     @property
     def is_answered(self) -> bool:
@@ -216,15 +223,13 @@ class Survey:
         """Answer the questions and take in the answers that have come."""
         for channel in self._channels:
             for rank, number in channel.receive(self._question):
-                for send in channel.send(self._answer, [number, self._state()], [rank]):
-                    poll(send.Test, self._delivery_s)
-                    self.sends.append(send)
+                answer = [number, self._state()]
+                channel.send(self._answer, answer, [rank], delivery_s=self._delivery_s)
             for rank, (number, state) in channel.receive(self._answer):
                 if self._asked.get(rank) == number:
                     del self._asked[rank]
                 if number == self._number:
                     self.answers[rank] = state
-        self.sends = [send for send in self.sends if not send.Test()]
 
 
 class ControlChannels:
@@ -241,7 +246,6 @@ class ControlChannels:
         self.processes = NodeProcesses(launcher_kills_all=kills_all)
         self.communicator: Communicator | None = None
         self._channels: list[ControlChannel] = []
-        self._sends: list[Any] = []
         self._exits: dict[tuple[int, str], tuple[PeerExit, float]] = {}
         self._next_poll_s = 0.0
         self._meshes_made: dict[tuple[int, ...], int] = {}
@@ -265,7 +269,7 @@ class ControlChannels:
         native = communicator.native.Dup()
         self._channels.append(ControlChannel(native))
         self.communicator = self.communicator or communicator
-        self.processes.watch(native, world_ranks, node)
+        self.processes.watch(native, world_ranks, node.address[0])
 
     # -- meshes ----------------------------------------------------------------------
 
@@ -308,7 +312,8 @@ class ControlChannels:
         if channel is not None:
             exit_code = exit_status(error.code) if isinstance(error, SystemExit) else 0
             why = f"left the mesh by {type(error).__name__}: {error}"
-            self._notify(channel, PeerExit(why, exit_code, communicator.family), world_ranks)
+            peer_exit = PeerExit(why, exit_code, communicator.family)
+            channel.send(Tag.PEER_EXIT, asdict(peer_exit), world_ranks)
 
     def leave(self, why: str, exit_code: int) -> None:
         """Tell all other ranks that this one has left the job.
@@ -319,12 +324,7 @@ class ControlChannels:
         counts = {family: dict(started()) for family, (_, started) in self._meshes.items()}
         peer_exit = PeerExit(why, exit_code, started={} if exit_code else counts)
         for channel in self._channels:
-            self._notify(channel, peer_exit, channel.world_ranks)
-
-    def _notify(
-        self, channel: ControlChannel, peer_exit: PeerExit, world_ranks: Collection[int]
-    ) -> None:
-        self._sends += channel.send(Tag.PEER_EXIT, asdict(peer_exit), world_ranks)
+            channel.send(Tag.PEER_EXIT, asdict(peer_exit), channel.world_ranks)
 
     # -- the exits of others -----------------------------------------------------------
 

@@ -300,7 +300,7 @@ class DeadlockSearch:
             report = deadlock_text(states, cycle)
             stuck = ranks_reaching(states, cycle)
             verdict = [report, [[rank, serials[rank]] for rank in stuck]]
-            self._survey.sends += channel.send(Tag.DEADLOCK_VERDICT, verdict, stuck)
+            channel.send(Tag.DEADLOCK_VERDICT, verdict, stuck)
             raise DeadlockError(report)
         self._suspects = {rank: serials[rank] for rank in cycle}
         if cycle:

@@ -20,17 +20,13 @@ started: they have no part in the job.
 
 from __future__ import annotations
 
-import array
 import atexit
 import dis
 import faulthandler
-import fcntl
 import gc
 import os
 import signal
-import stat
 import sys
-import termios
 import threading
 import time
 import weakref
@@ -44,6 +40,7 @@ from mpimesh.arguments import digest_bits, plain_text
 from mpimesh.errors import LaunchError, MpimeshError, PeerLostError
 from mpimesh.runtime.launch import Launch, end_before_mpi, exit_status, is_rank
 from mpimesh.runtime.tracebacks import has_unshown_cause, readable, write_error
+from mpimesh.runtime.witness import unread_bytes
 
 if TYPE_CHECKING:
     # Importing mpimesh, which imports this module, is to load little.
@@ -119,19 +116,10 @@ def _flush_streams() -> None:
 def _deliver() -> None:
     """Give the launcher time to read what was written: once a rank aborts it reads no more."""
     end_s = time.monotonic() + _LONGEST_DELIVERY_S
-    while any(map(_unread_bytes, (1, _STDERR_FD))) and time.monotonic() < end_s:
+    while any(map(unread_bytes, (1, _STDERR_FD))) and time.monotonic() < end_s:
         time.sleep(0.005)
     # From the launcher's part on this node to the one that started it.
     time.sleep(_DELIVERY_S)
-
-
-def _unread_bytes(fd: int) -> int:
-    """Return how much of what was written to a pipe has not been read; 0 if `fd` is none."""
-    unread = array.array("i", [0])
-    with suppress(OSError):
-        if stat.S_ISFIFO(os.fstat(fd).st_mode):
-            fcntl.ioctl(fd, termios.FIONREAD, unread)
-    return unread[0]
 
 
 def _loaded_mpi() -> Any:

@@ -6,8 +6,8 @@ which is mapped into its memory: a rank that is killed, stopped, or ended by its
 as it was. A rank that ends by itself turns its ring into ``rank-N.json`` if it has failed, and
 removes it if all went well. `python -m mpimesh flight DIR` reads both.
 
-A ring has a head, in which rank, job and the current wait stand as JSON; the last 1,000 operations
-as rows of numbers; and the texts that they refer to by number, each written when it is new.
+A ring has a head, in which rank, job and the current wait stand as JSON, and a slot for each of the
+last 1,000 operations: a few numbers, and what was called where, as text.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from mpimesh.runtime.call import Call, site_text
 __all__ = ["KEPT", "Entry", "Record", "Recorder", "last_words", "read_records"]
 
 KEPT = 1000
-_ROW = struct.Struct("<7q")
+_ROW = struct.Struct("<6q")
+"""Order, number, bytes, start, end and state of an operation; its text follows."""
 _END = struct.Struct("<2q")
-_END_AT = 5 * 8
+_END_AT = 4 * 8
 _STARTED, _DONE, _FAILED = range(3)
 _STATES = ("started", "done", "failed")
 
@@ -44,16 +45,16 @@ _MOST_RANKS = 1 << 20
 _LONGEST_NAME = 100
 """Most characters of a group's name that are kept."""
 _FILE_NAME = re.compile(r"rank-(\d+)\.(json|ring)")
-_MAGIC = b"mpimesh flight 1"
+_MAGIC = b"mpimesh flight 2"
 _HEAD_AT = 64
 _HEAD_BYTES = 1024
 _WAIT_AT = _HEAD_AT + _HEAD_BYTES
 _WAIT_BYTES = 3008
-_ROWS_AT = 4096
-_TEXTS_AT = _ROWS_AT + -(-KEPT * _ROW.size // 4096) * 4096
-_TEXTS = 2048
-_TEXT_BYTES = 512
-_FILE_BYTES = _TEXTS_AT + _TEXTS * _TEXT_BYTES
+_SLOTS_AT = 4096
+_SLOT_BYTES = 576
+_MOST_TEXTS = 2048
+"""So many texts are kept to be written again."""
+_FILE_BYTES = _SLOTS_AT + KEPT * _SLOT_BYTES
 _LENGTH = struct.Struct("<q")
 _FIELDS = "\x1f"
 _MOST_NEEDED = 256
@@ -176,8 +177,7 @@ class Recorder:
             ) from None
         self._pid = os.getpid()
         self._started = 0
-        self._texts: dict[tuple[object, ...], tuple[int, object]] = {}
-        self._written = 0
+        self._texts: dict[tuple[object, ...], tuple[bytes, object]] = {}
         self._waited: object = None
         self._map[: len(_MAGIC)] = _MAGIC
         head = {"rank": rank, "size": size, "host": socket.gethostname(), "pid": self._pid}
@@ -189,17 +189,15 @@ class Recorder:
         code, offset = call.site
         shape = (call.shape, call.compared)
         key = (id(group), call.name, call.rule, shape, call.dtype, id(code), offset)
-        text = self._texts.get(key)
-        if text is None:
-            text = self._learn(key, group, call)
-        at = _ROWS_AT + order % KEPT * 56
-        now_ns = time.time_ns()
-        _ROW.pack_into(self._map, at, order, call.number, text[0], nbytes, now_ns, 0, _STARTED)
+        text, _ = self._texts.get(key) or self._learn(key, group, call)
+        at = _SLOTS_AT + order % KEPT * _SLOT_BYTES
+        row = _ROW.pack(order, call.number, nbytes, time.time_ns(), 0, _STARTED) + text
+        self._map[at : at + len(row)] = row
 
     def end(self, call: Call, *, failed: bool) -> None:
         """Note that the result of an operation was taken, or that it failed."""
         if call.record > self._started - KEPT:
-            at = _ROWS_AT + call.record % KEPT * 56 + _END_AT
+            at = _SLOTS_AT + call.record % KEPT * _SLOT_BYTES + _END_AT
             _END.pack_into(self._map, at, time.time_ns(), _FAILED if failed else _DONE)
 
     def wait(self, wait: _Wait | None) -> None:
@@ -244,8 +242,8 @@ class Recorder:
 
     def _learn(
         self, key: tuple[object, ...], group: RecordedGroup, call: Call
-    ) -> tuple[int, object]:
-        if len(self._texts) >= _TEXTS:
+    ) -> tuple[bytes, object]:
+        if len(self._texts) >= _MOST_TEXTS:
             self._texts.clear()
         ranks = getattr(group.communicator, "world_ranks", group.ranks)
         signature = (call.name, call.rule, call.compared, call.dtype)
@@ -260,12 +258,10 @@ class Recorder:
             digest_text(signature_text(signature).encode(errors="backslashreplace")),
             call.text(),
         )
-        self._written = number = self._written + 1
-        at = _TEXTS_AT + number % _TEXTS * _TEXT_BYTES
-        self._put(at + 8, _TEXT_BYTES - 8, _FIELDS.join(texts).encode(errors="backslashreplace"))
-        _LENGTH.pack_into(self._map, at, number)
+        text = _FIELDS.join(texts).encode(errors="backslashreplace")
+        text = text[: _SLOT_BYTES - _ROW.size - _LENGTH.size]
         # The group and the code are kept: another object might get the same id.
-        found = self._texts[key] = (number, (group, call.site[0]))
+        found = self._texts[key] = (_LENGTH.pack(len(text)) + text, (group, call.site[0]))
         return found
 
     def _put(self, at: int, room: int, text: bytes) -> None:
@@ -362,14 +358,14 @@ def _read_ring(path: Path) -> Record:
     wait: dict[str, Any] = {}
     with suppress(ValueError):  # the rank may have been killed while it wrote
         wait = json.loads(text_at(_WAIT_AT) or "{}")
-    rows = [_ROW.unpack_from(data, _ROWS_AT + place * _ROW.size) for place in range(KEPT)]
+    rows = [
+        (*_ROW.unpack_from(data, at), text_at(at + _ROW.size).split(_FIELDS))
+        for at in range(_SLOTS_AT, _FILE_BYTES, _SLOT_BYTES)
+    ]
     entries = []
-    for order, number, text, nbytes, start_ns, end_ns, state in sorted(rows):
+    for order, number, nbytes, start_ns, end_ns, state, texts in sorted(rows):
         if not order:
             continue
-        at = _TEXTS_AT + text % _TEXTS * _TEXT_BYTES
-        known = _LENGTH.unpack_from(data, at)[0] == text
-        texts = text_at(at + 8).split(_FIELDS) if known else []
         group, mesh, ranks, site, digest, signature = (*texts, *[""] * 6)[:6]
         waited = wait.get("record") == order and state == _STARTED
         entries.append(

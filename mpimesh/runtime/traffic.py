@@ -138,8 +138,6 @@ class Budget:
     Attributes:
         bytes: The limit of bytes; None for none.
         messages: The limit of messages; None for none.
-        used_bytes: Bytes of the section so far.
-        used_messages: Messages of the section so far.
         used_by: Bytes and messages of the section so far, by operation.
     """
 
@@ -150,8 +148,6 @@ class Budget:
         self.messages = (
             None if messages is None else as_int(messages, "messages of a budget", least=0)
         )
-        self.used_bytes = 0
-        self.used_messages = 0
         self.used_by: dict[str, tuple[int, int]] = {}
         self._traffic = traffic
         self._rank = rank
@@ -175,17 +171,22 @@ class Budget:
         """Count no operation that starts from here on."""
         self._traffic.budgets = tuple(one for one in self._traffic.budgets if one is not self)
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the section so far."""
+        return sum(nbytes for nbytes, _ in self.used_by.values())
+
+    @property
+    def used_messages(self) -> int:
+        """Messages of the section so far."""
+        return sum(messages for _, messages in self.used_by.values())
+
     def exceeds(self, nbytes: int, messages: int) -> bool:
         """Tell whether there is not so much left; there always is for nothing."""
-        return _over(self.used_bytes, nbytes, self.bytes) or _over(
-            self.used_messages, messages, self.messages
+        rows = (self.bytes, self.used_bytes, nbytes), (self.messages, self.used_messages, messages)
+        return any(
+            limit is not None and more > 0 and used + more > limit for limit, used, more in rows
         )
-
-    def use(self, name: str, nbytes: int, messages: int) -> None:
-        """Count what an operation receives."""
-        self.used_bytes += nbytes
-        self.used_messages += messages
-        _add(self.used_by, name, nbytes, messages)
 
     def error(self, what: object, verb: str, nbytes: int, messages: int) -> BudgetError:
         """Return the error about an operation, with what was used before it."""
@@ -214,10 +215,6 @@ class DeferredError:
     def __init__(self) -> None:
         self.error: BudgetError | None = None
 
-    def keep(self, error: BudgetError | None) -> None:
-        """Keep `error` unless there is one already."""
-        self.error = self.error or error
-
     def take(self) -> BudgetError | None:
         """Return the error, if there is one, and keep it no more."""
         error, self.error = self.error, None
@@ -233,24 +230,20 @@ class DeferredError:
             del error  # whose traceback holds this frame
 
 
-def _spend(
-    budgets: tuple[Budget, ...],
-    name: str,
-    what: Callable[[], object],
-    nbytes: int,
-    messages: int,
+def _excess(
+    budgets: tuple[Budget, ...], what: object, verb: str, nbytes: int, messages: int
 ) -> BudgetError | None:
-    """Count what has come, and return the error if a budget had not so much left."""
-    error = None
+    """Return the error of the innermost budget that has not so much left. Nothing is counted."""
     for budget in reversed(budgets):
-        if error is None and budget.exceeds(nbytes, messages):
-            error = budget.error(what(), "received", nbytes, messages)
-        budget.use(name, nbytes, messages)
-    return error
+        if budget.exceeds(nbytes, messages):
+            return budget.error(what, verb, nbytes, messages)
+    return None
 
 
-def _over(used: int, more: int, limit: int | None) -> bool:
-    return limit is not None and more > 0 and used + more > limit
+def _use(budgets: tuple[Budget, ...], name: str, nbytes: int, messages: int) -> None:
+    """Count what an operation receives."""
+    for budget in budgets:
+        _add(budget.used_by, name, nbytes, messages)
 
 
 def _add(counts: dict[K, tuple[int, int]], key: K, nbytes: int, messages: int) -> None:
@@ -446,17 +439,10 @@ class Traffic:
         """
         self.count_from(name, peer, nbytes, messages)
         if self.budgets:
-            site = call_site(2)
-            error = _spend(
-                self.budgets, name, lambda: f"{name} at {site_text(site)}", nbytes, messages
-            )
-            if error is not None:
-                self.refuse(error)
-
-    def admit_by(self, call: Call, rule: Rule, members: Members, amount: Amount) -> None:
-        """Let budgets count an operation that is about to start, as :meth:`admit` does."""
-        if self.budgets and members.size > 1:
-            self.admit(call, *_sums(rule, members, amount))
+            what = f"{name} at {site_text(call_site(2))}"
+            error = _excess(self.budgets, what, "received", nbytes, messages)
+            _use(self.budgets, name, nbytes, messages)
+            self.refuse(error)
 
     @property
     def refuses(self) -> bool:
@@ -467,13 +453,12 @@ class Traffic:
         self, call: Call, rule: Rule, members: Members, amount: Amount
     ) -> BudgetError | None:
         """Return the error of the budget that an operation would exceed. Nothing is counted."""
-        return self._excess(call, *_sums(rule, members, amount))
+        return _excess(self.budgets, call, "would receive", *_sums(rule, members, amount))
 
-    def _excess(self, call: Call, nbytes: int, messages: int) -> BudgetError | None:
-        for budget in reversed(self.budgets):  # the innermost first
-            if budget.exceeds(nbytes, messages):
-                return budget.error(call, "would receive", nbytes, messages)
-        return None
+    def admit_by(self, call: Call, rule: Rule, members: Members, amount: Amount) -> None:
+        """Let budgets count an operation that is about to start, as :meth:`admit` does."""
+        if self.budgets and members.size > 1:
+            self.admit(call, *_sums(rule, members, amount))
 
     def admit(self, call: Call, nbytes: int, messages: int) -> None:
         """Let budgets count an operation that is about to start.
@@ -481,20 +466,16 @@ class Traffic:
         Raises:
             BudgetError: If it would receive more than one has left. Then nothing is counted.
         """
-        if self._deferred is None:
-            error = self._excess(call, nbytes, messages)
-            if error is not None:
-                raise error
-            for budget in self.budgets:
-                budget.use(call.name, nbytes, messages)
-        else:
-            self._deferred.keep(_spend(self.budgets, call.name, call.__str__, nbytes, messages))
+        verb = "would receive" if self.refuses else "received"
+        self.refuse(_excess(self.budgets, call, verb, nbytes, messages))
+        _use(self.budgets, call.name, nbytes, messages)
 
-    def refuse(self, error: BudgetError) -> None:
-        """Raise `error`, now or later."""
-        if self._deferred is None:
+    def refuse(self, error: BudgetError | None) -> None:
+        """Raise `error`, if there is one, now or later."""
+        if self._deferred is not None:
+            self._deferred.error = self._deferred.error or error
+        elif error is not None:
             raise error
-        self._deferred.keep(error)
 
     @contextmanager
     def deferred(self) -> Iterator[DeferredError]:
@@ -634,7 +615,8 @@ class Arrival:
         if nbytes or messages:
             name, peer = self.call.name, self._members.ranks[place]
             self._traffic.count_from(name, peer, nbytes, messages)
-            self._error = _spend(self._budgets, name, self.call.__str__, nbytes, messages)
+            self._error = _excess(self._budgets, self.call, "received", nbytes, messages)
+            _use(self._budgets, name, nbytes, messages)
 
     def settle(self) -> None:
         """End the operation.
@@ -642,8 +624,7 @@ class Arrival:
         Raises:
             BudgetError: If what came was too much.
         """
-        if self._error is not None:
-            self._traffic.refuse(self._error)
+        self._traffic.refuse(self._error)
 
 
 # -- the counters as text --------------------------------------------------------------------------

@@ -51,8 +51,8 @@ __all__ = [
     "EXIT_CODE",
     "Notice",
     "RankState",
-    "VirtualWatchdog",
     "Watchdog",
+    "join_virtual_ranks",
     "missing_ranks",
     "operation_key",
     "wait_report",
@@ -338,7 +338,7 @@ class Watchdog:
         progress.on_idle = self._check
         install(self)
         # Whoever finalizes MPI, this comes first: it frees MPI's own communicators then.
-        on_finalize = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._processes.mark_finished())
+        on_finalize = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._stop())
         MPI.COMM_SELF.Set_attr(on_finalize, None)
 
     def _check(self, wait: Wait) -> None:
@@ -372,7 +372,6 @@ class Watchdog:
                 together = self._wait_for_all(all_here, TOGETHER_S if exit_code else None)
                 self._channels.poll()  # so that no message is left
         if together:
-            self._processes.mark_finished()
             self._stop()
         return together
 
@@ -396,9 +395,9 @@ class Watchdog:
         return poll(all_here, timeout_s, idle)
 
     def _stop(self) -> None:
-        """End the thread, before MPI ends."""
+        """Say that this rank ends in peace, and end the thread, before MPI ends."""
         self._stopped = True
-        self._processes.wake()
+        self._processes.mark_finished()
         self._thread.join(_ANSWER_S)
 
     def before_abort(self, ending: str) -> None:
@@ -524,54 +523,38 @@ class Watchdog:
         }
 
 
-class VirtualWatchdog:
-    """Ends the waits of all virtual ranks when one of them waits too long.
+def join_virtual_ranks(
+    world: VirtualWorld, ranks: Sequence[tuple[Progress, threading.Thread]], limit_s: float
+) -> None:
+    """Wait until all virtual ranks have ended, or one has waited too long and all waits are ended.
+
+    A rank that does not wait then cannot be ended; it goes on as a daemon thread.
 
     Args:
         world: The virtual job.
         ranks: Each rank's waits and thread.
         limit_s: The longest time that a rank may wait; 0 for no limit.
     """
+    while alive := [thread for _, thread in ranks if thread.is_alive()]:
+        alive[0].join(_tick_s(limit_s) if limit_s else None)
+        report = limit_s and world.failure is None and _virtual_report(ranks, limit_s)
+        if report:
+            world.fail(-1, on_all_ranks(CollectiveTimeoutError(report)))
+            for thread in [thread for progress, thread in ranks if progress.current is not None]:
+                thread.join(limit_s)
+            return
 
-    def __init__(
-        self,
-        world: VirtualWorld,
-        ranks: Sequence[tuple[Progress, threading.Thread]],
-        limit_s: float,
-    ) -> None:
-        self._world = world
-        self._ranks = ranks
-        self._limit_s = limit_s
 
-    def join_ranks(self) -> None:
-        """Wait until all ranks have ended, or one has waited too long and those that wait ended.
-
-        A rank that does not wait then cannot be ended; it goes on as a daemon thread.
-        """
-        while alive := [thread for _, thread in self._ranks if thread.is_alive()]:
-            if not self._limit_s:
-                alive[0].join()
-                continue
-            alive[0].join(_tick_s(self._limit_s))
-            if self._world.failure is None and self._overdue():
-                break
-
-    def _overdue(self) -> bool:
-        for rank, (progress, _) in enumerate(self._ranks):
-            wait = progress.current
-            if wait is None or time.monotonic() - wait.since_s <= self._limit_s:
-                continue
-            if not isinstance(wait.communicator, VirtualCommunicator):
-                continue
+def _virtual_report(ranks: Sequence[tuple[Progress, threading.Thread]], limit_s: float) -> str:
+    """Return the report of the first rank that has waited too long; empty if none has."""
+    for rank, (progress, _) in enumerate(ranks):
+        wait = progress.current
+        if wait is None or time.monotonic() - wait.since_s <= limit_s:
+            continue
+        if isinstance(wait.communicator, VirtualCommunicator):
             states = {
                 one: RankState.of(progress, thread.ident, ended=not thread.is_alive())
-                for one, (progress, thread) in enumerate(self._ranks)
+                for one, (progress, thread) in enumerate(ranks)
             }
-            missing = missing_ranks(wait, states)
-            report = wait_report(rank, wait, self._limit_s, missing, states)
-            self._world.fail(-1, on_all_ranks(CollectiveTimeoutError(report)))
-            waiting = [t for p, t in self._ranks if p.current is not None]
-            for thread in waiting:
-                thread.join(self._limit_s)
-            return True
-        return False
+            return wait_report(rank, wait, limit_s, missing_ranks(wait, states), states)
+    return ""

@@ -3,8 +3,9 @@
 A process that is killed says no goodbye, and a launcher need not tell which rank it was, or end
 the others. The system does tell: a file that stands for a process (a pidfd) becomes readable when
 it ends, and waiting for that costs nothing. Whether the rank was meant to end it says itself
-before, in a word of memory that the ranks of the node share and that outlives it. Where the system
-has no such files, or the ranks share no memory, nobody is watched.
+before, in a pipe that nobody reads: the others have opened it, so that it outlives its rank, and
+the number of bytes in it says how the rank has ended. Where the system has no such files, or a
+process cannot open those of another, nobody is watched.
 
 The mpiexec of MPICH, and often that of Open MPI, kills the other ranks some milliseconds after the
 first, before they can speak, and MPICH's names none of them. So there, and under srun with PMIx,
@@ -21,8 +22,10 @@ import fcntl
 import os
 import select
 import signal
+import stat
 import struct
 import sys
+import termios
 import time
 from array import array
 from contextlib import suppress
@@ -32,14 +35,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Any
 
-    from mpimesh.comm.node import Node
-
-__all__ = ["NodeProcesses", "how_it_ended", "is_stopped"]
+__all__ = ["NodeProcesses", "how_it_ended", "is_stopped", "unread_bytes"]
 
 _FINISHED, _REPORTED, _WITNESSED = 1, 2, 3
-"""Values of the word of a rank: it has ended in peace; it ends the job, and has said why; it
-has gone without that, and the witness has said so. 0 before."""
-_WORD_BYTES = 8
+"""Bytes in the pipe of a rank: it has ended in peace; it ends the job, and has said why; it has
+gone without that, and the witness has said so. 0 before."""
 _LATER_S = 0.005
 """A rank that crashes may take longer to go than one that the launcher kills after it."""
 _FEW = 4
@@ -115,75 +115,60 @@ class NodeProcesses:
     def __init__(self, *, launcher_kills_all: bool) -> None:
         self.pids: dict[int, int] = {}
         self._launcher_kills_all = launcher_kills_all
-        self._word: memoryview | None = None
-        self._offset = -1
-        self._words: dict[int, memoryview] = {}
+        self._pipes: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
         self._poll = select.poll()
-        self._wake_read, self._wake_write = os.pipe()
-        self._poll.register(self._wake_read, select.POLLIN)
+        self._pipe, self._pipe_end = os.pipe()
+        self._poll.register(self._pipe, select.POLLIN)
 
-    def watch(self, native: Any, world_ranks: Sequence[int], node: Node) -> None:
-        """Collective: watch the other ranks of a communicator of mpi4py's that are on this node."""
-        if self._word is None and node.arena is not None:
-            memory = node.arena.empty(_WORD_BYTES)
-            if memory is not None:
-                memory[:] = 0
-                node.keep(memory)  # it outlives all arrays
-                self._word = memory.data.cast("q")
-                self._offset = node.arena.find(memory)
-        mine = array("q", [*node.address, os.getpid(), self._offset, self._wake_read])
+    def watch(self, native: Any, world_ranks: Sequence[int], node: int) -> None:
+        """Collective: watch the other ranks of a communicator of mpi4py's that are on this node.
+
+        Args:
+            native: The communicator.
+            world_ranks: The rank in MPI's world of each of its ranks.
+            node: A number that two processes share only if they see each other's process numbers.
+        """
+        mine = array("q", [node, os.getpid(), self._pipe])
         table = array("q", bytes(8 * len(mine) * len(world_ranks)))
         native.Allgather(mine, table)
-        rows = [table[at : at + len(mine)].tolist() for at in range(0, len(table), len(mine))]
-        by_rank = dict(zip(world_ranks, rows, strict=True))
-        for rank, (*address, pid, at, _) in by_rank.items():
-            if address[0] != node.address[0] or pid == os.getpid() or rank in self.pids:
+        rows = zip(world_ranks, table[::3], table[1::3], table[2::3], strict=True)
+        here = {rank: (pid, pipe) for rank, its_node, pid, pipe in rows if its_node == node}
+        for rank, (pid, pipe) in here.items():
+            if pid == os.getpid() or rank in self.pids:
                 continue
             self.pids[rank] = pid
-            if at < 0 or self._word is None:
-                continue
-            # The errors of a memory that cannot be opened are RuntimeErrors.
-            with suppress(OSError, AttributeError, RuntimeError):
-                memory = node.open(tuple(address))[at : at + _WORD_BYTES]
-                file = os.pidfd_open(pid)
-                self._words[rank] = memory.data.cast("q")
+            with suppress(OSError, AttributeError):
+                file, self._pipes[rank] = _open(pid, pipe)
                 self._ranks[file] = rank
                 self._poll.register(file, select.POLLIN)
-        if self.has_witness and world_ranks[native.rank] < min(self._words):
-            _start_witness(
-                f"{rank}:{pid}:{number}:{at}:{pipe}"
-                for rank, (key, _, number, _, _, pid, at, pipe) in by_rank.items()
-                if key == node.address[0] and at >= 0
-            )
+        if self.has_witness and world_ranks[native.rank] < min(self._pipes):
+            _start_witness(f"{rank}:{pid}:{pipe}" for rank, (pid, pipe) in here.items())
 
     @property
     def has_witness(self) -> bool:
         """True if a separate process watches the ranks, for the launcher may kill them all."""
-        return bool(self._words) and self._launcher_kills_all
+        return bool(self._pipes) and self._launcher_kills_all
 
     def wait(self, timeout_s: float) -> list[tuple[int, int]]:
         """Wait at most so long for ranks to go; return those that have not said why.
+
+        It ends, too, when this rank says how it ends.
 
         Returns:
             Rank and pidfd of each.
         """
         gone = []
         for file, _ in self._poll.poll(timeout_s * 1e3):
-            if file == self._wake_read:
-                os.read(file, 1)
+            self._poll.unregister(file)
+            if file == self._pipe:
                 continue
             rank = self._ranks.pop(file)
-            self._poll.unregister(file)
-            if self._words[rank][0] == _FINISHED:
+            if unread_bytes(self._pipes[rank]) == _FINISHED:
                 os.close(file)
             else:
                 gone.append((rank, file))
         return gone
-
-    def wake(self) -> None:
-        """End a wait of another thread."""
-        os.write(self._wake_write, b"\0")
 
     def mark_finished(self) -> None:
         """This rank ends in peace."""
@@ -196,19 +181,32 @@ class NodeProcesses:
     @property
     def another_reported(self) -> bool:
         """True if another rank has said why it ends the job."""
-        return any(word[0] == _REPORTED for word in self._words.values())
+        return any(unread_bytes(pipe) == _REPORTED for pipe in self._pipes.values())
 
     def is_witnessed(self, rank: int) -> bool:
         """Tell whether the witness has said that a rank has gone."""
-        return bool(self._words[rank][0] == _WITNESSED)
+        return unread_bytes(self._pipes[rank]) == _WITNESSED
 
     def index_without(self, rank: int, gone: int) -> int:
         """Return the index of `rank` among the ranks of the node but the one that has gone."""
         return sum(1 for other in self.pids if other < rank and other != gone)
 
     def _mark(self, state: int) -> None:
-        if self._word is not None:
-            self._word[0] = state
+        os.write(self._pipe_end, bytes(max(state - unread_bytes(self._pipe), 0)))
+
+
+def _open(pid: int, pipe: int) -> tuple[int, int]:
+    """Return a pidfd of a process, and its pipe, opened for reading."""
+    return os.pidfd_open(pid), os.open(f"/proc/{pid}/fd/{pipe}", os.O_RDONLY)
+
+
+def unread_bytes(fd: int) -> int:
+    """Return how much of what was written to a pipe has not been read; 0 if `fd` is none."""
+    unread = array("i", [0])
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            fcntl.ioctl(fd, termios.FIONREAD, unread)
+    return unread[0]
 
 
 # -- the witness ---------------------------------------------------------------------------------
@@ -231,23 +229,20 @@ def _watch(ranks: list[str]) -> None:
     """Watch ranks until all have ended in peace or one has not.
 
     A process that ends closes its files first, by which its launcher learns of it, and is over some
-    time later: which of two has gone first is told by a pipe that each has open.
+    time later: which of two has gone first is told by the ends of their pipes.
 
     Args:
-        ranks: ``"rank:process:file:place:pipe"`` of each: where its word stands in a file of it,
-            and the reading end of its pipe.
+        ranks: ``"rank:process:pipe"`` of each.
     """
     # It tells of what has come in its order: whom the launcher kills comes later.
     waiting = select.epoll()
-    watched: dict[int, tuple[int, int, int, int]] = {}
+    watched: dict[int, tuple[int, int, int]] = {}
     pipes: dict[int, int] = {}
     for text in ranks:
-        rank, pid, number, place, end = map(int, text.split(":"))
+        rank, pid, pipe = map(int, text.split(":"))
         with suppress(OSError):
-            words = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-            pipe = os.open(f"/proc/{pid}/fd/{end}", os.O_RDONLY)
-            file = os.pidfd_open(pid)
-            watched[file] = (rank, pid, words, place)
+            file, pipe = _open(pid, pipe)
+            watched[file] = (rank, pid, pipe)
             waiting.register(file, select.EPOLLIN)
             pipes[pipe] = rank
             waiting.register(pipe, 0)  # its end alone, not what is written
@@ -264,19 +259,20 @@ def _watch(ranks: list[str]) -> None:
             if file in pipes:
                 signs.setdefault(pipes.pop(file), len(signs))
                 continue
-            rank, pid, words, place = watched.pop(file)
+            rank, pid, pipe = watched.pop(file)
             sign = signs.setdefault(rank, len(signs))
-            said = _word(words, place)
+            said = unread_bytes(pipe)
             if said == _FINISHED:
                 continue
-            if _REPORTED in (said, *(_word(other, at) for _, _, other, at in watched.values())):
+            if _REPORTED in (said, *(unread_bytes(other) for _, _, other in watched.values())):
                 return
             how, code = how_it_ended(pid, file)
             text = f"mpimesh: rank {rank} (process {pid}) {how}, without ending MPI"
             # Of several the first, but rather one that nobody else can have ended.
             follows = code in _WHEN_ANOTHER_HAS_GONE
             gone.append((follows, sign, f"[rank {rank}] {text}\n"))
-            os.pwrite(words, _WITNESSED.to_bytes(_WORD_BYTES, sys.byteorder), place)
+            with open(f"/proc/self/fd/{pipe}", "wb") as stream:  # noqa: PTH123 - as above
+                stream.write(bytes(_WITNESSED))
             if not follows:
                 break
             end_s = time.monotonic() + _LONGEST_END_S
@@ -288,10 +284,6 @@ def _watch(ranks: list[str]) -> None:
         if gone:
             os.write(2, min(gone)[2].encode())
             return
-
-
-def _word(file: int, place: int) -> int:
-    return int.from_bytes(os.pread(file, _WORD_BYTES, place), sys.byteorder)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from mpimesh.runtime.failure import end_together, is_born_too_late, limited_star
 from mpimesh.runtime.flight import Recorder
 from mpimesh.runtime.launch import Launch, check_world
 from mpimesh.runtime.progress import InputLocks, Progress
-from mpimesh.runtime.watchdog import VirtualWatchdog, Watchdog
+from mpimesh.runtime.watchdog import Watchdog, join_virtual_ranks
 from mpimesh.settings import Settings
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ def run_virtual(
         thread.start()
     ranks = [(one.progress, thread) for one, thread in zip(worlds, threads, strict=True)]
     try:
-        VirtualWatchdog(world, ranks, settings.timeout_s).join_ranks()
+        join_virtual_ranks(world, ranks, settings.timeout_s)
     except BaseException as interrupt:  # such as Ctrl-C, which Python gives to the main thread only
         world.fail(-1, interrupt)
         raise

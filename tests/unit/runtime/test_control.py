@@ -57,10 +57,9 @@ class Wires:
         self.mail: list[tuple[int, int, Tag, str]] = []
 
     def of(self, rank: int) -> Any:
-        def send(tag, value, ranks):
+        def send(tag, value, ranks, *, delivery_s=0.0):
             others = [dest for dest in ranks if dest != rank]
             self.mail += [(rank, dest, tag, json.dumps(value)) for dest in others]
-            return [SimpleNamespace(Test=lambda: True) for _ in others]
 
         def receive(tag):
             mine = [one for one in self.mail if one[1:3] == (rank, tag)]
