@@ -180,13 +180,11 @@ class DeviceCommunicator:
         if not self._searched:
             return Algorithms(())
         collectives = [row for operation in PARAMETERS for row in self._rows_of(operation)]
-        allowed = _MESSAGE_STRATEGIES[self._prefer]
-        if "cuda_ipc" in allowed:
+        way, reason = _MESSAGE_STRATEGIES[self._prefer][-1], f"asked for: {self._prefer}"
+        if way == CudaIpc.name:
             reason = "the receiver reads the sender's memory where it can open it, else mpi_cuda "
             reason += "where proven, else staged"
-            return Algorithms([*collectives, Row("messages", "device", 0, "cuda_ipc", reason)])
-        reason = f"asked for: {self._prefer}"
-        return Algorithms([*collectives, Row("messages", "device", 0, allowed[-1], reason)])
+        return Algorithms([*collectives, Row("messages", "device", 0, way, reason)])
 
     def strategies(self) -> dict[str, ProbeResult]:
         """Return for each strategy whether the ranks have it, and why. Local; empty before."""
