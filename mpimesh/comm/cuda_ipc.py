@@ -46,7 +46,13 @@ import numpy as np
 
 from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.device_strategy import BlockMove, CommStream, DeviceStrategy, agree, steps_in
+from mpimesh.comm.device_strategy import (
+    Collective,
+    CommStream,
+    DeviceStrategy,
+    agree,
+    steps_in,
+)
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.requests import block_slices
 from mpimesh.errors import TransportError
@@ -181,10 +187,9 @@ class CudaIpc(DeviceStrategy):
     def _try(self, sample: Array) -> Steps:
         """Read the samples of all ranks; the steps' value is what was wrong."""
         copies = self.cupy.empty((self.size, sample.size), np.int64)
-        counts = [sample.nbytes] * self.size
-        sent, received = sample.view(np.uint8), copies.reshape(-1).view(np.uint8)
+        arguments = sample, copies.reshape(-1), [sample.size] * self.size
         try:
-            yield from self.move(BlockMove("all_gather", self.rank, sent, received, counts, counts))
+            yield from self.steps(Collective.of("all_gather", self.rank, self.size, *arguments))
         except TransportError as error:
             return str(error.__cause__ or error)
         yield self.stream.reached()
@@ -207,19 +212,18 @@ class CudaIpc(DeviceStrategy):
                 self.cupy.cuda.runtime.free(self._allocated.popitem()[0])
         self._buffers.clear()
 
+    def steps(self, what: Collective) -> Steps:
+        """Do a collective: each rank reads what it is to receive, and reduces it if need be."""
+        if not what.op:
+            return self._move(what)
+        if what.name == "all_reduce" and not one_shot(what.send.nbytes, self.size):
+            return self._two_shot(what.send, what.recv, what.op)
+        part = slice(0, 0 if what.recv is None else what.send.size)
+        if what.name == "reduce_scatter":
+            part = block_slices(what.send_counts)[self.rank]
+        return self._one_shot(what.send, what.recv, part, what.op)
+
     # -- reductions ----------------------------------------------------------------------
-
-    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
-        """Reduce over all ranks into `recv` on `root`; on each if None."""
-        if root is None and not one_shot(send.nbytes, self.size):
-            yield from self._two_shot(send, recv, op)
-        else:
-            part = slice(0, 0 if recv is None else send.size)
-            yield from self._one_shot(send, recv, part, op)
-
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
-        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
-        yield from self._one_shot(send, recv, block_slices(counts)[self.rank], op)
 
     def _one_shot(self, send: Array, out: Array, part: slice, op: str) -> Steps:
         """Reduce one part of all ranks' `send` into `out`; ranks may take no or different parts."""
@@ -280,23 +284,23 @@ class CudaIpc(DeviceStrategy):
 
     # -- movements -----------------------------------------------------------------------
 
-    def move(self, move: BlockMove) -> Steps:
-        """Move blocks of bytes: each rank reads those for it out of the others' arrays."""
+    def _move(self, what: Collective) -> Steps:
+        """Read the blocks for this rank out of the others' arrays."""
         # Where the block for this rank begins in the array of each rank.
         starts = [0] * self.size
-        if move.operation == "scatter":
-            starts[move.root] = block_slices(move.send_counts)[self.rank].start
-        elif move.operation == "all_to_all":
+        if what.name == "scatter":
+            starts[what.root] = block_slices(what.send_counts)[self.rank].start
+        elif what.name == "all_to_all":
             # In the array of each other rank, only that rank knows.
-            mine = np.array([block.start for block in block_slices(move.send_counts)], np.int64)
+            mine = np.array([block.start for block in block_slices(what.send_counts)], np.int64)
             theirs, ones = np.empty(self.size, np.int64), [1] * self.size
             yield self.host.all_to_all(mine, theirs, ones, ones)
             starts = theirs.tolist()
-        send = self.cupy.empty(0, np.uint8) if move.send is None else move.send
+        send = self.cupy.empty(0, np.uint8) if what.send is None else what.send
 
         def read(addresses: list[list[int]]) -> None:
             # A rank that receives nothing has no blocks.
-            for target, theirs, start in zip(move.incoming(), addresses, starts, strict=False):
+            for target, theirs, start in zip(what.incoming(), addresses, starts, strict=False):
                 self.stream.copy(target.data.ptr, theirs[0] + start, target.nbytes)
 
         yield from self._meet([send], read)

@@ -6,12 +6,13 @@ operation: nothing waits. Messages need no such agreement (see `device_messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial, partialmethod
+from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.namespace import is_cupy
-from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.stream_scope import StreamScope
 from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.algorithms import Algorithms, Row
@@ -19,21 +20,21 @@ from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import CudaIpc, one_shot_bytes
 from mpimesh.comm.cuda_probe import ProbeResult
 from mpimesh.comm.device_messages import DeviceMessages
-from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, steps_in
+from mpimesh.comm.device_strategy import (
+    PARAMETERS,
+    Collective,
+    DeviceStrategy,
+    checked,
+    steps_in,
+)
 from mpimesh.comm.engine import Engine, StagedRequest, Steps
 from mpimesh.comm.mpi_cuda import MPICuda
 from mpimesh.comm.nccl import Nccl
 from mpimesh.comm.requests import Condition, RecvRequest, Request
 from mpimesh.comm.staged import Staged
-from mpimesh.errors import DTypeError, GroupError, ShapeError, on_all_ranks
+from mpimesh.errors import GroupError, on_all_ranks
 
-__all__ = ["COLLECTIVES", "DeviceCommunicator", "SelfCommunicator", "device_communicator"]
-
-COLLECTIVES = (
-    *("all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter"),
-    *("all_to_all", "broadcast"),
-)
-"""All that ranks do together with device memory."""
+__all__ = ["DeviceCommunicator", "SelfCommunicator", "device_communicator"]
 
 _MESSAGE_STRATEGIES = {
     "": ("staged", "mpi_cuda", "cuda_ipc"),
@@ -99,57 +100,43 @@ class DeviceCommunicator:
 
     # -- collectives -------------------------------------------------------------------------
 
-    def all_reduce(self, send: Array | None, recv: Array, op: str) -> Request:
-        """Reduce over all ranks into `recv` on each; ``send=None`` means `recv` is the input."""
-        data = _checked(recv if send is None else send)
-        return self._start_reduction(
-            "all_reduce", data, _checked(recv), op, lambda s, x, out: s.reduce(x, out, op, None)
-        )
+    def start(self, name: str, *arguments: Any) -> Request:
+        """Start the collective `name`, with the arguments of the communicator's method."""
+        what = Collective.of(name, self.rank, self.size, *arguments)
+        pick = partial(self._pick, name, what.nbytes, what.dtype, what.op)
+        search, engine = self.prepare(), self._engine
+        if search.done and not engine.busy(self._queue) and not engine.busy(_CALLS):
+            return self._begin(pick(), what)
+        scope, turn = StreamScope(), _Turn()
+        engine.stage(_CALLS, turn.steps())
 
-    def reduce(self, send: Array, recv: Array | None, op: str, root: int) -> Request:
-        """Reduce over all ranks into `recv` on `root`."""
-        out = _checked(recv) if recv is not None and self.rank == root else None
-        return self._start_reduction(
-            "reduce", _checked(send), out, op, lambda s, x, out: s.reduce(x, out, op, root)
-        )
+        def steps() -> Steps:
+            try:
+                yield search
+                strategy = pick()
+                if strategy.at_call:
+                    yield Condition(lambda: turn.has_come)
+                with scope.current():
+                    request = self._begin(strategy, what)
+            finally:
+                turn.is_over = True
+            yield request
 
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Request:
-        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
-        return self._start_reduction(
-            "reduce_scatter",
-            _checked(send),
-            _checked(recv),
-            op,
-            lambda s, x, out: s.reduce_scatter(x, out, counts, op),
-        )
+        return engine.stage(self._queue, steps())
 
-    def all_gather(self, send: Array, recv: Array, counts: Sequence[int]) -> Request:
-        """Lay the ranks' `send` one after the other in `recv`; rank r sends ``counts[r]``."""
-        return self._start_move("all_gather", _checked(send), _checked(recv), counts, counts)
+    def _begin(self, strategy: DeviceStrategy, what: Collective) -> Request:
+        # What is put on its stream at the call waits for no other operation on the host.
+        chain = object() if strategy.at_call else self._chain
+        return self._engine.stage(chain, strategy.stream.run(partial(_converted, strategy, what)))
 
-    def gather(self, send: Array, recv: Array | None, counts: Sequence[int], root: int) -> Request:
-        """As :meth:`all_gather`, but only `root` receives."""
-        out = _checked(recv) if recv is not None and self.rank == root else None
-        return self._start_move("gather", _checked(send), out, counts, counts, root)
-
-    def scatter(self, send: Array | None, recv: Array, counts: Sequence[int], root: int) -> Request:
-        """Rank r gets block r of root's `send`."""
-        data = _checked(send) if send is not None and self.rank == root else None
-        return self._start_move("scatter", data, _checked(recv), counts, counts, root)
-
-    def all_to_all(
-        self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> Request:
-        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
-        return self._start_move(
-            "all_to_all", _checked(send), _checked(recv), send_counts, recv_counts
-        )
-
-    def broadcast(self, buffer: Array, root: int) -> Request:
-        """Copy `buffer` of `root` into `buffer` of every rank."""
-        counts = [_checked(buffer).size] * self.size
-        send, recv = (buffer, None) if self.rank == root else (None, buffer)
-        return self._start_move("broadcast", send, recv, counts, counts, root)
+    all_reduce = partialmethod(start, "all_reduce")
+    reduce = partialmethod(start, "reduce")
+    reduce_scatter = partialmethod(start, "reduce_scatter")
+    all_gather = partialmethod(start, "all_gather")
+    gather = partialmethod(start, "gather")
+    scatter = partialmethod(start, "scatter")
+    all_to_all = partialmethod(start, "all_to_all")
+    broadcast = partialmethod(start, "broadcast")
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""
@@ -159,11 +146,11 @@ class DeviceCommunicator:
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Request:
         """Send `buffer`. Messages of one (source, dest, tag) arrive in order."""
-        return self._parent.messages().isend(_checked(buffer), dest, tag)
+        return self._parent.messages().isend(checked(buffer), dest, tag)
 
     def irecv(self, buffer: Array, source: int, tag: int) -> RecvRequest:
         """Receive into `buffer`, which has the message's size or more room."""
-        return self._parent.messages().irecv(_checked(buffer), source, tag)
+        return self._parent.messages().irecv(checked(buffer), source, tag)
 
     def messages(self) -> DeviceMessages:
         """Return what sends and receives, made on first use. Local."""
@@ -192,14 +179,12 @@ class DeviceCommunicator:
         """Return how device memory travels, and why. Local; empty before the first collective."""
         if not self._searched:
             return Algorithms(())
-        collectives = [row for operation in COLLECTIVES for row in self._rows_of(operation)]
-        allowed = _MESSAGE_STRATEGIES[self._prefer]
-        if "cuda_ipc" in allowed:
+        collectives = [row for operation in PARAMETERS for row in self._rows_of(operation)]
+        way, reason = _MESSAGE_STRATEGIES[self._prefer][-1], f"asked for: {self._prefer}"
+        if way == CudaIpc.name:
             reason = "the receiver reads the sender's memory where it can open it, else mpi_cuda "
             reason += "where proven, else staged"
-            return Algorithms([*collectives, Row("messages", "device", 0, "cuda_ipc", reason)])
-        reason = f"asked for: {self._prefer}"
-        return Algorithms([*collectives, Row("messages", "device", 0, allowed[-1], reason)])
+        return Algorithms([*collectives, Row("messages", "device", 0, way, reason)])
 
     def strategies(self) -> dict[str, ProbeResult]:
         """Return for each strategy whether the ranks have it, and why. Local; empty before."""
@@ -297,90 +282,6 @@ class DeviceCommunicator:
             return f"asked for; {strategy.reason}"
         return "; ".join([strategy.reason, *(f"{s}: {why}" for s, why in self._refused.items())])
 
-    # -- the start of an operation -----------------------------------------------------------
-
-    def _start_reduction(
-        self,
-        name: str,
-        data: Array,
-        out: Array | None,
-        op: str,
-        make: Callable[[DeviceStrategy, Array, Array], Steps],
-    ) -> Request:
-        if not is_half(np.dtype(data.dtype)):
-            dtype: DType = np.dtype(data.dtype)
-            return self._start(name, data.nbytes, dtype, lambda s: make(s, data, out), op)
-
-        def in_float32(strategy: DeviceStrategy) -> Steps:
-            # Half types are summed in float32, or every hop would round.
-            wide = data.astype(np.float32)
-            wide_out = wide if out is data else None if out is None else out.astype(np.float32)
-            yield from make(strategy, wide, wide_out)
-            if out is not None:
-                out[...] = wide_out
-
-        return self._start(name, 4 * data.size, np.dtype(np.float32), in_float32, op)
-
-    def _start_move(
-        self,
-        operation: str,
-        send: Array | None,
-        recv: Array | None,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        root: int = -1,
-    ) -> Request:
-        like: Array = recv if send is None else send
-        dtype: DType = np.dtype(like.dtype)
-        move = BlockMove(
-            operation,
-            self.rank,
-            None if send is None else send.view(np.uint8),
-            None if recv is None else recv.view(np.uint8),
-            [count * dtype.itemsize for count in send_counts],
-            [count * dtype.itemsize for count in recv_counts],
-            root,
-        )
-        nbytes: int | None = sum(move.send_counts)
-        if operation == "broadcast":
-            nbytes = move.send_counts[0]
-        elif operation == "all_to_all":
-            nbytes = None  # sizes differ over ranks, so the choice cannot depend on them
-        return self._start(operation, nbytes, dtype, lambda s: s.move(move))
-
-    def _start(
-        self,
-        operation: str,
-        nbytes: int | None,
-        dtype: DType,
-        make: Callable[[DeviceStrategy], Steps],
-        op: str = "",
-    ) -> Request:
-        search, engine = self.prepare(), self._engine
-        if search.done and not engine.busy(self._queue) and not engine.busy(_CALLS):
-            return self._begin(self._pick(operation, nbytes, dtype, op), make)
-        scope, turn = StreamScope(), _Turn()
-        engine.stage(_CALLS, turn.steps())
-
-        def steps() -> Steps:
-            try:
-                yield search
-                strategy = self._pick(operation, nbytes, dtype, op)
-                if strategy.at_call:
-                    yield Condition(lambda: turn.has_come)
-                with scope.current():
-                    request = self._begin(strategy, make)
-            finally:
-                turn.is_over = True
-            yield request
-
-        return engine.stage(self._queue, steps())
-
-    def _begin(self, strategy: DeviceStrategy, make: Callable[[DeviceStrategy], Steps]) -> Request:
-        # What is put on its stream at the call waits for no other operation on the host.
-        chain = object() if strategy.at_call else self._chain
-        return self._engine.stage(chain, strategy.stream.run(lambda: make(strategy)))
-
 
 class _Turn:
     """An operation's turn among those that a rank calls, over all its communicators.
@@ -442,21 +343,14 @@ def device_communicator(communicator: Communicator, *, prefer: str = "") -> Devi
     return default.variants[prefer]
 
 
-def _checked(x: Array) -> Array:
-    """Return `x` if it is a flat array of CuPy.
-
-    Raises:
-        DTypeError: If it is not CuPy's: no other device memory is ever touched.
-        ShapeError: If its elements do not lie one after the other, as strategies expect.
-    """
-    if not is_cupy(x):
-        raise DTypeError(
-            f"device memory is moved as arrays of CuPy, got {type(x).__module__}."
-            f"{type(x).__qualname__}; pass cupy.asarray(x)"
-        )
-    if x.ndim != 1 or not x.flags.c_contiguous:
-        raise ShapeError(
-            f"device memory is moved as flat, contiguous arrays, got shape {x.shape} with strides "
-            f"{x.strides}; pass cupy.ascontiguousarray(x).reshape(-1)"
-        )
-    return x
+def _converted(strategy: DeviceStrategy, what: Collective) -> Steps:
+    """Do a collective in the type in which it is reduced."""
+    send, recv = what.send, what.recv
+    if not what.op or send.dtype == what.dtype:
+        yield from strategy.steps(what)
+        return
+    wide = send.astype(what.dtype)
+    out = wide if recv is send else None if recv is None else recv.astype(what.dtype)
+    yield from strategy.steps(replace(what, send=wide, recv=out))
+    if recv is not None:
+        recv[...] = out

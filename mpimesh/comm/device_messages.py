@@ -23,7 +23,7 @@ from mpimesh.arrays.types import Array
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import DESCRIPTOR, ImportedMemory, export_array, process_key
 from mpimesh.comm.engine import Engine, StagedRequest, Steps
-from mpimesh.comm.requests import Condition, RecvRequest, Request
+from mpimesh.comm.requests import Condition, Receive, RecvRequest, Request
 from mpimesh.comm.staged import Staged
 from mpimesh.errors import TransportError
 
@@ -78,8 +78,8 @@ class DeviceMessages:
         chain = ("device receive", id(self), source, tag)
         receive = _Receive()
         data = buffer.view(np.uint8)
-        receive.request = self._start(chain, lambda: self._receive(receive, data, source, tag))
-        return receive
+        steps = self._start(chain, lambda: self._receive(receive, data, source, tag))
+        return Receive(steps.test, lambda: receive.nbytes, receive.cancel)
 
     def free(self) -> None:
         """Close what was opened, once nothing on the stream reads it any more. Local."""
@@ -124,7 +124,7 @@ class DeviceMessages:
             return
         header = np.zeros(1, _HEADER)
         receive.header = self._host.irecv(header.view(np.uint8), source, _FIRST_TAG + tag)
-        yield receive.header_or_cancelled()
+        yield Condition(receive.header_or_cancelled)
         if receive.was_cancelled():
             return
         nbytes, way = int(header["nbytes"][0]), int(header["way"][0])
@@ -180,27 +180,22 @@ def _check_tags(host: Communicator) -> None:
 
 
 class _Receive:
-    """A receive of device memory, which knows afterwards how much came."""
+    """The message of a receive of device memory.
 
-    __slots__ = ("cancelled", "header", "nbytes", "request")
+    Attributes:
+        header: The request for its header, once that is started.
+        nbytes: Its size, once the header is here.
+        cancelled: Whether it was cancelled.
+    """
 
     def __init__(self) -> None:
-        self.request: StagedRequest | None = None
         self.header: RecvRequest | None = None
         self.nbytes = 0
         self.cancelled = False
 
-    def test(self) -> bool:
-        """Progress the receive, and tell whether the message is here."""
-        return self.request is not None and self.request.test()
-
-    def header_or_cancelled(self) -> Request:
-        """Return the request for the header, which is done, too, when this is cancelled."""
-        return Condition(lambda: self.cancelled or (self.header is not None and self.header.test()))
-
-    def received_bytes(self) -> int:
-        """Return the message's size."""
-        return self.nbytes
+    def header_or_cancelled(self) -> bool:
+        """Tell whether the header is here, or none is to come."""
+        return self.cancelled or (self.header is not None and self.header.test())
 
     def was_cancelled(self) -> bool:
         """Tell whether it was cancelled."""

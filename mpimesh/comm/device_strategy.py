@@ -1,9 +1,8 @@
 """The contract of a strategy to move device memory, and the stream that it works on.
 
-NCCL, CUDA IPC, CUDA-aware MPI and staging through the host are strategies. Each gives reductions
-and moves of blocks, of flat, C-contiguous CuPy arrays; `device_communicator.py` makes collectives
-of them. An operation is written as steps: a generator that runs with the strategy's own stream
-current.
+NCCL, CUDA IPC, CUDA-aware MPI and staging through the host are strategies. Each turns a
+:class:`Collective` of flat, C-contiguous CuPy arrays into steps: a generator that runs with the
+strategy's own stream current. `device_communicator.py` chooses among them.
 
 An operation takes its turn like this. At its start an event is recorded on the stream that is
 current for the caller: all that the operation reads was made before. Its own work goes to a stream
@@ -31,14 +30,25 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mpimesh.arrays.namespace import is_cupy
+from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.stream_scope import StreamScope
 from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.requests import Condition, Request, block_slices
-from mpimesh.errors import TransportError
+from mpimesh.errors import DTypeError, ShapeError, TransportError
 
-__all__ = ["BlockMove", "CommStream", "DeviceStrategy", "agree", "cut", "steps_in"]
+__all__ = [
+    "PARAMETERS",
+    "Collective",
+    "CommStream",
+    "DeviceStrategy",
+    "agree",
+    "checked",
+    "cut",
+    "steps_in",
+]
 
 R = TypeVar("R")
 
@@ -165,7 +175,19 @@ def agree(host: Communicator, problem: str, elsewhere: str) -> Steps:
     return problem or ("" if first[0] == host.size else f"rank {first[0]} {elsewhere}")
 
 
-# -- blocks ----------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------
+
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("send", "recv", "op"),
+    "reduce": ("send", "recv", "op", "root"),
+    "reduce_scatter": ("send", "recv", "counts", "op"),
+    "all_gather": ("send", "recv", "counts"),
+    "gather": ("send", "recv", "counts", "root"),
+    "scatter": ("send", "recv", "counts", "root"),
+    "all_to_all": ("send", "recv", "send_counts", "recv_counts"),
+    "broadcast": ("buffer", "root"),
+}
+"""The parameters of each collective of a :class:`~mpimesh.comm.base.Communicator`."""
 
 
 def cut(data: Array, counts: Sequence[int]) -> list[Array]:
@@ -173,39 +195,106 @@ def cut(data: Array, counts: Sequence[int]) -> list[Array]:
     return [data[block] for block in block_slices(counts)]
 
 
+def checked(x: Array) -> Array:
+    """Return `x` if it is a flat array of CuPy.
+
+    Raises:
+        DTypeError: If it is not CuPy's: no other device memory is ever touched.
+        ShapeError: If its elements do not lie one after the other, as strategies expect.
+    """
+    if not is_cupy(x):
+        raise DTypeError(
+            f"device memory is moved as arrays of CuPy, got {type(x).__module__}."
+            f"{type(x).__qualname__}; pass cupy.asarray(x)"
+        )
+    if x.ndim != 1 or not x.flags.c_contiguous:
+        raise ShapeError(
+            f"device memory is moved as flat, contiguous arrays, got shape {x.shape} with strides "
+            f"{x.strides}; pass cupy.ascontiguousarray(x).reshape(-1)"
+        )
+    return x
+
+
 @dataclass(frozen=True, slots=True)
-class BlockMove:
-    """A collective that moves blocks of bytes, as one rank takes part in it.
+class Collective:
+    """A collective of flat device memory, as one rank takes part in it.
 
     Attributes:
-        operation: ``"all_gather"``, ``"gather"``, ``"scatter"``, ``"all_to_all"`` or
-            ``"broadcast"``.
+        name: The communicator's method.
         rank: This rank.
-        send: The bytes that this rank sends; None if it sends none.
-        recv: The bytes that it receives; None if it receives none, as the root of a broadcast.
-        send_counts: Bytes of each rank's block; in an all-to-all of this rank's block for each.
-        recv_counts: Bytes of each rank's block; in an all-to-all of the block from each.
-        root: Of a gather, scatter or broadcast.
+        size: Number of ranks.
+        send: The array that this rank sends; None if it sends none.
+        recv: The array that it receives; None if it receives none, as the root of a broadcast. An
+            all-reduce may have one array for both.
+        send_counts: Elements of each rank's block; in an all-to-all of this rank's block for each;
+            of the one block, where all ranks have the whole array.
+        recv_counts: The same, in an all-to-all of the block from each.
+        op: The reduction; empty if blocks are moved: these are arrays of bytes.
+        root: The rank that others send to or receive from; -1 if there is none.
+        dtype: The type in which it is reduced, float32 for half types, or every hop would round;
+            the caller's own, if blocks are moved.
     """
 
-    operation: str
+    name: str
     rank: int
-    send: Array | None
-    recv: Array | None
+    size: int
+    send: Array
+    recv: Array
     send_counts: Sequence[int]
     recv_counts: Sequence[int]
-    root: int = -1
+    op: str
+    root: int
+    dtype: DType
+
+    @classmethod
+    def of(cls, name: str, rank: int, size: int, *arguments: Any) -> Collective:
+        """Return the collective `name` of these arguments of the communicator's method.
+
+        Raises:
+            DTypeError: If an array is not CuPy's.
+            ShapeError: If its elements do not lie one after the other.
+        """
+        values = dict(zip(PARAMETERS[name], arguments, strict=True))
+        op, root = values.get("op", ""), values.get("root", -1)
+        sends = rank == root or name not in ("scatter", "broadcast")
+        receives = rank == root or name not in ("reduce", "gather")
+        send = values.get("send", values.get("buffer")) if sends else None
+        recv = values.get("recv", values.get("buffer")) if receives else None
+        if name == "broadcast" and sends:
+            recv = None
+        if name == "all_reduce" and send is None:
+            send = recv
+        whole = checked(recv if send is None else send)
+        if recv is not None:
+            checked(recv)
+        dtype: DType = np.dtype(whole.dtype)
+        counts = values.get("counts", [whole.size])
+        send_counts, recv_counts = (values.get(f"{x}_counts", counts) for x in ("send", "recv"))
+        if not op:
+            send, recv = (None if x is None else x.view(np.uint8) for x in (send, recv))
+            send_counts = [count * dtype.itemsize for count in send_counts]
+            recv_counts = [count * dtype.itemsize for count in recv_counts]
+        elif is_half(dtype):
+            dtype = np.dtype(np.float32)
+        return cls(name, rank, size, send, recv, send_counts, recv_counts, op, root, dtype)
 
     @property
-    def buffer(self) -> Array:
-        """The one array of a broadcast, which its root sends and all others receive."""
-        return self.send if self.rank == self.root else self.recv
+    def nbytes(self) -> int | None:
+        """Its bytes, the same on all ranks; None for an all-to-all, where each knows its own."""
+        if self.name == "all_to_all":
+            return None
+        return sum(self.send_counts) * (self.dtype.itemsize if self.op else 1)
+
+    @property
+    def data(self) -> Array:
+        """The array that this rank sends, else the one that it receives."""
+        return self.recv if self.send is None else self.send
 
     def send_blocks(self) -> list[Array]:
         """Return the blocks that lie in `send`: one for each rank, or a single one for all."""
         if self.send is None:
             return []
-        if self.operation in ("scatter", "all_to_all"):
+        if self.name in ("reduce_scatter", "scatter", "all_to_all"):
             return cut(self.send, self.send_counts)
         return [self.send]
 
@@ -213,46 +302,46 @@ class BlockMove:
         """Return the blocks that lie in `recv`: one from each rank, or a single one."""
         if self.recv is None:
             return []
-        if self.operation in ("scatter", "broadcast"):
-            return [self.recv]
-        return cut(self.recv, self.recv_counts)
+        if self.name in ("all_gather", "gather", "all_to_all"):
+            return cut(self.recv, self.recv_counts)
+        return [self.recv]
 
     def outgoing(self) -> list[Array]:
         """Return the block for each rank; none at all if this rank sends nothing."""
-        if self.operation in ("all_gather", "broadcast"):
-            return self.send_blocks() * len(self.send_counts)
-        return self._at_root(self.send) if self.operation == "gather" else self.send_blocks()
+        blocks = self.send_blocks()
+        if self.name in ("all_gather", "broadcast"):
+            return blocks * self.size
+        return self._at_root(blocks) if self.name == "gather" else blocks
 
     def incoming(self) -> list[Array]:
         """Return the block from each rank; none at all if this rank receives nothing."""
-        if self.operation in ("scatter", "broadcast"):
-            return self._at_root(self.recv)
-        return self.recv_blocks()
+        blocks = self.recv_blocks()
+        return self._at_root(blocks) if self.name in ("scatter", "broadcast") else blocks
 
-    def _at_root(self, block: Any) -> list[Array]:
-        if block is None:
-            return []
-        ranks = range(len(self.send_counts))
-        return [block if rank == self.root else block[:0] for rank in ranks]
+    def _at_root(self, blocks: list[Array]) -> list[Array]:
+        ranks = range(self.size)
+        return [block if rank == self.root else block[:0] for block in blocks for rank in ranks]
 
     def start(
-        self,
-        host: Communicator,
-        send: Any,
-        recv: Any,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
+        self, host: Communicator, send: Any, recv: Any, piece: slice = slice(None)
     ) -> Request:
-        """Start the collective on `host`, of these bytes in the place of its own."""
-        if self.operation == "all_gather":
-            return host.all_gather(send, recv, recv_counts)
-        if self.operation == "gather":
-            return host.gather(send, recv, recv_counts, self.root)
-        if self.operation == "scatter":
-            return host.scatter(send, recv, send_counts, self.root)
-        if self.operation == "broadcast":
-            return host.broadcast(send if self.rank == self.root else recv, self.root)
-        return host.all_to_all(send, recv, send_counts, recv_counts)
+        """Start it on `host`, of arrays in the place of its own: a piece of each block."""
+        send_counts, recv_counts = (
+            [len(range(count)[piece]) for count in counts]
+            for counts in (self.send_counts, self.recv_counts)
+        )
+        values = {
+            "send": send,
+            "recv": recv,
+            "buffer": recv if send is None else send,
+            "counts": recv_counts,
+            "send_counts": send_counts,
+            "recv_counts": recv_counts,
+            "op": self.op,
+            "root": self.root,
+        }
+        begin: Callable[..., Request] = getattr(host, self.name)
+        return begin(*[values[parameter] for parameter in PARAMETERS[self.name]])
 
 
 # -- the contract ----------------------------------------------------------------------------
@@ -318,24 +407,23 @@ class DeviceStrategy(ABC):
         """Give back all resources. Local; a second call does nothing."""
 
     @abstractmethod
-    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
-        """Reduce over all ranks into `recv`, which may be `send`, on `root`; on each if None.
+    def steps(self, what: Collective) -> Steps:
+        """Return the steps of a collective."""
 
-        `recv` is None on all ranks but a root.
+    def keep_own_block(self, what: Collective) -> list[list[tuple[int, Array]]]:
+        """Copy the block that stays on this rank; return those for and from others, with the ranks.
+
+        Empty blocks are left out. The rank after this one comes first, so that no rank is
+        everybody's first.
         """
-
-    @abstractmethod
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
-        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
-
-    @abstractmethod
-    def move(self, move: BlockMove) -> Steps:
-        """Move blocks of bytes."""
-
-    def copy_own_block(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
-        """Copy the block that stays on this rank, if there is one."""
+        outgoing, incoming = what.outgoing(), what.incoming()
         if outgoing and incoming:
             self.stream.copy_array(incoming[self.rank], outgoing[self.rank])
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        return [
+            [(peer, blocks[peer]) for peer in others if blocks and blocks[peer].size]
+            for blocks in (outgoing, incoming)
+        ]
 
     def ufunc(self, op: str) -> Any:
         """Return CuPy's function that combines two arrays."""

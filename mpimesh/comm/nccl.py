@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -33,7 +33,7 @@ import numpy as np
 from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import gpu_key, node_key
-from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, agree, cut
+from mpimesh.comm.device_strategy import Collective, DeviceStrategy, agree
 from mpimesh.comm.engine import Engine, Steps
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import TransportError, on_all_ranks
@@ -222,51 +222,38 @@ class Nccl(DeviceStrategy):
             with self.stream.device:
                 communicator.abort() if self._under_way else communicator.destroy()
 
-    # -- reductions ----------------------------------------------------------------------
-
-    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
-        """Reduce over all ranks into `recv` on `root`; on each if None."""
-        target = send if recv is None else recv
-        if root is None:
-            self._call("allReduce", send, target, self._op(op))
-        else:
-            self._call("reduce", send, target, self._op(op), root)
-        yield from self._done()
-
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
-        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
-        if len(set(counts)) == 1:
-            self._call("reduceScatter", send, recv, self._op(op), like=recv)
-        else:
+    def steps(self, what: Collective) -> Steps:
+        """Do a collective by NCCL's own, or by its reductions or messages, started together."""
+        send, recv, root = what.send, what.recv, what.root
+        equal = len(set(what.recv_counts)) == 1
+        op = getattr(self._nccl, f"NCCL_{what.op.upper()}") if what.op else None
+        if what.name == "all_reduce":
+            self._call("allReduce", send, recv, op)
+        elif what.name == "reduce":
+            self._call("reduce", send, send if recv is None else recv, op, root)
+        elif what.name == "broadcast":
+            self._call("broadcast", what.data, what.data, root)
+        elif what.name == "all_gather" and equal:
+            self._call("allGather", send, recv)
+        elif what.name == "reduce_scatter" and equal:
+            self._call("reduceScatter", send, recv, op, like=recv)
+        elif what.name == "reduce_scatter":
             with self._group():
-                for root, block in enumerate(cut(send, counts)):
-                    out = recv if root == self.rank else block
-                    self._call("reduce", block, out, self._op(op), root)
-        yield from self._done()
-
-    # -- movements, as bytes ---------------------------------------------------------------
-
-    def move(self, move: BlockMove) -> Steps:
-        """Move blocks of bytes: all sends and receives at once, or as a collective of NCCL's."""
-        if move.operation == "broadcast":
-            self._call("broadcast", move.buffer, move.buffer, move.root)
-        elif move.operation == "all_gather" and len(set(move.recv_counts)) == 1:
-            self._call("allGather", move.send, move.recv)
+                for rank, block in enumerate(what.outgoing()):
+                    self._call("reduce", block, recv if rank == self.rank else block, op, rank)
         else:
-            outgoing, incoming = move.outgoing(), move.incoming()
-            self.copy_own_block(outgoing, incoming)
+            outgoing, incoming = self.keep_own_block(what)
             with self._group():
-                for peer in range(self.size):
-                    if outgoing and peer != self.rank:
-                        self._call("send", outgoing[peer], None, peer)
-                    if incoming and peer != self.rank:
-                        self._call("recv", incoming[peer], None, peer)
+                for peer, block in outgoing:
+                    self._call("send", block, None, peer)
+                for peer, block in incoming:
+                    self._call("recv", block, None, peer)
         yield from self._done()
 
     # -- helpers ---------------------------------------------------------------------------
 
     def _call(
-        self, name: str, send: Array, recv: Array | None, *options: int, like: Array | None = None
+        self, name: str, send: Array, recv: Array | None, *options: Any, like: Array | None = None
     ) -> None:
         """Put one call of NCCL on the stream, unless it is of no bytes.
 
@@ -319,10 +306,6 @@ class Nccl(DeviceStrategy):
                 self._nccl.groupEnd()
             raise
         self._nccl.groupEnd()
-
-    def _op(self, op: str) -> int:
-        function: int = getattr(self._nccl, f"NCCL_{op.upper()}")
-        return function
 
 
 class _Joining:

@@ -1,6 +1,6 @@
-"""All-reduce, reduce and broadcast by messages between pairs of ranks.
+"""Collectives by messages between pairs of ranks, of host memory or that of devices.
 
-They run on every communicator, as it needs nothing for them but `isend` and `irecv`:
+They run on every communicator, as they need nothing for them but `isend` and `irecv`:
 
 ``centralized``
     One rank takes the arrays of all, one after the other in the order of the ranks, and sends the
@@ -12,20 +12,23 @@ They run on every communicator, as it needs nothing for them but `isend` and `ir
     Each rank talks to its two neighbours only. The array is cut into a segment for each rank, of
     sizes that differ by one element at most; the segments go round, first reduced and then copied:
     ``2 (n - 1)`` steps of one segment, so each rank sends and takes about two arrays in all. With
-    fewer elements than ranks it is ``tree(2)``.
+    fewer elements than ranks it is ``tree(2)``. A reduce-scatter is its first half.
+doubling, of small arrays of devices (`mpi_cuda.py`)
+    Pairs of ranks at distance 1, 2, 4, ... exchange whole arrays: ``log2(n)`` steps.
 
-Each element is reduced in one place, or handed on from where it was, and then copied to the others:
-all ranks have the same bits. From one algorithm to the next the order of a sum differs, and so may
-its last bits.
+Each element is reduced in one place, or handed on from where it was, and then copied to the others,
+or pairs of ranks combine the same two values in the same order: all ranks have the same bits. From
+one algorithm to the next the order of a sum differs, and so may its last bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.types import Array
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS
 from mpimesh.comm.requests import MAX_USER_TAG, Messages, Request, all_done, block_slices
@@ -33,18 +36,67 @@ from mpimesh.layout.cuts import even_sizes
 from mpimesh.settings import tree_arity
 
 __all__ = [
+    "RING",
+    "Peers",
     "all_reduce_by_messages",
     "broadcast_by_messages",
     "by_messages",
+    "doubling",
     "reduce_by_messages",
+    "reduce_scatter_by_messages",
     "segments",
 ]
+
+RING = 0
+"""In place of a tree's arity."""
 
 _TAG = MAX_USER_TAG + 12
 _CENTER = 0
 """The rank where an all-reduce comes together that has no root."""
-_RING = 0
 _ARITY_OF_SMALL = 2
+
+
+class Peers:
+    """The ranks of a communicator, as the algorithms see them: for arrays in host memory.
+
+    Args:
+        ranks: Who sends and receives.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, ranks: Messages) -> None:
+        self._ranks = ranks
+        self.rank = ranks.rank
+        self.size = ranks.size
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def isend(self, data: Array, dest: int) -> Request:
+        """Start to send an array."""
+        return self._ranks.isend(data, dest, _TAG)
+
+    def irecv(self, data: Array, source: int) -> Request:
+        """Start to receive into an array."""
+        return self._ranks.irecv(data, source, _TAG)
+
+    def combine(self, op: str, first: Array, second: Array, out: Array) -> None:
+        """Put the combination of two arrays into the third; overflow and NaN pass silently."""
+        with np.errstate(all="ignore"):
+            FUNCTIONS[op](first, second, out=out)
+
+    def empty(self, like: Array) -> Array:
+        """Return a new array of the size and dtype of another one."""
+        return np.empty_like(like)
+
+    def settled(self) -> Steps:
+        """Wait until all that was combined or allocated may be sent or received into."""
+        yield from ()
 
 
 def by_messages(
@@ -64,109 +116,118 @@ def by_messages(
     start = _STARTS.get(name)
     if arity is None or start is None:
         return None
-    return lambda *arguments: start(communicator, arity, *arguments)
+    return partial(start, Peers(communicator), arity)
 
 
 def all_reduce_by_messages(
-    communicator: Messages, arity: int, send: HostArray | None, recv: HostArray, op: str
+    peers: Peers, arity: int, send: Array | None, recv: Array, op: str
 ) -> Steps:
     """Reduce over all ranks into `recv` on each.
 
     Args:
-        communicator: The ranks.
+        peers: The ranks.
         arity: How many ranks are below each in the tree; 0 for the ring.
         send: This rank's array; None if it is what `recv` holds.
         recv: Where the result comes; shares no memory with `send`.
         op: The reduction.
     """
     source = recv if send is None else send
-    ranks, rank = communicator.size, communicator.rank
+    ranks, rank = peers.size, peers.rank
     if ranks == 1 or not recv.size:
         recv[...] = source
         return
-    if arity == _RING and recv.size >= ranks:
+    if arity == RING and recv.size >= ranks:
         parts = segments(recv.size, ranks)
-        yield from _reduce_round(communicator, source, recv[parts[rank]], parts, op)
-        yield from _copy_round(communicator, recv, parts)
+        yield from _reduce_round(peers, source, recv[parts[rank]], parts, op)
+        yield from _copy_round(peers, recv, parts)
         return
-    tree = _Tree(communicator, _CENTER, arity or _ARITY_OF_SMALL)
+    tree = _Tree(peers, _CENTER, arity or _ARITY_OF_SMALL)
     if tree.below:
-        yield from _take_in(communicator, tree.order, source, recv, op)
+        yield from _take_in(peers, tree.order, source, recv, op)
     if tree.above is not None:
-        yield communicator.isend(recv if tree.below else source, tree.above, _TAG)
-    yield from _hand_down(communicator, tree, recv)
+        yield peers.isend(recv if tree.below else source, tree.above)
+    yield from _hand_down(peers, tree, recv)
 
 
 def reduce_by_messages(
-    communicator: Messages,
+    peers: Peers,
     arity: int,
-    send: HostArray,
-    recv: HostArray | None,
+    send: Array,
+    recv: Array | None,
     op: str,
     root: int,
 ) -> Steps:
     """Reduce over all ranks into `recv` on `root`.
 
     Args:
-        communicator: The ranks.
+        peers: The ranks.
         arity: As for an all-reduce.
         send: This rank's array.
-        recv: Where the result comes on `root`; shares no memory with `send`.
+        recv: Where the result comes on `root`; shares no memory with `send`, but in a ring of no
+            more ranks than elements it may be the same array.
         op: The reduction.
         root: Who gets it.
     """
-    ranks, rank = communicator.size, communicator.rank
+    ranks, rank = peers.size, peers.rank
     if rank != root:
         recv = None
     if ranks == 1 or not send.size:
         if recv is not None:
             recv[...] = send
         return
-    if arity == _RING and send.size >= ranks:
+    if arity == RING and send.size >= ranks:
         parts = segments(send.size, ranks)
-        own = np.empty_like(send[parts[rank]]) if recv is None else recv[parts[rank]]
-        yield from _reduce_round(communicator, send, own, parts, op)
+        own = peers.empty(send[parts[rank]]) if recv is None else recv[parts[rank]]
+        yield from _reduce_round(peers, send, own, parts, op)
         if recv is None:
-            yield communicator.isend(own, root, _TAG)
+            yield peers.isend(own, root)
         else:
-            others = _others(communicator)
-            yield all_done(*(communicator.irecv(recv[parts[r]], r, _TAG) for r in others))
+            others = peers.others
+            yield all_done(*(peers.irecv(recv[parts[r]], r) for r in others))
         return
-    tree = _Tree(communicator, root, arity or _ARITY_OF_SMALL)
+    tree = _Tree(peers, root, arity or _ARITY_OF_SMALL)
     total = send
     if tree.below:
-        total = np.empty_like(send) if recv is None else recv
-        yield from _take_in(communicator, tree.order, send, total, op)
+        total = peers.empty(send) if recv is None else recv
+        yield from _take_in(peers, tree.order, send, total, op)
     if tree.above is not None:
-        yield communicator.isend(total, tree.above, _TAG)
+        yield peers.isend(total, tree.above)
 
 
-def broadcast_by_messages(
-    communicator: Messages, arity: int, buffer: HostArray, root: int
+def reduce_scatter_by_messages(
+    peers: Peers, send: Array, recv: Array, counts: Sequence[int], op: str
 ) -> Steps:
+    """Reduce `send`; rank r gets block r, ``counts[r]`` elements long. In a ring."""
+    if peers.size == 1:
+        recv[...] = send
+    else:
+        yield from _reduce_round(peers, send, recv, block_slices(counts), op)
+
+
+def broadcast_by_messages(peers: Peers, arity: int, buffer: Array, root: int) -> Steps:
     """Copy `buffer` of `root` into `buffer` of every rank.
 
     Args:
-        communicator: The ranks.
+        peers: The ranks.
         arity: As for an all-reduce. In a ring the root gives each rank a segment, and these go
             round.
         buffer: The array.
         root: Who has it.
     """
-    ranks, rank = communicator.size, communicator.rank
+    ranks, rank = peers.size, peers.rank
     if ranks == 1 or not buffer.size:
         return
-    if arity == _RING and buffer.size >= ranks:
+    if arity == RING and buffer.size >= ranks:
         parts = segments(buffer.size, ranks)
         if rank == root:
-            others = _others(communicator)
-            yield all_done(*(communicator.isend(buffer[parts[r]], r, _TAG) for r in others))
+            others = peers.others
+            yield all_done(*(peers.isend(buffer[parts[r]], r) for r in others))
         else:
-            yield communicator.irecv(buffer[parts[rank]], root, _TAG)
-        yield from _copy_round(communicator, buffer, parts, root)
+            yield peers.irecv(buffer[parts[rank]], root)
+        yield from _copy_round(peers, buffer, parts, root)
         return
-    tree = _Tree(communicator, root, arity or _ARITY_OF_SMALL)
-    yield from _hand_down(communicator, tree, buffer)
+    tree = _Tree(peers, root, arity or _ARITY_OF_SMALL)
+    yield from _hand_down(peers, tree, buffer)
 
 
 _STARTS: dict[str, Callable[..., Steps]] = {
@@ -184,7 +245,7 @@ def segments(size: int, ranks: int) -> list[slice]:
 def _arity(algorithm: str, ranks: int) -> int | None:
     """Return how many ranks are below each; 0 for a ring, None for what is none of these."""
     if algorithm == "ring":
-        return _RING
+        return RING
     if algorithm == "centralized":
         return max(2, ranks)  # the tree in which all are below the root
     return tree_arity(algorithm) or None
@@ -197,7 +258,7 @@ class _Tree:
     """A rank's place in the tree of all.
 
     Args:
-        communicator: The ranks.
+        peers: The ranks.
         root: The one at the top; the others follow in their order, and round.
         arity: How many are below each.
 
@@ -208,8 +269,8 @@ class _Tree:
 
     __slots__ = ("above", "below", "rank")
 
-    def __init__(self, communicator: Messages, root: int, arity: int) -> None:
-        ranks, self.rank = communicator.size, communicator.rank
+    def __init__(self, peers: Peers, root: int, arity: int) -> None:
+        ranks, self.rank = peers.size, peers.rank
         place = (self.rank - root) % ranks
         first = place * arity + 1
         places = range(min(first, ranks), min(first + arity, ranks))
@@ -222,51 +283,52 @@ class _Tree:
         return sorted([self.rank, *self.below])
 
 
-def _take_in(
-    communicator: Messages, order: Sequence[int], source: HostArray, total: HostArray, op: str
-) -> Steps:
+def _take_in(peers: Peers, order: Sequence[int], source: Array, total: Array, op: str) -> Steps:
     """Reduce what those in `order` send, and this rank's `source`, in that order into `total`.
 
     `total` may be `source` if this rank comes first. Two arrays are on their way at a time.
     """
     first, *rest = order
-    if first != communicator.rank:
-        yield communicator.irecv(total, first, _TAG)
+    others = [rank for rank in rest if rank != peers.rank]
+    pads = [peers.empty(total) for _ in others[:2]]
+    yield from peers.settled()
+    if first != peers.rank:
+        yield peers.irecv(total, first)
     elif total is not source:
         total[...] = source
-    others = [rank for rank in rest if rank != communicator.rank]
-    pads = [np.empty_like(total) for _ in others[:2]]
     coming: list[Request] = [
-        communicator.irecv(pad, rank, _TAG) for pad, rank in zip(pads, others, strict=False)
+        peers.irecv(pad, rank) for pad, rank in zip(pads, others, strict=False)
     ]
     taken = 0
     for rank in rest:
-        if rank == communicator.rank:
-            _combine(op, total, source, total)
+        if rank == peers.rank:
+            peers.combine(op, total, source, total)
+            yield from peers.settled()
             continue
         place = taken % 2
         yield coming[place]
-        _combine(op, total, pads[place], total)
+        peers.combine(op, total, pads[place], total)
+        yield from peers.settled()
         taken += 1
         if taken + 1 < len(others):
-            coming[place] = communicator.irecv(pads[place], others[taken + 1], _TAG)
+            coming[place] = peers.irecv(pads[place], others[taken + 1])
 
 
-def _hand_down(communicator: Messages, tree: _Tree, buffer: HostArray) -> Steps:
+def _hand_down(peers: Peers, tree: _Tree, buffer: Array) -> Steps:
     """Take `buffer` from above, and give it to those below."""
     if tree.above is not None:
-        yield communicator.irecv(buffer, tree.above, _TAG)
+        yield peers.irecv(buffer, tree.above)
     if tree.below:
-        yield all_done(*(communicator.isend(buffer, rank, _TAG) for rank in tree.below))
+        yield all_done(*(peers.isend(buffer, rank) for rank in tree.below))
 
 
 # -- rings ----------------------------------------------------------------------------------------
 
 
 def _reduce_round(
-    communicator: Messages,
-    source: HostArray,
-    own: HostArray,
+    peers: Peers,
+    source: Array,
+    own: Array,
     parts: Sequence[slice],
     op: str,
 ) -> Steps:
@@ -274,46 +336,65 @@ def _reduce_round(
 
     `own` may be that segment of `source`. Nothing else of `source` is written.
     """
-    ranks, rank = communicator.size, communicator.rank
+    ranks, rank = peers.size, peers.rank
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
-    # One comes while the other leaves. The first segments are the largest ones.
-    pads = [np.empty_like(source[parts[0]]) for _ in range(min(2, ranks - 1))]
+    # One comes while the other leaves.
+    largest = max(parts, key=lambda part: part.stop - part.start)
+    pads = [peers.empty(source[largest]) for _ in range(min(2, ranks - 1))]
+    yield from peers.settled()
     outgoing = source[parts[before]]
     for step in range(ranks - 1):
         mine = source[parts[(rank - step - 2) % ranks]]
         pad = pads[step % 2][: mine.size]
-        yield all_done(
-            communicator.irecv(pad, before, _TAG), communicator.isend(outgoing, after, _TAG)
-        )
+        yield all_done(peers.irecv(pad, before), peers.isend(outgoing, after))
         outgoing = own if step == ranks - 2 else pad
-        _combine(op, pad, mine, outgoing)
+        peers.combine(op, pad, mine, outgoing)
+        yield from peers.settled()
 
 
 def _copy_round(
-    communicator: Messages, buffer: HostArray, parts: Sequence[slice], root: int | None = None
+    peers: Peers, buffer: Array, parts: Sequence[slice], root: int | None = None
 ) -> Steps:
     """Copy each rank's segment of `buffer` round the ring; `root` has all of them already."""
-    ranks, rank = communicator.size, communicator.rank
+    ranks, rank = peers.size, peers.rank
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     for step in range(ranks - 1):
         requests: list[Request] = []
         if rank != root:
             part = parts[(rank - step - 1) % ranks]
-            requests.append(communicator.irecv(buffer[part], before, _TAG))
+            requests.append(peers.irecv(buffer[part], before))
         if after != root:
             part = parts[(rank - step) % ranks]
-            requests.append(communicator.isend(buffer[part], after, _TAG))
+            requests.append(peers.isend(buffer[part], after))
         yield all_done(*requests)
 
 
-# -- helpers --------------------------------------------------------------------------------------
+# -- pairs ----------------------------------------------------------------------------------------
 
 
-def _others(communicator: Messages) -> Iterable[int]:
-    return (rank for rank in range(communicator.size) if rank != communicator.rank)
-
-
-def _combine(op: str, first: HostArray, second: HostArray, target: HostArray) -> None:
-    """Reduce two arrays; overflow and NaN pass silently."""
-    with np.errstate(all="ignore"):
-        FUNCTIONS[op](first, second, out=target)
+def doubling(peers: Peers, data: Array, op: str) -> Steps:
+    """Combine with a partner at distance 1, 2, 4, ...; ranks over a power of two go before."""
+    rank, size = peers.rank, peers.size
+    core = 1 << (size.bit_length() - 1)
+    buffer = peers.empty(data)
+    yield from peers.settled()
+    if rank >= core:
+        yield peers.isend(data, rank - core)
+        yield peers.irecv(data, rank - core)
+        return
+    extra = rank + core if rank + core < size else None
+    if extra is not None:
+        yield peers.irecv(buffer, extra)
+        peers.combine(op, data, buffer, data)
+        yield from peers.settled()
+    distance = 1
+    while distance < core:
+        partner = rank ^ distance
+        yield all_done(peers.irecv(buffer, partner), peers.isend(data, partner))
+        # The lower rank's part first on both sides, for functions to which the order matters.
+        first, second = (data, buffer) if rank < partner else (buffer, data)
+        peers.combine(op, first, second, data)
+        yield from peers.settled()
+        distance *= 2
+    if extra is not None:
+        yield peers.isend(data, extra)

@@ -24,16 +24,15 @@ import numpy as np
 
 from mpimesh.arrays.types import Array, DType, HostArray
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.device_strategy import BlockMove, DeviceStrategy, cut
+from mpimesh.comm.device_strategy import Collective, DeviceStrategy
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.requests import Request
 
-__all__ = ["STAGE_BYTES", "PinnedPool", "Staged"]
+__all__ = ["STAGE_BYTES", "Staged"]
 
 STAGE_BYTES = 4 << 20
 """Largest buffer of one round: large enough for the bus, small enough to overlap."""
 
-_SMALLEST_BYTES = 4096
 _abandoned: list[HostArray] = []
 """Buffers of operations that failed: the host communicator may still write into them."""
 _ALIGNED_BYTES = 64
@@ -77,7 +76,8 @@ class Staged(DeviceStrategy):
     def __init__(self, host: Communicator, *, stage_bytes: int = STAGE_BYTES) -> None:
         super().__init__(host)
         self._stage_bytes = stage_bytes
-        self._pool = PinnedPool()
+        self._copied: list[tuple[Any, ...]] = []
+        """Buffers that copies may still read, each pair behind the event that comes after these."""
 
     @classmethod
     def find(cls, host: Communicator) -> Steps:
@@ -89,77 +89,46 @@ class Staged(DeviceStrategy):
         """Return None: it does all."""
         return None
 
-    # -- reductions --------------------------------------------------------------------------
-
-    def reduce(self, send: Array, recv: Array | None, op: str, root: int | None) -> Steps:
-        """Reduce over all ranks into `recv` on `root`; on each if None."""
-        dtype = send.dtype
-
-        def start(loaded: HostArray, stored: HostArray) -> Request:
-            data = loaded.view(dtype)
-            if root is None:
-                return self.host.all_reduce(None, data, op)
-            return self.host.reduce(data, None if recv is None else stored.view(dtype), op, root)
-
-        def rounds() -> Iterator[_Round]:
-            for piece in self._pieces(send):
-                stores = [] if recv is None else [recv[piece]]
-                yield _Round([send[piece]], stores, start, in_place=root is None)
-
-        yield from self._run(rounds())
-
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str) -> Steps:
-        """Reduce `send`; rank r gets block r, ``counts[r]`` elements long."""
-        dtype, blocks = send.dtype, cut(send, counts)
-
-        def start(sizes: list[int], loaded: HostArray, stored: HostArray) -> Request:
-            return self.host.reduce_scatter(loaded.view(dtype), stored.view(dtype), sizes, op)
-
-        def rounds() -> Iterator[_Round]:
-            for piece in _pieces_of(max(counts), self._share(dtype.itemsize)):
-                parts = [block[piece] for block in blocks]
-                yield _Round(parts, [recv[piece]], partial(start, [part.size for part in parts]))
-
-        yield from self._run(rounds())
-
-    # -- movements, as bytes -----------------------------------------------------------------
-
-    def move(self, move: BlockMove) -> Steps:
-        """Move blocks of bytes: a piece of every block in each round."""
-        # The array of a broadcast has a buffer for itself.
-        share = self._stage_bytes if move.operation == "broadcast" else self._share(1)
-        most = max([*move.send_counts, *move.recv_counts])
-        if move.operation == "all_to_all":
+    def steps(self, what: Collective) -> Steps:
+        """Do a collective piece by piece: a piece of every block in each round."""
+        # A buffer has a piece of the block of each rank and of one more, or of the one whole array.
+        blocks = 1 if what.name in ("all_reduce", "reduce", "broadcast") else self.size + 1
+        most = max(*what.send_counts, *what.recv_counts)
+        if what.name == "all_to_all":
             # A rank knows the sizes of its own blocks only: how many rounds there are is agreed on.
             sizes = np.array([most], np.int64)
             yield self.host.all_reduce(None, sizes, "max")
             most = int(sizes[0])
+        dtype, in_place = what.data.dtype, what.name == "all_reduce"
 
         def start(piece: slice, loaded: HostArray, stored: HostArray) -> Request:
-            send = None if move.send is None else loaded
-            recv = None if move.recv is None else stored
-            send_counts = _sizes_in(piece, move.send_counts)
-            return move.start(
-                self.host, send, recv, send_counts, _sizes_in(piece, move.recv_counts)
-            )
+            send = None if what.send is None or in_place else loaded.view(dtype)
+            recv = None if what.recv is None else stored.view(dtype)
+            return what.start(self.host, send, recv, piece)
 
         def rounds() -> Iterator[_Round]:
-            for piece in _pieces_of(most, share):
-                loads = [block[piece] for block in move.send_blocks()]
-                stores = [block[piece] for block in move.recv_blocks()]
-                yield _Round(loads, stores, partial(start, piece))
+            for piece in _pieces(most, self._stage_bytes // blocks // dtype.itemsize):
+                loads = [block[piece] for block in what.send_blocks()]
+                stores = [block[piece] for block in what.recv_blocks()]
+                yield _Round(loads, stores, partial(start, piece), in_place)
 
         yield from self._run(rounds())
+
+    # -- messages, as bytes ------------------------------------------------------------------
 
     def send(self, buffer: Array, dest: int, tag: int) -> Steps:
         """Send bytes, in pieces that the receiver cuts alike."""
         start = lambda loaded, _: self.host.isend(loaded, dest, tag)  # noqa: E731
-        yield from self._run(_Round([buffer[p]], [], start) for p in self._pieces(buffer))
+        yield from self._run(
+            _Round([buffer[p]], [], start) for p in _pieces(buffer.size, self._stage_bytes)
+        )
 
     def recv(self, buffer: Array, source: int, tag: int) -> Steps:
         """Receive a message of bytes that has the buffer's size."""
         start = lambda _, stored: self.host.irecv(stored, source, tag)  # noqa: E731
-        yield from self._run(_Round([], [buffer[p]], start) for p in self._pieces(buffer))
+        yield from self._run(
+            _Round([], [buffer[p]], start) for p in _pieces(buffer.size, self._stage_bytes)
+        )
 
     # -- the two buffers ---------------------------------------------------------------------
 
@@ -169,7 +138,9 @@ class Staged(DeviceStrategy):
         before: tuple[_Round, HostArray, Request] | None = None
         try:
             for number, current in enumerate(rounds):
-                buffer = self._buffer(buffers, number % 2, current.places()[1].stop)
+                if number < 2:  # no round is larger than those before it
+                    buffers.append(_pinned(current.places()[1].stop))
+                buffer = buffers[number % 2]
                 self._copy(current.loads, buffer.ctypes.data, load=True)
                 loaded = self.stream.reached()
                 if before is not None:
@@ -180,18 +151,8 @@ class Staged(DeviceStrategy):
         except BaseException:
             _abandoned.extend(buffers)
             raise
-        end = self.stream.mark()
-        for buffer in buffers:
-            self._pool.give(buffer, end)
-
-    def _buffer(self, buffers: list[HostArray], place: int, nbytes: int) -> HostArray:
-        """Return one of the two buffers, with room for so many bytes."""
-        if place == len(buffers):
-            buffers.append(self._pool.take(nbytes))
-        elif buffers[place].size < nbytes:
-            self._pool.give(buffers[place], self.stream.mark())
-            buffers[place] = self._pool.take(nbytes)
-        return buffers[place]
+        self._copied = [(event, *used) for event, *used in self._copied if not event.done]
+        self._copied.append((self.stream.mark(), *buffers))
 
     def _move(self, current: _Round, buffer: HostArray, loaded: Request) -> Steps:
         yield loaded
@@ -209,53 +170,15 @@ class Staged(DeviceStrategy):
             self.stream.copy(target, source, array.nbytes)
             address += array.nbytes
 
-    def _share(self, itemsize: int) -> int:
-        """Return how many elements of every rank's block fit into one round."""
-        return max(1, self._stage_bytes // (self.size + 1) // itemsize)
 
-    def _pieces(self, data: Array) -> list[slice]:
-        return _pieces_of(data.size, max(1, self._stage_bytes // data.dtype.itemsize))
+def _pieces(size: int, step: int) -> list[slice]:
+    return [slice(at, at + step) for at in range(0, size, max(1, step))]
 
 
-def _pieces_of(size: int, step: int) -> list[slice]:
-    return [slice(at, at + step) for at in range(0, size, step)]
+def _pinned(nbytes: int) -> HostArray:
+    """Return pinned bytes: a GPU copies to and from them beside other work.
 
-
-def _sizes_in(piece: slice, counts: Sequence[int]) -> list[int]:
-    """Return how much of every block is in its piece."""
-    return [max(0, min(piece.stop, count) - piece.start) for count in counts]
-
-
-class PinnedPool:
-    """Pinned buffers of powers of two: a GPU copies to and from them beside other work.
-
-    Allocating pinned memory takes a millisecond and stops the device, so it stays allocated. A
-    buffer that is given back may still be read by a copy under way; it is given out again when the
-    event is done that was recorded after that copy.
-
-    Args:
-        limit_bytes: Most memory that stays while it is not in use.
+    Allocating pinned memory takes a millisecond and stops the device; CuPy has a pool of it.
     """
-
-    def __init__(self, *, limit_bytes: int = 256 << 20) -> None:
-        self._limit_bytes = limit_bytes
-        self._free: list[tuple[HostArray, Any]] = []
-
-    def take(self, nbytes: int) -> HostArray:
-        """Return bytes that no copy uses any more; at least `nbytes` of them."""
-        size = max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length()) if nbytes else _SMALLEST_BYTES
-        for place, (buffer, event) in enumerate(self._free):
-            if buffer.size == size and event.done:
-                del self._free[place]
-                return buffer
-        memory = sys.modules["cupy"].cuda.alloc_pinned_memory(size)
-        return np.frombuffer(memory, np.uint8, size)
-
-    def give(self, buffer: HostArray, event: Any) -> None:
-        """Take `buffer` back; copies that use it come before `event`."""
-        if buffer.size + sum(other.size for other, _ in self._free) <= self._limit_bytes:
-            self._free.append((buffer, event))
-        elif not event.done:
-            # Over the limit, but a copy may still use it: it goes when another comes after it.
-            self._free = [(other, e) for other, e in self._free if not e.done]
-            self._free.append((buffer, event))
+    memory = sys.modules["cupy"].cuda.alloc_pinned_memory(max(1, nbytes))
+    return np.frombuffer(memory, np.uint8, nbytes)

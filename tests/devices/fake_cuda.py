@@ -154,6 +154,10 @@ class Runtime(SimpleNamespace):
         raise CUDARuntimeError("cudaErrorInvalidValue: invalid argument")
 
 
+class _Pinned(bytearray):
+    """Pinned host memory; tests look whether it is still in use."""
+
+
 def address_range(ptr: int) -> tuple[int, int]:
     """Return base and size of the allocation around `ptr`, as `cuMemGetAddressRange` does."""
     cupy: Any = sys.modules["cupy"]
@@ -263,7 +267,7 @@ class FakeCupy(ModuleType):
             Event=partial(Event, clock=clock),
             Stream=partial(_stream, clock),
             get_current_stream=clock.stream,
-            alloc_pinned_memory=lambda nbytes: memoryview(bytearray(b"k" * nbytes)),
+            alloc_pinned_memory=lambda nbytes: _Pinned(b"k" * nbytes),
             MemoryPointer=MemoryPointer,
             UnownedMemory=UnownedMemory,
             is_available=lambda: devices > 0,

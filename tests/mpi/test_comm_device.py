@@ -7,11 +7,8 @@ import pytest
 
 from mpimesh.comm import Engine
 from mpimesh.comm.cuda_probe import ProbeResult
-from mpimesh.comm.device_communicator import (
-    COLLECTIVES,
-    DeviceCommunicator,
-    device_communicator,
-)
+from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
+from mpimesh.comm.device_strategy import PARAMETERS
 from mpimesh.errors import TransportError
 from mpimesh.testing.fake_device import FakeDeviceArray
 from tests.devices.alone import Alone
@@ -67,7 +64,7 @@ def test_what_mpi_crashes_in_is_made_of_messages(communicator):
         return ProbeResult(operation == "messages", f"{operation} crashed")
 
     strategy = Alone(communicator, MPICuda(communicator, proof=proof))
-    assert {strategy.cannot(operation) for operation in COLLECTIVES} == {None}
+    assert {strategy.cannot(operation) for operation in PARAMETERS} == {None}
     for name in ("all_gather", "gather", "scatter", "all_to_all", "broadcast"):
         setattr(communicator, name, _never)
     check_all(strategy, communicator, dtypes=("f4", "c16"), sizes=(0, 50))

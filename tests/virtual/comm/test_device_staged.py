@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
+
 import numpy as np
 import pytest
 
-from mpimesh.comm.staged import PinnedPool, Staged
+from mpimesh.comm.staged import Staged
 from tests.devices.alone import Alone
-from tests.devices.fake_cuda import installed
 from tests.devices.operations import check_all, device, finish, nonsense, same
 from tests.devices.virtual import on_ranks
 
@@ -34,19 +37,31 @@ def test_half_types_and_booleans_move():
     on_ranks(2, main)
 
 
-def test_pinned_memory_is_not_used_again_before_its_copies_are_done():
-    with installed() as cupy:
-        pool, event = PinnedPool(limit_bytes=8192), cupy.cuda.Event()
-        first = pool.take(4000)
-        assert first.size == 4096
-        cupy.cuda.get_current_stream().delay(3)
-        event.record()
-        pool.give(first, event)
-        assert pool.take(100) is not first
-        event.synchronize()
-        assert pool.take(100) is first
-        assert pool.take(0).size == 4096
-        assert pool.take(4097).size == 8192
+def test_pinned_memory_lives_until_its_copies_are_done(monkeypatch):
+    pinned = []
+
+    def main(comm):
+        alone, x = Alone(comm, Staged(comm, stage_bytes=64)), device(np.ones(64, "f4"))
+        cuda = sys.modules["cupy"].cuda
+        allocate = cuda.alloc_pinned_memory
+
+        def watched(nbytes):
+            memory = allocate(nbytes)
+            pinned.append(weakref.ref(memory))
+            return memory
+
+        monkeypatch.setattr(cuda, "alloc_pinned_memory", watched)
+        finish(comm, alone.all_reduce(None, x, "sum"))
+        gc.collect()
+        first = [*pinned]
+        assert len(first) == 2
+        assert None not in [one() for one in first], "a copy may still read it"
+        alone.strategy.stream.stream.synchronize()
+        finish(comm, alone.all_reduce(None, x, "sum"))
+        gc.collect()
+        assert [one() for one in first] == [None, None]
+
+    on_ranks(1, main)
 
 
 def test_the_next_part_is_loaded_while_one_is_moved(monkeypatch):
