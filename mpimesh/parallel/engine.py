@@ -39,7 +39,7 @@ from mpimesh.parallel.tensor.model import TensorModel
 from mpimesh.parallel.tensor.parameter import describe_parts
 from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import agree, exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
 
@@ -185,7 +185,7 @@ class Engine:
             # Its text may be of this rank.
             problem, rule = error, f"refused with a {type(error).__name__}"
         try:
-            agree(scope._core.progress, scope.communicator, Call("pipeline", scope.name, rule=rule))
+            agree(scope._core, Call("pipeline", scope.name, rule=rule))
         except MismatchError as error:
             raise error from problem
         if problem is not None:
@@ -390,8 +390,7 @@ class Engine:
         mine = np.array([self.buckets.is_open], np.uint8)
         if self.scope.all_reduce(mine, "max", label="gradients that are kept").resolve()[0]:
             problem = ModuleStateError(_OPEN) if self.buckets.is_open else None
-            progress, scope = self.scope._core.progress, self.scope.communicator
-            exchange(progress, scope, None, what="refused new buckets", problem=problem)
+            agree(self.scope._core, "refused new buckets", problem=problem)
 
     # -- helpers ----------------------------------------------------------------------------
 
@@ -437,7 +436,7 @@ class Engine:
         on_device = self.xp is not np and self.pipe._core.moves_device_memory
         mine = {"on_device": on_device, "rows": self.links.lend()}
         what = Call("pipeline", scope.name)
-        everyone = exchange(scope._core.progress, scope.communicator, mine, what=what)
+        everyone = agree(scope._core, what, mine)
         library = self.xp if all(one["on_device"] for one in everyone) else np
         place_of = {rank: place for place, rank in enumerate(self.pipe.ranks)}
         rows = {
@@ -472,7 +471,7 @@ class Engine:
                 mine[parameter.requires_grad].append(number)
         scope = self.scope
         what = Call("rebuild_buckets", scope.name)
-        everyone = exchange(scope._core.progress, scope.communicator, mine, what=what)
+        everyone = agree(scope._core, what, mine)
         frozen, trained = (set(chain(*numbers)) for numbers in zip(*everyone, strict=True))
         rows = [
             f"  {self._named[number][0]}: frozen on ranks "
