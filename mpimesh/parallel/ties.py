@@ -133,7 +133,8 @@ class Ties:
             MismatchError: On every rank, naming the first parameter that differs.
 
         Cost:
-            An all-reduce of 40 bytes and an all-gather of small texts, if anything is tied; reading it once for its values.
+            An all-reduce of 40 bytes and an all-gather of small texts, if anything is tied; reading
+            it once for its values.
         """
         if not self._ties:
             return

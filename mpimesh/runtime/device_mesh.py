@@ -480,7 +480,8 @@ class DeviceMesh:
 
         Cost:
             Messages there and back between pairs of ranks, all at once: 100 of 8 bytes and 5 of
-            4 MiB inside nodes and as many between them; 5 reads of 4 MiB; two agreements on small values.
+            4 MiB inside nodes and as many between them; 5 reads of 4 MiB; two agreements on small
+            values.
 
         Example:
             >>> with mm.DeviceMesh("dp=-1") as mesh:
