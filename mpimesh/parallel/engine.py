@@ -80,6 +80,9 @@ class ModelOptimizer(Protocol):
     def loss_scale(self) -> float:
         """The factor that losses are multiplied by now."""
 
+    def step(self) -> object:
+        """Change the parameters. Collective."""
+
     def clip_grad_norm(self, max_norm: float) -> float:
         """Have the next step clip the gradients. Collective."""
 

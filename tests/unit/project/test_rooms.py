@@ -60,9 +60,6 @@ LAZY_OF_ROOM = {"models": {"safetensors", "tokenizers"}, "cli": {"threadpoolctl"
 PICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 MOST_LINES = 700
 
-# DTensor's methods reach what is made of it: `astype` and `real` in joins, the array namespace.
-CIRCULAR = {"dtensor"}
-
 
 def test_the_library_keeps_its_rules():
     modules = sorted((ROOT / "mpimesh").rglob("*.py"))
@@ -85,7 +82,7 @@ def test_no_module_is_past_its_length(folder):
     assert not long, f"past {MOST_LINES} lines a module wants to be two: {long}"
 
 
-@pytest.mark.parametrize("room", sorted(set(LEVEL) - CIRCULAR))
+@pytest.mark.parametrize("room", sorted(LEVEL))
 def test_no_files_of_a_room_import_each_other_in_a_circle(room):
     sources = {
         path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path.read_text()
