@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from mpimesh.comm.device_communicator import device_communicator
 from mpimesh.comm.mpi_environment import cache_problem, clear_cache
 from mpimesh.errors import MpimeshError, SettingsError
 from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.world import solo_communicator
 from mpimesh.settings import Settings
@@ -107,8 +107,15 @@ def _open_world(mpi: Mpi) -> Communicator:
     return MPICommunicator.duplicate(MPI.COMM_WORLD)
 
 
+class _World(NamedTuple):
+    """All ranks, before there is a mesh."""
+
+    progress: Progress
+    communicator: Communicator
+
+
 def _everyone(communicator: Communicator, value: Any) -> list[Any]:
-    return exchange(Progress(), communicator, value, what="the doctor")
+    return agree(_World(Progress(), communicator), "the doctor", value)
 
 
 def _local_rank(places: Sequence[tuple[str, int | None]], rank: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpimesh.cli.facts_rank import THREAD_VARIABLES, cpu_quota, node_name
 from mpimesh.runtime import DeviceMesh, Launch
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 
 __all__ = ["fair_threads", "share_cores"]
 
@@ -27,7 +27,7 @@ def share_cores(
     group = mesh.group()
     cores = sorted(os.sched_getaffinity(0))
     here = [node_name(Launch.detect(environment)), cores, cpu_quota()]
-    ranks = exchange(group._core.progress, group.communicator, here, what="the cores of the ranks")
+    ranks = agree(group._core, "the cores of the ranks", here)
     threads = fair_threads(ranks, group.rank or 0)
     if any(name in environment for name in THREAD_VARIABLES):
         return nullcontext()

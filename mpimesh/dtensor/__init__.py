@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpimesh.dtensor import (
+    array_api,
     facts,
     indexing,
     masks,
@@ -55,6 +56,7 @@ from mpimesh.dtensor.tensor import DTensor
 from mpimesh.dtensor.variable import DVariable
 
 _RULES = (
+    array_api,
     facts,
     indexing,
     masks,

@@ -8,32 +8,10 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import DType, HostArray
-from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import LayoutError, NoRuleError
+from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.layout import Layout, Operand, OpRule, PlacementLike
-from mpimesh.runtime import DeviceMesh
 
-__all__ = ["apply_rule", "are_whole", "common_mesh", "gathered", "operand_of", "placed"]
-
-
-_IN_PLACE = (np.place,)
-
-
-def common_mesh(operands: Sequence[Any]) -> DeviceMesh:
-    """Return the mesh that all split arrays among `operands` are on.
-
-    Raises:
-        LayoutError: If they are on different ones.
-    """
-    tensors = [one for one in operands if isinstance(one, DTensor)]
-    mesh = tensors[0].mesh
-    for other in tensors[1:]:
-        if other.mesh is not mesh:
-            raise LayoutError(
-                f"operands must be on one mesh, but {tensors[0]!r} and {other!r} are on two; bring "
-                "one over with x.redistribute(placements, mesh=...)"
-            )
-    return mesh
+__all__ = ["apply_rule", "operand_of", "placed"]
 
 
 def operand_of(x: DTensor) -> Operand:
@@ -74,53 +52,3 @@ def apply_rule(
         block = np.asarray(function(*(x.local for x in arrays)))
     kind: DType = np.dtype(dtype) if block is None else block.dtype
     return DTensor(mesh, Layout(mesh, rule.output), shape, kind, block)
-
-
-def gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `function` with whole arrays in place of split ones. Collective.
-
-    Arrays in the result are replicated over the mesh.
-
-    Raises:
-        NoRuleError: If `function` writes into its argument.
-    """
-    if function in _IN_PLACE:
-        raise NoRuleError(
-            f"numpy.{function.__name__} writes into its argument, and what is gathered is a copy; "
-            "write by a key instead, as in x[index] = value"
-        )
-    found: list[DTensor] = []
-    whole_args, whole_kwargs = _replaced(args, found), _replaced(kwargs, found)
-    mesh = common_mesh(found)
-    if not found[0].is_member:
-        raise LayoutError(f"rank {mesh.rank} is not in the mesh, and gathers nothing")
-    return _split(function(*whole_args, **whole_kwargs), mesh)
-
-
-def are_whole(tree: Any) -> bool:
-    """Tell whether every rank has all of each split array in `tree`: then nothing need move."""
-    if isinstance(tree, DTensor):
-        return tree.layout.is_replicated
-    if isinstance(tree, dict):
-        return all(are_whole(one) for one in tree.values())
-    return not isinstance(tree, list | tuple) or all(are_whole(one) for one in tree)
-
-
-def _replaced(tree: Any, found: list[DTensor]) -> Any:
-    if isinstance(tree, DTensor):
-        found.append(tree)
-        return tree.full()
-    if isinstance(tree, list | tuple):
-        return type(tree)(_replaced(one, found) for one in tree)
-    if isinstance(tree, dict):
-        return {key: _replaced(one, found) for key, one in tree.items()}
-    return tree
-
-
-def _split(tree: Any, mesh: DeviceMesh) -> Any:
-    if isinstance(tree, np.ndarray):
-        return DTensor(mesh, Layout.replicated(mesh), tree.shape, tree.dtype, tree)
-    if isinstance(tree, list | tuple):
-        row = [_split(one, mesh) for one in tree]
-        return type(tree)(*row) if hasattr(tree, "_fields") else type(tree)(row)
-    return tree

@@ -13,6 +13,8 @@ Example:
 
 from __future__ import annotations
 
+from sys import modules
+
 from numpy import (
     abs,
     acos,
@@ -169,6 +171,7 @@ from mpimesh.dtensor.array_api_own import (
     iinfo,
     sort,
 )
+from mpimesh.dtensor.methods import Methods
 
 __all__ = [
     "MISSING",
@@ -334,3 +337,6 @@ MISSING = {
     "__dlpack_device__": "the array is on several ranks; x.local is NumPy's and has it",
 }
 """Names of the standard that split arrays do not have, with the reason."""
+
+# The arrays give it out, and it is made of functions of them.
+Methods._namespace = modules[__name__]

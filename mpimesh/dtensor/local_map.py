@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 from mpimesh.arguments import as_items
 from mpimesh.dtensor.alike import same_call
-from mpimesh.dtensor.apply import common_mesh, placed
+from mpimesh.dtensor.apply import placed
 from mpimesh.dtensor.results import wrapped_result
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import LayoutError
 from mpimesh.layout import Box, Placement, PlacementLike
 from mpimesh.layout.placement import Placed

@@ -8,11 +8,11 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.arguments import as_tensor, moved_to, refuse_given
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.pieces import exchange_counts
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.shape_axes import permuted
-from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import ravel, row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import IndexOutOfRangeError, LayoutError, ShapeError, on_all_ranks

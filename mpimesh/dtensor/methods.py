@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from mpimesh.dtensor.alike import raise_together
 from mpimesh.errors import DTypeError, UnknownNameError
-from mpimesh.layout import Replicate
+from mpimesh.layout import Partial, Replicate
 from mpimesh.layout.rules import broadcast_shape
 
-if TYPE_CHECKING:
-    from mpimesh.dtensor.tensor import DTensor
+__all__ = ["Methods", "settled"]
 
-__all__ = ["Methods"]
+T = TypeVar("T")
 
 
 class Methods(NDArrayOperatorsMixin):
@@ -24,6 +25,9 @@ class Methods(NDArrayOperatorsMixin):
     """
 
     __slots__ = ()
+
+    _namespace: ClassVar[ModuleType]
+    """That of the array API standard, as `array_api.py` says."""
 
     if TYPE_CHECKING:
 
@@ -49,93 +53,93 @@ class Methods(NDArrayOperatorsMixin):
 
     # -- reductions --------------------------------------------------------------------
 
-    def sum(self, axis: Any = None, **options: Any) -> DTensor:
+    def sum(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.sum`."""
-        return _call(np.sum, self, axis=axis, **options)
+        return self._call(np.sum, self, axis=axis, **options)
 
-    def prod(self, axis: Any = None, **options: Any) -> DTensor:
+    def prod(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.prod`."""
-        return _call(np.prod, self, axis=axis, **options)
+        return self._call(np.prod, self, axis=axis, **options)
 
-    def mean(self, axis: Any = None, **options: Any) -> DTensor:
+    def mean(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.mean`."""
-        return _call(np.mean, self, axis=axis, **options)
+        return self._call(np.mean, self, axis=axis, **options)
 
-    def std(self, axis: Any = None, **options: Any) -> DTensor:
+    def std(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.std`."""
-        return _call(np.std, self, axis=axis, **options)
+        return self._call(np.std, self, axis=axis, **options)
 
-    def var(self, axis: Any = None, **options: Any) -> DTensor:
+    def var(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.var`."""
-        return _call(np.var, self, axis=axis, **options)
+        return self._call(np.var, self, axis=axis, **options)
 
-    def min(self, axis: Any = None, **options: Any) -> DTensor:
+    def min(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.min`."""
-        return _call(np.min, self, axis=axis, **options)
+        return self._call(np.min, self, axis=axis, **options)
 
-    def max(self, axis: Any = None, **options: Any) -> DTensor:
+    def max(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.max`."""
-        return _call(np.max, self, axis=axis, **options)
+        return self._call(np.max, self, axis=axis, **options)
 
-    def argmin(self, axis: Any = None, **options: Any) -> DTensor:
+    def argmin(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.argmin`."""
-        return _call(np.argmin, self, axis=axis, **options)
+        return self._call(np.argmin, self, axis=axis, **options)
 
-    def argmax(self, axis: Any = None, **options: Any) -> DTensor:
+    def argmax(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.argmax`."""
-        return _call(np.argmax, self, axis=axis, **options)
+        return self._call(np.argmax, self, axis=axis, **options)
 
-    def any(self, axis: Any = None, **options: Any) -> DTensor:
+    def any(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.any`."""
-        return _call(np.any, self, axis=axis, **options)
+        return self._call(np.any, self, axis=axis, **options)
 
-    def all(self, axis: Any = None, **options: Any) -> DTensor:
+    def all(self, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.all`."""
-        return _call(np.all, self, axis=axis, **options)
+        return self._call(np.all, self, axis=axis, **options)
 
-    def trace(self, *args: Any, **options: Any) -> DTensor:
+    def trace(self, *args: Any, **options: Any) -> Self:
         """See :func:`numpy.trace`."""
-        return _call(np.trace, self, *args, **options)
+        return self._call(np.trace, self, *args, **options)
 
-    def dot(self, other: Any) -> DTensor:
+    def dot(self, other: Any) -> Self:
         """See :func:`numpy.dot`."""
-        return _call(np.dot, self, other)
+        return self._call(np.dot, self, other)
 
     # -- along an axis -----------------------------------------------------------------
 
-    def cumsum(self, axis: Any = None, dtype: Any = None) -> DTensor:
+    def cumsum(self, axis: Any = None, dtype: Any = None) -> Self:
         """See :func:`numpy.cumsum`."""
-        return _call(np.cumsum, self, axis=axis, dtype=dtype)
+        return self._call(np.cumsum, self, axis=axis, dtype=dtype)
 
-    def cumprod(self, axis: Any = None, dtype: Any = None) -> DTensor:
+    def cumprod(self, axis: Any = None, dtype: Any = None) -> Self:
         """See :func:`numpy.cumprod`."""
-        return _call(np.cumprod, self, axis=axis, dtype=dtype)
+        return self._call(np.cumprod, self, axis=axis, dtype=dtype)
 
-    def argsort(self, axis: Any = -1, **options: Any) -> DTensor:
+    def argsort(self, axis: Any = -1, **options: Any) -> Self:
         """See :func:`numpy.argsort`."""
-        return _call(np.argsort, self, axis=axis, **options)
+        return self._call(np.argsort, self, axis=axis, **options)
 
     def sort(self, axis: Any = -1, **options: Any) -> None:
         """Sort in place, as :meth:`numpy.ndarray.sort`."""
-        self._fill_with(_call(np.sort, self, axis=axis, **options))
+        self._fill_with(self._call(np.sort, self, axis=axis, **options))
 
-    def take(self, indices: Any, axis: Any = None, **options: Any) -> DTensor:
+    def take(self, indices: Any, axis: Any = None, **options: Any) -> Self:
         """See :func:`numpy.take`."""
-        return _call(np.take, self, indices, axis=axis, **options)
+        return self._call(np.take, self, indices, axis=axis, **options)
 
-    def repeat(self, repeats: Any, axis: Any = None) -> DTensor:
+    def repeat(self, repeats: Any, axis: Any = None) -> Self:
         """See :func:`numpy.repeat`."""
-        return _call(np.repeat, self, repeats, axis=axis)
+        return self._call(np.repeat, self, repeats, axis=axis)
 
-    def compress(self, condition: Any, axis: Any = None) -> DTensor:
+    def compress(self, condition: Any, axis: Any = None) -> Self:
         """See :func:`numpy.compress`."""
-        return _call(np.compress, condition, self, axis=axis)
+        return self._call(np.compress, condition, self, axis=axis)
 
-    def diagonal(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> DTensor:
+    def diagonal(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Self:
         """See :func:`numpy.diagonal`."""
-        return _call(np.diagonal, self, offset, axis1, axis2)
+        return self._call(np.diagonal, self, offset, axis1, axis2)
 
-    def nonzero(self) -> tuple[DTensor, ...]:
+    def nonzero(self) -> tuple[Self, ...]:
         """See :func:`numpy.nonzero`."""
         me: Any = self
         found: Any = np.nonzero(me)
@@ -143,45 +147,46 @@ class Methods(NDArrayOperatorsMixin):
 
     # -- shapes ------------------------------------------------------------------------
 
-    def reshape(self, *shape: Any, order: str = "C", copy: bool | None = None) -> DTensor:
+    def reshape(self, *shape: Any, order: str = "C", copy: bool | None = None) -> Self:
         """See :func:`numpy.reshape`; the lengths may be several arguments."""
         new = shape[0] if len(shape) == 1 else shape
-        return _call(np.reshape, self, new, order=order, copy=copy)
+        return self._call(np.reshape, self, new, order=order, copy=copy)
 
-    def ravel(self, order: str = "C") -> DTensor:
+    def ravel(self, order: str = "C") -> Self:
         """See :func:`numpy.ravel`."""
-        return _call(np.ravel, self, order)
+        return self._call(np.ravel, self, order)
 
-    def flatten(self, order: str = "C") -> DTensor:
+    def flatten(self, order: str = "C") -> Self:
         """Return all elements along one axis, as a new array."""
-        found, me = self.ravel(order), _call(lambda: self)
+        found: Any = self.ravel(order)
+        me: Any = self
         if me.is_member and np.shares_memory(found.local, me.local):
-            return found.copy()
-        return found
+            found = found.copy()
+        return self._call(lambda: found)
 
-    def transpose(self, *axes: Any) -> DTensor:
+    def transpose(self, *axes: Any) -> Self:
         """See :func:`numpy.transpose`; the axes may be several arguments."""
         if not axes or axes == (None,):
-            return _call(np.transpose, self)
-        return _call(np.transpose, self, axes[0] if len(axes) == 1 else axes)
+            return self._call(np.transpose, self)
+        return self._call(np.transpose, self, axes[0] if len(axes) == 1 else axes)
 
-    def swapaxes(self, axis1: Any, axis2: Any) -> DTensor:
+    def swapaxes(self, axis1: Any, axis2: Any) -> Self:
         """See :func:`numpy.swapaxes`."""
-        return _call(np.swapaxes, self, axis1, axis2)
+        return self._call(np.swapaxes, self, axis1, axis2)
 
-    def squeeze(self, axis: Any = None) -> DTensor:
+    def squeeze(self, axis: Any = None) -> Self:
         """See :func:`numpy.squeeze`."""
-        return _call(np.squeeze, self, axis)
+        return self._call(np.squeeze, self, axis)
 
     @property
-    def T(self) -> DTensor:
+    def T(self) -> Self:
         """The array with its axes reversed. Local."""
-        return _call(np.transpose, self)
+        return self._call(np.transpose, self)
 
     @property
-    def mT(self) -> DTensor:
+    def mT(self) -> Self:
         """The array with its last two axes swapped. Local."""
-        return _call(np.matrix_transpose, self)
+        return self._call(np.matrix_transpose, self)
 
     # -- the Python array API standard ------------------------------------------------------
 
@@ -191,13 +196,11 @@ class Methods(NDArrayOperatorsMixin):
         Raises:
             UnknownNameError: If it is asked for in a version that it does not follow.
         """
-        from mpimesh.dtensor import array_api
-
         if api_version not in (None, "2021.12", "2022.12", "2023.12"):
             raise UnknownNameError(
                 f"the array namespace follows the standard up to 2023.12, got {api_version!r}"
             )
-        return array_api
+        return self._namespace
 
     @property
     def device(self) -> Any:
@@ -205,7 +208,7 @@ class Methods(NDArrayOperatorsMixin):
         me: Any = self
         return me.mesh
 
-    def to_device(self, device: Any, /, *, stream: Any = None) -> DTensor:
+    def to_device(self, device: Any, /, *, stream: Any = None) -> Self:
         """Return the array on another mesh; see :meth:`redistribute`.
 
         In the same placements if the meshes have the same dims, else replicated. Collective.
@@ -214,40 +217,39 @@ class Methods(NDArrayOperatorsMixin):
             raise DTypeError(f"arrays on meshes have no streams, got {stream!r}")
         me: Any = self
         if device is me.mesh:
-            return _call(lambda: me)
+            return self
         if getattr(device, "dims_text", None) == me.mesh.dims_text:
-            return _call(me.redistribute, mesh=device)
+            return self._call(me.redistribute, mesh=device)
         specs = [Replicate()] * int(getattr(device, "ndim", 0))
-        return _call(me.redistribute, specs, mesh=device)
+        return self._call(me.redistribute, specs, mesh=device)
 
     # -- element by element ------------------------------------------------------------
 
-    def round(self, decimals: int = 0) -> DTensor:
+    def round(self, decimals: int = 0) -> Self:
         """See :func:`numpy.round`."""
-        return _call(np.round, self, decimals)
+        return self._call(np.round, self, decimals)
 
-    def clip(self, min: Any = None, max: Any = None, **options: Any) -> DTensor:  # noqa: A002
+    def clip(self, min: Any = None, max: Any = None, **options: Any) -> Self:  # noqa: A002
         """See :func:`numpy.clip`."""
-        return _call(np.clip, self, min, max, **options)
+        return self._call(np.clip, self, min, max, **options)
 
-    def conj(self) -> DTensor:
+    def conj(self) -> Self:
         """See :meth:`numpy.ndarray.conj`: the array itself, if it is real."""
-        me: Any = self
-        return _call(np.conjugate, self) if self.dtype.kind == "c" else _call(lambda: me)
+        return self._call(np.conjugate, self) if self.dtype.kind == "c" else self
 
     conjugate = conj
 
     @property
-    def real(self) -> DTensor:
+    def real(self) -> Self:
         """The real parts. Local."""
         return _part(self, np.real)
 
     @property
-    def imag(self) -> DTensor:
+    def imag(self) -> Self:
         """The imaginary parts. Local."""
         return _part(self, np.imag)
 
-    def astype(self, dtype: Any, *, casting: Any = "unsafe", copy: bool = True) -> DTensor:
+    def astype(self, dtype: Any, *, casting: Any = "unsafe", copy: bool = True) -> Self:
         """Return the array with elements of another dtype.
 
         Local, but for an array that waits for sums, which are worked out first, and for texts,
@@ -255,16 +257,24 @@ class Methods(NDArrayOperatorsMixin):
 
         Raises:
             DTypeError: If `casting` does not allow it.
+            ValueError: On every rank, if a text cannot be read.
         """
-        from mpimesh.dtensor.shape_join import converted
-
         kind = np.dtype(dtype)
         if not np.can_cast(self.dtype, kind, casting):
             raise DTypeError(f"{self.dtype} cannot be cast to {kind} with casting={casting!r}")
         me: Any = self
         if kind == self.dtype:
-            return _call(me.copy) if copy else _call(lambda: me)
-        return converted(me, kind)
+            return self._call(me.copy) if copy else self
+        ready = settled(me)
+        block = None
+        if ready.is_member:
+            if self.dtype.kind not in "SU":
+                block = ready.local.astype(kind)
+            else:
+                block = ready.mesh.shared_empty(ready.local.shape, kind)
+                with raise_together(ready.mesh, "astype"):
+                    block[...] = ready.local.astype(kind)
+        return self._call(type(me), ready.mesh, ready.layout, ready.shape, kind, block)
 
     def fill(self, value: Any) -> None:
         """Write one value everywhere, in place. Local."""
@@ -275,31 +285,35 @@ class Methods(NDArrayOperatorsMixin):
         me: Any = self
         return me.full().tolist()
 
-    def _fill_with(self, values: DTensor) -> None:
+    def _fill_with(self, values: Self) -> None:
         """Take over the values of an array of the same shape, in place. Collective."""
         self[...] = values  # type: ignore[index]
 
+    def _call(self, function: Any, *args: Any, **options: Any) -> Self:
+        found: Self = function(*args, **options)
+        return found
 
-def _call(function: Any, *args: Any, **options: Any) -> DTensor:
-    found: DTensor = function(*args, **options)
+
+def settled(x: T) -> T:
+    """Return `x` with all sums worked out that it waits for. Collective, if there are any."""
+    me: Any = x
+    if me.layout.partial_op:
+        whole = [Replicate() if isinstance(spec, Partial) else spec for spec in me.placement]
+        me = me.redistribute(whole)
+    found: T = me
     return found
 
 
-def _part(x: Methods, function: Any) -> DTensor:
+def _part(x: T, function: Any) -> T:
     """Return a real part: of sums that are waited for, too, which stay so."""
-    from mpimesh.dtensor.tensor import DTensor
-
     me: Any = x
     op = me.layout.partial_op
     if op not in ("", "sum", "mean"):
-        from mpimesh.dtensor.shape_join import settled
-
         me = settled(me)
-    if not me.is_member:
-        kind = function(np.empty(0, me.dtype)).dtype
-        return DTensor(me.mesh, me.layout, me.shape, kind, None)
-    block = function(me.local)
-    return DTensor(me.mesh, me.layout, me.shape, block.dtype, block)
+    block = function(me.local) if me.is_member else None
+    kind = function(np.empty(0, me.dtype)).dtype if block is None else block.dtype
+    part: T = type(me)(me.mesh, me.layout, me.shape, kind, block)
+    return part
 
 
 def _compared(function: np.ufunc, x: Any, other: Any) -> Any:

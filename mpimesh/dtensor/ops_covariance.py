@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.apply import common_mesh
 from mpimesh.dtensor.arguments import as_tensor
 from mpimesh.dtensor.ops_contract import matmul
 from mpimesh.dtensor.ops_statistics import average
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import atleast_2d, permuted, squeeze
 from mpimesh.dtensor.shape_join import concatenate
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import ShapeError, on_all_ranks
 
 __all__: list[str] = []

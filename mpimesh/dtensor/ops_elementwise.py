@@ -12,7 +12,6 @@ from mpimesh.dtensor import create
 from mpimesh.dtensor.ops_ufunc import call, plain, tried
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
-from mpimesh.dtensor.shape_join import converted
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Partial, PlacementSpec, Replicate, Shard
@@ -216,7 +215,7 @@ def astype(x: DTensor, dtype: Any, /, *, copy: bool = True, device: Any = None) 
     if kind == x.dtype:
         return x.copy() if copy else x
     if x.dtype.kind in "SU":
-        return converted(x, kind)
+        return x.astype(kind, copy=False)
     return blockwise(lambda block: block.astype(kind), [x], (Linear((0,), _ANY),))
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.dtensor.arguments import axes_of, axis_of, moved_to, refuse_given
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.registry import implements
-from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_repeat import roll
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, ShapeError, on_all_ranks

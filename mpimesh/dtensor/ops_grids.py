@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.apply import common_mesh
 from mpimesh.dtensor.arguments import as_tensor, axes_of, axis_of
 from mpimesh.dtensor.indexing import diag
 from mpimesh.dtensor.masks import nonzero
@@ -17,7 +16,7 @@ from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.shape_axes import expand_dims, swapaxes
 from mpimesh.dtensor.shape_join import concatenate
 from mpimesh.dtensor.shape_reshape import broadcast_to, ravel, reshape, shape_tuple
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
 
 __all__: list[str] = []

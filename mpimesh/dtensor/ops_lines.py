@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.apply import common_mesh
 from mpimesh.dtensor.arguments import as_tensor, axis_of
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import resolved
 from mpimesh.dtensor.shape_axes import moveaxis
 from mpimesh.dtensor.shape_reshape import row_along
 from mpimesh.dtensor.stacks import on_stacks
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import ShapeError, on_all_ranks
 
 __all__: list[str] = []

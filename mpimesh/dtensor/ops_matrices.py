@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.linalg import LinAlgError
 
-from mpimesh.dtensor.apply import common_mesh, gathered
 from mpimesh.dtensor.arguments import as_tensor, axes_of
 from mpimesh.dtensor.ops_contract import matmul, outer, tensordot
 from mpimesh.dtensor.ops_linalg import norm, trace
@@ -17,7 +16,7 @@ from mpimesh.dtensor.registry import implements, may_gather, name_of, sure_rule_
 from mpimesh.dtensor.shape_axes import expand_dims, moveaxis, squeeze
 from mpimesh.dtensor.shape_reshape import reshape
 from mpimesh.dtensor.stacks import are_in_reach, on_stacks
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, common_mesh, gathered
 from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout import Shard
 

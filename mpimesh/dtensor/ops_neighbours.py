@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.apply import common_mesh
 from mpimesh.dtensor.arguments import as_tensor, axes_of, axis_of, whole_key
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.ops_reduce import reduce
 from mpimesh.dtensor.ops_ufunc import tried
 from mpimesh.dtensor.picking import pick, pick_along
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.scans import diff
 from mpimesh.dtensor.shape_axes import moveaxis
-from mpimesh.dtensor.shape_join import concatenate, settled
+from mpimesh.dtensor.shape_join import concatenate
 from mpimesh.dtensor.shape_reshape import ravel
 from mpimesh.dtensor.stacks import on_stacks
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.rules.axes import unsplit

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.apply import common_mesh
 from mpimesh.dtensor.arguments import as_tensor
 from mpimesh.dtensor.masks import masked
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.ops_elementwise import blockwise
 from mpimesh.dtensor.registry import implements
-from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import ravel
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.dtensor.uniques import unique
 from mpimesh.layout import Layout
 

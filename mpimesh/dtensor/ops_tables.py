@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from mpimesh.dtensor.alike import raise_together
-from mpimesh.dtensor.apply import are_whole, common_mesh
 from mpimesh.dtensor.arguments import as_tensor, refuse_given, whole_key
 from mpimesh.dtensor.ops_elementwise import blockwise
 from mpimesh.dtensor.ops_ufunc import plain, tried
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, resolved, run, shape_of, store
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, are_whole, common_mesh
 from mpimesh.errors import ShapeError, on_all_ranks
 from mpimesh.layout.rules import KEEP, Pattern, broadcast_shape, elementwise_pattern
 

@@ -10,10 +10,9 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects
 from mpimesh.dtensor.alike import raise_together
-from mpimesh.dtensor.apply import common_mesh
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import DTypeError, NoRuleError, on_all_ranks
 from mpimesh.layout.rules import (
     Linear,

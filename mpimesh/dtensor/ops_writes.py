@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.apply import common_mesh
 from mpimesh.dtensor.arguments import as_tensor, axis_of, moved_to, whole_key
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.pieces import true_anywhere
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.setting import elements_for, set_item, split_elements
-from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import broadcast_to, row_along
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import (
     DTypeError,
     IndexOutOfRangeError,

@@ -11,9 +11,8 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.alike import raise_together
-from mpimesh.dtensor.apply import common_mesh
 from mpimesh.dtensor.redistribute import moves_between_ranks
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Box, Layout, Operand, Partial, Placement, Replicate
 from mpimesh.layout.rules import Linear, Pattern, reduction_pattern, rule_for

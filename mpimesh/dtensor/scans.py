@@ -10,9 +10,10 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.arguments import axis_of, refuse_given
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.registry import implements
-from mpimesh.dtensor.shape_join import concatenate, settled
+from mpimesh.dtensor.shape_join import concatenate
 from mpimesh.dtensor.shape_reshape import row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError

@@ -10,12 +10,12 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects
 from mpimesh.dtensor.arguments import as_tensor, moved_to, whole_key
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.pieces import true_anywhere
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import expand_dims, squeeze
-from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import reshape
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, IndexOutOfRangeError, LayoutError, ShapeError, on_all_ranks

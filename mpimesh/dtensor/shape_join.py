@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.alike import raise_together
 from mpimesh.dtensor.apply import apply_rule, operand_of
 from mpimesh.dtensor.arguments import as_tensor, axis_of, moved_to, refuse_given
 from mpimesh.dtensor.picking import pick_along
@@ -18,39 +17,11 @@ from mpimesh.dtensor.shape_axes import atleast_1d, atleast_2d, atleast_3d, expan
 from mpimesh.dtensor.shape_reshape import ravel
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, ShapeError
-from mpimesh.layout import Partial, Replicate, cheapest
+from mpimesh.layout import cheapest
 from mpimesh.layout.cuts import even_sizes
 from mpimesh.layout.rules.axes import join_rules, unsplit
 
-__all__ = ["concatenate", "converted", "settled", "stack"]
-
-
-def settled(x: DTensor) -> DTensor:
-    """Return `x` with all sums worked out that it waits for. Collective, if there are any."""
-    if not x.layout.partial_op:
-        return x
-    return x.redistribute([Replicate() if isinstance(s, Partial) else s for s in x.placement])
-
-
-def converted(x: DTensor, dtype: Any) -> DTensor:
-    """Return `x` with elements of another dtype; sums are worked out before. Local else.
-
-    Texts may be no numbers, so they are read collectively.
-
-    Raises:
-        ValueError: On every rank, if a text cannot be read.
-    """
-    if x.dtype == dtype:
-        return x
-    ready = settled(x)
-    if not ready.is_member:
-        return DTensor(ready.mesh, ready.layout, ready.shape, dtype, None)
-    if x.dtype.kind not in "SU":
-        return DTensor(ready.mesh, ready.layout, ready.shape, dtype, ready.local.astype(dtype))
-    block = ready.mesh.shared_empty(ready.local.shape, dtype)
-    with raise_together(ready.mesh, "astype"):
-        block[...] = ready.local.astype(dtype)
-    return DTensor(ready.mesh, ready.layout, ready.shape, dtype, block)
+__all__ = ["concatenate", "stack"]
 
 
 def _tensors(arrays: Any) -> list[DTensor]:
@@ -95,7 +66,7 @@ def concatenate(
     wrong = [one.dtype for one in tensors if not np.can_cast(one.dtype, kind, casting)]
     if wrong:
         raise DTypeError(f"arrays of {wrong[0]} are not joined as {kind} with casting={casting!r}")
-    tensors = [converted(one, kind) for one in tensors]
+    tensors = [one.astype(kind, copy=False) for one in tensors]
     mesh = tensors[0].layout.mesh
     operands = [operand_of(one) for one in tensors]
     rule = cheapest(mesh, operands, join_rules(mesh, operands, which))

@@ -9,10 +9,10 @@ import numpy as np
 
 from mpimesh.dtensor.arguments import axes_of, axis_of, whole_key
 from mpimesh.dtensor.create import full
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.shape_axes import expand_dims, swapaxes
-from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import broadcast_to, ravel, reshape, row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, DTypeError, IndexOutOfRangeError, NoRuleError, ShapeError

@@ -9,11 +9,11 @@ import numpy as np
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.apply import placed
 from mpimesh.dtensor.arguments import as_tensor, axis_of, moved_to, refuse_given
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.pieces import true_anywhere
 from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.samples import sorted_row
 from mpimesh.dtensor.shape_axes import permuted
-from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import ravel, row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, IndexOutOfRangeError, ShapeError, on_all_ranks

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from mpimesh.dtensor.alike import raise_together
-from mpimesh.dtensor.apply import are_whole, common_mesh
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.run import Work, run, shape_of
-from mpimesh.dtensor.shape_join import settled
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.tensor import DTensor, are_whole, common_mesh
 from mpimesh.layout.rules import KEEP, Pattern, broadcast_axes, broadcast_shape
 from mpimesh.layout.rules.axes import lines_placement
 

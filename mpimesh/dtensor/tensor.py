@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from operator import getitem, setitem
+from operator import index as to_index
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,8 +25,15 @@ from mpimesh.dtensor.redistribute import (
     start_redistribute,
 )
 from mpimesh.dtensor.registry import FACTS, FUNCTIONS, StandIn, name_of, rule_of, sure_rule_of
-from mpimesh.dtensor.scalars import item_of, place_of
-from mpimesh.errors import DTypeError, LayoutError, ShapeError
+from mpimesh.errors import (
+    DTypeError,
+    IndexOutOfRangeError,
+    LayoutError,
+    NoRuleError,
+    RankError,
+    ShapeError,
+    on_all_ranks,
+)
 from mpimesh.layout import (
     Layout,
     PlacementLike,
@@ -35,7 +44,9 @@ from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.persistent import Persistent
 
-__all__ = ["DTensor"]
+__all__ = ["DTensor", "are_whole", "common_mesh", "gathered"]
+
+_IN_PLACE = (np.place,)
 
 
 class DTensor(Held, Methods):
@@ -149,7 +160,7 @@ class DTensor(Held, Methods):
 
     def __format__(self, spec: str) -> str:
         """Format an array of one element as its number, where `spec` asks for it: collective."""
-        return format(item_of(self, f"be formatted by {spec!r}"), spec) if spec else str(self)
+        return format(_item_of(self, f"be formatted by {spec!r}"), spec) if spec else str(self)
 
     def __deepcopy__(self, memo: object) -> DTensor:
         """Return :meth:`copy`."""
@@ -357,8 +368,6 @@ class DTensor(Held, Methods):
 
     @staticmethod
     def _do(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        from mpimesh.dtensor.apply import are_whole, gathered
-
         if function in FUNCTIONS or not are_whole((args, kwargs)):
             found = rule_of(function)
             if found is not None:
@@ -396,26 +405,26 @@ class DTensor(Held, Methods):
             IndexOutOfRangeError: On every rank, if there is no such element.
         """
         if not index:
-            return item_of(self, "be a number")
-        return item_of(self[place_of(index, self._shape)], "be a number")
+            return _item_of(self, "be a number")
+        return _item_of(self[_place_of(index, self._shape)], "be a number")
 
     def __bool__(self) -> bool:
-        return bool(item_of(self, "be true or false"))
+        return bool(_item_of(self, "be true or false"))
 
     def __float__(self) -> float:
-        return float(item_of(self, "be a number"))
+        return float(_item_of(self, "be a number"))
 
     def __int__(self) -> int:
-        return int(item_of(self, "be a number"))
+        return int(_item_of(self, "be a number"))
 
     def __complex__(self) -> complex:
-        return complex(item_of(self, "be a number"))
+        return complex(_item_of(self, "be a number"))
 
     def __index__(self) -> int:
         """Return the element of an integer array without axes. Collective."""
         if self.shape or self.dtype.kind not in "iu":
             raise TypeError(f"only an integer array without axes can be an index, not {self!r}")
-        return int(item_of(self, "be an index"))
+        return int(_item_of(self, "be an index"))
 
     # -- what it is not ----------------------------------------------------------------
 
@@ -464,3 +473,128 @@ def _check_out(x: DTensor, goal: DeviceMesh, target: Layout, out: Any) -> None:
         )
     if out.is_member and not out.local.flags.writeable:
         raise LayoutError(f"out must be writable, but its block is read-only {place}: copy it")
+
+
+# -- arrays of one element as numbers --------------------------------------------------------------
+
+
+def _place_of(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of one element in all axes, as :meth:`numpy.ndarray.item` reads it.
+
+    Raises:
+        ShapeError: If there are other than one number, and not one for each axis.
+        IndexOutOfRangeError: If the array has no such element.
+    """
+    if len(index) == 1 and isinstance(index[0], tuple):
+        (index,) = index
+    places = tuple(map(to_index, index))
+    if len(places) == 1 and len(shape) != 1:
+        size = prod(shape)
+        if not -size <= places[0] < size:
+            raise on_all_ranks(
+                IndexOutOfRangeError(f"index {places[0]} is out of bounds for {size} elements")
+            )
+        rest, found = places[0] % size, []
+        for length in reversed(shape):
+            rest, place = divmod(rest, length)
+            found.append(place)
+        return tuple(reversed(found))
+    if len(places) != len(shape):
+        raise on_all_ranks(
+            ShapeError(f"{len(places)} numbers are no index into an array of shape {shape}")
+        )
+    return places
+
+
+def _item_of(x: DTensor, what: str) -> Any:
+    """Return the element of an array that has one. Collective, unless all ranks have it.
+
+    Args:
+        x: The array.
+        what: What it is to become, for messages.
+
+    Raises:
+        ShapeError: On every rank, if it has another number of elements.
+        RankError: If this rank is not in the mesh.
+    """
+    if x.size != 1:
+        raise on_all_ranks(
+            ShapeError(
+                f"{x!r} has {x.size} elements, and only an array of one can {what}; reduce it "
+                "first, with x.any(), x.all() or x.sum(), or take x.full() for the whole array"
+            )
+        )
+    if not x.is_member:
+        raise RankError(f"rank {x.mesh.rank} is not in the mesh of {x!r} and has no value of it")
+    whole = x.local if x.layout.is_replicated else x.full()
+    return whole.item()
+
+
+# -- split arrays among the arguments of a function -----------------------------------------------
+
+
+def common_mesh(operands: Sequence[Any]) -> DeviceMesh:
+    """Return the mesh that all split arrays among `operands` are on.
+
+    Raises:
+        LayoutError: If they are on different ones.
+    """
+    tensors = [one for one in operands if isinstance(one, DTensor)]
+    mesh = tensors[0].mesh
+    for other in tensors[1:]:
+        if other.mesh is not mesh:
+            raise LayoutError(
+                f"operands must be on one mesh, but {tensors[0]!r} and {other!r} are on two; bring "
+                "one over with x.redistribute(placements, mesh=...)"
+            )
+    return mesh
+
+
+def gathered(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `function` with whole arrays in place of split ones. Collective.
+
+    Arrays in the result are replicated over the mesh.
+
+    Raises:
+        NoRuleError: If `function` writes into its argument.
+    """
+    if function in _IN_PLACE:
+        raise NoRuleError(
+            f"numpy.{function.__name__} writes into its argument, and what is gathered is a copy; "
+            "write by a key instead, as in x[index] = value"
+        )
+    found: list[DTensor] = []
+    whole_args, whole_kwargs = _replaced(args, found), _replaced(kwargs, found)
+    mesh = common_mesh(found)
+    if not found[0].is_member:
+        raise LayoutError(f"rank {mesh.rank} is not in the mesh, and gathers nothing")
+    return _split(function(*whole_args, **whole_kwargs), mesh)
+
+
+def are_whole(tree: Any) -> bool:
+    """Tell whether every rank has all of each split array in `tree`: then nothing need move."""
+    if isinstance(tree, DTensor):
+        return tree.layout.is_replicated
+    if isinstance(tree, dict):
+        return all(are_whole(one) for one in tree.values())
+    return not isinstance(tree, list | tuple) or all(are_whole(one) for one in tree)
+
+
+def _replaced(tree: Any, found: list[DTensor]) -> Any:
+    if isinstance(tree, DTensor):
+        found.append(tree)
+        return tree.full()
+    if isinstance(tree, list | tuple):
+        return type(tree)(_replaced(one, found) for one in tree)
+    if isinstance(tree, dict):
+        return {key: _replaced(one, found) for key, one in tree.items()}
+    return tree
+
+
+def _split(tree: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(tree, np.ndarray):
+        return DTensor(mesh, Layout.replicated(mesh), tree.shape, tree.dtype, tree)
+    if isinstance(tree, list | tuple):
+        row = [_split(one, mesh) for one in tree]
+        return type(tree)(*row) if hasattr(tree, "_fields") else type(tree)(row)
+    return tree

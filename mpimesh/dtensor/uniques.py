@@ -8,8 +8,8 @@ import numpy as np
 
 from mpimesh.dtensor.arguments import moved_to, refuse_given
 from mpimesh.dtensor.masks import of_rows
+from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.registry import implements
-from mpimesh.dtensor.shape_join import settled
 from mpimesh.dtensor.shape_reshape import ravel, reshape
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import LayoutError

@@ -30,7 +30,7 @@ from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.microbatch import replica_rows, replica_sizes
 from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 
 __all__ = ["BATCH_TOKENS", "ROUND_BATCHES", "Embedded", "MiniLM", "Progress"]
 
@@ -310,13 +310,7 @@ class MiniLM:
             known = isinstance(cause, MpimeshError)
             problem = ModelError(str(cause) if known else f"{type(cause).__name__}: {cause}")
             problem.__cause__ = cause
-        rows = exchange(
-            self._scope._core.progress,
-            self._scope.communicator,
-            [dict(facts), own],
-            what="MiniLM",
-            problem=problem,
-        )
+        rows = agree(self._scope._core, "MiniLM", [dict(facts), own], problem=problem)
         first = rows[0][0]
         for rank, (values, _) in enumerate(rows):
             for name, value in values.items():

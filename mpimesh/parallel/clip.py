@@ -12,7 +12,7 @@ from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.nn import Parameter
 from mpimesh.optim import clip_grad_norm as clip_local
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import agree, exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
 __all__ = ["agreed_squares", "clip_grad_norm", "problem_with_norm"]
@@ -108,11 +108,10 @@ def agreed_squares(
                 "there are no sums of gradients here, and on other ranks there are; call "
                 "zero_grad() on all ranks or on none"
             )
-        progress, ranks = scope._core.progress, scope.communicator
-        exchange(progress, ranks, None, what="refused norms", problem=problem)
+        agree(scope._core, "refused norms", problem=problem)
     if limit is not None:
         call = Call("clip_grad_norm", scope.name, rule=f"max_norm {float(limit)!r}")
-        agree(scope._core.progress, scope.communicator, call)
+        agree(scope._core, call)
     if together:
         return float(total)
     for group in groups:

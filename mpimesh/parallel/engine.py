@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,9 +24,11 @@ from mpimesh.errors import (
 )
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import float_dtype
+from mpimesh.optim import LossScaler
 from mpimesh.parallel.first_values import give_values, is_used_again
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
+from mpimesh.parallel.gradients.pieces import HeldState, Spread
 from mpimesh.parallel.gradients.replicas import agree_together, agree_values, digest
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Interface
@@ -39,12 +41,9 @@ from mpimesh.parallel.tensor.model import TensorModel
 from mpimesh.parallel.tensor.parameter import describe_parts
 from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import agree, exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
-
-if TYPE_CHECKING:
-    from mpimesh.parallel.optimizer import ParallelOptimizer
 
 __all__ = ["Engine", "Options"]
 
@@ -68,6 +67,30 @@ _OPEN = (
     "gradients of steps under no_sync() are being added up, and new buckets would drop them: take "
     "the step that reduces them first, or forget them by zero_grad()"
 )
+
+
+class ModelOptimizer(Protocol):
+    """What a model asks of the :class:`~mpimesh.ParallelOptimizer` that trains it."""
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The scaler of the losses."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that losses are multiplied by now."""
+
+    def step(self) -> object:
+        """Change the parameters. Collective."""
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Have the next step clip the gradients. Collective."""
+
+    def release(self) -> tuple[tuple[HeldState, ...], dict[int, Spread]]:
+        """Return its states, and of what, before the buckets are made anew. Local."""
+
+    def resume(self, states: Sequence[HeldState], before: Mapping[int, Spread]) -> None:
+        """Go on with new buckets and what :meth:`release` gave. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +195,7 @@ class Engine:
         self.is_step_known = False
         self.first_values = True
         self.accumulating = False
-        self.optimizer: ParallelOptimizer | None = None
+        self.optimizer: ModelOptimizer | None = None
         self.why_no_step = ""
         self.is_given_back = False
         self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
@@ -185,7 +208,7 @@ class Engine:
             # Its text may be of this rank.
             problem, rule = error, f"refused with a {type(error).__name__}"
         try:
-            agree(scope._core.progress, scope.communicator, Call("pipeline", scope.name, rule=rule))
+            agree(scope._core, Call("pipeline", scope.name, rule=rule))
         except MismatchError as error:
             raise error from problem
         if problem is not None:
@@ -390,8 +413,7 @@ class Engine:
         mine = np.array([self.buckets.is_open], np.uint8)
         if self.scope.all_reduce(mine, "max", label="gradients that are kept").resolve()[0]:
             problem = ModuleStateError(_OPEN) if self.buckets.is_open else None
-            progress, scope = self.scope._core.progress, self.scope.communicator
-            exchange(progress, scope, None, what="refused new buckets", problem=problem)
+            agree(self.scope._core, "refused new buckets", problem=problem)
 
     # -- helpers ----------------------------------------------------------------------------
 
@@ -437,7 +459,7 @@ class Engine:
         on_device = self.xp is not np and self.pipe._core.moves_device_memory
         mine = {"on_device": on_device, "rows": self.links.lend()}
         what = Call("pipeline", scope.name)
-        everyone = exchange(scope._core.progress, scope.communicator, mine, what=what)
+        everyone = agree(scope._core, what, mine)
         library = self.xp if all(one["on_device"] for one in everyone) else np
         place_of = {rank: place for place, rank in enumerate(self.pipe.ranks)}
         rows = {
@@ -472,7 +494,7 @@ class Engine:
                 mine[parameter.requires_grad].append(number)
         scope = self.scope
         what = Call("rebuild_buckets", scope.name)
-        everyone = exchange(scope._core.progress, scope.communicator, mine, what=what)
+        everyone = agree(scope._core, what, mine)
         frozen, trained = (set(chain(*numbers)) for numbers in zip(*everyone, strict=True))
         rows = [
             f"  {self._named[number][0]}: frozen on ranks "

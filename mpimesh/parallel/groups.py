@@ -8,7 +8,7 @@ from mpimesh.arguments import shown
 from mpimesh.errors import MeshError, UnknownNameError
 from mpimesh.parallel.header import fingerprint
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
 __all__ = [
@@ -91,11 +91,8 @@ def lines_of_holders(
     Cost:
         An all-gather of about 20 bytes for each rank.
     """
-    everyone: list[list[int]] = exchange(
-        scope._core.progress,
-        scope.communicator,
-        [mates.ranks[0], data.ranks[0], mates.rank or 0],
-        what=Call(what, scope.name),
+    everyone: list[list[int]] = agree(
+        scope._core, Call(what, scope.name), [mates.ranks[0], data.ranks[0], mates.rank or 0]
     )
     told = dict(zip(scope.ranks, everyone, strict=True))
     # Replicas have one corner: of their first place, the first replica.

@@ -36,7 +36,7 @@ from mpimesh.parallel.tensor.model import TensorModel
 from mpimesh.parallel.tensor.parameter import whole_shape
 from mpimesh.parallel.tree import Tree, flatten, tree_map
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import agreed, exchange
+from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.schedule import Costs, Partition, partition
 from mpimesh.schedule.partition import check_num_stages
 
@@ -145,9 +145,7 @@ def measure_layers(
         options = f"{dtype}, {bytes_per_s} bytes/s, latency {latency_s} s, {repeats} repeats"
         return f"{describe_layers(flat)}; x {x.rows} rows of {x.kind()}; {options}"
 
-    flat, value, tensor = agreed(
-        scope._core.progress, scope.communicator, "measure_layers", given, rule
-    )
+    flat, value, tensor = agree_alike(scope._core, "measure_layers", given, rule)
     tensor.make_groups(mesh, scope, scope.alone(), (), ())
     run = partial(time_layers, flat, value.parts[0], dtype=dtype, xp=xp, repeats=repeats)
     times = _measured_everywhere(flat, run, scope, tensor)
@@ -226,7 +224,7 @@ def _measured_everywhere(
             "aborts": abort.is_set,
             "tensor": tensor.notes(),
         }
-        everyone = exchange(scope._core.progress, scope.communicator, note, what="measure_layers")
+        everyone = agree(scope._core, "measure_layers", note)
         failures = [Failure(**one["failure"]) for one in everyone if one["failure"]]
         if failures:
             notes = zip(scope.ranks, (one["tensor"] for one in everyone), strict=True)
@@ -413,9 +411,7 @@ def measure_link(
     sizes = (1, min(max(nbytes, _LEAST_BYTES), _MOST_BYTES))
     mine = [_shift_s(_message(mesh, xp, size), pipe, repeats) for size in sizes]
     scope = mesh.group()
-    everyone = exchange(
-        scope._core.progress, scope.communicator, mine, what="the times of messages"
-    )
+    everyone = agree(scope._core, "the times of messages", mine)
     small_s, large_s = map(median, zip(*everyone, strict=True))
     longer_s = large_s - small_s
     return Link(small_s, (sizes[1] - sizes[0]) / longer_s if longer_s > 0 else math.inf)
@@ -477,7 +473,7 @@ def partition_layers(
         where = "still to measure" if cut is None else f"with bounds {cut.bounds}"
         return f"{describe_layers(flat)}; {num_stages} stages, {where}"
 
-    flat, cut = agreed(scope._core.progress, scope.communicator, "partition", given, rule)
+    flat, cut = agree_alike(scope._core, "partition", given, rule)
     if cut is None:
         cut = _cut(measure(), len(flat), num_stages)
     stages = [PipelineStage(number) for number in range(num_stages)]

@@ -25,7 +25,7 @@ from mpimesh.parallel.tensor.model import local_part
 from mpimesh.parallel.tensor.parameter import whole_shape
 from mpimesh.parallel.tree import Structure, Tree, flatten
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 
 __all__ = ["ParallelModel", "joined_output"]
 
@@ -334,7 +334,7 @@ def _given_to_all(engine: Engine, group: ProcessGroup, outputs: list[Tree]) -> l
 
 
 def _tell(group: ProcessGroup, mine: object, what: str) -> list[Any]:
-    return exchange(group._core.progress, group.communicator, mine, what=what)
+    return agree(group._core, what, mine)
 
 
 def _interface(output: Tree) -> Interface:

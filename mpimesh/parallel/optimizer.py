@@ -35,7 +35,7 @@ from mpimesh.parallel.optimizer_state import (
     why_no_step,
 )
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import agree, agreed, exchange
+from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
 
 __all__ = ["ParallelOptimizer"]
@@ -132,7 +132,7 @@ class ParallelOptimizer:
         self._agreeing = engine.scope if group is None else group
         self._clipped: tuple[int | None, float] | None = None
         scope = engine.scope
-        agreed(scope._core.progress, scope.communicator, "ParallelOptimizer", self._checked_rule)
+        agree_alike(scope._core, "ParallelOptimizer", self._checked_rule)
         agree_optimizers(self._optimizers, engine)
         self._owned = [Owned.of(one) for one in self._optimizers]
         self._divide()
@@ -368,7 +368,7 @@ class ParallelOptimizer:
         for name, runs in self._pieces.describe().items():
             group = groups[name]
             call = Call("divided buckets", name, rule="; ".join(runs))
-            agree(group._core.progress, group.communicator, call)
+            agree(group._core, call)
 
     def _gradients(self, without: set[int]) -> list[Array]:
         """Return all sums of gradients of this rank: of its parts, or whole."""
@@ -397,8 +397,7 @@ class ParallelOptimizer:
         verdict = int(group.all_reduce(mine, "max", label=label).resolve()[0])
         if verdict == _REFUSED:
             error = ModuleStateError(problem) if problem else None
-            progress, ranks = group._core.progress, group.communicator
-            exchange(progress, ranks, None, what="refused steps", problem=error)
+            agree(group._core, "refused steps", problem=error)
         return verdict == _OVERFLOWED
 
     def _one(self) -> Optimizer:

@@ -204,7 +204,7 @@ class PipelineParallel(ParallelModel):
             MpimeshError: On every rank, if measuring fails on any.
 
         Cost:
-            One all-reduce of 16 bytes, and what measuring costs.
+            One all-reduce of 40 bytes, and what measuring costs.
 
         Example:
             >>> layers = [nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 32), nn.Linear(32, 10)]

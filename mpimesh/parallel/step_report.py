@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mpimesh.errors import MpimeshError, TraceError
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.step import END_OF_STEP, GRADIENTS
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.events import gather_events
 from mpimesh.schedule import (
@@ -85,7 +85,7 @@ def report_step(engine: Engine) -> StepReport | None:
             )
     scope = engine.scope
     call = Call("step report", scope.name)
-    exchange(scope._core.progress, scope.communicator, None, what=call, problem=problem)
+    agree(scope._core, call, problem=problem)
     return report
 
 

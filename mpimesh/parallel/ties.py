@@ -20,7 +20,7 @@ from mpimesh.parallel.gradients.replicas import describe, digest
 from mpimesh.parallel.groups import groups_of_lines, lines_of_holders
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
 __all__ = ["Tie", "Ties", "find_ties", "named_places"]
@@ -83,7 +83,7 @@ class Ties:
         data: The replicas of this rank's stages.
 
     Cost:
-        Two all-gathers of about 20 bytes for each rank. For each set of holders, and each line of
+        An all-gather of about 20 bytes for each rank. For each set of holders, and each line of
         ranks along the other dims of the mesh, a split of the mesh's communicator, unless
         there is a group of these ranks.
     """
@@ -133,7 +133,8 @@ class Ties:
             MismatchError: On every rank, naming the first parameter that differs.
 
         Cost:
-            Two all-gathers of small texts, if anything is tied; reading it once for its values.
+            An all-reduce of 40 bytes and an all-gather of small texts, if anything is tied; reading
+            it once for its values.
         """
         if not self._ties:
             return
@@ -143,8 +144,8 @@ class Ties:
             if self._place in tie.holders
         }
         scope = self._mesh.group()
-        everyone: list[dict[str, str]] = exchange(
-            scope._core.progress, scope.communicator, mine, what=Call("tied parameters", scope.name)
+        everyone: list[dict[str, str]] = agree(
+            scope._core, Call("tied parameters", scope.name), mine
         )
         told = dict(zip(scope.ranks, everyone, strict=True))
         for tie in self._ties:

@@ -1,83 +1,106 @@
-"""Agreement of all ranks: that they call the same, on a small value, or on the same error.
+"""Agreement of ranks: all learn the values of all, or all raise the same error.
+
+One protocol serves calls, small values and errors. Each rank puts the fingerprint h of its call,
+that of its value v, and the length of that, into one all-reduce of 40 bytes: ``(h, -h, v, -v, n)``.
+After a maximum, the first is the largest fingerprint and the second minus the smallest, and they
+cancel exactly if all ranks agree; so do the third and the fourth. Only if calls differ, a table of
+them is gathered, and every rank raises with it. Only if values differ, they are gathered, too.
 
 Of the ways in which ranks can call different collectives, MPI answers most with wrong numbers and
-the rest with a hang. With ``MPIMESH_CHECKS`` one all-reduce of 16 bytes before each finds them all:
-each rank puts in its call's fingerprint h as ``(h, -h)``; after a maximum, the first is the largest
-fingerprint and the second minus the smallest, and they cancel exactly if all ranks agree. Only if
-not, a table of all ranks' calls is gathered, and every rank raises with it.
-
-Calls that differ in nothing but their meaning (two equal gradients swapped) can only be told apart
-by a `label`, or by the lines that led to the call with ``MPIMESH_CHECKS=2``.
+the rest with a hang. With ``MPIMESH_CHECKS`` each collective compares its call first, and finds
+them all. Calls that differ in nothing but their meaning (two equal gradients swapped) can only be
+told apart by a `label`, or by the lines that led to the call with ``MPIMESH_CHECKS=2``.
 """
 
 from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from mpimesh import errors
-from mpimesh.arguments import plain_text, rank_names, ranks_by_value
-from mpimesh.comm import Communicator, Request, Steps, run_steps
+from mpimesh.arguments import digest_bits, plain_text, rank_names, ranks_by_value
+from mpimesh.comm import Communicator, Steps
 from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
 from mpimesh.mesh import WORLD
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
 
-__all__ = [
-    "agree",
-    "agreed",
-    "announce",
-    "checked",
-    "compare",
-    "exchange",
-    "together",
-]
+__all__ = ["Ranks", "agree", "agree_alike", "announce", "compare"]
 
 T = TypeVar("T")
 
-# -- values and errors ---------------------------------------------------------------------------
+
+class Ranks(Protocol):
+    """Ranks that can agree: those of a group, or of a mesh."""
+
+    @property
+    def progress(self) -> Progress:
+        """The unfinished operations of this rank."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks."""
 
 
 def agree(
-    progress: Progress, communicator: Communicator, call: Call, *, stack: tuple[str, ...] = ()
-) -> None:
-    """Return if all ranks make the same `call`, and raise on all of them if not.
+    ranks: Ranks,
+    what: Call | str,
+    value: Any = None,
+    *,
+    problem: Exception | None = None,
+    stack: tuple[str, ...] = (),
+) -> list[Any]:
+    """Give every rank the values of all ranks, in rank order, or raise the same error on all.
+
+    Collective. Without a value it returns if all ranks make the same call, and none has a problem.
 
     Args:
-        progress: The unfinished operations of this rank.
-        communicator: The ranks.
-        call: What this rank calls.
+        ranks: The ranks.
+        what: What all of them do, as a call or in words. Its `str` names the wait in reports.
+        value: This rank's value: what JSON can say.
+        problem: Why this rank refuses; None if it does not.
         stack: The places that led to the call, where they must agree, too.
 
     Raises:
-        MismatchError: On every rank, naming each rank's call.
+        MismatchError: On every rank, naming each rank's call, if these differ.
+        Exception: On every rank, if any has a problem: of the class of the first. That of mpimesh
+            has the texts of all ranks; one of Python's or NumPy's has the words of the first.
 
     Cost:
-        One all-reduce of 16 bytes.
+        One all-reduce of 40 bytes; if values differ, an all-gather of the longest one's bytes.
     """
-    steps = compare(communicator, call, call.shape, stack=stack)
-    _wait(progress, communicator, steps, call, "agreement", "as in add_group or reshape")
+    progress, communicator = ranks.progress, ranks.communicator
+    note = None if problem is None else [type(problem).__name__, str(problem)]
+    mine = json.dumps([value, note]).encode()
+    call = what if isinstance(what, Call) else Call(what, communicator.name)
+    steps = compare(communicator, call, call.shape, mine=mine, stack=stack)
+    number, look = announce(communicator, "agreement", "as in add_group or from_callback")
+    request = progress.stage(communicator, steps)
+    try:
+        progress.wait(communicator, request, what=what, number=number, look=look)
+    except MismatchError as error:
+        request.give_up(error)
+        raise
+    rows = [json.loads(text) for text in request.value]
+    notes = {rank: note for rank, (_, note) in enumerate(rows) if note is not None}
+    if notes:
+        raise _joint_error(notes, what) from problem
+    return [value for value, _ in rows]
 
 
-def agreed(
-    progress: Progress,
-    communicator: Communicator,
-    name: str,
-    make: Callable[[], T],
-    rule: Callable[[T], str] = str,
+def agree_alike(
+    ranks: Ranks, name: str, make: Callable[[], T], rule: Callable[[T], str] = str
 ) -> T:
-    """Return what `make` gives, if it is alike on all ranks, errors too.
+    """Return what `make` gives, if it is alike on all ranks, errors too. Collective.
 
     Args:
-        progress: The unfinished operations of this rank.
-        communicator: The ranks.
-        name: What the ranks call, for messages.
+        ranks: The ranks.
+        name: What they call, for messages.
         make: Turns this rank's arguments into a value, or raises.
         rule: What of the value must be alike.
 
@@ -93,87 +116,10 @@ def agreed(
         problem = error
         text = f"{type(error).__name__}: {error}"
     # Objects have another address on each rank.
-    agree(progress, communicator, Call(name, WORLD, rule=plain_text(text)))
+    agree(ranks, Call(name, WORLD, rule=plain_text(text)))
     if problem is not None:
         raise on_all_ranks(problem) if isinstance(problem, MpimeshError) else problem
     return value
-
-
-def exchange(
-    progress: Progress,
-    communicator: Communicator,
-    value: Any,
-    *,
-    what: object,
-    problem: Exception | None = None,
-) -> list[Any]:
-    """Give every rank the values of all ranks, in rank order, or raise on all what any refuses.
-
-    Args:
-        progress: The unfinished operations of this rank.
-        communicator: The ranks.
-        value: This rank's value: what JSON can say.
-        what: Its `str` names the wait in reports: what the user's program is in.
-        problem: Why this rank refuses; None if it does not.
-
-    Raises:
-        Exception: On every rank, if any has a problem: of the class of the first. That of mpimesh
-            has the texts of all ranks; one of Python's or NumPy's has the words of the first.
-
-    Cost:
-        Two all-gathers: of sizes, then of texts.
-    """
-    note = None if problem is None else [type(problem).__name__, str(problem)]
-    text = np.frombuffer(json.dumps([value, note]).encode(), np.uint8).copy()
-
-    def steps() -> Steps:
-        if communicator.mail is not None:
-            # With checks on, what the ranks are in is compared before they tell each other more;
-            # not what else a call says: that may be what they are about to tell.
-            name = what.name if isinstance(what, Call) else str(what)
-            yield from compare(communicator, Call(name, communicator.name), None)
-        sizes = np.empty(communicator.size, np.int64)
-        yield communicator.all_gather(np.array([text.size]), sizes, [1] * communicator.size)
-        texts = np.empty(int(sizes.sum()), np.uint8)
-        yield communicator.all_gather(text, texts, sizes.tolist())
-        return [json.loads(bytes(part)) for part in np.split(texts, np.cumsum(sizes)[:-1])]
-
-    rows: list[Any] = _wait(
-        progress, communicator, steps(), what, "exchange of facts", "as in from_callback"
-    )
-    notes = {rank: note for rank, (_, note) in enumerate(rows) if note is not None}
-    if notes:
-        raise _joint_error(notes, what) from problem
-    return [value for value, _ in rows]
-
-
-@contextmanager
-def together(
-    progress: Progress,
-    communicator: Communicator,
-    what: object,
-    caught: type[Exception] | tuple[type[Exception], ...] = MpimeshError,
-) -> Iterator[None]:
-    """Raise on every rank what the body, or the function that this decorates, raises on any.
-
-    Args:
-        progress: The unfinished operations of this rank.
-        communicator: The ranks.
-        what: As for :func:`exchange`.
-        caught: The errors that are raised on all ranks; another one is raised here alone.
-
-    Raises:
-        Exception: As :func:`exchange` does.
-
-    Cost:
-        That of an exchange of small texts.
-    """
-    problem: Exception | None = None
-    try:
-        yield
-    except caught as error:
-        problem = error
-    exchange(progress, communicator, None, what=what, problem=problem)
 
 
 def _joint_error(notes: Mapping[int, Sequence[str]], what: object) -> Exception:
@@ -187,19 +133,6 @@ def _joint_error(notes: Mapping[int, Sequence[str]], what: object) -> Exception:
     texts = [f"{rank_names(ranks)}: {each}" for each, ranks in by_text.items()]
     head = [f"{what.name} cannot be done"] if isinstance(what, Call) else []
     return on_all_ranks(kind("\n  ".join(head + texts)))
-
-
-def _wait(
-    progress: Progress, communicator: Communicator, steps: Steps, what: object, *named: str
-) -> Any:
-    number, look = announce(communicator, *named)
-    request = progress.stage(communicator, steps)
-    try:
-        progress.wait(communicator, request, what=what, number=number, look=look)
-    except MismatchError as error:
-        request.give_up(error)
-        raise
-    return request.value
 
 
 def announce(
@@ -230,7 +163,7 @@ def announce(
     return number, partial(signatures.look, number, group) if word else None
 
 
-# -- calls ----------------------------------------------------------------------------------------
+# -- the protocol ----------------------------------------------------------------------------------
 
 _ROW_BYTES = 1024
 _MOST_PLACES = 4
@@ -242,50 +175,45 @@ _HEAD_BYTES = 256
 def compare(
     communicator: Communicator,
     call: Call,
-    compared: object,
+    compared: object = None,
     *,
+    mine: bytes = b"",
     stack: tuple[str, ...] = (),
     note: str = "",
 ) -> Steps:
-    """Compare `call` with the other ranks' calls.
+    """Compare `call` with the other ranks' calls; the steps' value is what all ranks bring.
 
     Args:
         communicator: The ranks to compare.
         call: What this rank calls.
         compared: The part of the shape that must agree.
+        mine: What this rank brings, as JSON.
         stack: The places that led to the call, the innermost first, where they must agree, too.
         note: What went wrong already on this rank; makes every rank raise.
 
     Raises:
         MismatchError: On every rank alike, if any two differ.
     """
-    mine = call.fingerprint((compared, stack, note))
-    pair = np.array([mine, -mine])
-    yield communicator.all_reduce(None, pair, "max")
-    if pair[0] == -pair[1] and not note:
-        return
-    row = np.zeros(_ROW_BYTES, np.uint8)
-    text = _fitted(_shown(call, stack), note and f": {note}")
-    row[: len(text)] = np.frombuffer(text, np.uint8)
-    table = np.empty((communicator.size, _ROW_BYTES), np.uint8)
-    yield communicator.all_gather(row, table.reshape(-1), [_ROW_BYTES] * communicator.size)
-    raise on_all_ranks(MismatchError(_report(call.group, table)))
+    size = communicator.size
+    h, v = call.fingerprint((compared, stack, note)), digest_bits(mine, 63)
+    numbers = np.array([h, -h, v, -v, len(mine)])
+    yield communicator.all_reduce(None, numbers, "max")
+    if numbers[0] != -numbers[1] or note:
+        row = _fitted(_shown(call, stack), note and f": {note}").ljust(_ROW_BYTES, b"\0")
+        table = yield from _table(communicator, row)
+        raise on_all_ranks(MismatchError(_report(call.group, table)))
+    if numbers[2] == -numbers[3]:
+        return [mine] * size
+    # JSON does not mind spaces behind it.
+    return (yield from _table(communicator, mine.ljust(int(numbers[4]))))
 
 
-def checked(
-    communicator: Communicator,
-    call: Call,
-    compared: object,
-    start: Callable[[], Request | Steps],
-    also: Callable[[Call], Steps] | None = None,
-    *,
-    stack: tuple[str, ...] = (),
-) -> Steps:
-    """Compare, also by `also` if there is one, then run `start`."""
-    yield from compare(communicator, call, compared, stack=stack)
-    if also is not None:
-        yield from also(call)
-    return (yield from run_steps(start))
+def _table(communicator: Communicator, row: bytes) -> Steps:
+    """Gather the rows of all ranks, of equally many bytes."""
+    size, nbytes = communicator.size, len(row)
+    table = np.empty(size * nbytes, np.uint8)
+    yield communicator.all_gather(np.frombuffer(row, np.uint8).copy(), table, [nbytes] * size)
+    return [bytes(part) for part in table.reshape(size, nbytes)]
 
 
 def _shown(call: Call, stack: tuple[str, ...]) -> str:
@@ -304,8 +232,8 @@ def _fitted(call: str, note: str) -> bytes:
     return text[:_HEAD_BYTES] + b" ... " + tail[_HEAD_BYTES + 5 - _ROW_BYTES :]
 
 
-def _report(group: str, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> str:
-    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in table]
+def _report(group: str, table: Sequence[bytes]) -> str:
+    texts = [row.rstrip(b"\0").decode(errors="replace") for row in table]
     ranks = ranks_by_value(enumerate(texts))
     rows = "\n".join(f"  {rank_names(who)}: {text}" for text, who in ranks.items())
     return (

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex
 from weakref import WeakSet
 
-from mpimesh.arrays import HostArray, aligned_empty, array_shape
 from mpimesh.comm import Communicator
 from mpimesh.errors import ClosedError
-from mpimesh.runtime.agreement import agreed, exchange
-from mpimesh.runtime.call import Call
 from mpimesh.runtime.deadlock import Mail
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.traffic import Traffic
@@ -32,8 +26,8 @@ class MeshContext:
     Attributes:
         world: What the rank has once.
         settings: Read from the environment when the mesh was made.
-        control: The communicator of all ranks, those among them that the mesh leaves out.
-        rank: This rank in `control`.
+        communicator: The communicator of all ranks, those among them that the mesh leaves out.
+        rank: This rank in `communicator`.
         open_work: Started and not yet resolved.
         closed: No operation may start or be waited for any more.
         forked: It is that of the parent process: here, in a forked child, nobody may use it.
@@ -46,7 +40,7 @@ class MeshContext:
 
     world: World
     settings: Settings
-    control: Communicator
+    communicator: Communicator
     rank: int = field(init=False)
     open_work: OpenWork = field(default_factory=OpenWork)
     closed: bool = False
@@ -59,17 +53,13 @@ class MeshContext:
 
     def __post_init__(self) -> None:
         """Remember the mesh, so that a forked child lets go of it."""
-        self.rank = self.control.rank
+        self.rank = self.communicator.rank
         _OF_THIS_PROCESS.add(self)
 
     @property
     def progress(self) -> Progress:
         """The unfinished operations of this rank."""
         return self.world.progress
-
-    def exchange(self, value: Any, what: object) -> list[Any]:
-        """Collective over `control`: return the values of its ranks, as :func:`exchange` does."""
-        return exchange(self.progress, self.control, value, what=what)
 
     # -- communicators -----------------------------------------------------------------------
 
@@ -105,9 +95,9 @@ class MeshContext:
 
     def give_back(self) -> None:
         """Give the communicator of all ranks back, the last one. Collective over it."""
-        self.free(self.control)
+        self.free(self.communicator)
         if self.world.channels is not None:
-            self.world.channels.forget_mesh(self.control)
+            self.world.channels.forget_mesh(self.communicator)
 
     def leave(self, error: BaseException) -> None:
         """Stop using the mesh on this rank alone, by an error that may yet be caught."""
@@ -116,7 +106,7 @@ class MeshContext:
         for name in [name for name in communicators if name.startswith(f"{self.name}/")]:
             del communicators[name]
         if self.world.channels is not None:
-            self.world.channels.leave_mesh(self.control, error)
+            self.world.channels.leave_mesh(self.communicator, error)
 
     @property
     def why_closed(self) -> str:
@@ -127,35 +117,6 @@ class MeshContext:
                 "start children before MPI, or by spawn"
             )
         return "its mesh is closed"
-
-    def empty_once(
-        self,
-        group: str,
-        communicator: Communicator,
-        shape: Sequence[SupportsIndex] | SupportsIndex,
-        dtype: Any,
-    ) -> tuple[HostArray, bool]:
-        """Return an array that a node's ranks have once, and whether this rank writes it.
-
-        Collective over a group's communicator. See :meth:`ProcessGroup.empty_once`.
-        """
-        sizes, kind = agreed(
-            self.progress,
-            communicator,
-            "empty_once",
-            lambda: array_shape(shape, dtype),
-            lambda found: f"{found[0]} {found[1]}",
-        )
-        nbytes = math.prod(sizes) * kind.itemsize
-        offered = communicator.offer_once(nbytes)
-        places = exchange(self.progress, communicator, offered, what=Call("empty_once", group))
-        found = communicator.take_once(places, nbytes)
-        if found is None:
-            return aligned_empty(sizes, kind, self.world.shared_bytes), True
-        memory, writes = found
-        array: HostArray = memory.view(kind).reshape(sizes)
-        array.flags.writeable = writes
-        return array, writes
 
 
 _OF_THIS_PROCESS: WeakSet[MeshContext] = WeakSet()

@@ -196,7 +196,7 @@ class DeviceMesh:
     @property
     def world_size(self) -> int:
         """Number of ranks of `comm`; `size` is that of the mesh."""
-        return self._core.context.control.size
+        return self._core.context.communicator.size
 
     @property
     def topology(self) -> MeshTopology | None:
@@ -233,7 +233,7 @@ class DeviceMesh:
             ClosedError: If the mesh is closed.
         """
         self._core.refuse_closed("give the communicator of")
-        return self._core.context.control
+        return self._core.context.communicator
 
     @property
     def everyone(self) -> ProcessGroup:
@@ -430,7 +430,7 @@ class DeviceMesh:
         groups = core.live("copy")
         groups.settle("copy")
         dims = core.mesh if core.topology is None else core.topology
-        other = DeviceMesh(dims, core.context.control)
+        other = DeviceMesh(dims, core.context.communicator)
         other._core.live("copy").add_custom_of(groups)
         return other
 
@@ -480,7 +480,8 @@ class DeviceMesh:
 
         Cost:
             Messages there and back between pairs of ranks, all at once: 100 of 8 bytes and 5 of
-            4 MiB inside nodes and as many between them; 5 reads of 4 MiB; two small all-gathers.
+            4 MiB inside nodes and as many between them; 5 reads of 4 MiB; two agreements on small
+            values.
 
         Example:
             >>> with mm.DeviceMesh("dp=-1") as mesh:

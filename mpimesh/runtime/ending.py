@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpimesh.arguments import rank_names, ranks_by_value
 from mpimesh.comm import Communicator
 from mpimesh.errors import MismatchError, UnresolvedError, on_all_ranks
-from mpimesh.runtime.agreement import agree, exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.deadlock import Mail
@@ -37,27 +36,15 @@ def part_together(
             a message was sent that nobody has received.
     """
     call = Call("close", group.name)
-    progress = context.world.progress
-    if context.settings.checks:
-        agree(progress, communicator, call)
     mine = [str(work._call) for work in context.open_work.all() if work._group is group._core]
-    told = exchange(
-        progress,
-        communicator,
-        [group.name, mine, context.unended, communicator.unread],
-        what=call,
-    )
+    told = agree(group._core, call, [mine, context.unended, communicator.unread])
     refused = f"group {group.name!r} cannot be closed"
-    names = ranks_by_value(zip(group.ranks, (name for name, *_ in told), strict=True))
-    if len(names) > 1:
-        rows = "; ".join(f"{rank_names(who)}: {name!r}" for name, who in names.items())
-        raise on_all_ranks(MismatchError(f"the ranks of a group close different ones: {rows}"))
-    refuse_unresolved(refused, [texts for _, texts, *_ in told], group.ranks)
+    refuse_unresolved(refused, [texts for texts, *_ in told], group.ranks)
     if not last:
         return False
     if communicator.mail is not None:
         mails = [(tuple(group.ranks), communicator.name, communicator.mail)]
-        rows_of_all = exchange(progress, communicator, counts(mails, context.rank), what=call)
+        rows_of_all = agree(group._core, call, counts(mails, context.rank))
         refuse_unreceived(refused, rows_of_all)
     # Of what nobody receives any more the mesh need not know: the communicator is kept for it.
     context.unread -= communicator.unread

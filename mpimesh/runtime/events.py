@@ -18,7 +18,7 @@ import numpy as np
 from mpimesh.arrays import HostArray
 from mpimesh.comm import MAX_USER_TAG
 from mpimesh.errors import TraceError
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.device_mesh import DeviceMesh
 from mpimesh.runtime.group import ProcessGroup
 from mpimesh.trace import Event, Tracer, events_from_json, events_to_json
@@ -85,7 +85,7 @@ def clock_offsets(
 
     Cost:
         Nothing on one host. Else ``2 * rounds * latency_s`` for each other host, one after the
-        other, and two small all-gathers.
+        other, and an agreement on small values.
     """
     if rounds < 1:
         raise TraceError(f"rounds must be at least 1, got {rounds}")
@@ -101,9 +101,7 @@ def clock_offsets(
             _answer(group, speaker, clock, rounds)
     elif group.rank in speakers:
         mine = _ask(group, clock, rounds)
-    offsets_s = exchange(
-        group._core.progress, group.communicator, mine, what="the clocks of all nodes"
-    )
+    offsets_s = agree(group._core, "the clocks of all nodes", mine)
     return {
         rank: float(offsets_s[hosts.index(host)])
         for rank, host in zip(group.ranks, hosts, strict=True)

@@ -573,7 +573,7 @@ class ProcessGroup:
             DTypeError: On every rank, if `dtype` holds Python objects.
             MismatchError: On every rank, if the ranks ask for different arrays.
         """
-        return self._core.context.empty_once(self.name, self.communicator, shape, dtype)
+        return self._core.empty_once(shape, dtype)
 
     def algorithms(self) -> Algorithms:
         """Return the table of algorithms by which the group moves its bytes, and why. Local.
@@ -634,7 +634,7 @@ class ProcessGroup:
                 sent that nobody has received; and if the ranks close different groups.
 
         Cost:
-            Two all-gathers among its ranks, and the end of an MPI communicator.
+            Two agreements on small values among its ranks, and the end of an MPI communicator.
 
         Example:
             >>> with mm.DeviceMesh("dp=-1") as mesh:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import GeneratorType, ModuleType
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,10 @@ from mpimesh.arguments import shown
 from mpimesh.arrays import (
     Array,
     DType,
+    HostArray,
     StreamScope,
+    aligned_empty,
+    array_shape,
     check_current,
     device_ready,
     is_cupy,
@@ -25,7 +28,7 @@ from mpimesh.comm.algorithms import Algorithms
 from mpimesh.comm.device_strategy import steps_in
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import BudgetError, ClosedError, GroupError, RankError, on_all_ranks
-from mpimesh.runtime.agreement import checked, compare
+from mpimesh.runtime.agreement import agree, agree_alike, compare
 from mpimesh.runtime.call import Call, Message, call_stack
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.operands import host_array
@@ -262,14 +265,10 @@ class GroupCore:
         request: Request
         if word < 0 and signatures is not None:
             request = Condition(partial(signatures.refused, self.name))
-        elif checks:
+        elif checks or (progress.tails and progress.busy(communicator)):
             stack = call_stack() if checks > 1 else ()
-            turn = partial(self._in_turn, call, begin)
-            steps = checked(communicator, call, call.compared, turn, accounts.also, stack=stack)
-            request = progress.stage(communicator, steps)
-        elif progress.tails and progress.busy(communicator):
-            turn = partial(self._in_turn, call, begin)
-            request = progress.stage(communicator, run_steps(turn))
+            turn = self._in_turn(call, begin, accounts.also, stack)
+            request = progress.stage(communicator, turn)
         else:
             started: Any = begin()
             if type(started) is GeneratorType:
@@ -314,11 +313,24 @@ class GroupCore:
         started: Request | Steps = getattr(self.side(library), name)(*arguments)
         return started
 
-    def _in_turn(self, call: Call, begin: Callable[[], Request | Steps]) -> Request | Steps:
-        """Begin what has waited for others, unless the mesh was left meanwhile."""
+    def _in_turn(
+        self,
+        call: Call,
+        begin: Callable[[], Request | Steps],
+        also: Callable[[Call], Steps] | None,
+        stack: tuple[str, ...],
+    ) -> Steps:
+        """Begin what has waited for others, unless the mesh was left meanwhile.
+
+        With checks on, the ranks compare the call before, and `also` what it says.
+        """
+        if self._checks:
+            yield from compare(self.communicator, call, call.compared, stack=stack)
+            if also is not None:
+                yield from also(call)
         if self.context.closed:
             self._refuse(call.name)
-        return begin()
+        return (yield from run_steps(begin))
 
     @collective
     def compose(
@@ -495,6 +507,30 @@ class GroupCore:
             return world.pool.empty(shape, dtype)
         return library.empty(shape, dtype)  # CuPy has a pool of its own
 
+    def empty_once(
+        self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: Any
+    ) -> tuple[HostArray, bool]:
+        """Return an array that a node's ranks have once, and whether this rank writes it.
+
+        Collective. See :meth:`ProcessGroup.empty_once`.
+        """
+        communicator = self.communicator
+        sizes, kind = agree_alike(
+            self,
+            "empty_once",
+            lambda: array_shape(shape, dtype),
+            lambda found: f"{found[0]} {found[1]}",
+        )
+        nbytes = math.prod(sizes) * kind.itemsize
+        places = agree(self, Call("empty_once", self.name), communicator.offer_once(nbytes))
+        found = communicator.take_once(places, nbytes)
+        if found is None:
+            return aligned_empty(sizes, kind, self.context.world.shared_bytes), True
+        memory, writes = found
+        array: HostArray = memory.view(kind).reshape(sizes)
+        array.flags.writeable = writes
+        return array, writes
+
     def lock(self, x: Array | None, call: Call) -> Callable[[], None] | None:
         """With checks on, make the input of a call read-only; return what makes it writable."""
         if not self.context.settings.checks or not isinstance(x, np.ndarray):
@@ -554,7 +590,7 @@ class GroupCore:
             return
         note = f"raised {type(error).__name__}: {error}"
         self._communicator.started += 1
-        steps = compare(self._communicator, call, None, note=note)
+        steps = compare(self._communicator, call, note=note)
         request = self.progress.stage(self._communicator, steps)
         has_ended = self.progress.wait(
             self._communicator,

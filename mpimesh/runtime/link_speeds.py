@@ -15,7 +15,7 @@ import numpy as np
 from mpimesh.arrays import HostArray
 from mpimesh.comm import MAX_USER_TAG
 from mpimesh.layout import ASSUMED_LINKS, Give, Link, Links, Part, Regions, Take
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.group import ProcessGroup
 
 __all__ = ["best_s", "measured_links", "ping_pong"]
@@ -47,7 +47,7 @@ def measured_links(group: ProcessGroup) -> Links:
     near = _pinged(group, [(here[0], here[1]) for here in places if len(here) > 1])
     read_s = _read(group, next(here for here in places if group.rank in here))
     far = _pinged(group, list(zip(firsts[::2], firsts[1::2], strict=False)))
-    rows = exchange(group._core.progress, group.communicator, [near, read_s, far], what=_WHAT)
+    rows = agree(group._core, _WHAT, [near, read_s, far])
     nears, reads, fars = ([one for one in column if one] for column in zip(*rows, strict=True))
     links = ASSUMED_LINKS
     if nears and reads:

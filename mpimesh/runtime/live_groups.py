@@ -9,6 +9,7 @@ arithmetic that every rank does alike, because making one is collective.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from mpimesh.comm import Communicator
 from mpimesh.errors import GroupError, RankError, on_all_ranks
 from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh, NamesLike
 from mpimesh.mesh.dims import parse_names
-from mpimesh.runtime.agreement import agreed, exchange
+from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.deadlock import Mail
@@ -117,12 +118,17 @@ class LiveGroups:
         mesh: The mesh.
         communicator: Its ranks, in the order of their offsets; the table owns it.
         context: What the groups share.
+
+    Attributes:
+        communicator: The ranks of the mesh, in the order of their offsets.
+        progress: The unfinished operations of this rank.
     """
 
     def __init__(self, mesh: Mesh, communicator: Communicator, context: MeshContext) -> None:
         self._mesh = mesh
         self._context = context
-        self._communicator = communicator
+        self.communicator = communicator
+        self.progress = context.progress
         self._families = [_Family(tuple(mesh.ids), communicator)]
         self._groups: dict[str, ProcessGroup] = {}
         # Those that this rank has closed stay here until all have, as `settle` finds out.
@@ -144,12 +150,7 @@ class LiveGroups:
     @property
     def backend(self) -> GroupBackend:
         """The backend that moves these groups' bytes."""
-        return GroupBackend.MPI if self._communicator.kind == "mpi" else GroupBackend.VIRTUAL
-
-    @property
-    def communicator(self) -> Communicator:
-        """The ranks of the mesh, in the order of their offsets."""
-        return self._communicator
+        return GroupBackend.MPI if self.communicator.kind == "mpi" else GroupBackend.VIRTUAL
 
     @property
     def custom(self) -> list[str]:
@@ -187,9 +188,8 @@ class LiveGroups:
     ) -> ProcessGroup:
         """Make a group of the user's. See :meth:`DeviceMesh.add_group`."""
         self.settle("add_group")
-        spec, forced = agreed(
-            self._context.progress,
-            self._communicator,
+        spec, forced = agree_alike(
+            self,
             "add_group",
             lambda: (
                 self._checked_spec(name, ranks, dims, apart),
@@ -266,7 +266,7 @@ class LiveGroups:
         known = next((one for one in self._families if fits(one)), None) if fresh.shared else None
         if known is not None:
             return known
-        fresh.communicator = self._communicator.split(color, key)
+        fresh.communicator = self.communicator.split(color, key)
         # NCCL moves what lies on devices, and is asked for there.
         if fresh.forced not in (None, GroupBackend.NCCL) and fresh.communicator is not None:
             fresh.why_not = fresh.communicator.force(str(fresh.forced))
@@ -288,7 +288,7 @@ class LiveGroups:
 
         The world's communicator and those of the user's groups move over.
         """
-        table = LiveGroups(mesh, self._communicator, self._context)
+        table = LiveGroups(mesh, self.communicator, self._context)
         for name, made in self._custom.items():
             family = made.family
             # The world's has a place in every table already.
@@ -325,8 +325,7 @@ class LiveGroups:
             last = family.owned and not others
             unended = part_together(group, communicator, self._context, last=last)
             if last:
-                progress = self._context.progress
-                with progress.watched(Call("close", group.name), communicator):
+                with self.progress.watched(Call("close", group.name), communicator):
                     self._context.free(communicator, unended=unended)
                 family.communicator, family.freed = None, True
             elif family.owned and communicator.name == self._context.full_name(group.name):
@@ -345,27 +344,33 @@ class LiveGroups:
             action: What the user has called.
 
         Cost:
-            Two small all-gathers, if the user has made groups.
+            One all-reduce of 40 bytes, if the user has made groups and no rank has closed one.
         """
-        names, families = list(self._custom), self._families
-        if not names:
+        if not self._custom:
             return
-        groups = [self._groups.get(name) for name in names]
-        flags = [group is not None and group.rank is not None for group in groups]
-        flags += [family.freed for family in families]
-        flags += [family.communicator is not None for family in families]
-        progress, call = self._context.progress, Call(action, WORLD)
-        rows = exchange(progress, self._communicator, flags, what=call)
-        found = map(any, zip(*rows, strict=True))
-        for name, group in zip(names, groups, strict=True):
-            if not next(found):  # no rank has it any more
+        rank, families = self._context.rank, self._families
+        closed = [
+            name
+            for name, made in self._custom.items()
+            if name not in self._groups and (made.ranks is None or rank in made.ranks)
+        ]
+        freed = [place for place, family in enumerate(families) if family.freed]
+        rows = agree(self, Call(action, WORLD), [closed, freed])
+        closings = Counter(name for names, _ in rows for name in names)
+        frees = Counter(place for _, places in rows for place in places)
+        for name, made in list(self._custom.items()):
+            if closings[name] == len(rows if made.ranks is None else made.ranks):
                 del self._custom[name]
+                group = self._groups.pop(name, None)  # a rank that is no member may have it yet
                 if group is not None:
                     group._core.shut()
-                    del self._groups[name]
-        for family in families:
-            family.broken = next(found)
-        self._families = [family for family in families if next(found)]
+        for place, family in enumerate(families):
+            family.broken = place in frees
+        self._families = [
+            family
+            for place, family in enumerate(families)
+            if frees[place] < len(rows if family.mesh is not None else family.ranks)
+        ]
 
     # -- helpers ---------------------------------------------------------------------
 
@@ -381,8 +386,7 @@ class LiveGroups:
     def _check_way(self, group: ProcessGroup, forced: GroupBackend) -> None:
         """Collective: take a new group back if its bytes cannot go the way that it asks for."""
         family = self._custom[group.name].family
-        progress = self._context.progress
-        reasons = exchange(progress, self._communicator, family.why_not, what="add_group")
+        reasons = agree(self, "add_group", family.why_not)
         found = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
         if not found:
             return

@@ -41,7 +41,7 @@ from mpimesh.mesh import (
 )
 from mpimesh.mesh.cupy_devices import cupy_in_use, make_current
 from mpimesh.mesh.dims import parse_dims
-from mpimesh.runtime.agreement import agree, agreed
+from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call, call_site, site_line
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.ending import counts, refuse_unreceived, refuse_unresolved
@@ -62,7 +62,6 @@ MeshArgument = DimsLike | Mesh | MeshTopology
 _LEAVE_TOGETHER_S = 2.0
 _TAG = MAX_USER_TAG + 10
 _LARGE_BYTES = 4 << 20
-_MEASURING = "measure_links"
 
 
 class MeshCore:
@@ -100,9 +99,8 @@ class MeshCore:
         self.groups: LiveGroups | None = None
         with context.progress.watched(Call("DeviceMesh", WORLD), control):
             try:
-                mesh, topology = agreed(
-                    context.progress,
-                    control,
+                mesh, topology = agree_alike(
+                    context,
                     "DeviceMesh",
                     lambda: _as_mesh(dims, control.size, name),
                     lambda made: f"{made[0]}, {made[1]}, {settings}",
@@ -147,7 +145,7 @@ class MeshCore:
     def everyone(self) -> ProcessGroup:
         """The group of all ranks of `comm`, in their order, also those that the mesh leaves out."""
         self.refuse_closed("use a group of")
-        control = self.context.control
+        control = self.context.communicator
         backend = GroupBackend.MPI if control.kind == "mpi" else GroupBackend.VIRTUAL
         return ProcessGroup("everyone", range(control.size), control, self.context, backend)
 
@@ -157,9 +155,8 @@ class MeshCore:
         """Arrange the same ranks in other dims. See :meth:`DeviceMesh.reshape`."""
         groups = self.live("reshape")
         groups.settle("reshape")
-        mesh, topology = agreed(
-            self.context.progress,
-            groups.communicator,
+        mesh, topology = agree_alike(
+            groups,
             "reshape",
             lambda: self._fitting(groups, dims),
             lambda made: f"{made[0]}, {made[1]}",
@@ -178,8 +175,8 @@ class MeshCore:
         self._refuse_unresolved("set_comm", "moved")
         context = self.context
         control = context.world.open_communicator(comm, context.settings)
-        ranks = context.exchange([control.rank, control.size], Call("set_comm", WORLD))
-        size = context.control.size
+        ranks = agree(context, Call("set_comm", WORLD), [control.rank, control.size])
+        size = context.communicator.size
         if ranks != [[rank, size] for rank in range(size)]:
             control.free()
             raise on_all_ranks(
@@ -189,7 +186,7 @@ class MeshCore:
                 )
             )
         self.context = replace(
-            context, control=control, open_work=OpenWork(), unended=False, unread=0
+            context, communicator=control, open_work=OpenWork(), unended=False, unread=0
         )
         fresh = self._make_groups()
         if fresh is not None:
@@ -204,7 +201,7 @@ class MeshCore:
         self.refuse_closed("measure the links of")
         context = self.context
         if context.settings.checks:
-            agree(context.progress, context.control, Call(_MEASURING, WORLD))
+            agree(context, Call("measure_links", WORLD))
         self.links = measured_links(self.everyone)
         self.layout_cache.clear()  # among it are plans
 
@@ -223,7 +220,7 @@ class MeshCore:
 
     def _fitting(self, groups: LiveGroups, dims: MeshArgument) -> tuple[Mesh, MeshTopology | None]:
         """Return the mesh that `dims` describe, if this one can become it."""
-        size = self.context.control.size
+        size = self.context.communicator.size
         mesh, topology = _as_mesh(dims, size, self.mesh.name)
         names = [*mesh.dim_names]
         if topology is not None:
@@ -238,7 +235,7 @@ class MeshCore:
 
     def _make_groups(self) -> LiveGroups | None:
         """Collective: make the groups of the world, the dims and the topology."""
-        context, control, mesh = self.context, self.context.control, self.mesh
+        context, control, mesh = self.context, self.context.communicator, self.mesh
         counts = context.progress.counts
         counts["meshes"] = counts.get("meshes", 0) + 1
         context.name = control.family or f"mesh {counts['meshes']}"
@@ -258,7 +255,7 @@ class MeshCore:
         for dim in self.mesh.dim_names:
             groups.add_dims(dim, (dim,))
         if self.topology is not None:
-            for name, ranks in self.topology.group_plan(self.context.control.size):
+            for name, ranks in self.topology.group_plan(self.context.communicator.size):
                 groups.add_ranks(GroupSpec(name, ranks, groups.backend))
 
     # -- the end -------------------------------------------------------------------------------
@@ -274,7 +271,7 @@ class MeshCore:
             return
         self._refuse_unresolved("close", "closed", leaving=leaving)
         self.closed = context.closed = True
-        with context.progress.watched(Call("close", WORLD), context.control):
+        with context.progress.watched(Call("close", WORLD), context.communicator):
             if self.groups is not None:
                 self.groups.free()
             context.give_back()
@@ -295,7 +292,7 @@ class MeshCore:
 
     def _all_here(self) -> bool:
         """Tell whether all ranks leave the mesh by an error that one of its groups agrees on."""
-        control = self.context.control
+        control = self.context.communicator
         request = control.barrier()
         what = Call("close after an error", WORLD)
         try:
@@ -316,9 +313,9 @@ class MeshCore:
         context, call = self.context, Call(action, WORLD)
         if context.settings.checks and self.groups is not None:
             # Found here, a rank that goes on while the others stop gets an answer.
-            agree(context.progress, self.groups.communicator, call)
+            agree(self.groups, call)
         mine = [str(work._call) for work in context.open_work.all()]
-        rows = context.exchange([mine, context.unended, context.unread], call)
+        rows = agree(context, call, [mine, context.unended, context.unread])
         # On all ranks alike: what one keeps, the others must not use for something else.
         context.unended = any(unended for _, unended, _ in rows)
         unresolved = [texts for texts, _, _ in rows]
@@ -332,12 +329,12 @@ class MeshCore:
 
     def _refuse_unreceived(self, call: Call, done: str) -> None:
         """With checks on, raise on all ranks if a message was sent that nobody has received."""
-        context, control = self.context, self.context.control
+        context, control = self.context, self.context.communicator
         if not context.settings.checks:
             return
         mails = [] if self.groups is None else self.groups.mails()
         mails.append((tuple(range(control.size)), control.name, control.mail))
-        rows = context.exchange(counts(mails, control.rank), call)
+        rows = agree(context, call, counts(mails, control.rank))
         refuse_unreceived(f"the mesh cannot be {done}", rows)
 
 
@@ -360,10 +357,10 @@ class RankDevices:
         host = launch.node or socket.gethostname()
         # Virtual ranks are all of one task.
         said = None if virtual else launch.local_rank
-        self.local_rank = _local_rank(context.exchange([host, said], call), self._rank)
+        self.local_rank = _local_rank(agree(context, call, [host, said]), self._rank)
         mine = pick_device(self._world.devices(), self.local_rank)
         in_use = not virtual and cupy_in_use()
-        records = context.exchange([host, mine.to_record(), in_use], call)
+        records = agree(context, call, [host, mine.to_record(), in_use])
         self.table = DeviceTable(
             tuple(Device.from_record(record) for _, record, _ in records),
             tuple(host for host, _, _ in records),

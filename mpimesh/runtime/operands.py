@@ -246,7 +246,7 @@ def compare_blocks(
         MismatchError: On every rank alike, if any has another.
 
     Cost:
-        An all-to-all of shapes and an all-reduce of 16 bytes.
+        An all-to-all of shapes and an all-reduce of 40 bytes.
     """
     size, ndim = communicator.size, len(outgoing.shape)
     ranks = range(size)

@@ -92,7 +92,7 @@ class GradientBuckets:
             dtype.
 
     Cost:
-        An all-reduce of 16 bytes to make it; one all-reduce for each bucket and cycle.
+        An all-reduce of 40 bytes to make it; one all-reduce for each bucket and cycle.
 
     Example:
         >>> buckets = GradientBuckets(layer.parameters(), mesh.group("dp"), mesh=mesh)

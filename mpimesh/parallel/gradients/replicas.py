@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from mpimesh.arrays import to_numpy
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.nn import Parameter
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import agree, exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
 __all__ = [
@@ -45,7 +46,7 @@ def agree_parameters(
         MismatchError: On every rank, naming the first parameter that differs.
 
     Cost:
-        One all-reduce of 16 bytes.
+        One all-reduce of 40 bytes.
     """
     _agree([describe(parameter, name) for name, parameter in named], group, rule)
 
@@ -64,7 +65,7 @@ def agree_values(
         MismatchError: On every rank, naming the first parameter that differs.
 
     Cost:
-        One all-reduce of 16 bytes, and reading all parameters once.
+        One all-reduce of 40 bytes, and reading all parameters once.
     """
     texts = [f"{name} with values {digest(p)}" for name, p in named]
     _agree(texts, group, "same values", cure)
@@ -84,7 +85,7 @@ def agree_together(scope: ProcessGroup, questions: Sequence[Callable[[], None]])
         MismatchError: On every rank, with what the ranks have heard.
 
     Cost:
-        Beside the questions, two all-gathers of small texts.
+        Beside the questions, an all-reduce of 40 bytes.
     """
     problem: MismatchError | None = None
     for question in questions:
@@ -92,13 +93,7 @@ def agree_together(scope: ProcessGroup, questions: Sequence[Callable[[], None]])
             question()
         except MismatchError as error:
             problem = problem or error
-    exchange(
-        scope._core.progress,
-        scope.communicator,
-        None,
-        what="comparison of replicas",
-        problem=problem,
-    )
+    agree(scope._core, "comparison of replicas", problem=problem)
 
 
 def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
@@ -111,12 +106,7 @@ def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
     Raises:
         MismatchError: On every rank, naming parameters and ranks.
     """
-    everyone: list[list[str]] = exchange(
-        group._core.progress,
-        group.communicator,
-        list(untouched),
-        what="parameters without a gradient",
-    )
+    everyone: list[list[str]] = agree(group._core, "parameters without a gradient", list(untouched))
     everywhere = set(everyone[0]).intersection(*everyone)
     uneven = {name for names in everyone for name in names} - everywhere
     if not uneven:
@@ -135,34 +125,17 @@ def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
 def _agree(texts: list[str], group: ProcessGroup, rule: str, cure: str = "") -> None:
     if group.size == 1:
         return
-    digest = digest_text("\n".join(texts).encode())
-    call = Call("parameters", group.name, rule=f"{len(texts)} of them, {rule}, digest {digest}")
-    try:
-        agree(group._core.progress, group.communicator, call)
-    except MismatchError as error:
-        everyone: list[list[str]] = exchange(
-            group._core.progress, group.communicator, texts, what=call
-        )
-        raise _first_difference(everyone, group, error, cure) from None
-
-
-def _first_difference(
-    everyone: list[list[str]], group: ProcessGroup, error: MismatchError, cure: str
-) -> MismatchError:
-    """Return an error that names the first parameter that is not alike; `error` if all are."""
-    longest = max(map(len, everyone))
-    advice = f"\n{cure}" if cure else ""
-    for place in range(longest):
-        texts = [texts[place] if place < len(texts) else "none" for texts in everyone]
-        if len(set(texts)) > 1:
-            rows = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
-            return on_all_ranks(
+    everyone = agree(group._core, Call("parameters", group.name, rule=rule), texts)
+    for place, found in enumerate(zip_longest(*everyone, fillvalue="none")):
+        if len(set(found)) > 1:
+            rows = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(found))
+            advice = f"\n{cure}" if cure else ""
+            raise on_all_ranks(
                 MismatchError(
                     f"the ranks of group {group.name!r} must have the same parameters, but "
                     f"parameter {place} is\n{rows}{advice}"
                 )
             )
-    return error
 
 
 def digest(parameter: Parameter) -> str:

@@ -25,7 +25,7 @@ from mpimesh.errors import ModuleStateError, on_all_ranks
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.bucket import shard_sizes
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 
 __all__ = [
     "BucketTuning",
@@ -184,7 +184,7 @@ def measure_reduction(
     work = math.ceil(large_s / max(large.work_s(1), 1e-9) / _SLICES)
     alone_s = large.work_s(_SLICES * work)
     mine = [small_s, large_s, max(0.0, large.fastest_s(work) - alone_s) / large_s]
-    everyone = exchange(group._core.progress, group.communicator, mine, what="the times of sums")
+    everyone = agree(group._core, "the times of sums", mine)
     small_s, large_s, busy = map(median, zip(*everyone, strict=True))
     longer_s = large_s - small_s
     bytes_per_s = (nbytes - _LEAST_BYTES) / longer_s if longer_s > 0 else math.inf
@@ -309,9 +309,7 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
     group, buckets = engine.data, engine.buckets
     entries = buckets.entries
     scope = engine.scope
-    everyone = exchange(
-        scope._core.progress, scope.communicator, buckets.cycles, what="the tuning of buckets"
-    )
+    everyone = agree(scope._core, "the tuning of buckets", buckets.cycles)
     if not all(everyone):
         raise on_all_ranks(
             ModuleStateError(
@@ -322,9 +320,7 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
     plan = found = None
     if entries and group.size > 1:
         mine_s = _ready_s([entry.ready_s for entry in entries])
-        everyone_s = exchange(
-            group._core.progress, group.communicator, mine_s, what="gradient times"
-        )
+        everyone_s = agree(group._core, "gradient times", mine_s)
         # A reduction waits for the last of the ranks.
         ready_s = [max(times) for times in zip(*everyone_s, strict=True)]
         sizes_bytes = [entry.nbytes for entry in entries]

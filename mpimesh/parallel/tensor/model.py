@@ -26,7 +26,7 @@ from mpimesh.parallel.tensor.group import TensorGroup, TensorWatch, watch_over
 from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.parallel.tensor.sums import shared_groups, shared_parameters
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import exchange
+from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
 __all__ = ["TensorModel", "local_part", "tensor_groups", "whole_array"]
@@ -218,9 +218,7 @@ class TensorModel:
         if self.is_split and shared:
             mine = [digest(one) for _, one in shared]
             what = Call("shared parameters", self.group.name)
-            everyone: list[list[str]] = exchange(
-                self.group._core.progress, self.group.communicator, mine, what=what
-            )
+            everyone: list[list[str]] = agree(self.group._core, what, mine)
             _agree_parts(shared, everyone, self.group)
 
     def whole(self, parameter: Parameter, part: Array = None) -> HostArray:

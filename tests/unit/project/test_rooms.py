@@ -2,13 +2,15 @@
 
 A room may import from the rooms before it in `ROOMS`, and from nowhere else in
 the library, be it at the top of a module, inside a function or for type checking.
+No files of a room import each other in a circle.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,39 @@ def test_no_module_is_past_its_length(folder):
         if (lines := len(path.read_text().splitlines())) > MOST_LINES
     }
     assert not long, f"past {MOST_LINES} lines a module wants to be two: {long}"
+
+
+@pytest.mark.parametrize("room", sorted(LEVEL))
+def test_no_files_of_a_room_import_each_other_in_a_circle(room):
+    sources = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path.read_text()
+        for path in (ROOT / "mpimesh").rglob("*.py")
+    }
+    assert circle_of(sources, f"mpimesh.{room}") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from mpimesh.nn.b import f",
+        "from mpimesh.nn import b",
+        "from mpimesh.nn import f",
+        "import mpimesh.nn.b",
+        "def g():\n    from mpimesh.nn.b import f",
+        "if TYPE_CHECKING:\n    from mpimesh.nn.b import f",
+    ],
+)
+def test_a_circle_is_found(line):
+    sources = {
+        "mpimesh.nn.__init__": "from mpimesh.nn.b import f",
+        "mpimesh.nn.a": line,
+        "mpimesh.nn.b": "from mpimesh.nn.c import h",
+        "mpimesh.nn.c": "from mpimesh.nn.a import g",
+        "mpimesh.optim.a": "from mpimesh.nn.b import f",
+    }
+    circle = ["mpimesh.nn.a", "mpimesh.nn.b", "mpimesh.nn.c"]
+    assert sorted(set(circle_of(sources, "mpimesh.nn"))) == circle
+    assert circle_of({**sources, "mpimesh.nn.a": ""}, "mpimesh.nn") == []
 
 
 # -- the rules' own test: each of these lines is a breach -------------------------------
@@ -190,6 +225,51 @@ def _room_breach(room: str, parts: list[str]) -> str | None:
     ):
         return f"{room} imports from {other}, which stands beside it"
     return None
+
+
+def circle_of(sources: Mapping[str, str], room: str) -> list[str]:
+    """Return files of `room` that import each other in a circle; none if there are no such.
+
+    A room's `__init__.py` stands for the files that it has its names from.
+
+    Args:
+        sources: The text of each file of the library by its name, such as ``"mpimesh.nn.linear"``.
+        room: Such as ``"mpimesh.nn"``.
+    """
+    names = {
+        f"{name.removesuffix('.__init__')}.{alias.asname or alias.name}": target
+        for name, text in sources.items()
+        if name.endswith(".__init__")
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if (target := _file_of(f"{node.module}.{alias.name}", sources))
+    }
+    graph: dict[str, set[str]] = {}
+    for name, text in sources.items():
+        if name.startswith(f"{room}.") and not name.endswith(".__init__"):
+            wanted = graph[name] = set()
+            for node in ast.walk(ast.parse(text)):
+                for full in _full_names(node):
+                    wanted.add(_file_of(full, sources) or names.get(full, ""))
+    files = {name: wanted & graph.keys() - {name} for name, wanted in graph.items()}
+    try:
+        TopologicalSorter(files).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _full_names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.ImportFrom):
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    else:
+        yield from _imported(node)
+
+
+def _file_of(name: str, sources: Mapping[str, str]) -> str:
+    """Return the file that a full name is, or is in; nothing if that is a room."""
+    return next((n for n in (name, name.rpartition(".")[0]) if n in sources), "")
 
 
 def _imported(node: ast.AST) -> Iterator[str]:

@@ -13,10 +13,9 @@ import pytest
 import mpimesh as mm
 from mpimesh.errors import MeshError, RankError
 from mpimesh.mesh import Mesh
-from mpimesh.runtime.agreement import agreed
+from mpimesh.runtime.agreement import agree_alike
 from mpimesh.runtime.launch import exit_status
 from mpimesh.runtime.tracebacks import readable
-from mpimesh.runtime.world import current_world
 
 
 def caught(function):
@@ -69,8 +68,7 @@ def test_errors_that_hold_addresses_agree():
             def refuse():
                 raise RankError(f"not <object object at 0x7f00{mesh.rank}>")
 
-            progress = current_world().progress
-            error = caught(lambda: agreed(progress, mesh.everyone.communicator, "test", refuse))
+            error = caught(lambda: agree_alike(mesh.everyone._core, "test", refuse))
             return type(error), error.agreed
 
     assert mm.run_virtual(2, main) == [(RankError, True)] * 2
