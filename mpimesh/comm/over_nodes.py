@@ -42,16 +42,12 @@ from mpimesh.arrays.types import DType, HostArray
 from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.engine import Engine, StagedRequest, Steps, run_steps
 from mpimesh.comm.mpi import MPICommunicator, places_but
-from mpimesh.comm.notes import EXCHANGE, Operation, enter, operation_number
-from mpimesh.comm.region_messages import MessageExchange
-from mpimesh.comm.region_offers import Block, Copies, copied_boxes
-from mpimesh.comm.region_shared import blocks_of_node
-from mpimesh.comm.regions import check_dtypes, check_regions, descriptor
+from mpimesh.comm.notes import Operation, enter, operation_number
+from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
 from mpimesh.comm.shared_work import agreed_counts, chunks_of, part_of, pieces, reduce_into
 from mpimesh.errors import TransportError
-from mpimesh.layout.regions import Regions
 
 __all__ = ["NO_RANK", "Crossing", "OverNodes", "Rails", "length", "windows"]
 
@@ -192,6 +188,9 @@ class OverNodes:
         engine: Moves the operations along.
         crossing: All ranks. What is started there must wait for its turn (:meth:`in_turn`).
         rails: Who carries what.
+
+    Attributes:
+        regions: The exchanges of regions.
     """
 
     def __init__(
@@ -201,12 +200,7 @@ class OverNodes:
         self._engine = engine
         self._crossing = crossing
         self._rails = rails
-        self._copies = Copies(window)
-
-    @property
-    def read_copies(self) -> Sequence[HostArray]:
-        """Copies of blocks that others may yet read: none, for each operation ends together."""
-        return ()
+        self.regions = SharedRegions(window, engine, crossing, self, rails.here)
 
     def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
         """Begin a collective of MPI's, once none of these is under way, which start others."""
@@ -221,18 +215,6 @@ class OverNodes:
     def prepare(self, name: str, ways: Ways, *arguments: Any) -> Callable[[], Request]:
         """Return what starts a collective with the same arrays again and again."""
         return partial(self.start, name, ways, *arguments)
-
-    def exchange_regions(
-        self,
-        source: HostArray | None,
-        target: HostArray | None,
-        regions: Regions,
-        max_bytes: int,
-    ) -> StagedRequest:
-        """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
-        check_regions(regions, self._crossing.rank, self._crossing.size, source, target)
-        steps = self._exchange_regions(source, target, regions, max_bytes)
-        return self._engine.stage(self, steps)
 
     def close(self) -> None:
         """End what has not ended; what was started by then raises when it is tested."""
@@ -387,26 +369,6 @@ class OverNodes:
             pieces = [send[outgoing.whole(here[to])] for to in orders[window.rank]]
             yield from pass_on(window, pieces, streams, send.dtype)
         yield request
-        yield window.meet()
-
-    def _exchange_regions(
-        self,
-        source: HostArray | None,
-        target: HostArray | None,
-        regions: Regions,
-        max_bytes: int,
-    ) -> Steps:
-        """Blocks of this node are read where they lie, while those of others come by messages."""
-        window = self._window
-        boxes = () if source is None else copied_boxes(regions, source.shape)
-        at = NOT_READ if source is None else window.find(source)
-        offer = self._copies.offer(Block(source, at, boxes, window.others))
-        for copy in offer.fill:
-            copy()
-        entry = yield from self._enter(EXCHANGE, offer.at, descriptor(source, target))
-        check_dtypes(dict(enumerate(entry.targets)))
-        blocks = blocks_of_node(window, entry, self._rails.here, source, target)
-        yield MessageExchange(self._crossing, source, target, regions, blocks, max_bytes)
         yield window.meet()
 
     # -- helpers -----------------------------------------------------------------------

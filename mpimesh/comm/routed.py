@@ -179,10 +179,9 @@ class RoutedCommunicator(MPICommunicator):
     ) -> Callable[[], Request | Steps]:
         """Return what starts a collective or an exchange of these arrays, as often as wanted."""
         shared = self._shared
-        if name == "exchange_regions" and isinstance(shared, SharedCollectives):
-            if self._reads_regions:
-                return shared.prepare_exchange(*arguments)
-        elif name in OPERATIONS and shared is not None:
+        if name == "exchange_regions" and shared is not None and self._reads_regions:
+            return shared.regions.prepare(*arguments)
+        if name in OPERATIONS and shared is not None:
             ways = (
                 self._ways_of(name, arguments) if algorithm is None else _ASKED_FOR.get(algorithm)
             )
@@ -290,7 +289,7 @@ class RoutedCommunicator(MPICommunicator):
         """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
         if self._shared is None or not self._reads_regions:
             return super().exchange_regions(source, target, regions, max_bytes=max_bytes)
-        return self._shared.exchange_regions(source, target, regions, max_bytes)
+        return self._shared.regions.start(source, target, regions, max_bytes)
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""
@@ -311,7 +310,7 @@ class RoutedCommunicator(MPICommunicator):
             if self.unended or not poll(self._plain.barrier().test, _LEAVE_TOGETHER_S):
                 # A rank may yet look at this one's counter, or read what it has offered; and the
                 # barrier goes on, which Open MPI does not survive on a communicator it has freed.
-                copies = () if self._shared is None else self._shared.read_copies
+                copies = () if self._shared is None else self._shared.regions.copies.memories
                 for memory in (self._kept, *self._once, *copies):
                     self._node.keep(memory)
                 self._freed = True
