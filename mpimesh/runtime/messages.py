@@ -12,7 +12,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -161,7 +161,10 @@ def seal(
     head = seal_head(shape, dtype, group, on_device=data is None)
     if data is None or head.size + data.size > ENVELOPE_BYTES:
         return head, False
-    return np.concatenate([head, data]), True
+    envelope = np.empty(head.size + data.size, np.uint8)
+    envelope[: head.size] = head
+    envelope[head.size :] = data
+    return envelope, True
 
 
 def open_envelope(envelope: HostArray) -> Envelope:
@@ -169,7 +172,7 @@ def open_envelope(envelope: HostArray) -> Envelope:
     head, end = open_head(envelope)
     if head.on_device or end + head.nbytes > ENVELOPE_BYTES:
         return head
-    return replace(head, inline=envelope[end : end + head.nbytes])
+    return Envelope(head.shape, head.dtype, head.group, inline=envelope[end : end + head.nbytes])
 
 
 # -- operations -----------------------------------------------------------------------------------
@@ -178,6 +181,12 @@ def open_envelope(envelope: HostArray) -> Envelope:
 def send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> CollectiveTensor:
     """Start to send `x`; see :meth:`ProcessGroup.send`."""
     _check_peer(group, dest, "dest", tag)
+    return _send(group, x, dest, tag, label)
+
+
+def _send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> CollectiveTensor:
+    """Start to send `x` to a rank that has been checked."""
+    group.member("send")
     data = group.operand(x)
     call = Message("send", group.name, dest, tag, data.shape, data.dtype, label)
     parcel = _parcel(group, data)  # first: what cannot be described is not sent
@@ -202,10 +211,7 @@ def recv(
 ) -> CollectiveTensor:
     """Start to receive an array; see :meth:`ProcessGroup.recv`."""
     _check_peer(group, source, "source", tag)
-    if out is not None:
-        shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
-        output_array(out, shape, dtype)
-    expected = _expected(shape, dtype)
+    expected = _expected(shape, dtype) if out is None else _kind_of(out)
     call = Message("recv", group.name, source, tag, expected[0], expected[1] or "", label)
     arrival = group.arrival()
     arrival.call = call
@@ -272,7 +278,7 @@ def send_init(
     data = group.operand(x)
     seal_head(data.shape, np.dtype(data.dtype), group.name, on_device=is_cupy(data))
     text = f"send(shape {data.shape}, {data.dtype}, dest {dest}, tag {tag})"
-    return PersistentMessage(group, text, partial(send, group, x, dest, tag, label))
+    return PersistentMessage(group, text, partial(_send, group, x, dest, tag, label))
 
 
 def recv_init(
@@ -280,8 +286,7 @@ def recv_init(
 ) -> PersistentMessage:
     """Plan to receive into `out`; see :meth:`ProcessGroup.recv_init`."""
     _check_peer(group, source, "source", tag)
-    shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
-    output_array(out, shape, dtype)
+    shape, dtype = _kind_of(out)
     text = f"recv(shape {shape}, {dtype}, source {source}, tag {tag})"
     start = partial(recv, group, source, shape=None, dtype=None, out=out, tag=tag, label=label)
     return PersistentMessage(group, text, start)
@@ -461,6 +466,14 @@ def _cupy(group: GroupCore, source: int) -> ModuleType:
         ) from None
     library: ModuleType = cupy
     return library
+
+
+def _kind_of(out: Array) -> tuple[tuple[int, ...], DType]:
+    """Return the shape and the dtype of an array to receive into, which is checked."""
+    shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
+    output_array(out, shape, dtype)
+    refuse_objects(dtype)
+    return shape, dtype
 
 
 def _expected(shape: Any, dtype: Any) -> tuple[tuple[int, ...] | None, DType | None]:
