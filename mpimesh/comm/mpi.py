@@ -39,7 +39,7 @@ from mpimesh.comm.requests import (
 from mpimesh.comm.waiting import poll
 from mpimesh.errors import TransportError
 
-__all__ = ["CollectiveOrder", "MPICommunicator", "places_but"]
+__all__ = ["CollectiveOrder", "MPICommunicator"]
 
 _PAIRWISE_TAG = MAX_USER_TAG + 1
 _MPI_OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
@@ -187,17 +187,9 @@ class MPICommunicator(Communicator):
         recv_counts: Sequence[int],
     ) -> Request:
         """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
-        if self._large_blocks_in_pairs:
-            # A rank knows its own counts only, so no rule on them could be agreed.
-            return self._exchange(_cut(send, send_counts), _cut(recv, recv_counts))
         # The own block stays out of MPI, as messages to oneself do.
-        recv[_block(recv_counts, self.rank)] = send[_block(send_counts, self.rank)]
-        return self._start(
-            "all_to_all",
-            self._comm.Ialltoallv,
-            [send, places_but(send_counts, {self.rank})],
-            [recv, places_but(recv_counts, {self.rank})],
-        )
+        _cut(recv, recv_counts)[self.rank][...] = _cut(send, send_counts)[self.rank]
+        return self.all_to_all_but(send, recv, send_counts, recv_counts, {self.rank})
 
     def broadcast(self, buffer: HostArray, root: int) -> Request:
         """Copy `buffer` of `root` into `buffer` of every rank."""
@@ -208,6 +200,41 @@ class MPICommunicator(Communicator):
     def barrier(self) -> Request:
         """Done once every rank has started it."""
         return self._start("barrier", self._comm.Ibarrier)
+
+    # -- between nodes -------------------------------------------------------------
+
+    def all_to_all_but(
+        self,
+        send: HostArray,
+        recv: HostArray,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        apart: Collection[int],
+    ) -> Request:
+        """As :meth:`all_to_all`, but leave out the blocks from and to the ranks in `apart`.
+
+        If a rank is in another's `apart`, that one is in its.
+        """
+        if self._large_blocks_in_pairs:
+            # A rank knows its own counts only, so no rule on them could be agreed.
+            outgoing, incoming = _cut(send, send_counts), _cut(recv, recv_counts)
+            for rank in apart:
+                outgoing[rank] = incoming[rank] = send[:0]
+            return self._exchange(outgoing, incoming)
+        sent, received = (_places_but(counts, apart) for counts in (send_counts, recv_counts))
+        return self._start("all_to_all", self._comm.Ialltoallv, [send, sent], [recv, received])
+
+    def all_gather_in_place(self, array: HostArray, blocks: Sequence[slice]) -> Request:
+        """Copy ``blocks[r]`` of rank r's `array` into those of all; blocks may lie anywhere."""
+        counts = [block.stop - block.start for block in blocks]
+        if max(sum(counts), *(block.stop for block in blocks)) > self._limit:
+            incoming = [array[block] for block in blocks]
+            outgoing = [incoming[self.rank]] * self.size
+            outgoing[self.rank] = incoming[self.rank] = array[:0]
+            return self._exchange(outgoing, incoming)
+        starts = [block.start for block in blocks]
+        whole = [array, (counts, starts)]
+        return self._start("all_gather", self._comm.Iallgatherv, MPI.IN_PLACE, whole)
 
     # -- messages ----------------------------------------------------------------
 
@@ -388,15 +415,10 @@ def _as_numpy(op: str, char: str) -> MPI.Op:
     return MPI.Op.Create(combine, commute=short)
 
 
-def places_but(counts: Sequence[int], apart: Collection[int]) -> tuple[list[int], list[int]]:
+def _places_but(counts: Sequence[int], apart: Collection[int]) -> tuple[list[int], list[int]]:
     """Return counts and displacements of blocks, with counts of 0 for the ranks in `apart`."""
     starts = list(accumulate(counts, initial=0))[:-1]
     return [0 if rank in apart else count for rank, count in enumerate(counts)], starts
-
-
-def _block(counts: Sequence[int], rank: int) -> slice:
-    begin = sum(counts[:rank])
-    return slice(begin, begin + counts[rank])
 
 
 def _cut(buffer: HostArray, counts: Sequence[int]) -> list[HostArray]:

@@ -30,7 +30,7 @@ of so many ranks and elements does: the same in every run, and on all ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeAlias
@@ -41,19 +41,15 @@ from mpi4py import MPI
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.engine import Engine, StagedRequest, Steps, run_steps
-from mpimesh.comm.mpi import MPICommunicator, places_but
-from mpimesh.comm.notes import EXCHANGE, Operation, enter, operation_number
-from mpimesh.comm.region_messages import MessageExchange
-from mpimesh.comm.region_offers import Block, Copies, copied_boxes
-from mpimesh.comm.region_shared import blocks_of_node
-from mpimesh.comm.regions import check_dtypes, check_regions, descriptor
+from mpimesh.comm.mpi import MPICommunicator
+from mpimesh.comm.notes import Operation, enter, operation_number
+from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
 from mpimesh.comm.shared_work import agreed_counts, chunks_of, part_of, pieces, reduce_into
 from mpimesh.errors import TransportError
-from mpimesh.layout.regions import Regions
 
-__all__ = ["NO_RANK", "Crossing", "OverNodes", "Rails", "length", "windows"]
+__all__ = ["NO_RANK", "OverNodes", "Rails", "length", "windows"]
 
 Stream: TypeAlias = Sequence[tuple[int, HostArray | None]]
 """Stages of a rank, one after the other: elements, and where another takes them to, if it does."""
@@ -69,46 +65,6 @@ _ROUNDS_AHEAD = 2
 
 _ROUND_STAGES = 4
 """Stages full that a leader sends in a round: fewer, and the ranks of a node meet too often."""
-
-
-class Crossing(MPICommunicator):
-    """Ranks of an MPI communicator on several nodes."""
-
-    def all_gather_in_place(self, array: HostArray, blocks: Sequence[slice]) -> Request:
-        """Copy ``blocks[r]`` of rank r's `array` into those of all; blocks may lie anywhere."""
-        counts = [block.stop - block.start for block in blocks]
-        if max(sum(counts), *(block.stop for block in blocks)) > self._limit:
-            own = array[blocks[self.rank]]
-            coming = [array[block] for block in blocks]
-            coming[self.rank] = own[:0]
-            return self._exchange(self._all_but_own(own), coming)
-        starts = [block.start for block in blocks]
-        whole = [array, (counts, starts)]
-        return self._start("all_gather", self._comm.Iallgatherv, MPI.IN_PLACE, whole)
-
-    def all_to_all_but(
-        self,
-        send: HostArray,
-        recv: HostArray,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        apart: Collection[int],
-    ) -> Request:
-        """As :meth:`all_to_all`, but leave out the blocks from and to the ranks in `apart`.
-
-        If a rank is in another's `apart`, that one is in its.
-        """
-        sent, received = (places_but(counts, apart) for counts in (send_counts, recv_counts))
-        if not self._large_blocks_in_pairs:
-            return self._start("all_to_all", self._comm.Ialltoallv, [send, sent], [recv, received])
-        outgoing, incoming = (
-            [array[start : start + count] for count, start in zip(*places, strict=True)]
-            for array, places in ((send, sent), (recv, received))
-        )
-        return self._exchange(outgoing, incoming)
-
-    def _all_but_own(self, block: HostArray) -> list[HostArray]:
-        return [block[:0] if rank == self.rank else block for rank in range(self.size)]
 
 
 class Rails:
@@ -135,10 +91,10 @@ class Rails:
         self.here = nodes[self.node]
         self.count = min(map(len, nodes))
         self.turns = -(-max(map(len, nodes)) // self.count)
-        self._comm: Crossing | None = None
+        self._comm: MPICommunicator | None = None
 
     @property
-    def comm(self) -> Crossing:
+    def comm(self) -> MPICommunicator:
         """The ranks on this one's rail, in the order of the nodes.
 
         Raises:
@@ -148,12 +104,12 @@ class Rails:
             raise TransportError("this rank is on no rail and has nothing to carry")
         return self._comm
 
-    def connect(self, comm: MPI.Intracomm, *, limit: int) -> Crossing | None:
+    def connect(self, comm: MPI.Intracomm, *, limit: int) -> MPICommunicator | None:
         """Collective: split the ranks of `comm` into their rails; return this rank's, if any."""
         place = self.here.index(comm.rank)
         part: Any = comm.Split(place if place < self.count else MPI.UNDEFINED, self.node)
         if part != MPI.COMM_NULL:
-            self._comm = Crossing(part, limit=limit)
+            self._comm = MPICommunicator(part, limit=limit)
         return self._comm
 
     def node_of(self, rank: int) -> int:
@@ -190,23 +146,21 @@ class OverNodes:
     Args:
         window: The ranks of this node.
         engine: Moves the operations along.
-        crossing: All ranks. What is started there must wait for its turn (:meth:`in_turn`).
+        messages: All ranks. What is started there must wait for its turn (:meth:`in_turn`).
         rails: Who carries what.
+
+    Attributes:
+        regions: The exchanges of regions.
     """
 
     def __init__(
-        self, window: SharedWindow, engine: Engine, crossing: Crossing, rails: Rails
+        self, window: SharedWindow, engine: Engine, messages: MPICommunicator, rails: Rails
     ) -> None:
         self._window = window
         self._engine = engine
-        self._crossing = crossing
+        self._messages = messages
         self._rails = rails
-        self._copies = Copies(window)
-
-    @property
-    def read_copies(self) -> Sequence[HostArray]:
-        """Copies of blocks that others may yet read: none, for each operation ends together."""
-        return ()
+        self.regions = SharedRegions(window, engine, messages, self, rails.here)
 
     def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
         """Begin a collective of MPI's, once none of these is under way, which start others."""
@@ -221,18 +175,6 @@ class OverNodes:
     def prepare(self, name: str, ways: Ways, *arguments: Any) -> Callable[[], Request]:
         """Return what starts a collective with the same arrays again and again."""
         return partial(self.start, name, ways, *arguments)
-
-    def exchange_regions(
-        self,
-        source: HostArray | None,
-        target: HostArray | None,
-        regions: Regions,
-        max_bytes: int,
-    ) -> StagedRequest:
-        """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
-        check_regions(regions, self._crossing.rank, self._crossing.size, source, target)
-        steps = self._exchange_regions(source, target, regions, max_bytes)
-        return self._engine.stage(self, steps)
 
     def close(self) -> None:
         """End what has not ended; what was started by then raises when it is tested."""
@@ -369,7 +311,7 @@ class OverNodes:
         counts = [send_counts[rank] for rank in here] + [recv_counts[rank] for rank in here]
         entry = yield from self._enter(what, self._place(send), counts=counts)
         sent = agreed_counts(entry.counts, here)
-        request = self._crossing.all_to_all_but(send, recv, send_counts, recv_counts, set(here))
+        request = self._messages.all_to_all_but(send, recv, send_counts, recv_counts, set(here))
         targets = [recv[incoming.whole(rank)] for rank in here]
         if min(entry.sources) >= 0:
             starts = [outgoing.whole(rank).start for rank in here]
@@ -387,26 +329,6 @@ class OverNodes:
             pieces = [send[outgoing.whole(here[to])] for to in orders[window.rank]]
             yield from pass_on(window, pieces, streams, send.dtype)
         yield request
-        yield window.meet()
-
-    def _exchange_regions(
-        self,
-        source: HostArray | None,
-        target: HostArray | None,
-        regions: Regions,
-        max_bytes: int,
-    ) -> Steps:
-        """Blocks of this node are read where they lie, while those of others come by messages."""
-        window = self._window
-        boxes = () if source is None else copied_boxes(regions, source.shape)
-        at = NOT_READ if source is None else window.find(source)
-        offer = self._copies.offer(Block(source, at, boxes, window.others))
-        for copy in offer.fill:
-            copy()
-        entry = yield from self._enter(EXCHANGE, offer.at, descriptor(source, target))
-        check_dtypes(dict(enumerate(entry.targets)))
-        blocks = blocks_of_node(window, entry, self._rails.here, source, target)
-        yield MessageExchange(self._crossing, source, target, regions, blocks, max_bytes)
         yield window.meet()
 
     # -- helpers -----------------------------------------------------------------------

@@ -115,7 +115,7 @@ class Block:
         boxes: Sequence[Box],
         readers: Cells,
         *,
-        copied: bool = False,
+        copied: bool,
     ) -> None:
         if source is None or not boxes:
             source = _NOTHING

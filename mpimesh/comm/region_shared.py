@@ -1,11 +1,14 @@
 """Regions exchanged in memory that the ranks of a node share: each reads what it takes.
 
-A rank has to do only with those of which it takes something, its *owners*, and those that take
-of it, its *readers*. Exchange number s goes so on a rank, and the others need not have come:
+What ranks of other nodes take and give goes by messages (`region_messages.py`) in the same
+exchange. On the node a rank has to do only with those of which it takes something, its *owners*,
+and those that take of it, its *readers*. Exchange number s goes so on a rank, and the others need
+not have come:
 
 1. If there is room for note s, it copies its block, if that is to be copied, and posts the note,
    which says where the block or its copy lies.
-2. When all owners have posted their notes s, it reads what it takes.
+2. When all owners have posted their notes s, it reads what it takes. Only then it starts the
+   messages from and to other nodes, if any, and waits for them.
 3. It says that it is through with s.
 4. If the readers read its block and no copy, it waits until all of them are through with s.
 
@@ -24,7 +27,10 @@ room for their notes: every rank is through with all numbers below s, so with s 
 all of them post, which takes nothing else; the ranks that are further on have posted s long ago,
 and it still stands there, for ranks at s are not through with it. So all of them read, and say
 that they are through, and step 4 ends for them. So the lowest number grows. Where other
-operations come between, they wait for all ranks and change nothing in this.
+operations come between, they wait for all ranks and change nothing in this. On several nodes take
+the lowest exchange, in the order in which all ranks start them, at which any rank is: all ranks at
+it come to its messages by what was said, and those that are further on have theirs behind them,
+so these end, too.
 
 A rank without memory for a copy says so in its note, and sends its parts as messages to its
 readers, who receive them when they see the note: nobody else need know. Messages of a pair go in
@@ -67,13 +73,13 @@ from mpimesh.comm.regions import (
     pieces_of,
 )
 from mpimesh.comm.requests import Request, all_done
-from mpimesh.comm.shared_window import NOT_READ, Entry, Note, SharedWindow
+from mpimesh.comm.shared_window import NOT_READ, Note, SharedWindow
 from mpimesh.comm.shared_work import do_at_once
 from mpimesh.errors import MismatchError, MpimeshError
 from mpimesh.layout.boxes import volume
 from mpimesh.layout.regions import Regions
 
-__all__ = ["SharedRegions", "blocks_of_node"]
+__all__ = ["SharedRegions"]
 
 _AT_A_TIME = 4
 """Pieces that are read before other operations have a turn."""
@@ -96,13 +102,15 @@ _MOST_PIECES = 64
 
 
 class SharedRegions:
-    """The exchanges of regions between the ranks of one window.
+    """The exchanges of regions of one communicator.
 
     Args:
-        window: The ranks.
+        window: The ranks of this node.
         engine: Moves them along.
-        messages: Takes the parts of blocks for which there is no memory.
+        messages: The communicator, for what goes to other nodes, and for the parts of blocks for
+            which there is no memory.
         chain: What else the ranks do in the window goes on this chain of the engine, too.
+        here: Which ranks of the communicator are on this node, in the window's order.
 
     Attributes:
         rule: Which blocks are copied before others take of them, though they could read them where
@@ -111,12 +119,18 @@ class SharedRegions:
     """
 
     def __init__(
-        self, window: SharedWindow, engine: Engine, messages: Communicator, chain: Hashable
+        self,
+        window: SharedWindow,
+        engine: Engine,
+        messages: Communicator,
+        chain: Hashable,
+        here: Sequence[int],
     ) -> None:
         self._window = window
         self._engine = engine
         self._messages = messages
         self._chain = chain
+        self._here = here
         self._plans: dict[tuple[Regions, Kind, Kind], _Plan] = {}
         self.rule = CopyRule.for_ranks(window.size)
         self.copies = Copies(window)
@@ -153,22 +167,22 @@ class SharedRegions:
         *,
         often: bool = False,
     ) -> SharedExchange:
-        window = self._window
+        messages = self._messages
         key = (regions, kind_of(source), kind_of(target))
         plan = self._plans.get(key)
         if plan is None:
-            check_regions(regions, window.rank, window.size, source, target)
+            check_regions(regions, messages.rank, messages.size, source, target)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = _Plan(window, regions, source, target)
+            plan = self._plans[key] = _Plan(self._window, self._here, regions, source, target)
         else:
-            check_contiguous(window.rank, source, target)
+            check_contiguous(messages.rank, source, target)
         bound = plan.bind(source, target, self.rule)
         return SharedExchange(
-            window,
+            self._window,
             self._engine,
             self._chain,
-            self._messages,
+            messages,
             self.copies,
             bound,
             (source, target),
@@ -181,10 +195,10 @@ class SharedExchange(Moved):
     """An exchange of regions, of which a rank waits for its owners and readers only.
 
     Args:
-        window: The ranks.
+        window: The ranks of this node.
         engine: Moves it along until it is settled.
         chain: What the ranks do in the window, in its order.
-        messages: Takes the parts of blocks for which there is no memory.
+        messages: All ranks, for what goes by messages.
         copies: The memory for copies of this rank's block.
         bound: What this rank does, and between which arrays.
         arrays: These arrays, which it keeps until it is over.
@@ -299,13 +313,13 @@ class SharedExchange(Moved):
         notes = window.notes(self.number, plan.owner_cells)
         operations = [note[0] for note in notes]
         if operations.count(EXCHANGE) != len(operations):
-            ranks = [window.rank, *plan.owners]
+            ranks = [plan.rank, *plan.owners]
             self._refusal = mismatch([EXCHANGE, *operations], ranks=ranks, on_all=False)
             self._offer = NO_OFFER  # nor may the readers ever come
             return ()
         try:
             plan.check(notes)
-            if self._offer.at < 0 or -1 in [note[1] for note in notes]:
+            if plan.is_far or self._offer.at < 0 or -1 in [note[1] for note in notes]:
                 self._rest = self._by_messages(notes)
                 return ()
             parts = bound.parts(notes)
@@ -321,14 +335,13 @@ class SharedExchange(Moved):
 
     def _by_messages(self, notes: Sequence[Note]) -> Request:
         """Return what sends this rank's parts, if it must, and what takes those of others."""
-        (source, target), regions = self._arrays, self._plan.regions
-        gives = regions.gives if self._offer.at < 0 else ()
+        (source, target), plan = self._arrays, self._plan
+        gives = plan.gives if self._offer.at < 0 else plan.far_gives
         blocks = self._bound.blocks(notes)
-        own = {rank: block for rank, block in blocks.items() if rank == self._window.rank}
         messages, most = self._messages, self._max_bytes
         return all_done(
-            MessageExchange(messages, source, None, Regions((), gives), own, most),
-            MessageExchange(messages, source, target, Regions(regions.takes, ()), blocks, most),
+            MessageExchange(messages, source, None, gives, {}, most),
+            MessageExchange(messages, source, target, plan.takes, blocks, most),
         )
 
 
@@ -339,18 +352,24 @@ class _Plan:
     """The constant part of an exchange of some regions between arrays of one kind.
 
     Args:
-        window: The ranks.
+        window: The ranks of this node.
+        here: Which ranks these are.
         regions: What this rank takes and gives.
         source: An array of the kind of this rank's block; no reference to it stays.
         target: One of the kind of what it takes into.
 
     Attributes:
-        window: The ranks.
-        regions: What this rank takes and gives.
+        window: The ranks of this node.
+        rank: This rank.
+        takes: What it takes.
+        gives: What it gives.
+        far_gives: What it gives to ranks of other nodes.
+        is_far: Whether it takes of them, or gives to them.
         descriptor: The size and the dtype of its arrays, for the others.
-        pieces: What is read, piece by piece.
+        pieces: What is read, piece by piece; none if it is far.
         at_once: Whether all are read before other operations have a turn.
-        owners: The ranks that this one reads of.
+        owners: The ranks of this node that this one reads of.
+        owner_places: Their places in the window.
         owner_cells: Their cells.
         owner_bells: Their bells.
         reader_cells: The cells of the ranks that read of this one.
@@ -363,32 +382,42 @@ class _Plan:
         "_given_bytes",
         "at_once",
         "descriptor",
+        "far_gives",
+        "gives",
+        "is_far",
         "owner_bells",
         "owner_cells",
+        "owner_places",
         "owners",
         "pieces",
+        "rank",
         "reader_bells",
         "reader_cells",
-        "regions",
+        "takes",
         "window",
     )
 
     def __init__(
         self,
         window: SharedWindow,
+        here: Sequence[int],
         regions: Regions,
         source: HostArray | None,
         target: HostArray | None,
     ) -> None:
         self.window = window
-        self.regions = regions
-        self.descriptor = descriptor(source, target)
+        self.rank = rank = here[window.rank]
         taken = {part.rank for take in regions.takes for part in take.parts if volume(part.box)}
         given = {give.rank for give in regions.gives if volume(give.box)}
-        self.owners = sorted(taken - {window.rank})
-        readers = sorted(given - {window.rank})
-        self.owner_cells = window.cells_of(self.owners)
-        self.owner_bells = window.bells_of(self.owners)
+        self.is_far = not (taken | given).issubset(here)
+        self.takes, self.gives = Regions(regions.takes), Regions((), regions.gives)
+        self.far_gives = Regions((), tuple([g for g in regions.gives if g.rank not in here]))
+        self.descriptor = descriptor(source, target)
+        self.owners = [other for other in here if other in taken and other != rank]
+        self.owner_places = [here.index(owner) for owner in self.owners]
+        readers = [at for at, other in enumerate(here) if other in given and other != rank]
+        self.owner_cells = window.cells_of(self.owner_places)
+        self.owner_bells = window.bells_of(self.owner_places)
         self.reader_cells = window.cells_of(readers)
         self.reader_bells = window.bells_of(readers)
         self._boxes = copied_boxes(regions, source.shape) if readers and source is not None else ()
@@ -396,10 +425,10 @@ class _Plan:
         self._given_bytes = itemsize * sum(map(volume, self._boxes))
         self.pieces = []
         self.at_once = True
-        if target is not None and target.nbytes:
+        if target is not None and target.nbytes and not self.is_far:
             itemsize = target.itemsize
             # Beginning after this rank: not all read from the same at once.
-            self.pieces = pieces_of(regions, range(len(regions.takes)), window.rank + 1, itemsize)
+            self.pieces = pieces_of(regions, range(len(regions.takes)), rank + 1, itemsize)
             taken_elements = sum([volume(take.box) for take in regions.takes])
             self.at_once = itemsize * taken_elements <= _AT_ONCE_BYTES
         self._bound: dict[tuple[int, int], _Bound] = {}
@@ -432,7 +461,7 @@ class _Plan:
             MismatchError: If not.
         """
         descriptors = {owner: note[2] for owner, note in zip(self.owners, notes, strict=True)}
-        check_dtypes({self.window.rank: self.descriptor, **descriptors})
+        check_dtypes({self.rank: self.descriptor, **descriptors})
 
 
 class _Bound:
@@ -470,12 +499,14 @@ class _Bound:
         plan, source = self.plan, self._source
         dtype = np.dtype(np.uint8) if self._target is None else self._target.dtype
         blocks: dict[int, Callable[[tuple[int, ...]], HostArray]] = {
-            owner: cache(partial(_block_of, plan.window, owner, at, its_descriptor, dtype))
-            for owner, (_, at, its_descriptor) in zip(plan.owners, notes, strict=True)
+            owner: cache(partial(_block_of, plan, owner, place, at, its_descriptor, dtype))
+            for owner, place, (_, at, its_descriptor) in zip(
+                plan.owners, plan.owner_places, notes, strict=True
+            )
             if at >= 0
         }
         if source is not None:
-            blocks[plan.window.rank] = lambda shape: source
+            blocks[plan.rank] = lambda shape: source
         return blocks
 
     def parts(self, notes: Sequence[Note]) -> tuple[Call, ...]:
@@ -516,8 +547,9 @@ def _array_at(
 
 
 def _block_of(
-    window: SharedWindow,
+    plan: _Plan,
     rank: int,
+    place: int,
     at: int,
     its_descriptor: int,
     dtype: DType,
@@ -531,33 +563,7 @@ def _block_of(
     nbytes, its_nbytes = prod(shape) * dtype.itemsize, described_bytes(its_descriptor)
     if its_nbytes != nbytes:
         raise MismatchError(
-            f"rank {window.rank} takes of a block of shape {shape} of rank {rank}, "
+            f"rank {plan.rank} takes of a block of shape {shape} of rank {rank}, "
             f"{nbytes} bytes of dtype {dtype}, but that block has {its_nbytes}"
         )
-    return _array_at(window, rank, at, dtype, shape)
-
-
-def blocks_of_node(
-    window: SharedWindow,
-    entry: Entry,
-    ranks: Sequence[int],
-    source: HostArray | None,
-    target: HostArray | None,
-) -> Blocks:
-    """Return what gives the blocks of the ranks on this node: of all, or of this one alone.
-
-    Args:
-        window: The ranks of this node.
-        entry: Where their blocks lie.
-        ranks: Their numbers.
-        source: This rank's block.
-        target: Where it takes to.
-    """
-    blocks: dict[int, Callable[[tuple[int, ...]], HostArray]] = {}
-    if min(entry.sources) >= 0:
-        dtype = np.dtype(np.uint8) if target is None else target.dtype
-        for member, rank in enumerate(ranks):
-            blocks[rank] = partial(_array_at, window, member, entry.sources[member], dtype)
-    if source is not None:
-        blocks[ranks[window.rank]] = lambda shape: source
-    return blocks
+    return _array_at(plan.window, place, at, dtype, shape)

@@ -8,8 +8,9 @@ them could, and on the table of algorithms (`algorithms.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from inspect import signature
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 from mpi4py import MPI
@@ -19,7 +20,7 @@ from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Sizes, Ways
 from mpimesh.comm.engine import Engine, Steps
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.node import Node, find_neighbours
-from mpimesh.comm.over_nodes import Crossing, OverNodes, Rails
+from mpimesh.comm.over_nodes import OverNodes, Rails
 from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_collectives import SharedCollectives
 from mpimesh.comm.shared_window import SharedWindow
@@ -29,6 +30,8 @@ from mpimesh.layout.regions import Regions
 from mpimesh.settings import Settings
 
 __all__ = ["RoutedCommunicator", "open_node", "routed"]
+
+P = ParamSpec("P")
 
 _LEAVE_TOGETHER_S = 2.0
 _BY_MPI = Ways("mpi", "mpi")
@@ -42,6 +45,29 @@ _ASKED_FOR = {
 }
 """What a caller may ask for, where these ranks have it."""
 _SIZED_BY_RESULT = ("all_reduce", "all_gather")
+
+
+def _by_table(
+    method: Callable[Concatenate[MPICommunicator, P], Request],
+) -> Callable[Concatenate[RoutedCommunicator, P], Request]:
+    """Return a collective of MPI's as one that goes by the table of algorithms."""
+    name, parameters = method.__name__, signature(method)
+    has_ways = name in OPERATIONS
+
+    @wraps(method)
+    def start(ranks: RoutedCommunicator, /, *args: P.args, **named: P.kwargs) -> Request:
+        arguments: tuple[Any, ...] = args
+        if named:
+            arguments = parameters.bind(ranks, *args, **named).args[1:]
+        shared = ranks._shared
+        if shared is None:
+            return getattr(ranks._plain, name)(*arguments)  # type: ignore[no-any-return]
+        ways = ranks._ways_of(name, arguments) if has_ways else _BY_MPI
+        if ways == _BY_MPI:
+            return shared.in_turn(getattr(ranks._plain, name), *arguments)
+        return shared.start(name, ways, *arguments)
+
+    return start
 
 
 class RoutedCommunicator(MPICommunicator):
@@ -64,7 +90,7 @@ class RoutedCommunicator(MPICommunicator):
         self._plain = MPICommunicator(comm, limit=limit, order=self._order)
         self._node = node
         self._sizes = sizes
-        self._rail: Crossing | None = None
+        self._rail: MPICommunicator | None = None
         self._shared: SharedCollectives | OverNodes | None = None
         self._kept: HostArray | None = None
         self._once: list[HostArray] = []
@@ -145,8 +171,7 @@ class RoutedCommunicator(MPICommunicator):
         """Collective: make the rails."""
         rails = Rails(nodes, self.rank)
         self._rail = rails.connect(self._comm, limit=self._chunk_setting)
-        crossing = Crossing(self._comm, limit=self._chunk_setting, order=self._order)
-        return OverNodes(window, self._engine, crossing, rails)
+        return OverNodes(window, self._engine, self._plain, rails)
 
     def offer_once(self, nbytes: int) -> int:
         """Return where memory for all ranks of the node begins in this rank's arena."""
@@ -179,10 +204,9 @@ class RoutedCommunicator(MPICommunicator):
     ) -> Callable[[], Request | Steps]:
         """Return what starts a collective or an exchange of these arrays, as often as wanted."""
         shared = self._shared
-        if name == "exchange_regions" and isinstance(shared, SharedCollectives):
-            if self._reads_regions:
-                return shared.prepare_exchange(*arguments)
-        elif name in OPERATIONS and shared is not None:
+        if name == "exchange_regions" and shared is not None and self._reads_regions:
+            return shared.regions.prepare(*arguments)
+        if name in OPERATIONS and shared is not None:
             ways = (
                 self._ways_of(name, arguments) if algorithm is None else _ASKED_FOR.get(algorithm)
             )
@@ -217,67 +241,20 @@ class RoutedCommunicator(MPICommunicator):
             return largest if own == largest else Ways(largest.host, "not offered")
         return self._ways(name, arguments[name in _SIZED_BY_RESULT].nbytes)
 
-    # -- collectives -------------------------------------------------------------------
-
     def _ways(self, operation: str, nbytes: int) -> Ways:
         return self._algorithms.ways(operation, nbytes) if self._shared is not None else _BY_MPI
 
-    def _start_by(self, name: str, ways: Ways, *arguments: Any) -> Request:
-        """Start a collective in these ways."""
-        shared = self._shared
-        if shared is None:
-            return getattr(self._plain, name)(*arguments)  # type: ignore[no-any-return]
-        if ways == _BY_MPI:
-            return shared.in_turn(getattr(self._plain, name), *arguments)
-        return shared.start(name, ways, *arguments)
+    # -- collectives -------------------------------------------------------------------
 
-    def all_reduce(self, send: HostArray | None, recv: HostArray, op: str) -> Request:
-        """Reduce over all ranks into `recv` on each."""
-        ways = self._ways("all_reduce", recv.nbytes)
-        return self._start_by("all_reduce", ways, send, recv, op)
-
-    def reduce(self, send: HostArray, recv: HostArray | None, op: str, root: int) -> Request:
-        """Reduce over all ranks into `recv` on `root`."""
-        return self._start_by("reduce", _BY_MPI, send, recv, op, root)
-
-    def reduce_scatter(
-        self, send: HostArray, recv: HostArray, counts: Sequence[int], op: str
-    ) -> Request:
-        """Reduce `send`; rank r gets block r."""
-        ways = self._ways("reduce_scatter", send.nbytes)
-        return self._start_by("reduce_scatter", ways, send, recv, counts, op)
-
-    def all_gather(self, send: HostArray, recv: HostArray, counts: Sequence[int]) -> Request:
-        """Lay the ranks' `send` one after the other in `recv`."""
-        ways = self._ways("all_gather", recv.nbytes)
-        return self._start_by("all_gather", ways, send, recv, counts)
-
-    def gather(
-        self, send: HostArray, recv: HostArray | None, counts: Sequence[int], root: int
-    ) -> Request:
-        """Lay the ranks' `send` one after the other in `recv` of `root`."""
-        return self._start_by("gather", _BY_MPI, send, recv, counts, root)
-
-    def scatter(
-        self, send: HostArray | None, recv: HostArray, counts: Sequence[int], root: int
-    ) -> Request:
-        """Rank r gets block r of root's `send`."""
-        return self._start_by("scatter", _BY_MPI, send, recv, counts, root)
-
-    def all_to_all(
-        self,
-        send: HostArray,
-        recv: HostArray,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-    ) -> Request:
-        """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
-        arguments = send, recv, send_counts, recv_counts
-        return self._start_by("all_to_all", self._ways_of("all_to_all", arguments), *arguments)
-
-    def broadcast(self, buffer: HostArray, root: int) -> Request:
-        """Copy `buffer` of `root` into `buffer` of every rank."""
-        return self._start_by("broadcast", self._ways("broadcast", buffer.nbytes), buffer, root)
+    all_reduce = _by_table(MPICommunicator.all_reduce)
+    reduce = _by_table(MPICommunicator.reduce)
+    reduce_scatter = _by_table(MPICommunicator.reduce_scatter)
+    all_gather = _by_table(MPICommunicator.all_gather)
+    gather = _by_table(MPICommunicator.gather)
+    scatter = _by_table(MPICommunicator.scatter)
+    all_to_all = _by_table(MPICommunicator.all_to_all)
+    broadcast = _by_table(MPICommunicator.broadcast)
+    barrier = _by_table(MPICommunicator.barrier)
 
     def exchange_regions(
         self,
@@ -290,11 +267,7 @@ class RoutedCommunicator(MPICommunicator):
         """Copy or reduce boxes of the ranks' blocks into boxes of each rank's target."""
         if self._shared is None or not self._reads_regions:
             return super().exchange_regions(source, target, regions, max_bytes=max_bytes)
-        return self._shared.exchange_regions(source, target, regions, max_bytes)
-
-    def barrier(self) -> Request:
-        """Done once every rank has started it."""
-        return self._start_by("barrier", _BY_MPI)
+        return self._shared.regions.start(source, target, regions, max_bytes)
 
     # -- life --------------------------------------------------------------------------
 
@@ -311,7 +284,7 @@ class RoutedCommunicator(MPICommunicator):
             if self.unended or not poll(self._plain.barrier().test, _LEAVE_TOGETHER_S):
                 # A rank may yet look at this one's counter, or read what it has offered; and the
                 # barrier goes on, which Open MPI does not survive on a communicator it has freed.
-                copies = () if self._shared is None else self._shared.read_copies
+                copies = () if self._shared is None else self._shared.regions.copies.memories
                 for memory in (self._kept, *self._once, *copies):
                     self._node.keep(memory)
                 self._freed = True

@@ -49,7 +49,6 @@ from mpimesh.comm.shared_work import (
     reduce_scatter_staged,
     reduce_scatter_work,
 )
-from mpimesh.layout.regions import Regions
 
 __all__ = ["SharedCollectives"]
 
@@ -96,7 +95,7 @@ class SharedCollectives:
         self._engine = engine
         self._messages = messages
         self._cache: dict[tuple[object, ...], dict[tuple[int, ...], Sequence[Work]]] = {}
-        self.regions = SharedRegions(window, engine, messages, self)
+        self.regions = SharedRegions(window, engine, messages, self, range(window.size))
 
     def start(self, name: str, ways: Ways, *arguments: Any) -> Request:
         """Start a collective in these ways, with the arguments of the communicator's method."""
@@ -272,22 +271,6 @@ class SharedCollectives:
             counts,
         )
 
-    def exchange_regions(
-        self,
-        source: HostArray | None,
-        target: HostArray | None,
-        regions: Regions,
-        max_bytes: int,
-    ) -> Request:
-        """Copy or reduce boxes of the ranks' blocks into boxes of `target`."""
-        return self.regions.start(source, target, regions, max_bytes)
-
-    def prepare_exchange(
-        self, source: HostArray | None, target: HostArray | None, regions: Regions
-    ) -> Callable[[], Request]:
-        """Return what starts an exchange between the same arrays again and again."""
-        return self.regions.prepare(source, target, regions)
-
     def in_turn(self, begin: Callable[..., Request], *arguments: Any) -> Request:
         """Begin a collective of MPI's, once none is under way that may start another.
 
@@ -298,11 +281,6 @@ class SharedCollectives:
         if not engine.tails or not engine.undecided(self):
             return begin(*arguments)
         return engine.stage(self, run_steps(partial(begin, *arguments)))
-
-    @property
-    def read_copies(self) -> list[HostArray]:
-        """Copies of this rank's blocks that others may yet read."""
-        return self.regions.copies.memories
 
     def close(self) -> None:
         """End what has not ended; what was started by then raises when it is tested."""

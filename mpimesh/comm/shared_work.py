@@ -27,12 +27,11 @@ import numpy as np
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.engine import Steps
-from mpimesh.comm.regions import copying
+from mpimesh.comm.regions import FUNCTIONS, copying
 from mpimesh.comm.shared_window import Entry, SharedWindow
 from mpimesh.errors import MismatchError, on_all_ranks
 
 __all__ = [
-    "FUNCTIONS",
     "Work",
     "agreed_counts",
     "all_gather_staged",
@@ -56,13 +55,7 @@ __all__ = [
 Work: TypeAlias = tuple[Callable[[], object], ...]
 """Calls of NumPy, none of which runs Python."""
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "sum": np.add,
-    "mean": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {**FUNCTIONS, "mean": np.add}
 
 _PIECE_BYTES = 128 * 1024
 """Bytes that are reduced at a time: the sum of two ranks' pieces stays in cache for the third's."""
@@ -93,7 +86,7 @@ def reducing(
         first: Which of them the result is written into as it is made; the others get copies, while
             it is in cache.
     """
-    function, own = FUNCTIONS[op], targets[first]
+    function, own = _FUNCTIONS[op], targets[first]
     work: list[Callable[[], object]] = []
     total = sources[0]
     if len(sources) == 1:
@@ -126,7 +119,7 @@ def reduce_into(
     window: SharedWindow, op: str, sources: Sequence[HostArray], target: HostArray
 ) -> None:
     """Reduce `sources` in their order into `target`, which may be one of them."""
-    function, quietly = FUNCTIONS[op], window.quietly
+    function, quietly = _FUNCTIONS[op], window.quietly
     total = sources[0]
     if len(sources) == 1:
         target[...] = total

@@ -12,7 +12,8 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +57,12 @@ __all__ = [
     "PersistentMessage",
     "neighbour",
     "open_envelope",
+    "open_head",
     "recv",
     "recv_init",
     "roll_call",
     "seal",
+    "seal_head",
     "send",
     "send_init",
     "shift",
@@ -76,6 +79,7 @@ _NOTE_BYTES = 8
 
 ENVELOPE_BYTES = WHOLE_MESSAGE_BYTES
 _LENGTH_BYTES = 4
+_MOST_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class Envelope:
         shape: The array's shape.
         dtype: Its dtype.
         group: Name of the group that it was sent on.
-        on_device: Whether its data follows from the memory of a device to that of another.
+        on_device: Whether it lies on a device. Then its data never travels with the envelope.
         inline: Its data, if it was small enough.
     """
 
@@ -102,6 +106,44 @@ class Envelope:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+# Most arrays are like the one before: what their heads say is worked out once, on both sides.
+
+
+@lru_cache(_MOST_KEPT)
+def seal_head(
+    shape: tuple[int, ...],
+    dtype: DType,
+    group: str,
+    *,
+    on_device: bool,
+    most_bytes: int = ENVELOPE_BYTES,
+) -> HostArray:
+    """Return an envelope without data.
+
+    Raises:
+        DTypeError: If the dtype cannot be described, or the description does not fit.
+    """
+    text = json.dumps([shape, dtype_to_json(dtype), group, on_device]).encode()
+    if _LENGTH_BYTES + len(text) > most_bytes:
+        raise DTypeError(
+            f"the description of the dtype takes {len(text)} bytes, more than "
+            f"{most_bytes - _LENGTH_BYTES}: shorten its field names"
+        )
+    return np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little") + text, np.uint8)
+
+
+def open_head(envelope: HostArray) -> tuple[Envelope, int]:
+    """Read an envelope but for the data; return where these begin, too."""
+    end = _LENGTH_BYTES + int.from_bytes(envelope[:_LENGTH_BYTES].tobytes(), "little")
+    return _read_head(envelope[_LENGTH_BYTES:end].tobytes()), end
+
+
+@lru_cache(_MOST_KEPT)
+def _read_head(text: bytes) -> Envelope:
+    shape, dtype, group, on_device = json.loads(text)
+    return Envelope(tuple(shape), dtype_from_json(dtype), group, on_device)
+
+
 def seal(
     data: HostArray | None, shape: tuple[int, ...], dtype: DType, group: str
 ) -> tuple[HostArray, bool]:
@@ -114,43 +156,23 @@ def seal(
         group: Name of the group that it is sent on.
 
     Raises:
-        DTypeError: If the dtype's description does not fit.
+        DTypeError: As of :func:`seal_head`.
     """
-    text = json.dumps([shape, dtype_to_json(dtype), group, data is None]).encode()
-    head_bytes = _LENGTH_BYTES + len(text)
-    if head_bytes > ENVELOPE_BYTES:
-        raise DTypeError(
-            f"the description of the dtype takes {len(text)} bytes, more than "
-            f"{ENVELOPE_BYTES - _LENGTH_BYTES}: shorten its field names"
-        )
-    inline = data if data is not None and head_bytes + data.size <= ENVELOPE_BYTES else None
-    envelope = np.empty(head_bytes + (0 if inline is None else inline.size), np.uint8)
-    envelope[:_LENGTH_BYTES] = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
-    envelope[_LENGTH_BYTES:head_bytes] = np.frombuffer(text, np.uint8)
-    if inline is not None:
-        envelope[head_bytes:] = inline
-    return envelope, inline is not None
+    head = seal_head(shape, dtype, group, on_device=data is None)
+    if data is None or head.size + data.size > ENVELOPE_BYTES:
+        return head, False
+    envelope = np.empty(head.size + data.size, np.uint8)
+    envelope[: head.size] = head
+    envelope[head.size :] = data
+    return envelope, True
 
 
-def open_envelope(envelope: HostArray, opened: dict[bytes, Envelope] | None = None) -> Envelope:
-    """Read a received envelope.
-
-    Args:
-        envelope: Its bytes.
-        opened: Keeps what the last one said, by its head: most are like the one before.
-    """
-    head_bytes = _LENGTH_BYTES + int.from_bytes(bytes(envelope[:_LENGTH_BYTES]), "little")
-    head = bytes(envelope[_LENGTH_BYTES:head_bytes])
-    described = None if opened is None else opened.get(head)
-    if described is None:
-        shape, dtype, group, on_device = json.loads(head)
-        described = Envelope(tuple(shape), dtype_from_json(dtype), group, on_device)
-        if opened is not None:
-            opened.clear()
-            opened[head] = described
-    if described.on_device or head_bytes + described.nbytes > ENVELOPE_BYTES:
-        return described
-    return replace(described, inline=envelope[head_bytes : head_bytes + described.nbytes])
+def open_envelope(envelope: HostArray) -> Envelope:
+    """Read a received envelope, in whatever room it lies."""
+    head, end = open_head(envelope)
+    if head.on_device or end + head.nbytes > ENVELOPE_BYTES:
+        return head
+    return Envelope(head.shape, head.dtype, head.group, inline=envelope[end : end + head.nbytes])
 
 
 # -- operations -----------------------------------------------------------------------------------
@@ -159,6 +181,12 @@ def open_envelope(envelope: HostArray, opened: dict[bytes, Envelope] | None = No
 def send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> CollectiveTensor:
     """Start to send `x`; see :meth:`ProcessGroup.send`."""
     _check_peer(group, dest, "dest", tag)
+    return _send(group, x, dest, tag, label)
+
+
+def _send(group: GroupCore, x: Array, dest: int, tag: int, label: str | None) -> CollectiveTensor:
+    """Start to send `x` to a rank that has been checked."""
+    group.member("send")
     data = group.operand(x)
     call = Message("send", group.name, dest, tag, data.shape, data.dtype, label)
     parcel = _parcel(group, data)  # first: what cannot be described is not sent
@@ -180,17 +208,10 @@ def recv(
     out: Array | None,
     tag: int,
     label: str | None,
-    opened: dict[bytes, Envelope] | None = None,
 ) -> CollectiveTensor:
-    """Start to receive an array; see :meth:`ProcessGroup.recv`.
-
-    `opened` keeps what envelopes were read to say, by their heads, for the next start.
-    """
+    """Start to receive an array; see :meth:`ProcessGroup.recv`."""
     _check_peer(group, source, "source", tag)
-    if out is not None:
-        shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
-        output_array(out, shape, dtype)
-    expected = _expected(shape, dtype)
+    expected = _expected(shape, dtype) if out is None else _kind_of(out)
     call = Message("recv", group.name, source, tag, expected[0], expected[1] or "", label)
     arrival = group.arrival()
     arrival.call = call
@@ -201,7 +222,7 @@ def recv(
     chain = (group.communicator, source, tag)
 
     def all_steps() -> Steps:
-        result = yield from _recv_steps(group, source, 2 * tag, expected, out, arrival, opened)
+        result = yield from _recv_steps(group, source, 2 * tag, expected, out, arrival)
         arrival.settle()
         return result
 
@@ -255,29 +276,9 @@ def send_init(
     """Plan to send `x`; see :meth:`ProcessGroup.send_init`."""
     _check_peer(group, dest, "dest", tag)
     data = group.operand(x)
+    seal_head(data.shape, np.dtype(data.dtype), group.name, on_device=is_cupy(data))
     text = f"send(shape {data.shape}, {data.dtype}, dest {dest}, tag {tag})"
-    parcel = _parcel(group, data)  # first: what cannot be described is not sent
-    if type(x) is not np.ndarray:  # a list, or on a device, where a start is on a stream of its own
-        return PersistentMessage(group, text, lambda: send(group, x, dest, tag, label))
-    # Where its elements go for each start, unless they are sent from where they lie.
-    packed: HostArray | None = None
-    if len(parcel) == 1:
-        envelope = parcel[0]
-        packed = envelope[envelope.size - x.nbytes :]
-    elif not np.may_share_memory(parcel[1], x):
-        packed = parcel[1]
-    shape, dtype, nbytes = x.shape, x.dtype, x.nbytes
-
-    def begin() -> CollectiveTensor:
-        group.member("send")
-        call = Message("send", group.name, dest, tag, shape, dtype, label)
-        if packed is not None:
-            packed[...] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        group.count_message(call, nbytes)
-        request = group.stage(object(), _send_steps(group, parcel, dest, 2 * tag))
-        return CollectiveTensor(group, call, request, unlock=group.lock(x, call), nbytes=nbytes)
-
-    return PersistentMessage(group, text, begin)
+    return PersistentMessage(group, text, partial(_send, group, x, dest, tag, label))
 
 
 def recv_init(
@@ -285,17 +286,10 @@ def recv_init(
 ) -> PersistentMessage:
     """Plan to receive into `out`; see :meth:`ProcessGroup.recv_init`."""
     _check_peer(group, source, "source", tag)
-    shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
-    output_array(out, shape, dtype)
+    shape, dtype = _kind_of(out)
     text = f"recv(shape {shape}, {dtype}, source {source}, tag {tag})"
-    opened: dict[bytes, Envelope] = {}
-
-    def begin() -> CollectiveTensor:
-        return recv(
-            group, source, shape=None, dtype=None, out=out, tag=tag, label=label, opened=opened
-        )
-
-    return PersistentMessage(group, text, begin)
+    start = partial(recv, group, source, shape=None, dtype=None, out=out, tag=tag, label=label)
+    return PersistentMessage(group, text, start)
 
 
 def shift(
@@ -429,11 +423,10 @@ def _recv_steps(
     expected: tuple[tuple[int, ...] | None, DType | None],
     out: Array | None,
     arrival: Arrival,
-    opened: dict[bytes, Envelope] | None = None,
 ) -> Steps:
     buffer = np.empty(ENVELOPE_BYTES, np.uint8)
     yield group.communicator.irecv(buffer, source, wire_tag)
-    envelope = open_envelope(buffer, opened)
+    envelope = open_envelope(buffer)
     fits = _misfit(envelope, expected) is None
     library = _cupy(group, source) if envelope.on_device else np
     direct = fits and out is not None and namespace(out) is library and out.flags.c_contiguous
@@ -473,6 +466,14 @@ def _cupy(group: GroupCore, source: int) -> ModuleType:
         ) from None
     library: ModuleType = cupy
     return library
+
+
+def _kind_of(out: Array) -> tuple[tuple[int, ...], DType]:
+    """Return the shape and the dtype of an array to receive into, which is checked."""
+    shape, dtype = getattr(out, "shape", ()), getattr(out, "dtype", np.dtype(float))
+    output_array(out, shape, dtype)
+    refuse_objects(dtype)
+    return shape, dtype
 
 
 def _expected(shape: Any, dtype: Any) -> tuple[tuple[int, ...] | None, DType | None]:

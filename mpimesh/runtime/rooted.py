@@ -1,25 +1,25 @@
 """Broadcast and scatter in which the ranks need not know what is coming.
 
-Shape, dtype and place of the array travel ahead, in a message of fixed size.
+The head of an envelope travels ahead, as in messages, in a row of fixed size.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpimesh.arrays import Array, DType, HostArray, is_cupy, moved
-from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.comm import Steps, run_steps
 from mpimesh.errors import GroupError, MpimeshError, ShapeError, on_all_ranks
 from mpimesh.runtime.call import Call
+from mpimesh.runtime.messages import Envelope, open_head, seal_head
 from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
 from mpimesh.runtime.plan import Accounts, Prepared, receive, rule_by
+from mpimesh.runtime.traffic import Arrival
 from mpimesh.runtime.work import CollectiveTensor
 
 if TYPE_CHECKING:
@@ -27,55 +27,31 @@ if TYPE_CHECKING:
 
 __all__ = ["broadcast", "scatter"]
 
-# -- headers --------------------------------------------------------------------------------------
+_ROW_BYTES = 1024
+_HAS_ARRAY, _TAKES_DEVICE, _HEAD = range(3)
+"""Where in a row it says that its rank has an array, and can send and receive the memory of a
+device; and where the head begins."""
 
-HEADER_BYTES = 1024
-_FLAGS_BYTES = 3
-"""Bytes for three flags: there is an array, it is CuPy's, its rank moves device memory."""
 
-
-def make_header(data: Array | None, *, of_cupy: bool, takes_device: bool) -> HostArray:
-    """Return shape, dtype and place of an array in a message of fixed size.
+def _row(data: Array | None, *, of_cupy: bool, takes_device: bool) -> HostArray:
+    """Return what a rank tells the others: of its array, if it has one, and of itself.
 
     Args:
-        data: The array; None if this rank has none.
+        data: The array.
         of_cupy: Whether the caller gave it as one of CuPy, on a device.
         takes_device: Whether this rank can send and receive the memory of a device.
 
     Raises:
-        ShapeError: If the description does not fit.
+        DTypeError: If the description of the array does not fit.
     """
-    header = np.zeros(HEADER_BYTES, np.uint8)
-    header[2] = takes_device
+    row = np.zeros(_ROW_BYTES, np.uint8)
+    row[_TAKES_DEVICE] = takes_device
     if data is not None:
-        text = json.dumps([data.shape, dtype_to_json(np.dtype(data.dtype))]).encode()
-        if len(text) > HEADER_BYTES - _FLAGS_BYTES:
-            raise ShapeError(
-                f"shape and dtype take {len(text)} bytes as text, more than "
-                f"{HEADER_BYTES - _FLAGS_BYTES}: shorten the field names of the structured dtype"
-            )
-        header[:2] = 1, of_cupy
-        header[_FLAGS_BYTES : _FLAGS_BYTES + len(text)] = np.frombuffer(text, np.uint8)
-    return header
-
-
-def has_array(header: HostArray) -> bool:
-    """Tell whether the rank that made `header` has an array."""
-    return bool(header[0])
-
-
-def takes_device(header: HostArray) -> bool:
-    """Tell whether the rank that made `header` can send and receive the memory of a device."""
-    return bool(header[2])
-
-
-def parse_header(header: HostArray) -> tuple[tuple[int, ...], DType, bool]:
-    """Return shape and dtype that a header says, and whether the array is one of CuPy."""
-    shape, dtype = json.loads(bytes(header[_FLAGS_BYTES:]).rstrip(b"\0"))
-    return tuple(shape), dtype_from_json(dtype), bool(header[1])
-
-
-# -- operations -----------------------------------------------------------------------------------
+        dtype, most = np.dtype(data.dtype), _ROW_BYTES - _HEAD
+        head = seal_head(data.shape, dtype, "", on_device=of_cupy, most_bytes=most)
+        row[_HAS_ARRAY] = True
+        row[_HEAD : _HEAD + head.size] = head
+    return row
 
 
 def broadcast(
@@ -99,13 +75,13 @@ def broadcast(
         check_output(out)
     asked = algorithm
     algorithm = group.algorithm_for("broadcast", 0, asked)
-    header = make_header(data, of_cupy=is_cupy(x), takes_device=group.moves_device_memory)
+    row = _row(data, of_cupy=is_cupy(x), takes_device=group.moves_device_memory)
     arrival = group.arrival()
 
     def steps() -> Steps:
-        table = np.empty((group.size, HEADER_BYTES), np.uint8)
-        yield group.communicator.all_gather(header, table.reshape(-1), [HEADER_BYTES] * group.size)
-        senders = [rank for rank, row in enumerate(table) if has_array(row)]
+        table = np.empty((group.size, _ROW_BYTES), np.uint8)
+        yield group.communicator.all_gather(row, table.reshape(-1), [_ROW_BYTES] * group.size)
+        senders = np.flatnonzero(table[:, _HAS_ARRAY]).tolist()
         if len(senders) != 1:
             raise on_all_ranks(
                 GroupError(
@@ -114,34 +90,25 @@ def broadcast(
                 )
             )
         root = senders[0]
-        shape, dtype, of_cupy = parse_header(table[root])
-        library = _library(of_cupy and all(takes_device(row) for row in table))
+        array, _ = open_head(table[root, _HEAD:])
+        library = _library(array.on_device and bool(table[:, _TAKES_DEVICE].all()))
         if asked is not None and library is not np:
             try:
                 group.algorithm_for("broadcast", 0, asked, on_device=True)
             except GroupError as error:
                 raise on_all_ranks(error) from None
-        misfit = _misfit(out, shape, dtype)
-        recv, target, finish = receive(
-            group,
-            library,
-            (shape, dtype),
-            out if misfit is None else None,
-            of_caller=_library(of_cupy),
-        )
-        source = None if data is None else moved(data, library)
-        if source is not None and target is not source:
-            target[...] = source
-        if algorithm is None or library is not np:
-            yield group.side(library).broadcast(recv, root)
-        else:
-            yield from run_steps(group.communicator.prepare("broadcast", (recv, root), algorithm))
-        if root != group.rank:
-            arrival.came(root, recv.nbytes, int(recv.nbytes > 0))
-        if misfit is not None:
-            raise misfit
-        arrival.settle()
-        return target if finish is None else finish()
+
+        def move(recv: Array, target: Array) -> Steps:
+            source = None if data is None else moved(data, library)
+            if source is not None and target is not source:
+                target[...] = source
+            if algorithm is None or library is not np:
+                yield group.side(library).broadcast(recv, root)
+            else:
+                begin = group.communicator.prepare("broadcast", (recv, root), algorithm)
+                yield from run_steps(begin)
+
+        return (yield from _result(group, arrival, root, array, array.shape, library, out, move))
 
     arrival.call = Call("broadcast", group.name, rule_by("root None", algorithm), label=label)
     accounts = Accounts(0 if data is None else data.nbytes)
@@ -168,40 +135,32 @@ def scatter(
     if rank == root and data is None:
         raise ShapeError(f"scatter needs an array on its root, rank {root} passed None")
     sizes = None if sizes is None else check_sizes(sizes, group.size)
-    header = make_header(data, of_cupy=is_cupy(x), takes_device=False)
+    row = _row(data, of_cupy=is_cupy(x), takes_device=False)
     arrival = group.arrival()
 
     def steps() -> Steps:
-        yield group.communicator.broadcast(header, root)
-        shape, dtype, of_cupy = parse_header(header)
+        yield group.communicator.broadcast(row, root)
+        array, _ = open_head(row[_HEAD:])
         takers = np.array([int(group.moves_device_memory)])
-        if of_cupy:
+        if array.on_device:
             yield group.communicator.all_reduce(None, takers, "min")
-        library = _library(of_cupy and bool(takers[0]))
+        library = _library(array.on_device and bool(takers[0]))
         # The same arithmetic on every rank: a misfit raises on all of them.
-        blocks = Blocks.of_whole(shape, normal_axis(axis, len(shape)), group.size, sizes)
-        shape = blocks.block_shape(rank)
-        misfit = _misfit(out, shape, dtype)
-        recv, target, finish = receive(
-            group,
-            library,
-            (shape, dtype),
-            out if misfit is None else None,
-            of_caller=_library(of_cupy),
+        blocks = Blocks.of_whole(
+            array.shape, normal_axis(axis, len(array.shape)), group.size, sizes
         )
-        send = None
-        if data is not None:
-            send = blocks.pack(moved(data, library)).view(np.uint8)
-            if library.may_share_memory(send, recv):
-                send = send.copy()
-        counts = [count * dtype.itemsize for count in blocks.counts]
-        yield group.side(library).scatter(send, recv, counts, root)
-        if rank != root:
-            arrival.came(root, recv.nbytes, int(recv.nbytes > 0))
-        if misfit is not None:
-            raise misfit
-        arrival.settle()
-        return target if finish is None else finish()
+        counts = [count * array.dtype.itemsize for count in blocks.counts]
+
+        def move(recv: Array, target: Array) -> Steps:
+            send = None
+            if data is not None:
+                send = blocks.pack(moved(data, library)).view(np.uint8)
+                if library.may_share_memory(send, recv):
+                    send = send.copy()
+            yield group.side(library).scatter(send, recv, counts, root)
+
+        shape = blocks.block_shape(rank)
+        return (yield from _result(group, arrival, root, array, shape, library, out, move))
 
     arrival.call = Call(
         "scatter", group.name, f"root {root}, axis {axis}, sizes {sizes}", label=label
@@ -209,6 +168,45 @@ def scatter(
     accounts = Accounts(0 if data is None else data.nbytes)
     prepared = Prepared(accounts, steps, scope=group.scope_if_any())
     return group.submit(arrival.call, prepared, None if data is None or x is out else x)
+
+
+def _result(
+    group: GroupCore,
+    arrival: Arrival,
+    root: int,
+    array: Envelope,
+    shape: tuple[int, ...],
+    library: ModuleType,
+    out: Array | None,
+    move: Callable[[Array, Array], Steps],
+) -> Steps:
+    """Receive this rank's part of an array; the steps' value is the result.
+
+    Args:
+        group: The ranks.
+        arrival: Counts what comes.
+        root: Who has the array.
+        array: What the root said of it.
+        shape: That of this rank's part.
+        library: The library whose memory bytes come into.
+        out: The caller's array for the result.
+        move: Moves the bytes: into a flat buffer, which becomes an array of `shape`.
+    """
+    misfit = _misfit(out, shape, array.dtype)
+    recv, target, finish = receive(
+        group,
+        library,
+        (shape, array.dtype),
+        out if misfit is None else None,
+        of_caller=_library(array.on_device),
+    )
+    yield from move(recv, target)
+    if root != group.rank:
+        arrival.came(root, recv.nbytes, int(recv.nbytes > 0))
+    if misfit is not None:
+        raise misfit
+    arrival.settle()
+    return target if finish is None else finish()
 
 
 def _library(of_cupy: bool) -> ModuleType:
