@@ -1,6 +1,6 @@
 """Arrays of NumPy or CuPy: whose they are, how they are reduced, memory for results."""
 
-from mpimesh.arrays.memory import aligned_bytes, aligned_empty, array_shape
+from mpimesh.arrays.memory import address_of, aligned_bytes, aligned_empty, array_shape, memory_at
 from mpimesh.arrays.namespace import is_cupy, moved, namespace, to_numpy
 from mpimesh.arrays.pool import ArrayPool
 from mpimesh.arrays.reduction import ReduceOp, as_reduce_op, refuse_objects, wire_dtype
@@ -14,6 +14,7 @@ __all__ = [
     "HostArray",
     "ReduceOp",
     "StreamScope",
+    "address_of",
     "aligned_bytes",
     "aligned_empty",
     "array_shape",
@@ -21,6 +22,7 @@ __all__ = [
     "check_current",
     "device_ready",
     "is_cupy",
+    "memory_at",
     "moved",
     "namespace",
     "refuse_objects",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -21,11 +22,27 @@ from mpimesh.arrays.reduction import refuse_objects
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import DTypeError, ShapeError
 
-__all__ = ["aligned_bytes", "aligned_empty", "array_shape"]
+__all__ = ["address_of", "aligned_bytes", "aligned_empty", "array_shape", "memory_at"]
 
 _CACHE_LINE_BYTES = 64
 _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
+
+
+def address_of(x: HostArray) -> int | None:
+    """Return where an array begins; None if it is read-only, empty, or not in one piece."""
+    buffer: Any = x
+    try:
+        return addressof(c_char.from_buffer(buffer))
+    except (BufferError, TypeError, ValueError):
+        return None
+
+
+def memory_at(address: int, nbytes: int, dtype: DType) -> HostArray:
+    """Return an array over memory that it does not keep alive."""
+    whole: Any = (c_char * nbytes).from_address(address)
+    memory: HostArray = np.frombuffer(whole, dtype)
+    return memory
 
 
 def aligned_bytes(nbytes: int) -> HostArray:

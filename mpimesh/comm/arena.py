@@ -19,7 +19,6 @@ import weakref
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
-from ctypes import addressof, c_char
 from functools import lru_cache
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
 from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.arrays.memory import address_of, memory_at
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.doorbell import BELL_BYTES, Doorbell
 from mpimesh.errors import TransportError
@@ -157,10 +157,10 @@ class Arena:
         Cost:
             Half a microsecond; ten for an array that is read-only or has no plain elements.
         """
-        try:
-            at = addressof(c_char.from_buffer(array)) - self._address  # type: ignore[arg-type]
-        except (BufferError, TypeError, ValueError):
-            at = array.__array_interface__["data"][0] - self._address
+        address = address_of(array)
+        if address is None:
+            address = array.__array_interface__["data"][0]
+        at: int = address - self._address
         return at if at >= 0 and at + array.nbytes <= self._parts.size else -1
 
     def _has_ended(
@@ -390,9 +390,7 @@ def map_file(fd: int, nbytes: int) -> HostArray:
     start = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     here = MAP_SHARED | _MAP_FIXED | _MAP_NORESERVE
     _map(start, nbytes, PROT_READ | PROT_WRITE, here, fd)
-    whole: Any = (ctypes.c_char * nbytes).from_address(start)
-    found: HostArray = np.frombuffer(whole, np.uint8)
-    return found
+    return memory_at(start, nbytes, np.dtype(np.uint8))
 
 
 def take_huge_pages(part: HostArray) -> bool:

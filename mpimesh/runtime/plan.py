@@ -9,7 +9,6 @@ dtype and arguments, binds it to its arrays, which makes it `Prepared`, and star
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -23,8 +22,10 @@ from mpimesh.arrays import (
     HostArray,
     ReduceOp,
     StreamScope,
+    address_of,
     as_reduce_op,
     is_cupy,
+    memory_at,
     moved,
     namespace,
     wire_dtype,
@@ -188,7 +189,7 @@ class Plan:
         self.tally: Tally | None = None
         self.converts = wire is not None and wire != data.dtype
         self.is_plain = not self.converts and divisor == 1 and self.incoming is None
-        self.kept: dict[tuple[int, int], Prepared] | None = None
+        self.kept: dict[tuple[int, ...], Prepared] | None = None
         if self.is_plain and self.outgoing is None and shape is not None and not self.on_device:
             self.kept = {}
 
@@ -286,7 +287,7 @@ class Plan:
         send: Array | None = None
         if target is not x or not self.in_place:
             send = self._packed(data, in_order)
-            if out is not None and library.may_share_memory(send, recv):
+            if out is not None and library.may_sharememory_at(send, recv):
                 send = send.copy()
         return (send, recv, *self.tail), target, finish
 
@@ -302,44 +303,56 @@ class Plan:
         Returns:
             None if the arrays are to be bound in general.
         """
-        kept, nbytes = self.kept, x.nbytes
-        if kept is None or not nbytes:
+        kept = self.kept
+        source_at = None if kept is None else address_of(x)
+        if kept is None or source_at is None:
             return None
-        source_at = _address(x)
-        if source_at is None:
-            return None
-        target = x if out is None else out
-        if out is None and self.name != "broadcast":
-            target = group.empty(self.shape or (), x.dtype, np, x)
-        elif out is None or (out is not x and self.name == "broadcast"):
-            return None
-        else:
-            output_array(target, self.shape or (), x.dtype)
-        target_at = source_at if target is x else _address(target)
-        if target_at is None:
-            return None
-        prepared = kept.get((source_at, target_at))
+        places: tuple[int, ...] = (source_at,)
+        target = x
+        if out is not x and (out is not None or self.name != "broadcast"):
+            if self.name == "broadcast":
+                return None
+            if out is None:
+                target = group.empty(self.shape or (), x.dtype, np, x)
+            else:
+                output_array(out, self.shape or (), x.dtype)
+                target = out
+            target_at = address_of(target)
+            if target_at is None:
+                return None
+            places = source_at, target_at
+        prepared = kept.get(places)
         if prepared is None:
-            if target is not x and (
-                source_at < target_at + target.nbytes and target_at < source_at + nbytes
-            ):
+            prepared = self._prepare_at(group, places, x, target)
+            if prepared is None:
                 return None
-            if target is x and not self.in_place and self.name != "broadcast":
-                return None
-            kind: DType = _BYTES if self.wire is None else self.wire
-            recv = _memory(target_at, target.nbytes, kind)
-            arguments: tuple[Any, ...] = (recv, *self.tail)
-            if self.name != "broadcast":
-                send = None if target is x else _memory(source_at, nbytes, kind)
-                arguments = (send, *arguments)
-            prepared = self.prepared(group, arguments, often=True)
             if len(kept) >= _MOST_KEPT:
                 kept.clear()
-            kept[source_at, target_at] = prepared
+            kept[places] = prepared
         if prepared.busy:
             return None
         prepared.busy = True
         return prepared, target
+
+    def _prepare_at(
+        self, group: PlanningGroup, places: tuple[int, ...], x: HostArray, target: HostArray
+    ) -> Prepared | None:
+        """Return what starts it on arrays at these places; None if they will not do."""
+        kind: DType = _BYTES if self.wire is None else self.wire
+        send: HostArray | None = None
+        source_at, target_at = places[0], places[-1]
+        if target is x:
+            if target.shape != self.shape or not (self.in_place or self.name == "broadcast"):
+                return None
+        else:
+            if source_at < target_at + target.nbytes and target_at < source_at + x.nbytes:
+                return None
+            send = memory_at(source_at, x.nbytes, kind)
+        if source_at % self.dtype.alignment or target_at % self.dtype.alignment:
+            return None
+        recv = memory_at(target_at, target.nbytes, kind)
+        arguments = (recv,) if self.name == "broadcast" else (send, recv)
+        return self.prepared(group, (*arguments, *self.tail), often=True)
 
     def _packed(self, data: Array, in_order: bool) -> Array:
         """Return what is sent: flat, contiguous, in the dtype of the wire; a view where it can."""
@@ -469,22 +482,6 @@ def receive(
         return out
 
     return recv, target, finish
-
-
-def _address(x: HostArray) -> int | None:
-    """Return where an array begins; None if it is read-only, or does not lie in one piece."""
-    buffer: Any = x
-    try:
-        return addressof(c_char.from_buffer(buffer)) if x.flags.aligned else None
-    except (BufferError, TypeError, ValueError):
-        return None
-
-
-def _memory(at: int, nbytes: int, dtype: DType) -> HostArray:
-    """Return an array over memory that it does not keep alive."""
-    whole: Any = (c_char * nbytes).from_address(at)
-    memory: HostArray = np.frombuffer(whole, dtype)
-    return memory
 
 
 def rule_by(rule: str, algorithm: str | None) -> str:

@@ -301,8 +301,11 @@ class CollectiveTensor:
 
     def __del__(self) -> None:
         """Warn, with the line that started it, about a result that nobody took."""
-        if getattr(self, "_resolved", True) or sys.is_finalizing():
-            return  # at the interpreter's end nothing can be shown any more
+        try:
+            if self._resolved or sys.is_finalizing():
+                return  # at the interpreter's end nothing can be shown any more
+        except AttributeError:
+            return  # its start has failed
         self._group.open_work[id(self)] = lambda: self
         call = self._call
         filename, line = site_line(call.site)
