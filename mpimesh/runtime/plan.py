@@ -309,7 +309,7 @@ class Plan:
             return None
         places: tuple[int, ...] = (source_at,)
         target = x
-        if out is not x and (out is not None or self.name != "broadcast"):
+        if out is not x:
             if self.name == "broadcast":
                 return None
             if out is None:
