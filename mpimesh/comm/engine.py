@@ -105,8 +105,8 @@ class Moved:
             raise self._error
         if self._moving:
             return False  # a signal handler came in between, and waits for something else
-        self._moving = True
         try:
+            self._moving = True
             # Another thread may have come first.
             self.done = self.done or ((self.after is None or self._is_turn()) and self._move())
         except MpimeshError as error:
@@ -184,9 +184,9 @@ class StagedRequest(Moved):
         """Test the request of this step; what a signal handler raises is no error of it."""
         try:
             return current.test()
-        except Exception as error:
-            ended = isinstance(current, StagedRequest) and current.settled
-            if ended or isinstance(error, MpimeshError):
+        except BaseException as error:
+            # A request that keeps the error raises it for ever.
+            if isinstance(error, MpimeshError) or getattr(current, "error", None) is error:
                 self._error = error
             raise
 
@@ -269,7 +269,7 @@ class Engine:
         pending, tails, chain = self.pending, self.tails, request.chain
         if pending and pending[-1] is request:
             pending.pop()
-        elif request in pending:  # or it is being moved along with all others, and goes after that
+        elif request in pending:
             pending.remove(request)
         if tails.get(chain) is request:
             # A signal handler that waits for something else may have done it meanwhile.
@@ -286,14 +286,13 @@ class Engine:
 
     def move_all(self) -> None:
         """Do the same, by the thread that holds the lock."""
-        pending, self.pending = self.pending, []
-        try:
-            for request in pending:
-                try:
-                    request.move()
-                except Exception:
-                    if not request.settled:
-                        raise  # no error of the operation, which goes on
-        finally:
-            # A step may have staged further operations meanwhile: they are in the new list.
-            self.pending[:0] = [request for request in pending if not request.settled]
+        # A signal handler may end this anywhere: nothing is taken out before it has settled.
+        for request in tuple(self.pending):
+            if request.settled:
+                self.untrack(request)  # its own call was ended
+                continue
+            try:
+                request.move()
+            except Exception:
+                if not request.settled:
+                    raise  # no error of the operation, which goes on

@@ -244,7 +244,7 @@ class MessageExchange:
         self._raw_target = target.view(self._raw)
         self._turns: dict[int, int] = {}
         self._totals: dict[int, HostArray] = {}
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._limited = max_bytes > 0
         self._piece = 0
         self._receives: deque[_Task] = deque()
@@ -269,8 +269,8 @@ class MessageExchange:
 
     def test(self) -> bool:
         """Move everything along that can move, and tell whether all is done."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         most = None if self._limited else _STEPS_UNDER_WAY
         rows = (self._receives, most), (self._sends, most), (self._others, None)
         while sum(self._move(*row) for row in rows):
@@ -288,7 +288,7 @@ class MessageExchange:
             try:
                 task.request = next(task.steps, None)
             except BaseException as error:
-                self._error = error  # steps that were ended do not go on
+                self.error = error  # steps that were ended do not go on
                 raise
             if task.request is None:
                 tasks.remove(task)

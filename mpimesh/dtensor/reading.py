@@ -124,6 +124,7 @@ class Reading:
             nbytes=self.sent * size,
             value=target,
             lock=lock,
+            out=target,
             receives=self._receives(size),
         )
 

@@ -151,6 +151,7 @@ def redistribute_again(
         value=result,
         finish=None if steps.ends and plain else lambda: _given(steps.end(), given, result),
         lock=block,
+        out=given,
         receives=(sparse, redistribution.received) if redistribution.received else None,
     )
 

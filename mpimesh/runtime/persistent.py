@@ -13,7 +13,7 @@ import numpy as np
 
 from mpimesh.arrays import Array, namespace
 from mpimesh.comm import Request, Steps
-from mpimesh.errors import DTypeError, ShapeError, UnresolvedError
+from mpimesh.errors import DTypeError, MpimeshError, ShapeError, UnresolvedError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
 from mpimesh.runtime.plan import Plan, Prepared
@@ -112,10 +112,11 @@ class PersistentCollective(Persistent):
             prepared = self._ready()
             call.ended, prepared.busy = False, True
             handle = group.submit(call, prepared, self._x)
-        except Exception as error:
+        except BaseException as error:
             if not isinstance(error, UnresolvedError):
                 call.ended = True
-            group.poison(Call(self._plan.name, group.name), error)
+            if isinstance(error, Exception):
+                group.poison(Call(self._plan.name, group.name), error)
             raise
         return handle if self._finish is None else handle.map(self._finish)
 
@@ -223,6 +224,7 @@ class PersistentExchange(Persistent):
         value: The result.
         finish: Makes the result; None if it is `value` as it is.
         lock: The caller's input, which must not change meanwhile.
+        out: The caller's array for the result; None if there is none.
         receives: How what this rank receives is counted; None if it receives nothing.
     """
 
@@ -232,6 +234,7 @@ class PersistentExchange(Persistent):
         "_lock",
         "_name",
         "_nbytes",
+        "_out",
         "_prepare",
         "_prepared",
         "_receives",
@@ -250,10 +253,12 @@ class PersistentExchange(Persistent):
         value: Any = None,
         finish: Callable[[], Any] | None = None,
         lock: Array | None = None,
+        out: Array | None = None,
         receives: tuple[Rule, Amount] | None = None,
     ) -> None:
         self._group = group
         self._name = name
+        self._out = out
         self._prepare = prepare
         self._rule = rule
         self._nbytes = nbytes
@@ -267,12 +272,20 @@ class PersistentExchange(Persistent):
         self._prepared = Prepared(accounts, prepare(), value, finish)
 
     def start(self) -> CollectiveTensor:
-        """Start it once more. Collective; see :meth:`Persistent.start`."""
+        """Start it once more. Collective; see :meth:`Persistent.start`.
+
+        Raises:
+            ShapeError: If the array for the result is read-only by now.
+        """
         group, call, prepared = self._group, self._call, self._prepared
-        if not call.ended:
-            error = self._under_way()
+        try:
+            if not call.ended:
+                raise self._under_way()
+            if type(self._out) is np.ndarray and not self._out.flags.writeable:
+                check_output(self._out)
+        except MpimeshError as error:
             group.poison(Call(self._name, group.name), error)
-            raise error
+            raise
         if prepared.busy:
             prepared.begin = self._prepare()  # what failed here may go on elsewhere
         if group.watches_starts:

@@ -195,7 +195,8 @@ class CollectiveTensor:
         An exception from elsewhere, such as Ctrl-C or one of a signal handler, ends the wait and
         not the operation: `resolve` may be called again. But what goes in several steps, as large
         ordinary arrays through shared memory and all that takes two levels over nodes, may end
-        with it on this rank; then so must the program.
+        with it on this rank; then so must the program. And one that comes while the result is made
+        of what has come, a mean divided or a block unpacked, costs that result: later calls raise.
         """
         if timeout_s is not None:
             timeout_s = as_time(timeout_s, "timeout_s", GroupError)
@@ -390,6 +391,8 @@ class CollectiveTensor:
             self._give_back()  # first: the result may be written into the caller's own array
         call = self._call
         try:
+            if self._error is not None:
+                raise self._error  # noted before, but what followed was ended
             if (signatures := call.signatures) is not None:
                 at, word = call.number & LAST_SLOT, call.word
                 for words in signatures.others:  # without the cost of a call
@@ -403,6 +406,12 @@ class CollectiveTensor:
             self._error = error  # a second resolve must not find a half-made result
             if isinstance(error, MismatchError):
                 self._group.abandon()  # over here, but perhaps not elsewhere
+            raise
+        except BaseException as error:  # such as Ctrl-C, which is no error of the operation's
+            self._error = TransportError(
+                f"rank {self._group.world_rank}: {type(error).__name__} came while the result of "
+                f"{self._call} was made of what had come; the result is lost, start it again"
+            )
             raise
         finally:
             self._release()

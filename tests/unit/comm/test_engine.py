@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from mpimesh.comm.engine import Engine, Moved, StagedRequest
@@ -123,3 +125,75 @@ def test_a_request_begins_again_after_what_its_chain_has_under_way():
         assert second.test()
         assert first.done
         assert engine.idle
+
+
+class Tick(Exception):
+    """What a signal handler raises."""
+
+
+def interrupted(call, at):
+    """Raise a Tick as function number `at` is entered in a call; False if it enters fewer.
+
+    There Python looks for signals.
+    """
+    calls = 0
+
+    def look(frame, event, _):
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise Tick
+
+    sys.settrace(look)
+    try:
+        call()
+    except Tick:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_an_exception_anywhere_in_the_engine_loses_no_operation():
+    for at in range(1, 1000):
+        engine = Engine()
+        requests = [Counted(engine, 3) for _ in range(3)]
+        for request in requests:
+            request.begin()
+        hit = interrupted(engine.advance, at)
+        for _ in range(5):
+            engine.advance()
+        assert all(request.test() for request in requests), at
+        assert engine.idle
+        if not hit:
+            break
+    assert at > 8
+
+
+class Failed:
+    """A request that keeps its error, and raises it at each test."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def test(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BufferError("read-only"), KeyboardInterrupt()])
+def test_a_step_that_failed_ends_its_operation_and_no_other(error):
+    engine = Engine()
+
+    def steps():
+        yield Failed(error)
+
+    request = engine.stage("chain", steps()) if isinstance(error, Exception) else None
+    if request is None:
+        with pytest.raises(KeyboardInterrupt):
+            engine.stage("chain", steps())
+    engine.advance()
+    assert engine.idle
+    assert engine_is_free(engine)
+    if request is not None:
+        with pytest.raises(type(error)):
+            request.test()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import UnresolvedError
+from mpimesh.errors import TransportError, UnresolvedError
 from tests.helpers.raises import raises
 
 
@@ -47,3 +47,21 @@ def test_an_error_of_the_function_is_kept():
                     handle.resolve()
 
     mm.run_virtual(1, main)
+
+
+def test_a_result_interrupted_while_it_is_made_is_lost_and_not_half_made():
+    def main():
+        def stop(_):
+            raise KeyboardInterrupt
+
+        with mm.DeviceMesh("a=2") as mesh:
+            group = mesh.group()
+            handle = group.all_reduce(np.full(3, 3, np.float16), op="mean").map(stop)
+            with pytest.raises(KeyboardInterrupt):
+                handle.resolve()
+            for _ in range(2):
+                with raises(TransportError, "KeyboardInterrupt", "all_reduce(shape (3,)", "again"):
+                    handle.resolve()
+            assert group.all_reduce(np.ones(2)).resolve().tolist() == [2, 2]
+
+    mm.run_virtual(2, main)

@@ -56,3 +56,40 @@ def test_an_output_that_another_operation_uses_is_refused_at_each_start(monkeypa
             np.testing.assert_array_equal(planned.start().resolve(), np.full(3, 2.0))
 
     mm.run_virtual(2, main)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_planned_redistribution_refuses_an_array_that_is_read_only_by_now(ranks):
+    def main():
+        with mm.DeviceMesh("dp=-1") as mesh:
+            whole = np.arange(12.0).reshape(6, 2)
+            x = mm.distribute(whole, mesh, "dp=S0")
+            out = mm.empty((6, 2), mesh, "dp=S1")
+            plan = x.redistribute_init("dp=S1", out=out)
+            plan.start().resolve()
+            out.local.flags.writeable = False
+            with raises(ShapeError, "read-only"):
+                plan.start()
+            # Nothing has started, and nothing that follows fails.
+            assert np.array_equal(x.full(), whole)
+            out.local.flags.writeable = True
+            x.local[...] += 1
+            assert np.array_equal(plan.start().resolve().full(), whole + 1)
+
+    mm.run_virtual(ranks, main)
+
+
+def test_a_halo_refuses_a_field_that_is_read_only_by_now():
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            x = mm.distribute(np.arange(8.0), mesh, "dp=S0")
+            halo = mm.Halo(x, width=1)
+            field = halo.field(x)
+            halo.exchange(field)
+            field.padded.flags.writeable = False
+            with raises(ShapeError, "read-only"):
+                halo.exchange(field)
+            field.padded.flags.writeable = True
+            return halo.exchange(field).tolist()
+
+    assert mm.run_virtual(2, main) == [[7, 0, 1, 2, 3, 4], [3, 4, 5, 6, 7, 0]]
