@@ -30,15 +30,15 @@ of so many ranks and elements does: the same in every run, and on all ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
 
-from mpimesh.arrays.types import DType, HostArray
+from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.engine import Engine, StagedRequest, Steps, run_steps
 from mpimesh.comm.mpi import MPICommunicator
@@ -46,16 +46,21 @@ from mpimesh.comm.notes import Operation, enter, operation_number
 from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
-from mpimesh.comm.shared_work import agreed_counts, chunks_of, part_of, pieces, reduce_into
+from mpimesh.comm.shared_work import (
+    agreed_counts,
+    all_to_all_staged,
+    chunks_of,
+    length,
+    part_of,
+    pass_on,
+    reduce_parts,
+    share,
+)
 from mpimesh.errors import TransportError
 
-__all__ = ["NO_RANK", "OverNodes", "Rails", "length", "windows"]
-
-Stream: TypeAlias = Sequence[tuple[int, HostArray | None]]
-"""Stages of a rank, one after the other: elements, and where another takes them to, if it does."""
+__all__ = ["NO_RANK", "OverNodes", "Rails"]
 
 NO_RANK = -1
-_LINE_BYTES = 64
 
 _Round: TypeAlias = Generator[Request, None, tuple[Sequence[Request], Iterable[Request]]]
 """Steps up to a round's start; returns what it has started, and what follows once that is done."""
@@ -320,14 +325,8 @@ class OverNodes:
                 at = entry.sources[member] + entry.counts[member][window.rank] * target.itemsize
                 target[...] = window.view(member, at, target.nbytes, target.dtype)
         else:
-            # Each begins with the rank after it, so that not all read from the same at once.
-            orders = [[*range(m + 1, window.size), *range(m + 1)] for m in range(window.size)]
-            streams = [
-                [(sent[m][to], targets[m] if to == window.rank else None) for to in orders[m]]
-                for m in range(window.size)
-            ]
-            pieces = [send[outgoing.whole(here[to])] for to in orders[window.rank]]
-            yield from pass_on(window, pieces, streams, send.dtype)
+            blocks = [send[outgoing.whole(rank)] for rank in here]
+            yield from all_to_all_staged(window, blocks, targets, sent)
         yield request
         yield window.meet()
 
@@ -393,178 +392,3 @@ def _rounds(rounds: Iterable[_Round]) -> Steps:
             yield from chain(*in_flight.popleft())
     for started, then in in_flight:
         yield from chain(started, then)
-
-
-# -- a row of pieces, seen through a window that moves along it ------------------------
-
-
-class Fragment(NamedTuple):
-    """The part of a piece that lies in a window.
-
-    Attributes:
-        piece: Its number.
-        part: The elements of it.
-        at: Where they lie in the window.
-    """
-
-    piece: int
-    part: slice
-    at: int
-
-    @property
-    def place(self) -> slice:
-        """Places in the window, from the first to the last."""
-        return slice(self.at, self.at + length(self.part))
-
-
-def length(part: slice) -> int:
-    """Return how many elements a part of an array has."""
-    return int(part.stop - part.start)
-
-
-def windows(lengths: Iterable[int], step: int) -> Iterator[list[Fragment]]:
-    """Cut a row of pieces into windows of `step` elements, of which the last may be shorter."""
-    window: list[Fragment] = []
-    filled = 0
-    for piece, size in enumerate(lengths):
-        start = 0
-        while start < size:
-            stop = min(start + step - filled, size)
-            window.append(Fragment(piece, slice(start, stop), filled))
-            filled += stop - start
-            start = stop
-            if filled == step:
-                yield window
-                window, filled = [], 0
-    if window:
-        yield window
-
-
-# -- inside a node -------------------------------------------------------------------------
-#
-# Arrays that lie in shared memory are read where they lie; ordinary ones go through the stage, of
-# which each rank fills one window after the other. All ranks of the node know how long all pieces
-# are, so they take equally many steps.
-
-
-def share(
-    window: SharedWindow, array: HostArray, held: Sequence[Sequence[slice]], places: Sequence[int]
-) -> Steps:
-    """Copy parts of a result, which some ranks have in their arrays, into those of all.
-
-    Who has given a part in shared memory leaves it alone until the next meeting.
-
-    Args:
-        window: The ranks.
-        array: This rank's result.
-        held: Which parts of it each rank has.
-        places: Where each rank's result begins in its arena; -1 for an ordinary array.
-    """
-    givers = [member for member, parts in enumerate(held) if any(map(length, parts))]
-    if window.size == 1 or not givers:
-        return
-    if min(places[giver] for giver in givers) < 0:
-        streams: list[Stream] = [
-            [(length(part), None if member == window.rank else array[part]) for part in parts]
-            for member, parts in enumerate(held)
-        ]
-        yield from pass_on(
-            window, [array[part] for part in held[window.rank]], streams, array.dtype
-        )
-        return
-    yield window.meet()
-    for giver in givers:
-        if giver != window.rank:
-            theirs = window.view(giver, places[giver], array.nbytes, array.dtype)
-            for part in held[giver]:
-                array[part] = theirs[part]
-
-
-def pass_on(
-    window: SharedWindow, outgoing: Sequence[HostArray], streams: Sequence[Stream], dtype: DType
-) -> Steps:
-    """Hand pieces of ordinary arrays on through the stage.
-
-    Args:
-        window: The ranks.
-        outgoing: This rank's pieces, as long as its stream says.
-        streams: For each rank its stream.
-        dtype: That of all pieces.
-    """
-    step = window.stage_bytes // dtype.itemsize
-    rows = [[size for size, _ in stream] for stream in streams]
-    mine = windows(rows[window.rank], step)
-    theirs = [
-        (member, windows(rows[member], step))
-        for member, stream in enumerate(streams)
-        if any(target is not None for _, target in stream)
-    ]
-    for _ in range(-(-max(map(sum, rows)) // step)):
-        room = window.inputs(dtype, coming=1)[window.rank]
-        for fragment in next(mine, []):
-            room[fragment.place] = outgoing[fragment.piece][fragment.part]
-        yield window.meet()
-        staged = window.inputs(dtype)
-        for member, row in theirs:
-            for fragment in next(row, []):
-                target = streams[member][fragment.piece][1]
-                if target is not None:
-                    target[fragment.part] = staged[member][fragment.place]
-
-
-def reduce_parts(
-    window: SharedWindow,
-    op: str,
-    source: HostArray,
-    places: Sequence[int],
-    parts: Sequence[Sequence[slice]],
-    target: HostArray,
-) -> Steps:
-    """Reduce parts of all ranks' arrays, each of them by one rank, in the order of the ranks.
-
-    Args:
-        window: The ranks.
-        op: The reduction.
-        source: This rank's array.
-        places: Where each rank's array begins in its arena; -1 for an ordinary one.
-        parts: What each of the first ranks reduces.
-        target: What this rank's parts become, one after the other. May be the part of `source`
-            that they are.
-    """
-    own = parts[window.rank] if window.rank < len(parts) else []
-    if window.size > 1 and min(places) < 0:
-        yield from _reduce_staged(window, op, source, parts, target)
-        return
-    sources = [source] if window.size == 1 else window.views(places, source.nbytes, source.dtype)
-    at = 0
-    for part in own:
-        for piece in pieces(part, source.itemsize):
-            size = length(piece)
-            reduce_into(window, op, [one[piece] for one in sources], target[at : at + size])
-            at += size
-
-
-def _reduce_staged(
-    window: SharedWindow,
-    op: str,
-    source: HostArray,
-    parts: Sequence[Sequence[slice]],
-    target: HostArray,
-) -> Steps:
-    """Reduce parts of ordinary arrays; the stage has a room for what each rank reduces."""
-    step = window.stage_bytes // (len(parts) * _LINE_BYTES) * _LINE_BYTES // source.itemsize
-    sizes = [sum(map(length, row)) for row in parts]
-    rows = [windows(map(length, row), step) for row in parts]
-    begin = window.rank * step
-    for number in range(-(-max(sizes) // step)):
-        room = window.inputs(source.dtype, coming=1)[window.rank]
-        for worker, row in enumerate(rows):
-            into = room[worker * step :]
-            for fragment in next(row, []):
-                into[fragment.place] = source[parts[worker][fragment.piece]][fragment.part]
-        yield window.meet()
-        if window.rank < len(parts):
-            own = target[number * step : (number + 1) * step]
-            if own.size:
-                staged = window.inputs(source.dtype)
-                reduce_into(window, op, [one[begin : begin + own.size] for one in staged], own)

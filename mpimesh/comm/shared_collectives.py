@@ -28,7 +28,7 @@ from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Engine, Moved, StagedRequest, Steps, run_steps
 from mpimesh.comm.notes import Operation, enter, operation_number
 from mpimesh.comm.region_shared import SharedRegions
-from mpimesh.comm.requests import Request
+from mpimesh.comm.requests import Request, block_slices
 from mpimesh.comm.shared_requests import InPlace, OneShot
 from mpimesh.comm.shared_window import (
     NOT_READ,
@@ -360,4 +360,7 @@ class SharedCollectives:
         self, what: int, send: HostArray, recv: HostArray, counts: Sequence[int]
     ) -> Steps:
         entry = yield from enter(self._window, what, counts=counts)
-        yield from all_to_all_staged(self._window, send, recv, agreed_counts(entry.counts))
+        sent, ranks = agreed_counts(entry.counts), self._window.size
+        outgoing = [send[block] for block in block_slices(counts[:ranks])]
+        incoming = [recv[block] for block in block_slices(counts[ranks:])]
+        yield from all_to_all_staged(self._window, outgoing, incoming, sent)

@@ -17,17 +17,18 @@ there are none in there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import call
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.types import DType, HostArray
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS, copying
+from mpimesh.comm.requests import block_slices
 from mpimesh.comm.shared_window import Entry, SharedWindow
 from mpimesh.errors import MismatchError, on_all_ranks
 
@@ -44,13 +45,21 @@ __all__ = [
     "broadcast_work",
     "chunks_of",
     "do_at_once",
+    "length",
     "part_of",
+    "pass_on",
     "pieces",
     "reduce_into",
+    "reduce_parts",
     "reduce_scatter_staged",
     "reduce_scatter_work",
     "reducing",
+    "share",
+    "windows",
 ]
+
+Stream: TypeAlias = Sequence[tuple[int, HostArray | None]]
+"""Stages of a rank, one after the other: elements, and where another takes them to, if it does."""
 
 Work: TypeAlias = tuple[Callable[[], object], ...]
 """Calls of NumPy, none of which runs Python."""
@@ -286,117 +295,224 @@ def all_gather_staged(
     window: SharedWindow, source: HostArray, target: HostArray, counts: Sequence[int]
 ) -> Steps:
     """Copy all ranks' ordinary arrays into `target`, a chunk of each at a time."""
-    starts = [0, *accumulate(counts)]
-    step = window.stage_bytes // source.itemsize
-    rounds = max(1, -(-max(counts) // step))
-    _stage(window, source[:step])
-    yield window.meet()
-    for number in range(rounds):
-        parts = window.inputs(source.dtype)
-        for rank in _from_next(window):
-            at = starts[rank] + number * step
-            block = target[at : min(at + step, starts[rank + 1])]
-            block[...] = parts[rank][: block.size]
-        if number + 1 < rounds:
-            _stage(window, source[(number + 1) * step : (number + 2) * step])
-            yield window.meet()
+    streams: list[Stream] = [
+        [(block.stop - block.start, target[block])] for block in block_slices(counts)
+    ]
+    return pass_on(window, [source], streams, source.dtype)
 
 
 def broadcast_staged(window: SharedWindow, buffer: HostArray, root: int) -> Steps:
     """Copy the root's ordinary array, a chunk at a time."""
-    step = window.stage_bytes // buffer.itemsize
-    if window.rank == root:
-        _stage(window, buffer[:step])
-    yield window.meet()
-    for at in range(0, buffer.size, step):
-        chunk = buffer[at : at + step]
-        if window.rank != root:
-            chunk[...] = window.inputs(buffer.dtype)[root][: chunk.size]
-        if at + step < buffer.size:
-            if window.rank == root:
-                _stage(window, buffer[at + step : at + 2 * step])
-            yield window.meet()
+    into = None if window.rank == root else buffer
+    streams: list[Stream] = [[(buffer.size, into)] if r == root else [] for r in range(window.size)]
+    return pass_on(window, [buffer], streams, buffer.dtype)
 
 
-class _Compartments:
-    """The stage cut into one room for each block of an array, of which each round fills a chunk.
+def all_to_all_staged(
+    window: SharedWindow,
+    outgoing: Sequence[HostArray],
+    incoming: Sequence[HostArray],
+    sent: Sequence[Sequence[int]],
+) -> Steps:
+    """Copy this rank's block of each rank's ordinary array, a chunk of every rank at a time.
 
     Args:
-        window: The ranks, as many as there are blocks.
-        counts: Elements of this rank's blocks, which follow each other.
-        itemsize: Bytes of an element.
+        window: The ranks.
+        outgoing: The block for each of them.
+        incoming: Where the block of each goes.
+        sent: ``sent[s][d]`` elements go from rank s to rank d.
     """
-
-    __slots__ = ("_counts", "_starts", "_window", "width")
-
-    def __init__(self, window: SharedWindow, counts: Sequence[int], itemsize: int) -> None:
-        self._window = window
-        self._counts = counts
-        self._starts = [0, *accumulate(counts)]
-        lines = window.stage_bytes // (window.size * _LINE_BYTES)
-        self.width = lines * _LINE_BYTES // itemsize
-
-    def rounds(self, largest: int) -> int:
-        """Return how many rounds blocks of up to `largest` elements take; at least one."""
-        return max(1, -(-largest // self.width))
-
-    def chunk(self, block: int, number: int) -> tuple[int, slice]:
-        """Return where a block's chunk lies in the stage, and its elements in the block."""
-        start = min(number * self.width, self._counts[block])
-        stop = min(start + self.width, self._counts[block])
-        return block * self.width, slice(start, stop)
-
-    def stage(self, source: HostArray, number: int) -> None:
-        """Stage a chunk of every block for the next step."""
-        room = self._window.inputs(source.dtype, coming=1)[self._window.rank]
-        for block, begin in enumerate(self._starts[:-1]):
-            place, part = self.chunk(block, number)
-            size = part.stop - part.start
-            room[place : place + size] = source[begin + part.start : begin + part.stop]
+    # Each begins with the rank after it, so that not all read from the same at once.
+    orders = [[*range(m + 1, window.size), *range(m + 1)] for m in range(window.size)]
+    streams: list[Stream] = [
+        [(sent[m][to], incoming[m] if to == window.rank else None) for to in orders[m]]
+        for m in range(window.size)
+    ]
+    blocks = [outgoing[to] for to in orders[window.rank]]
+    return pass_on(window, blocks, streams, incoming[0].dtype)
 
 
 def reduce_scatter_staged(
     window: SharedWindow, source: HostArray, target: HostArray, counts: Sequence[int], op: str
 ) -> Steps:
     """Reduce this rank's block of ordinary arrays: a chunk of every block at a time."""
-    rooms = _Compartments(window, counts, source.itemsize)
-    rounds = rooms.rounds(max(counts))
-    rooms.stage(source, 0)
-    yield window.meet()
-    for number in range(rounds):
-        inputs = window.inputs(source.dtype)
-        place, part = rooms.chunk(window.rank, number)
-        if part.start < part.stop:
-            own = target[part]
-            reduce_into(window, op, [one[place : place + own.size] for one in inputs], own)
-        if number + 1 < rounds:
-            rooms.stage(source, number + 1)
-            yield window.meet()
+    blocks = [[block] for block in block_slices(counts)]
+    return reduce_parts(window, op, source, [-1] * window.size, blocks, target)
 
 
-def all_to_all_staged(
-    window: SharedWindow,
-    source: HostArray,
-    target: HostArray,
-    sent: Sequence[Sequence[int]],
+# -- pieces of arrays, in place or through the stage ------------------------------------
+#
+# Arrays that lie in shared memory are read where they lie; ordinary ones go through the stage, of
+# which each rank fills one window after the other. All ranks of the node know how long all pieces
+# are, so they take equally many steps.
+
+
+def share(
+    window: SharedWindow, array: HostArray, held: Sequence[Sequence[slice]], places: Sequence[int]
 ) -> Steps:
-    """Copy this rank's block of each rank's ordinary array, a chunk of every block at a time."""
-    starts = [0, *accumulate(row[window.rank] for row in sent)]
-    mine = _Compartments(window, sent[window.rank], source.itemsize)
-    theirs = [_Compartments(window, row, source.itemsize) for row in sent]
-    rounds = mine.rounds(max(map(max, sent)))
-    mine.stage(source, 0)
+    """Copy parts of a result, which some ranks have in their arrays, into those of all.
+
+    Who has given a part in shared memory leaves it alone until the next meeting.
+
+    Args:
+        window: The ranks.
+        array: This rank's result.
+        held: Which parts of it each rank has.
+        places: Where each rank's result begins in its arena; -1 for an ordinary array.
+    """
+    givers = [member for member, parts in enumerate(held) if any(map(length, parts))]
+    if window.size == 1 or not givers:
+        return
+    if min(places[giver] for giver in givers) < 0:
+        streams: list[Stream] = [
+            [(length(part), None if member == window.rank else array[part]) for part in parts]
+            for member, parts in enumerate(held)
+        ]
+        yield from pass_on(
+            window, [array[part] for part in held[window.rank]], streams, array.dtype
+        )
+        return
     yield window.meet()
-    for number in range(rounds):
-        parts = window.inputs(source.dtype)
-        for rank in _from_next(window):
-            place, part = theirs[rank].chunk(window.rank, number)
-            size = part.stop - part.start
-            at = starts[rank] + part.start
-            target[at : at + size] = parts[rank][place : place + size]
-        if number + 1 < rounds:
-            mine.stage(source, number + 1)
-            yield window.meet()
+    for giver in givers:
+        if giver != window.rank:
+            theirs = window.view(giver, places[giver], array.nbytes, array.dtype)
+            for part in held[giver]:
+                array[part] = theirs[part]
+
+
+def pass_on(
+    window: SharedWindow, outgoing: Sequence[HostArray], streams: Sequence[Stream], dtype: DType
+) -> Steps:
+    """Hand pieces of ordinary arrays on through the stage.
+
+    Args:
+        window: The ranks.
+        outgoing: This rank's pieces, as long as its stream says.
+        streams: For each rank its stream.
+        dtype: That of all pieces.
+    """
+    step = window.stage_bytes // dtype.itemsize
+    rows = [[size for size, _ in stream] for stream in streams]
+    mine = windows(rows[window.rank], step)
+    theirs = [
+        (member, windows(rows[member], step))
+        for member, stream in enumerate(streams)
+        if any(target is not None for _, target in stream)
+    ]
+    for _ in range(-(-max(map(sum, rows)) // step)):
+        room = window.inputs(dtype, coming=1)[window.rank]
+        for fragment in next(mine, []):
+            room[fragment.place] = outgoing[fragment.piece][fragment.part]
+        yield window.meet()
+        staged = window.inputs(dtype)
+        for member, row in theirs:
+            for fragment in next(row, []):
+                target = streams[member][fragment.piece][1]
+                if target is not None:
+                    target[fragment.part] = staged[member][fragment.place]
+
+
+def reduce_parts(
+    window: SharedWindow,
+    op: str,
+    source: HostArray,
+    places: Sequence[int],
+    parts: Sequence[Sequence[slice]],
+    target: HostArray,
+) -> Steps:
+    """Reduce parts of all ranks' arrays, each of them by one rank, in the order of the ranks.
+
+    Args:
+        window: The ranks.
+        op: The reduction.
+        source: This rank's array.
+        places: Where each rank's array begins in its arena; -1 for an ordinary one.
+        parts: What each of the first ranks reduces.
+        target: What this rank's parts become, one after the other. May be the part of `source`
+            that they are.
+    """
+    own = parts[window.rank] if window.rank < len(parts) else []
+    if window.size > 1 and min(places) < 0:
+        yield from _reduce_staged(window, op, source, parts, target)
+        return
+    sources = [source] if window.size == 1 else window.views(places, source.nbytes, source.dtype)
+    at = 0
+    for part in own:
+        for piece in pieces(part, source.itemsize):
+            size = length(piece)
+            reduce_into(window, op, [one[piece] for one in sources], target[at : at + size])
+            at += size
+
+
+def _reduce_staged(
+    window: SharedWindow,
+    op: str,
+    source: HostArray,
+    parts: Sequence[Sequence[slice]],
+    target: HostArray,
+) -> Steps:
+    """Reduce parts of ordinary arrays; the stage has a room for what each rank reduces."""
+    step = window.stage_bytes // (len(parts) * _LINE_BYTES) * _LINE_BYTES // source.itemsize
+    sizes = [sum(map(length, row)) for row in parts]
+    rows = [windows(map(length, row), step) for row in parts]
+    begin = window.rank * step
+    for number in range(-(-max(sizes) // step)):
+        room = window.inputs(source.dtype, coming=1)[window.rank]
+        for worker, row in enumerate(rows):
+            into = room[worker * step :]
+            for fragment in next(row, []):
+                into[fragment.place] = source[parts[worker][fragment.piece]][fragment.part]
+        yield window.meet()
+        if window.rank < len(parts):
+            own = target[number * step : (number + 1) * step]
+            if own.size:
+                staged = window.inputs(source.dtype)
+                reduce_into(window, op, [one[begin : begin + own.size] for one in staged], own)
+
+
+# -- a row of pieces, seen through a window that moves along it ------------------------
+
+
+class Fragment(NamedTuple):
+    """The part of a piece that lies in a window.
+
+    Attributes:
+        piece: Its number.
+        part: The elements of it.
+        at: Where they lie in the window.
+    """
+
+    piece: int
+    part: slice
+    at: int
+
+    @property
+    def place(self) -> slice:
+        """Places in the window, from the first to the last."""
+        return slice(self.at, self.at + length(self.part))
+
+
+def length(part: slice) -> int:
+    """Return how many elements a part of an array has."""
+    return int(part.stop - part.start)
+
+
+def windows(lengths: Iterable[int], step: int) -> Iterator[list[Fragment]]:
+    """Cut a row of pieces into windows of `step` elements, of which the last may be shorter."""
+    window: list[Fragment] = []
+    filled = 0
+    for piece, size in enumerate(lengths):
+        start = 0
+        while start < size:
+            stop = min(start + step - filled, size)
+            window.append(Fragment(piece, slice(start, stop), filled))
+            filled += stop - start
+            start = stop
+            if filled == step:
+                yield window
+                window, filled = [], 0
+    if window:
+        yield window
 
 
 # -- counts ----------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.comm.over_nodes import NO_RANK, Rails, length, windows
+from mpimesh.comm.over_nodes import NO_RANK, Rails
+from mpimesh.comm.shared_work import length, windows
 from mpimesh.errors import TransportError
 from tests.helpers.raises import raises
 
