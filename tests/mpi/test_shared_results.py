@@ -97,6 +97,9 @@ def test_a_long_wait_keeps_its_arrays_no_longer(comm):
                     time.sleep(0.6)  # more than the watchdog's time between two looks
                 group.all_reduce(x, out=x).resolve()
                 del x
+                until_s = time.monotonic() + 0.1  # it may be in the middle of a look
+                while alive() is not None and time.monotonic() < until_s:
+                    time.sleep(0.001)
                 assert alive() is None
         finally:
             gc.enable()
