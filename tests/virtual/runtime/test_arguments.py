@@ -96,6 +96,22 @@ def test_wrong_ranks_of_a_group_on_one_rank_raise_on_all():
     assert mm.run_virtual(2, main) == [2, 2]
 
 
+@pytest.mark.parametrize("name", ["g" * 5000, "", "a\nb", 3])
+@pytest.mark.parametrize("members", [{"ranks": [0, 1]}, {"dims": "a"}])
+def test_a_name_that_no_group_can_have_is_refused_on_all_ranks(name, members):
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            with raises(GroupError, "a group's name must"):
+                mesh.add_group(name, **members)
+            group = mesh.add_group("\N{WAVING HAND SIGN}" * 200, **members)
+            sent = group.send(np.ones(2), 1 - group.rank)
+            came = group.recv(1 - group.rank).resolve()
+            sent.resolve()
+            return came.sum()
+
+    assert mm.run_virtual(2, main) == [2.0, 2.0]
+
+
 def test_an_error_that_shows_an_object_is_the_same_on_all_ranks():
     """The object has another address on each rank."""
 
