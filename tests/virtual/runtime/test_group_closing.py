@@ -37,6 +37,43 @@ def test_a_rank_that_goes_on_is_told(monkeypatch):
     mm.run_virtual(2, main)
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["shares the mesh's", "its own"])
+def test_ranks_that_go_on_and_that_close_are_told_so_without_checks(order, monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "0")
+
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            group = mesh.add_group("g", order)
+            with pytest.raises(MismatchError) as caught:
+                if mesh.rank == 0:
+                    group.close()
+                else:
+                    group.all_reduce(np.ones(1)).resolve()
+            return str(caught.value)
+
+    texts = mm.run_virtual(2, main)
+    assert len(set(texts)) == 1
+    names(texts[0], "the ranks of group 'g'", "close() on group 'g'", "all_reduce(shape (1,)")
+
+
+def test_groups_that_share_a_communicator_are_told_alike(monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            group = mesh.add_group("g", [0, 1])
+            with pytest.raises(MismatchError) as caught:
+                if mesh.rank == 0:
+                    group.close()
+                else:
+                    mesh.group("dp").all_reduce(np.ones(1)).resolve()
+            return str(caught.value)
+
+    texts = mm.run_virtual(2, main)
+    assert len(set(texts)) == 1
+    names(texts[0], "groups that share a communicator", "on group 'g'", "on group 'dp'")
+
+
 def test_nothing_is_kept_of_dropped_groups():
     def main():
         with mm.DeviceMesh("a=2,b=2") as mesh:
