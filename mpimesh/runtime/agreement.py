@@ -244,7 +244,7 @@ def _report(group: str, table: Sequence[bytes]) -> str:
     texts = [row.rstrip(b"\0").decode(errors="replace") for row in table]
     ranks = ranks_by_value(enumerate(texts))
     rows = "\n".join(f"  {rank_names(who)}: {text}" for text, who in ranks.items())
-    is_of_all = all(f" on group {group!r} at " in text for text in texts)
+    is_of_all = all(f" on group {group!r}" in text for text in texts)
     among = f"group {group!r}" if is_of_all else "groups that share a communicator"
     return (
         f"the ranks of {among} must call the same collective with matching arguments, "
