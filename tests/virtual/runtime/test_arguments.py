@@ -132,8 +132,8 @@ def test_a_name_that_no_group_can_have_is_refused_on_all_ranks(name, members):
             with raises(GroupError, "a group's name must"):
                 mesh.add_group(name, **members)
             group = mesh.add_group("\N{WAVING HAND SIGN}" * 200, **members)
-            sent = group.send(np.ones(2), 1 - group.rank)
-            came = group.recv(1 - group.rank).resolve()
+            sent = group.send(np.ones(2), 1 - mesh.rank)
+            came = group.recv(1 - mesh.rank).resolve()
             sent.resolve()
             return came.sum()
 
