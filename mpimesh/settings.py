@@ -4,7 +4,8 @@
     0 is off: only ranks of one node compare what they start, when they take the result; 1 compares
     every collective over its ranks before data moves, functions of split arrays with their values,
     and batches, optimizers and parameters of replicas; it finds ranks that wait for each other, and
-    messages that nobody received; 2 compares the lines that led to each call, too.
+    messages that nobody received; 2 compares the lines that led to each call, too, and shows
+    mpimesh's own frames in tracebacks.
 ``MPIMESH_TIMEOUT_S`` (default 1800)
     Seconds that a rank may wait in one operation, or in making or closing a mesh, before the
     watchdog reports it and ends the job; 0 is off.

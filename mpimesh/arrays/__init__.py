@@ -3,7 +3,13 @@
 from mpimesh.arrays.memory import address_of, aligned_bytes, aligned_empty, array_shape, memory_at
 from mpimesh.arrays.namespace import is_cupy, moved, namespace, to_numpy
 from mpimesh.arrays.pool import ArrayPool
-from mpimesh.arrays.reduction import ReduceOp, as_reduce_op, refuse_objects, wire_dtype
+from mpimesh.arrays.reduction import (
+    ReduceOp,
+    as_reduce_op,
+    refuse_masked,
+    refuse_objects,
+    wire_dtype,
+)
 from mpimesh.arrays.stream_scope import StreamScope, check_current, device_ready
 from mpimesh.arrays.types import Array, DType, HostArray
 
@@ -25,6 +31,7 @@ __all__ = [
     "memory_at",
     "moved",
     "namespace",
+    "refuse_masked",
     "refuse_objects",
     "to_numpy",
     "wire_dtype",

@@ -25,7 +25,7 @@ import numpy as np
 from mpimesh.arrays.types import DType
 from mpimesh.errors import DTypeError, ReduceOpError
 
-__all__ = ["ReduceOp", "as_reduce_op", "is_half", "refuse_objects", "wire_dtype"]
+__all__ = ["ReduceOp", "as_reduce_op", "is_half", "refuse_masked", "refuse_objects", "wire_dtype"]
 
 
 class ReduceOp(StrEnum):
@@ -94,6 +94,19 @@ def wire_dtype(dtype: DType, op: ReduceOp) -> DType:
     }
     reason = reasons.get(kind, "only numbers can be reduced; such data can only be moved")
     raise DTypeError(f"{op} does not work on dtype {dtype}: {reason}")
+
+
+def refuse_masked(x: object) -> None:
+    """Raise if `x` is a masked array, of which other ranks would get the data alone.
+
+    Raises:
+        DTypeError: If it is.
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise DTypeError(
+            "a masked array given, of which the mask would be lost; pass x.filled(value), and "
+            "numpy.ma.getmaskarray(x) as an array of its own where the mask is needed"
+        )
 
 
 def refuse_objects(dtype: DType) -> None:

@@ -124,6 +124,16 @@ class Signatures:
         """Return the digest of a signature, which the other ranks can look up from now on."""
         return self._digests.get(signature) or self._learn(signature)
 
+    def describe(self, digest: int, text: str) -> None:
+        """Let messages show `text` for what this rank starts by a digest from now on.
+
+        For what is one signature in several calls, which compare themselves by other means. What
+        was found to differ keeps its text.
+        """
+        if not self._apart and self._texts.get(digest) != text:
+            self._texts[digest] = text
+            self._write(digest, text)
+
     def post(self, number: int, digest: int) -> int:
         """Post what this rank is about to start as operation `number`, by its digest.
 
@@ -226,9 +236,13 @@ class Signatures:
         return digest
 
     def _write(self, digest: int, text: str) -> None:
-        at = _TEXTS_AT + self._written % _TEXTS * _ENTRY_BYTES
-        self._written += 1
-        entry = self._boards[self._place][at : at + _ENTRY_BYTES]
+        entries = self._boards[self._place][_TEXTS_AT:].reshape(_TEXTS, _ENTRY_BYTES)
+        written = np.flatnonzero(entries[:, :8].copy().view(np.int64) == digest)
+        if written.size:
+            entry = entries[written[0]]
+        else:
+            entry = entries[self._written % _TEXTS]
+            self._written += 1
         head = entry[:8].view(np.int64)
         head[0] = 0
         entry[8:] = np.frombuffer(_shortened(text).ljust(_TEXT_BYTES, b"\0"), np.uint8)

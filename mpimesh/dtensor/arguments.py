@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import refuse_objects
+from mpimesh.arrays import refuse_masked, refuse_objects
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, LayoutError, NoRuleError
 from mpimesh.layout import Layout, Placement
@@ -61,6 +61,7 @@ def as_tensor(x: Any, mesh: DeviceMesh) -> DTensor:
 
     Raises:
         LayoutError: If `x` is on another mesh.
+        DTypeError: If it holds Python objects, or has a mask.
     """
     if isinstance(x, DTensor):
         if x.mesh is not mesh:
@@ -69,6 +70,7 @@ def as_tensor(x: Any, mesh: DeviceMesh) -> DTensor:
                 "over with x.redistribute(placements, mesh=...)"
             )
         return x
+    refuse_masked(x)
     whole = np.asarray(x)
     refuse_objects(whole.dtype)
     layout = Layout.replicated(mesh)

@@ -20,6 +20,7 @@ from mpimesh.dtensor.shape_reshape import broadcast_to, shape_tuple
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout import Layout
+from mpimesh.runtime.operands import host_array
 
 __all__ = [
     "arange",
@@ -64,7 +65,7 @@ def asarray(
         return x.copy() if copy and x is obj else x
     if copy is False:
         raise LayoutError("an array is split without a copy only by DTensor.from_local")
-    whole = np.asarray(obj, dtype)
+    whole = host_array(np.asanyarray(obj, dtype))  # which refuses masks
     mesh, where = layout_for(whole.ndim, device, placements)
     return create.distribute(whole, mesh, where)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import DType, HostArray, refuse_objects
+from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor.alike import raise_together
 from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
@@ -176,10 +176,11 @@ def plain(x: Any) -> Any:
     """Return an operand as it is, but lists and the like as arrays: the same on all ranks.
 
     Raises:
-        DTypeError: If it holds Python objects.
+        DTypeError: If it holds Python objects, or has a mask.
     """
     if isinstance(x, DTensor | bool | int | float | complex):
         return x
+    refuse_masked(x)
     made: HostArray = np.asarray(x)
     refuse_objects(made.dtype)
     return made if made.ndim else made[()]

@@ -96,7 +96,7 @@ def _wrapped(
             f"rank {mesh.rank}: {what} must be a NumPy array, the block of an array as {layout}; "
             f"got {value!r}"
         )
-    block = writable_block(host_block(np.asarray(value)), mesh)
+    block = writable_block(host_block(value), mesh)
     axes = 1 + max((s.axis for s in layout.placement if isinstance(s, Shard)), default=-1)
     if block.ndim < axes:
         raise ShapeError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpimesh.arrays import DType, HostArray, refuse_objects
+from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor.arguments import as_tensor, moved_to, whole_key
 from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.picking import pick_along
@@ -83,6 +83,7 @@ def elements_for(x: DTensor, value: Any) -> HostArray:
     Raises:
         DTypeError: If it cannot.
     """
+    refuse_masked(value)
     values = np.asarray(value)
     refuse_objects(values.dtype)
     elements = np.empty((1, *values.shape), x.dtype)

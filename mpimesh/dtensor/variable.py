@@ -77,7 +77,7 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
                 f"a DVariable of {type(found).__name__} needs a layout=, or a DTensor in its place"
             )
         else:
-            value = copy_to_mesh(np.asarray(found, dtype), layout, mesh=mesh)
+            value = copy_to_mesh(np.asanyarray(found, dtype), layout, mesh=mesh)
         if value.layout.partial_op:
             raise LayoutError(
                 f"a DVariable holds values, not summands that are to be reduced; got {value!r}"
@@ -202,7 +202,7 @@ class DVariable(StandIn, NDArrayOperatorsMixin):
                     f"{what}: {self!r} takes a DTensor, got {type(given).__name__}, which is on no "
                     "mesh; make one with distribute"
                 )
-            return copy_to_mesh(np.asarray(given, self.dtype), self.layout, mesh=self.mesh)
+            return copy_to_mesh(np.asanyarray(given, self.dtype), self.layout, mesh=self.mesh)
         if given.shape != self.shape:
             raise ShapeError(f"{what}: {self!r} takes that shape only, got {given!r}")
         if given.dtype != self.dtype:

@@ -17,6 +17,7 @@ class Link:
     Attributes:
         latency_s: What a message costs however short it is.
         bytes_per_s: How many bytes come in a second.
+        measured: Whether these numbers are measured; if not, they are assumed.
 
     Raises:
         LayoutError: If a number is not finite, the latency is negative, or no bytes would come.
@@ -24,6 +25,7 @@ class Link:
 
     latency_s: float = 2e-6
     bytes_per_s: float = 5e9
+    measured: bool = False
 
     def __post_init__(self) -> None:
         for name in ("latency_s", "bytes_per_s"):
@@ -46,8 +48,9 @@ class Links:
     Attributes:
         near: To one rank from another of its node.
         far: To a node from others. Its ranks share it.
-        measured: Whether numbers are measured. One that no pair of ranks could tell stays as it is
-            assumed: `far` on one node, `near` where each rank is alone on its own.
+
+    A link that no pair of ranks can tell stays as it is assumed: `far` on one node, `near` where
+    each rank is alone on its own.
 
     Raises:
         LayoutError: If one is no :class:`Link`.
@@ -55,13 +58,17 @@ class Links:
 
     near: Link = Link()
     far: Link = Link()
-    measured: bool = False
 
     def __post_init__(self) -> None:
         """See whether these are links."""
         for name in ("near", "far"):
             if not isinstance(getattr(self, name), Link):
                 raise LayoutError(f"{name} must be a Link, got {getattr(self, name)!r}")
+
+    @property
+    def measured(self) -> bool:
+        """True if any of them is measured."""
+        return self.near.measured or self.far.measured
 
 
 ASSUMED_LINKS = Links()

@@ -531,10 +531,17 @@ def _over_nodes(plan: RedistributionPlan) -> list[str]:
 
 
 def _speeds(links: Links) -> str:
-    how = "as measured" if links.measured else "as assumed"
-    if links.near == links.far:
-        return f"{_speed(links.near)}, {how}"
-    return f"{_speed(links.near)} in a node, {_speed(links.far)} between nodes, {how}"
+    near, far = links.near, links.far
+    if near == far:
+        return f"{_speed(near)}, {_source(near)}"
+    between = f"{_speed(far)} between nodes, {_source(far)}"
+    if near.measured == far.measured:
+        return f"{_speed(near)} in a node, {between}"
+    return f"{_speed(near)} in a node, {_source(near)}, and {between}"
+
+
+def _source(link: Link) -> str:
+    return "as measured" if link.measured else "as assumed"
 
 
 def _speed(link: Link) -> str:

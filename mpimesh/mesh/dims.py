@@ -31,6 +31,8 @@ RESERVED_NAMES = {
 }
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MOST_NAME = 100
+"""Most characters of a dim's name: groups along it have names that are made of it."""
 _SIZE = re.compile(r"[+-]?[0-9]{1,18}")
 
 _TRIED = 20_000
@@ -58,12 +60,17 @@ def check_dim_name(name: object) -> str:
     """Return `name` if a dim may have it.
 
     Raises:
-        MeshError: If it is no text, no identifier, or reserved.
+        MeshError: If it is no text, no identifier, too long, or reserved.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise MeshError(
             f"a mesh dim's name must be letters, digits and '_' and not start with a digit, "
             f"got {shown(name)}"
+        )
+    if len(name) > _MOST_NAME:
+        raise MeshError(
+            f"a mesh dim's name must have at most {_MOST_NAME} characters, got {len(name)}: "
+            f"{shown(name)}"
         )
     if name in RESERVED_NAMES:
         raise MeshError(f"mesh dim name {name!r} is reserved: {RESERVED_NAMES[name]}")

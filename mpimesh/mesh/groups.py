@@ -10,7 +10,10 @@ from mpimesh.arguments import as_int, as_items, shown
 from mpimesh.errors import GroupError, RankError
 from mpimesh.mesh.ids import DeviceIds
 
-__all__ = ["WORLD", "GroupBackend", "GroupSpec"]
+__all__ = ["WORLD", "GroupBackend", "GroupSpec", "check_group_name"]
+
+_MOST_NAME = 200
+"""Most characters of a group's name: it goes along with each message of the group."""
 
 WORLD = "world"
 """Name of the group of all ranks."""
@@ -57,7 +60,7 @@ class GroupSpec:
         backend: Who moves its bytes.
 
     Raises:
-        GroupError: If the name is no text, or ranks are missing, repeated or negative.
+        GroupError: If the name is no text or too long, or ranks are missing, repeated or negative.
     """
 
     name: str
@@ -65,8 +68,7 @@ class GroupSpec:
     backend: GroupBackend = GroupBackend.MPI
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.strip() or not self.name.isprintable():
-            raise GroupError(f"a group's name must be printable text, got {self.name!r}")
+        check_group_name(self.name)
         if not isinstance(self.backend, GroupBackend):
             raise GroupError(
                 f"backend of group {self.name!r} must be a GroupBackend, got {self.backend!r}"
@@ -97,6 +99,21 @@ class GroupSpec:
             raise RankError(
                 f"Rank {highest} out of bounds for world size {world_size} in group {self.name!r}"
             )
+
+
+def check_group_name(name: object) -> None:
+    """Raise if no group may be called `name`.
+
+    Raises:
+        GroupError: If it is no printable text, or too long.
+    """
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise GroupError(f"a group's name must be printable text, got {shown(name)}")
+    if len(name) > _MOST_NAME:
+        raise GroupError(
+            f"a group's name must have at most {_MOST_NAME} characters, got {len(name)}: "
+            f"{shown(name)}"
+        )
 
 
 def _checked_ranks(name: str, ranks: Sequence[int]) -> Sequence[int]:

@@ -25,7 +25,7 @@ import numpy as np
 from mpimesh import errors
 from mpimesh.arguments import digest_bits, plain_text, rank_names, ranks_by_value
 from mpimesh.comm import Communicator, Steps
-from mpimesh.errors import MismatchError, MpimeshError, on_all_ranks
+from mpimesh.errors import MismatchError, MpimeshError, TransportError, on_all_ranks
 from mpimesh.mesh import WORLD
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
@@ -77,12 +77,17 @@ def agree(
     progress, communicator = ranks.progress, ranks.communicator
     note = None if problem is None else [type(problem).__name__, str(problem)]
     mine = json.dumps([value, note]).encode()
-    call = what if isinstance(what, Call) else Call(what, communicator.name)
+    call = what if isinstance(what, Call) else Call(what, communicator.name.rpartition("/")[2])
     steps = compare(communicator, call, call.shape, mine=mine, stack=stack)
-    number, look = announce(communicator, "agreement", "as in add_group or from_callback")
+    number, look = announce(communicator, "agreement", call)
     request = progress.stage(communicator, steps)
     try:
-        progress.wait(communicator, request, what=what, number=number, look=look)
+        try:
+            progress.wait(communicator, request, what=what, number=number, look=look)
+        except TransportError:  # such as of an all-reduce that met another one
+            if look is not None:
+                look()
+            raise
     except MismatchError as error:
         request.give_up(error)
         raise
@@ -136,14 +141,14 @@ def _joint_error(notes: Mapping[int, Sequence[str]], what: object) -> Exception:
 
 
 def announce(
-    communicator: Communicator, name: str, within: str = ""
+    communicator: Communicator, name: str, call: Call | None = None
 ) -> tuple[int, Callable[[], None] | None]:
     """Count and post what this rank is about to start beside the collectives of a group.
 
     Args:
         communicator: The ranks.
-        name: What all of them start.
-        within: Calls that users know it by.
+        name: What all of them start, as far as it is compared here.
+        call: The call that users know it by, which messages name.
 
     Returns:
         Its number, by which who waits for whom can be told; and what to call while it is waited
@@ -156,8 +161,11 @@ def announce(
     signatures = communicator.signatures
     if signatures is None or communicator.mail is not None:  # with checks on they compare more
         return number, None
-    group = communicator.name.rpartition("/")[2]
-    word = signatures.post(number, signatures.digest((name, within, None, "")))
+    group = communicator.name.rpartition("/")[2] if call is None else call.group
+    digest = signatures.digest((name, "", None, ""))
+    if call is not None:
+        signatures.describe(digest, f"{call.name}() on group {call.group!r}")
+    word = signatures.post(number, digest)
     if word < 0:
         raise signatures.error(group)
     return number, partial(signatures.look, number, group) if word else None
@@ -236,7 +244,9 @@ def _report(group: str, table: Sequence[bytes]) -> str:
     texts = [row.rstrip(b"\0").decode(errors="replace") for row in table]
     ranks = ranks_by_value(enumerate(texts))
     rows = "\n".join(f"  {rank_names(who)}: {text}" for text, who in ranks.items())
+    is_of_all = all(f" on group {group!r}" in text for text in texts)
+    among = f"group {group!r}" if is_of_all else "groups that share a communicator"
     return (
-        f"the ranks of group {group!r} must call the same collective with matching arguments, "
+        f"the ranks of {among} must call the same collective with matching arguments, "
         f"but called:\n{rows}"
     )

@@ -332,8 +332,9 @@ class DeviceMesh:
             The group. On a rank that is no member, only its description can be used.
 
         Raises:
-            GroupError: On every rank, if the name is taken, `ranks` has none or one twice, or the
-                backend is one that these ranks do not have; the message says why.
+            GroupError: On every rank, if the name is taken, not printable or of more than 200
+                characters, `ranks` has none or one twice, or the backend is one that these ranks
+                do not have; the message says why.
             RankError: On every rank, if a rank is not in the mesh.
             MismatchError: On every rank, if the arguments differ.
         """

@@ -51,15 +51,15 @@ def measured_links(group: ProcessGroup) -> Links:
     nears, reads, fars = ([one for one in column if one] for column in zip(*rows, strict=True))
     links = ASSUMED_LINKS
     if nears and reads:
-        links = Links(_link(_slowest(nears)[0], _LARGE_BYTES / max(reads)), links.far, True)
+        links = Links(_link(_slowest(nears)[0], _LARGE_BYTES / max(reads)), links.far)
     if fars:
-        links = Links(links.near, _link(*_slowest(fars)), True)
+        links = Links(links.near, _link(*_slowest(fars)))
     return links
 
 
 def _link(latency_s: float, bytes_per_s: float) -> Link:
     """Return a link of three digits: what is measured says no more."""
-    return Link(float(f"{latency_s:.3g}"), float(f"{bytes_per_s:.3g}"))
+    return Link(float(f"{latency_s:.3g}"), float(f"{bytes_per_s:.3g}"), measured=True)
 
 
 def _slowest(rows: Sequence[Sequence[float]]) -> tuple[float, float]:

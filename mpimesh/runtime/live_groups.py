@@ -19,6 +19,7 @@ from mpimesh.comm import Communicator
 from mpimesh.errors import GroupError, RankError, on_all_ranks
 from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh, NamesLike
 from mpimesh.mesh.dims import parse_names
+from mpimesh.mesh.groups import check_group_name
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
@@ -407,8 +408,7 @@ class LiveGroups:
     def _checked_spec(
         self, name: str, ranks: Sequence[int] | None, dims: NamesLike | None, apart: bool
     ) -> GroupSpec | tuple[str, ...]:
-        if not isinstance(name, str):
-            raise GroupError(f"the name of a group must be a text, got {shown(name)}")
+        check_group_name(name)
         apart = as_flag(apart, "apart", GroupError)
         if (ranks is None) == (dims is None):
             raise GroupError(f"add_group({name!r}) takes ranks or dims, one of them")

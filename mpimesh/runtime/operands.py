@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import shown
-from mpimesh.arrays import Array, HostArray, is_cupy, namespace, refuse_objects, to_numpy
+from mpimesh.arrays import (
+    Array,
+    HostArray,
+    is_cupy,
+    namespace,
+    refuse_masked,
+    refuse_objects,
+    to_numpy,
+)
 from mpimesh.comm import Communicator, Steps
 from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.runtime.agreement import compare
@@ -38,7 +46,8 @@ def host_array(x: Array) -> HostArray:
     """Return `x` as a NumPy array; CuPy arrays are copied to the host.
 
     Raises:
-        DTypeError: If `x` holds Python objects, or is memory of a device that mpimesh cannot read.
+        DTypeError: If `x` holds Python objects, has a mask, or is memory of a device that mpimesh
+            cannot read.
         ShapeError: If `x` is a list that is no array, such as one with rows of unequal length.
     """
     if x is None:
@@ -53,6 +62,7 @@ def host_array(x: Array) -> HostArray:
             "reads CuPy's arrays there: pass cupy.asarray(x), or a copy on the host"
         )
     else:
+        refuse_masked(x)
         try:
             host = np.asarray(x)
         except (TypeError, ValueError) as error:
@@ -65,9 +75,10 @@ def check_output(out: Any) -> None:
     """Check that `out` is an array that can be written, each element for itself.
 
     Raises:
-        DTypeError: If it is no array.
+        DTypeError: If it is no array, or has a mask.
         ShapeError: If it is read-only, or elements share memory.
     """
+    refuse_masked(out)
     if not isinstance(out, np.ndarray) and not is_cupy(out):
         raise DTypeError(f"out must be a NumPy or CuPy array, got {type(out).__name__}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:

@@ -43,11 +43,11 @@ def readable(error: BaseException) -> str:
     """Return the traceback of `error`, and of what it came from, without mpimesh's own frames.
 
     Of an exception of another kind, those of the room of mpimesh within which it was raised stay.
-    With ``MPIMESH_CHECKS`` nothing is left out.
+    With ``MPIMESH_CHECKS=2`` nothing is left out.
     """
     shown = traceback.TracebackException.from_exception(error)
     with suppress(SettingsError):
-        if Settings.from_environment().checks:
+        if Settings.from_environment().checks > 1:
             return "".join(shown.format())
     _hide_own_frames(shown, error)
     return "".join(shown.format())

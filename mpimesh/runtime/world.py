@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from mpimesh.arguments import as_flag, as_function, as_int, shown
 from mpimesh.arrays import ArrayPool, HostArray, aligned_bytes
 from mpimesh.comm import Communicator, VirtualWorld, virtual_communicators
-from mpimesh.errors import ClosedError, MeshError, MpimeshError, RankError, on_all_ranks
+from mpimesh.errors import (
+    ClosedError,
+    MeshError,
+    MismatchError,
+    MpimeshError,
+    RankError,
+    on_all_ranks,
+)
 from mpimesh.mesh import WORLD, Device, DeviceInfo
 from mpimesh.runtime.agreement import announce
 from mpimesh.runtime.call import Call, call_site, site_text
@@ -26,7 +33,7 @@ from mpimesh.runtime.deadlock import Waiting, deadlock_text, find_deadlock
 from mpimesh.runtime.failure import end_together, is_born_too_late, limited_start
 from mpimesh.runtime.flight import Recorder
 from mpimesh.runtime.launch import Launch, check_world
-from mpimesh.runtime.progress import InputLocks, Progress
+from mpimesh.runtime.progress import InputLocks, Progress, Wait
 from mpimesh.runtime.watchdog import Watchdog, join_virtual_ranks
 from mpimesh.settings import Settings
 
@@ -240,9 +247,20 @@ def _load_mpi() -> Any:
     return MPI
 
 
-def _circle(worlds: Sequence[World]) -> str:
-    """Return in words which virtual ranks wait for each other; empty if that is not known."""
+def _circle(job: VirtualWorld, worlds: Sequence[World]) -> str:
+    """Return in words which virtual ranks wait for each other; empty if that is not known.
+
+    Raises:
+        MismatchError: Here and in the waits of all others, if ranks have started different
+            operations: that is why they wait.
+    """
     waits = {rank: one.progress.current for rank, one in enumerate(worlds)}
+    for wait in waits.values():
+        try:
+            _compare_started(wait)
+        except MismatchError as error:
+            job.fail(-1, on_all_ranks(error))
+            raise
     states = {
         rank: state
         for rank, wait in waits.items()
@@ -250,6 +268,15 @@ def _circle(worlds: Sequence[World]) -> str:
     }
     cycle = find_deadlock(states, states)
     return deadlock_text(states, cycle) if cycle else ""
+
+
+def _compare_started(wait: Wait | None) -> None:
+    """Compare the operations up to the one that a rank waits for, in place of that rank."""
+    if wait is None or wait.communicator.signatures is None or not isinstance(wait.what, Call):
+        return
+    number = wait.number or wait.what.number
+    if number:
+        wait.communicator.signatures.look(number, wait.what.group)
 
 
 def solo_communicator() -> Communicator:
@@ -319,7 +346,7 @@ def run_virtual(
     as_function(function, "function", RankError)
     rendezvous = as_flag(rendezvous, "rendezvous", RankError)
     settings = Settings.from_environment()
-    world = VirtualWorld(size, rendezvous=rendezvous, circle=lambda: _circle(worlds))
+    world = VirtualWorld(size, rendezvous=rendezvous, circle=lambda: _circle(world, worlds))
     communicators = virtual_communicators(world)
     results: list[Any] = [None] * size
 

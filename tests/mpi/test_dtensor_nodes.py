@@ -86,5 +86,6 @@ def test_links_are_measured_alike_on_all_ranks(node_ranks, monkeypatch):
         assert set(MPI.COMM_WORLD.allgather(links)) == {links}
         for link, is_measured in ((links.near, node_ranks != 1), (links.far, node_ranks != 0)):
             assert (link == Link()) != is_measured
+            assert link.measured == is_measured
             assert 1e-8 < link.latency_s < 1
             assert 1e6 < link.bytes_per_s < 1e13

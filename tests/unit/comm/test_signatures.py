@@ -203,3 +203,21 @@ def test_many_signatures_and_long_ones():
     first.start(("compose", "x" * 1000, None, ""))
     second.start(("compose", "y" * 1000, None, ""))
     assert "yyyy ..." in str(first.take(1))
+
+
+def test_a_digest_is_shown_as_what_its_rank_has_described_it_last():
+    """And stays so once a mismatch is found."""
+    mine, other = team(2)
+    agreement, all_reduce = ("agreement", "", None, ""), KINDS[0]
+    for number in range(1, 200):  # more than there are entries
+        for board in (mine, other):
+            board.describe(board.digest(agreement), f"call {number}")
+            board.post(number, board.digest(agreement))
+    mine.describe(mine.digest(agreement), "close()")
+    mine.post(200, mine.digest(agreement))
+    assert other.post(200, other.digest(all_reduce)) == -1
+    mine.look(199, "g")
+    for board in (mine, other):
+        with pytest.raises(MismatchError, match=r"rank 0: close\(\)"):
+            board.look(200, "g")
+        board.describe(board.digest(agreement), "add_group()")

@@ -175,12 +175,33 @@ def test_the_text_says_the_way_and_why():
         "  peak memory of rank 0: 18.0 MiB; about 1.7 ms at 2 us a message and 5 GB/s, as assumed",
         "  done on two levels; each rank from each it would take about 2.1 ms",
     ]
-    measured = Links(Link(1e-6, 1e10), Link(5e-6, 2.5e9), measured=True)
-    plan = plan_redistribution(*layouts, (1 << 20,), 8, nodes=NODES, links=measured)
+    near, far = Link(1e-6, 1e10, measured=True), Link(5e-6, 2.5e9, measured=True)
+    plan = plan_redistribution(*layouts, (1 << 20,), 8, nodes=NODES, links=Links(near, far))
     assert (
         "at 1 us a message and 10 GB/s in a node, 5 us a message and 2.5 GB/s between nodes, "
         "as measured"
     ) in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        (
+            Links(near=Link(1e-6, 1e10, measured=True)),
+            "1 us a message and 10 GB/s in a node, as measured, "
+            "and 2 us a message and 5 GB/s between nodes, as assumed",
+        ),
+        (
+            Links(far=Link(5e-6, 2.5e9, measured=True)),
+            "2 us a message and 5 GB/s in a node, as assumed, "
+            "and 5 us a message and 2.5 GB/s between nodes, as measured",
+        ),
+        (Links(), "at 2 us a message and 5 GB/s, as assumed"),
+    ],
+)
+def test_the_text_says_of_each_link_whether_it_was_measured(links, said):
+    layouts = Layout(PAIRS, "S0,S0"), Layout(PAIRS, "R,R")
+    assert said in str(plan_redistribution(*layouts, (1 << 20,), 8, nodes=NODES, links=links))
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def test_text_mapping_and_pairs_are_the_same(sizes, space):
         ("2d=2", ("name", "'2d'")),
         ("d-p=2", ("name", "'d-p'")),
         ("=2", ("name", "''")),
+        ("d" * 101 + "=2", ("name", "at most 100 characters", 101)),
         ("unsharded=2", ("reserved", "'unsharded'")),
         ("match=2", ("reserved", "'match'")),
         ("world=2", ("reserved", "'world'")),

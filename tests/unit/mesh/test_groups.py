@@ -39,6 +39,7 @@ def test_ranks_of_a_mesh_stay_lazy():
         (("g", [0.0]), MpimeshError, ("'g'", "rank", 0.0)),
         (("", [0]), GroupError, ("name", "''")),
         ((3, [0]), GroupError, ("name", 3)),
+        (("g" * 201, [0]), GroupError, ("name", "at most 200 characters", 201)),
         (("g", [0], "mpi"), GroupError, ("'g'", "GroupBackend", "'mpi'")),
     ],
 )

@@ -42,10 +42,12 @@ def test_frames_of_mpimesh_stay_where_it_has_failed_itself():
     assert "mpimesh/dtensor" in readable(error)
 
 
-def test_all_frames_are_shown_with_checks(monkeypatch):
+def test_all_frames_are_shown_with_checks_of_level_two(monkeypatch):
     error = caught(lambda: Mesh([("a", -5)]))
-    assert "mpimesh/mesh" not in readable(error)
-    monkeypatch.setenv("MPIMESH_CHECKS", "1")
+    for checks in ("0", "1"):
+        monkeypatch.setenv("MPIMESH_CHECKS", checks)
+        assert "mpimesh/mesh" not in readable(error)
+    monkeypatch.setenv("MPIMESH_CHECKS", "2")
     assert "mpimesh/mesh" in readable(error)
 
 

@@ -10,7 +10,7 @@ import pytest
 import mpimesh as mm
 from mpimesh.dtensor.refused import REFUSED
 from mpimesh.dtensor.registry import FUNCTIONS, name_of
-from mpimesh.errors import NoRuleError
+from mpimesh.errors import DTypeError, NoRuleError
 from tests.helpers.dtensor_check import on
 
 
@@ -46,6 +46,34 @@ def test_what_is_refused_says_what_to_do():
                     call()
             with mm.allow_gather(), pytest.raises(NoRuleError, match="place"):
                 np.place(x, x > 0, [1])
+
+    mm.run_virtual(2, main)
+
+
+def test_masked_arrays_are_refused_wherever_they_come_in():
+    masked = np.ma.masked_greater(np.arange(4.0), 2)
+
+    def write(x):
+        x[...] = masked
+
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            x: Any = mm.zeros(4, mesh, "R")
+            for call in (
+                lambda: mm.distribute(masked, mesh, "S0"),
+                lambda: mm.DTensor.from_local(masked, mesh, "S0"),
+                lambda: mm.DTensor.from_local(masked, mesh, "S0", shape=(8,)),
+                lambda: mm.from_callback((4,), mesh, "S0", lambda index: masked[index]),
+                lambda: mm.full(4, masked, mesh, "R"),
+                lambda: mm.dtensor.DVariable(masked, layout="S0", mesh=mesh),
+                lambda: mm.dtensor.copy_to_mesh(masked, "S0", mesh=mesh),
+                lambda: x + masked,
+                lambda: np.add(masked, x),
+                lambda: np.concatenate([x, masked]),
+                lambda: write(x),
+            ):
+                with pytest.raises(DTypeError, match=r"masked array.*x\.filled"):
+                    call()
 
     mm.run_virtual(2, main)
 

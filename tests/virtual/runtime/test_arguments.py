@@ -10,6 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import mpimesh as mm
 from mpimesh.errors import (
+    DTypeError,
     GroupError,
     LayoutError,
     MeshError,
@@ -94,6 +95,49 @@ def test_wrong_ranks_of_a_group_on_one_rank_raise_on_all():
             return mesh.add_group("g", [0, 1]).size
 
     assert mm.run_virtual(2, main) == [2, 2]
+
+
+MASKED = np.ma.masked_greater(np.arange(4.0), 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: group.all_reduce(MASKED),
+        lambda group: group.all_reduce(np.ones(4), out=MASKED.copy()),
+        lambda group: group.all_reduce_init(MASKED),
+        lambda group: group.all_gather(MASKED),
+        lambda group: group.broadcast(MASKED),
+        lambda group: group.broadcast(MASKED, root=None),
+        lambda group: group.send(MASKED, 1 - group.rank),
+        lambda group: group.all_reduce(np.ma.masked),
+    ],
+)
+def test_a_masked_array_is_refused_and_the_cure_is_said(call):
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            with raises(DTypeError, "masked", "x.filled(value)", "numpy.ma.getmaskarray(x)"):
+                call(mesh.group("dp"))
+            parts = (MASKED.filled(0), np.ma.getmaskarray(MASKED))
+            return [mesh.group("dp").all_reduce(part, "max").resolve().sum() for part in parts]
+
+    assert mm.run_virtual(2, main) == [[3.0, 1], [3.0, 1]]
+
+
+@pytest.mark.parametrize("name", ["g" * 5000, "", "a\nb", 3])
+@pytest.mark.parametrize("members", [{"ranks": [0, 1]}, {"dims": "a"}])
+def test_a_name_that_no_group_can_have_is_refused_on_all_ranks(name, members):
+    def main():
+        with mm.DeviceMesh("a=2") as mesh:
+            with raises(GroupError, "a group's name must"):
+                mesh.add_group(name, **members)
+            group = mesh.add_group("\N{WAVING HAND SIGN}" * 200, **members)
+            sent = group.send(np.ones(2), 1 - mesh.rank)
+            came = group.recv(1 - mesh.rank).resolve()
+            sent.resolve()
+            return came.sum()
+
+    assert mm.run_virtual(2, main) == [2.0, 2.0]
 
 
 def test_an_error_that_shows_an_object_is_the_same_on_all_ranks():

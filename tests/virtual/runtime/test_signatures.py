@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 
@@ -39,3 +41,24 @@ def test_every_rank_learns_who_started_what(start, monkeypatch):
     assert "ranks 0, 2: " in texts[0]
     assert "rank 1: " in texts[0]
     assert "operation 2:" in texts[0]
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce", "broadcast"])
+@pytest.mark.parametrize(
+    "names", list(permutations(["centralized", "tree(2)", "ring", "virtual"], 2))
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_ask_for_different_algorithms_learn_so(operation, names, size, monkeypatch):
+    """Also where each waits for messages that the others never send."""
+    monkeypatch.setenv("MPIMESH_CHECKS", "0")
+
+    def main():
+        with mm.DeviceMesh(f"a={size}") as mesh:
+            algorithm = names[mesh.rank % 2]
+            getattr(mesh.group(), operation)(np.ones(4), algorithm=algorithm).resolve()
+
+    with pytest.raises(MismatchError) as caught:
+        mm.run_virtual(size, main)
+    assert "operation 1: rank" in str(caught.value)
+    for name in names:
+        assert f"algorithm {name})" in str(caught.value)
