@@ -479,10 +479,11 @@ def _joined(parts: Sequence[_Contribution]) -> HostArray:
 def _exchanged(parts: Sequence[_Contribution]) -> HostArray:
     """Lay the blocks for rank 0 one after the other, then those for rank 1, and so on."""
     sends = [part.send for part in parts if part.send is not None]
-    sent = agreed_counts([list(part.counts) for part in parts])
+    itemsize = sends[0].itemsize
+    agreed_counts([[count * itemsize for count in part.counts] for part in parts])
     rows = [
-        [send[block] for block in block_slices(counts)]
-        for send, counts in zip(sends, sent, strict=True)
+        [send[block] for block in block_slices(part.counts[: len(parts)])]
+        for send, part in zip(sends, parts, strict=True)
     ]
     return np.concatenate([block for column in zip(*rows, strict=True) for block in column])
 

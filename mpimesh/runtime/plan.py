@@ -669,7 +669,7 @@ def plan_all_to_all(
     if recv_sizes[rank] != mine[concat_axis]:
         raise ShapeError(
             f"rank {rank} sends itself a block of shape {mine}, but recv_sizes {recv_sizes} say "
-            f"that it is {recv_sizes[rank]} along axis {concat_axis}; give {mine[concat_axis]} there"
+            f"that it is {recv_sizes[rank]} along axis {concat_axis}"
         )
     joined = (*mine[:concat_axis], sum(recv_sizes), *mine[concat_axis + 1 :])
     incoming = Blocks(joined, concat_axis, recv_sizes)

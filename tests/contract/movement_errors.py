@@ -122,7 +122,7 @@ def check_blocks_that_another_rank_does_not_expect(comm):
     with mesh_of(comm) as mesh:
         group = mesh.group()
         me, n = group.rank, group.size
-        with raises(ShapeError, f"rank {me}", "recv_sizes", (2, 3), "is 4", "axis 0"):
+        with raises(ShapeError, f"rank {me}", "recv_sizes", (2, 3), "is 4 along axis 0"):
             recv_sizes = [2] * n
             recv_sizes[me] = 4
             group.all_to_all(np.ones((2 * n, 3)), recv_sizes=recv_sizes)
