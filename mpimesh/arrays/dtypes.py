@@ -36,7 +36,8 @@ def dtype_to_json(dtype: DType) -> Any:
     if dtype.type.__module__ == "ml_dtypes":
         return {"ml_dtypes": dtype.name}  # NumPy's own text for these is just "V2"
     try:
-        return np.lib.format.dtype_to_descr(dtype)
+        # As np.lib.format has it, but that warns of metadata, which the text leaves out.
+        return dtype.str if dtype.names is None else _without_metadata(dtype.descr)
     except ValueError as error:
         raise DTypeError(f"dtype {dtype} cannot be described to another rank: {error}") from None
 
@@ -63,6 +64,13 @@ def dtype_from_json(value: Any) -> DType:
     except (TypeError, ValueError):
         raise DTypeError(f"{value!r} describes no dtype") from None
     return dtype
+
+
+def _without_metadata(kind: Any) -> Any:
+    """Leave out of a row of fields the metadata: where there are some, a type is a pair of both."""
+    if isinstance(kind, list):
+        return [(name, _without_metadata(of), *shape) for name, of, *shape in kind]
+    return kind[0] if isinstance(kind, tuple) else kind
 
 
 def _tuples(value: Any) -> Any:

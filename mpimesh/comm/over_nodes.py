@@ -44,10 +44,9 @@ from mpimesh.comm.engine import Engine, StagedRequest, Steps, run_steps
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.notes import Operation, enter, operation_number
 from mpimesh.comm.region_shared import SharedRegions
-from mpimesh.comm.requests import Request
+from mpimesh.comm.requests import Request, agreed_counts
 from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
 from mpimesh.comm.shared_work import (
-    agreed_counts,
     all_to_all_staged,
     chunks_of,
     length,

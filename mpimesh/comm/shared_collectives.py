@@ -28,7 +28,7 @@ from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Engine, Moved, StagedRequest, Steps, run_steps
 from mpimesh.comm.notes import Operation, enter, operation_number
 from mpimesh.comm.region_shared import SharedRegions
-from mpimesh.comm.requests import Request, block_slices
+from mpimesh.comm.requests import Request, agreed_counts, block_slices
 from mpimesh.comm.shared_requests import InPlace, OneShot
 from mpimesh.comm.shared_window import (
     NOT_READ,
@@ -37,7 +37,6 @@ from mpimesh.comm.shared_window import (
 )
 from mpimesh.comm.shared_work import (
     Work,
-    agreed_counts,
     all_gather_staged,
     all_gather_work,
     all_reduce_staged,

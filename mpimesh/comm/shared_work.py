@@ -30,11 +30,9 @@ from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS, copying
 from mpimesh.comm.requests import block_slices
 from mpimesh.comm.shared_window import Entry, SharedWindow
-from mpimesh.errors import MismatchError, on_all_ranks
 
 __all__ = [
     "Work",
-    "agreed_counts",
     "all_gather_staged",
     "all_gather_work",
     "all_reduce_staged",
@@ -513,32 +511,3 @@ def windows(lengths: Iterable[int], step: int) -> Iterator[list[Fragment]]:
                 window, filled = [], 0
     if window:
         yield window
-
-
-# -- counts ----------------------------------------------------------------------------
-
-
-def agreed_counts(rows: list[list[int]], here: Sequence[int] | None = None) -> list[list[int]]:
-    """Return what each rank of an all-to-all sends to each.
-
-    Args:
-        rows: What each says that it sends to each, and then that it receives from each.
-        here: Which ranks these are, of several nodes; None if all.
-
-    Raises:
-        MismatchError: If they do not agree, on all of these ranks.
-    """
-    ranks = len(rows)
-    sent = [row[:ranks] for row in rows]
-    received = [row[ranks:] for row in rows]
-    if [list(column) for column in zip(*received, strict=True)] == sent:
-        return sent
-    names = range(ranks) if here is None else here
-    source, dest = next(
-        (s, d) for s, row in enumerate(sent) for d, n in enumerate(row) if received[d][s] != n
-    )
-    error = MismatchError(
-        f"in an all_to_all, rank {names[source]} sends {sent[source][dest]} bytes to rank "
-        f"{names[dest]}, which expects {received[dest][source]}"
-    )
-    raise on_all_ranks(error) if here is None else error

@@ -30,9 +30,23 @@ from mpimesh.arrays.types import HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS
-from mpimesh.comm.requests import Condition, Mailbox, RecvRequest, Request, block_slices
+from mpimesh.comm.requests import (
+    Condition,
+    Mailbox,
+    RecvRequest,
+    Request,
+    agreed_counts,
+    block_slices,
+)
 from mpimesh.comm.signatures import BOARD_BYTES, Signatures
-from mpimesh.errors import DeadlockError, MpimeshError, RemoteError, TransportError, on_all_ranks
+from mpimesh.errors import (
+    DeadlockError,
+    MismatchError,
+    MpimeshError,
+    RemoteError,
+    TransportError,
+    on_all_ranks,
+)
 
 __all__ = ["VirtualCommunicator", "VirtualWorld", "virtual_communicators"]
 
@@ -197,7 +211,7 @@ class VirtualCommunicator(Communicator):
         recv_counts: Sequence[int],
     ) -> Request:
         """Block d of `send` goes to rank d; block s of `recv` comes from rank s."""
-        return self._start("all_to_all", None, send, recv, send_counts)
+        return self._start("all_to_all", None, send, recv, [*send_counts, *recv_counts])
 
     def broadcast(self, buffer: HostArray, root: int) -> Request:
         """Copy `buffer` of `root` into `buffer` of every rank."""
@@ -323,6 +337,8 @@ class VirtualCommunicator(Communicator):
                 collective.groups = _split(self.world, parts)
             else:
                 _move(operation, parts)
+        except MismatchError as error:
+            collective.error = error
         except ValueError as error:
             collective.error = TransportError(f"{operation} over virtual ranks failed: {error}")
         collective.contributions.clear()
@@ -379,7 +395,8 @@ class _Collective:
     def is_done(self) -> bool:
         """Tell whether all ranks have joined and the bytes are moved."""
         if self.error is not None:
-            raise type(self.error)(*self.error.args)
+            error = type(self.error)(*self.error.args)
+            raise on_all_ranks(error) if self.error.agreed else error
         return self.done
 
 
@@ -392,7 +409,7 @@ class _Contribution:
         rule: Must be equal on all ranks: the reduction, the root.
         send: The rank's input, if it has one.
         recv: Where its output goes, if it gets one.
-        counts: Elements of each block that goes to another rank, in an all-to-all.
+        counts: Elements of the block for each rank, and then of that from each, in an all-to-all.
         color: Of a split.
         key: Of a split.
     """
@@ -433,11 +450,13 @@ def _move(operation: str, parts: Sequence[_Contribution]) -> None:
     whole = make(parts)
     sizes = [0 if part.recv is None else part.recv.size for part in parts]
     blocks = block_slices(sizes) if is_cut else [slice(None)] * len(parts)
-    for part, block in zip(parts, blocks, strict=True):
+    for rank, (part, block) in enumerate(zip(parts, blocks, strict=True)):
         recv, got = part.recv, whole[block]
         if recv is not None and recv is not whole:
             if recv.size != got.size:  # NumPy would repeat a single element
-                raise ValueError(f"shape {got.shape} does not fit into shape {recv.shape}")
+                raise ValueError(
+                    f"{got.nbytes} bytes come for rank {rank}, which has room for {recv.nbytes}"
+                )
             recv[...] = got
 
 
@@ -459,10 +478,12 @@ def _joined(parts: Sequence[_Contribution]) -> HostArray:
 
 def _exchanged(parts: Sequence[_Contribution]) -> HostArray:
     """Lay the blocks for rank 0 one after the other, then those for rank 1, and so on."""
+    sends = [part.send for part in parts if part.send is not None]
+    itemsize = sends[0].itemsize
+    agreed_counts([[count * itemsize for count in part.counts] for part in parts])
     rows = [
-        [part.send[block] for block in block_slices(part.counts)]
-        for part in parts
-        if part.send is not None
+        [send[block] for block in block_slices(part.counts[: len(parts)])]
+        for send, part in zip(sends, parts, strict=True)
     ]
     return np.concatenate([block for column in zip(*rows, strict=True) for block in column])
 

@@ -557,13 +557,10 @@ def _collective(
     if collective.kind == "reduce_scatter":
         options = {"axis": axis, "sizes": sizes, "out": out}
         return group, "reduce_scatter", (block, collective.op), options
-    options = {
-        "split_axis": axis,
-        "concat_axis": joined,
-        "sizes": sizes,
-        "recv_sizes": _sizes(source, shape, group.ranks, joined),
-        "out": out,
-    }
+    options = {"split_axis": axis, "concat_axis": joined, "out": out}
+    coming = _sizes(source, shape, group.ranks, joined)
+    if len(set(sizes)) > 1 or len(set(coming)) > 1:  # equal ones need not be compared
+        options |= {"sizes": sizes, "recv_sizes": coming}
     return group, "all_to_all", (block,), options
 
 

@@ -265,7 +265,7 @@ class GroupCore:
         request: Request
         if word < 0 and signatures is not None:
             request = Condition(partial(signatures.refused, self.name))
-        elif checks or (progress.tails and progress.busy(communicator)):
+        elif checks or accounts.also or (progress.tails and progress.busy(communicator)):
             stack = call_stack() if checks > 1 else ()
             turn = self._in_turn(call, begin, accounts.also, stack)
             request = progress.stage(communicator, turn)
@@ -322,12 +322,12 @@ class GroupCore:
     ) -> Steps:
         """Begin what has waited for others, unless the mesh was left meanwhile.
 
-        With checks on, the ranks compare the call before, and `also` what it says.
+        Before that, the ranks compare the call, with checks on, and then what `also` says.
         """
         if self._checks:
             yield from compare(self.communicator, call, call.compared, stack=stack)
-            if also is not None:
-                yield from also(call)
+        if also is not None:
+            yield from also(call)
         if self.context.closed:
             self._refuse(call.name)
         return (yield from run_steps(begin))

@@ -31,6 +31,7 @@ from mpimesh.arrays import (
     wire_dtype,
 )
 from mpimesh.comm import Communicator, Request, Steps
+from mpimesh.errors import ShapeError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import (
     Blocks,
@@ -105,7 +106,7 @@ class Plan:
         divisor: By which the result is divided.
         receives: How what this rank receives is counted.
         nbytes: Bytes that this rank puts in; those of `data` if None.
-        also: Compares more, with checks on.
+        also: Compares more over the ranks before each start; None if no more is to be compared.
         sends: Whether this rank's array is read.
         in_place: Whether the transport can reduce an array where it lies.
         algorithm: By which the transport is asked to do it; None for that of its table. The ranks
@@ -377,7 +378,7 @@ class Accounts:
             when it comes.
         digest: Of what the ranks compare; 0 if it is not known, or they do not.
         tally: Counts its starts; None if it starts once.
-        also: Compares more, with checks on.
+        also: Compares more before each start; None for nothing more.
     """
 
     nbytes: int = 0
@@ -648,30 +649,43 @@ def plan_all_to_all(
     sizes: Sequence[int] | None,
     recv_sizes: Sequence[int] | None,
 ) -> Plan:
-    """Plan an all-to-all."""
+    """Plan an all-to-all.
+
+    Without sizes the arrays of all ranks must be of one shape, which goes into what they compare
+    in any case. With sizes each rank knows its own only: they tell each other before they start.
+    """
     ndim = data.ndim
     split_axis = normal_axis(split_axis, ndim, what="split_axis")
     if concat_axis is None:
         concat_axis = split_axis
     concat_axis = normal_axis(concat_axis, ndim, what="concat_axis")
     blocks = Blocks.of_whole(data.shape, split_axis, group.size, sizes)
-    mine = blocks.block_shape(group.rank or 0)
+    rank = group.rank or 0
+    mine = blocks.block_shape(rank)
+    given = sizes is not None or recv_sizes is not None
     if recv_sizes is None:
         recv_sizes = [mine[concat_axis]] * group.size
     recv_sizes = check_sizes(recv_sizes, group.size)
+    if recv_sizes[rank] != mine[concat_axis]:
+        raise ShapeError(
+            f"rank {rank} sends itself a block of shape {mine}, but recv_sizes {recv_sizes} say "
+            f"that it is {recv_sizes[rank]} along axis {concat_axis}"
+        )
     joined = (*mine[:concat_axis], sum(recv_sizes), *mine[concat_axis + 1 :])
     incoming = Blocks(joined, concat_axis, recv_sizes)
     recv_counts = _byte_counts(incoming, data.dtype)
     return Plan(
         "all_to_all",
         data,
-        f"split_axis {split_axis}, concat_axis {concat_axis}",
-        ndim,
+        f"split_axis {split_axis}, concat_axis {concat_axis}" + (", with sizes" if given else ""),
+        ndim if given else data.shape,
         (_byte_counts(blocks, data.dtype), recv_counts),
         joined,
         outgoing=blocks,
         incoming=incoming,
-        also=partial(compare_blocks, group.communicator, outgoing=blocks, incoming=incoming),
+        also=partial(compare_blocks, group.communicator, outgoing=blocks, incoming=incoming)
+        if given and group.size > 1
+        else None,
         receives=(per_rank, tuple(recv_counts)),
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpimesh.arrays import Array, DType, HostArray, is_cupy, moved
 from mpimesh.comm import Steps, run_steps
-from mpimesh.errors import GroupError, MpimeshError, ShapeError, on_all_ranks
+from mpimesh.errors import DTypeError, GroupError, MpimeshError, ShapeError, on_all_ranks
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.messages import Envelope, open_head, seal_head
 from mpimesh.runtime.operands import Blocks, check_output, check_sizes, normal_axis, output_array
@@ -31,6 +31,8 @@ _ROW_BYTES = 1024
 _HAS_ARRAY, _TAKES_DEVICE, _HEAD = range(3)
 """Where in a row it says that its rank has an array, and can send and receive the memory of a
 device; and where the head begins."""
+_ARRAY, _REFUSED = 1, 2
+"""What it says of an array: that its head follows, or why it has none."""
 
 
 def _row(data: Array | None, *, of_cupy: bool, takes_device: bool) -> HostArray:
@@ -40,18 +42,32 @@ def _row(data: Array | None, *, of_cupy: bool, takes_device: bool) -> HostArray:
         data: The array.
         of_cupy: Whether the caller gave it as one of CuPy, on a device.
         takes_device: Whether this rank can send and receive the memory of a device.
-
-    Raises:
-        DTypeError: If the description of the array does not fit.
     """
     row = np.zeros(_ROW_BYTES, np.uint8)
     row[_TAKES_DEVICE] = takes_device
     if data is not None:
         dtype, most = np.dtype(data.dtype), _ROW_BYTES - _HEAD
-        head = seal_head(data.shape, dtype, "", on_device=of_cupy, most_bytes=most)
-        row[_HAS_ARRAY] = True
+        try:
+            head = seal_head(data.shape, dtype, "", on_device=of_cupy, most_bytes=most)
+            row[_HAS_ARRAY] = _ARRAY
+        except DTypeError as error:
+            # The others wait for the head: they are told why there is none.
+            head = np.frombuffer(str(error).encode(errors="backslashreplace")[:most], np.uint8)
+            row[_HAS_ARRAY] = _REFUSED
         row[_HEAD : _HEAD + head.size] = head
     return row
+
+
+def _array_of(row: HostArray, root: int) -> Envelope:
+    """Return what the row of the root says of its array.
+
+    Raises:
+        DTypeError: On all ranks, if its dtype cannot be described.
+    """
+    if row[_HAS_ARRAY] == _REFUSED:
+        text = row[_HEAD:].tobytes().rstrip(b"\0").decode(errors="replace")
+        raise on_all_ranks(DTypeError(f"rank {root}: {text}"))
+    return open_head(row[_HEAD:])[0]
 
 
 def broadcast(
@@ -90,7 +106,7 @@ def broadcast(
                 )
             )
         root = senders[0]
-        array, _ = open_head(table[root, _HEAD:])
+        array = _array_of(table[root], root)
         library = _library(array.on_device and bool(table[:, _TAKES_DEVICE].all()))
         if asked is not None and library is not np:
             try:
@@ -140,7 +156,7 @@ def scatter(
 
     def steps() -> Steps:
         yield group.communicator.broadcast(row, root)
-        array, _ = open_head(row[_HEAD:])
+        array = _array_of(row, root)
         takers = np.array([int(group.moves_device_memory)])
         if array.on_device:
             yield group.communicator.all_reduce(None, takers, "min")

@@ -252,14 +252,24 @@ def check_dtypes_that_cannot_be_described(comm):
         group = mesh.group()
         overlapping = np.dtype({"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2]})
         x = np.zeros(2 * group.size, overlapping)
-        calls = [
-            lambda: group.shift(x, wrap=True).resolve() if group.size > 1 else group.scatter(x),
-            lambda: group.scatter(x, root=group.rank),
-            lambda: group.broadcast(x, root=None),
-        ]
         if group.size > 1:
-            calls.append(lambda: group.send(x, (group.rank + 1) % group.size))
-        for call in calls:
-            with raises(DTypeError, overlapping):
-                call()
-        assert group.all_gather(x).resolve().dtype == overlapping
+            for call in (
+                lambda: group.shift(x, wrap=True).resolve(),
+                lambda: group.send(x, (group.rank + 1) % group.size),
+            ):
+                with raises(DTypeError, overlapping):
+                    call()
+        # The root alone has it; the others wait for its head, and raise with it.
+        many = np.dtype([(f"field_number_{i}", "f4") for i in range(120)])
+        root = group.size - 1
+        for dtype, told in ((overlapping, overlapping), (many, "shorten its field names")):
+            x = np.zeros(2 * group.size, dtype)
+            mine = x if group.rank == root else None
+            for start in (
+                lambda mine=mine: group.scatter(mine, root=root),
+                lambda mine=mine: group.broadcast(mine, root=None),
+            ):
+                with raises(DTypeError, f"rank {root}", told) as caught:
+                    start().resolve()
+                assert caught.value.agreed
+            assert group.all_gather(x).resolve().dtype == dtype

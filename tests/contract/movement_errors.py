@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpimesh.errors import DTypeError, GroupError, RankError, ShapeError
+from mpimesh.errors import DTypeError, GroupError, MismatchError, RankError, ShapeError
 from tests.contract.cases import same
 from tests.contract.meshes import mesh_of
 from tests.helpers.raises import raises
@@ -115,6 +115,39 @@ def check_movements_refuse_wrong_blocks(comm):
             with raises(ShapeError, "axis 0", x.shape, n, "sizes"):
                 group.scatter(x if me == 0 else None).resolve()
         same(group.all_reduce(x).resolve(), x * n)
+
+
+def check_blocks_that_another_rank_does_not_expect(comm):
+    """Each rank knows its own sizes only; with checks off, too, all learn that two do not fit."""
+    with mesh_of(comm) as mesh:
+        group = mesh.group()
+        me, n = group.rank, group.size
+        with raises(ShapeError, f"rank {me}", "recv_sizes", (2, 3), "is 4 along axis 0"):
+            recv_sizes = [2] * n
+            recv_sizes[me] = 4
+            group.all_to_all(np.ones((2 * n, 3)), recv_sizes=recv_sizes)
+        if n == 1:
+            return
+        last = n - 1
+        for dtype in ("u1", "f8"):
+            for sent, expected in ((2, 4), (4, 2), (3, 1), (0, 1)):
+                # All put in and expect as many, but the first sends the last some others.
+                sizes = [expected] * n
+                if me == 0:
+                    sizes[last] = sent
+                x = np.ones(sum(sizes), dtype)
+                shared = mesh.shared_empty(x.shape, dtype)
+                for source in (x, shared):
+                    handle = group.all_to_all(source, sizes=sizes, recv_sizes=[expected] * n)
+                    with raises(MismatchError, f"rank {last}", (expected,), (sent,)) as caught:
+                        handle.resolve()
+                    assert caught.value.agreed
+        # As many bytes, of another shape beside the axis.
+        x = np.ones((n, 6) if me == 0 else (2 * n, 3))
+        handle = group.all_to_all(x, sizes=[len(x) // n] * n)
+        with raises(MismatchError, "rank 0", (1, 6), (2, 3)):
+            handle.resolve()
+        same(group.all_to_all(np.full(2 * n, me), sizes=[2] * n).resolve(), np.arange(n).repeat(2))
 
 
 def check_movements_refuse_wrong_roots(comm):

@@ -62,6 +62,14 @@ PAIRS = {
         lambda g: g.all_to_all(np.ones((g.size, g.size)), concat_axis=1),
         lambda g: g.all_to_all(np.ones((g.size, g.size))),
     ),
+    "blocks of as many bytes": (
+        lambda g: g.all_to_all(np.ones((g.size, 6))),
+        lambda g: g.all_to_all(np.ones((2 * g.size, 3))),
+    ),
+    "sizes on one rank": (
+        lambda g: g.all_to_all(np.ones(2 * g.size), sizes=[2] * g.size),
+        lambda g: g.all_to_all(np.ones(2 * g.size)),
+    ),
     "operation": (lambda g: g.all_gather(np.ones(3)), lambda g: g.all_reduce(np.ones(3))),
     "barrier": (lambda g: g.start_barrier(), lambda g: g.all_reduce(np.ones(3))),
 }

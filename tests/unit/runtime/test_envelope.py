@@ -28,6 +28,16 @@ def test_a_dtype_survives_as_text(dtype):
     assert again.byteorder == dtype.byteorder
 
 
+@pytest.mark.filterwarnings("error")
+def test_metadata_stay_at_home_without_a_warning():
+    metre = np.dtype("f4", metadata={"unit": "m"})
+    point = np.dtype([("x", metre), ("y", metre, 2), (("title", "z"), "i2")], metadata={"of": "a"})
+    for dtype in (metre, point, np.dtype([("from", point, (3,)), ("to", point)], align=True)):
+        again = dtype_from_json(json.loads(json.dumps(dtype_to_json(dtype))))
+        assert again == dtype
+        assert "unit" not in repr(again)
+
+
 @given(
     dtype=st.sampled_from(ALL),
     shape=st.lists(st.integers(0, 40), max_size=3).map(tuple),

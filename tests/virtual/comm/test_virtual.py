@@ -13,6 +13,7 @@ import pytest
 import mpimesh as mm
 from mpimesh.errors import (
     DeadlockError,
+    MismatchError,
     MpimeshError,
     RankError,
     RemoteError,
@@ -182,8 +183,24 @@ def test_blocks_that_do_not_fit():
         comm = communicator()
         room = np.empty(5, np.uint8)
         request = comm.all_gather(np.ones(1 + comm.rank, np.uint8), room, [2, 3])
-        with raises(TransportError, "all_gather", "shape"):
+        with raises(TransportError, "all_gather", "6 bytes", "rank 0", "room for 5"):
             done(comm, request)
+        done(comm, comm.barrier())
+
+    mm.run_virtual(3, main)
+
+
+def test_blocks_for_each_other_that_do_not_fit():
+    def main():
+        comm = communicator()
+        counts = [4 if comm.rank == 0 else 1, 1, 1]
+        send, room = np.ones(sum(counts)), np.empty(3)
+        if comm.rank == 2:
+            counts, send = [2, 0, 1], np.ones(3)  # as many in all
+        request = comm.all_to_all(send, room, counts, [1, 1, 1])
+        with raises(MismatchError, "rank 0", "32 bytes", "expects 8") as caught:
+            done(comm, request)
+        assert caught.value.agreed
         done(comm, comm.barrier())
 
     mm.run_virtual(3, main)
