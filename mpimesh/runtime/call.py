@@ -72,6 +72,7 @@ class Call:
         number: Which of the collectives on its communicator it is, from 1; 0 for messages.
         compared: What of the shape must agree over ranks.
         ended: Whether its result was taken, or it has failed.
+        planned: Whether `site` is where it was planned, to be started many times elsewhere.
         record: Its place in the rank's flight record; 0 if it has none.
         signatures: Where it is still to be compared with what the others start; None if nowhere.
         word: What this rank has posted there for it.
@@ -80,6 +81,7 @@ class Call:
     number = 0
     record = 0
     ended = False
+    planned = False
     signatures: Signatures | None = None
     word = 0
 
@@ -107,7 +109,8 @@ class Call:
 
     def __str__(self) -> str:
         """Return the call with its place, as error messages show it."""
-        return f"{self.text()} on group {self.group!r} at {site_text(self.site)}"
+        planned = ", planned" if self.planned else ""
+        return f"{self.text()} on group {self.group!r}{planned} at {site_text(self.site)}"
 
     def text(self) -> str:
         """Return the call without its place."""

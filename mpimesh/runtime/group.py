@@ -33,18 +33,9 @@ class ProcessGroup:
 
     Made by a :class:`~mpimesh.DeviceMesh`: one for the world, one for each dim, and more by
     :meth:`~mpimesh.DeviceMesh.add_group`. Each operation starts at once and returns a
-    :class:`~mpimesh.CollectiveTensor`:
-
-    reductions
-        all_reduce, reduce, reduce_scatter
-    movements
-        all_gather, gather, scatter, all_to_all, broadcast
-    messages
-        send, recv, shift, and send_next, recv_prev and the like
-
-    and :meth:`barrier` and :meth:`empty_once`, which wait. Ranks are counted in the group;
-    `ranks` tells which they are in the mesh. :meth:`algorithms` tells how the bytes of each
-    operation are moved, and why.
+    :class:`~mpimesh.CollectiveTensor`, but :meth:`barrier` and :meth:`empty_once`, which wait.
+    Ranks are counted in the group; `ranks` tells which they are in the mesh. :meth:`algorithms`
+    tells how the bytes of each operation are moved, and why.
 
     A CuPy array stays on its device: it is sent from there, and so is the result made there, on
     the stream that was current at the call. What ``resolve()`` gives is safe to use on the stream
@@ -113,8 +104,7 @@ class ProcessGroup:
             A handle; ``resolve()`` gives the array.
 
         Raises:
-            DTypeError: If the dtype cannot be reduced by `op`; see
-                :mod:`mpimesh.arrays.reduction`.
+            DTypeError: If the dtype cannot be reduced by `op`; see :mod:`mpimesh.arrays.reduction`.
             ShapeError: If `out` does not fit.
             GroupError: If the group has no such `algorithm` for this array.
 

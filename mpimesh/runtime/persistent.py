@@ -94,7 +94,7 @@ class PersistentCollective(Persistent):
         self._call: Call = Call(
             plan.name, group.name, plan.rule, plan.shape_in, plan.kind, label, None, plan.compared
         )
-        self._call.ended = True
+        self._call.ended = self._call.planned = True
         self._finish: Callable[[Any], Any] | None = None
         self._prepared = prepared if self._reads_in_place(prepared) else None
 
@@ -267,7 +267,7 @@ class PersistentExchange(Persistent):
         self._lock = lock
         self._receives = receives
         self._call: Call = Call(name, group.name, rule)
-        self._call.ended = True
+        self._call.ended = self._call.planned = True
         accounts = group.accounts(self._call, nbytes, receives)
         self._prepared = Prepared(accounts, prepare(), value, finish)
 

@@ -118,34 +118,6 @@ class Plan:
         kept: What earlier calls have prepared, by where their arrays lie; None if a start copies.
     """
 
-    __slots__ = (
-        "algorithm",
-        "also",
-        "compared",
-        "converts",
-        "digest",
-        "divisor",
-        "dtype",
-        "in_place",
-        "incoming",
-        "is_plain",
-        "kept",
-        "kind",
-        "library",
-        "name",
-        "nbytes",
-        "on_device",
-        "outgoing",
-        "receives",
-        "rule",
-        "sends",
-        "shape",
-        "shape_in",
-        "tail",
-        "tally",
-        "wire",
-    )
-
     def __init__(
         self,
         name: str,

@@ -310,8 +310,9 @@ class CollectiveTensor:
         self._group.open_work[id(self)] = lambda: self
         call = self._call
         filename, line = site_line(call.site)
+        planned = ", planned at this line and started by its start()," if call.planned else ""
         message = (
-            f"the result of {call.text()} on group {call.group!r} was dropped "
+            f"the result of {call.text()} on group {call.group!r}{planned} was dropped "
             f"on rank {self._group.world_rank} before it was resolved; keep the handle and "
             "call resolve()"
         )

@@ -141,13 +141,13 @@ class Interrupted(Gate):
 
     def __init__(self, error, times):
         super().__init__()
-        self.error = error
+        self.raised = error
         self.times = times
 
     def test(self):
         self.times -= 1
         if self.times >= 0:
-            raise self.error
+            raise self.raised
         return self.open
 
 

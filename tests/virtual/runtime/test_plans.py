@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.errors import ShapeError
+from mpimesh.errors import ShapeError, UnresolvedError, UnresolvedWarning
 from tests.helpers.raises import raises
 
 
@@ -93,3 +93,24 @@ def test_a_halo_refuses_a_field_that_is_read_only_by_now():
             return halo.exchange(field).tolist()
 
     assert mm.run_virtual(2, main) == [[7, 0, 1, 2, 3, 4], [3, 4, 5, 6, 7, 0]]
+
+
+@pytest.mark.parametrize("checks", ["0", "1"])
+def test_a_start_that_nobody_resolves_is_told_by_the_line_of_its_plan(checks, monkeypatch):
+    monkeypatch.setenv("MPIMESH_CHECKS", checks)
+
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            group = mesh.add_group("g", [1, 0])
+            planned = group.all_reduce_init(np.ones(3))
+            planned.start().resolve()
+            handle = planned.start()
+            with raises(UnresolvedError, "on group 'g', planned at", "test_plans.py:"):
+                group.close()
+            del handle
+
+    with (
+        pytest.warns(UnresolvedWarning, match=r"planned at this line.* was dropped"),
+        pytest.raises(UnresolvedError, match=r"on group 'g', planned at"),
+    ):
+        mm.run_virtual(2, main)
