@@ -287,7 +287,7 @@ class Plan:
         send: Array | None = None
         if target is not x or not self.in_place:
             send = self._packed(data, in_order)
-            if out is not None and library.may_sharememory_at(send, recv):
+            if out is not None and library.may_share_memory(send, recv):
                 send = send.copy()
         return (send, recv, *self.tail), target, finish
 
