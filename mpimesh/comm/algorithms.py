@@ -288,6 +288,8 @@ class Sizes:
 
 def _sizes_text(first: int, end: int) -> str:
     """Return the sizes from `first` on that are below `end`, in words; "" if they are all."""
+    if end == first + 1:
+        return f"of {size_text(first)}"
     words = []
     if first > 1:
         words.append(_bound_text(first, "above", "from"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from typing import Any
 
 from rich.console import Console
@@ -112,7 +113,7 @@ def test_each_line_of_algorithms_has_its_own():
     for line, row in zip(lines, facts.algorithms, strict=True):
         assert line.split("  ")[1:2] == [row.subject]
         assert row.algorithm in line
-    assert "  everything else, smaller arrays included           mpi" in text
+    assert re.search(r"^  everything else, smaller arrays included +mpi ", text, re.M)
 
 
 def test_a_finding_stands_above_its_cure():

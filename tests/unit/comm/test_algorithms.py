@@ -81,6 +81,16 @@ def test_a_table_is_printed_a_row_a_line():
     assert not any("smaller" in line for line in lines[:-1])
 
 
+def test_a_row_of_one_size_names_it_once():
+    ways = {0: "mpi", 9: "slots", 10: "mpi"}
+    rows = [Row("all_reduce", "host", nbytes, way, "") for nbytes, way in ways.items()]
+    assert [row.subject for row in Algorithms(rows)] == [
+        "all_reduce below 9 B",
+        "all_reduce of 9 B",
+        "all_reduce from 10 B",
+    ]
+
+
 def test_a_table_of_one_way_says_that_everything_goes_it():
     assert str(Algorithms.only("virtual", "why")) == "everything: virtual (why)"
     assert str(Algorithms([Row("*", "device", 0, "copy", "why")])) == (
