@@ -84,7 +84,7 @@ def test_a_plan_that_is_not_started_says_so():
             for planned in (group.all_reduce_init(x), group.send_init(x, peer)):
                 assert not hasattr(planned, "done")
                 with raises(AttributeError, "'resolve'", "start() it first", "start().resolve()"):
-                    planned.resolve()
+                    planned.resolve()  # type: ignore[attr-defined]
 
     mm.run_virtual(2, main)
 
