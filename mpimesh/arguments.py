@@ -363,12 +363,13 @@ def _run_text(run: range) -> str:
     return f"{run[0]}-{run[-1]}" + (f":{run.step}" if run.step > 1 else "")
 
 
-def size_text(nbytes: int) -> str:
-    """Return bytes in the largest binary unit of which there is one: ``1.5 GiB``."""
-    power = 0
-    while power < len(_UNITS) - 1 and abs(nbytes) >= 1024 ** (power + 1):
-        power += 1
-    return f"{nbytes} B" if not power else f"{nbytes / 1024**power:.1f} {_UNITS[power]}"
+def size_text(nbytes: float) -> str:
+    """Return bytes as a person reads them, ``1.5 GiB``; three digits are enough."""
+    value, power = float(nbytes), 0
+    while abs(value) >= 1023.5 and power < len(_UNITS) - 1:
+        value, power = value / 1024, power + 1
+    digits = f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+    return f"{digits} {_UNITS[power]}"
 
 
 def _as_float(value: object) -> float | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from mpimesh.arguments import size_text
 from mpimesh.cli.clean import SHM, find_leftovers, remove
 from mpimesh.cli.diagnosis import Diagnosis, Finding
 from mpimesh.cli.examine import examine
@@ -16,7 +17,6 @@ from mpimesh.cli.facts_rank import Shm, find_shm
 from mpimesh.cli.findings import SHM_CURE, find_findings
 from mpimesh.cli.guard import Guard
 from mpimesh.cli.report import show
-from mpimesh.cli.texts import bytes_text
 from mpimesh.runtime import Launch, exit_all
 
 __all__ = ["run_clean", "run_doctor", "shm_warning"]
@@ -62,8 +62,8 @@ def shm_warning(shm: Shm) -> str:
     if not shm.total_bytes or shm.free_bytes >= _LEAST_SHM_BYTES:
         return ""
     return (
-        f"mpimesh doctor: {SHM} has {bytes_text(shm.free_bytes)} free of "
-        f"{bytes_text(shm.total_bytes)}; if MPI crashes now, that is why: {SHM_CURE}"
+        f"mpimesh doctor: {SHM} has {size_text(shm.free_bytes)} free of "
+        f"{size_text(shm.total_bytes)}; if MPI crashes now, that is why: {SHM_CURE}"
     )
 
 
@@ -130,6 +130,6 @@ def run_clean(*, as_json: bool, dry_run: bool) -> None:
         return
     where = f"{launch.node}: " if launch.node else ""
     for one in gone:
-        sys.stdout.write(f"{where}{one.path} {bytes_text(one.nbytes)}\n")
+        sys.stdout.write(f"{where}{one.path} {size_text(one.nbytes)}\n")
     did = "would remove" if dry_run else "removed"
-    sys.stdout.write(f"{where}{did} {len(gone)} files, {bytes_text(total)}\n")
+    sys.stdout.write(f"{where}{did} {len(gone)} files, {size_text(total)}\n")

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mpimesh.arguments import rank_names
+from mpimesh.arguments import rank_names, size_text
 from mpimesh.cli.clean import SHM
 from mpimesh.cli.diagnosis import Diagnosis, Finding
 from mpimesh.cli.facts_rank import Rank
-from mpimesh.cli.texts import bytes_text
 from mpimesh.errors import LaunchError
 from mpimesh.runtime.launch import check_world
 
@@ -225,8 +224,8 @@ def _shm(facts: Diagnosis) -> Iterator[Finding]:
         if shm.free_bytes < need:
             yield Finding(
                 "warning",
-                f"{SHM} of {node.name} has {bytes_text(shm.free_bytes)} free of "
-                f"{bytes_text(shm.total_bytes)}; MPI takes up to {bytes_text(need)} there for "
+                f"{SHM} of {node.name} has {size_text(shm.free_bytes)} free of "
+                f"{size_text(shm.total_bytes)}; MPI takes up to {size_text(need)} there for "
                 f"{len(node.ranks)} ranks, and crashes without",
                 SHM_CURE,
             )
@@ -238,7 +237,7 @@ def _leftovers(facts: Diagnosis) -> Iterator[Finding]:
         total = sum(one.nbytes for one in facts.leftovers)
         yield Finding(
             "warning",
-            f"{len(facts.leftovers)} files of aborted MPI jobs take {bytes_text(total)} in "
+            f"{len(facts.leftovers)} files of aborted MPI jobs take {size_text(total)} in "
             f"{Path(facts.leftovers[0].path).parent}",
             "python -m mpimesh doctor --clean",
         )

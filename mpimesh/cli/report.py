@@ -10,10 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mpimesh.arguments import ranks_text
+from mpimesh.arguments import ranks_text, size_text
 from mpimesh.cli.clean import SHM
 from mpimesh.cli.diagnosis import Capability, Diagnosis, Finding
-from mpimesh.cli.texts import bytes_text, rate_text, seconds_text
+from mpimesh.cli.texts import rate_text, seconds_text
 from mpimesh.comm.mpi_environment import Ucx
 
 __all__ = ["show"]
@@ -133,8 +133,8 @@ def _nodes(diagnosis: Diagnosis) -> Table:
             node.name,
             ranks_text(sorted(node.ranks)),
             f"{len(cores)}{limit}",
-            bytes_text(ranks[0].memory_bytes),
-            f"{bytes_text(shm.free_bytes)} of {bytes_text(shm.total_bytes)}",
+            size_text(ranks[0].memory_bytes),
+            f"{size_text(shm.free_bytes)} of {size_text(shm.total_bytes)}",
             f"{used} of {seen} used" if used < seen else str(used),
         )
     _and_more(table, len(diagnosis.nodes) - _MOST_NODES)
@@ -193,14 +193,16 @@ def _speeds(diagnosis: Diagnosis) -> Table:
 
 def _algorithms(diagnosis: Diagnosis) -> Table:
     table = _table("operations", "memory", "by", "because", most=28)
+    table.columns[0].max_width, table.columns[0].no_wrap = None, True
     merged: dict[tuple[str, str, str], list[str]] = {}
     for row in diagnosis.algorithms:
-        others = "all others" if len(diagnosis.algorithms) > 1 else "all"
-        name = others if row.operation == "*" else row.operation
-        size = f" {row.size_text(bytes_text)}" if row.from_bytes > 1 else ""
-        merged.setdefault((row.memory, row.algorithm, row.reason), []).append(name + size)
-    for (memory, transport, reason), operations in merged.items():
-        table.add_row("\n".join(operations), memory, transport, reason)
+        memory = "" if row.is_rest else row.memory
+        merged.setdefault((memory, row.algorithm, row.reason), []).append(row.subject)
+    for (memory, algorithm, reason), subjects in merged.items():
+        # Each line has its memory and algorithm; the reason, which may take several, is there once.
+        count = len(subjects)
+        columns = subjects, [memory] * count, [algorithm] * count
+        table.add_row(*map("\n".join, columns), reason)
     return table
 
 

@@ -10,8 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mpimesh.arguments import ranks_text
-from mpimesh.cli.texts import bytes_text
+from mpimesh.arguments import ranks_text, size_text
 from mpimesh.schedule import Schedule, Timetable, schedule_table
 from mpimesh.trace import svg
 
@@ -91,7 +90,7 @@ def show_comparison(
             f"{100 * one.bubble_fraction:.1f} %",
             str(peak),
             f"{peak * schedule.num_ranks / schedule.num_stages:,.1f}".removesuffix(".0"),
-            *([] if kept is None else [bytes_text(max(kept))]),
+            *([] if kept is None else [size_text(max(kept))]),
         )
     notes = [Text(f"{name}: {reason}", "dim") for name, reason in refused.items()]
     if len({one.schedule.num_stages for one in timetables.values()}) > 1:
@@ -127,7 +126,7 @@ def _ranks(timetable: Timetable, peak_bytes: Sequence[float] | None) -> Table:
             f"{100 * timetable.idle_fraction(rank):.1f} %",
             *(_seconds(idle[name], timetable) for name in parts),
             str(timetable.peak_activations(rank)),
-            *([] if peak_bytes is None else [bytes_text(peak_bytes[rank])]),
+            *([] if peak_bytes is None else [size_text(peak_bytes[rank])]),
         )
     if num_ranks > _MOST_RANKS:
         table.add_row("...", f"{num_ranks - _MOST_RANKS} more: see --json")

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "rate_text", "seconds_text"]
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def bytes_text(nbytes: float) -> str:
-    """Write ``1.5 GiB``; three digits are enough."""
-    value, unit = float(nbytes), 0
-    while value >= 1023.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.3g} {_UNITS[unit]}" if value < 999.5 else f"{value:.0f} {_UNITS[unit]}"
+__all__ = ["rate_text", "seconds_text"]
 
 
 def rate_text(bytes_per_s: float) -> str:

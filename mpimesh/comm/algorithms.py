@@ -17,9 +17,11 @@ The sizes at which they cross are measured (`tuner.py`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+from mpimesh.arguments import size_text
 
 __all__ = ["NEVER", "OPERATIONS", "SETTING", "Algorithms", "Row", "Sizes", "Ways"]
 
@@ -59,6 +61,7 @@ class Row:
         algorithm: How, such as ``"mpi"`` or ``"in_place"``.
         reason: Why, for a person.
         nodes: ``"one"`` if it holds for ranks of one node, ``"several"``, or ``"*"`` for both.
+        subject: Which operation of which sizes it is for, in words; its table sets it.
     """
 
     operation: str
@@ -67,19 +70,17 @@ class Row:
     algorithm: str
     reason: str
     nodes: str = "*"
+    subject: str = field(default="", compare=False)
 
-    def size_text(self, bytes_text: Callable[[int], str]) -> str:
-        """Return from which size on it holds, or above which: what reads better."""
-        above = self.from_bytes - 1
-        if above and above % 1024 == 0:
-            return f"above {bytes_text(above)}"
-        return f"from {bytes_text(self.from_bytes)}"
+    @property
+    def is_rest(self) -> bool:
+        """Whether it is for all of host memory that no other row is for, be it shared or not."""
+        return self.operation == "*" and self.memory == "host"
 
     def __str__(self) -> str:
         """Show it in a line."""
-        name = "all others" if self.operation == "*" else self.operation
-        size = f", {self.size_text('{:,} bytes'.format)}" if self.from_bytes > 1 else ""
-        return f"{name}, {self.memory} memory{size}: {self.algorithm} ({self.reason})"
+        where = "" if self.is_rest else f", {self.memory} memory"
+        return f"{self.subject}{where}: {self.algorithm} ({self.reason})"
 
 
 class Algorithms(Sequence[Row]):
@@ -102,11 +103,24 @@ class Algorithms(Sequence[Row]):
         rest = self._columns.get(("*", "host"))
         for key, column in self._columns.items():
             before = rest[0][1].algorithm if rest and key[0] != "*" else ""
+            changing: list[Row] = []
             for _, row in column:
                 if row.algorithm != before or row.reason == SETTING:
-                    kept.append(row)
+                    changing.append(row)
                 before = row.algorithm
+            for place, row in enumerate(changing, start=1):
+                end = changing[place].from_bytes if place < len(changing) else NEVER
+                sizes = _sizes_text(row.from_bytes, end)
+                kept.append(replace(row, subject=f"{row.operation} {sizes}".rstrip()))
         kept.sort(key=lambda row: row.operation == "*")
+        for place, row in enumerate(kept):
+            if row.operation == "*":
+                others = "everything"
+                if row.is_rest and place:
+                    others += " else"
+                    if any(other.from_bytes > 1 for other in kept):
+                        others += ", smaller arrays included"
+                kept[place] = replace(row, subject=others)
         self._rows = kept
 
     def __getitem__(self, place: Any) -> Any:
@@ -258,12 +272,12 @@ class Sizes:
             if self.all_in_chunks:
                 add(operation, "host", placed_from, "chunks", why)
             add(operation, "shared", placed_from, "in_place", why)
-        return Algorithms([*rows, Row("*", "host", 0, "mpi", "all other operations")])
+        return Algorithms([*rows, Row("*", "host", 0, "mpi", _OWN)])
 
     def on_several_nodes(self) -> Algorithms:
         """Return the table of ranks on several nodes."""
         why = f"inside nodes in shared memory, between them by MPI; {self.reason}"
-        rows = [Row("*", "host", 0, "mpi", "smaller arrays, and all other operations")]
+        rows = [Row("*", "host", 0, "mpi", _OWN)]
         for operation, from_bytes in zip(OPERATIONS, self.others, strict=True):
             for memory in ("host", "shared"):
                 rows.append(Row(operation, memory, 0, "mpi", "smaller arrays", "several"))
@@ -272,5 +286,26 @@ class Sizes:
         return Algorithms(rows)
 
 
+def _sizes_text(first: int, end: int) -> str:
+    """Return the sizes from `first` on that are below `end`, in words; "" if they are all."""
+    if end == first + 1:
+        return f"of {size_text(first)}"
+    words = []
+    if first > 1:
+        words.append(_bound_text(first, "above", "from"))
+    if end < NEVER:
+        words.append(_bound_text(end, "up to", "below"))
+    return " ".join(words)
+
+
+def _bound_text(nbytes: int, after_round: str, otherwise: str) -> str:
+    """Return where a range begins or ends: one byte after a round size names that size."""
+    last = nbytes - 1
+    if last and last % 1024 == 0:
+        return f"{after_round} {size_text(last)}"
+    return f"{otherwise} {size_text(nbytes)}"
+
+
+_OWN = "MPI's own collective"
 _UNMEASURED_FROM = 64 * 1024
 _SLOTS_SHARE = 16

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, cast
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Self, cast
 
 import numpy as np
 
@@ -54,6 +55,16 @@ class Persistent:
             ClosedError: If the mesh is closed.
         """
         raise NotImplementedError
+
+    if not TYPE_CHECKING:  # else mypy would take every name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: it is planned and not "
+                "under way; start() it first, as in planned.start().resolve()",
+                name=name,
+                obj=self,
+            )
 
     def _under_way(self) -> UnresolvedError:
         return UnresolvedError(
@@ -195,6 +206,9 @@ def planning(
 
     name = method.__name__
     plan.__name__, plan.__qualname__ = f"{name}_init", f"ProcessGroup.{name}_init"
+    of_method, returned = signature(method), PersistentCollective
+    plan.__signature__ = of_method.replace(return_annotation=returned.__name__)  # type: ignore[attr-defined]
+    plan.__annotations__ = {**method.__annotations__, "return": returned}
     plan.__doc__ = f"""Plan :meth:`{name}`, with its arguments, to be started many times. Local.
 
         For loops: arguments are checked and buffers worked out here. Each start reads what the
@@ -204,10 +218,10 @@ def planning(
             What is planned; its ``start()`` gives a handle.
 
         Example:
-            >>> planned = group.all_reduce_init(x, out=x)
+            >>> planned = group.{name}_init(x)
             >>> for _ in range(100):
             ...     x[...] = step()
-            ...     planned.start().resolve()
+            ...     result = planned.start().resolve()
         """
     return plan
 

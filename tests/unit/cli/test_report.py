@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from typing import Any
 
 from rich.console import Console
 
+from mpimesh.arguments import size_text
 from mpimesh.cli.diagnosis import Capability, Finding
 from mpimesh.cli.facts_software import Cuda, Mpi
 from mpimesh.cli.findings import find_findings
 from mpimesh.cli.measure import Measurement
 from mpimesh.cli.report import show
-from mpimesh.cli.texts import bytes_text, rate_text, seconds_text
-from mpimesh.comm.algorithms import Row
+from mpimesh.cli.texts import rate_text, seconds_text
+from mpimesh.comm.algorithms import Algorithms, Row, Sizes
 from tests.helpers.cli_diagnoses import diagnosis, rank
 
 GPU = {"gpu": "0: H200", "gpu_id": "GPU-a"}
@@ -34,16 +36,20 @@ RICH = diagnosis(
         Measurement("within a node", "MPI messages", (0, 1), 1.5e-6, 12.34e9),
         Measurement("within a node", "shared memory, in place", (0, 1), problem="no memory"),
     ),
-    algorithms=(
-        Row("*", "host", 0, "mpi", "small"),
-        Row("all_reduce", "host", 32768, "slots", "measured"),
+    algorithms=tuple(
+        Algorithms(
+            [
+                Row("*", "host", 0, "mpi", "small"),
+                Row("all_reduce", "host", 32768, "slots", "measured"),
+            ]
+        )
     ),
 )
 
 
 def page(facts, findings=None, **options) -> str:
     out = io.StringIO()
-    console = Console(file=out, width=100, highlight=False, **options)
+    console = Console(file=out, **{"width": 100, "highlight": False, **options})
     show(facts, find_findings(facts) if findings is None else findings, console)
     return out.getvalue()
 
@@ -97,6 +103,19 @@ def test_speeds_and_algorithms_have_their_lines():
     ]
 
 
+def test_each_line_of_algorithms_has_its_own():
+    """Also in a narrow window, and where several operations go one way for one reason."""
+    table = Sizes([1 << 14] * 5, "faster, as measured on this machine before", slots_from=1 << 12)
+    facts = diagnosis(algorithms=tuple(table.on_one_node(1 << 17)))
+    text = page(facts, width=80).split("moves them\n")[1].split("\n\n")[0]
+    lines = [line for line in text.splitlines()[1:] if line[:3].strip()]
+    assert len(lines) == len(facts.algorithms)
+    for line, row in zip(lines, facts.algorithms, strict=True):
+        assert line.split("  ")[1:2] == [row.subject]
+        assert row.algorithm in line
+    assert re.search(r"^  everything else, smaller arrays included +mpi ", text, re.M)
+
+
 def test_a_finding_stands_above_its_cure():
     text = page(diagnosis(), [Finding("error", "it is broken", "mend it")])
     assert text.endswith("  error  it is broken\n         -> mend it\n")
@@ -145,7 +164,7 @@ def test_everything_is_in_the_json():
 
 
 def test_numbers_are_short():
-    assert [bytes_text(n) for n in (0, 1023, 1024, 1.5 * 2**30, 1000 * 2**20)] == [
+    assert [size_text(n) for n in (0, 1023, 1024, 1.5 * 2**30, 1000 * 2**20)] == [
         *("0 B", "1023 B", "1 KiB", "1.5 GiB", "1000 MiB"),
     ]
     assert [rate_text(x) for x in (0, 1e9, 123.4e9)] == ["", "1 GB/s", "123 GB/s"]

@@ -72,9 +72,40 @@ def test_a_table_is_printed_a_row_a_line():
     table = Sizes(SIZES, "measured", slots_from=1 << 9).on_one_node(MOST)
     lines = str(table).splitlines()
     assert len(lines) == len(table)
-    assert lines[0] == "all_reduce, host memory, from 512 bytes: slots (measured)"
-    assert lines[-1] == "all others, host memory: mpi (all other operations)"
-    assert not any("smaller" in line for line in lines)
+    assert lines[0] == "all_reduce from 512 B up to 256 KiB, host memory: slots (measured)"
+    slower = "the stage would be slower than messages"
+    assert lines[1] == f"all_reduce above 256 KiB, host memory: mpi ({slower})"
+    assert "all_reduce from 512 B up to 16 KiB, shared memory: slots (measured)" in lines
+    assert "reduce_scatter from 1 MiB, shared memory: in_place (measured)" in lines
+    assert lines[-1] == "everything else, smaller arrays included: mpi (MPI's own collective)"
+    assert not any("smaller" in line for line in lines[:-1])
+
+
+def test_a_row_of_one_size_names_it_once():
+    ways = {0: "mpi", 9: "slots", 10: "mpi"}
+    rows = [Row("all_reduce", "host", nbytes, way, "") for nbytes, way in ways.items()]
+    assert [row.subject for row in Algorithms(rows)] == [
+        "all_reduce below 9 B",
+        "all_reduce of 9 B",
+        "all_reduce from 10 B",
+    ]
+
+
+def test_a_table_of_one_way_says_that_everything_goes_it():
+    assert str(Algorithms.only("virtual", "why")) == "everything: virtual (why)"
+    assert str(Algorithms([Row("*", "device", 0, "copy", "why")])) == (
+        "everything, device memory: copy (why)"
+    )
+
+
+def test_what_the_user_has_set_is_told_with_the_sizes_that_it_can_be_for():
+    table = Algorithms.only("mpi", "why").with_setting("all_reduce", "slots", 65536)
+    assert str(table).splitlines()[:2] == [
+        "all_reduce up to 64 KiB, host memory: slots (MPIMESH_ALGORITHMS)",
+        "all_reduce above 64 KiB, host memory: mpi (too large for slots)",
+    ]
+    table = Algorithms.only("mpi", "why").with_setting("all_reduce", "ring", NEVER)
+    assert str(table).splitlines()[-1] == "everything else: mpi (why)"
 
 
 def test_of_rows_alike_the_last_counts():

@@ -168,11 +168,11 @@ def test_the_text_says_the_way_and_why():
     layouts = Layout(PAIRS, "S0,S0"), Layout(PAIRS, "R,R")
     plan = plan_redistribution(*layouts, (1 << 20,), 8, nodes=NODES)
     assert str(plan).splitlines()[1:] == [
-        "  1. each rank takes what is near, and a part of what its node lacks: 16.0 MiB in 8 "
-        "messages, 8.0 MiB of it between nodes",
-        "  2. ranks of a node read these parts of each other: 8.0 MiB in 4 messages",
-        "  all ranks receive 24.0 MiB in 12 messages; rank 0 the most: 6.0 MiB in 3",
-        "  peak memory of rank 0: 18.0 MiB; about 1.7 ms at 2 us a message and 5 GB/s, as assumed",
+        "  1. each rank takes what is near, and a part of what its node lacks: 16 MiB in 8 "
+        "messages, 8 MiB of it between nodes",
+        "  2. ranks of a node read these parts of each other: 8 MiB in 4 messages",
+        "  all ranks receive 24 MiB in 12 messages; rank 0 the most: 6 MiB in 3",
+        "  peak memory of rank 0: 18 MiB; about 1.7 ms at 2 us a message and 5 GB/s, as assumed",
         "  done on two levels; each rank from each it would take about 2.1 ms",
     ]
     near, far = Link(1e-6, 1e10, measured=True), Link(5e-6, 2.5e9, measured=True)

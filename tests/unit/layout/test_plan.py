@@ -112,15 +112,15 @@ def test_texts():
     plan = plan_redistribution(Layout(mesh, "S0,R"), Layout(mesh, "R,S1"), (2048, 2048), 8)
     assert str(plan).splitlines() == [
         "2048 x 2048, 8 bytes each: dp=S0, tp=R on dp=2,tp=2 -> dp=R, tp=S1 on dp=2,tp=2",
-        "  1. each rank takes what it lacks: 32.0 MiB in 4 messages",
-        "  all ranks receive 32.0 MiB in 4 messages; rank 0 the most: 8.0 MiB in 1",
-        "  peak memory of rank 0: 48.0 MiB; about 1.7 ms at 2 us a message and 5 GB/s, as assumed",
+        "  1. each rank takes what it lacks: 32 MiB in 4 messages",
+        "  all ranks receive 32 MiB in 4 messages; rank 0 the most: 8 MiB in 1",
+        "  peak memory of rank 0: 48 MiB; about 1.7 ms at 2 us a message and 5 GB/s, as assumed",
     ]
     reduced = plan_redistribution(Layout(mesh, "P,R"), Layout(mesh, "R,R"), (2048, 2048), 8)
-    assert "  1. reduce (sum) over dp on the way: 32.0 MiB in 4 messages" in str(reduced)
-    assert "  2. each rank takes what it lacks: 96.0 MiB in 12 messages" in str(reduced)
+    assert "  1. reduce (sum) over dp on the way: 32 MiB in 4 messages" in str(reduced)
+    assert "  2. each rank takes what it lacks: 96 MiB in 12 messages" in str(reduced)
     # In the second: its old block, its quarter, the whole, 3 quarters packed for each side.
-    assert "  peak memory of rank 0: 120.0 MiB" in str(reduced)
+    assert "  peak memory of rank 0: 120 MiB" in str(reduced)
     kept = plan_redistribution(Layout(mesh, "R,R"), Layout(mesh, "P,R"), ())
     assert str(kept).splitlines() == [
         "a scalar, 1 bytes each: dp=R, tp=R on dp=2,tp=2 -> dp=P, tp=R on dp=2,tp=2",

@@ -61,6 +61,21 @@ def test_an_all_reduce_goes_the_way_it_tells():
             )
 
     plain, persistent = mm.run_virtual(1, main)[0]
+    # The page's own chain, for these ranks, which have no table, and for arrays that come again.
+    told = re.findall(r"^\w+/\w+\.py +([\w.]+)", PAGE.split("```text\n")[1].split("```")[0], re.M)
+    assert told == [
+        "all_reduce",
+        "run",
+        "Plan.again",
+        "prepare",
+        "submit",
+        "CollectiveTensor.resolve",
+    ]
+    walk = [name for name in told if name != "prepare"]
+    last_names = {name: name.rpartition(".")[2] for name in walk}
+    met = [name.rpartition(".")[2] for name in plain]
+    places = [met.index(last_names[name]) for name in walk]
+    assert places == sorted(places)
     tail = ["GroupCore.submit", "VirtualCommunicator.all_reduce"]
     end = ["CollectiveTensor.__init__", "CollectiveTensor.resolve", "CollectiveTensor._settle"]
     head = ["ProcessGroup.all_reduce", "GroupCore.run", "Plan.again"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,3 +122,75 @@ def test_names_of_the_table_exist():
     operations = re.search(r"`(all_reduce,[^`]*)`", TEXT)
     assert operations is not None
     assert all(hasattr(mm.ProcessGroup, name) for name in operations[1].split(", "))
+
+
+def test_a_plan_in_a_loop(capsys):
+    program = compile(PYTHON[4], "README.md", "exec")
+
+    def main():
+        names: dict[str, object] = {"mm": mm, "np": np}
+        exec(program, names)
+        return np.asarray(names["x"]).tolist()
+
+    assert mm.run_virtual(4, main) == [[9 * 1.5] * 4] * 4
+    assert capsys.readouterr().out == "mean of the last step: [13.5 13.5 13.5 13.5]\n"
+
+
+def test_a_halo_in_a_loop():
+    program = compile(PYTHON[5], "README.md", "exec")
+
+    def main():
+        names: dict[str, object] = {"mm": mm, "np": np}
+        exec(program, names)
+        return np.asarray(names["smooth"]).tolist()
+
+    x = np.arange(8.0)
+    for _ in range(3):
+        x = (np.roll(x, 1) + np.roll(x, -1)) / 2
+    assert mm.run_virtual(4, main) == [x.tolist()] * 4
+
+
+ROWS = re.findall(r"^\| .* \| `((?:group|mesh)\.\w+\(.*\))` \| ", TEXT, re.M)
+
+
+def test_each_row_of_the_table_from_mpi4py_gives_what_it_says():
+    blocks = [np.arange(4.0) + 10 * rank for rank in range(4)]
+    total, joined = np.sum(blocks, axis=0), np.concatenate(blocks)
+    nothing = [None] * 4
+    expected: dict[str, list[object]] = {
+        "all_reduce": [total] * 4,
+        "reduce": [None, blocks[3], None, None],
+        "broadcast": [blocks[1]] * 4,
+        "all_gather": [joined] * 4,
+        "gather": [None, joined, None, None],
+        "scatter": [blocks[1][rank : rank + 1] for rank in range(4)],
+        "reduce_scatter": [total[rank : rank + 1] for rank in range(4)],
+        "all_to_all": [np.array([block[rank] for block in blocks]) for rank in range(4)],
+        "send": nothing,
+        "recv": [None, blocks[0], None, None],
+        "shift": [None, *blocks[:3]],
+        "wrap": [blocks[3], *blocks[:3]],
+    }
+
+    def main():
+        with mm.DeviceMesh("dp=-1") as mesh:
+            found: dict[str, Any] = {}
+            for row in ROWS:
+                x = np.arange(4.0) + 10 * mesh.rank
+                names = {"mesh": mesh, "group": mesh.group("dp"), "x": x}
+                name = "wrap" if "wrap" in row else re.split(r"[.(]", row)[1]
+                takes_part = {"send": mesh.rank == 0, "recv": mesh.rank == 1}
+                if row.startswith("mesh."):
+                    found[name] = list(eval(row, names).ranks)
+                elif takes_part.get(name, True):
+                    found[name] = eval(row, names).resolve()
+                    assert "out=x" not in row or found[name] is x
+            return found
+
+    results = mm.run_virtual(4, main)
+    names = {name for found in results for name in found}
+    assert names == {*expected, "group", "add_group"}
+    for rank, found in enumerate(results):
+        assert (found.pop("group"), found.pop("add_group")) == ([0, 1, 2, 3], [0, 3])
+        for name, value in found.items():
+            np.testing.assert_array_equal(value, expected[name][rank], err_msg=f"{name}, {rank}")

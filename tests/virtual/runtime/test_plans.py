@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import typing
+
 import numpy as np
 import pytest
 
 import mpimesh as mm
 from mpimesh.errors import ShapeError, UnresolvedError, UnresolvedWarning
+from mpimesh.runtime.persistent import PersistentCollective
 from tests.helpers.raises import raises
 
 
@@ -114,3 +118,50 @@ def test_a_start_that_nobody_resolves_is_told_by_the_line_of_its_plan(checks, mo
         pytest.raises(UnresolvedError, match=r"on group 'g', planned at"),
     ):
         mm.run_virtual(2, main)
+
+
+PLANNED = sorted(name for name in vars(mm.ProcessGroup) if name.endswith("_init"))
+
+
+@pytest.mark.parametrize("name", [n for n in PLANNED if n not in ("send_init", "recv_init")])
+def test_a_planned_method_says_what_it_returns_and_names_itself_in_its_example(name):
+    method, plain = (getattr(mm.ProcessGroup, one) for one in (name, name.removesuffix("_init")))
+    planned = inspect.signature(method)
+    assert planned.return_annotation == "PersistentCollective"
+    assert planned.parameters == inspect.signature(plain).parameters
+    assert typing.get_type_hints(method)["return"] is PersistentCollective
+    assert typing.get_type_hints(plain)["return"] is mm.CollectiveTensor
+    assert f"group.{name}(" in method.__doc__
+
+
+def test_a_plan_that_is_not_started_says_so():
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            group, x = mesh.group("dp"), np.ones(3)
+            peer = 1 - mesh.rank
+            for planned in (group.all_reduce_init(x), group.send_init(x, peer)):
+                assert not hasattr(planned, "done")
+                with raises(AttributeError, "'resolve'", "start() it first", "start().resolve()"):
+                    planned.resolve()  # type: ignore[attr-defined]
+
+    mm.run_virtual(2, main)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_a_result_may_go_into_an_array_that_overlaps_the_input_or_not(op):
+    """Of what is packed, converted or divided, which is bound and not found by its address."""
+
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            group, x = mesh.group("dp"), np.arange(6.0)
+            out = np.empty(4)
+            group.all_reduce(x[::2][:2].repeat(2), op, out=out).resolve()
+            group.all_reduce(x[:4], op, out=x[2:]).resolve()
+            return out.tolist(), x.tolist()
+
+    factor = 2.0 if op == "sum" else 1.0
+    expected = (
+        [factor * n for n in (0.0, 0.0, 2.0, 2.0)],
+        [0.0, 1.0, *(factor * n for n in range(4))],
+    )
+    assert mm.run_virtual(2, main) == [expected] * 2

@@ -98,14 +98,14 @@ def test_it_is_a_table_to_read():
     traffic.receive("all_reduce", 3, 1 << 20, 2)
     traffic.receive("recv", 11, 1536)
     assert str(traffic).splitlines() == [
-        "operation   calls   put in  received  messages",
-        "all_reduce  1,200  3.0 MiB   1.0 MiB         2",
-        "recv            0      0 B   1.5 KiB         1",
-        "send            1   1023 B       0 B         0",
-        "all         1,201  3.0 MiB   1.0 MiB         3",
+        "operation   calls  put in  received  messages",
+        "all_reduce  1,200   3 MiB     1 MiB         2",
+        "recv            0     0 B   1.5 KiB         1",
+        "send            1  1023 B       0 B         0",
+        "all         1,201   3 MiB     1 MiB         3",
         "",
         "from     received  messages",
-        "rank 3    1.0 MiB         2",
+        "rank 3      1 MiB         2",
         "rank 11   1.5 KiB         1",
     ]
 
