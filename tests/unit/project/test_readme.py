@@ -156,7 +156,7 @@ ROWS = re.findall(r"^\| .* \| `((?:group|mesh)\.\w+\(.*\))` \| ", TEXT, re.M)
 def test_each_row_of_the_table_from_mpi4py_gives_what_it_says():
     blocks = [np.arange(4.0) + 10 * rank for rank in range(4)]
     total, joined = np.sum(blocks, axis=0), np.concatenate(blocks)
-    nothing = [None] * 4
+    nothing: list[object] = [None] * 4
     expected: dict[str, list[object]] = {
         "all_reduce": [total] * 4,
         "reduce": [None, blocks[3], None, None],
