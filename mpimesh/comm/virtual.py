@@ -455,7 +455,8 @@ def _move(operation: str, parts: Sequence[_Contribution]) -> None:
         if recv is not None and recv is not whole:
             if recv.size != got.size:  # NumPy would repeat a single element
                 raise ValueError(
-                    f"{got.nbytes} bytes come for rank {rank}, which has room for {recv.nbytes}"
+                    f"{got.nbytes} bytes come for rank {rank}, which has room for {recv.nbytes}: "
+                    f"shape {got.shape} does not fit into shape {recv.shape}"
                 )
             recv[...] = got
 

@@ -206,6 +206,26 @@ class Blocks:
         whole = (*shape[:axis], sum(sizes), *shape[axis + 1 :])
         return cls(whole, axis, sizes)
 
+    def answered(self, rank: int, axis: int, sizes: Sequence[int] | None) -> Blocks:
+        """Return the blocks that come to `rank` for its block of each, joined along `axis`.
+
+        Args:
+            rank: Who sends these blocks.
+            axis: The axis along which what comes is joined.
+            sizes: Theirs along `axis`; if None, that of this rank's own block.
+
+        Raises:
+            ShapeError: If they are not one for each rank, or not what it sends itself.
+        """
+        parts, own = len(self.sizes), self.block_shape(rank)
+        sizes = [own[axis]] * parts if sizes is None else check_sizes(sizes, parts)
+        if sizes[rank] != own[axis]:
+            raise ShapeError(
+                f"rank {rank} sends itself a block of shape {own}, but recv_sizes {sizes} say "
+                f"that it is {sizes[rank]} along axis {axis}"
+            )
+        return Blocks((*own[:axis], sum(sizes), *own[axis + 1 :]), axis, sizes)
+
     def block_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of one block."""
         return (*self.shape[: self.axis], self.sizes[rank], *self.shape[self.axis + 1 :])

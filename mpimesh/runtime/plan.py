@@ -31,12 +31,10 @@ from mpimesh.arrays import (
     wire_dtype,
 )
 from mpimesh.comm import Communicator, Request, Steps
-from mpimesh.errors import ShapeError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import (
     Blocks,
     check_output,
-    check_sizes,
     compare_blocks,
     normal_axis,
     output_array,
@@ -631,20 +629,9 @@ def plan_all_to_all(
     if concat_axis is None:
         concat_axis = split_axis
     concat_axis = normal_axis(concat_axis, ndim, what="concat_axis")
-    blocks = Blocks.of_whole(data.shape, split_axis, group.size, sizes)
-    rank = group.rank or 0
-    mine = blocks.block_shape(rank)
     given = sizes is not None or recv_sizes is not None
-    if recv_sizes is None:
-        recv_sizes = [mine[concat_axis]] * group.size
-    recv_sizes = check_sizes(recv_sizes, group.size)
-    if recv_sizes[rank] != mine[concat_axis]:
-        raise ShapeError(
-            f"rank {rank} sends itself a block of shape {mine}, but recv_sizes {recv_sizes} say "
-            f"that it is {recv_sizes[rank]} along axis {concat_axis}"
-        )
-    joined = (*mine[:concat_axis], sum(recv_sizes), *mine[concat_axis + 1 :])
-    incoming = Blocks(joined, concat_axis, recv_sizes)
+    blocks = Blocks.of_whole(data.shape, split_axis, group.size, sizes)
+    incoming = blocks.answered(group.rank or 0, concat_axis, recv_sizes)
     recv_counts = _byte_counts(incoming, data.dtype)
     return Plan(
         "all_to_all",
@@ -652,7 +639,7 @@ def plan_all_to_all(
         f"split_axis {split_axis}, concat_axis {concat_axis}" + (", with sizes" if given else ""),
         ndim if given else data.shape,
         (_byte_counts(blocks, data.dtype), recv_counts),
-        joined,
+        incoming.shape,
         outgoing=blocks,
         incoming=incoming,
         also=partial(compare_blocks, group.communicator, outgoing=blocks, incoming=incoming)
