@@ -281,8 +281,8 @@ class ProcessGroup:
             concat_axis: The axis along which what came is joined; `split_axis` if None.
             sizes: Size of the block for each rank along `split_axis`; equal blocks if None.
             recv_sizes: Size of the block from each rank along `concat_axis`; if None, that of
-                what this rank itself puts in. Either all ranks give `sizes` or `recv_sizes`, or
-                none does.
+                what this rank itself puts in. All ranks give one of both, or none does: comparing
+                them costs an all-to-all of shapes and an all-reduce of 8 bytes.
             out: Array for the result. New if None.
             label: The caller's name for this call.
 
@@ -290,15 +290,9 @@ class ProcessGroup:
             A handle; ``resolve()`` gives the joined array.
 
         Raises:
-            ShapeError: If `x` does not fall into such blocks, this rank's block for itself is not
-                what `recv_sizes` say, or `out` does not fit.
-            MismatchError: From ``resolve()`` on every rank, if a rank sends another a block of a
-                shape that it does not expect. Without sizes, ranks of several nodes find that
-                with ``MPIMESH_CHECKS`` on.
-
-        Cost:
-            With `sizes` or `recv_sizes`, an all-to-all of the blocks' shapes and an all-reduce of
-            8 bytes go ahead of each start.
+            ShapeError: If `x` does not fall into such blocks, or its own or `out` does not fit.
+            MismatchError: From ``resolve()`` on every rank, if a rank sends another a block that it
+                does not expect; without sizes over nodes only with ``MPIMESH_CHECKS`` on.
         """
         options = split_axis, concat_axis, sizes, recv_sizes
         cached = all(option is None or type(option) is int for option in options)
@@ -334,10 +328,8 @@ class ProcessGroup:
         Raises:
             RankError: If `root` is not a rank of the group.
             ShapeError: If a rank passes no array though `root` is given, or `out` does not fit.
-            GroupError: From ``resolve()`` on every rank, with ``root=None``, if not exactly one
-                rank passed an array.
-            DTypeError: From ``resolve()`` on every rank, with ``root=None``, if the dtype cannot
-                be described to the others.
+            GroupError: From ``resolve()`` on every rank, if ``root=None`` and not one has an array.
+            DTypeError: The same with ``root=None``, if its dtype cannot be described.
         """
         if (root is None or x is None) and isinstance(self, ProcessGroup):
             return _broadcast(self._core, x, root, out, label, algorithm)
@@ -377,11 +369,9 @@ class ProcessGroup:
 
         Raises:
             RankError: If `root` is not a rank of the group.
-            ShapeError: If the root's array does not fall into such blocks (from ``resolve()``
-                on every rank), if root passes None, or if `out` does not fit (from
-                ``resolve()``).
-            DTypeError: From ``resolve()`` on every rank, if the dtype cannot be described to the
-                others.
+            ShapeError: If root passes None; from ``resolve()`` on every rank, if its array does
+                not fall into such blocks; from ``resolve()``, if `out` does not fit.
+            DTypeError: From ``resolve()`` on every rank, if its dtype cannot be described.
         """
         return _scatter(self._core, x, root=root, axis=axis, sizes=sizes, out=out, label=label)
 
