@@ -25,6 +25,7 @@ from mpimesh.layout import (
 from mpimesh.layout.boxes import view, volume
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
+from mpimesh.runtime.operands import AgreedSizes
 from mpimesh.runtime.persistent import Persistent, PersistentCollective, PersistentExchange
 from mpimesh.runtime.traffic import sparse
 
@@ -559,8 +560,8 @@ def _collective(
         return group, "reduce_scatter", (block, collective.op), options
     options = {"split_axis": axis, "concat_axis": joined, "out": out}
     coming = _sizes(source, shape, group.ranks, joined)
-    if len(set(sizes)) > 1 or len(set(coming)) > 1:  # equal ones need not be compared
-        options |= {"sizes": sizes, "recv_sizes": coming}
+    if len(set(sizes)) > 1 or len(set(coming)) > 1:
+        options |= {"sizes": AgreedSizes(sizes), "recv_sizes": AgreedSizes(coming)}
     return group, "all_to_all", (block,), options
 
 

@@ -32,6 +32,7 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.world import current_world
 
 __all__ = [
+    "AgreedSizes",
     "Blocks",
     "check_output",
     "check_sizes",
@@ -137,6 +138,12 @@ def normal_axis(axis: int, ndim: int, *, what: str = "axis") -> int:
     if not -ndim <= place < ndim:
         raise ShapeError(f"{what} {place} does not exist in an array with {ndim} axes")
     return place % ndim
+
+
+class AgreedSizes(tuple[int, ...]):
+    """Sizes of blocks that all ranks have worked out alike, so that nobody need compare them."""
+
+    __slots__ = ()
 
 
 class Blocks:

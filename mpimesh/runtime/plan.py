@@ -33,6 +33,7 @@ from mpimesh.arrays import (
 from mpimesh.comm import Communicator, Request, Steps
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import (
+    AgreedSizes,
     Blocks,
     check_output,
     compare_blocks,
@@ -630,6 +631,7 @@ def plan_all_to_all(
         concat_axis = split_axis
     concat_axis = normal_axis(concat_axis, ndim, what="concat_axis")
     given = sizes is not None or recv_sizes is not None
+    agreed = isinstance(sizes, AgreedSizes) and isinstance(recv_sizes, AgreedSizes)
     blocks = Blocks.of_whole(data.shape, split_axis, group.size, sizes)
     incoming = blocks.answered(group.rank or 0, concat_axis, recv_sizes)
     recv_counts = _byte_counts(incoming, data.dtype)
@@ -643,7 +645,7 @@ def plan_all_to_all(
         outgoing=blocks,
         incoming=incoming,
         also=partial(compare_blocks, group.communicator, outgoing=blocks, incoming=incoming)
-        if given and group.size > 1
+        if given and not agreed and group.size > 1
         else None,
         receives=(per_rank, tuple(recv_counts)),
     )

@@ -10,6 +10,8 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import ShapeError, UnresolvedError, UnresolvedWarning
+from mpimesh.runtime import plan
+from mpimesh.runtime.operands import AgreedSizes
 from mpimesh.runtime.persistent import PersistentCollective
 from tests.helpers.raises import raises
 
@@ -165,3 +167,16 @@ def test_a_result_may_go_into_an_array_that_overlaps_the_input_or_not(op):
         [0.0, 1.0, *(factor * n for n in range(4))],
     )
     assert mm.run_virtual(2, main) == [expected] * 2
+
+
+def test_sizes_that_all_ranks_have_worked_out_are_not_compared():
+    def main():
+        with mm.DeviceMesh("dp=2") as mesh:
+            core, x = mesh.group()._core, np.ones(4)
+            alike = AgreedSizes([2, 2])
+            assert plan.plan_all_to_all(core, x, 0, None, alike, alike).also is None
+            assert plan.plan_all_to_all(core, x, 0, None, [2, 2], alike).also is not None
+            sent = mesh.group().all_to_all(x, sizes=alike, recv_sizes=alike)
+            assert sent.resolve().tolist() == [1.0] * 4
+
+    mm.run_virtual(2, main)
