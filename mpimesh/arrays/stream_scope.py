@@ -76,7 +76,7 @@ class StreamScope:
 
     @property
     def per_thread(self) -> bool:
-        """Whether the stream is the default one of each thread, and so another one in each."""
+        """True if the stream is the default one of each thread, and so another one in each."""
         return bool(self.stream.ptr == _PER_THREAD)
 
     def current(self) -> AbstractContextManager[None]:

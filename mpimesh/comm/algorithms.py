@@ -74,7 +74,7 @@ class Row:
 
     @property
     def is_rest(self) -> bool:
-        """Whether it is for all of host memory that no other row is for, be it shared or not."""
+        """True if it is for all of host memory that no other row is for, be it shared or not."""
         return self.operation == "*" and self.memory == "host"
 
     def __str__(self) -> str:

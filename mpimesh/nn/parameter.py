@@ -102,7 +102,7 @@ class Parameter:
 
     @property
     def _is_zero(self) -> bool:
-        """Whether the gradient's memory counts as zeros that are not written yet."""
+        """True if the gradient's memory counts as zeros that are not written yet."""
         return bool(self._marks[self._place] & ZERO)
 
     @_is_zero.setter

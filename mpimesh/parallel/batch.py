@@ -186,7 +186,7 @@ class Arguments:
 
     @property
     def with_loss(self) -> bool:
-        """Whether the step computes a loss, so that its last stage needs one, and targets."""
+        """True if the step computes a loss, so that its last stage needs one, and targets."""
         return self.training or self.evaluating
 
     def look(self, engine: Engine, call: str) -> tuple[dict[str, Value], BatchSpec]:

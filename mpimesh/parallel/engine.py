@@ -70,7 +70,7 @@ _OPEN = (
 
 
 class ModelOptimizer(Protocol):
-    """What a model asks of the :class:`~mpimesh.ParallelOptimizer` that trains it."""
+    """The part of a :class:`~mpimesh.ParallelOptimizer` that the model which it trains uses."""
 
     @property
     def scaler(self) -> LossScaler | None:

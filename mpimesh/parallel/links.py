@@ -52,7 +52,7 @@ from mpimesh.trace import Tracer
 __all__ = ["Links", "RecvLink", "SendLink"]
 
 LENDS = True
-"""Whether arrays are lent where the ranks share memory; tests turn it off, on all ranks alike."""
+"""Arrays are lent where ranks share memory; tests turn it off, on all ranks alike."""
 
 _LENT = -1
 """Stands for a loan where the bytes of messages are listed."""

@@ -517,7 +517,7 @@ def _fingerprint(kind: type[BaseException], text: str) -> int:
 
 _hooks: FailureHooks | None = None
 _born_too_late = False
-"""Whether this is a forked child of a process that had started MPI."""
+"""True in a forked child of a process that had started MPI."""
 
 
 def is_born_too_late() -> bool:

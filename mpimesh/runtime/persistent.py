@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Self, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, cast
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
 from mpimesh.runtime.plan import Plan, Prepared
 from mpimesh.runtime.traffic import Amount, Rule
-from mpimesh.runtime.work import CollectiveTensor
+from mpimesh.runtime.work import CollectiveTensor, Elsewhere
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
@@ -56,20 +56,15 @@ class Persistent:
         """
         raise NotImplementedError
 
-    if not TYPE_CHECKING:  # else mypy would take every name for an attribute
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}: it is planned and not "
-                "under way; start() it first, as in planned.start().resolve()",
-                name=name,
-                obj=self,
-            )
-
     def _under_way(self) -> UnresolvedError:
         return UnresolvedError(
             f"{self!r} is started again while its last start is under way; resolve that first"
         )
+
+
+_NOT_STARTED = "it is planned and not under way; start() it first, as in planned.start().resolve()"
+for _name in ("resolve", "done", "wait", "assume_resolved"):
+    setattr(Persistent, _name, Elsewhere(_name, _NOT_STARTED))
 
 
 class PersistentCollective(Persistent):

@@ -29,8 +29,8 @@ __all__ = ["broadcast", "scatter"]
 
 _ROW_BYTES = 1024
 _HAS_ARRAY, _TAKES_DEVICE, _HEAD = range(3)
-"""Where in a row it says that its rank has an array, and can send and receive the memory of a
-device; and where the head begins."""
+"""Places in a row: of the flag that its rank has an array, of the flag that it can send and receive
+the memory of a device, and of the head."""
 _ARRAY, _REFUSED = 1, 2
 """What it says of an array: that its head follows, or why it has none."""
 

@@ -29,7 +29,7 @@ from mpimesh.runtime.call import Call, site_line
 from mpimesh.runtime.flight import RecordedGroup
 from mpimesh.runtime.progress import Progress
 
-__all__ = ["CollectiveTensor", "OpenWork", "Owner", "Reusable"]
+__all__ = ["CollectiveTensor", "Elsewhere", "OpenWork", "Owner", "Reusable"]
 
 
 class OpenWork(dict[int, Callable[[], "CollectiveTensor | None"]]):
@@ -555,26 +555,31 @@ class CollectiveTensor:
         raise self._refusal(f"numpy.{function.__name__}(handle.resolve(), ...)")
 
 
-class _OfArrays:
-    """An attribute of arrays, which a handle refuses with a word on where it is.
+class Elsewhere:
+    """An attribute that a class has not, which it refuses with a word on where it is.
 
-    It stands in the class: with a ``__getattr__`` Python finds every attribute of a handle slower.
+    It stands in the class: with a ``__getattr__`` Python finds every attribute slower.
+
+    Args:
+        name: The attribute.
+        where: Where it is, for a person.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, where: str) -> None:
         self._name = name
+        self._where = where
 
-    def __get__(self, handle: CollectiveTensor | None, owner: type[Any]) -> Self:
-        if handle is None:
+    def __get__(self, obj: object, owner: type[Any]) -> Self:
+        if obj is None:
             return self
         raise AttributeError(
-            f"{owner.__name__!r} object has no attribute {self._name!r}; its result may: "
-            f"handle.resolve().{self._name}",
+            f"{owner.__name__!r} object has no attribute {self._name!r}; {self._where}",
             name=self._name,
-            obj=handle,
+            obj=obj,
         )
 
 
 _OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if not name.startswith("_"))
 for _name in _OF_ARRAYS:
-    setattr(CollectiveTensor, _name, _OfArrays(_name))
+    _where = f"its result may: handle.resolve().{_name}"
+    setattr(CollectiveTensor, _name, Elsewhere(_name, _where))
