@@ -405,7 +405,10 @@ class Engine:
                 "divided: make another model"
             )
         if mesh is not self.mesh:
-            raise ModuleError(f"the model is on {self.mesh!r}, but is to be divided on {mesh!r}")
+            raise ModuleError(
+                f"the model was made on one mesh, {self.mesh.dims_text}, and is to be divided on "
+                f"another, {getattr(mesh, 'dims_text', shown(mesh))}: give it the first"
+            )
         if self.optimizer is not None:
             raise ModuleError(
                 "the model has a ParallelOptimizer, which knows how it is divided: call "

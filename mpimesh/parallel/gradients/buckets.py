@@ -233,6 +233,8 @@ class GradientBuckets:
         self._has_sums = False
         for turn, bucket in enumerate(self.buckets):
             bucket.divide(self._mesh, stage, self._pool, turn)
+        if stage > 1:
+            self._group._core.context.world.trim()  # of gradients as large as the model
 
     def forget(self) -> None:
         """Forget the gradients, also those of steps under :meth:`no_sync`. Local.
