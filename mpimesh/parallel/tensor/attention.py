@@ -9,8 +9,7 @@ from mpimesh.nn import Attention, Linear, Rotary
 from mpimesh.nn.protocol import SupportsLayer
 from mpimesh.parallel.microbatch import replica_rows
 from mpimesh.parallel.tensor.entrance import Entered, Entrance
-from mpimesh.parallel.tensor.group import TensorGroup
-from mpimesh.parallel.tensor.parameter import Runs
+from mpimesh.parallel.tensor.group import Run, TensorGroup
 from mpimesh.parallel.tensor.part import ColumnPart, RowPart
 from mpimesh.parallel.tensor.retyped import retyped
 from mpimesh.parallel.tensor.sequence import SequenceSplit
@@ -21,7 +20,7 @@ __all__ = ["ParallelAttention", "head_parts"]
 
 def head_parts(
     num_heads: int, num_kv_heads: int, head_dim: int, size: int
-) -> tuple[tuple[Runs, ...], tuple[Runs, ...]]:
+) -> tuple[list[Run], list[Run]]:
     """Return for each of `size` ranks the features of its query heads, and of its key heads.
 
     A rank has the query heads that read its key heads. With at least as many key heads as ranks,
@@ -39,8 +38,8 @@ def head_parts(
             f"most {num_heads} {'rank' if num_heads == 1 else 'ranks'}"
         )
     per_kv = num_heads // num_kv_heads
-    queries: list[Runs] = []
-    keys: list[Runs] = []
+    queries: list[Run] = []
+    keys: list[Run] = []
     for rank in range(size):
         if num_kv_heads >= size:
             kv = replica_rows(num_kv_heads, size, rank)
@@ -52,9 +51,9 @@ def head_parts(
             those = ranks[head]
             shared = replica_rows(per_kv, those.stop - those.start, rank - those.start)
             heads = slice(head * per_kv + shared.start, head * per_kv + shared.stop)
-        queries.append(((heads.start * head_dim, heads.stop * head_dim),))
-        keys.append(((kv.start * head_dim, kv.stop * head_dim),))
-    return tuple(queries), tuple(keys)
+        queries.append((heads.start * head_dim, heads.stop * head_dim))
+        keys.append((kv.start * head_dim, kv.stop * head_dim))
+    return queries, keys
 
 
 class ParallelAttention(Entered, Attention):
@@ -134,7 +133,7 @@ class ParallelAttention(Entered, Attention):
         self.entrance = entrance
         tensor = entrance.tensor
         queries, keys = head_parts(self.num_heads, self.num_kv_heads, self.head_dim, tensor.size)
-        self._first_head = queries[tensor.rank][0][0] // self.head_dim
+        self._first_head = queries[tensor.rank][0] // self.head_dim
         self.query = ColumnPart(plain(self, self.query), tensor, queries)
         self.key = ColumnPart(plain(self, self.key), tensor, keys)
         self.value = ColumnPart(plain(self, self.value), tensor, keys)

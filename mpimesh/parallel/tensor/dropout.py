@@ -7,7 +7,6 @@ from mpimesh.nn import Dropout
 from mpimesh.nn.checks import check_extent
 from mpimesh.nn.protocol import FeaturePart
 from mpimesh.parallel.tensor.group import TensorGroup
-from mpimesh.parallel.tensor.parameter import even_parts
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["ParallelDropout", "part_of"]
@@ -17,7 +16,7 @@ def part_of(extent: int, tensor: TensorGroup) -> FeaturePart | None:
     """Return which of `extent` features this rank has behind a split layer; None if all."""
     if tensor.size == 1:
         return None
-    ((start, stop),) = even_parts(extent, tensor.size)[tensor.rank]
+    start, stop = tensor.runs(extent)[tensor.rank]
     return FeaturePart(start, stop, extent)
 
 

@@ -7,12 +7,12 @@ from typing import Self
 import numpy as np
 
 from mpimesh.arrays import Array, namespace
-from mpimesh.errors import ModuleError, ModuleStateError
-from mpimesh.nn import Context, Embedding, Parameter
+from mpimesh.errors import ModuleError
+from mpimesh.layout import layout_of_runs
+from mpimesh.nn import Context, Embedding
 from mpimesh.nn.checks import check_integers, first_outside
 from mpimesh.parallel.tensor.entrance import Entrance
 from mpimesh.parallel.tensor.group import TensorGroup
-from mpimesh.parallel.tensor.parameter import TensorParameter, even_parts
 from mpimesh.parallel.tensor.retyped import retyped
 from mpimesh.parallel.tensor.sequence import SequenceSplit
 from mpimesh.runtime import ProcessGroup
@@ -73,20 +73,9 @@ class VocabParallelEmbedding(Embedding):
     def _split(self, group: ProcessGroup | TensorGroup, sequence: SequenceSplit | None) -> None:
         self.tensor = Entrance(group, sequence).tensor
         self.sequence = sequence
-        whole: Parameter = self.weight
-        if whole.data is not None:
-            raise ModuleStateError(f"{self!r} is split before it has memory, but its weight has")
-        parts = even_parts(self.num_embeddings, self.tensor.size)
-        ((self._start, self._stop),) = parts[self.tensor.rank]
-        self.weight = TensorParameter(
-            whole.name,
-            whole.shape,
-            whole.initializer,
-            axis=0,
-            parts=parts,
-            rank=self.tensor.rank,
-            requires_grad=whole.requires_grad,
-        )
+        self._start, self._stop = self.tensor.runs(self.num_embeddings)[self.tensor.rank]
+        layout = layout_of_runs(self.weight.shape, 0, self.tensor.runs(self.num_embeddings))
+        self.weight.set_layout(layout, self.tensor.rank)
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
         """Return the vectors that `x` names. Collective over the group.

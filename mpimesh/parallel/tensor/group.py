@@ -15,7 +15,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Self
+from itertools import accumulate, pairwise
+from typing import Any, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,7 +27,10 @@ from mpimesh.errors import GroupError, MpimeshError
 from mpimesh.parallel.microbatch import replica_sizes
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
 
-__all__ = ["Pending", "TensorGroup", "TensorWatch", "watch_over"]
+__all__ = ["Pending", "Run", "TensorGroup", "TensorWatch", "watch_over"]
+
+Run: TypeAlias = tuple[int, int]
+"""(start, stop) of a rank's part of an axis."""
 
 _REMEMBERED = 16
 # More than a layer ever has under way at once.
@@ -85,6 +89,11 @@ class TensorGroup:
     def sizes(self, extent: int) -> list[int]:
         """Return how `extent` things are dealt to the ranks: the first ones have one more."""
         return replica_sizes(extent, self.size)
+
+    def runs(self, extent: int) -> list[Run]:
+        """Return (start, stop) of what each rank has of `extent` things; see :meth:`sizes`."""
+        ends = [0, *accumulate(self.sizes(extent))]
+        return list(pairwise(ends))
 
     def all_reduce(self, x: Array, op: str = "sum", *, owned: bool = False) -> Pending:
         """Start to reduce `x` over the ranks. Collective.

@@ -131,7 +131,7 @@ class ColumnParallelLinear(ColumnPart):
                     f"{self!r}: the gradient of the output must have shape (..., "
                     f"{self.out_features}) like it, got {tuple(dy.shape)}"
                 )
-            ((start, stop),) = self.parts[self.tensor.rank]
+            start, stop = self.runs[self.tensor.rank]
             dy = dy[..., start:stop]
         return self.entrance.leave(super().backward_input(dy, ctx), ctx)
 

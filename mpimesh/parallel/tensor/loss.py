@@ -11,7 +11,6 @@ from mpimesh.errors import ShapeError
 from mpimesh.nn import CrossEntropy
 from mpimesh.nn.checks import check_extent, check_floats, sum_dtype
 from mpimesh.parallel.tensor.group import TensorGroup
-from mpimesh.parallel.tensor.parameter import even_parts
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["VocabParallelCrossEntropy"]
@@ -51,8 +50,7 @@ class VocabParallelCrossEntropy(CrossEntropy):
         super().__init__(ignore_index=ignore_index)
         self.num_classes = check_extent("num_classes", num_classes)
         self.tensor = TensorGroup(group)
-        parts = even_parts(self.num_classes, self.tensor.size)
-        ((self._start, self._stop),) = parts[self.tensor.rank]
+        self._start, self._stop = self.tensor.runs(self.num_classes)[self.tensor.rank]
 
     def _check(self, y: Array, target: Array) -> None:
         check_floats(self, y, name="y")

@@ -15,21 +15,22 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array, HostArray, to_numpy
-from mpimesh.errors import MismatchError, ModuleError, ShapeError, on_all_ranks
+from mpimesh.errors import MismatchError, ModuleError, on_all_ranks
+from mpimesh.layout.boxes import extent, view, volume
 from mpimesh.nn import CrossEntropy, Parameter
 from mpimesh.nn.protocol import FeaturePart
+from mpimesh.nn.state import check_shape
 from mpimesh.parallel.first_values import leaves
 from mpimesh.parallel.gradients.replicas import agree_values, digest
 from mpimesh.parallel.groups import group_named
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor.group import TensorGroup, TensorWatch, watch_over
-from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.parallel.tensor.sums import shared_groups, shared_parameters
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
-__all__ = ["TensorModel", "local_part", "tensor_groups", "whole_array"]
+__all__ = ["TensorModel", "local_part", "tensor_groups", "who_holds", "whole_array"]
 
 
 def tensor_groups(*layers: object) -> list[TensorGroup]:
@@ -118,7 +119,9 @@ class TensorModel:
                 "ways; give each stage a parameter of its own"
             )
         if shared:
-            sets = dict.fromkeys(holders for one in shared for holders in one.all_holders)
+            sets = dict.fromkeys(
+                ranks for one in shared for ranks in one.blocks.values() if len(ranks) > 1
+            )
             self._shared = shared_groups(mesh, scope, data, group, list(sets))
 
     def group_of(self, parameter: Parameter) -> ProcessGroup | None:
@@ -126,9 +129,7 @@ class TensorModel:
 
         Their replicas are in it, too.
         """
-        return (
-            self._shared.get(parameter.holders) if isinstance(parameter, TensorParameter) else None
-        )
+        return self._shared.get(parameter.holders)
 
     def check_loss(self, loss: object) -> None:
         """See whether the loss fits the layers. Local.
@@ -193,7 +194,7 @@ class TensorModel:
         rank = self.group.rank
 
         def counts(one: Parameter) -> bool:
-            if not isinstance(one, TensorParameter):
+            if one.layout is None:
                 return rank == 0
             return divided or one.holders[:1] in ((), (rank,))
 
@@ -212,9 +213,7 @@ class TensorModel:
         agree_values([(name, one) for name, one in named if not _is_split(one)], self.group)
         # Of what is split, too, several ranks may hold one part, such as a key head.
         split = [(name, one) for name, one in named if _is_split(one)]
-        shared = [
-            (n, one) for n, one in split if isinstance(one, TensorParameter) and one.all_holders
-        ]
+        shared = [(name, one) for name, one in split if one.is_shared]
         if self.is_split and shared:
             mine = [digest(one) for _, one in shared]
             what = Call("shared parameters", self.group.name)
@@ -237,16 +236,19 @@ def local_part(name: str, parameter: Parameter, whole: Array) -> Array:
     Raises:
         ShapeError: If they have another shape.
     """
-    if not isinstance(parameter, TensorParameter):
+    if parameter.layout is None:
         return whole
-    try:
-        return parameter.part_of(to_numpy(whole))
-    except ShapeError as error:
-        raise ShapeError(f"state of parameter {name!r}: {error}") from None
+    check_shape(name, parameter.global_shape, whole)
+    return np.array(view(to_numpy(whole), parameter.box))
+
+
+def who_holds(parameter: Parameter) -> object:
+    """Return what must be alike on all ranks that share a model: nothing of the rank itself."""
+    return parameter.global_shape, list(parameter.blocks.items())
 
 
 def _agree_parts(
-    shared: Sequence[tuple[str, TensorParameter]],
+    shared: Sequence[tuple[str, Parameter]],
     everyone: Sequence[Sequence[str]],
     group: ProcessGroup,
 ) -> None:
@@ -258,7 +260,7 @@ def _agree_parts(
         MismatchError: Naming the first such parameter.
     """
     for place, (name, one) in enumerate(shared):
-        for holders in one.all_holders:
+        for holders in one.blocks.values():
             texts = {rank: everyone[rank][place] for rank in holders}
             if len(set(texts.values())) > 1:
                 rows = "\n".join(f"  rank {rank}: values {text}" for rank, text in texts.items())
@@ -271,7 +273,7 @@ def _agree_parts(
 
 
 def _is_split(parameter: Parameter) -> bool:
-    return isinstance(parameter, TensorParameter) and len(set(parameter.parts)) > 1
+    return parameter.layout is not None and not parameter.layout.is_replicated
 
 
 # -- a split array put together: of the ranks with the same part of it, one sends -----------------
@@ -291,18 +293,15 @@ def whole_array(parameter: Parameter, part: Array, group: ProcessGroup | None) -
         One all-gather of the whole array, however many ranks have the same part of it.
     """
     values = np.array(to_numpy(part))
-    if group is None or not isinstance(parameter, TensorParameter):
+    if group is None or not _is_split(parameter):
         return values
-    firsts = [parameter.parts.index(runs) for runs in parameter.parts]
-    if not any(firsts):
-        return values
-    axis = parameter.axis
-    sizes = [
-        sum(stop - start for start, stop in runs) if firsts[rank] == rank else 0
-        for rank, runs in enumerate(parameter.parts)
-    ]
-    if firsts[parameter.rank] != parameter.rank:
-        values = np.take(values, [], axis)
-    joined = group.all_gather(values, axis=axis, sizes=sizes).resolve()
-    parts = np.split(joined, np.cumsum(sizes)[:-1], axis=axis)
-    return parameter.joined([parts[first] for first in firsts])
+    boxes = {ranks[0]: box for box, ranks in parameter.blocks.items()}
+    sizes = [volume(boxes[rank]) if rank in boxes else 0 for rank in range(group.size)]
+    mine = values.reshape(-1)[: sizes[parameter.rank]]
+    parts = group.all_gather(mine, sizes=sizes).resolve()
+    whole: HostArray = np.empty(parameter.global_shape, values.dtype)
+    start = 0
+    for box in boxes.values():
+        view(whole, box)[...] = parts[start : start + volume(box)].reshape(extent(box))
+        start += volume(box)
+    return whole

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 from mpimesh.arrays import Array
-from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
+from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.layout import layout_of_runs
 from mpimesh.nn import Context, Linear, Module, Parameter
 from mpimesh.nn.checks import check_features, check_floats, sum_dtype
-from mpimesh.parallel.tensor.group import TensorGroup
-from mpimesh.parallel.tensor.parameter import Runs, TensorParameter, even_parts
+from mpimesh.parallel.tensor.group import Run, TensorGroup
 from mpimesh.parallel.tensor.sequence import SequenceSplit, repeated
 
 __all__ = ["ColumnPart", "RowPart"]
@@ -23,35 +23,22 @@ class _Part(Module):
         like: The unsplit layer, without memory.
         axis: The axis of the weight.
         tensor: The ranks.
-        parts: What each has of it; even ones if None.
+        runs: What each has of it; even ones if None.
     """
 
     def __init__(
-        self, like: Linear, axis: int, tensor: TensorGroup, parts: Sequence[Runs] | None
+        self, like: Linear, axis: int, tensor: TensorGroup, runs: Sequence[Run] | None
     ) -> None:
         self.in_features, self.out_features = like.in_features, like.out_features
         self.tensor = tensor
         shape = like.weight.shape
-        self.parts = tuple(even_parts(shape[axis], tensor.size) if parts is None else parts)
+        self.runs = tensor.runs(shape[axis]) if runs is None else runs
         self.weight: Parameter = self._split(like.weight, axis)
         self.bias: Parameter | None = None
 
-    def _split(self, whole: Parameter, axis: int) -> TensorParameter:
-        if whole.data is not None:
-            raise ModuleStateError(
-                f"a layer is split before it has memory, but {whole!r} has: split the model first, "
-                "then materialise it, or load a state into it"
-            )
-        made = TensorParameter(
-            whole.name,
-            whole.shape,
-            whole.initializer,
-            axis=axis,
-            parts=self.parts,
-            rank=self.tensor.rank,
-            requires_grad=whole.requires_grad,
-        )
-        return made
+    def _split(self, whole: Parameter, axis: int) -> Parameter:
+        whole.set_layout(layout_of_runs(whole.shape, axis, self.runs), self.tensor.rank)
+        return whole
 
     def _product(self, x: Array) -> Array:
         weight = self.weight.value()
@@ -97,13 +84,13 @@ class ColumnPart(_Part):
     Args:
         like: The unsplit layer, without memory.
         tensor: The ranks.
-        parts: Which outputs each rank has; even ones if None.
+        runs: Which outputs each rank has; even ones if None.
     """
 
     def __init__(
-        self, like: Linear, tensor: TensorGroup, parts: Sequence[Runs] | None = None
+        self, like: Linear, tensor: TensorGroup, runs: Sequence[Run] | None = None
     ) -> None:
-        super().__init__(like, 0, tensor, parts)
+        super().__init__(like, 0, tensor, runs)
         if like.bias is not None:
             self.bias = self._split(like.bias, 0)
 
@@ -142,7 +129,7 @@ class RowPart(_Part):
         like: The unsplit layer, without memory.
         tensor: The ranks.
         sequence: How the result is to be split along the sequence, if it is.
-        parts: Which inputs each rank has; even ones if None.
+        runs: Which inputs each rank has; even ones if None.
 
     Raises:
         ModuleError: If `sequence` is split over another group.
@@ -153,11 +140,11 @@ class RowPart(_Part):
         like: Linear,
         tensor: TensorGroup,
         sequence: SequenceSplit | None,
-        parts: Sequence[Runs] | None = None,
+        runs: Sequence[Run] | None = None,
     ) -> None:
         if sequence is not None and sequence.tensor.group is not tensor.group:
             raise ModuleError("the sequence of a split layer is split over the group of the layer")
-        super().__init__(like, 1, tensor, parts)
+        super().__init__(like, 1, tensor, runs)
         self.sequence = sequence
         if like.bias is not None:
             self.bias = repeated(like.bias, tensor, partial=sequence is not None)

@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.layout import layout_of_runs
 from mpimesh.nn import Module, Parameter
 from mpimesh.nn.checks import check_extent
 from mpimesh.parallel.tensor.group import Pending, TensorGroup
-from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["SequenceSplit", "repeated", "split_sequence"]
@@ -130,16 +130,9 @@ def repeated(parameter: Parameter, tensor: TensorGroup, *, partial: bool) -> Par
     """
     if not partial:
         return parameter
-    extent = parameter.shape[0]
-    return TensorParameter(
-        parameter.name,
-        parameter.shape,
-        parameter.initializer,
-        axis=0,
-        parts=[((0, extent),)] * tensor.size,
-        rank=tensor.rank,
-        requires_grad=parameter.requires_grad,
-    )
+    everything = [(0, parameter.shape[0])] * tensor.size
+    parameter.set_layout(layout_of_runs(parameter.shape, 0, everything), tensor.rank)
+    return parameter
 
 
 def split_sequence(layer: M, sequence: SequenceSplit) -> M:
@@ -158,7 +151,7 @@ def split_sequence(layer: M, sequence: SequenceSplit) -> M:
     for name, value in list(vars(layer).items()):
         if not isinstance(value, Parameter):
             continue
-        if value.data is not None or isinstance(value, TensorParameter):
+        if value.data is not None or value.layout is not None:
             raise ModuleError(
                 f"{layer!r}: parameter {value.name!r} has memory, or is split; split_sequence "
                 "comes before materialize, once"

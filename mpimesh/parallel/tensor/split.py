@@ -18,7 +18,6 @@ from mpimesh.nn import (
     LearnedPositions,
     Linear,
     Module,
-    Parameter,
     ReLU,
     RMSNorm,
     Sequential,
@@ -120,30 +119,19 @@ def split_layers(model: L, tensor: TensorGroup, sequence: SequenceSplit | None) 
         ModuleError: As that, where a layer cannot be as it is among split ones.
         ModuleStateError: If a layer has memory.
     """
-    before = _places(model)
     split: L = _Splitter(tensor, sequence).split(model)
-    after = _places(split)
-    for number, (parameter, count) in before.items():
-        if 0 < after.get(number, (parameter, 0))[1] < count:
-            raise ModuleError(
-                f"parameter {parameter.name!r} of shape {parameter.shape} stands in several layers "
-                "of which some are split and some are not; give each layer one of its own, or see "
-                "gpt_layers(tied=True). The model is half split now: make another"
-            )
-    return split
-
-
-def _places(model: Any) -> dict[int, tuple[Parameter, int]]:
-    """Return in how many layers each parameter stands."""
-    found: dict[int, tuple[Parameter, int]] = {}
-    seen: dict[int, Any] = {}
-    for layer in leaves(model):
-        if id(layer) in seen or not isinstance(layer, Module):
+    for layer in leaves(split):
+        if not isinstance(layer, Module) or hasattr(layer, "tensor") or hasattr(layer, "sequence"):
             continue
-        seen[id(layer)] = layer
         for parameter in layer._own_parameters():
-            found[id(parameter)] = parameter, found.get(id(parameter), (parameter, 0))[1] + 1
-    return found
+            if parameter.layout is not None:
+                raise ModuleError(
+                    f"parameter {parameter.name!r} of shape {parameter.global_shape} stands in "
+                    f"several layers of which some are split and {layer!r} is not; give each layer "
+                    "one of its own, or see gpt_layers(tied=True). The model is half split now: "
+                    "make another"
+                )
+    return split
 
 
 class _Splitter:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpimesh.arrays import Array, namespace
+from mpimesh.layout.boxes import volume
 from mpimesh.nn import Parameter
 from mpimesh.parallel.groups import groups_of_lines, lines_of_holders
-from mpimesh.parallel.tensor.parameter import TensorParameter
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 
 __all__ = ["shared_groups", "shared_parameters", "sum_shared_gradients"]
@@ -36,10 +36,10 @@ def sum_shared_gradients(parameters: Iterable[Parameter], group: ProcessGroup) -
         if one.grad is None:
             one.grad = namespace(one.value()).zeros_like(one.data)
         # What other ranks hold has its place, too, and gets zeros from here.
-        for part in dict.fromkeys(one.parts):
+        for box in one.blocks:
             start = sizes.get(one.dtype, 0)
-            sizes[one.dtype] = start + one.size_of(part)
-            if part == one.parts[one.rank]:
+            sizes[one.dtype] = start + volume(box)
+            if box == one.box:
                 pieces.setdefault(one.dtype, []).append((one.grad, start))
     for dtype, size in sizes.items():
         mine = pieces[dtype]
@@ -51,9 +51,9 @@ def sum_shared_gradients(parameters: Iterable[Parameter], group: ProcessGroup) -
             grad[...] = summed[start : start + grad.size].reshape(grad.shape)
 
 
-def shared_parameters(parameters: Iterable[Parameter]) -> list[TensorParameter]:
+def shared_parameters(parameters: Iterable[Parameter]) -> list[Parameter]:
     """Return those of which several ranks have the same part, whichever ranks. Local."""
-    return [one for one in parameters if isinstance(one, TensorParameter) and one.all_holders]
+    return [one for one in parameters if one.is_shared]
 
 
 def shared_groups(
