@@ -25,10 +25,10 @@ from mpimesh.models.shares import Part, Share, load_block, load_embedding
 from mpimesh.models.tokens import Tokenized, Tokenizer
 from mpimesh.models.weights import Weights, fingerprint
 from mpimesh.nn.parameter import float_dtype
+from mpimesh.nn.split import Ranks
 from mpimesh.parallel import Microbatches, PipelineParallel, PipelineStage
 from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.microbatch import replica_rows, replica_sizes
-from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 
@@ -131,7 +131,7 @@ class MiniLM:
         try:
             _check_arguments(mesh, (dim, data_dim, tensor_dim), batch_tokens)
             pipe, replicas = group_along(mesh, dim, "pp"), group_along(mesh, data_dim, "dp")
-            tensor = TensorGroup(group_along(mesh, tensor_dim, "tp"))
+            tensor = Ranks(group_along(mesh, tensor_dim, "tp"))
             self.replicas, self._replica = replicas.size, _place(replicas)
             self.dtype = float_dtype(dtype)
             self.modules = Modules.read(find_minilm() if folder is None else Path(folder))
@@ -275,7 +275,7 @@ class MiniLM:
                 part.seen = None
 
     def _stages(
-        self, weights: Weights, share: Share, num_stages: int, number: int, tensor: TensorGroup
+        self, weights: Weights, share: Share, num_stages: int, number: int, tensor: Ranks
     ) -> list[PipelineStage]:
         """Return all stages, with weights in that of this number."""
         config, modules = self.config, self.modules

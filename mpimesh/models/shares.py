@@ -12,9 +12,9 @@ from mpimesh.models.config import BertConfig
 from mpimesh.models.forward_only import ForwardOnly
 from mpimesh.models.weights import Weights
 from mpimesh.nn import Context
+from mpimesh.nn.split import Ranks
 from mpimesh.parallel import VocabParallelEmbedding
 from mpimesh.parallel.microbatch import replica_rows
-from mpimesh.parallel.tensor.group import TensorGroup
 
 __all__ = ["Part", "Share", "load_block", "load_embedding"]
 
@@ -64,7 +64,7 @@ class Part(ForwardOnly):
         tensor: As given.
     """
 
-    def __init__(self, layer: nn.SupportsLayer, tensor: TensorGroup) -> None:
+    def __init__(self, layer: nn.SupportsLayer, tensor: Ranks) -> None:
         self._layer = layer
         self.tensor = tensor
         self.seen: Callable[[int], None] | None = None
@@ -83,7 +83,7 @@ class Part(ForwardOnly):
 class _Summed(ForwardOnly):
     """A layer whose results are added up over the ranks of a group. Collective over it."""
 
-    def __init__(self, layer: nn.SupportsLayer, tensor: TensorGroup) -> None:
+    def __init__(self, layer: nn.SupportsLayer, tensor: Ranks) -> None:
         self._layer = layer
         self._tensor = tensor
 
@@ -94,7 +94,7 @@ class _Summed(ForwardOnly):
         return f"Summed({self._layer!r})"
 
 
-def load_embedding(weights: Weights, config: BertConfig, tensor: TensorGroup) -> nn.SupportsLayer:
+def load_embedding(weights: Weights, config: BertConfig, tensor: Ranks) -> nn.SupportsLayer:
     """Return the layer that the ids enter by, whose forward is then collective over `tensor`.
 
     Each rank has some of the words. Making it is local.
@@ -113,7 +113,7 @@ def load_embedding(weights: Weights, config: BertConfig, tensor: TensorGroup) ->
     tables = "embeddings.{}_embeddings.weight"
     rows = slice(0, config.vocabulary)
     if tensor.size > 1:
-        layer.words = VocabParallelEmbedding(config.vocabulary, features, group=tensor)
+        layer.words = VocabParallelEmbedding(config.vocabulary, features, group=tensor.group)
         rows = replica_rows(config.vocabulary, tensor.size, tensor.rank)
     layer.words.weight.data = weights.read(
         tables.format("word"), (config.vocabulary, features), (rows, slice(None))
@@ -131,7 +131,7 @@ def load_embedding(weights: Weights, config: BertConfig, tensor: TensorGroup) ->
 
 
 def load_block(
-    weights: Weights, config: BertConfig, number: int, share: Share, tensor: TensorGroup
+    weights: Weights, config: BertConfig, number: int, share: Share, tensor: Ranks
 ) -> nn.SupportsLayer:
     """Return a block, or a rank's share of it, whose forward is then collective over `tensor`.
 

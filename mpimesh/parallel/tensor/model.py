@@ -19,30 +19,40 @@ from mpimesh.errors import MismatchError, ModuleError, on_all_ranks
 from mpimesh.layout.boxes import extent, view, volume
 from mpimesh.nn import CrossEntropy, Parameter
 from mpimesh.nn.protocol import FeaturePart
+from mpimesh.nn.split import Ranks, stand_in
 from mpimesh.nn.state import check_shape
 from mpimesh.parallel.first_values import leaves
 from mpimesh.parallel.gradients.replicas import agree_values, digest
 from mpimesh.parallel.groups import group_named
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor.group import TensorGroup, TensorWatch, watch_over
 from mpimesh.parallel.tensor.sums import shared_groups, shared_parameters
+from mpimesh.parallel.tensor.watch import TensorWatch
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
-__all__ = ["TensorModel", "local_part", "tensor_groups", "who_holds", "whole_array"]
+__all__ = [
+    "TensorModel",
+    "local_part",
+    "tensor_groups",
+    "tensor_groups_of",
+    "who_holds",
+    "whole_array",
+]
 
 
-def tensor_groups(*layers: object) -> list[TensorGroup]:
+def tensor_groups(*layers: object) -> list[ProcessGroup]:
     """Return the groups over which `layers`, and those under them, are split. Local."""
-    found: dict[int, TensorGroup] = {}
-    for top in layers:
-        for layer in leaves(top):
-            for value in getattr(layer, "__dict__", {}).values():
-                one = value if isinstance(value, TensorGroup) else getattr(value, "tensor", None)
-                if isinstance(one, TensorGroup):
-                    found[id(one)] = one
-    return list(found.values())
+    found = [group for top in layers for layer in leaves(top) for group in tensor_groups_of(layer)]
+    return list(dict.fromkeys(found))
+
+
+def tensor_groups_of(layer: object) -> list[ProcessGroup]:
+    """Return the groups over which a layer or a loss itself is split. Local."""
+    values = getattr(layer, "__dict__", {}).values()
+    ranks = [one if isinstance(one, Ranks) else getattr(one, "ranks", None) for one in values]
+    groups = [one.group for one in ranks if isinstance(one, Ranks)]
+    return [group for group in groups if isinstance(group, ProcessGroup)]
 
 
 class TensorModel:
@@ -60,11 +70,11 @@ class TensorModel:
     """
 
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
-        groups = {id(one.group): one.group for one in tensor_groups(*stages)}
+        groups = tensor_groups(*stages)
         if len(groups) > 1:
-            names = sorted(group.name for group in groups.values())
+            names = sorted(group.name for group in groups)
             raise ModuleError(f"the layers of one model are split over one group, got {names}")
-        self.group: ProcessGroup | None = next(iter(groups.values()), None)
+        self.group: ProcessGroup | None = groups[0] if groups else None
         self._apart = self.group
         self._shared: dict[tuple[int, ...], ProcessGroup] = {}
         self._watch: TensorWatch | None = None
@@ -144,10 +154,10 @@ class TensorModel:
                 f"take VocabParallelCrossEntropy({self._output.extent}, group=...), or "
                 "gather_output=True for that layer"
             )
-        for one in tensor_groups(loss):
-            if self.group is not None and one.group is not self.group:
+        for group in tensor_groups(loss):
+            if self.group is not None and group is not self.group:
                 raise ModuleError(
-                    f"the loss is split over group {one.group.name!r}, but the layers over "
+                    f"the loss is split over group {group.name!r}, but the layers over "
                     f"{self.group.name!r}: make both with the same group"
                 )
 
@@ -158,12 +168,12 @@ class TensorModel:
         if self._apart is None or self.group is None:
             return
         self._watch = TensorWatch(self._apart, look)
-        watch_over(self.group, self._watch)
+        stand_in(self.group, self._watch)
 
     def end(self) -> None:
         """Let go of the step. Local."""
         if self.group is not None:
-            watch_over(self.group, None)
+            stand_in(self.group, None)
         self._watch = None
 
     def notes(self) -> list[Any]:

@@ -210,7 +210,11 @@ LEFT_OUT = {
     "Context.drop",
     *(f"{kind}.draw" for kind in ("Constant", "Normal", "Uniform")),
     *(f"{name}.{half}" for name in LAYERS for half in ("backward_input", "backward_weight")),
-    *(f"{name}.{way}" for name in (*LAYERS, "Module") for way in ("set_place", "set_part")),
+    *(
+        f"{name}.{way}"
+        for name in (*LAYERS, "Module")
+        for way in ("set_place", "set_part", "set_sequence", "set_split", "add_gradients")
+    ),
     "Optimizer.check_state",
     "Optimizer.exchange_params",
     "Optimizer.step_at",

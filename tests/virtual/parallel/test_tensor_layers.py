@@ -22,8 +22,8 @@ from mpimesh.errors import (
 from mpimesh.layout import Layout
 from mpimesh.layout.boxes import slices
 from mpimesh.nn import Parameter
+from mpimesh.nn.attention import head_runs
 from mpimesh.nn.initializers import first_values
-from mpimesh.parallel.tensor.attention import head_parts
 from mpimesh.parallel.tensor.model import TensorModel
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
@@ -142,7 +142,7 @@ def test_attention(size, kv, per_kv, length, sequence, masked, bias, rotary):
     rng = np.random.default_rng(heads)
     mask = rng.random((3, length)) < 0.7 if masked else None
     try:
-        head_parts(heads, kv, 2, size)
+        head_runs(heads, kv, 2, size)
     except ModuleError:
         return
     check(
@@ -224,7 +224,7 @@ def test_cross_entropy(size, classes, ignored, inner, rows, dtype, scale):
     def body(mesh):
         group = mesh.group("tp")
         loss = mm.VocabParallelCrossEntropy(classes, group=group, ignore_index=ignore)
-        start, stop = loss.tensor.runs(classes)[mesh.rank]
+        start, stop = loss.ranks.runs(classes)[mesh.rank]
         mine = np.ascontiguousarray(y[..., start:stop])
         got, part = loss.value_and_grad(mine, target, denominator=2.5)
         assert part.dtype == y.dtype
@@ -282,7 +282,7 @@ def test_heads_of_ranks(kv, per_kv, size):
     """Each query head is on one rank, with the key head that it reads, and evenly so."""
     heads = kv * per_kv
     try:
-        queries, keys = head_parts(heads, kv, 1, size)
+        queries, keys = head_runs(heads, kv, 1, size)
     except ModuleError:
         assert size > heads
         return
@@ -352,7 +352,7 @@ def test_a_copy_of_a_layer_is_split_over_the_same_ranks():
         twin = copy.deepcopy(layer)
         for one in (layer, twin):
             one.materialize(seed=0, dtype=np.float64)
-        assert twin.entrance is not layer.entrance
+        assert twin.split is not layer.split
         x = np.arange(6.0).reshape(2, 3)
         assert np.array_equal(layer(x), twin(x))
 

@@ -347,6 +347,36 @@ def test_more_ranks_than_there_is_to_share():
         assert loss == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_weight_of_several_split_layers_stays_shared():
+    """Each layer got a weight of its own, and they were no longer tied."""
+
+    def model() -> nn.Sequential:
+        made = nn.Sequential(nn.FeedForward(3, 5), nn.LayerNorm(3), nn.FeedForward(3, 5))
+        made[2].up.weight = made[0].up.weight
+        return made
+
+    x = np.random.default_rng(0).normal(size=(4, 3))
+    whole = model()
+    whole.materialize(seed=SEED, dtype=np.float64)
+    y = whole(x, ctx := nn.Context())
+    whole.backward(y, ctx)
+    gradients = {name: one.grad for name, one in whole.named_parameters()}
+
+    def body(mesh):
+        split = mm.tensor_parallel(model(), mesh.group("tp"))
+        split.materialize(seed=SEED, dtype=np.float64)
+        ctx = nn.Context()
+        np.testing.assert_allclose(split(x, ctx), y, rtol=1e-12)
+        split.backward(y, ctx)
+        named = dict(split.named_parameters())
+        assert named.keys() == gradients.keys()
+        for name, one in named.items():
+            part = gradients[name][slices(one.box)]
+            np.testing.assert_allclose(one.grad, part, rtol=1e-11, err_msg=name)
+
+    on_ranks("tp=2", body)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_bert_of_split_blocks(masked):
     rng = np.random.default_rng(3)
@@ -408,7 +438,7 @@ def test_a_split_layer_that_fails_while_it_is_measured_ends_it_on_all_ranks(dims
         block: Any = made[4]
         block.mlp.activation = nn.Sequential(block.mlp.activation, trap)
         x = batch(0)[0][:2]
-        with raises(StageError, "rank 1", "ValueError", "layer 4", "ParallelGptBlock", "boom"):
+        with raises(StageError, "rank 1", "ValueError", "layer 4", "GptBlock", "boom"):
             measure_layers(made, x, mesh=mesh, repeats=1, latency_s=0, bytes_per_s=1)
         assert_nothing_left(mesh)
         trap.disarm()
