@@ -201,11 +201,10 @@ class Linear(Module):
 
     def backward(self, dy: Array, ctx: Context) -> Array | None:
         """Run both halves; if split, weights' gradients are made while that of `x` is summed."""
-        if self._entrance is None:
-            return super().backward(dy, ctx)
-        dx = self._entrance.leave(self._back(dy, ctx), ctx)
+        dx = self._back(dy, ctx)
+        pending = None if self._entrance is None else self._entrance.leave(dx, ctx)
         self.backward_weight(ctx)
-        return dx.resolve()
+        return dx if pending is None else pending.resolve()
 
     def backward_weight(self, ctx: Context) -> None:
         """Add ``dy.T @ x`` to the weight's gradient and the sum of `dy` to the bias's.
@@ -240,9 +239,10 @@ class Linear(Module):
         if self.split is not None and self._axis == 1:
             dy2 = _flat(self.split.whole(dy))
         # Frozen parameters keep nothing alive.
-        trained = [parameter for parameter in self._own_parameters() if parameter.requires_grad]
-        kept = (x2 if self.weight.requires_grad else None, dy2, mine)
-        ctx.defer(self, *(kept if trained else (None, None, None)))
+        if any(parameter.requires_grad for parameter in self._own_parameters()):
+            ctx.defer(self, x2 if self.weight.requires_grad else None, dy2, mine)
+        else:
+            ctx.defer(self, None, None, None)
         return self._product(dy2, self.weight.value(), x_shape, ctx) if self.input_grad else None
 
     def _product(self, a: Array, b: Array, shape: tuple[int, ...], ctx: Context | None) -> Array:

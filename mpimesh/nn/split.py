@@ -75,33 +75,16 @@ class RankGroup(Protocol):
         """This rank's number in the world."""
         ...
 
-    def all_reduce(
-        self, x: Array, op: str = "sum", *, out: Array | None = None, label: str | None = None
-    ) -> Pending:
+    def all_reduce(self, x: Array, op: str, *, out: Array | None, label: str) -> Pending:
         """Start to reduce `x` over the ranks. Collective."""
         ...
 
-    def all_gather(
-        self,
-        x: Array,
-        *,
-        axis: int = 0,
-        sizes: Sequence[int] | None = None,
-        label: str | None = None,
-    ) -> Pending:
+    def all_gather(self, x: Array, *, axis: int, sizes: Sequence[int], label: str) -> Pending:
         """Start to join the blocks of all ranks along an axis. Collective."""
         ...
 
-    def reduce_scatter(
-        self,
-        x: Array,
-        op: str = "sum",
-        *,
-        axis: int = 0,
-        sizes: Sequence[int] | None = None,
-        label: str | None = None,
-    ) -> Pending:
-        """Start to reduce `x` and give each rank its block along an axis. Collective."""
+    def reduce_scatter(self, x: Array, *, axis: int, sizes: Sequence[int], label: str) -> Pending:
+        """Start to sum `x` and give each rank its block along an axis. Collective."""
         ...
 
 

@@ -35,7 +35,6 @@ __all__ = [
     "TensorModel",
     "local_part",
     "tensor_groups",
-    "tensor_groups_of",
     "who_holds",
     "whole_array",
 ]
@@ -43,16 +42,14 @@ __all__ = [
 
 def tensor_groups(*layers: object) -> list[ProcessGroup]:
     """Return the groups over which `layers`, and those under them, are split. Local."""
-    found = [group for top in layers for layer in leaves(top) for group in tensor_groups_of(layer)]
-    return list(dict.fromkeys(found))
-
-
-def tensor_groups_of(layer: object) -> list[ProcessGroup]:
-    """Return the groups over which a layer or a loss itself is split. Local."""
-    values = getattr(layer, "__dict__", {}).values()
-    ranks = [one if isinstance(one, Ranks) else getattr(one, "ranks", None) for one in values]
-    groups = [one.group for one in ranks if isinstance(one, Ranks)]
-    return [group for group in groups if isinstance(group, ProcessGroup)]
+    found: dict[ProcessGroup, None] = {}
+    for top in layers:
+        for layer in leaves(top):
+            for value in getattr(layer, "__dict__", {}).values():
+                ranks = value if isinstance(value, Ranks) else getattr(value, "ranks", None)
+                if isinstance(ranks, Ranks) and isinstance(ranks.group, ProcessGroup):
+                    found[ranks.group] = None
+    return list(found)
 
 
 class TensorModel:

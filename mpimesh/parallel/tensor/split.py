@@ -27,7 +27,7 @@ from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer, set_part
 from mpimesh.nn.split import SequenceSplit, Split
 from mpimesh.parallel.first_values import leaves
 from mpimesh.parallel.tensor.layers import ParallelDropout
-from mpimesh.parallel.tensor.model import tensor_groups, tensor_groups_of
+from mpimesh.parallel.tensor.model import tensor_groups
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["split_layers", "split_sequence", "tensor_parallel"]
@@ -108,7 +108,7 @@ def split_layers(model: SupportsLayer, split: Split) -> None:
     """
     _Splitter(split).visit(model)
     for layer in leaves(model):
-        if not isinstance(layer, Module) or tensor_groups_of(layer):
+        if not isinstance(layer, Module) or _is_split(layer):
             continue
         for parameter in layer._own_parameters():
             if parameter.layout is not None:
@@ -135,6 +135,11 @@ def split_sequence(layer: L, sequence: SequenceSplit) -> L:
     """
     layer.set_sequence(sequence)
     return layer
+
+
+def _is_split(layer: object) -> bool:
+    """Tell whether a layer itself is split, or on a split sequence, and not just layers in it."""
+    return bool(getattr(layer, "split", None) or getattr(layer, "sequence", None))
 
 
 class _Splitter:
@@ -167,9 +172,10 @@ class _Splitter:
 
     def _split_once(self, layer: Any) -> None:
         sequence = self._split.sequence
-        if tensor_groups_of(layer):
-            if not isinstance(layer, ParallelDropout):
-                self._check_sequence(layer)
+        if isinstance(layer, ParallelDropout):
+            return
+        if _is_split(layer):
+            self._check_sequence(layer)
         elif type(layer) in _SPLIT:
             layer.set_split(Split(self._split.ranks.group, sequence))
         elif sequence is not None and type(layer) in _OF_PLACES:

@@ -38,40 +38,38 @@ class _Call:
     shape: tuple[int, ...]
     dtype: str
     on_device: bool
+    label: str
     op: str
     axis: int
     sizes: tuple[int, ...]
-    label: str | None
 
     @classmethod
     def of(
         cls,
         name: str,
         x: Array,
+        label: str,
         *,
-        op: str = "sum",
+        op: str = "",
         axis: int = 0,
-        sizes: Sequence[int] | None = None,
-        label: str | None = None,
+        sizes: Sequence[int] = (),
     ) -> Self:
-        of_all = tuple(sizes or ())
-        return cls(name, tuple(x.shape), str(x.dtype), is_cupy(x), op, axis, of_all, label)
+        shape, on_device = tuple(x.shape), is_cupy(x)
+        return cls(name, shape, str(x.dtype), on_device, label, op, axis, tuple(sizes))
 
     def to_json(self) -> list[Any]:
         return list(astuple(self))
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        name, shape, dtype, on_device, op, axis, sizes, label = values
-        return cls(name, tuple(shape), dtype, on_device, op, axis, tuple(sizes), label)
+        name, shape, dtype, on_device, label, op, axis, sizes = values
+        return cls(name, tuple(shape), dtype, on_device, label, op, axis, tuple(sizes))
 
     def start(self, group: ProcessGroup, x: Array, out: Array | None = None) -> CollectiveTensor:
         if self.name == "all_reduce":
             return group.all_reduce(x, self.op, out=out, label=self.label)
-        options: dict[str, Any] = {"axis": self.axis, "sizes": self.sizes, "label": self.label}
-        if self.name == "all_gather":
-            return group.all_gather(x, **options)
-        return group.reduce_scatter(x, self.op, **options)
+        collective = group.all_gather if self.name == "all_gather" else group.reduce_scatter
+        return collective(x, axis=self.axis, sizes=self.sizes, label=self.label)
 
     def start_missed(self, group: ProcessGroup) -> CollectiveTensor:
         """Take part in what another rank of the group has started, with zeros."""
@@ -101,35 +99,17 @@ class TensorWatch:
         self._recent: deque[_Call] = deque(maxlen=_REMEMBERED)
         self._open: dict[int, CollectiveTensor] = {}
 
-    def all_reduce(
-        self, x: Array, op: str = "sum", *, out: Array | None = None, label: str | None = None
-    ) -> _Watched:
+    def all_reduce(self, x: Array, op: str, *, out: Array | None, label: str) -> _Watched:
         """Start to reduce `x` over the ranks. Collective."""
-        return self._start(_Call.of("all_reduce", x, op=op, label=label), x, out)
+        return self._start(_Call.of("all_reduce", x, label, op=op), x, out)
 
-    def all_gather(
-        self,
-        x: Array,
-        *,
-        axis: int = 0,
-        sizes: Sequence[int] | None = None,
-        label: str | None = None,
-    ) -> _Watched:
+    def all_gather(self, x: Array, *, axis: int, sizes: Sequence[int], label: str) -> _Watched:
         """Start to join the blocks of all ranks along an axis. Collective."""
-        return self._start(_Call.of("all_gather", x, axis=axis, sizes=sizes, label=label), x)
+        return self._start(_Call.of("all_gather", x, label, axis=axis, sizes=sizes), x)
 
-    def reduce_scatter(
-        self,
-        x: Array,
-        op: str = "sum",
-        *,
-        axis: int = 0,
-        sizes: Sequence[int] | None = None,
-        label: str | None = None,
-    ) -> _Watched:
-        """Start to reduce `x` and give each rank its block along an axis. Collective."""
-        call = _Call.of("reduce_scatter", x, op=op, axis=axis, sizes=sizes, label=label)
-        return self._start(call, x)
+    def reduce_scatter(self, x: Array, *, axis: int, sizes: Sequence[int], label: str) -> _Watched:
+        """Start to sum `x` and give each rank its block along an axis. Collective."""
+        return self._start(_Call.of("reduce_scatter", x, label, axis=axis, sizes=sizes), x)
 
     def _start(self, call: _Call, x: Array, out: Array | None = None) -> _Watched:
         handle = call.start(self.group, x, out)
