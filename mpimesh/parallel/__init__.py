@@ -2,7 +2,7 @@
 
 from mpimesh.nn.split import SequenceSplit
 from mpimesh.parallel.clip import clip_grad_norm
-from mpimesh.parallel.data import DataParallel
+from mpimesh.parallel.data import DataParallel, fully_shard
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES, GradientBuckets
 from mpimesh.parallel.gradients.tuning import BucketTuning
@@ -52,6 +52,7 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "clip_grad_norm",
+    "fully_shard",
     "gpt_layers",
     "measure_layers",
     "microbatch_rows",
