@@ -201,10 +201,11 @@ class Linear(Module):
 
     def backward(self, dy: Array, ctx: Context) -> Array | None:
         """Run both halves; if split, weights' gradients are made while that of `x` is summed."""
-        dx = self._back(dy, ctx)
-        pending = None if self._entrance is None else self._entrance.leave(dx, ctx)
+        if self._entrance is None:
+            return super().backward(dy, ctx)
+        dx = self._entrance.leave(self._back(dy, ctx), ctx)
         self.backward_weight(ctx)
-        return dx if pending is None else pending.resolve()
+        return dx.resolve()
 
     def backward_weight(self, ctx: Context) -> None:
         """Add ``dy.T @ x`` to the weight's gradient and the sum of `dy` to the bias's.
