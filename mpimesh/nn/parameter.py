@@ -42,6 +42,7 @@ class Parameter:
             sum over them, which training makes once a step, see
             :func:`mpimesh.sum_shared_gradients`.
         rank: This rank among those of the layout.
+        box: (start, stop) along each axis of what this rank holds of the whole parameter.
         data: The values, C-contiguous, or None before `materialize`.
         grad_dtype: The dtype of the gradient; that of the values if None. A wider
             one than theirs keeps what many additions would lose.
@@ -56,6 +57,7 @@ class Parameter:
         "_grad",
         "_marks",
         "_place",
+        "box",
         "data",
         "global_shape",
         "grad_dtype",
@@ -86,6 +88,7 @@ class Parameter:
         self.global_shape = self.shape
         self.layout: Layout | BoxLayout | None = None
         self.rank = 0
+        self.box: Box = whole(self.shape)
         if not callable(getattr(initializer, "draw", None)) or isinstance(initializer, type):
             raise ModuleError(
                 f"parameter {name!r}: initializer must be an object such as nn.Constant(0.0), got "
@@ -125,13 +128,6 @@ class Parameter:
         self._marks[self._place] = self._marks[self._place] & ELSEWHERE | wanted
 
     @property
-    def box(self) -> Box:
-        """(start, stop) along each axis of what this rank holds of the whole parameter."""
-        if self.layout is None:
-            return whole(self.global_shape)
-        return self.layout.box(self.global_shape, self.rank)
-
-    @property
     def blocks(self) -> Mapping[Box, tuple[int, ...]]:
         """The blocks of the layout, with the ranks that hold each; none without a layout."""
         return {} if self.layout is None else self.layout.holders(self.global_shape)
@@ -169,7 +165,8 @@ class Parameter:
                 f"parameter {self.name!r} of shape {self.global_shape} lies as {self.layout} "
                 f"already, and cannot lie as {layout}, too"
             )
-        self.shape = extent(layout.box(self.global_shape, rank))
+        self.box = layout.box(self.global_shape, rank)
+        self.shape = extent(self.box)
         self.layout, self.rank = layout, rank
 
     @property

@@ -28,8 +28,8 @@ from mpimesh.parallel.tensor.layers import (
     VocabParallelEmbedding,
 )
 from mpimesh.parallel.tensor.loss import VocabParallelCrossEntropy
+from mpimesh.parallel.tensor.model import sum_shared_gradients
 from mpimesh.parallel.tensor.split import split_sequence, tensor_parallel
-from mpimesh.parallel.tensor.sums import sum_shared_gradients
 
 __all__ = [
     "BUCKET_BYTES",

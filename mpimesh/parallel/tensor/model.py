@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import Array, HostArray, to_numpy
+from mpimesh.arrays import Array, HostArray, namespace, to_numpy
 from mpimesh.errors import MismatchError, ModuleError, on_all_ranks
 from mpimesh.layout.boxes import extent, view, volume
 from mpimesh.nn import CrossEntropy, Parameter
@@ -23,9 +23,8 @@ from mpimesh.nn.split import Ranks, stand_in
 from mpimesh.nn.state import check_shape
 from mpimesh.parallel.first_values import leaves
 from mpimesh.parallel.gradients.replicas import agree_values, digest
-from mpimesh.parallel.groups import group_named
+from mpimesh.parallel.groups import group_named, groups_of_lines, lines_of_holders
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor.sums import shared_groups, shared_parameters
 from mpimesh.parallel.tensor.watch import TensorWatch
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
@@ -34,6 +33,7 @@ from mpimesh.runtime.call import Call
 __all__ = [
     "TensorModel",
     "local_part",
+    "sum_shared_gradients",
     "tensor_groups",
     "who_holds",
     "whole_array",
@@ -50,6 +50,43 @@ def tensor_groups(*layers: object) -> list[ProcessGroup]:
                 if isinstance(ranks, Ranks) and isinstance(ranks.group, ProcessGroup):
                     found[ranks.group] = None
     return list(found)
+
+
+def sum_shared_gradients(parameters: Iterable[Parameter], group: ProcessGroup) -> None:
+    """Sum the gradients of which several ranks of a group have parts: norms', biases', and such.
+
+    Collective over `group`. Training by :class:`~mpimesh.DataParallel` or
+    :class:`~mpimesh.PipelineParallel` does this once a step; a loop of one's own calls it
+    after backward, once, on all parameters of the model.
+
+    Args:
+        parameters: Those of the model, in the same order on every rank.
+        group: The ranks over which its layers are split.
+
+    Cost:
+        One all-reduce for each dtype, if anything is shared.
+    """
+    pieces: dict[Any, list[tuple[Array, int]]] = {}
+    sizes: dict[Any, int] = {}
+    for one in parameters:
+        if not one.requires_grad or not one.is_shared:
+            continue
+        if one.grad is None:
+            one.grad = namespace(one.value()).zeros_like(one.data)
+        # What other ranks hold has its place, too, and gets zeros from here.
+        for box in one.blocks:
+            start = sizes.get(one.dtype, 0)
+            sizes[one.dtype] = start + volume(box)
+            if box == one.box:
+                pieces.setdefault(one.dtype, []).append((one.grad, start))
+    for dtype, size in sizes.items():
+        mine = pieces[dtype]
+        flat = namespace(mine[0][0]).zeros(size, dtype)
+        for grad, start in mine:
+            flat[start : start + grad.size] = grad.reshape(-1)
+        summed = group.all_reduce(flat, out=flat, label="shared gradients").resolve()
+        for grad, start in mine:
+            grad[...] = summed[start : start + grad.size].reshape(grad.shape)
 
 
 class TensorModel:
@@ -116,7 +153,7 @@ class TensorModel:
         if group.communicator is scope.communicator:
             name = f"layers of {group.name}"
             self._apart = group_named(mesh, name, list(group.ranks), apart=True)
-        shared = shared_parameters(parameters)
+        shared = [one for one in parameters if one.is_shared]
         both = {id(one) for one in tied} & {id(one) for one in shared}
         if both:
             names = sorted({one.name for one in shared if id(one) in both})
@@ -129,7 +166,8 @@ class TensorModel:
             sets = dict.fromkeys(
                 ranks for one in shared for ranks in one.blocks.values() if len(ranks) > 1
             )
-            self._shared = shared_groups(mesh, scope, data, group, list(sets))
+            lines = lines_of_holders(scope, group, data, sets, what="shared parameters")
+            self._shared = groups_of_lines(mesh, lines, kind="shared by")
 
     def group_of(self, parameter: Parameter) -> ProcessGroup | None:
         """Return all ranks that have this rank's part of a parameter; None if it is the only one.
