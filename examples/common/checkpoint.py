@@ -29,8 +29,8 @@ import numpy as np
 import mpimesh as mm
 from common.manifest import Manifest
 from common.program import ProgramError, on_all_ranks
+from mpimesh.layout.boxes import Box, common, local_box, view
 from mpimesh.nn import Parameter
-from mpimesh.parallel.tensor.parameter import TensorParameter
 
 MANIFEST = "checkpoint.json"
 
@@ -217,27 +217,26 @@ class Place:
 
     Attributes:
         shape: Of the whole one.
-        axis: Along which it is a part.
-        runs: What it has along that: pairs of start and stop, rising.
+        box: (start, stop) along each axis of what is here.
     """
 
-    shape: list[int]
-    axis: int
-    runs: list[list[int]]
+    shape: tuple[int, ...]
+    box: Box
 
     @staticmethod
     def of(parameter: Parameter) -> Place:
         """Return that of this rank's values of a parameter."""
-        if isinstance(parameter, TensorParameter):
-            runs = [list(run) for run in parameter.parts[parameter.rank]]
-            return Place(list(parameter.whole_shape), parameter.axis, runs)
-        shape = list(parameter.shape)
-        return Place(shape, 0, [[0, shape[0]]])
+        return Place(parameter.global_shape, parameter.box)
 
-    def indices(self) -> np.ndarray:
-        """Return what it has along the axis, in order."""
-        runs = [np.arange(start, stop) for start, stop in self.runs]
-        return np.concatenate([np.arange(0), *runs])
+    @staticmethod
+    def from_json(shape: list[int], *where: Any) -> Place:
+        """Return what a file says; older ones have an axis and its runs in place of a box."""
+        if len(where) == 1:
+            return Place(tuple(shape), tuple((start, stop) for start, stop in where[0]))
+        axis, ((start, stop),) = where
+        box = [(0, length) for length in shape]
+        box[axis] = (start, stop)
+        return Place(tuple(shape), tuple(box))
 
 
 def _write_part(
@@ -247,7 +246,7 @@ def _write_part(
     places: dict[str, Any] = {}
     for (name, parameter), state in zip(named, states, strict=True):
         place = Place.of(parameter)
-        places[name] = [place.shape, place.axis, place.runs]
+        places[name] = [place.shape, place.box]
         arrays[name] = parameter.value()
         arrays |= {f"{name}:{key}": np.asarray(value) for key, value in state.items()}
     metadata = {"places": json.dumps(places)}
@@ -273,7 +272,7 @@ class Parts:
             ]
             self._names = [set(file.keys()) for file in self._files]
             self._places = [
-                {name: Place(*place) for name, place in json.loads(text).items()}
+                {name: Place.from_json(*place) for name, place in json.loads(text).items()}
                 for text in (file.metadata()["places"] for file in self._files)
             ]
             self._stack = self._stack.pop_all()
@@ -285,8 +284,6 @@ class Parts:
     def read(self, name: str, parameter: Parameter, key: str = "") -> np.ndarray:
         """Return this rank's part of an array, whoever has written what of it.
 
-        The whole of that one array is put together for a moment, not that of the model.
-
         Args:
             name: The parameter's, in the whole model.
             parameter: Says which part.
@@ -296,19 +293,20 @@ class Parts:
             ProgramError: If a piece is in no file.
         """
         title = f"{name}:{key}" if key else name
-        shape = Place.of(parameter).shape
-        whole, missing = np.empty(0), np.ones(1, bool)
+        here = Place.of(parameter)
+        values, missing = np.empty(0), np.ones(parameter.shape, bool)
         for file, place in self._holders(title, name):
+            both = common(here.box, place.box)
+            if place.shape != here.shape or both is None:
+                continue
             array = file.get_tensor(title)
-            if not whole.size:
-                whole = np.empty(place.shape, array.dtype)
-                missing = np.ones(place.shape[place.axis], bool)
-            indices = place.indices()
-            whole[(slice(None),) * place.axis + (indices,)] = array
-            missing[indices] = False
-        if missing.any() or list(whole.shape) != shape:
-            raise ProgramError(f"{title} of shape {shape} is not there as a whole")
-        return parameter.part_of(whole) if isinstance(parameter, TensorParameter) else whole
+            if values.shape != parameter.shape:
+                values = np.empty(parameter.shape, array.dtype)
+            view(values, local_box(both, here.box))[...] = view(array, local_box(both, place.box))
+            view(missing, local_box(both, here.box))[...] = False
+        if missing.any():
+            raise ProgramError(f"{title} of shape {list(here.shape)} is not there as a whole")
+        return values.reshape(parameter.shape)
 
     def read_state(self, name: str, parameter: Parameter) -> State:
         """Return what the optimizer keeps for this rank's part of a parameter."""

@@ -8,7 +8,7 @@ from mpimesh.layout.boxes import Box
 from mpimesh.layout.collectives import Collective
 from mpimesh.layout.dtensor_type import DTensorType
 from mpimesh.layout.halo import HaloPlan, plan_halo
-from mpimesh.layout.layout import Layout
+from mpimesh.layout.layout import BoxLayout, Layout, layout_of_runs
 from mpimesh.layout.links import ASSUMED_LINKS, Link, Links
 from mpimesh.layout.phase import Phase
 from mpimesh.layout.placement import Placement, PlacementLike
@@ -26,6 +26,7 @@ __all__ = [
     "UNSHARDED",
     "AxisLayout",
     "Box",
+    "BoxLayout",
     "Collective",
     "DTensorType",
     "Exchange",
@@ -50,6 +51,7 @@ __all__ = [
     "Take",
     "Tiling",
     "cheapest",
+    "layout_of_runs",
     "plan_halo",
     "plan_redistribution",
 ]

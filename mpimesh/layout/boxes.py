@@ -6,6 +6,7 @@ Plain arithmetic. A box of an array with no axes has none, and holds its one ele
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Box",
+    "common",
     "extent",
     "fits",
     "flat_fragments",
+    "flat_runs",
     "global_box",
     "is_box",
     "local_box",
@@ -64,6 +67,17 @@ def fits(box: Box, shape: Sequence[int]) -> bool:
     return len(box) == len(shape) and all(
         stop <= size for (_, stop), size in zip(box, shape, strict=True)
     )
+
+
+def common(box: Box, other: Box) -> Box | None:
+    """Return the box of what is in both; None if nothing is."""
+    both = tuple(
+        [
+            (max(start, first), min(stop, last))
+            for (start, stop), (first, last) in zip(box, other, strict=True)
+        ]
+    )
+    return both if all(start < stop for start, stop in both) else None
 
 
 def local_box(box: Box, block: Box) -> Box:
@@ -120,6 +134,29 @@ def run_start(box: Box, shape: Sequence[int]) -> int:
         begin += start * stride
         stride *= size
     return begin
+
+
+def flat_runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each run of a box in an array of `shape` laid out flat, rising.
+
+    Example:
+        >>> list(flat_runs(((1, 3), (0, 5)), (4, 5))), list(flat_runs(((1, 3), (2, 4)), (4, 5)))
+        ([(5, 15)], [(7, 9), (12, 14)])
+    """
+    axis = len(shape)
+    while axis and box[axis - 1] == (0, shape[axis - 1]):
+        axis -= 1
+    inner = prod(shape[axis:])
+    if not axis:
+        yield 0, inner
+        return
+    first, last = box[axis - 1]
+    for row in product(*[range(start, stop) for start, stop in box[: axis - 1]]):
+        begin = 0
+        for place, size in zip(row, shape, strict=False):
+            begin = begin * size + place
+        begin *= shape[axis - 1]
+        yield (begin + first) * inner, (begin + last) * inner
 
 
 def tiles(shape: Sequence[int], most: int) -> Iterator[Box]:

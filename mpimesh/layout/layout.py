@@ -1,22 +1,24 @@
-"""`Layout`: how an array lies on a mesh, as an immutable value."""
+"""`Layout`: how an array lies on a mesh, as an immutable value; `BoxLayout`: block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import combinations
+from math import prod
 from typing import Any
 
 from mpimesh.arguments import as_int, as_shape, shown
 from mpimesh.errors import LayoutError, RankError
 from mpimesh.layout.axis_specs import as_specs, placement_of_specs, specs_of_placement
-from mpimesh.layout.boxes import Box, extent
+from mpimesh.layout.boxes import Box, extent, fits, volume, whole
 from mpimesh.layout.placement import Placement, PlacementLike
 from mpimesh.layout.spec import Partial, Replicate, Shard
 from mpimesh.layout.tiling import Tiling
 from mpimesh.mesh import Mesh, MeshLike
 
-__all__ = ["Layout", "as_mesh"]
+__all__ = ["BoxLayout", "Layout", "as_mesh", "layout_of_runs"]
 
 _MOST_AXES = 64
 """Most axes of an array, in NumPy."""
@@ -124,6 +126,13 @@ class Layout:
             rank = as_int(rank, "rank", RankError)
         return _box(self, as_shape(shape, LayoutError), rank)
 
+    def holders(self, shape: Sequence[int]) -> dict[Box, tuple[int, ...]]:
+        """Return the ranks that hold each block, in the order of the first of them.
+
+        Blocks without elements are left out. Errors as of :meth:`box`.
+        """
+        return _holders(self, as_shape(shape, LayoutError))
+
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of the block of `rank`. Errors as of :meth:`box`."""
         return extent(self.box(shape, rank))
@@ -186,6 +195,100 @@ class Layout:
         return f"Layout({self.mesh!r}, {self.text!r})"
 
 
+@dataclass(frozen=True, slots=True)
+class BoxLayout:
+    """A layout of one array by its blocks, where no placement says it.
+
+    Such as that of key heads with fewer heads than ranks: several ranks hold the same head, and
+    one head more ranks than another. It answers as a :class:`Layout` does who holds what.
+
+    Args:
+        shape: The array's global shape.
+        boxes: The block of each of the ranks 0, 1, and so on.
+
+    Raises:
+        LayoutError: If two blocks overlap and are not the same, or an element is in none.
+
+    Example:
+        >>> BoxLayout((4,), (((0, 2),), ((0, 2),), ((2, 4),))).holders((4,))
+        {((0, 2),): (0, 1), ((2, 4),): (2,)}
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", as_shape(self.shape, LayoutError))
+        different = [box for box in dict.fromkeys(self.boxes) if volume(box)]
+        are_apart = all(
+            any(
+                stop <= first or last <= start
+                for (start, stop), (first, last) in zip(a, b, strict=True)
+            )
+            for a, b in combinations(different, 2)
+        )
+        if (
+            not all(fits(box, self.shape) for box in self.boxes)
+            or not are_apart
+            or sum(map(volume, different)) != prod(self.shape)
+        ):
+            raise LayoutError(
+                f"blocks of an array must be alike or apart, and together all of it; got "
+                f"{self.boxes} for shape {self.shape}"
+            )
+
+    def box(self, shape: Sequence[int], rank: int) -> Box:
+        """Return (start, stop) along each axis of the block of `rank`.
+
+        Raises:
+            LayoutError: If the layout is of an array of another shape.
+            RankError: If there is no such rank.
+        """
+        if tuple(shape) != self.shape:
+            raise LayoutError(f"a layout of shape {self.shape} is not one of shape {tuple(shape)}")
+        if not 0 <= rank < len(self.boxes):
+            raise RankError(f"rank {rank} is not one of the {len(self.boxes)} of the layout")
+        return self.boxes[rank]
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole array."""
+        return all(box == whole(self.shape) for box in self.boxes)
+
+    def holders(self, shape: Sequence[int]) -> dict[Box, tuple[int, ...]]:
+        """Return the ranks that hold each block; see :meth:`Layout.holders`."""
+        return _holders(self, as_shape(shape, LayoutError))
+
+
+def layout_of_runs(
+    shape: Sequence[int], axis: int, runs: Sequence[tuple[int, int]]
+) -> Layout | BoxLayout:
+    """Return the layout of an array of `shape` on ranks that hold these runs of an axis.
+
+    Args:
+        shape: The array's global shape.
+        axis: The axis that is split.
+        runs: (start, stop) of the ranks 0, 1, and so on. Runs are the same or apart.
+
+    Raises:
+        LayoutError: If they are not, or not the whole axis together.
+
+    Example:
+        >>> layout_of_runs((6, 2), 0, [(0, 4), (4, 6)])
+        Layout(Mesh('tp=2'), 'tp=S0(4,2)')
+        >>> layout_of_runs((6,), 0, [(0, 6), (0, 6)])
+        Layout(Mesh('tp=2'), 'tp=R')
+    """
+    mesh = Mesh([("tp", len(runs))])
+    edges = [0, *(edge for run in runs for edge in run), shape[axis]]
+    if all(run == (0, shape[axis]) for run in runs):
+        return Layout.replicated(mesh)
+    if all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True)):
+        return Layout(mesh, [Shard.of_sizes(axis, [stop - start for start, stop in runs])])
+    box = whole(shape)
+    return BoxLayout(tuple(shape), tuple((*box[:axis], run, *box[axis + 1 :]) for run in runs))
+
+
 def as_mesh(mesh: object) -> Mesh:
     """Return the mesh as a value; that of a live mesh is the same on all ranks.
 
@@ -207,6 +310,17 @@ def _same_ranks(one: Mesh, other: Mesh) -> bool:
 @lru_cache(maxsize=4096, typed=True)
 def _box(layout: Layout, shape: tuple[int, ...], rank: int) -> Box:
     return layout.tiling(shape).box(rank)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _holders(layout: Layout | BoxLayout, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+    ranks = range(len(layout.boxes)) if isinstance(layout, BoxLayout) else layout.mesh.ids
+    found: dict[Box, tuple[int, ...]] = {}
+    for rank in ranks:
+        box = layout.box(shape, rank)
+        if volume(box):
+            found[box] = (*found.get(box, ()), rank)
+    return found
 
 
 def _check(mesh: Mesh, placement: Placement) -> None:

@@ -6,7 +6,6 @@ from mpimesh.models.from_file import EmbeddedFile, LineNumbers, embed_file
 from mpimesh.models.minilm import BATCH_TOKENS, Embedded, MiniLM
 from mpimesh.models.modules import Modules
 from mpimesh.models.random_model import write_random_model
-from mpimesh.models.shares import Share
 from mpimesh.models.weights import Weights
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "LineNumbers",
     "MiniLM",
     "Modules",
-    "Share",
     "Weights",
     "embed_file",
     "find_minilm",

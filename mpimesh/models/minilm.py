@@ -19,16 +19,16 @@ from mpimesh.arrays import HostArray
 from mpimesh.errors import MeshError, MismatchError, ModelError, MpimeshError, on_all_ranks
 from mpimesh.models.batches import Batch, deal, plan_batches
 from mpimesh.models.config import BertConfig, find_minilm
+from mpimesh.models.loading import Part, check_ranks, load_block, load_embedding
 from mpimesh.models.modules import Modules
 from mpimesh.models.pooling import pooling_layer
-from mpimesh.models.shares import Part, Share, load_block, load_embedding
 from mpimesh.models.tokens import Tokenized, Tokenizer
 from mpimesh.models.weights import Weights, fingerprint
 from mpimesh.nn.parameter import float_dtype
+from mpimesh.nn.split import Ranks
 from mpimesh.parallel import Microbatches, PipelineParallel, PipelineStage
 from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.microbatch import replica_rows, replica_sizes
-from mpimesh.parallel.tensor.group import TensorGroup
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 
@@ -131,7 +131,7 @@ class MiniLM:
         try:
             _check_arguments(mesh, (dim, data_dim, tensor_dim), batch_tokens)
             pipe, replicas = group_along(mesh, dim, "pp"), group_along(mesh, data_dim, "dp")
-            tensor = TensorGroup(group_along(mesh, tensor_dim, "tp"))
+            tensor = Ranks(group_along(mesh, tensor_dim, "tp"))
             self.replicas, self._replica = replicas.size, _place(replicas)
             self.dtype = float_dtype(dtype)
             self.modules = Modules.read(find_minilm() if folder is None else Path(folder))
@@ -141,9 +141,9 @@ class MiniLM:
             self._tokenizer = Tokenizer(
                 place / "tokenizer.json", self.config.max_tokens, lower=self.modules.lower
             )
-            share = Share.of(self.config, tensor.size, tensor.rank)
+            check_ranks(self.config, tensor.size)
             with Weights(place / "model.safetensors", self.dtype) as weights:
-                stages = self._stages(weights, share, pipe.size, _place(pipe), tensor)
+                stages = self._stages(weights, pipe.size, _place(pipe), tensor)
                 self.read_bytes = weights.read_bytes
             facts = {
                 "dims": [dim, data_dim, tensor_dim],
@@ -275,7 +275,7 @@ class MiniLM:
                 part.seen = None
 
     def _stages(
-        self, weights: Weights, share: Share, num_stages: int, number: int, tensor: TensorGroup
+        self, weights: Weights, num_stages: int, number: int, tensor: Ranks
     ) -> list[PipelineStage]:
         """Return all stages, with weights in that of this number."""
         config, modules = self.config, self.modules
@@ -286,7 +286,7 @@ class MiniLM:
                 makers.append(partial(load_embedding, weights, config, tensor))
             blocks = replica_rows(config.num_blocks, num_stages, place)
             makers += [
-                partial(load_block, weights, config, block, share, tensor)
+                partial(load_block, weights, config, block, tensor)
                 for block in range(blocks.start, blocks.stop)
             ]
             if place == num_stages - 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import Any
 
@@ -10,20 +11,22 @@ import numpy as np
 from mpimesh.arguments import as_flag
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.layout.cuts import even_sizes
 from mpimesh.nn import protocol
 from mpimesh.nn.attend import attend, attend_backward
 from mpimesh.nn.checks import check_extent
-from mpimesh.nn.composite import Composite
+from mpimesh.nn.composite import SplitLayer
 from mpimesh.nn.context import Context
 from mpimesh.nn.drops import Place, WeightDropout, check_share, key_at
 from mpimesh.nn.linear import Linear
 from mpimesh.nn.masked import check_sequence, parted
 from mpimesh.nn.rotary import Rotary
+from mpimesh.nn.split import Split
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "head_runs"]
 
 
-class Attention(Composite):
+class Attention(SplitLayer):
     """Self-attention of several heads, of Vaswani et al., "Attention Is All You Need" (2017).
 
     The tokens' queries, keys and values are linear in `x`; each head gives each token the mean of
@@ -35,8 +38,9 @@ class Attention(Composite):
     a :class:`Dropout` depends on, and on the head, the token and the key: so no cut of the batch,
     the heads or the sequence changes it.
 
-    `query`, `key`, `value` and `output` may be replaced by other layers, such as layers split over
-    ranks: there are as many heads as the first three give features for.
+    `query`, `key`, `value` and `output` may be replaced by other layers: there are as many heads
+    as the first three give features for. Its heads may be split over the ranks of a group, by
+    :meth:`set_split` or as a :class:`mpimesh.ParallelAttention`.
 
     Shapes:
         x: (batch, tokens, features), or that and a mask of shape (batch, tokens), in a tuple;
@@ -124,15 +128,26 @@ class Attention(Composite):
         super().set_place(seed=seed, index=index)
         self._place = (seed, index)
 
-    def forward(self, x: Array, ctx: Context | None = None) -> Array:
-        """Return what the tokens read from each other.
+    def set_split(self, split: Split) -> None:
+        """Have some of the heads from now on, before there is memory. Local.
+
+        With fewer key heads than ranks several ranks have the same key head; see
+        :func:`head_runs`.
 
         Raises:
-            ShapeError: If `x` has another shape, or the mask does not fit it.
-            DTypeError: If `x` has another dtype than the weights, or the mask is not boolean.
-            ModuleError: If `x` is a tuple of something else than an array and a mask.
-            ModuleStateError: If the layer is not materialised.
+            ModuleError: If layers within are no plain linear ones, or a rank would have no head.
+            ModuleStateError: If the layer has memory.
         """
+        query, key, value, output = self._plain(self.query, self.key, self.value, self.output)
+        size, rank = split.ranks.size, split.ranks.rank
+        queries, keys = head_runs(self.num_heads, self.num_kv_heads, self.head_dim, size)
+        for layer, runs in ((query, queries), (key, keys), (value, keys)):
+            layer.set_split(split, 0, runs, within=True)
+        output.set_split(split, 1, queries)
+        self._first_head = queries[rank][0] // self.head_dim
+        self.split = split
+
+    def _run(self, x: Any, ctx: Context | None) -> Array:
         x, mask = parted(self, x, ctx)
         check_sequence(self, x, mask)
         q, k, v = (
@@ -147,14 +162,7 @@ class Attention(Composite):
             ctx.save(self, y.shape, y.dtype, q, k, v, read, sums, mask, dropout)
         return y
 
-    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
-        """Return the gradient of `x`; with a mask, a tuple of that and None.
-
-        Raises:
-            ShapeError: If `dy` has another shape than the result.
-            DTypeError: If `dy` has another dtype.
-            ModuleStateError: If forward did not run with `ctx`, or its backward ran already.
-        """
+    def _run_back(self, dy: Array, ctx: Context) -> Any:
         q, k, v, read, sums, mask, dropout = self._take(dy, ctx)
         d_flat = self._back(self.output, dy, ctx)
         d_read = self._heads(d_flat)
@@ -195,9 +203,44 @@ class Attention(Composite):
             "causal=True" if self.causal else "",
             f"rotary={self.rotary!r}" if self.rotary is not None else "",
             f"dropout={self.dropout:g}" if self.dropout else "",
+            Split.text(self.split).removeprefix(", "),
         ]
         inside = [str(self.features), str(self.num_heads), *filter(None, options)]
         return f"{type(self).__name__}({', '.join(inside)})"
+
+
+def head_runs(
+    num_heads: int, num_kv_heads: int, head_dim: int, size: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return for each of `size` ranks the features of its query heads, and of its key heads.
+
+    A rank has the query heads that read its key heads. With at least as many key heads as ranks,
+    these are dealt to the ranks, the first ones getting one more. With fewer, the ranks are dealt
+    to the key heads in the same way: the ranks of one key head all have it, and share the query
+    heads that read it.
+
+    Raises:
+        ModuleError: If a rank would have no query head.
+    """
+    if size > num_heads:
+        raise ModuleError(
+            f"num_heads={num_heads} is too few for {size} ranks: attention is split by its heads, "
+            f"and each rank needs at least one. Use num_heads of {size} or more, or a group of at "
+            f"most {num_heads} {'rank' if num_heads == 1 else 'ranks'}"
+        )
+    per_kv = num_heads // num_kv_heads
+    queries, keys = [], []
+    if num_kv_heads >= size:
+        ends = [0, *accumulate(even_sizes(num_kv_heads, size))]
+        keys = [(start * head_dim, stop * head_dim) for start, stop in pairwise(ends)]
+        return [(start * per_kv, stop * per_kv) for start, stop in keys], keys
+    for head, ranks in enumerate(even_sizes(size, num_kv_heads)):
+        keys += [(head * head_dim, (head + 1) * head_dim)] * ranks
+        ends = [head * per_kv, *even_sizes(per_kv, ranks)]
+        queries += [
+            (start * head_dim, stop * head_dim) for start, stop in pairwise(accumulate(ends))
+        ]
+    return queries, keys
 
 
 def _rotary(given: object, head_dim: int) -> Rotary | None:

@@ -11,7 +11,7 @@ from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn.activations import GELU
 from mpimesh.nn.attention import Attention
-from mpimesh.nn.composite import Composite
+from mpimesh.nn.composite import Composite, SplitLayer
 from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import Dropout
 from mpimesh.nn.drops import check_share
@@ -20,6 +20,7 @@ from mpimesh.nn.layernorm import LayerNorm
 from mpimesh.nn.masked import check_sequence, joined, parted
 from mpimesh.nn.rmsnorm import RMSNorm
 from mpimesh.nn.rotary import Rotary
+from mpimesh.nn.split import Split
 
 __all__ = ["BertBlock", "GptBlock"]
 
@@ -59,9 +60,25 @@ class _Block(Composite):
         dx = self._run_back(dy, ctx)
         return (dx, None) if masked else dx
 
+    def backward(self, dy: Any, ctx: Context) -> Any:
+        """Run both halves, with the same bits as one after the other.
+
+        Where layers within are split over ranks, the gradients of their weights are computed while
+        those of their inputs are summed.
+        """
+        within = [one for _, one in self.named_children() if isinstance(one, SplitLayer)]
+        for one in within:
+            one.eager = True
+        try:
+            return super().backward(dy, ctx)
+        finally:
+            for one in within:
+                one.eager = False
+
     def __repr__(self) -> str:
         given = f"{self.attention.features}, {self.attention.num_heads}, hidden={self.mlp.hidden}"
-        return f"{type(self).__name__}({given})"
+        group = Split.text(getattr(self.attention, "split", None))
+        return f"{type(self).__name__}({given}{group})"
 
     @abstractmethod
     def _run(self, x: Array, mask: Array | None, ctx: Context | None) -> Array: ...

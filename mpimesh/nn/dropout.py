@@ -10,7 +10,7 @@ import numpy as np
 
 from mpimesh.arrays.namespace import namespace, zeros_where_not
 from mpimesh.arrays.types import Array
-from mpimesh.errors import ShapeError
+from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn.checks import check_floats
 from mpimesh.nn.context import Context
 from mpimesh.nn.drops import Place, check_share, draw_kept, key_at
@@ -34,7 +34,9 @@ class Dropout(Module):
 
     Where a rank has some features only, behind a layer that is split by its
     outputs, a :class:`Sequential` tells the dropout which ones; in a layer of
-    one's own :class:`mpimesh.ParallelDropout` is the one to take.
+    one's own :class:`mpimesh.ParallelDropout` is the one to take. On a sequence
+    that is split over ranks, see `set_sequence`, each drops of its places what
+    is dropped of the whole sequence.
 
     Shapes:
         x, result: (rows, ...), the same.
@@ -61,7 +63,16 @@ class Dropout(Module):
         self._place = (seed, index)
 
     def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
-        """Take note of which features this rank has; see `Module.set_part`."""
+        """Take note of which features this rank has; see `Module.set_part`.
+
+        Raises:
+            ModuleError: If it has all features, of its places of a split sequence.
+        """
+        if part is not None and self.sequence is not None:
+            raise ModuleError(
+                f"{self!r} is for places of a split sequence with all features, but gets {part}; "
+                "between layers that are split by features use ParallelDropout"
+            )
         self._part = part
         return part
 
@@ -124,7 +135,9 @@ class Dropout(Module):
         part = self._part
         if part is None:
             size = math.prod(x.shape[1:])
-            return 0, size, size
+            if self.sequence is None:
+                return 0, size, size
+            return self.sequence.first_place(x) * math.prod(x.shape[2:]), size, size
         if x.ndim < 2 or x.shape[-1] != part.size:
             raise ShapeError(
                 f"{self!r}: x must have shape (rows, ..., {part.size}), which are features "

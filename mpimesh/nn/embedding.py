@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
@@ -10,6 +12,7 @@ from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Normal
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter
+from mpimesh.nn.split import Split
 
 __all__ = ["Embedding"]
 
@@ -17,7 +20,9 @@ __all__ = ["Embedding"]
 class Embedding(Module):
     """``y[...] = weight[x[...]]``. Its input has no gradient: backward returns None.
 
-    The weight starts normally distributed.
+    The weight starts normally distributed. It may be split over the ranks of a group, by
+    :meth:`set_split` or as a :class:`mpimesh.VocabParallelEmbedding`: each rank then has some of
+    the vectors, and forward is collective over the group.
 
     Shapes:
         x: any, integers in ``[0, num_embeddings)``.
@@ -39,14 +44,25 @@ class Embedding(Module):
             is negative.
     """
 
+    split: Split | None = None
+
     def __init__(self, num_embeddings: int, features: int, *, std: float = 1.0) -> None:
         self.num_embeddings = check_extent("num_embeddings", num_embeddings)
         self.features = check_extent("features", features)
         shape = (self.num_embeddings, self.features)
         self.weight = Parameter("weight", shape, Normal(std))
 
+    def set_split(self, split: Split) -> None:
+        """Have some of the vectors from now on, before there is memory. Local.
+
+        Raises:
+            ModuleStateError: If the layer has memory.
+        """
+        split.ranks.lay(self.weight, 0)
+        self.split = split
+
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
-        """Return the vectors that `x` names.
+        """Return the vectors that `x` names. Collective over the group if the layer is split.
 
         Raises:
             DTypeError: If `x` does not hold integers.
@@ -61,15 +77,36 @@ class Embedding(Module):
                 f"{self!r}: ids must be in [0, {self.num_embeddings}), got "
                 f"{first_outside(x, wrong)}"
             )
-        y = namespace(weight).take(weight, x, axis=0)
+        xp, mine = namespace(weight), None
+        if self.split is None:
+            y = xp.take(weight, x, axis=0)
+        else:
+            start, stop = self.weight.box[0]
+            x = x.astype(np.int64, copy=False)  # this rank's first id may not fit into their dtype
+            mine = (x >= start) & (x < stop)
+            x = xp.where(mine, x - start, 0)
+            if start < stop:
+                y = xp.take(weight, x, axis=0)
+                y[~mine] = 0
+            else:
+                y = xp.zeros((*x.shape, self.features), weight.dtype)
+            y = self.split.join(y)
         if ctx is not None:
-            ctx.save(self, y.shape, y.dtype, x)
+            ctx.save(self, y.shape, y.dtype, x, mine)
         return y
 
     def backward_input(self, dy: Array, ctx: Context) -> None:
-        """Keep `dy` for the weight; integers have no gradient."""
-        (x,) = self._take(dy, ctx)
-        ctx.defer(self, *((x, dy) if self.weight.requires_grad else (None, None)))
+        """Keep what of `dy` is for the weight; integers have no gradient.
+
+        Collective with a sequence.
+        """
+        x, mine = self._take(dy, ctx)
+        if not self.weight.requires_grad:
+            ctx.defer(self, None, None)
+        elif self.split is None:
+            ctx.defer(self, x, dy)
+        else:
+            ctx.defer(self, x[mine], self.split.whole(dy)[mine])
 
     def backward_weight(self, ctx: Context) -> None:
         """Add each row of `dy` to the row of the gradient that its id names."""
@@ -81,7 +118,8 @@ class Embedding(Module):
         self.weight.accumulate_rows(*add_up(x.reshape(-1), rows))
 
     def __repr__(self) -> str:
-        return f"Embedding({self.num_embeddings}, {self.features})"
+        group = Split.text(self.split)
+        return f"{type(self).__name__}({self.num_embeddings}, {self.features}{group})"
 
 
 def _add_up_sorted(ids: Array, rows: Array) -> tuple[Array, Array]:

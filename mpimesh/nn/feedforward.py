@@ -8,15 +8,19 @@ from mpimesh.errors import ModuleError
 from mpimesh.nn import protocol
 from mpimesh.nn.activations import GELU, sigmoid, silu_slope
 from mpimesh.nn.checks import check_extent, sum_dtype
-from mpimesh.nn.composite import Composite
+from mpimesh.nn.composite import SplitLayer
 from mpimesh.nn.context import Context
 from mpimesh.nn.linear import Linear
+from mpimesh.nn.split import Split
 
 __all__ = ["FeedForward", "SwiGLU"]
 
 
-class FeedForward(Composite):
+class FeedForward(SplitLayer):
     """``y = down(activation(up(x)))``, with two linear layers.
+
+    It may be split over the ranks of a group, by :meth:`set_split` or as a
+    :class:`mpimesh.ParallelFeedForward`.
 
     Shapes:
         x, result: (..., features).
@@ -46,27 +50,41 @@ class FeedForward(Composite):
         self.activation: protocol.SupportsLayer = _activation(activation)
         self.down: protocol.SupportsLayer = Linear(self.hidden, self.features, bias=bias)
 
-    def forward(self, x: Array, ctx: Context | None = None) -> Array:
-        """Return ``down(activation(up(x)))``; raises what these do."""
+    def set_split(self, split: Split) -> None:
+        """Have some of the hidden values from now on, before there is memory. Local.
+
+        Raises:
+            ModuleError: If layers within are no plain linear ones, or the activation needs all
+                hidden values.
+            ModuleStateError: If the layer has memory.
+        """
+        up, down = self._plain(self.up, self.down)
+        up.set_split(split, 0, within=True)
+        down.set_split(split, 1)
+        protocol.set_part(self.activation, split.ranks.part_of(self.hidden))
+        self.split = split
+
+    def _run(self, x: Array, ctx: Context | None) -> Array:
         for layer in (self.up, self.activation, self.down):
             x = layer.forward(x, ctx)
         return x
 
-    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
-        """Return the gradient of `x`."""
+    def _run_back(self, dy: Array, ctx: Context) -> Array:
         for layer in (self.down, self.activation, self.up):
             dy = self._back(layer, dy, ctx)
         return dy
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        return f"{name}({self.features}, {self.hidden}, activation={self.activation!r})"
+        options = f"activation={self.activation!r}{Split.text(self.split)}"
+        return f"{name}({self.features}, {self.hidden}, {options})"
 
 
-class SwiGLU(Composite):
+class SwiGLU(SplitLayer):
     """``y = down(silu(gate(x)) * up(x))``, with three linear layers.
 
-    Of Shazeer, "GLU Variants Improve Transformer" (2020).
+    Of Shazeer, "GLU Variants Improve Transformer" (2020). It may be split over the ranks of a
+    group, by :meth:`set_split` or as a :class:`mpimesh.ParallelSwiGLU`.
 
     Shapes:
         x, result: (..., features).
@@ -93,8 +111,20 @@ class SwiGLU(Composite):
         self.up: protocol.SupportsLayer = Linear(self.features, self.hidden, bias=bias)
         self.down: protocol.SupportsLayer = Linear(self.hidden, self.features, bias=bias)
 
-    def forward(self, x: Array, ctx: Context | None = None) -> Array:
-        """Return ``down(silu(gate(x)) * up(x))``; raises what these layers do."""
+    def set_split(self, split: Split) -> None:
+        """Have some of the hidden values from now on, before there is memory. Local.
+
+        Raises:
+            ModuleError: If layers within are no plain linear ones.
+            ModuleStateError: If the layer has memory.
+        """
+        gate, up, down = self._plain(self.gate, self.up, self.down)
+        gate.set_split(split, 0, within=True)
+        up.set_split(split, 0, within=True)
+        down.set_split(split, 1)
+        self.split = split
+
+    def _run(self, x: Array, ctx: Context | None) -> Array:
         gate, up = self.gate.forward(x, ctx), self.up.forward(x, ctx)
         wide = gate.astype(sum_dtype(gate.dtype), copy=False)
         mixed = sigmoid(wide)
@@ -105,8 +135,7 @@ class SwiGLU(Composite):
             ctx.save(self, mixed.shape, mixed.dtype, gate, up)
         return self.down.forward(mixed, ctx)
 
-    def backward_input(self, dy: Array, ctx: Context) -> Array | None:
-        """Return the gradient of `x`."""
+    def _run_back(self, dy: Array, ctx: Context) -> Array:
         d_mixed = self._back(self.down, dy, ctx)
         gate, up = self._take(d_mixed, ctx)
         wide = gate.astype(sum_dtype(gate.dtype), copy=False)
@@ -121,7 +150,8 @@ class SwiGLU(Composite):
         return dx + self._back(self.gate, d_gate, ctx)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.features}, {self.hidden})"
+        group = Split.text(self.split)
+        return f"{type(self).__name__}({self.features}, {self.hidden}{group})"
 
 
 def _activation(given: protocol.SupportsLayer | None) -> protocol.SupportsLayer:

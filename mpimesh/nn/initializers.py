@@ -18,6 +18,7 @@ import numpy as np
 from mpimesh.arguments import as_int, as_real
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import ModuleError
+from mpimesh.layout.boxes import Box, extent, flat_runs, whole
 
 __all__ = ["Constant", "Initializer", "Normal", "Uniform", "first_values"]
 
@@ -105,11 +106,25 @@ def first_values(
     seed: int,
     index: int,
     name: str,
+    box: Box | None = None,
 ) -> HostArray:
     """Return the first values of parameter `name` of the layer at global `index`.
 
+    Of a `box` of it they are those that the whole one has there. The whole one is never held:
+    it is drawn chunk by chunk, and chunks before and between the runs of the box are skipped, not
+    drawn, where the initializer takes one word for each value.
+
     Shapes:
-        result: `shape`, C-contiguous, on the host.
+        result: that of `box`, C-contiguous, on the host.
+
+    Args:
+        initializer: The way to draw them.
+        shape: That of the whole parameter.
+        dtype: Of the result.
+        seed: The seed of the model.
+        index: The layer's.
+        name: The parameter's.
+        box: (start, stop) along each axis; None for the whole parameter.
 
     Raises:
         ModuleError: If `seed` or `index` is negative.
@@ -117,13 +132,44 @@ def first_values(
     seed = as_int(seed, "seed", ModuleError, least=0)
     index = as_int(index, "index", ModuleError, least=0)
     sequence = np.random.SeedSequence(seed, spawn_key=(index, *name.encode()))
-    bits = np.random.Philox(sequence)
-    values = np.empty(shape, dtype)
+    source = _Chunks(initializer, math.prod(shape), np.random.Philox(sequence))
+    box = whole(shape) if box is None else box
+    values = np.empty(extent(box), dtype)
     flat = values.reshape(-1)
-    for start in range(0, flat.size, _CHUNK_ELEMENTS):
-        chunk = flat[start : start + _CHUNK_ELEMENTS]
-        chunk[...] = initializer.draw(bits, chunk.size)
+    done = 0
+    for start, stop in flat_runs(box, shape):
+        while start < stop:
+            drawn = source.at(start)[: stop - start]
+            flat[done : done + drawn.size] = drawn
+            done += drawn.size
+            start += drawn.size
     return values
+
+
+class _Chunks:
+    """The values of a whole parameter, drawn chunk by chunk, never all at once."""
+
+    def __init__(self, initializer: Initializer, size: int, bits: np.random.Philox) -> None:
+        self._initializer = initializer
+        self._size = size
+        self._bits = bits
+        self._next = 0
+        self._values: HostArray = np.empty(0)
+
+    def at(self, place: int) -> HostArray:
+        """Return the values from `place` to the end of its chunk; places never fall."""
+        number = place // _CHUNK_ELEMENTS
+        while self._next <= number:
+            if self._next < number and type(self._initializer) in (Normal, Uniform):
+                # They take one word for each value, and a step of the generator is four words.
+                self._bits.advance((number - self._next) * (_CHUNK_ELEMENTS // 4))
+                self._next = number
+                continue
+            start = self._next * _CHUNK_ELEMENTS
+            count = min(_CHUNK_ELEMENTS, self._size - start)
+            self._values = self._initializer.draw(self._bits, count)
+            self._next += 1
+        return self._values[place - number * _CHUNK_ELEMENTS :]
 
 
 def _open_unit(bits: np.random.Philox, count: int) -> HostArray:

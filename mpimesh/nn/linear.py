@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
-from mpimesh.arguments import as_flag
+from mpimesh.arguments import as_flag, shown
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
-from mpimesh.errors import ModuleError, ShapeError
+from mpimesh.errors import LayoutError, ModuleError, ShapeError
+from mpimesh.layout import Placement, PlacementLike, Shard
 from mpimesh.nn.checks import check_extent, check_features, check_floats, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Uniform
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter
+from mpimesh.nn.protocol import FeaturePart
+from mpimesh.nn.split import RankGroup, SequenceSplit, Split
 
 __all__ = ["Linear"]
 
@@ -23,6 +28,11 @@ class Linear(Module):
     Weight and bias start uniform in ``±1/sqrt(in_features)``: He's uniform
     initialisation with the gain of a leaky ReLU of slope sqrt(5), which is what
     PyTorch does, so that learning rates carry over.
+
+    The weight may be split over the ranks of a group. With ``weight="S0"`` each rank has some of
+    the outputs, and with ``weight="S1"`` some of the inputs: the results are then summed. Forward
+    and backward are collective over the group; see :class:`mpimesh.ColumnParallelLinear` and
+    :class:`mpimesh.RowParallelLinear`, which are these two.
 
     Shapes:
         x: (..., in_features), with any leading axes, of any extents.
@@ -38,70 +48,207 @@ class Linear(Module):
         in_features: Length of the last axis of `x`.
         out_features: Length of the last axis of the result.
         bias: Whether to add a bias.
+        weight: How the weight lies on the ranks of `group`: ``"S0"``, ``"S1"``, or with sizes as
+            ``"S0(3,1)"``; it may name the group, as in ``"tp=S0"``.
+        group: The ranks, such as ``mesh.group("tp")``.
+        sequence: How activations outside of the pair of layers, one of each kind, are split
+            along the sequence, if they are.
+        gather_output: With ``weight="S0"``, give every rank the whole result.
 
     Raises:
-        ModuleError: If an extent is not a whole number of at least 1.
+        ModuleError: If an extent is not a whole number of at least 1, `weight` is no such split,
+            or `group` and `weight` are not given together.
+        LayoutError: If sizes do not fit.
+        GroupError: If this rank is not in the group.
+
+    Example:
+        >>> into = nn.Linear(64, 256, weight="S0", group=mesh.group("tp"))
+        >>> out = nn.Linear(256, 64, weight="S1", group=mesh.group("tp"))
     """
 
     mixes_features = True
+    split: Split | None = None
+    _axis: int | None = None  # of the weight, along which it is split
+    _runs: Sequence[tuple[int, int]] = ()  # what each rank has of it
+    _entrance: Split | None = None  # where x comes in, if not by the layer around this one
+    gather_output = False
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        weight: PlacementLike | None = None,
+        group: RankGroup | None = None,
+        sequence: SequenceSplit | None = None,
+        gather_output: bool = False,
+    ) -> None:
         self.in_features = check_extent("in_features", in_features)
         self.out_features = check_extent("out_features", out_features)
         start = Uniform(1.0 / math.sqrt(self.in_features))
-        self.weight = Parameter("weight", (self.out_features, self.in_features), start)
+        self._shape = (self.out_features, self.in_features)
+        self.weight = Parameter("weight", self._shape, start)
         with_bias = as_flag(bias, "bias", ModuleError)
         self.bias = Parameter("bias", (self.out_features,), start) if with_bias else None
+        gather = as_flag(gather_output, "gather_output", ModuleError)
+        if group is None:
+            if weight is not None or sequence is not None or gather:
+                raise ModuleError(
+                    "weight, sequence and gather_output say how a layer is split over the ranks of "
+                    "a group: give group=, such as mesh.group('tp')"
+                )
+            return
+        split = Split(group, sequence)
+        axis, runs = _axis_of(weight, split)
+        if gather and axis:
+            raise ModuleError("gather_output is for weight='S0': every rank has all outputs of S1")
+        self.gather_output = gather
+        self.set_split(split, axis, runs)
 
-    def forward(self, x: Array, ctx: Context | None = None) -> Array:
-        """Return ``x @ weight.T + bias``.
+    def set_split(
+        self,
+        split: Split,
+        axis: int,
+        runs: Sequence[tuple[int, int]] | None = None,
+        *,
+        within: bool = False,
+    ) -> None:
+        """Have a part of the weight from now on, before there is memory. Local.
+
+        Args:
+            split: The ranks.
+            axis: The axis of the weight that is split: 0, outputs, or 1, inputs.
+            runs: What each rank has of it, several maybe the same; even parts if None.
+            within: Whether the layer around this one lets the input in, and sums its gradient; it
+                then gives the input to :meth:`add_gradients`, too.
 
         Raises:
-            ShapeError: If the last axis of `x` is not `in_features` long, or the weight is that of
-                another layer and does not fit.
+            ModuleStateError: If the layer has memory.
+            LayoutError: If runs overlap, or are not all of the axis together.
+        """
+        ranks = split.ranks
+        runs = ranks.runs(self.weight.global_shape[axis]) if runs is None else runs
+        ranks.lay(self.weight, axis, runs)
+        if self.bias is not None and axis == 0:
+            ranks.lay(self.bias, 0, runs)
+        elif self.bias is not None and split.sequence is not None:
+            ranks.lay(self.bias, None)
+        self._shape = (self.weight.shape[0], self.weight.shape[1])
+        self.split, self._axis, self._runs = split, axis, runs
+        self._entrance = split if axis == 0 and not within else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is split by its outputs, within a layer that lets the input in."""
+        return self._axis == 0 and self._entrance is None
+
+    def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
+        """Return which features it gives; see `Module.set_part`.
+
+        Raises:
+            ModuleError: If it needs others than those that it gets.
+        """
+        if self.split is None:
+            return super().set_part(part)
+        ranks, extent = self.split.ranks, self._runs[-1][1]
+        mine = None if ranks.size == 1 else FeaturePart(*self._runs[ranks.rank], extent)
+        if self._axis == 0:
+            super().set_part(part)
+            return None if self.gather_output else mine
+        if part not in (None, mine):
+            raise ModuleError(f"{self!r} takes {mine}, but gets {part}")
+        return None
+
+    def forward(self, x: Array, ctx: Context | None = None) -> Array:
+        """Return ``x @ weight.T + bias``. Collective over the group if the layer is split.
+
+        Raises:
+            ShapeError: If the last axis of `x` is not `in_features` long, or this rank's part of
+                it, or the weight is that of another layer and does not fit.
             DTypeError: If `x` has another dtype than the weight.
             ModuleStateError: If the layer is not materialised.
         """
-        weight = self.weight.value()
-        if weight.shape != (self.out_features, self.in_features):
+        weight, split = self.weight.value(), self.split
+        if weight.shape != self._shape:
             raise ShapeError(
-                f"{self!r}: weight must have shape {(self.out_features, self.in_features)}, got "
-                f"{weight.shape}; a weight that is shared with another layer must fit both"
+                f"{self!r}: weight must have shape {self._shape}, got {weight.shape}; a weight "
+                "that is shared with another layer must fit both"
             )
+        out_features, in_features = self._shape
         check_floats(self, x, weight.dtype)
-        check_features(self, x, self.in_features)
+        check_features(self, x, in_features)
+        if self._entrance is not None:
+            x = self._entrance.enter(x, ctx)
         # One large product instead of one for each leading index.
-        x2 = x.reshape(-1, self.in_features)
-        y = self._product(x2, weight.T, (*x.shape[:-1], self.out_features), ctx)
+        x2 = _flat(x)
+        y = self._product(x2, weight.T, (*x.shape[:-1], out_features), ctx)
+        if split is not None and self._axis == 1:
+            y = split.join(y)
         if self.bias is not None:
             y += self.bias.value()
         if ctx is not None:
-            ctx.save(self, y.shape, y.dtype, x2, x.shape)
+            ctx.save(self, y.shape, y.dtype, None if self._axis == 0 else x2, x.shape)
+        if split is not None and self.gather_output:
+            sizes = [stop - start for start, stop in self._runs]
+            y = split.ranks.all_gather(y, axis=y.ndim - 1, sizes=sizes).resolve()
         return y
 
     def backward_input(self, dy: Array, ctx: Context) -> Array | None:
-        """Return ``dy @ weight``, or None if `input_grad` is False."""
-        x2, x_shape = self._take(dy, ctx)
-        dy2 = dy.reshape(-1, self.out_features)
-        # Frozen parameters keep nothing alive.
-        kept = (
-            x2 if self.weight.requires_grad else None,
-            dy2 if any(p.requires_grad for p in self._own_parameters()) else None,
-        )
-        ctx.defer(self, *kept)
-        return self._product(dy2, self.weight.value(), x_shape, ctx) if self.input_grad else None
+        """Return ``dy @ weight``, or None if `input_grad` is False. Collective if split."""
+        dx = self._back(dy, ctx)
+        return dx if self._entrance is None else self._entrance.leave(dx, ctx).resolve()
+
+    def backward(self, dy: Array, ctx: Context) -> Array | None:
+        """Run both halves; if split, weights' gradients are made while that of `x` is summed."""
+        if self._entrance is None:
+            return super().backward(dy, ctx)
+        dx = self._entrance.leave(self._back(dy, ctx), ctx)
+        self.backward_weight(ctx)
+        return dx.resolve()
 
     def backward_weight(self, ctx: Context) -> None:
-        """Add ``dy.T @ x`` to the weight's gradient and the sum of `dy` to the bias's."""
-        x2, dy2 = ctx.take_deferred(self)
+        """Add ``dy.T @ x`` to the weight's gradient and the sum of `dy` to the bias's.
+
+        Collective with a sequence.
+        """
+        x = None
+        if self._entrance is not None:
+            x = self._entrance.again(ctx, wanted=self.weight.requires_grad).resolve()
+        self.add_gradients(x, ctx)
+
+    def add_gradients(self, x: Array | None, ctx: Context) -> None:
+        """Add the gradients, `x` being all of the input where the layer keeps none. Local."""
+        x2, dy2, mine = ctx.take_deferred(self)
         if self.bias is not None and self.bias.requires_grad:
-            self.bias.accumulate(dy2.sum(axis=0, dtype=sum_dtype(dy2.dtype)), owned=True)
+            self.bias.accumulate(mine.sum(axis=0, dtype=sum_dtype(mine.dtype)), owned=True)
         if self.weight.requires_grad:
-            self.weight.accumulate(dy2.T @ x2, owned=True)
+            self.weight.accumulate(dy2.T @ (x2 if x is None else _flat(x)), owned=True)
+
+    def _back(self, dy: Array, ctx: Context) -> Array | None:
+        """Return this rank's gradient of the input."""
+        if self.gather_output:
+            if dy.shape[-1:] != (self.out_features,):
+                raise ShapeError(
+                    f"{self!r}: the gradient of the output must have shape (..., "
+                    f"{self.out_features}) like it, got {tuple(dy.shape)}"
+                )
+            start, stop = self.weight.box[0]
+            dy = dy[..., start:stop]
+        x2, x_shape = self._take(dy, ctx)
+        dy2 = mine = _flat(dy)
+        if self.split is not None and self._axis == 1:
+            dy2 = _flat(self.split.whole(dy))
+        # Frozen parameters keep nothing alive.
+        if any(parameter.requires_grad for parameter in self._own_parameters()):
+            ctx.defer(self, x2 if self.weight.requires_grad else None, dy2, mine)
+        else:
+            ctx.defer(self, None, None, None)
+        return self._product(dy2, self.weight.value(), x_shape, ctx) if self.input_grad else None
 
     def _product(self, a: Array, b: Array, shape: tuple[int, ...], ctx: Context | None) -> Array:
         """Return ``a @ b`` as an array of `shape`, where the context wants it."""
-        room = None if ctx is None else ctx.empty(self, shape, a.dtype)
+        room = None if ctx is None or self.split else ctx.empty(self, shape, a.dtype)
         if room is None:
             return (a @ b).reshape(shape)
         namespace(a).matmul(a, b, out=room.reshape(-1, shape[-1]))
@@ -109,4 +256,35 @@ class Linear(Module):
 
     def __repr__(self) -> str:
         bias = "" if self.bias is not None else ", bias=False"
-        return f"Linear({self.in_features}, {self.out_features}{bias})"
+        weight = f", weight='S{self._axis}'" if self.split and type(self) is Linear else ""
+        options = f"{bias}{weight}{Split.text(self.split)}"
+        return f"{type(self).__name__}({self.in_features}, {self.out_features}{options})"
+
+
+def _flat(x: Array) -> Array:
+    """Return `x` with one axis before the last; that may be of no features."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _axis_of(
+    weight: PlacementLike | None, split: Split
+) -> tuple[int, Sequence[tuple[int, int]] | None]:
+    """Return along which axis a weight is split, and what each rank has if sizes say it."""
+    ranks = split.ranks
+    try:
+        found = None if weight is None else Placement.of(weight, [ranks.group.name])[0]
+    except LayoutError as error:
+        raise LayoutError(f"weight: {error}") from None
+    if not isinstance(found, Shard) or found.axis > 1:
+        raise ModuleError(
+            f"weight must be 'S0', to split the outputs over the ranks of the group, or 'S1', to "
+            f"split the inputs, got {shown(weight)}"
+        )
+    if found.sizes is None:
+        return found.axis, None
+    if len(found.sizes) != ranks.size:
+        raise LayoutError(
+            f"weight: {found!r} has {len(found.sizes)} sizes, but the group has {ranks.size} "
+            "ranks; give one size for each"
+        )
+    return found.axis, list(pairwise([0, *accumulate(found.sizes)]))

@@ -43,6 +43,7 @@ from mpimesh.nn.checks import check_context
 from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import Parameter, float_dtype
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
+from mpimesh.nn.split import SequenceSplit
 from mpimesh.nn.state import check_state, load_values
 
 __all__ = ["Module"]
@@ -61,6 +62,8 @@ class Module(ABC):
             then returns None.
         mixes_features: Whether a value of the result depends on several features
             of the input, so that the layer cannot do with a rank's part of them.
+        sequence: How the sequences that it treats are split over ranks, if they are; see
+            :meth:`set_sequence`.
 
     Example:
         >>> class Scale(nn.Module):
@@ -81,6 +84,7 @@ class Module(ABC):
     input_grad: bool = True
     mixes_features: bool = False
     _training: bool = True
+    sequence: SequenceSplit | None = None
     _part: FeaturePart | None = None
 
     @abstractmethod
@@ -264,6 +268,30 @@ class Module(ABC):
                 "ColumnParallelLinear(..., gather_output=True)"
             )
         return part
+
+    def set_sequence(self, sequence: SequenceSplit) -> None:
+        """Treat this rank's places of split sequences from now on, before there is memory. Local.
+
+        For a layer that treats each place by itself. All parameters under it become such whose
+        gradients are summed over the ranks.
+
+        Args:
+            sequence: How sequences are split.
+
+        Raises:
+            ModuleError: If a parameter has memory, or is split already.
+        """
+        for parameter in self._own_parameters():
+            if parameter.data is not None or parameter.layout is not None:
+                raise ModuleError(
+                    f"{self!r}: parameter {parameter.name!r} has memory, or is split; "
+                    "split_sequence comes before materialize, once"
+                )
+            sequence.ranks.lay(parameter, None)
+        for _, child in self.named_children():
+            if isinstance(child, Module):
+                child.set_sequence(sequence)
+        self.sequence = sequence
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, ClassVar, cast
 
@@ -13,7 +13,9 @@ from mpimesh.arguments import as_flag, as_int, as_items, check_kind, shape_of, s
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.types import Array, DType
-from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, RankError, ShapeError
+from mpimesh.layout import Box, BoxLayout, Layout
+from mpimesh.layout.boxes import extent, whole
 from mpimesh.nn.initializers import Initializer, first_values
 
 __all__ = ["ELSEWHERE", "FLOAT_DTYPES", "ZERO", "Parameter", "as_parameters", "float_dtype"]
@@ -32,7 +34,15 @@ class Parameter:
 
     Attributes:
         name: Its name inside its layer, such as ``"weight"``.
-        shape: Its shape, known before it has memory.
+        shape: The shape of what this rank holds, known before there is memory.
+        global_shape: The shape of the whole parameter, which is `shape` where it is not split.
+        layout: How it lies on the ranks that its layer is split over; None if each of them has
+            all of it, and makes all of its gradient. Ranks that a layout gives the same block
+            have equal values, and each makes a part of the block's gradient: the true one is the
+            sum over them, which training makes once a step, see
+            :func:`mpimesh.sum_shared_gradients`.
+        rank: This rank among those of the layout.
+        box: (start, stop) along each axis of what this rank holds of the whole parameter.
         data: The values, C-contiguous, or None before `materialize`.
         grad_dtype: The dtype of the gradient; that of the values if None. A wider
             one than theirs keeps what many additions would lose.
@@ -47,11 +57,15 @@ class Parameter:
         "_grad",
         "_marks",
         "_place",
+        "box",
         "data",
+        "global_shape",
         "grad_dtype",
         "initializer",
+        "layout",
         "name",
         "on_ready",
+        "rank",
         "requires_grad",
         "shape",
     )
@@ -70,7 +84,11 @@ class Parameter:
         self.name = check_kind(name, str, "name", ModuleError, wanted="a text")
         extents = as_items(shape, f"shape of parameter {name!r}", ModuleError, wanted="a tuple")
         what = f"each extent of the shape of parameter {name!r}"
-        self.shape = tuple(as_int(extent, what, ModuleError, least=0) for extent in extents)
+        self.shape = tuple(as_int(length, what, ModuleError, least=0) for length in extents)
+        self.global_shape = self.shape
+        self.layout: Layout | BoxLayout | None = None
+        self.rank = 0
+        self.box: Box = whole(self.shape)
         if not callable(getattr(initializer, "draw", None)) or isinstance(initializer, type):
             raise ModuleError(
                 f"parameter {name!r}: initializer must be an object such as nn.Constant(0.0), got "
@@ -110,6 +128,48 @@ class Parameter:
         self._marks[self._place] = self._marks[self._place] & ELSEWHERE | wanted
 
     @property
+    def blocks(self) -> Mapping[Box, tuple[int, ...]]:
+        """The blocks of the layout, with the ranks that hold each; none without a layout."""
+        return {} if self.layout is None else self.layout.holders(self.global_shape)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks of the layout that hold the same block, with this one; none if it is empty."""
+        return self.blocks.get(self.box, ())
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks of the layout hold one block, whichever ranks."""
+        return any(len(ranks) > 1 for ranks in self.blocks.values())
+
+    def set_layout(self, layout: Layout | BoxLayout, rank: int) -> None:
+        """Hold the block of `rank` from now on, of a parameter that has no memory yet.
+
+        A parameter that several layers share may be told the same layout by each.
+
+        Raises:
+            ModuleStateError: If it has memory.
+            ModuleError: If it has another layout, or this is none.
+            LayoutError: If the layout does not fit its shape.
+            RankError: If the layout has no such rank.
+        """
+        check_kind(layout, (Layout, BoxLayout), "layout", ModuleError, wanted="a Layout")
+        rank = as_int(rank, "rank", RankError, least=0)
+        if self.data is not None:
+            raise ModuleStateError(
+                f"a layer is split before it has memory, but {self!r} has: split the model first, "
+                "then materialise it, or load a state into it"
+            )
+        if self.layout is not None and (self.layout, self.rank) != (layout, rank):
+            raise ModuleError(
+                f"parameter {self.name!r} of shape {self.global_shape} lies as {self.layout} "
+                f"already, and cannot lie as {layout}, too"
+            )
+        self.box = layout.box(self.global_shape, rank)
+        self.shape = extent(self.box)
+        self.layout, self.rank = layout, rank
+
+    @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -129,6 +189,9 @@ class Parameter:
     ) -> None:
         """Allocate the values and give them their first ones; drops any gradient memory.
 
+        This rank's block gets the values that it has in the whole parameter, of which no more is
+        drawn or held than must be; see :func:`mpimesh.nn.initializers.first_values`.
+
         Args:
             seed: The seed of the whole model.
             dtype: float16, float32 or float64.
@@ -140,7 +203,13 @@ class Parameter:
             ModuleError: If `seed` or `index` is negative.
         """
         values = first_values(
-            self.initializer, self.shape, float_dtype(dtype), seed=seed, index=index, name=self.name
+            self.initializer,
+            self.global_shape,
+            float_dtype(dtype),
+            seed=seed,
+            index=index,
+            name=self.name,
+            box=self.box,
         )
         if not hasattr(xp, "asarray"):
             raise ModuleError(f"xp must be numpy or cupy, got {shown(xp)}")

@@ -19,7 +19,8 @@ __all__ = ["LearnedPositions"]
 class LearnedPositions(Module):
     """``y[..., t, :] = x[..., t, :] + weight[t]``.
 
-    The weight starts normally distributed.
+    The weight starts normally distributed. On a sequence that is split over ranks, see
+    `set_sequence`, t counts the places of the whole one.
 
     Shapes:
         x, result: (..., tokens, features), with at most `max_tokens` tokens.
@@ -55,30 +56,38 @@ class LearnedPositions(Module):
         weight = self.weight.value()
         check_floats(self, x, weight.dtype)
         check_features(self, x, self.features)
-        if x.ndim < 2 or x.shape[-2] > self.max_tokens:
+        first = 0
+        if self.sequence is not None:
+            first = self.sequence.first_place(x)
+            if x.ndim != 3 or first + x.shape[1] > self.max_tokens:
+                raise ShapeError(
+                    f"{self!r}: x must have shape (rows, places, {self.features}) and end at place "
+                    f"{self.max_tokens}, got {tuple(x.shape)} from place {first} on"
+                )
+        elif x.ndim < 2 or x.shape[-2] > self.max_tokens:
             raise ShapeError(
                 f"{self!r}: x must have shape (..., tokens, {self.features}) with at most "
                 f"{self.max_tokens} tokens, got {tuple(x.shape)}"
             )
-        y = x + weight[: x.shape[-2]]
+        y = x + weight[first : first + x.shape[-2]]
         if ctx is not None:
-            ctx.save(self, y.shape, y.dtype)
+            ctx.save(self, y.shape, y.dtype, first)
         return y
 
     def backward_input(self, dy: Array, ctx: Context) -> Array | None:
         """Return `dy`."""
-        self._take(dy, ctx)
-        ctx.defer(self, dy if self.weight.requires_grad else None)
+        (first,) = self._take(dy, ctx)
+        ctx.defer(self, dy if self.weight.requires_grad else None, first)
         return dy if self.input_grad else None
 
     def backward_weight(self, ctx: Context) -> None:
         """Add the sum of `dy` over the leading axes to the gradients of the places that occur."""
-        (dy,) = ctx.take_deferred(self)
+        dy, first = ctx.take_deferred(self)
         if dy is not None:
             tokens = dy.shape[-2]
             rows = math.prod(dy.shape[:-2])  # -1 cannot be told where there are no tokens
             g = dy.reshape(rows, tokens, self.features).sum(axis=0, dtype=sum_dtype(dy.dtype))
-            self.weight.accumulate_rows(namespace(dy).arange(tokens), g)
+            self.weight.accumulate_rows(namespace(dy).arange(first, first + tokens), g)
 
     def __repr__(self) -> str:
         return f"LearnedPositions({self.max_tokens}, {self.features})"

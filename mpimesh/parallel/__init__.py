@@ -1,5 +1,6 @@
 """Data, tensor and pipeline parallelism: models cut over replicas, ranks and stages, as one."""
 
+from mpimesh.nn.split import SequenceSplit
 from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.data import DataParallel, fully_shard
 from mpimesh.parallel.gradients.bucket import Bucket
@@ -16,16 +17,19 @@ from mpimesh.parallel.optimizer import ParallelOptimizer
 from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
-from mpimesh.parallel.tensor.attention import ParallelAttention
-from mpimesh.parallel.tensor.dropout import ParallelDropout
-from mpimesh.parallel.tensor.embedding import VocabParallelEmbedding
-from mpimesh.parallel.tensor.feedforward import ParallelFeedForward, ParallelSwiGLU
 from mpimesh.parallel.tensor.gpt import gpt_layers
-from mpimesh.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from mpimesh.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelDropout,
+    ParallelFeedForward,
+    ParallelSwiGLU,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from mpimesh.parallel.tensor.loss import VocabParallelCrossEntropy
-from mpimesh.parallel.tensor.sequence import SequenceSplit, split_sequence
-from mpimesh.parallel.tensor.split import tensor_parallel
-from mpimesh.parallel.tensor.sums import sum_shared_gradients
+from mpimesh.parallel.tensor.model import sum_shared_gradients
+from mpimesh.parallel.tensor.split import split_sequence, tensor_parallel
 
 __all__ = [
     "BUCKET_BYTES",

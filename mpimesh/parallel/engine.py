@@ -38,8 +38,7 @@ from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
-from mpimesh.parallel.tensor.model import TensorModel
-from mpimesh.parallel.tensor.parameter import describe_parts
+from mpimesh.parallel.tensor.model import TensorModel, who_holds
 from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
@@ -535,7 +534,7 @@ class Engine:
             for stage in self.stages
         )
         shapes = [
-            (name, describe_parts(parameter), parameter.requires_grad, numbers)
+            (name, who_holds(parameter), parameter.requires_grad, numbers)
             for name, parameter, numbers in self._named
         ]
         return (

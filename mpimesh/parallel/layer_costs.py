@@ -33,7 +33,6 @@ from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Leaf
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor.model import TensorModel
-from mpimesh.parallel.tensor.parameter import whole_shape
 from mpimesh.parallel.tree import Tree, flatten, tree_map
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
@@ -181,7 +180,7 @@ def flat_layers(layers: Sequential | Sequence[SupportsLayer]) -> Sequence[Suppor
 def describe_layers(layers: Sequence[SupportsLayer]) -> str:
     """Return the text by which two ranks compare their layers."""
     kinds = [
-        (type(layer).__name__, [(name, whole_shape(one)) for name, one in named_parameters(layer)])
+        (type(layer).__name__, [(name, one.global_shape) for name, one in named_parameters(layer)])
         for layer in layers
     ]
     return f"{len(layers)} layers, digest {fingerprint(str(kinds)):x}"

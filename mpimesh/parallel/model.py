@@ -22,7 +22,6 @@ from mpimesh.parallel.interface import Interface, Leaf
 from mpimesh.parallel.microbatch import Microbatches, replica_sizes
 from mpimesh.parallel.step import Step
 from mpimesh.parallel.tensor.model import local_part
-from mpimesh.parallel.tensor.parameter import whole_shape
 from mpimesh.parallel.tree import Structure, Tree, flatten
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
@@ -197,7 +196,7 @@ class ParallelModel:
                 f"{sorted(missing) or 'none'}, unknown: {sorted(unknown) or 'none'}"
             )
         for name, parameter in expected.items():
-            check_shape(name, whole_shape(parameter), state[name])
+            check_shape(name, parameter.global_shape, state[name])
         mine = dict(engine.named_parameters())
         load_values(mine, {name: local_part(name, one, state[name]) for name, one in mine.items()})
         engine.first_values = True

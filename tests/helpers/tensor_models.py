@@ -105,8 +105,8 @@ class TrappedLoss(mm.VocabParallelCrossEntropy):
     armed = False
 
     def _compute(self, y, target, denominator, *, grad):
-        if self.armed and self.tensor.rank == 1:
-            self.tensor.all_reduce(np.zeros(target.size), "max")  # never resolved
+        if self.armed and self.ranks.rank == 1:
+            self.ranks.all_reduce(np.zeros(target.size), "max")  # never resolved
             raise ValueError("boom in the loss")
         return super()._compute(y, target, denominator, grad=grad)
 

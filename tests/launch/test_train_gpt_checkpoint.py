@@ -239,3 +239,11 @@ def test_a_link_under_the_unfinished_name_is_not_followed(monkeypatch, tmp_path)
     checkpoint.write_whole(path, lambda fresh: fresh.write_text("whole"))
     assert (path.read_text(), other.read_text()) == ("whole", "other")
     assert not path.is_symlink()
+
+
+def test_places_of_older_files_are_read(monkeypatch):
+    """They say an axis and its run, where newer ones say a box."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    place = importlib.import_module("common.checkpoint").Place
+    assert place.from_json([6, 3], 1, [[0, 2]]) == place((6, 3), ((0, 6), (0, 2)))
+    assert place.from_json([6, 3], [[0, 6], [0, 2]]) == place((6, 3), ((0, 6), (0, 2)))

@@ -18,9 +18,8 @@ from mpimesh.nn import (
 )
 from mpimesh.nn.checks import check_extent
 from mpimesh.nn.drops import check_share
-from mpimesh.parallel.tensor.group import TensorGroup
-from mpimesh.parallel.tensor.linear import ColumnParallelLinear
-from mpimesh.parallel.tensor.sequence import SequenceSplit
+from mpimesh.nn.split import SequenceSplit, Split
+from mpimesh.parallel.tensor.layers import ColumnParallelLinear
 from mpimesh.parallel.tensor.split import split_layers
 from mpimesh.runtime import ProcessGroup
 
@@ -45,7 +44,7 @@ def gpt_layers(
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
     tied: bool = True,
-    tp: ProcessGroup | TensorGroup | None = None,
+    tp: ProcessGroup | None = None,
     sequence_parallel: bool = False,
     tokens: int | None = None,
 ) -> list[Module]:
@@ -106,7 +105,7 @@ def gpt_layers(
     max_tokens = check_extent("max_tokens", max_tokens)
     rotary = as_flag(rotary, "rotary", ModuleError)
     tied = as_flag(tied, "tied", ModuleError)
-    if tp is not None and not isinstance(tp, ProcessGroup | TensorGroup):
+    if tp is not None and not isinstance(tp, ProcessGroup):
         raise ModuleError(f"tp must be a group of ranks, as mesh.group('tp'), got {shown(tp)}")
     if tokens is not None:
         check_extent("tokens", tokens)
@@ -139,8 +138,9 @@ def gpt_layers(
         head: Linear | ColumnParallelLinear = Linear(features, vocab_size, bias=False)
     else:
         sequence = SequenceSplit(tp, length=tokens) if sequence_parallel else None
-        tensor = TensorGroup(tp)
-        layers = [split_layers(layer, tensor, sequence) for layer in layers]
+        split = Split(tp, sequence)
+        for layer in layers:
+            split_layers(layer, split)
         head = ColumnParallelLinear(features, vocab_size, group=tp, bias=False, sequence=sequence)
     if tied:
         head.weight = dict(layers[0].named_parameters())["weight"]

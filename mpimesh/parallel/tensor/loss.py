@@ -10,8 +10,7 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.errors import ShapeError
 from mpimesh.nn import CrossEntropy
 from mpimesh.nn.checks import check_extent, check_floats, sum_dtype
-from mpimesh.parallel.tensor.group import TensorGroup
-from mpimesh.parallel.tensor.parameter import even_parts
+from mpimesh.nn.split import Ranks
 from mpimesh.runtime import ProcessGroup
 
 __all__ = ["VocabParallelCrossEntropy"]
@@ -45,14 +44,13 @@ class VocabParallelCrossEntropy(CrossEntropy):
         self,
         num_classes: int,
         *,
-        group: ProcessGroup | TensorGroup,
+        group: ProcessGroup,
         ignore_index: int | None = None,
     ) -> None:
         super().__init__(ignore_index=ignore_index)
         self.num_classes = check_extent("num_classes", num_classes)
-        self.tensor = TensorGroup(group)
-        parts = even_parts(self.num_classes, self.tensor.size)
-        ((self._start, self._stop),) = parts[self.tensor.rank]
+        self.ranks = Ranks(group)
+        self._start, self._stop = self.ranks.runs(self.num_classes)[self.ranks.rank]
 
     def _check(self, y: Array, target: Array) -> None:
         check_floats(self, y, name="y")
@@ -81,14 +79,14 @@ class VocabParallelCrossEntropy(CrossEntropy):
         # Less the largest of all ranks, so that exp cannot overflow. A rank may have no classes.
         none = xp.full(picked.size, -math.inf, wide)
         largest = logits.max(axis=1) if logits.shape[1] else none
-        largest = self.tensor.all_reduce(largest, "max", owned=True).resolve()
+        largest = self.ranks.all_reduce(largest, "max", owned=True).resolve()
         softmax = logits - largest[:, None]
         known = xp.zeros((2, picked.size), wide)
         if logits.shape[1]:
             known[1] = xp.where(mine, softmax[every, columns], 0)
         softmax = xp.exp(softmax, out=softmax)
         softmax.sum(axis=1, out=known[0])
-        total, of_target = self.tensor.all_reduce(known, owned=True).resolve()
+        total, of_target = self.ranks.all_reduce(known, owned=True).resolve()
         losses = xp.log(total) - of_target
         if kept is not None:
             losses[~kept] = 0
@@ -106,5 +104,5 @@ class VocabParallelCrossEntropy(CrossEntropy):
 
     def __repr__(self) -> str:
         option = "" if self.ignore_index is None else f", ignore_index={self.ignore_index}"
-        group = self.tensor.group.name
+        group = self.ranks.group.name
         return f"VocabParallelCrossEntropy({self.num_classes}, group={group!r}{option})"

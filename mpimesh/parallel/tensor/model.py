@@ -14,34 +14,79 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import Array, HostArray, to_numpy
-from mpimesh.errors import MismatchError, ModuleError, ShapeError, on_all_ranks
+from mpimesh.arrays import Array, HostArray, namespace, to_numpy
+from mpimesh.errors import MismatchError, ModuleError, on_all_ranks
+from mpimesh.layout.boxes import extent, view, volume
 from mpimesh.nn import CrossEntropy, Parameter
 from mpimesh.nn.protocol import FeaturePart
+from mpimesh.nn.split import Ranks, stand_in
+from mpimesh.nn.state import check_shape
 from mpimesh.parallel.first_values import leaves
 from mpimesh.parallel.gradients.replicas import agree_values, digest
-from mpimesh.parallel.groups import group_named
+from mpimesh.parallel.groups import group_named, groups_of_lines, lines_of_holders
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor.group import TensorGroup, TensorWatch, watch_over
-from mpimesh.parallel.tensor.parameter import TensorParameter
-from mpimesh.parallel.tensor.sums import shared_groups, shared_parameters
+from mpimesh.parallel.tensor.watch import TensorWatch
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
-__all__ = ["TensorModel", "local_part", "tensor_groups", "whole_array"]
+__all__ = [
+    "TensorModel",
+    "local_part",
+    "sum_shared_gradients",
+    "tensor_groups",
+    "who_holds",
+    "whole_array",
+]
 
 
-def tensor_groups(*layers: object) -> list[TensorGroup]:
+def tensor_groups(*layers: object) -> list[ProcessGroup]:
     """Return the groups over which `layers`, and those under them, are split. Local."""
-    found: dict[int, TensorGroup] = {}
+    found: dict[ProcessGroup, None] = {}
     for top in layers:
         for layer in leaves(top):
             for value in getattr(layer, "__dict__", {}).values():
-                one = value if isinstance(value, TensorGroup) else getattr(value, "tensor", None)
-                if isinstance(one, TensorGroup):
-                    found[id(one)] = one
-    return list(found.values())
+                ranks = value if isinstance(value, Ranks) else getattr(value, "ranks", None)
+                if isinstance(ranks, Ranks) and isinstance(ranks.group, ProcessGroup):
+                    found[ranks.group] = None
+    return list(found)
+
+
+def sum_shared_gradients(parameters: Iterable[Parameter], group: ProcessGroup) -> None:
+    """Sum the gradients of which several ranks of a group have parts: norms', biases', and such.
+
+    Collective over `group`. Training by :class:`~mpimesh.DataParallel` or
+    :class:`~mpimesh.PipelineParallel` does this once a step; a loop of one's own calls it
+    after backward, once, on all parameters of the model.
+
+    Args:
+        parameters: Those of the model, in the same order on every rank.
+        group: The ranks over which its layers are split.
+
+    Cost:
+        One all-reduce for each dtype, if anything is shared.
+    """
+    pieces: dict[Any, list[tuple[Array, int]]] = {}
+    sizes: dict[Any, int] = {}
+    for one in parameters:
+        if not one.requires_grad or not one.is_shared:
+            continue
+        if one.grad is None:
+            one.grad = namespace(one.value()).zeros_like(one.data)
+        # What other ranks hold has its place, too, and gets zeros from here.
+        for box in one.blocks:
+            start = sizes.get(one.dtype, 0)
+            sizes[one.dtype] = start + volume(box)
+            if box == one.box:
+                pieces.setdefault(one.dtype, []).append((one.grad, start))
+    for dtype, size in sizes.items():
+        mine = pieces[dtype]
+        flat = namespace(mine[0][0]).zeros(size, dtype)
+        for grad, start in mine:
+            flat[start : start + grad.size] = grad.reshape(-1)
+        summed = group.all_reduce(flat, out=flat, label="shared gradients").resolve()
+        for grad, start in mine:
+            grad[...] = summed[start : start + grad.size].reshape(grad.shape)
 
 
 class TensorModel:
@@ -59,11 +104,11 @@ class TensorModel:
     """
 
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
-        groups = {id(one.group): one.group for one in tensor_groups(*stages)}
+        groups = tensor_groups(*stages)
         if len(groups) > 1:
-            names = sorted(group.name for group in groups.values())
+            names = sorted(group.name for group in groups)
             raise ModuleError(f"the layers of one model are split over one group, got {names}")
-        self.group: ProcessGroup | None = next(iter(groups.values()), None)
+        self.group: ProcessGroup | None = groups[0] if groups else None
         self._apart = self.group
         self._shared: dict[tuple[int, ...], ProcessGroup] = {}
         self._watch: TensorWatch | None = None
@@ -108,7 +153,7 @@ class TensorModel:
         if group.communicator is scope.communicator:
             name = f"layers of {group.name}"
             self._apart = group_named(mesh, name, list(group.ranks), apart=True)
-        shared = shared_parameters(parameters)
+        shared = [one for one in parameters if one.is_shared]
         both = {id(one) for one in tied} & {id(one) for one in shared}
         if both:
             names = sorted({one.name for one in shared if id(one) in both})
@@ -118,17 +163,18 @@ class TensorModel:
                 "ways; give each stage a parameter of its own"
             )
         if shared:
-            sets = dict.fromkeys(holders for one in shared for holders in one.all_holders)
-            self._shared = shared_groups(mesh, scope, data, group, list(sets))
+            sets = dict.fromkeys(
+                ranks for one in shared for ranks in one.blocks.values() if len(ranks) > 1
+            )
+            lines = lines_of_holders(scope, group, data, sets, what="shared parameters")
+            self._shared = groups_of_lines(mesh, lines, kind="shared by")
 
     def group_of(self, parameter: Parameter) -> ProcessGroup | None:
         """Return all ranks that have this rank's part of a parameter; None if it is the only one.
 
         Their replicas are in it, too.
         """
-        return (
-            self._shared.get(parameter.holders) if isinstance(parameter, TensorParameter) else None
-        )
+        return self._shared.get(parameter.holders)
 
     def check_loss(self, loss: object) -> None:
         """See whether the loss fits the layers. Local.
@@ -143,10 +189,10 @@ class TensorModel:
                 f"take VocabParallelCrossEntropy({self._output.extent}, group=...), or "
                 "gather_output=True for that layer"
             )
-        for one in tensor_groups(loss):
-            if self.group is not None and one.group is not self.group:
+        for group in tensor_groups(loss):
+            if self.group is not None and group is not self.group:
                 raise ModuleError(
-                    f"the loss is split over group {one.group.name!r}, but the layers over "
+                    f"the loss is split over group {group.name!r}, but the layers over "
                     f"{self.group.name!r}: make both with the same group"
                 )
 
@@ -157,12 +203,12 @@ class TensorModel:
         if self._apart is None or self.group is None:
             return
         self._watch = TensorWatch(self._apart, look)
-        watch_over(self.group, self._watch)
+        stand_in(self.group, self._watch)
 
     def end(self) -> None:
         """Let go of the step. Local."""
         if self.group is not None:
-            watch_over(self.group, None)
+            stand_in(self.group, None)
         self._watch = None
 
     def notes(self) -> list[Any]:
@@ -193,7 +239,7 @@ class TensorModel:
         rank = self.group.rank
 
         def counts(one: Parameter) -> bool:
-            if not isinstance(one, TensorParameter):
+            if one.layout is None:
                 return rank == 0
             return divided or one.holders[:1] in ((), (rank,))
 
@@ -212,9 +258,7 @@ class TensorModel:
         agree_values([(name, one) for name, one in named if not _is_split(one)], self.group)
         # Of what is split, too, several ranks may hold one part, such as a key head.
         split = [(name, one) for name, one in named if _is_split(one)]
-        shared = [
-            (n, one) for n, one in split if isinstance(one, TensorParameter) and one.all_holders
-        ]
+        shared = [(name, one) for name, one in split if one.is_shared]
         if self.is_split and shared:
             mine = [digest(one) for _, one in shared]
             what = Call("shared parameters", self.group.name)
@@ -237,16 +281,19 @@ def local_part(name: str, parameter: Parameter, whole: Array) -> Array:
     Raises:
         ShapeError: If they have another shape.
     """
-    if not isinstance(parameter, TensorParameter):
+    if parameter.layout is None:
         return whole
-    try:
-        return parameter.part_of(to_numpy(whole))
-    except ShapeError as error:
-        raise ShapeError(f"state of parameter {name!r}: {error}") from None
+    check_shape(name, parameter.global_shape, whole)
+    return np.array(view(to_numpy(whole), parameter.box))
+
+
+def who_holds(parameter: Parameter) -> object:
+    """Return what must be alike on all ranks that share a model: nothing of the rank itself."""
+    return parameter.global_shape, list(parameter.blocks.items())
 
 
 def _agree_parts(
-    shared: Sequence[tuple[str, TensorParameter]],
+    shared: Sequence[tuple[str, Parameter]],
     everyone: Sequence[Sequence[str]],
     group: ProcessGroup,
 ) -> None:
@@ -258,7 +305,7 @@ def _agree_parts(
         MismatchError: Naming the first such parameter.
     """
     for place, (name, one) in enumerate(shared):
-        for holders in one.all_holders:
+        for holders in one.blocks.values():
             texts = {rank: everyone[rank][place] for rank in holders}
             if len(set(texts.values())) > 1:
                 rows = "\n".join(f"  rank {rank}: values {text}" for rank, text in texts.items())
@@ -271,7 +318,7 @@ def _agree_parts(
 
 
 def _is_split(parameter: Parameter) -> bool:
-    return isinstance(parameter, TensorParameter) and len(set(parameter.parts)) > 1
+    return parameter.layout is not None and not parameter.layout.is_replicated
 
 
 # -- a split array put together: of the ranks with the same part of it, one sends -----------------
@@ -291,18 +338,15 @@ def whole_array(parameter: Parameter, part: Array, group: ProcessGroup | None) -
         One all-gather of the whole array, however many ranks have the same part of it.
     """
     values = np.array(to_numpy(part))
-    if group is None or not isinstance(parameter, TensorParameter):
+    if group is None or not _is_split(parameter):
         return values
-    firsts = [parameter.parts.index(runs) for runs in parameter.parts]
-    if not any(firsts):
-        return values
-    axis = parameter.axis
-    sizes = [
-        sum(stop - start for start, stop in runs) if firsts[rank] == rank else 0
-        for rank, runs in enumerate(parameter.parts)
-    ]
-    if firsts[parameter.rank] != parameter.rank:
-        values = np.take(values, [], axis)
-    joined = group.all_gather(values, axis=axis, sizes=sizes).resolve()
-    parts = np.split(joined, np.cumsum(sizes)[:-1], axis=axis)
-    return parameter.joined([parts[first] for first in firsts])
+    boxes = {ranks[0]: box for box, ranks in parameter.blocks.items()}
+    sizes = [volume(boxes[rank]) if rank in boxes else 0 for rank in range(group.size)]
+    mine = values.reshape(-1)[: sizes[parameter.rank]]
+    parts = group.all_gather(mine, sizes=sizes).resolve()
+    whole: HostArray = np.empty(parameter.global_shape, values.dtype)
+    start = 0
+    for box in boxes.values():
+        view(whole, box)[...] = parts[start : start + volume(box)].reshape(extent(box))
+        start += volume(box)
+    return whole

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpimesh.errors import ModelError
-from mpimesh.models import Batch, BertConfig, Share, plan_batches
+from mpimesh.models import Batch, BertConfig, plan_batches
 from mpimesh.models.batches import deal
+from mpimesh.models.loading import check_ranks
 from mpimesh.parallel.microbatch import replica_rows
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises
@@ -70,19 +69,9 @@ def config(heads, hidden):
 
 @settings(max_examples=examples(40))
 @given(heads=st.integers(1, 16), hidden=st.integers(1, 40), size=st.integers(1, 16))
-def test_shares_cover_heads_and_columns_and_differ_by_one(heads, hidden, size):
+def test_more_ranks_than_heads_or_columns_are_refused(heads, hidden, size):
     if size > min(heads, hidden):
         with raises(ModelError, f"{heads} heads", f"{hidden} columns", f"{size} ranks"):
-            Share.of(config(heads, hidden), size, 0)
-        return
-    shares = [Share.of(config(heads, hidden), size, rank) for rank in range(size)]
-    for parts, total in (
-        ([one.heads for one in shares], heads),
-        ([one.columns for one in shares], hidden),
-    ):
-        assert (parts[0].start, parts[-1].stop) == (0, total)
-        assert all(one.stop == other.start for one, other in pairwise(parts))
-        sizes = [one.stop - one.start for one in parts]
-        assert sizes == sorted(sizes, reverse=True)
-        assert 1 <= sizes[-1] >= sizes[0] - 1
-    assert [one.first for one in shares] == [True] + [False] * (size - 1)
+            check_ranks(config(heads, hidden), size)
+    else:
+        check_ranks(config(heads, hidden), size)

@@ -7,7 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
+from mpimesh import Mesh
+from mpimesh.errors import DTypeError, LayoutError, ModuleError, ModuleStateError, ShapeError
+from mpimesh.layout import Layout
 from mpimesh.nn import Constant, Parameter, Uniform
 from tests.helpers.raises import raises
 
@@ -201,3 +203,32 @@ def test_a_copy_is_tied_to_no_buckets():
     assert parameter.on_ready is not None
     np.testing.assert_array_equal(parameter.value(), np.ones((2, 3)))
     np.testing.assert_array_equal(flat, np.ones(6))
+
+
+def test_a_parameter_with_a_layout_is_a_block_of_it():
+    whole = materialized((5, 3))
+    layout = Layout(Mesh("tp=2"), "tp=S0")
+    parts = []
+    for rank in range(2):
+        part = Parameter("weight", (5, 3), Uniform(1.0))
+        part.set_layout(layout, rank)
+        part.set_layout(layout, rank)  # as each layer does that shares it
+        assert (part.global_shape, part.shape) == ((5, 3), (3 - rank, 3))
+        part.materialize(seed=0, dtype="float64")
+        assert np.array_equal(part.value(), whole.value()[part.box[0][0] : part.box[0][1]])
+        assert part.holders == (rank,)
+        twin = copy.deepcopy(part)
+        assert (twin.layout, twin.rank, twin.box) == (layout, rank, part.box)
+        parts.append(part)
+    assert whole.box == ((0, 5), (0, 3))
+    with raises(ModuleStateError, "'weight'", (3, 3)):
+        parts[0].set_layout(layout, 0)
+
+
+def test_a_parameter_has_one_layout():
+    part = Parameter("weight", (5, 3), Uniform(1.0))
+    part.set_layout(Layout(Mesh("tp=2"), "tp=S0"), 0)
+    with raises(ModuleError, "'weight'", (5, 3), "tp=S1"):
+        part.set_layout(Layout(Mesh("tp=2"), "tp=S1"), 0)
+    with raises(LayoutError, "Shard(3)", (5, 3)):
+        Parameter("weight", (5, 3), Uniform(1.0)).set_layout(Layout(Mesh("tp=2"), "tp=S3"), 0)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpimesh import nn, optim
+from mpimesh import Mesh, nn, optim
+from mpimesh.layout import Layout
 from tests.helpers.wrong_arguments import Case, outcomes, uncovered
 
 X = np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(2, 3, 4)
@@ -160,6 +161,10 @@ CASES: dict[str, Any] = {
         nn.Parameter("w", (3, 2), nn.Constant(0.0)).materialize,
         {"seed": 0, "dtype": "float32", "xp": np, "index": 1},
     ),
+    "Parameter.set_layout": lambda: (
+        nn.Parameter("w", (3, 2), nn.Constant(0.0)).set_layout,
+        {"layout": Layout(Mesh("tp=2"), "S0"), "rank": 1},
+    ),
     "Parameter.accumulate": lambda: (parameter().accumulate, {"g": np.ones((3, 2), np.float32)}),
     "Parameter.accumulate_rows": lambda: (
         parameter().accumulate_rows,
@@ -205,7 +210,11 @@ LEFT_OUT = {
     "Context.drop",
     *(f"{kind}.draw" for kind in ("Constant", "Normal", "Uniform")),
     *(f"{name}.{half}" for name in LAYERS for half in ("backward_input", "backward_weight")),
-    *(f"{name}.{way}" for name in (*LAYERS, "Module") for way in ("set_place", "set_part")),
+    *(
+        f"{name}.{way}"
+        for name in (*LAYERS, "Module")
+        for way in ("set_place", "set_part", "set_sequence", "set_split", "add_gradients")
+    ),
     "Optimizer.check_state",
     "Optimizer.exchange_params",
     "Optimizer.step_at",

@@ -89,19 +89,19 @@ def test_fewer_sentences_than_replicas_and_none(folder, expected):
 
 
 def test_a_rank_reads_only_its_weights(folder):
-    """Stages read their own; words are shared. All read a block's norms, the first last biases."""
+    """Stages read their own; words are shared. All read a block's norms and its last biases."""
     features, hidden, blocks, words, positions = 12, 10, 3, len(VOCABULARY), MAX_TOKENS
     word = 4 * features
     tables = (positions + 2 + 2) * word  # with the types, and the norm's two
     table = words * word + tables
-    norms, last_biases = 4 * 4 * features, 4 * 2 * features
+    norms_and_biases = 4 * (4 + 2) * features
 
     def inside(heads, columns):
         """Return the bytes of some heads and columns of a block."""
         attention = 3 * (features + 1) * 4 * heads + features * 4 * heads
         return 4 * (attention + (features + 1) * columns + features * columns)
 
-    whole = inside(3, hidden) + norms + last_biases
+    whole = inside(3, hidden) + norms_and_biases
     read = {
         dims: [told[2] for told in mm.run_virtual(size, embed, dims, folder, [])]
         for dims, size in (("dp=2", 2), ("pp=2", 2), ("tp=2", 2))
@@ -109,8 +109,8 @@ def test_a_rank_reads_only_its_weights(folder):
     assert read["dp=2"] == [table + blocks * whole] * 2
     assert read["pp=2"] == [table + 2 * whole, whole]
     assert read["tp=2"] == [
-        words // 2 * word + tables + blocks * (inside(2, 5) + norms + last_biases),
-        words // 2 * word + tables + blocks * (inside(1, 5) + norms),
+        words // 2 * word + tables + blocks * (inside(2, 5) + norms_and_biases),
+        words // 2 * word + tables + blocks * (inside(1, 5) + norms_and_biases),
     ]
 
 

@@ -316,11 +316,11 @@ def test_split_layers_tell_what_they_are():
         stage = mm.PipelineStage(0)
         for block in (nn.GptBlock(4, 2, mlp="swiglu"), nn.BertBlock(4, 2)):
             split = mm.tensor_parallel(block, tp)
-            assert repr(split) == f"Parallel{type(block).__name__}(4, 2, hidden=16)"
-            assert repr(split.attention).startswith("ParallelAttention(4, 2")
-            assert repr(split.mlp).startswith("Parallel")
+            assert repr(split) == f"{type(block).__name__}(4, 2, hidden=16, group='tp')"
+            for within in (split.attention, split.attention.query, split.mlp, split.mlp.down):
+                assert repr(within).endswith("group='tp')")
             stage.add_layer(split)
-        assert "ParallelGptBlock(4, 2, hidden=16)" in repr(stage)
+        assert "GptBlock(4, 2, hidden=16, group='tp')" in repr(stage)
 
     on_ranks("tp=2", body)
     assert repr(nn.GptBlock(4, 2)) == "GptBlock(4, 2, hidden=16)"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpimesh as mm
-from mpimesh import nn
+from mpimesh import Mesh, nn
 from mpimesh.errors import (
     DTypeError,
     GroupError,
@@ -19,10 +19,12 @@ from mpimesh.errors import (
     ModuleStateError,
     ShapeError,
 )
+from mpimesh.layout import Layout
+from mpimesh.layout.boxes import slices
+from mpimesh.nn import Parameter
+from mpimesh.nn.attention import head_runs
 from mpimesh.nn.initializers import first_values
-from mpimesh.parallel.tensor.attention import head_parts
 from mpimesh.parallel.tensor.model import TensorModel
-from mpimesh.parallel.tensor.parameter import TensorParameter, even_parts
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.raises import raises
@@ -140,7 +142,7 @@ def test_attention(size, kv, per_kv, length, sequence, masked, bias, rotary):
     rng = np.random.default_rng(heads)
     mask = rng.random((3, length)) < 0.7 if masked else None
     try:
-        head_parts(heads, kv, 2, size)
+        head_runs(heads, kv, 2, size)
     except ModuleError:
         return
     check(
@@ -222,7 +224,7 @@ def test_cross_entropy(size, classes, ignored, inner, rows, dtype, scale):
     def body(mesh):
         group = mesh.group("tp")
         loss = mm.VocabParallelCrossEntropy(classes, group=group, ignore_index=ignore)
-        ((start, stop),) = even_parts(classes, size)[mesh.rank]
+        start, stop = loss.ranks.runs(classes)[mesh.rank]
         mine = np.ascontiguousarray(y[..., start:stop])
         got, part = loss.value_and_grad(mine, target, denominator=2.5)
         assert part.dtype == y.dtype
@@ -247,16 +249,17 @@ def test_first_values_are_those_of_the_whole_parameter(shape, axis, size, kind, 
     shape = tuple(shape[:2]) + tuple(shape[2:] and [min(shape[2], 9)])
     axis %= len(shape)
     whole = first_values(kind, shape, np.dtype(dtype), seed=3, index=2, name="w")
-    parts = even_parts(shape[axis], size)
-    made = []
+    layout = Layout(Mesh(f"tp={size}"), f"tp=S{axis}")
+    made = np.full(shape, np.nan, dtype)
     for rank in range(size):
-        one = TensorParameter("w", shape, kind, axis=axis, parts=parts, rank=rank)
+        one = Parameter("w", shape, kind)
+        one.set_layout(layout, rank)
         one.materialize(seed=3, dtype=dtype, index=2)
         assert one.data.dtype == dtype
-        assert np.array_equal(one.part_of(whole), one.data)
-        made.append(one)
-    assert np.array_equal(made[0].joined([one.data for one in made]), whole)
-    assert not made[0].all_holders
+        assert one.global_shape == shape
+        made[slices(one.box)] = one.data
+        assert not one.is_shared
+    assert np.array_equal(made, whole)
 
 
 def test_an_initializer_of_ones_own_is_drawn_in_full():
@@ -268,7 +271,8 @@ def test_an_initializer_of_ones_own_is_drawn_in_full():
 
     shape = (3, 1 << 16)
     whole = first_values(Steps(), shape, np.dtype(np.float64), seed=3, index=2, name="w")
-    one = TensorParameter("w", shape, Steps(), axis=0, parts=even_parts(3, 3), rank=2)
+    one = Parameter("w", shape, Steps())
+    one.set_layout(Layout(Mesh("tp=3"), "S0"), 2)
     one.materialize(seed=3, dtype=np.float64, index=2)
     assert np.array_equal(one.data, whole[2:])
 
@@ -278,13 +282,13 @@ def test_heads_of_ranks(kv, per_kv, size):
     """Each query head is on one rank, with the key head that it reads, and evenly so."""
     heads = kv * per_kv
     try:
-        queries, keys = head_parts(heads, kv, 1, size)
+        queries, keys = head_runs(heads, kv, 1, size)
     except ModuleError:
         assert size > heads
         return
     assert size <= heads
     dealt = []
-    for ((start, stop),), ((first, end),) in zip(queries, keys, strict=True):
+    for (start, stop), (first, end) in zip(queries, keys, strict=True):
         mine = list(range(start, stop))
         assert [(head - start) // ((stop - start) // (end - first)) for head in mine] == [
             head // per_kv - first for head in mine
@@ -348,7 +352,7 @@ def test_a_copy_of_a_layer_is_split_over_the_same_ranks():
         twin = copy.deepcopy(layer)
         for one in (layer, twin):
             one.materialize(seed=0, dtype=np.float64)
-        assert twin.entrance is not layer.entrance
+        assert twin.split is not layer.split
         x = np.arange(6.0).reshape(2, 3)
         assert np.array_equal(layer(x), twin(x))
 

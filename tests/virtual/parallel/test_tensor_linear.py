@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh import nn, optim
+from mpimesh.errors import LayoutError, ModuleError, UnknownNameError
 from mpimesh.parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -21,6 +22,8 @@ from mpimesh.parallel import (
 from mpimesh.parallel.tensor.model import TensorModel
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
+from tests.helpers.raises import raises
+from tests.helpers.wrong_arguments import outcomes
 
 SEED = 5
 
@@ -170,3 +173,82 @@ def test_training_steps_are_those_of_the_unsplit_model(dims):
             assert np.array_equal(again[name], values + 1), name
 
     on_ranks(dims, body, rendezvous=True)
+
+
+@settings(max_examples=examples(20))
+@given(
+    size=st.integers(1, 4),
+    named=st.booleans(),
+    sequence=st.booleans(),
+    gather=st.booleans(),
+    data=st.data(),
+)
+def test_a_linear_layer_with_a_layout_of_any_sizes(size, named, sequence, gather, data):
+    """What a layer gives does not depend on who has how much of the weight."""
+    sizes = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size).filter(any))
+    hidden, length = sum(sizes), 3
+    text = ",".join(map(str, sizes))
+    begin = "tp=" if named else ""
+    widths = [4, hidden, 4]
+    x, dy = np.random.default_rng(hidden).normal(size=(2, 2, length, 4))
+    y, dx, gradients = alone(widths, True, x, dy)
+
+    def body(mesh):
+        group = mesh.group("tp")
+        cut = SequenceSplit(group, length=length) if sequence else None
+        options: dict[str, Any] = {"group": group, "sequence": cut}
+        into = nn.Linear(4, hidden, weight=f"{begin}S0({text})", **options)
+        out = nn.Linear(hidden, 4, weight=f"{begin}S1({text})", **options)
+        assert into.weight.shape == (sizes[mesh.rank], 4)
+        assert out.weight.shape == (4, sizes[mesh.rank])
+        norm = nn.LayerNorm(4)
+        stage = mm.PipelineStage(0)
+        for layer in (norm if cut is None else split_sequence(norm, cut), into, nn.GELU(), out):
+            stage.add_layer(layer)
+        stage.materialize(seed=SEED, dtype=np.float64)
+        here = (slice(None),) if cut is None else cut.here(x)
+        ctx = nn.Context()
+        assert_close(stage(x[here], ctx), y[here])
+        assert_close(stage.backward(dy[here], ctx), dx[here])
+        for name, gradient in whole_gradients(stage, [stage], group).items():
+            assert_close(gradient, gradients[name], name)
+        if gather:
+            every = nn.Linear(4, hidden, weight=f"S0({text})", group=group, gather_output=True)
+            every.materialize(seed=SEED, dtype=np.float64)
+            whole = nn.Linear(4, hidden)
+            whole.materialize(seed=SEED, dtype=np.float64)
+            ctx, beside = nn.Context(), nn.Context()
+            found, expected = every(x, ctx), whole(x, beside)
+            assert_close(found, expected)
+            assert_close(every.backward(found, ctx), whole.backward(expected, beside))
+
+    on_ranks(f"tp={size}", body)
+
+
+def test_layouts_that_a_linear_layer_cannot_have():
+    def body(mesh):
+        tp = mesh.group("tp")
+        for weight in ("R", "P", "S2", None):
+            with raises(ModuleError, "weight", "'S0'", "'S1'", weight):
+                nn.Linear(4, 4, weight=weight, group=tp)
+        with raises(UnknownNameError, "'dp'", "tp"):
+            nn.Linear(4, 4, weight="dp=S0", group=tp)
+        with raises(LayoutError, "weight", 3, 2):
+            nn.Linear(4, 4, weight="S0(2,1,1)", group=tp)
+        with raises(LayoutError, (4, 4)):
+            nn.Linear(4, 4, weight="S0(2,1)", group=tp)
+        with raises(ModuleError, "weight", "group="):
+            nn.Linear(4, 4, weight="S0")
+        with raises(ModuleError, "gather_output"):
+            nn.Linear(4, 4, weight="S1", group=tp, gather_output=True)
+        taken = nn.Linear(4, 4, weight="S1", group=tp)
+        with raises(ModuleError, "FeedForward", taken):
+            layer = nn.FeedForward(4, 4)
+            layer.up = taken
+            mm.tensor_parallel(layer, tp)
+        options = {"weight": "S0", "group": tp, "sequence": None, "gather_output": True}
+        case = nn.Linear, {"in_features": 4, "out_features": 2, "bias": True, **options}
+        also = {"weight": "placement", "in_features": "shape", "out_features": "shape"}
+        assert list(outcomes(lambda: case, also=also)) == []
+
+    on_ranks("tp=2", body)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.errors import MismatchError, ModuleError, StageError
+from mpimesh.layout.boxes import slices
 from mpimesh.nn import SupportsLayer
 from mpimesh.parallel import measure_layers
-from mpimesh.parallel.tensor.parameter import TensorParameter
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.parallel_traps import Trap, assert_nothing_left
@@ -154,9 +154,7 @@ def test_any_stack_is_the_unsplit_one(
         mm.sum_shared_gradients(model.parameters(), group)
         assert [name for name, _ in model.named_parameters()] == list(gradients)
         for name, one in model.named_parameters():
-            part: Any = gradients[name].grad
-            if hasattr(one, "part_of"):
-                part = one.part_of(part)
+            part: Any = gradients[name].grad[slices(one.box)]
             np.testing.assert_allclose(one.grad, part, rtol=1e-10, atol=1e-10, err_msg=name)
 
     on_ranks(f"tp={size}", body)
@@ -349,6 +347,36 @@ def test_more_ranks_than_there_is_to_share():
         assert loss == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_weight_of_several_split_layers_stays_shared():
+    """Each layer got a weight of its own, and they were no longer tied."""
+
+    def model() -> nn.Sequential:
+        made = nn.Sequential(nn.FeedForward(3, 5), nn.LayerNorm(3), nn.FeedForward(3, 5))
+        made[2].up.weight = made[0].up.weight
+        return made
+
+    x = np.random.default_rng(0).normal(size=(4, 3))
+    whole = model()
+    whole.materialize(seed=SEED, dtype=np.float64)
+    y = whole(x, ctx := nn.Context())
+    whole.backward(y, ctx)
+    gradients = {name: one.grad for name, one in whole.named_parameters()}
+
+    def body(mesh):
+        split = mm.tensor_parallel(model(), mesh.group("tp"))
+        split.materialize(seed=SEED, dtype=np.float64)
+        ctx = nn.Context()
+        np.testing.assert_allclose(split(x, ctx), y, rtol=1e-12)
+        split.backward(y, ctx)
+        named = dict(split.named_parameters())
+        assert named.keys() == gradients.keys()
+        for name, one in named.items():
+            part = gradients[name][slices(one.box)]
+            np.testing.assert_allclose(one.grad, part, rtol=1e-11, err_msg=name)
+
+    on_ranks("tp=2", body)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_bert_of_split_blocks(masked):
     rng = np.random.default_rng(3)
@@ -380,9 +408,7 @@ def test_a_bert_of_split_blocks(masked):
         got, expected = (got[0], y[0]) if masked else (got, y)
         assert np.allclose(got, expected, rtol=1e-10, atol=1e-12)
         for name, one in split.named_parameters():
-            part = gradients[name]
-            if isinstance(one, TensorParameter):
-                part = one.part_of(part)
+            part = gradients[name][slices(one.box)]
             assert np.allclose(one.grad, part, rtol=1e-10, atol=1e-12), name
 
     on_ranks("tp=3", body)
@@ -412,7 +438,7 @@ def test_a_split_layer_that_fails_while_it_is_measured_ends_it_on_all_ranks(dims
         block: Any = made[4]
         block.mlp.activation = nn.Sequential(block.mlp.activation, trap)
         x = batch(0)[0][:2]
-        with raises(StageError, "rank 1", "ValueError", "layer 4", "ParallelGptBlock", "boom"):
+        with raises(StageError, "rank 1", "ValueError", "layer 4", "GptBlock", "boom"):
             measure_layers(made, x, mesh=mesh, repeats=1, latency_s=0, bytes_per_s=1)
         assert_nothing_left(mesh)
         trap.disarm()

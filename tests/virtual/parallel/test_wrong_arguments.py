@@ -92,6 +92,10 @@ REPLICAS: dict[str, Any] = {
         {"max_norm": 1.0},
     ),
     "ParallelOptimizer.load_state_dict": loaded,
+    "fully_shard": lambda mesh: (
+        mm.fully_shard,
+        {"model": ready(), "mesh": mesh, "dim": "dp", "stage": 3},
+    ),
     "GradientBuckets": lambda mesh: (
         parallel.GradientBuckets,
         {
@@ -238,7 +242,7 @@ LEFT_OUT = {
     # What models and gradients do by themselves.
     *(
         f"GradientBuckets.{name}"
-        for name in ["begin", "submit", "complete", "synchronize", "cancel"]
+        for name in ["begin", "submit", "complete", "synchronize", "cancel", "divide"]
     ),
     "ParallelOptimizer.resume",
     # Writes a file.
