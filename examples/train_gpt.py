@@ -54,7 +54,7 @@ from common.manifest import damaged
 from common.program import ProgramError, run_program
 from common.stopping import STOPPED, StopSignal
 from gpt.data import BYTES, load_text
-from gpt.options import parse_options
+from gpt.options import SCHEDULES, parse_options
 from gpt.report import Report
 from gpt.sample import sample_text
 
@@ -66,8 +66,6 @@ from mpimesh.schedule import stages_per_rank
 
 EVALUATION_ROWS = 128
 """Windows of the text that is held out, always the same ones."""
-LOWEST_RATE = 0.1
-"""Share of the learning rate that is left at the end."""
 
 
 def make_layers(options: Namespace, tp: mm.ProcessGroup | None) -> list[nn.Module]:
@@ -156,7 +154,8 @@ def make_optimizer(
 def run_settings(options: Namespace) -> dict[str, Any]:
     """Return what two runs must have in common to be one training: the mesh is not among it."""
     names = ("layers", "features", "heads", "context", "dropout", "tied", "dtype")
-    names += ("batch_size", "decay_steps", "lr", "warmup", "weight_decay", "clip", "seed")
+    names += ("batch_size", "decay_steps", "lr", "lr_schedule", "warmup")
+    names += ("weight_decay", "clip", "seed")
     return {name: getattr(options, name) for name in names}
 
 
@@ -170,6 +169,19 @@ def saved_held_out(options: Namespace, saved: dict[str, Any]) -> dict[int, float
         return {int(step): float(loss) for step, loss in saved["held_out"]}
     except (KeyError, TypeError, ValueError):
         problem = "notes.held_out must be a list of pairs of a step and a loss"
+        raise damaged(options.checkpoint / MANIFEST, problem) from None
+
+
+def load_rates(options: Namespace, saved: dict[str, Any], rates: optim.LRScheduler) -> None:
+    """Have the learning rates go on from what a checkpoint has.
+
+    Raises:
+        ProgramError: On every rank, if it has something else.
+    """
+    try:
+        rates.load_state_dict(saved["rates"])
+    except (KeyError, ModuleError) as error:
+        problem = f"notes.rates must be the state of an LRScheduler: {error}"
         raise damaged(options.checkpoint / MANIFEST, problem) from None
 
 
@@ -193,6 +205,8 @@ class Training:
         if mesh.dim_size("tp") > 1:
             self.loss = mm.VocabParallelCrossEntropy(BYTES, group=mesh.group("tp"))
         self.optimizer = make_optimizer(mesh, self.pipe, options)
+        schedule = SCHEDULES[options.lr_schedule](options.warmup, options.decay_steps)
+        self.rates = optim.LRScheduler(self.optimizer, schedule)
         settings = {**run_settings(options), "text": self.text.digest()}
         self.checkpoint = Checkpoint(
             options.checkpoint,
@@ -201,9 +215,12 @@ class Training:
             advice={"decay_steps": "to train longer than planned, add --decay-steps {}"},
             derived={"warmup": "decay_steps"},
         )
-        saved = self.checkpoint.load(self.pipe, self.optimizer) or {"losses": [], "held_out": []}
+        saved = self.checkpoint.load(self.pipe, self.optimizer)
+        if saved is None:
+            saved = {"losses": [], "held_out": [], "rates": self.rates.state_dict()}
         self.losses: list[float] = saved["losses"]
         self.held_out = saved_held_out(options, saved)
+        load_rates(options, saved, self.rates)
         self.resumed_at = len(self.losses)
         if self.resumed_at > options.steps:
             raise ProgramError(
@@ -230,24 +247,17 @@ class Training:
                 progress.step(self.losses, self.held_out, self.optimizer.lr, norm)
                 stopping = told.resolve() > 0  # the same on every rank
                 if step % options.checkpoint_steps == 0 or stopping or step == options.steps:
-                    notes = {"losses": self.losses, "held_out": [*self.held_out.items()]}
+                    notes = {
+                        "losses": self.losses,
+                        "held_out": [*self.held_out.items()],
+                        "rates": self.rates.state_dict(),
+                    }
                     self.checkpoint.save(step, self.pipe, self.optimizer, notes)
                 if stopping and step < options.steps:
                     return False
         if options.steps not in self.held_out:  # a longer run was stopped there
             self.held_out[options.steps] = self.evaluate()
         return True
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate: it rises evenly, then falls as a cosine, then stays."""
-        options = self.options
-        if step <= options.warmup:
-            return float(options.lr * step / options.warmup)
-        if step >= options.decay_steps:
-            return float(options.lr * LOWEST_RATE)
-        done = (step - options.warmup) / (options.decay_steps - options.warmup)
-        share = LOWEST_RATE + (1 - LOWEST_RATE) * (1 + math.cos(math.pi * done)) / 2
-        return float(options.lr * share)
 
     def step(self, number: int) -> float:
         """Do one training step; return the norm of its gradients."""
@@ -266,7 +276,7 @@ class Training:
             losses = [train(*part) for part in first]
         losses.append(train(*last))
         norm = self.pipe.clip_grad_norm(options.clip)
-        self.optimizer.lr = self.rate(number)
+        self.rates.step()  # before the optimizer's: step 0 of a warm-up would change nothing
         self.optimizer.step()
         self.losses.append(math.fsum(losses))
         self.seconds += time.perf_counter() - start_s

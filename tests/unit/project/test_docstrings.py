@@ -53,6 +53,7 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         layout.plan_redistribution,
         nn.Add,
         nn.Concat,
+        optim.LRScheduler,
         optim.LossScaler,
         schedule.Schedule,
         schedule.lower,
