@@ -137,7 +137,7 @@ class WarmupLR(LRSchedule):
     """
 
     steps: int
-    then: LRSchedule = ConstantLR()  # noqa: RUF009 - a frozen value
+    then: LRSchedule = ConstantLR()
     start: float = 0.0
 
     def __post_init__(self) -> None:

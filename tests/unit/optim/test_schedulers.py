@@ -1,4 +1,4 @@
-"""Learning rates, against closed formulas and those of PyTorch's documentation written down here."""
+"""Learning rates, against closed formulas and those of PyTorch, written down here."""
 
 from __future__ import annotations
 

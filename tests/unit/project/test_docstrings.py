@@ -39,6 +39,7 @@ def run_examples(thing: Any) -> tuple[int, int, str]:
         mm.PipelineStage,
         mm.local_map,
         mm.shift,
+        mm.testing.gradcheck,
         schedule.Costs.joined,
         dtensor.DVariable,
         dtensor.default_mesh,
