@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeAlias
 
-from mpimesh.arguments import as_int, as_real, shown
+from mpimesh.arguments import as_int, as_real, shape_of, shown
 from mpimesh.errors import ModuleError
 from mpimesh.optim.optimizer import Optimizer, check_number
 
@@ -324,7 +324,11 @@ def _optimizers_of(given: Any) -> list[Optimizer]:
     if isinstance(given, Optimizer):
         return [given]
     inside = getattr(given, "optimizers", given)
-    if not isinstance(inside, Iterable) or isinstance(inside, str | bytes | Mapping):
+    if (
+        not isinstance(inside, Iterable)
+        or isinstance(inside, str | bytes | Mapping)
+        or shape_of(inside) is not None
+    ):
         raise ModuleError(
             f"optimizer must be an Optimizer, a ParallelOptimizer, or several, got {shown(given)}"
         )

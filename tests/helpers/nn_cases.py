@@ -93,6 +93,18 @@ CASES = {
         (2,),
         integers_below=5,
     ),
+    "checkpoint": Case(
+        lambda: nn.Checkpoint(
+            nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Dropout(0.3), nn.Linear(4, 2))
+        ),
+        (3,),
+        context={"step": 1},
+    ),
+    "checkpoint of embedding": Case(
+        lambda: nn.Sequential(nn.Checkpoint(nn.Embedding(5, 4)), nn.Checkpoint(nn.LayerNorm(4))),
+        (2,),
+        integers_below=5,
+    ),
     "empty sequential": Case(nn.Sequential, (2,)),
 }
 

@@ -10,6 +10,7 @@ from mpimesh.nn import (
     GELU,
     Attention,
     BertBlock,
+    Checkpoint,
     Dropout,
     Embedding,
     FeedForward,
@@ -237,7 +238,7 @@ _SPLIT = (
 )
 # What users split themselves stays as it is.
 
-_PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock)
+_PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock, Checkpoint)
 # With a split sequence these need no change, or only of the layers within.
 
 _HELD = (Attention, FeedForward, SwiGLU, Embedding)

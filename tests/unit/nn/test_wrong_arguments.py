@@ -49,6 +49,7 @@ LAYERS: dict[str, tuple[dict[str, Any], Any]] = {
         },
         IDS,
     ),
+    "Checkpoint": ({"layer": nn.Linear(4, 2)}, ROWS),
     "Concat": ({"axis": -1}, (ROWS, ROWS)),
     "Dropout": ({"p": 0.5}, ROWS),
     "Embedding": ({"num_embeddings": 4, "features": 4, "std": 0.5}, IDS),
