@@ -5,10 +5,10 @@ suites are startup, all_reduce, shared, buckets, pipeline, training, redistribut
 minilm, gpt, gloo, torch_ddp and device; all of them if none is named.
 
 recompute and gpt are on 1 rank. gpt, gloo and torch_ddp are left out where there is no PyTorch; the
-variable TORCH_PYTHON names another Python to measure them with. minilm is left out where there is nothing to read models
-with, device where there is no GPU; device measures device memory, on 1 rank, too. With `--python
-PATH`, once or several times, these Pythons measure instead of this one: make bench gives one with
-MPICH and one with Open MPI.
+variable TORCH_PYTHON names another Python to measure them with. minilm is left out where there is
+nothing to read models with, device where there is no GPU; device measures device memory, on 1 rank,
+too. With `--python PATH`, once or several times, these Pythons measure instead of this one: make
+bench gives one with MPICH and one with Open MPI.
 """
 
 from __future__ import annotations
