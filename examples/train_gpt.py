@@ -27,11 +27,12 @@ writes, which has begun to look like its texts:
     ... an names the used a conten the litermatho definime forred trigvalue uses and functions ...
 
 It takes about a minute and a half on two cores. Whatever the mesh, the training is the same, up to
-rounding: with --dtype float64 the losses of all steps agree to 1e-9. float16 saves memory, not
-time: NumPy is tens of times slower with it on a CPU. With --checkpoint DIR a run that was stopped
-goes on, also on another mesh; and a finished one goes on for more --steps, with the --decay-steps
-of before: the rate then stays where it ended. --help shows all options. Beside this file, gpt/
-holds what has little to do with meshes, and common/ what all examples share.
+rounding: with --dtype float64 the losses of all steps agree to 1e-9. float16 and bfloat16 save
+memory, not time: on a CPU NumPy is tens of times slower with the first, and slower with the second.
+With --checkpoint DIR a run that was stopped goes on, also on another mesh; and a finished one goes
+on for more --steps, with the --decay-steps of before: the rate then stays where it ended. --help
+shows all options. Beside this file, gpt/ holds what has little to do with meshes, and common/ what
+all examples share.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class TensorParameter(Parameter):
         """Give this part the first values of its places; see `Parameter.materialize`."""
         if seed < 0 or index < 0:
             raise ModuleError(f"seed and layer index must not be negative, got {seed} and {index}")
-        values = np.empty(self.shape, float_dtype(dtype))
+        values = np.empty(self.shape, float_dtype(dtype, xp=xp))
         self._draw(values, seed, index)
         self.data = values if xp is np else xp.asarray(values)
         self.grad = None

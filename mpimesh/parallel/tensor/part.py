@@ -60,14 +60,14 @@ class _Part(Module):
         check_floats(self, x, weight.dtype)
         check_features(self, x, weight.shape[1])
         # One large product instead of one for each leading index.
-        y = _flat(x) @ weight.T
+        y = (_flat(x) @ weight.T).astype(x.dtype, copy=False)  # of bfloat16 float32
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
     def _input_gradient(self, dy: Array) -> Array | None:
         if not self.input_grad:
             return None
         weight = self.weight.value()
-        dx = _flat(dy) @ weight
+        dx = (_flat(dy) @ weight).astype(dy.dtype, copy=False)
         return dx.reshape(*dy.shape[:-1], weight.shape[1])
 
     def _add_bias_gradient(self, dy: Array) -> None:

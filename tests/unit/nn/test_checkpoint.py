@@ -40,7 +40,7 @@ def bytes_in(ctx: nn.Context) -> int:
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_all_bits_are_those_without(case, dtype):
     """Output, gradients, and both halves, with a second microbatch in flight."""
     plain, wrapped = case.layer(dtype), nn.Checkpoint(case.layer(dtype))

@@ -36,7 +36,7 @@ def test_gradients_are_those_of_finite_differences(case, rows):
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_halves_of_backward_give_the_bits_of_the_whole(case, dtype):
     whole, halves = case.layer(dtype), case.layer(dtype)
     x = case.x(5, dtype)
@@ -56,7 +56,7 @@ def test_halves_of_backward_give_the_bits_of_the_whole(case, dtype):
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_dtype_and_shape_stay(case, dtype):
     layer, x = case.layer(dtype), case.x(3, dtype)
     ctx = nn.Context(**case.context)
@@ -71,14 +71,15 @@ def test_dtype_and_shape_stay(case, dtype):
 
 
 @EVERY
-def test_half_precision_is_near_double(case):
-    half, double = case.layer("float16"), case.layer("float64")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-2), ("bfloat16", 6e-2)])
+def test_half_precision_is_near_double(case, dtype, tolerance):
+    half, double = case.layer(dtype), case.layer("float64")
     for low, high in zip(half.parameters(), double.parameters(), strict=True):
         high.data[...] = low.data
-    x = case.x(4, "float16")
+    x = case.x(4, dtype)
     exact = x if case.integers_below else x.astype("float64")
     np.testing.assert_allclose(
-        half(x).astype("float64"), double(exact).astype("float64"), rtol=1e-2, atol=1e-2
+        half(x).astype("float64"), double(exact).astype("float64"), rtol=tolerance, atol=tolerance
     )
 
 
