@@ -96,7 +96,7 @@ class Checkpoint(Module):
 
     def backward_input(self, dy: Any, ctx: Context) -> Any:
         """Run the layer's forward again, and the input's half of its backward."""
-        inner = self._again(dy, ctx)
+        inner = self._again(ctx)
         dx = protocol.backward_input(self.layer, dy, inner)
         ctx.take(self)
         ctx.defer(self, inner)
@@ -109,15 +109,13 @@ class Checkpoint(Module):
 
     def backward(self, dy: Any, ctx: Context) -> Any:
         """Run the layer's forward again, and its backward."""
-        dx = self.layer.backward(dy, self._again(dy, ctx))
+        dx = self.layer.backward(dy, self._again(ctx))
         ctx.take(self)
         return dx
 
-    def _again(self, dy: Any, ctx: Context) -> Context:
+    def _again(self, ctx: Context) -> Context:
         """Return a context of the microbatch with what forward saves in it."""
-        if not isinstance(ctx, Context):
-            self._take(dy, ctx)  # raises
-        (x,) = ctx.peek(self)
+        (x,) = self._context(ctx).peek(self)
         inner = Context(step=ctx.step, first_row=ctx.first_row, training=ctx.training)
         self.layer.forward(x, inner)
         inner.offer(self.layer, partial(ctx.empty, self))  # room for the gradient, not for y

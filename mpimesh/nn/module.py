@@ -340,11 +340,7 @@ class Module(ABC):
 
         Returns the values. On an error everything stays saved.
         """
-        if not isinstance(ctx, Context):
-            raise ModuleStateError(
-                f"{self!r}: backward needs the Context that forward was given as ctx, got "
-                f"{shown(ctx)}"
-            )
+        ctx = self._context(ctx)
         shape, dtype, *values = ctx.peek(self)
         given = shape_of(dy)
         if given != shape:
@@ -359,6 +355,15 @@ class Module(ABC):
             )
         ctx.take(self)
         return tuple(values)
+
+    def _context(self, ctx: Context | None) -> Context:
+        """Return the context that backward got, if it is one."""
+        if not isinstance(ctx, Context):
+            raise ModuleStateError(
+                f"{self!r}: backward needs the Context that forward was given as ctx, got "
+                f"{shown(ctx)}"
+            )
+        return ctx
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -54,6 +54,7 @@ class Parameter:
     """
 
     __slots__ = (
+        "__weakref__",
         "_attached",
         "_grad",
         "_marks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -203,7 +204,7 @@ class _Check:
                 if leaf.dtype.kind == "f":
                     gradient = np.zeros(leaf.shape) if gradient is None else gradient
                     name = f"inputs[{place}]{path}"
-                    self.compare(name, leaf, gradient, lambda place=place: self.value_of(place))
+                    self.compare(name, leaf, gradient, partial(self.value_of, place))
 
     def compare(self, name: str, array: Array, gradient: Array, value: Callable[[], float]) -> None:
         """Compare one gradient with difference quotients of `value`, element by element."""

@@ -120,7 +120,7 @@ def test_frozen_layers_pass_the_gradient_on_and_get_none():
         ctx = nn.Context()
         found.append(layer.backward(np.ones_like(layer(x, ctx)), ctx))
         assert all(parameter.grad is None for parameter in layer.parameters())
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_layers_that_stand_several_times_get_the_gradients_of_all_places():
@@ -128,7 +128,7 @@ def test_layers_that_stand_several_times_get_the_gradients_of_all_places():
     found = []
     for wrap in (lambda layer: layer, nn.Checkpoint):
         for halves in (False, True):
-            one = nn.Linear(3, 3)
+            one: Any = nn.Linear(3, 3)
             both = wrap(nn.Sequential(one, nn.GELU(), one))
             model = nn.Sequential(both, wrap(one), one, both)
             model.materialize(seed=0, dtype="float64")

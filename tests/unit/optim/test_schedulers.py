@@ -142,7 +142,7 @@ def test_a_warm_up_goes_before_any_other(then):
 SCHEDULES = [
     optim.ConstantLR(0.5),
     optim.LinearLR(5, 0.25, 1.0),
-    optim.CosineLR(steps=np.int64(4), end=np.float32(0.5)),
+    optim.CosineLR(steps=np.int64(4), end=np.float32(0.5)),  # type: ignore[arg-type]
     optim.WarmupLR(2, optim.CosineLR(9)),
     optim.OneCycleLR(8, 0.5),
 ]
@@ -215,6 +215,7 @@ def test_steps_of_sgd_go_by_the_rates():
     np.testing.assert_allclose(parameter.data, [1 - total, 1 + 2 * total], rtol=1e-14)
 
 
+SGD1 = optim.SGD([], lr=1)
 WRONG: list[tuple[Callable[[], Any], tuple[Any, ...]]] = [
     (lambda: optim.LinearLR(0), ("steps", "LinearLR", 0)),
     (lambda: optim.LinearLR(2.5), ("steps", "2.5")),  # type: ignore[arg-type]
@@ -231,7 +232,6 @@ WRONG: list[tuple[Callable[[], Any], tuple[Any, ...]]] = [
     (lambda: optim.LRScheduler(optim.SGD([], lr=1), lambda step: -1.0), ("step 0", -1.0)),
     (lambda: optim.LRScheduler([SGD1, SGD1], optim.ConstantLR()), ("twice",)),
 ]
-SGD1 = optim.SGD([], lr=1)
 
 
 @pytest.mark.parametrize(("make", "values"), WRONG)

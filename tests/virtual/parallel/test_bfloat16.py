@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +24,7 @@ def rounded(x):
 
 
 def test_a_linear_layer_is_products_in_float32_that_are_rounded():
-    layer = nn.Linear(5, 3)
+    layer: Any = nn.Linear(5, 3)
     layer.materialize(seed=0, dtype="bfloat16")
     layer.bias.data[...] = [0.5, -1.25, 3.0]
     rng = np.random.default_rng(0)
