@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh import nn
+from mpimesh import nn, optim
 from mpimesh.schedule import schedule_names
 from tests.helpers.parallel_models import batch, layers, make_pipeline, on_ranks
 from tests.helpers.tensor_models import trained
@@ -89,3 +89,49 @@ def test_blocks_in_a_checkpoint_are_split_like_others():
         np.testing.assert_equal(found[2:], found[:2])
 
     on_ranks("tp=2", body, rendezvous=True)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_divided_among_replicas_train_to_the_same_bits(stage, dtype):
+    def body(mesh):
+        found = []
+        for wrap in (lambda layer: layer, nn.Checkpoint):
+            stages = [mm.PipelineStage(0), mm.PipelineStage(1)]
+            for place, layer in enumerate(mm.gpt_layers(16, 24, 2, 4, max_tokens=8, dropout=0.1)):
+                one = wrap(layer) if isinstance(layer, nn.GptBlock) else layer
+                stages[place // 4].add_layer(one)
+            pipe = mm.PipelineParallel(stages, 2, mesh=mesh, seed=0, dtype=dtype)
+            mm.fully_shard(pipe, mesh, stage=stage)
+            optimizer = mm.ParallelOptimizer(optim.AdamW(pipe.parameters(), lr=0.01), pipe)
+            rates = optim.LRScheduler(optimizer, optim.WarmupLR(1, optim.LinearLR(3)))
+            losses = []
+            for step in range(3):
+                ids = np.random.default_rng(step).integers(0, 16, (8, 9))
+                losses.append(pipe.train_step(ids[:, :-1], ids[:, 1:], loss=nn.cross_entropy))
+                pipe.clip_grad_norm(0.5)
+                optimizer.step()
+                rates.step()
+            found.append((losses, pipe.full_state_dict()))
+        np.testing.assert_equal(found[1], found[0])
+        return found[0][0]
+
+    losses = on_ranks("dp=2,pp=2", body, rendezvous=True)
+    assert all(one == losses[0] for one in losses)
+    assert losses[0][2] != losses[0][0]
+
+
+def test_a_first_layer_that_stands_again_outside_its_checkpoint_passes_the_gradient_on():
+    def body(mesh):
+        found = []
+        for wrap in (lambda layer: layer, nn.Checkpoint):
+            one = nn.Linear(6, 6)
+            stage = mm.PipelineStage(0).add_layer(wrap(one)).add_layer(nn.Linear(6, 6))
+            stage.add_layer(one)
+            pipe = mm.PipelineParallel([stage], 2, mesh=mesh, seed=0, dtype="float64")
+            x = np.linspace(-1, 1, 48).reshape(8, 6)
+            pipe.train_step(x, np.cos(x), loss=nn.mse)
+            found.append({name: one.grad.copy() for name, one in pipe.named_parameters()})
+        np.testing.assert_equal(found[1], found[0])
+
+    on_ranks("dp=1", body)
