@@ -27,11 +27,12 @@ writes, which has begun to look like its texts:
     ... an names the used a conten the litermatho definime forred trigvalue uses and functions ...
 
 It takes about a minute and a half on two cores. Whatever the mesh, the training is the same, up to
-rounding: with --dtype float64 the losses of all steps agree to 1e-9. float16 saves memory, not
-time: NumPy is tens of times slower with it on a CPU. With --checkpoint DIR a run that was stopped
-goes on, also on another mesh; and a finished one goes on for more --steps, with the --decay-steps
-of before: the rate then stays where it ended. --help shows all options. Beside this file, gpt/
-holds what has little to do with meshes, and common/ what all examples share.
+rounding: with --dtype float64 the losses of all steps agree to 1e-9. float16 and bfloat16 save
+memory, not time: on a CPU NumPy is tens of times slower with the first, and slower with the second.
+With --checkpoint DIR a run that was stopped goes on, also on another mesh; and a finished one goes
+on for more --steps, with the --decay-steps of before: the rate then stays where it ended. --help
+shows all options. Beside this file, gpt/ holds what has little to do with meshes, and common/ what
+all examples share.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from common.manifest import damaged
 from common.program import ProgramError, run_program
 from common.stopping import STOPPED, StopSignal
 from gpt.data import BYTES, load_text
-from gpt.options import parse_options
+from gpt.options import SCHEDULES, parse_options
 from gpt.report import Report
 from gpt.sample import sample_text
 
@@ -66,8 +67,6 @@ from mpimesh.schedule import stages_per_rank
 
 EVALUATION_ROWS = 128
 """Windows of the text that is held out, always the same ones."""
-LOWEST_RATE = 0.1
-"""Share of the learning rate that is left at the end."""
 
 
 def make_layers(options: Namespace, tp: mm.ProcessGroup | None) -> list[nn.Module]:
@@ -156,7 +155,8 @@ def make_optimizer(
 def run_settings(options: Namespace) -> dict[str, Any]:
     """Return what two runs must have in common to be one training: the mesh is not among it."""
     names = ("layers", "features", "heads", "context", "dropout", "tied", "dtype")
-    names += ("batch_size", "decay_steps", "lr", "warmup", "weight_decay", "clip", "seed")
+    names += ("batch_size", "decay_steps", "lr", "lr_schedule", "warmup")
+    names += ("weight_decay", "clip", "seed")
     return {name: getattr(options, name) for name in names}
 
 
@@ -170,6 +170,19 @@ def saved_held_out(options: Namespace, saved: dict[str, Any]) -> dict[int, float
         return {int(step): float(loss) for step, loss in saved["held_out"]}
     except (KeyError, TypeError, ValueError):
         problem = "notes.held_out must be a list of pairs of a step and a loss"
+        raise damaged(options.checkpoint / MANIFEST, problem) from None
+
+
+def load_rates(options: Namespace, saved: dict[str, Any], rates: optim.LRScheduler) -> None:
+    """Have the learning rates go on from what a checkpoint has.
+
+    Raises:
+        ProgramError: On every rank, if it has something else.
+    """
+    try:
+        rates.load_state_dict(saved["rates"])
+    except (KeyError, ModuleError) as error:
+        problem = f"notes.rates must be the state of an LRScheduler: {error}"
         raise damaged(options.checkpoint / MANIFEST, problem) from None
 
 
@@ -193,6 +206,8 @@ class Training:
         if mesh.dim_size("tp") > 1:
             self.loss = mm.VocabParallelCrossEntropy(BYTES, group=mesh.group("tp"))
         self.optimizer = make_optimizer(mesh, self.pipe, options)
+        schedule = SCHEDULES[options.lr_schedule](options.warmup, options.decay_steps)
+        self.rates = optim.LRScheduler(self.optimizer, schedule)
         settings = {**run_settings(options), "text": self.text.digest()}
         self.checkpoint = Checkpoint(
             options.checkpoint,
@@ -201,9 +216,12 @@ class Training:
             advice={"decay_steps": "to train longer than planned, add --decay-steps {}"},
             derived={"warmup": "decay_steps"},
         )
-        saved = self.checkpoint.load(self.pipe, self.optimizer) or {"losses": [], "held_out": []}
+        saved = self.checkpoint.load(self.pipe, self.optimizer)
+        if saved is None:
+            saved = {"losses": [], "held_out": [], "rates": self.rates.state_dict()}
         self.losses: list[float] = saved["losses"]
         self.held_out = saved_held_out(options, saved)
+        load_rates(options, saved, self.rates)
         self.resumed_at = len(self.losses)
         if self.resumed_at > options.steps:
             raise ProgramError(
@@ -230,24 +248,17 @@ class Training:
                 progress.step(self.losses, self.held_out, self.optimizer.lr, norm)
                 stopping = told.resolve() > 0  # the same on every rank
                 if step % options.checkpoint_steps == 0 or stopping or step == options.steps:
-                    notes = {"losses": self.losses, "held_out": [*self.held_out.items()]}
+                    notes = {
+                        "losses": self.losses,
+                        "held_out": [*self.held_out.items()],
+                        "rates": self.rates.state_dict(),
+                    }
                     self.checkpoint.save(step, self.pipe, self.optimizer, notes)
                 if stopping and step < options.steps:
                     return False
         if options.steps not in self.held_out:  # a longer run was stopped there
             self.held_out[options.steps] = self.evaluate()
         return True
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate: it rises evenly, then falls as a cosine, then stays."""
-        options = self.options
-        if step <= options.warmup:
-            return float(options.lr * step / options.warmup)
-        if step >= options.decay_steps:
-            return float(options.lr * LOWEST_RATE)
-        done = (step - options.warmup) / (options.decay_steps - options.warmup)
-        share = LOWEST_RATE + (1 - LOWEST_RATE) * (1 + math.cos(math.pi * done)) / 2
-        return float(options.lr * share)
 
     def step(self, number: int) -> float:
         """Do one training step; return the norm of its gradients."""
@@ -266,7 +277,7 @@ class Training:
             losses = [train(*part) for part in first]
         losses.append(train(*last))
         norm = self.pipe.clip_grad_norm(options.clip)
-        self.optimizer.lr = self.rate(number)
+        self.rates.step()  # before the optimizer's: step 0 of a warm-up would change nothing
         self.optimizer.step()
         self.losses.append(math.fsum(losses))
         self.seconds += time.perf_counter() - start_s

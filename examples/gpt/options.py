@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.options import (
@@ -20,8 +20,24 @@ from common.options import (
     share,
 )
 
+from mpimesh import optim
 from mpimesh.mesh.dims import parse_dims
 
+LOWEST_RATE = 0.1
+"""Share of the learning rate that is left at the end."""
+SCHEDULES: dict[str, Callable[[int, int], optim.LRSchedule]] = {
+    "constant": lambda warmup, steps: optim.WarmupLR(warmup),
+    "linear": lambda warmup, steps: optim.WarmupLR(
+        warmup, optim.LinearLR(max(steps - warmup, 1), end=LOWEST_RATE)
+    ),
+    "cosine": lambda warmup, steps: optim.WarmupLR(
+        warmup, optim.CosineLR(max(steps - warmup, 1), LOWEST_RATE)
+    ),
+    "one-cycle": lambda warmup, steps: optim.OneCycleLR(
+        steps + 1, (warmup + 1) / (steps + 1), start=0.0, end=LOWEST_RATE
+    ),
+}
+"""Learning rates by name: of the steps of the warm-up, and of the one from which the rate stays."""
 DIMS = {"dp": "replicas", "pp": "stages", "tp": "ranks that share each layer"}
 """Data, pipeline and tensor parallel."""
 
@@ -144,10 +160,10 @@ def _add_model(parser: Parser) -> None:
     )
     group.add_argument(
         "--dtype",
-        choices=["float16", "float32", "float64"],
+        choices=["bfloat16", "float16", "float32", "float64"],
         default="float32",
-        help=f"{DEFAULT[:-1]}; float16 saves memory, not time: NumPy is tens of times slower with "
-        "it on a CPU)",
+        help=f"{DEFAULT[:-1]}; bfloat16 and float16 save memory, not time: on a CPU NumPy is "
+        "slower with bfloat16, and tens of times slower with float16)",
     )
 
 
@@ -168,15 +184,20 @@ def _add_training(parser: Parser) -> None:
         "--warmup",
         type=natural,
         metavar="STEPS",
-        help="in which the rate rises, before it falls as a cosine (default a tenth of "
-        "--decay-steps)",
+        help="in which the rate rises (default a tenth of --decay-steps)",
+    )
+    group.add_argument(
+        "--lr-schedule",
+        choices=[*SCHEDULES],
+        default="cosine",
+        help=f"how the rate goes on after the warm-up; one-cycle also rises as a cosine {DEFAULT}",
     )
     group.add_argument(
         "--decay-steps",
         type=positive,
         metavar="N",
-        help="the step from which the rate stays at a tenth (default the last): that of the run "
-        "before where a --checkpoint is to go on for more --steps",
+        help="the step from which the rate stays, at a tenth if it falls (default the last): that "
+        "of the run before where a --checkpoint is to go on for more --steps",
     )
     group.add_argument(
         "--weight-decay",

@@ -1,19 +1,22 @@
 """burn's synchronisation of gradients: each rank submits them by id, and then waits for all.
 
 Training with mpimesh's own layers needs none of it: :class:`~mpimesh.GradientBuckets` and the
-parallel models reduce gradients in buckets. This is for a program that has gradients of its own.
+parallel models reduce gradients in buckets. This is for a program that has gradients of its own,
+or that says parameter by parameter which are reduced: :class:`ModuleSharder` marks those of a
+module, and :meth:`DistributedSyncClient.sync_parameters` reduces the gradients of what is marked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from mpimesh.arguments import as_int, as_time, check_kind, digest_bits, rank_names, shape_of, shown
-from mpimesh.arrays import Array, ReduceOp, as_reduce_op, wire_dtype
+from mpimesh.arrays import Array, ReduceOp, as_reduce_op, namespace, wire_dtype
 from mpimesh.errors import (
     CollectiveTimeoutError,
     GroupError,
@@ -21,9 +24,22 @@ from mpimesh.errors import (
     MpimeshError,
     on_all_ranks,
 )
+from mpimesh.nn import Parameter, SupportsLayer
+from mpimesh.nn.parameter import as_parameters
+from mpimesh.nn.protocol import is_layer, named_parameters
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
 
-__all__ = ["DistributedParamId", "DistributedSyncClient"]
+__all__ = [
+    "DistributedParamId",
+    "DistributedParams",
+    "DistributedSyncClient",
+    "ModuleSharder",
+    "distributed_params",
+    "is_distributed",
+    "set_distributed",
+]
+
+L = TypeVar("L", bound=SupportsLayer)
 
 _MOST_NAMED = 8
 """So many parameters are named in a message."""
@@ -51,6 +67,111 @@ class DistributedParamId:
         return str(self.value)
 
 
+@dataclass(frozen=True, slots=True)
+class DistributedParams:
+    """What is known of a parameter whose gradients are reduced.
+
+    Attributes:
+        param_id: Its number, the same on all ranks.
+    """
+
+    param_id: DistributedParamId
+
+
+_MARKS: WeakKeyDictionary[Parameter, DistributedParams] = WeakKeyDictionary()
+"""The marked parameters of this process: a mark is a parameter's own, as long as it is there."""
+
+
+def set_distributed(parameter: Parameter, param_id: DistributedParamId | int | None) -> Parameter:
+    """Mark a parameter, so that its gradients are reduced; returns it. Local.
+
+    Args:
+        parameter: The parameter; a copy of it has no mark.
+        param_id: The number by which all ranks know it; None takes the mark off.
+
+    Raises:
+        GroupError: If `parameter` or `param_id` is none.
+    """
+    check_kind(parameter, Parameter, "parameter", GroupError, wanted="an nn.Parameter")
+    if param_id is None:
+        _MARKS.pop(parameter, None)
+    else:
+        _MARKS[parameter] = DistributedParams(_as_id(param_id))
+    return parameter
+
+
+def distributed_params(parameter: Parameter) -> DistributedParams | None:
+    """Return the mark of a parameter; None without. Local."""
+    check_kind(parameter, Parameter, "parameter", GroupError, wanted="an nn.Parameter")
+    return _MARKS.get(parameter)
+
+
+def is_distributed(parameter: Parameter) -> bool:
+    """Tell whether a parameter is marked. Local."""
+    return distributed_params(parameter) is not None
+
+
+class ModuleSharder:
+    """Marks the parameters of modules, with ids that all ranks of a group have alike.
+
+    Args:
+        group: The replicas.
+
+    Raises:
+        GroupError: If `group` is none.
+
+    Example:
+        >>> model = mm.compat.burn.ModuleSharder(group).shard(model)
+        >>> mm.compat.burn.set_distributed(model.parameters()[0], None)  # stays this rank's own
+        >>> client = mm.compat.burn.DistributedSyncClient(group, "mean")
+        >>> model.backward(dy, ctx)
+        >>> client.sync_parameters(model.parameters())
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = _checked_group(group)
+        self._next = 0
+
+    def shard(self, module: L) -> L:
+        """Mark each parameter of `module` that is not frozen; returns the module. Collective.
+
+        One that is marked keeps its id; the others get the next ones that no parameter of the
+        module has, in the order of the module's parameters.
+
+        Raises:
+            GroupError: On every rank, if `module` is none on any.
+            MismatchError: On every rank, naming what differs, if the ranks' parameters differ in
+                name, shape or id; then nothing is marked.
+
+        Cost:
+            One all-gather of 8 bytes from each rank.
+        """
+        problem: MpimeshError | None = None
+        marks: list[tuple[Parameter, int]] = []
+        following = self._next
+        try:
+            named = _trained(module)
+            taken = {distributed_params(one) for _, one in named}
+            lines = []
+            for name, one in named:
+                mark = distributed_params(one)
+                while mark is None:
+                    new = DistributedParams(DistributedParamId(following))
+                    mark = None if new in taken else new
+                    following += 1
+                marks.append((one, mark.param_id.value))
+                lines.append(f"parameter {mark.param_id} {name!r} {one.shape}")
+        except MpimeshError as error:
+            problem, lines = error, [f"{type(error).__name__}: {error}"]
+        _agree(self._group, lines, "mark the same parameters")
+        if problem is not None:
+            raise on_all_ranks(problem)
+        for one, number in marks:
+            set_distributed(one, number)
+        self._next = following
+        return module
+
+
 Gradients = Mapping[DistributedParamId, Array] | Mapping[int, Array]
 """Arrays by the ids of their parameters."""
 
@@ -76,8 +197,7 @@ class DistributedSyncClient:
     """
 
     def __init__(self, group: ProcessGroup, all_reduce_op: ReduceOp | str = "mean") -> None:
-        wanted = "a group of ranks, as mesh.group('dp') gives"
-        self._group = check_kind(group, ProcessGroup, "group", GroupError, wanted=wanted)
+        self._group = _checked_group(group)
         self._op = as_reduce_op(all_reduce_op)
         if self._op not in (ReduceOp.MEAN, ReduceOp.SUM):
             raise GroupError(f"all_reduce_op must be 'mean' or 'sum', got {shown(all_reduce_op)}")
@@ -103,16 +223,39 @@ class DistributedSyncClient:
         Cost:
             One all-gather of 8 bytes from each rank.
         """
+        self._register(lambda: gradients)
+
+    def sync_parameters(
+        self, parameters: Iterable[Parameter], timeout_s: float | None = None
+    ) -> None:
+        """Reduce the gradients of those of `parameters` that are marked: a whole step. Collective.
+
+        The others stay as they are. A marked one without a gradient counts as zeros.
+
+        Raises:
+            GroupError: On every rank, if none is marked, two have one id, or a marked one is frozen
+                or has no memory, on any.
+            MismatchError: On every rank, naming what differs, if the ranks' ids, shapes or dtypes
+                differ.
+            CollectiveTimeoutError: As :meth:`submit_sync_collective`.
+        """
+        self._register(lambda: _marked_gradients(parameters))
+        for key in self._gradients:
+            self.submit_gradient_sync(key)
+        self.submit_sync_collective(timeout_s)
+
+    def _register(self, gradients: Callable[[], Gradients]) -> None:
         if self._gradients and self._everyone is None:
             # Local, and so on all ranks: the reductions that each has started may differ by now.
             raise self._unended()
         problem: MpimeshError | None = None
         try:
-            found = self._checked(gradients)
+            found = self._checked(gradients())
             lines = [f"parameter {key} {x.shape} {x.dtype}" for key, x in found.items()]
         except MpimeshError as error:
             problem, lines = error, [f"{type(error).__name__}: {error}"]
-        self._agree([f"{len(lines)} gradients, {self._op}", *lines])
+        lines = [f"{len(lines)} gradients, {self._op}", *lines]
+        _agree(self._group, lines, "register the same gradients")
         if problem is not None:
             raise on_all_ranks(problem)
         self._gradients = found
@@ -222,28 +365,6 @@ class DistributedSyncClient:
             "submit_sync_collective"
         )
 
-    def _agree(self, lines: list[str]) -> None:
-        """Raise on all ranks if `lines` are not the same on all; errors are among them."""
-        group, text = self._group, "\n".join(lines).encode()
-        digests = group.all_gather(np.array([digest_bits(text, 63)])).resolve()
-        if (digests == digests[0]).all():
-            return
-        sizes = group.all_gather(np.array([len(text)])).resolve()
-        texts = group.all_gather(np.frombuffer(text, np.uint8), sizes=sizes.tolist()).resolve()
-        parts = np.split(texts, np.cumsum(sizes)[:-1])
-        everyone = [bytes(part).decode().split("\n") for part in parts]
-        common = set(everyone[0]).intersection(*everyone)
-        rows = []
-        for rank, there in enumerate(everyone):
-            own = [line for line in there if line not in common]
-            rows.append(f"  rank {rank}: {', '.join(own[:_MOST_NAMED]) or 'nothing else'}")
-        raise on_all_ranks(
-            MismatchError(
-                f"the ranks of group {group.name!r} must register the same gradients, but beside "
-                "what they have in common:\n" + "\n".join(rows)
-            )
-        )
-
     def _start(self, first: int, *, also_missing: bool = False) -> None:
         """Start the reductions from the `first` id on that may be started now, in order."""
         for key, x in list(self._gradients.items())[first:]:
@@ -259,6 +380,61 @@ class DistributedSyncClient:
         self._start(len(self._reductions), also_missing=True)
         submitted = np.array([key in self._submitted for key in self._gradients], np.uint8)
         return self._group.all_gather(submitted, label="submitted gradients")
+
+
+def _agree(group: ProcessGroup, lines: list[str], task: str) -> None:
+    """Raise on all ranks if `lines` are not the same on all; errors are among them."""
+    text = "\n".join(lines).encode()
+    digests = group.all_gather(np.array([digest_bits(text, 63)])).resolve()
+    if (digests == digests[0]).all():
+        return
+    sizes = group.all_gather(np.array([len(text)])).resolve()
+    texts = group.all_gather(np.frombuffer(text, np.uint8), sizes=sizes.tolist()).resolve()
+    parts = np.split(texts, np.cumsum(sizes)[:-1])
+    everyone = [bytes(part).decode().split("\n") for part in parts]
+    common = set(everyone[0]).intersection(*everyone)
+    rows = []
+    for rank, there in enumerate(everyone):
+        own = [line for line in there if line not in common]
+        rows.append(f"  rank {rank}: {', '.join(own[:_MOST_NAMED]) or 'nothing else'}")
+    raise on_all_ranks(
+        MismatchError(
+            f"the ranks of group {group.name!r} must {task}, but beside what "
+            "they have in common:\n" + "\n".join(rows)
+        )
+    )
+
+
+def _checked_group(group: object) -> ProcessGroup:
+    wanted = "a group of ranks, as mesh.group('dp') gives"
+    return check_kind(group, ProcessGroup, "group", GroupError, wanted=wanted)
+
+
+def _trained(module: object) -> list[tuple[str, Parameter]]:
+    """Return the parameters of a module that are not frozen, with their names."""
+    if not is_layer(module):
+        raise GroupError(f"module must be a layer with parameters, got {shown(module)}")
+    return [(name, one) for name, one in named_parameters(module) if one.requires_grad]
+
+
+def _marked_gradients(parameters: Iterable[Parameter]) -> dict[DistributedParamId, Array]:
+    """Return the gradients of marked parameters by id; one without gets zeros."""
+    found: dict[DistributedParamId, Parameter] = {}
+    for one in as_parameters(parameters, "parameters"):
+        mark = distributed_params(one)
+        if mark is None or found.get(mark.param_id) is one:
+            continue
+        if mark.param_id in found or not one.requires_grad or one.data is None:
+            raise GroupError(
+                f"{one!r} is marked as parameter {mark.param_id}: it must be the only one of this "
+                "id, not frozen, and have memory; set_distributed(parameter, None) takes the mark "
+                "off"
+            )
+        found[mark.param_id] = one
+    for one in found.values():
+        if one.grad is None:
+            one.grad = namespace(one.data).zeros_like(one.data, dtype=one.grad_dtype)
+    return {key: one.grad for key, one in found.items()}
 
 
 def _as_id(param_id: Any) -> DistributedParamId:

@@ -29,7 +29,7 @@ class TorchParameter(Parameter):
             device has got memory.
     """
 
-    __slots__ = ("__weakref__", "_made", "_places", "_seen", "_torch_grad", "tensor")
+    __slots__ = ("_made", "_places", "_seen", "_torch_grad", "tensor")
 
     takes_wider_grad = False  # PyTorch refuses one
 

@@ -4,6 +4,7 @@ from mpimesh.nn.activations import GELU, ReLU, SiLU
 from mpimesh.nn.attention import Attention
 from mpimesh.nn.bert import BertEmbedding
 from mpimesh.nn.blocks import BertBlock, GptBlock
+from mpimesh.nn.checkpoint import Checkpoint
 from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import Dropout
 from mpimesh.nn.embedding import Embedding
@@ -28,6 +29,7 @@ __all__ = [
     "Attention",
     "BertBlock",
     "BertEmbedding",
+    "Checkpoint",
     "Concat",
     "Constant",
     "Context",

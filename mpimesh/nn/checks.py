@@ -11,7 +11,7 @@ from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn.context import Context
 from mpimesh.nn.foreign import tensor_advice
-from mpimesh.nn.parameter import FLOAT_DTYPES
+from mpimesh.nn.parameter import FLOAT_NAMES, is_float_dtype
 
 __all__ = [
     "check_context",
@@ -47,11 +47,11 @@ def check_floats(layer: object, x: Array, dtype: DType | None = None, *, name: s
     """
     given = getattr(x, "dtype", None)
     # NumPy takes None for float64, also in a comparison.
-    if given is None or given not in FLOAT_DTYPES:
-        names = ", ".join(str(known) for known in FLOAT_DTYPES)
+    if given is None or not is_float_dtype(given):
         got = type(x).__name__ if given is None else given
         raise DTypeError(
-            f"{layer!r}: {name} must be an array of {names}, got {got}{tensor_advice(name, x)}"
+            f"{layer!r}: {name} must be an array of {FLOAT_NAMES}, got {got}"
+            f"{tensor_advice(name, x)}"
         )
     if not x.shape:
         raise ShapeError(f"{layer!r}: {name} must have rows, that is shape (rows, ...), got ()")

@@ -250,8 +250,8 @@ class Linear(Module):
         """Return ``a @ b`` as an array of `shape`, where the context wants it."""
         room = None if ctx is None or self.split else ctx.empty(self, shape, a.dtype)
         if room is None:
-            return (a @ b).reshape(shape)
-        namespace(a).matmul(a, b, out=room.reshape(-1, shape[-1]))
+            return (a @ b).astype(a.dtype, copy=False).reshape(shape)  # of bfloat16 float32
+        namespace(a).matmul(a, b, out=room.reshape(-1, shape[-1]), casting="same_kind")
         return room
 
     def __repr__(self) -> str:

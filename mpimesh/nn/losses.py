@@ -16,6 +16,7 @@ from typing import Protocol
 
 from mpimesh.arguments import as_int, as_real, shown
 from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn.checks import check_floats, first_outside, sum_dtype
@@ -205,7 +206,7 @@ class MeanSquaredError(_RowLoss):
                 f"{self!r}: y and target must have the same shape (rows, ...), "
                 f"got {tuple(y.shape)} and {tuple(target.shape)}"
             )
-        if target.dtype.kind not in "fiu":
+        if target.dtype.kind not in "fiu" and not is_half(target.dtype):
             raise DTypeError(f"{self!r}: target must be real numbers, got {target.dtype}")
 
     def _compute(

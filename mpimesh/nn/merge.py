@@ -10,7 +10,7 @@ from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn.context import Context
 from mpimesh.nn.module import Module
-from mpimesh.nn.parameter import FLOAT_DTYPES
+from mpimesh.nn.parameter import is_float_dtype
 
 __all__ = ["Add", "Concat"]
 
@@ -122,7 +122,7 @@ class Add(_Merge):
 
 
 def _is_float(x: Array) -> bool:
-    return x.dtype in FLOAT_DTYPES
+    return is_float_dtype(x.dtype)
 
 
 def _kinds(x: Any) -> str:

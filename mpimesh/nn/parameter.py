@@ -18,15 +18,26 @@ from mpimesh.layout import Box, BoxLayout, Layout
 from mpimesh.layout.boxes import extent, whole
 from mpimesh.nn.initializers import Initializer, first_values
 
-__all__ = ["ELSEWHERE", "FLOAT_DTYPES", "ZERO", "Parameter", "as_parameters", "float_dtype"]
+__all__ = [
+    "ELSEWHERE",
+    "FLOAT_NAMES",
+    "ZERO",
+    "Parameter",
+    "as_parameters",
+    "float_dtype",
+    "is_float_dtype",
+]
 
 ZERO, ELSEWHERE = 1, 2
 """Bits of the mark of attached memory: it counts as zeros that are not written yet; the gradient
 is another array now, or None."""
 
 
-FLOAT_DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
-"""The dtypes in which a model can be materialised."""
+_FLOAT_DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
+_BFLOAT16 = "bfloat16"
+
+FLOAT_NAMES = ", ".join([*map(str, _FLOAT_DTYPES), _BFLOAT16])
+"""Names of the dtypes in which a model can be materialised; the last one is of ml_dtypes."""
 
 
 class Parameter:
@@ -53,6 +64,7 @@ class Parameter:
     """
 
     __slots__ = (
+        "__weakref__",
         "_attached",
         "_grad",
         "_marks",
@@ -194,18 +206,19 @@ class Parameter:
 
         Args:
             seed: The seed of the whole model.
-            dtype: float16, float32 or float64.
+            dtype: float16, float32, float64 or, with NumPy, bfloat16.
             xp: `numpy` or `cupy`, whose memory to use.
             index: Global index of the layer, counted over all pipeline stages.
 
         Raises:
-            DTypeError: If `dtype` is another one.
+            DTypeError: If `dtype` is another one, or CuPy's memory is to hold bfloat16.
             ModuleError: If `seed` or `index` is negative.
         """
+        dtype = float_dtype(dtype, xp=xp)
         values = first_values(
             self.initializer,
             self.global_shape,
-            float_dtype(dtype),
+            dtype,
             seed=seed,
             index=index,
             name=self.name,
@@ -394,21 +407,40 @@ def as_parameters(given: object, name: str) -> tuple[Parameter, ...]:
     return parameters
 
 
-def float_dtype(dtype: Any, *, what: str = "parameters are kept") -> DType:
+def is_float_dtype(dtype: Any) -> bool:
+    """Tell whether `dtype`, one of NumPy's, is one in which a model can be materialised."""
+    # By its name, for ml_dtypes may be missing; the dtypes of other libraries have none.
+    return dtype in _FLOAT_DTYPES or getattr(dtype, "name", "") == _BFLOAT16
+
+
+def float_dtype(
+    dtype: Any, *, what: str = "parameters are kept", xp: ModuleType | None = None
+) -> DType:
     """Return `dtype` as a NumPy dtype in which a model can be materialised.
 
     Args:
         dtype: What names it.
         what: What the message of an error is about.
+        xp: The library that is to have arrays of it; None for either.
 
     Raises:
-        DTypeError: If it is not float16, float32 or float64.
+        DTypeError: If it is not float16, float32, float64 or bfloat16; or if it is bfloat16, and
+            `xp` does not have it or ml_dtypes is not installed.
     """
     try:
-        found: DType = np.dtype(dtype)
-        if dtype is not None and found in FLOAT_DTYPES:  # NumPy takes None for float64
-            return found
+        if isinstance(dtype, str) and dtype == _BFLOAT16:
+            import ml_dtypes
+
+            dtype = ml_dtypes.bfloat16
+        found: DType | None = None if dtype is None else np.dtype(dtype)  # NumPy's is float64
+    except ImportError:
+        raise DTypeError(
+            "NumPy has bfloat16 from the package ml_dtypes: pip install ml_dtypes, or take float32"
+        ) from None
     except TypeError:
-        pass
-    names = ", ".join(str(known) for known in FLOAT_DTYPES)
-    raise DTypeError(f"{what} in one of {names}, got dtype {shown(dtype)}")
+        found = None
+    if found is None or not is_float_dtype(found):
+        raise DTypeError(f"{what} in one of {FLOAT_NAMES}, got dtype {shown(dtype)}")
+    if found.name == _BFLOAT16 and xp is not None and xp is not np:
+        raise DTypeError(f"{what} in bfloat16 in NumPy's memory only; take float16")
+    return found

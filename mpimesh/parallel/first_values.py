@@ -67,12 +67,13 @@ def give_values(
 
 
 def is_used_again(stages: Sequence[PipelineStage]) -> bool:
-    """Tell whether the very first layer stands elsewhere in the model, too.
+    """Tell whether the very first layer, or one in it, stands elsewhere in the model, too.
 
     There somebody reads the gradient of its input.
     """
-    first = stages[0].first_layer
-    return sum(leaf is first for stage in stages for leaf in leaves(stage)) > 1
+    first = [id(leaf) for leaf in leaves(stages[0].first_layer)]
+    everywhere = [id(leaf) for stage in stages for leaf in leaves(stage)]
+    return any(everywhere.count(one) > 1 for one in first)
 
 
 def leaves(layer: Any) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -72,8 +73,9 @@ def trained(
     tokens: int = TOKENS,
     uneven: bool = False,
     per_rank: int = 1,
+    change: Callable[[Any], Any] = lambda layer: layer,
 ) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
-    """As `trained_alone`, over the ranks of a mesh with a dim tp."""
+    """As `trained_alone`, over the ranks of a mesh with a dim tp; `change` makes other layers."""
     tp = mesh.group("tp")
     made = layers(
         kind,
@@ -84,7 +86,7 @@ def trained(
     count = per_rank * (mesh.dim_size("pp") if mesh.contains_dim("pp") else 1)
     stages = [mm.PipelineStage(number) for number in range(count)]
     for number, layer in enumerate(made):
-        stages[number * count // len(made)].add_layer(layer)
+        stages[number * count // len(made)].add_layer(change(layer))
     model = mm.PipelineParallel(
         stages, 3, mesh=mesh, schedule=schedule, seed=SEED, dtype=np.float64, bucket_bytes=4000
     )

@@ -47,6 +47,13 @@ def number(cell):
     return float(cell.replace(",", ""))
 
 
+def test_recomputation():
+    """Its sizes are too small for a smaller peak."""
+    kept, again = measure("recompute")["recompute"]
+    names(kept, "activations kept", "MiB after forward")
+    names(again, "nn.Checkpoint", "MiB at most")
+
+
 @pytest.mark.deep
 def test_all_suites_on_the_host():
     tables = measure(

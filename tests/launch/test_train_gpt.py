@@ -237,6 +237,21 @@ def test_half_the_bits_learn_too(train):
     assert half["losses"][0] - half["losses"][-1] > learned / 2
 
 
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 0.775, 0.55, 0.325, 0.1, 0.1]),
+        ("cosine", [0.5, 1, 0.868198051533946, 0.55, 0.231801948466054, 0.1, 0.1]),
+        ("one-cycle", [0.5, 1, 0.868198051533946, 0.55, 0.231801948466054, 0.1, 0.1]),
+    ],
+)
+def test_the_rates_of_six_steps_with_two_of_warm_up(name, shares, monkeypatch):
+    """As the formulas have them: a tenth is left after step 6."""
+    schedule = example_module("gpt.options", monkeypatch).SCHEDULES[name](2, 6)
+    np.testing.assert_allclose([schedule(step) for step in range(1, 8)], shares, rtol=1e-14)
+
+
 # -- wrong arguments -----------------------------------------------------------------------------
 
 WRONG = {
@@ -255,6 +270,7 @@ WRONG = {
     "--temperature 0": ("--temperature", "above 0", "'0'"),
     "--prompt=": ("--prompt", "character"),
     "--dtype int8": ("--dtype", "'int8'"),
+    "--lr-schedule step": ("--lr-schedule", "'step'"),
     "--dropout 1": ("--dropout", "below 1", "'1'"),
     "--weight-decay -1": ("--weight-decay", "at least 0", "'-1'"),
 }

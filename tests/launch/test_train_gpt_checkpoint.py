@@ -54,7 +54,7 @@ def saved_step(folder):
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, "--dtype float64"),
+        (1, "--dtype float64 --lr-schedule one-cycle --warmup 2"),
         (4, "--mesh dp=2,tp=2 --shard 3 --sequence-parallel"),
         (4, "--mesh dp=2,pp=2 --zero 1 --tied --schedule interleaved --dtype float16"),
     ],
@@ -160,6 +160,7 @@ DAMAGES = {
     "model_step": lambda saved: saved | {"model_step": "x"},
     "below": lambda saved: saved | {"model_step": 3},
     "held_out": lambda saved: saved | {"notes": saved["notes"] | {"held_out": 3}},
+    "rates": lambda saved: saved | {"notes": saved["notes"] | {"rates": {"num_steps": 4}}},
 }
 
 

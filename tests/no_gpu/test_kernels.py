@@ -15,7 +15,7 @@ from mpimesh.arrays.fused import fused
 from mpimesh.nn import kernels
 from mpimesh.optim import adam
 from tests.helpers.array_makers import ANY_SHAPE
-from tests.helpers.nn_gradcheck import CASES
+from tests.helpers.nn_cases import CASES
 
 DTYPES = ("float16", "float32", "float64")
 _FUSED = (

@@ -9,6 +9,7 @@ from mpimesh.nn import (
     GELU,
     Attention,
     BertBlock,
+    Checkpoint,
     Dropout,
     Embedding,
     FeedForward,
@@ -40,7 +41,7 @@ _SPLIT = (Attention, FeedForward, SwiGLU, Embedding)
 _OF_PLACES = (LayerNorm, RMSNorm, Linear, Dropout, LearnedPositions)
 # These are told which places of a split sequence they treat.
 
-_PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock)
+_PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock, Checkpoint)
 # With a split sequence these need no change, or only of the layers within.
 
 

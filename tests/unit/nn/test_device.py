@@ -12,7 +12,7 @@ import pytest
 from mpimesh import nn, optim
 from mpimesh.errors import ModuleError
 from tests.helpers.fake_cupy import FakeArray, FakeCupy
-from tests.helpers.nn_gradcheck import CASES
+from tests.helpers.nn_cases import CASES
 from tests.helpers.raises import raises
 
 

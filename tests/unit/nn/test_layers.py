@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from mpimesh import nn
 from mpimesh.errors import DTypeError, ModuleStateError, ShapeError
+from mpimesh.testing import gradcheck
 from tests.helpers.depth import examples
-from tests.helpers.nn_gradcheck import CASES, central_difference, gradients
+from tests.helpers.nn_cases import CASES, gradients
 from tests.helpers.raises import raises
 
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -27,25 +28,15 @@ def weights_of(y: np.ndarray, seed=11) -> np.ndarray:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_gradients_are_those_of_finite_differences(case, rows):
     layer, x = case.layer(), case.x(rows)
-    ctx = nn.Context(**case.context)
-    y = layer(x, ctx)
-    dy = weights_of(y)
-    dx = layer.backward(dy, ctx)
-
-    def value() -> float:
-        return float((layer(x, nn.Context(**case.context)) * dy).sum())
-
-    for name, parameter in layer.named_parameters():
-        expected = central_difference(value, parameter.data)
-        np.testing.assert_allclose(parameter.grad, expected, rtol=1e-7, atol=1e-8, err_msg=name)
+    parts = [x] if rows == 1 else [x[:1], x[1:]]
+    gradcheck(layer, *parts, rtol=1e-7, atol=1e-8, training_step=case.context.get("step", 0))
     if case.integers_below:
-        assert dx is None
-    else:
-        np.testing.assert_allclose(dx, central_difference(value, x), rtol=1e-7, atol=1e-8)
+        ctx = nn.Context()
+        assert layer.backward(weights_of(layer(x, ctx)), ctx) is None
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_halves_of_backward_give_the_bits_of_the_whole(case, dtype):
     whole, halves = case.layer(dtype), case.layer(dtype)
     x = case.x(5, dtype)
@@ -65,7 +56,7 @@ def test_halves_of_backward_give_the_bits_of_the_whole(case, dtype):
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_dtype_and_shape_stay(case, dtype):
     layer, x = case.layer(dtype), case.x(3, dtype)
     ctx = nn.Context(**case.context)
@@ -80,14 +71,15 @@ def test_dtype_and_shape_stay(case, dtype):
 
 
 @EVERY
-def test_half_precision_is_near_double(case):
-    half, double = case.layer("float16"), case.layer("float64")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-2), ("bfloat16", 6e-2)])
+def test_half_precision_is_near_double(case, dtype, tolerance):
+    half, double = case.layer(dtype), case.layer("float64")
     for low, high in zip(half.parameters(), double.parameters(), strict=True):
         high.data[...] = low.data
-    x = case.x(4, "float16")
+    x = case.x(4, dtype)
     exact = x if case.integers_below else x.astype("float64")
     np.testing.assert_allclose(
-        half(x).astype("float64"), double(exact).astype("float64"), rtol=1e-2, atol=1e-2
+        half(x).astype("float64"), double(exact).astype("float64"), rtol=tolerance, atol=tolerance
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mpimesh import nn
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
-from tests.helpers.nn_gradcheck import central_difference
+from mpimesh.testing import gradcheck
 from tests.helpers.raises import raises
 
 
@@ -28,15 +28,9 @@ CASES = [
 
 @pytest.mark.parametrize(("layer", "x"), CASES)
 def test_gradients_are_those_of_finite_differences(layer, x):
+    gradcheck(layer, x, rtol=1e-7, atol=1e-9)
     ctx = nn.Context()
-    y = layer(x, ctx)
-    dy = np.random.default_rng(3).normal(size=y.shape)
-    dx = layer.backward(dy, ctx)
-    assert isinstance(dx, tuple)
-    assert ctx.is_empty
-    for one, gradient in zip(x, dx, strict=True):
-        expected = central_difference(lambda: float((layer(x) * dy).sum()), one)
-        np.testing.assert_allclose(gradient, expected, rtol=1e-7, atol=1e-9)
+    assert isinstance(layer.backward(np.ones_like(layer(x, ctx)), ctx), tuple)
 
 
 @pytest.mark.parametrize(("layer", "x"), CASES)

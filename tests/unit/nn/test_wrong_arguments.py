@@ -50,6 +50,7 @@ LAYERS: dict[str, tuple[dict[str, Any], Any]] = {
         },
         IDS,
     ),
+    "Checkpoint": ({"layer": nn.Linear(4, 2)}, ROWS),
     "Concat": ({"axis": -1}, (ROWS, ROWS)),
     "Dropout": ({"p": 0.5}, ROWS),
     "Embedding": ({"num_embeddings": 4, "features": 4, "std": 0.5}, IDS),
@@ -113,6 +114,10 @@ def stepped(kind: Any, **numbers: Any) -> optim.Optimizer:
     made: optim.Optimizer = kind([parameter()], **numbers)
     made.step()
     return made
+
+
+def scheduler() -> optim.LRScheduler:
+    return optim.LRScheduler(optim.SGD([parameter()], lr=0.1), optim.LinearLR(4))
 
 
 ADAM = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decay_mask": None}
@@ -193,6 +198,25 @@ CASES: dict[str, Any] = {
         optim.LossScaler().load_state_dict,
         {"state": optim.LossScaler().state_dict()},
     ),
+    "ConstantLR": lambda: (optim.ConstantLR, {"share": 0.5}),
+    "LinearLR": lambda: (optim.LinearLR, {"steps": 4, "start": 1.0, "end": 0.5}),
+    "CosineLR": lambda: (optim.CosineLR, {"steps": 4, "end": 0.5}),
+    "WarmupLR": lambda: (
+        optim.WarmupLR,
+        {"steps": 4, "then": optim.ConstantLR(), "start": 0.5},
+    ),
+    "OneCycleLR": lambda: (
+        optim.OneCycleLR,
+        {"steps": 4, "warmup": 0.5, "start": 0.1, "end": 0.01},
+    ),
+    "LRScheduler": lambda: (
+        optim.LRScheduler,
+        {"optimizer": optim.SGD([parameter()], lr=0.1), "schedule": optim.LinearLR(4)},
+    ),
+    "LRScheduler.load_state_dict": lambda: (
+        scheduler().load_state_dict,
+        {"state": scheduler().state_dict()},
+    ),
     "Optimizer.load_state_dict": lambda: (
         stepped(optim.Adam).load_state_dict,
         {"state": stepped(optim.Adam).state_dict()},
@@ -225,6 +249,7 @@ LEFT_OUT = {
     *(f"Module.{name}" for name in ("forward", "backward", "backward_input", "backward_weight")),
     "Module",
     "Optimizer",
+    "LRSchedule",
     # Protocols.
     "Initializer",
     "Loss",

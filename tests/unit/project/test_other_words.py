@@ -12,7 +12,7 @@ import pytest
 import mpimesh as mm
 
 PAGE = (Path(__file__).parents[3] / "docs" / "other-words.md").read_text()
-KAPSL, BURN, TVM, TENSORFLOW = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+KAPSL, BURN, MARKS, TVM, TENSORFLOW = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def names() -> dict[str, list[Any]]:
         exec(program, found)
         return found
 
-    programs = {"kapsl": KAPSL, "burn": BURN, "tvm": TVM, "tensorflow": TENSORFLOW}
+    programs = {"kapsl": KAPSL, "burn": BURN, "marks": MARKS, "tvm": TVM, "tensorflow": TENSORFLOW}
     return {word: mm.run_virtual(3, main, text) for word, text in programs.items()}
 
 
@@ -40,6 +40,23 @@ def test_burn(names):
             7: [1.0] * 3,
             9: [1.0] * 4,
         }
+
+
+def test_marks(names):
+    """The bias without a mark has each rank's own gradient, the others the mean over the ranks."""
+    models = [found["model"] for found in names["marks"]]
+    own = []
+    for rank, model in enumerate(models):
+        x, ctx = np.full((5, 3), rank, np.float32), mm.nn.Context()
+        twin = mm.nn.Sequential(mm.nn.Linear(3, 4), mm.nn.ReLU(), mm.nn.Linear(4, 2))
+        twin.materialize(seed=0)
+        twin.backward(np.ones_like(twin(x, ctx)), ctx)
+        own.append([one.grad for one in twin.parameters()])
+        assert np.array_equal(model[2].bias.grad, own[rank][3])
+    for at in range(3):
+        mean = np.mean([grads[at] for grads in own], axis=0)
+        for model in models:
+            assert np.allclose(model.parameters()[at].grad, mean, rtol=1e-6)
 
 
 def test_tvm(names):

@@ -1,4 +1,4 @@
-"""Finite differences, the oracle for every backward, and the layers under test."""
+"""The layers under test, and how to make inputs for them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,6 @@ from typing import Any
 import numpy as np
 
 from mpimesh import nn
-
-STEP = 1e-5
-
-
-def central_difference(value: Callable[[], float], array: np.ndarray) -> np.ndarray:
-    """Return d(value)/d(array), element by element; `array` is changed and put back."""
-    gradient = np.zeros_like(array)
-    for place in np.ndindex(array.shape):
-        kept = array[place]
-        array[place] = kept + STEP
-        above = value()
-        array[place] = kept - STEP
-        below = value()
-        array[place] = kept
-        gradient[place] = (above - below) / (2 * STEP)
-    return gradient
 
 
 @dataclass
@@ -106,6 +90,18 @@ CASES = {
     ),
     "sequential of embedding": Case(
         lambda: nn.Sequential(nn.Embedding(5, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))),
+        (2,),
+        integers_below=5,
+    ),
+    "checkpoint": Case(
+        lambda: nn.Checkpoint(
+            nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Dropout(0.3), nn.Linear(4, 2))
+        ),
+        (3,),
+        context={"step": 1},
+    ),
+    "checkpoint of embedding": Case(
+        lambda: nn.Sequential(nn.Checkpoint(nn.Embedding(5, 4)), nn.Checkpoint(nn.LayerNorm(4))),
         (2,),
         integers_below=5,
     ),
