@@ -166,6 +166,7 @@ class Engine:
         is_step_known: Whether somebody has set `step`, or a step was done.
         first_values: Whether no step has compared the parameters with those of other replicas since
             they were made or loaded.
+        first_forward: Whether no step without training has compared the values of its batch.
         why_no_step: Why this rank may start nothing collective; empty if it may.
         is_given_back: Whether the model has been taken out of here.
         interfaces: What stages give to each other, by kind of input.
@@ -199,6 +200,7 @@ class Engine:
         self.step = 0
         self.is_step_known = False
         self.first_values = True
+        self.first_forward = True
         self.accumulating = False
         self.optimizer: ModelOptimizer | None = None
         self._frozen_values: list[Array] = []  # that other ranks of the node read
