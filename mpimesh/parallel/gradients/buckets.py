@@ -215,6 +215,11 @@ class GradientBuckets:
         """Number of cycles that these buckets have summed."""
         return self._cycles
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that buckets have for reductions only, from stage 2 on."""
+        return self._pool.nbytes
+
     def divide(self, stage: int = 1) -> None:
         """From now on give each rank the sums of its part of each bucket only.
 
