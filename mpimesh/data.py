@@ -39,7 +39,7 @@ __all__ = ["Batches", "shuffled"]
 _ROUNDS = 16
 _BLOCK_ROWS = 1 << 14
 """How many places of the order are worked out at once: for a few rows NumPy's calls cost more."""
-_SETTINGS = ("rows", "batch_size", "seed", "shuffle", "drop_last")
+_SETTINGS = ("rows", "batch_size", "parts", "seed", "shuffle", "drop_last")
 
 
 class Batches:
@@ -65,6 +65,9 @@ class Batches:
         shuffle: Whether the rows come in a random order.
         drop_last: Whether an epoch leaves out the rows that are too few for a batch; else its last
             batch has fewer.
+        parts: In how many parts each batch is given out, one after the other, as evenly as goes:
+            for steps that add up their gradients. All that is said of batches here is then said of
+            these parts, but for `batch_size`.
         dim: The dim of the replicas. Along the others ranks read the same rows; on a mesh without
             it, all rows.
         prefetch: Most batches that are read ahead; with 0 each is read when it is asked for.
@@ -96,6 +99,7 @@ class Batches:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        parts: int = 1,
         dim: str = "dp",
         prefetch: int = 1,
     ) -> None:
@@ -115,6 +119,7 @@ class Batches:
             return {
                 "rows": found,
                 "batch_size": size,
+                "parts": as_int(parts, "parts", ModuleError, least=1, most=size),
                 "seed": as_int(seed, "seed", ModuleError, least=0),
                 "shuffle": as_flag(shuffle, "shuffle", ModuleError),
                 "drop_last": drop,
@@ -125,6 +130,7 @@ class Batches:
         told = agree_alike(self._mesh.group()._core, "data.Batches", arguments)
         self.rows: int = told["rows"]
         self.batch_size: int = told["batch_size"]
+        self.parts: int = told["parts"]
         self.seed: int = told["seed"]
         self.shuffle: bool = told["shuffle"]
         self.drop_last: bool = told["drop_last"]
@@ -139,7 +145,7 @@ class Batches:
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
         whole, rest = divmod(self.rows, self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        return (whole + (rest > 0 and not self.drop_last)) * self.parts
 
     @property
     def position(self) -> int:
@@ -240,8 +246,10 @@ class Batches:
     def _span(self, number: int) -> tuple[int, slice]:
         """Return the epoch of a batch, and the places in its order that the batch has."""
         epoch, place = divmod(number, len(self))
-        first = place * self.batch_size
-        return epoch, slice(first, min(first + self.batch_size, self.rows))
+        batch, part = divmod(place, self.parts)
+        first = batch * self.batch_size
+        mine = replica_rows(min(self.batch_size, self.rows - first), self.parts, part)
+        return epoch, slice(first + mine.start, first + mine.stop)
 
     def _rows_of(self, number: int) -> Tree:
         """Read this rank's rows of a batch."""

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,6 +167,23 @@ def test_every_mesh_reads_the_same_batches(dims, options, name, tmp_path):
     np.testing.assert_array_equal(X, np.random.default_rng(0).normal(size=(ROWS, 6)))
 
 
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_a_batch_in_parts_is_the_batch(parts):
+    """The last one of 3 rows has parts without any."""
+    expected = [part for whole in drawn(5, epochs=2) for part in np.array_split(whole, parts)]
+
+    def body(mesh):
+        with Batches(X, mesh, 5, parts=parts) as batches:
+            assert len(batches) == 5 * parts
+            got = [batch.full() for _ in range(2) for batch in batches]
+            with raises(ModuleError, "parts", 1):
+                batches.load_state_dict({**batches.state_dict(), "parts": 1})
+        for one, rows in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(one, X[rows])
+
+    on_ranks("dp=2", body)
+
+
 def test_each_rank_reads_its_own_rows_only():
     def body(mesh):
         read = []
@@ -228,7 +246,8 @@ def test_a_training_goes_on_elsewhere(at, as_file, tmp_path):
             state = batches.state_dict()
         assert all(type(value) is int for value in state.values())
         if as_file and mesh.rank == 0:
-            np.savez(path, **{name: np.array(value) for name, value in state.items()})
+            arrays: dict[str, Any] = dict(state)
+            np.savez(path, **arrays)
         return json.dumps(state)
 
     (state,) = set(on_ranks("dp=3", first))
@@ -334,6 +353,7 @@ def test_closing():
         (X[:0], 2, {}, ShapeError, (0,)),
         (X, 2, {"rows": 4}, ModuleError, ("rows=", 4)),
         (X.take, 2, {}, ModuleError, ("rows", None)),
+        (X, 2, {"parts": 3}, ModuleError, ("parts", 2, 3)),
         (X, 2, {"seed": -1}, ModuleError, ("seed", -1)),
         (X, 2, {"shuffle": "yes"}, ModuleError, ("shuffle", "'yes'")),
         (X, 2, {"prefetch": -1}, ModuleError, ("prefetch", -1)),
