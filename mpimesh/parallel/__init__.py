@@ -1,5 +1,6 @@
 """Data, tensor and pipeline parallelism: models cut over replicas, ranks and stages, as one."""
 
+from mpimesh.parallel.accumulation import Accumulation, reduce_gradients
 from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.data import DataParallel, fully_shard
 from mpimesh.parallel.gradients.bucket import Bucket
@@ -29,6 +30,7 @@ from mpimesh.parallel.tensor.sums import sum_shared_gradients
 
 __all__ = [
     "BUCKET_BYTES",
+    "Accumulation",
     "Bucket",
     "BucketTuning",
     "ColumnParallelLinear",
@@ -52,6 +54,7 @@ __all__ = [
     "gpt_layers",
     "measure_layers",
     "microbatch_rows",
+    "reduce_gradients",
     "replica_rows",
     "split_microbatches",
     "split_sequence",

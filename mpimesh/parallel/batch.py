@@ -312,7 +312,7 @@ class Arguments:
             target=cut("target"),
             loss=self.loss,
             # So the loss is scaled before anything is rounded to the model's dtype.
-            denominator=denominator / engine.loss_scale,
+            denominator=denominator / (engine.loss_scale * engine.loss_share),
         )
 
     def _values(self, engine: Engine) -> dict[str, Value]:

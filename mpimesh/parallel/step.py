@@ -166,6 +166,8 @@ class Step:
             kept += f", added to the gradients of {engine.buckets.begun} before"
         if not engine.stages[0].is_training():
             kept += ", in evaluation mode"
+        if engine.loss_share != 1:
+            kept += f", with a share of {engine.loss_share:g}"
         if engine.scales_losses:
             kept += f", losses times {engine.loss_scale:g}"
         return (
