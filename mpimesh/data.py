@@ -69,7 +69,7 @@ class Batches:
             for steps that add up their gradients. All that is said of batches here is then said of
             these parts, but for `batch_size`.
         dim: The dim of the replicas. Along the others ranks read the same rows; on a mesh without
-            it, all rows.
+            it, all rows; None has every rank read all rows.
         prefetch: Most batches that are read ahead; with 0 each is read when it is asked for.
 
     Raises:
@@ -100,7 +100,7 @@ class Batches:
         shuffle: bool = True,
         drop_last: bool = False,
         parts: int = 1,
-        dim: str = "dp",
+        dim: str | None = "dp",
         prefetch: int = 1,
     ) -> None:
         self._mesh = live_mesh(mesh)
@@ -326,7 +326,7 @@ def _dim_of(mesh: DeviceMesh, dim: object) -> str | None:
     """Return the dim of the replicas, None for a mesh without "dp"."""
     if isinstance(dim, str) and mesh.contains_dim(dim):
         return dim
-    if dim == "dp":
+    if dim in ("dp", None):
         return None
     raise no_dim(mesh, dim, "dim")
 

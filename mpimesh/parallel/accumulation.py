@@ -104,8 +104,8 @@ class Accumulation:
         engine.loss_share = 1 / self.steps
         try:
             if is_last:
-                given = {"optimizer": self._optimizer} if inside else {}
-                self._loss += model.train_step(x, target, **options, **given)
+                optimizer = self._optimizer if inside else None
+                self._loss += model.train_step(x, target, optimizer=optimizer, **options)
             else:
                 with model.no_sync():
                     self._loss += model.train_step(x, target, **options)
