@@ -135,7 +135,7 @@ def _lines_of(mesh: mm.DeviceMesh, sizes: Sizes) -> tuple[Any, Any]:
 def _sharded(
     mesh: mm.DeviceMesh, model: nn.Sequential, loss: nn.Loss, stage: int
 ) -> tuple[mm.DataParallel, mm.ParallelOptimizer]:
-    sharded: Any = mm.fully_shard(model, mesh, stage=stage, loss=loss)
+    sharded = mm.fully_shard(model, mesh, stage=stage, loss=loss)
     adam = optim.AdamW(sharded.parameters(), lr=_LR, weight_decay=_DECAY)
     return sharded, mm.ParallelOptimizer(adam, sharded, zero=stage)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -274,6 +274,19 @@ class DataParallel(ParallelModel):
 
 
 # -- sharded training -----------------------------------------------------------------------------
+
+
+M = TypeVar("M", bound=ParallelModel)
+
+
+@overload
+def fully_shard(
+    model: SupportsLayer, mesh: DeviceMesh, dim: str = ..., stage: int = ..., **options: Any
+) -> DataParallel: ...
+
+
+@overload
+def fully_shard(model: M, mesh: DeviceMesh, dim: str = ..., stage: int = ...) -> M: ...
 
 
 def fully_shard(

@@ -408,7 +408,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Bytes of the memory."""
-        return self.size * self.dtype.itemsize
+        return self.size * int(self.dtype.itemsize)
 
 
 class Reductions:

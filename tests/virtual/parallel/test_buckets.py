@@ -271,7 +271,7 @@ def test_dtypes_and_mean(dtype):
     def body(mesh):
         parameters = make_parameters([(3,)], dtype) + make_parameters([(2,)])
         buckets = GradientBuckets(parameters, mesh.group("dp"), mesh=mesh, op="mean")
-        assert [bucket.flat.dtype for bucket in buckets.buckets] == ["float64", dtype]
+        assert [bucket.dtype for bucket in buckets.buckets] == ["float64", dtype]
         buckets.begin()
         for parameter in parameters:
             parameter.accumulate(np.full(parameter.shape, mesh.rank, parameter.dtype))

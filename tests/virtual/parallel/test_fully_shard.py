@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_frozen_parameters_are_there_once_and_thaw(dims):
             np.testing.assert_array_equal(values, course[1][1][name], err_msg=name)
         return mesh.coord("dp"), mesh.rank - mesh.coord("dp"), arrays
 
-    arrays = {}
+    arrays: dict[Any, list[Any]] = {}
     for _, _, found in on_ranks(dims, body):
         arrays.setdefault(tuple(one.shape for one in found), []).append(found)
     for one, other in arrays.values():
@@ -191,11 +192,12 @@ def test_a_stage_can_rise_and_not_fall():
 def test_what_cannot_be_divided_is_refused():
     def body(mesh):
         pipe = make_pipeline(mesh)
-        for stage in (-1, 4, 1.5, "3", None):
+        wrong: list[Any] = [-1, 4, 1.5, "3", None]
+        for stage in wrong:
             with raises(ModuleError, "stage", stage):
                 mm.fully_shard(pipe, mesh, stage=stage)
         with raises(ModuleError, "fully_shard", "dtype", "PipelineParallel"):
-            mm.fully_shard(pipe, mesh, dtype="float32")
+            mm.fully_shard(pipe, mesh, dtype="float32")  # type: ignore[call-overload]
         with mm.DeviceMesh("dp=2") as other, raises(ModuleError, "mesh", "dp=2"):
             mm.fully_shard(pipe, other)
         with raises(MismatchError, "fully_shard", 1, 2):
