@@ -208,7 +208,9 @@ class Training:
         self.optimizer = make_optimizer(mesh, self.pipe, options)
         schedule = SCHEDULES[options.lr_schedule](options.warmup, options.decay_steps)
         self.rates = optim.LRScheduler(self.optimizer, schedule)
-        settings = {**run_settings(options), "text": self.text.digest()}
+        # Nobody need read a large file as a whole for a run that is not kept.
+        digest = self.text.digest() if options.checkpoint else ""
+        settings = {**run_settings(options), "text": digest}
         self.checkpoint = Checkpoint(
             options.checkpoint,
             mesh,
@@ -228,6 +230,15 @@ class Training:
                 f"{options.checkpoint} is after step {self.resumed_at}, beyond --steps "
                 f"{options.steps}: give more steps, or another folder"
             )
+        self.batches = self.text.batches(
+            mesh,
+            options.steps,
+            options.batch_size,
+            parts=options.accumulate,
+            seed=options.seed,
+        )
+        position = {"position": self.resumed_at * options.accumulate}
+        self.batches.load_state_dict({**self.batches.state_dict(), **position})
         self.seconds = 0.0
         if self.tracer is not None and options.trace_step <= self.resumed_at:
             report.say(
@@ -264,18 +275,12 @@ class Training:
         """Do one training step; return the norm of its gradients."""
         start_s = time.perf_counter()
         options = self.options
-        x, target = self.text.batch(options.batch_size, options.seed, number)
-        # Every rank passes all rows; the pipeline takes what is for this rank. Each part is divided
-        # by the rows of all, so that the parts add up to the mean over the batch.
+        # Every rank passes its own rows. Each part is divided by the rows of all, so that the parts
+        # add up to the mean over the batch.
         train = partial(self.pipe.train_step, loss=self.loss, denominator=options.batch_size)
-        *first, last = zip(
-            np.array_split(x, options.accumulate),
-            np.array_split(target, options.accumulate),
-            strict=True,
-        )
         with self.pipe.no_sync():
-            losses = [train(*part) for part in first]
-        losses.append(train(*last))
+            losses = [train(*self.batches.next()) for _ in range(options.accumulate - 1)]
+        losses.append(train(*self.batches.next()))
         norm = self.pipe.clip_grad_norm(options.clip)
         self.rates.step()  # before the optimizer's: step 0 of a warm-up would change nothing
         self.optimizer.step()
@@ -363,7 +368,9 @@ def train(options: Namespace, stop: StopSignal) -> int:
         report = Report(mesh, options)
         training = Training(mesh, options, report)
         report.show_model(training.pipe)
-        if training.run(stop):
+        with training.batches:
+            is_done = training.run(stop)
+        if is_done:
             show_results(training, report)
             return 0
         report.say(f"stopped after step {len(training.losses)}, saved in {options.checkpoint}")

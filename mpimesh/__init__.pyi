@@ -10,6 +10,9 @@ from . import (
     compat as compat,
 )
 from . import (
+    data as data,
+)
+from . import (
     dtensor as dtensor,
 )
 from . import (

@@ -1,4 +1,4 @@
-"""TensorFlow DTensor's heartbeat: all ranks show each other, now and then, that they are alive.
+"""TensorFlow DTensor's data set of split batches, and its heartbeat, by which ranks see each other.
 
 TensorFlow beats in a thread. Here the program beats, where all its ranks come by anyway: a rank
 that hangs in its own code is missed, too, and there is no second order of messages beside the
@@ -9,24 +9,32 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from mpimesh.arguments import as_int, as_time, check_kind, rank_names, shown
 from mpimesh.arrays import HostArray
+from mpimesh.data import Batches
+from mpimesh.dtensor import DTensor
 from mpimesh.errors import (
     CollectiveTimeoutError,
     GroupError,
+    LayoutError,
     MeshError,
     MismatchError,
+    ModuleError,
     PeerLostError,
     on_all_ranks,
 )
+from mpimesh.layout import AxisLayout, Layout, Shard
+from mpimesh.parallel.tree import Tree, flatten, tree_map
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.tracebacks import write_error
 from mpimesh.runtime.watchdog import EXIT_CODE
 
-__all__ = ["Heartbeat", "heartbeat_enabled"]
+__all__ = ["DTensorDataset", "Heartbeat", "heartbeat_enabled"]
 
 _SPEAKERS = 2
 """Ranks from this one on are silent about the first strikes: of the others one is there."""
@@ -131,3 +139,123 @@ class Heartbeat:
         )
         lost.exit_code = EXIT_CODE
         raise lost
+
+
+class DTensorDataset:
+    """Batches of a data set as split arrays, of which each rank reads its own rows.
+
+    Making it is collective over the mesh; iterating is local, and begins at the first row each
+    time. Rows come in order, and the last ones that are too few for a batch are left out, as in
+    TensorFlow; :class:`mpimesh.data.Batches`, on which it is built, does otherwise, too.
+
+    Args:
+        dataset: What :class:`~mpimesh.data.Batches` reads: arrays, or a function with `rows`.
+        mesh: The mesh of all layouts.
+        layouts: A layout for each array of the data set, built as it is; with the axis of rows.
+        global_batch_size: Rows of a batch, which the ranks along `batch_dim` must share evenly.
+        dataset_already_batched: Must be False: the data set has rows.
+        batch_dim: The dim along which rows are split; None if each rank has all.
+        prefetch: Most batches that are read ahead; 1 if None.
+        rows: Rows that a function can read.
+
+    Raises:
+        LayoutError: On every rank, if a layout is on another mesh, or splits rows otherwise.
+        ModuleError: On every rank, if rows cannot be shared evenly, or an argument is wrong.
+
+    Example:
+        >>> with mm.DeviceMesh("batch=-1") as mesh:
+        ...     layout = mm.layout.AxisLayout(["batch", "unsharded"], mesh)
+        ...     data = mm.compat.tensorflow.DTensorDataset(
+        ...         np.eye(8), mesh=mesh, layouts=layout, global_batch_size=4, batch_dim="batch")
+        ...     [x.shape for x in data]
+        [(4, 8), (4, 8)]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        mesh: DeviceMesh,
+        layouts: Tree,
+        global_batch_size: int,
+        dataset_already_batched: bool = False,
+        batch_dim: str | None = None,
+        prefetch: int | None = None,
+        rows: int | None = None,
+    ) -> None:
+        check_kind(mesh, DeviceMesh, "mesh", MeshError, wanted="a DeviceMesh")
+        if dataset_already_batched:
+            raise ModuleError("dataset_already_batched must be False: give the rows, not batches")
+        size = as_int(global_batch_size, "global_batch_size", ModuleError, least=1)
+        shards = 1 if batch_dim is None else mesh.dim_size(batch_dim)
+        if size % shards:
+            raise ModuleError(
+                f"global_batch_size must be a multiple of the {shards} ranks along "
+                f"{batch_dim!r}, got {size}"
+            )
+        self._mesh = mesh
+        self._layouts = tree_map(
+            lambda one, path: _row_layout(one, path, mesh, batch_dim), layouts, name="layouts"
+        )
+        self._batches = Batches(
+            dataset,
+            mesh,
+            size,
+            rows=rows,
+            shuffle=False,
+            drop_last=True,
+            dim=batch_dim,
+            prefetch=1 if prefetch is None else prefetch,
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Tree]:
+        """Give the batches from the first on."""
+        self._batches.load_state_dict({**self._batches.state_dict(), "position": 0})
+        return map(self._placed, self._batches)
+
+    def close(self) -> None:
+        """End what reads ahead. Local, and may be called again."""
+        self._batches.close()
+
+    def _placed(self, batch: Tree) -> Tree:
+        """Return the arrays of a batch in their layouts, of which this rank has all rows it needs.
+
+        Raises:
+            ModuleError: If the layouts are built otherwise than the batch.
+        """
+        leaves, structure = flatten(batch)
+        layouts = structure.leaves_of(self._layouts)
+        if layouts is None:
+            raise ModuleError(f"layouts must be built as the data set is, {structure}")
+        placed = []
+        for leaf, layout in zip(leaves, layouts, strict=True):
+            _, *inner = layout.box(leaf.shape, self._mesh.rank)
+            block = leaf.local[(slice(None), *(slice(*one) for one in inner))].copy()
+            placed.append(DTensor(self._mesh, layout, leaf.shape, leaf.dtype, block))
+        return structure.unflatten(placed)
+
+
+def _row_layout(one: Any, path: str, mesh: DeviceMesh, batch_dim: str | None) -> Layout:
+    """Return a layout if rows are split along `batch_dim` and nothing else.
+
+    Raises:
+        LayoutError: If it is none, or they are not.
+    """
+    if not isinstance(one, AxisLayout | Layout):
+        raise LayoutError(f"{path} must be an AxisLayout or a Layout, got {shown(one)}")
+    layout = Layout(mesh, one if isinstance(one, Layout) else one.layout)
+    by = [
+        dim
+        for dim, spec in zip(mesh.dim_names, layout.placement, strict=True)
+        if isinstance(spec, Shard) and spec.axis == 0
+    ]
+    if by != ([] if batch_dim is None else [batch_dim]) or layout.partial_op:
+        raise LayoutError(
+            f"{path} must split axis 0, the rows, along batch_dim={batch_dim!r} and no other dim, "
+            f"got {layout.text!r}"
+        )
+    return layout

@@ -1,6 +1,7 @@
 """Data, tensor and pipeline parallelism: models cut over replicas, ranks and stages, as one."""
 
 from mpimesh.nn.split import SequenceSplit
+from mpimesh.parallel.accumulation import Accumulation, reduce_gradients
 from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.data import DataParallel, fully_shard
 from mpimesh.parallel.gradients.bucket import Bucket
@@ -33,6 +34,7 @@ from mpimesh.parallel.tensor.split import split_sequence, tensor_parallel
 
 __all__ = [
     "BUCKET_BYTES",
+    "Accumulation",
     "Bucket",
     "BucketTuning",
     "ColumnParallelLinear",
@@ -56,6 +58,7 @@ __all__ = [
     "gpt_layers",
     "measure_layers",
     "microbatch_rows",
+    "reduce_gradients",
     "replica_rows",
     "split_microbatches",
     "split_sequence",

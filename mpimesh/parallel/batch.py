@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -19,15 +19,28 @@ from mpimesh.errors import (
     ShapeError,
     UnknownNameError,
 )
+from mpimesh.layout import Layout, Replicate, Shard
 from mpimesh.nn import Loss
 from mpimesh.nn.foreign import loss_advice
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.executor import Task
-from mpimesh.parallel.header import BatchSpec, Size, checksum, sample
+from mpimesh.parallel.header import OWN_ROWS, BatchSpec, Size, checksum, sample
 from mpimesh.parallel.microbatch import Microbatches, microbatch_rows, num_rows, replica_rows
 from mpimesh.parallel.tree import Tree, flatten, tree_map
 
-__all__ = ["Arguments", "SupportsStep", "Value", "as_value", "check_loss", "input_title"]
+__all__ = [
+    "Arguments",
+    "Rows",
+    "SupportsStep",
+    "Value",
+    "as_value",
+    "check_loss",
+    "input_title",
+    "split_layout",
+]
+
+Rows = Literal["whole", "local"]
+"""Which rows plain arrays hold: those of the global batch, or those of this rank's replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +52,18 @@ class Value:
         parts: The value, or its microbatches; all arrays of one with the same rows.
         sizes: The rows of each.
         is_cut: Whether they are microbatches.
+        is_split: Whether they are this rank's blocks of split arrays.
     """
 
     name: str
     parts: tuple[Tree, ...]
     sizes: tuple[int, ...]
     is_cut: bool
+    is_split: bool = False
 
     @property
     def rows(self) -> int:
-        """Rows of the whole batch."""
+        """Rows of all parts."""
         return sum(self.sizes)
 
     def spans(self) -> list[slice]:
@@ -56,11 +71,19 @@ class Value:
         ends = list(accumulate(self.sizes))
         return [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
 
-    def cut(self, parts: Sequence[slice]) -> list[Tree]:
-        """Return the rows of each of some parts of a batch that is whole, as views."""
-        (whole,) = self.parts
-        leaves, structure = flatten(whole)
-        return [structure.unflatten([leaf[part] for leaf in leaves]) for part in parts]
+    def cut(self, parts: Sequence[slice], start: int = 0) -> list[Tree]:
+        """Return the rows of each of some parts of a batch, as views.
+
+        Args:
+            parts: Rows, counted in the global batch.
+            start: The first of them that is here.
+        """
+        (rows,) = self.parts
+        leaves, structure = flatten(rows)
+        return [
+            structure.unflatten([leaf[part.start - start : part.stop - start] for leaf in leaves])
+            for part in parts
+        ]
 
     def kind(self) -> str:
         """Return the shapes and dtypes of a row, in words."""
@@ -90,13 +113,16 @@ class Value:
         return float(sum(float(counted(part)) for part in self.parts))
 
 
-def as_value(given: Any, name: str) -> Value | None:
+def as_value(
+    given: Any, name: str, *, block: Callable[[DTensor, str], Array] | None = None
+) -> Value | None:
     """Return a value that a user gave; None for None.
 
     Args:
         given: An array, or anything that ``np.asarray`` takes; or a tuple or a dict of them; or
             microbatches of those.
         name: Its name.
+        block: What gives this rank's block of a split array; None refuses these.
 
     Raises:
         ModuleError: If it is built otherwise.
@@ -106,12 +132,26 @@ def as_value(given: Any, name: str) -> Value | None:
         return None
     is_cut = isinstance(given, Microbatches)
     names = [f"{name}[{place}]" for place in range(len(given))] if is_cut else [name]
+    kinds: set[bool] = set()
+
+    def taken(x: Any, path: str) -> Array:
+        is_split = isinstance(x, DTensor | DVariable)
+        kinds.add(is_split)
+        if not is_split or block is None or is_cut:
+            return _as_array(x, path)
+        return block(x.value() if isinstance(x, DVariable) else x, path)
+
     parts = [
-        tree_map(_as_array, part, name=title)
+        tree_map(taken, part, name=title)
         for part, title in zip(given if is_cut else [given], names, strict=True)
     ]
     sizes = tuple(_rows(part, title) for part, title in zip(parts, names, strict=True))
-    return Value(name, tuple(parts), sizes, is_cut)
+    if len(kinds) > 1:
+        raise ModuleError(
+            f"{name} holds split arrays and others: give each as a DTensor that is split by rows, "
+            "or none"
+        )
+    return Value(name, tuple(parts), sizes, is_cut, is_split=True in kinds)
 
 
 def _rows(tree: Tree, name: str) -> int:
@@ -142,8 +182,8 @@ def _as_array(x: Any, path: str) -> Array:
         raise ModuleError(f"{path} is Microbatches: they go around a tuple or dict, not into it")
     if isinstance(x, DTensor | DVariable):
         raise ModuleError(
-            f"{path} is a split array, and the ranks are given whole ones, of which each takes its "
-            f"rows: give {path.split('[')[0]}.full(), which all ranks call; got {x!r}"
+            f"{path} is a split array, where whole ones are needed: give "
+            f"{path.split('[')[0]}.full(), which all ranks call; got {x!r}"
         )
     return x if hasattr(x, "shape") else np.asarray(x)
 
@@ -172,6 +212,7 @@ class Arguments:
         optimizer: Changes the parameters at the end; None leaves that to the caller.
         everywhere: Whether all ranks are to get what a forward gives.
         evaluating: Whether a forward is to give its loss instead of what it makes.
+        rows: Which rows plain arrays hold. Those of DTensors are split in any case.
     """
 
     training: bool
@@ -183,6 +224,7 @@ class Arguments:
     optimizer: SupportsStep | None = None
     everywhere: bool = False
     evaluating: bool = False
+    rows: Rows = "whole"
 
     @property
     def with_loss(self) -> bool:
@@ -209,23 +251,30 @@ class Arguments:
         check_loss(self.loss, who)
         engine.tensor.check_loss(self.loss)
         first = next(iter(values.values()), None)
+        is_local = self._are_local(values, who)
         for value in values.values():
             if first is not None:
                 _check_rows(first, value, who)
+        # The rows of the only replica are the whole batch.
+        replica = engine.data.rank if is_local and engine.data.size > 1 else None
         checks = bool(engine.mesh.settings.checks)
         # Without checks nothing is brought from a device for it.
-        unseen = self.training and engine.first_values and (checks or engine.xp is np)
+        is_first = engine.first_values if self.training else engine.first_forward
+        unseen = is_first and (checks or engine.xp is np)
+        parameters = (self.training and unseen) or (checks and self.training)
         spec = BatchSpec(
             call,
             None if first is None else first.rows,
-            None if first is None else len(first.sizes) if first.is_cut else 0,
+            None if first is None else _count(first, is_local=replica is not None),
             sizes=", ".join(map(str, first.sizes)) if first is not None and first.is_cut else None,
             goal=self._goal(engine),
             kinds={name: value.kind() for name, value in values.items() if name != "target"},
             sums=_checksums(values, whole=checks) if checks or unseen else {},
             place=engine.place,
             optimizer=None if self.optimizer is None else numbers_of(self.optimizer),
-            parameters=engine.digests() if unseen or (checks and self.training) else {},
+            parameters=engine.digests() if parameters else {},
+            replica=replica,
+            counted=None if replica is None else self._counted(engine, values),
         )
         return values, spec
 
@@ -236,11 +285,12 @@ class Arguments:
             ScheduleError: If it is given as more microbatches than the replicas may have.
         """
         spans, part = _share(engine, values, size)
+        start = _first_row(engine, size) if size.own else 0
 
         def cut(title: str) -> list[Tree]:
             if part is not None:
                 return list(values[title].parts[part])
-            return values[title].cut([span for span in spans if span is not None])
+            return values[title].cut([span for span in spans if span is not None], start)
 
         names = [name for stage in engine.local.values() for name in stage.inputs]
         task = Task(
@@ -253,14 +303,16 @@ class Arguments:
         if not self.with_loss or not engine.is_last or self.loss is None:
             return task
         denominator = self.denominator
-        if denominator is None:
+        if denominator is None and size.own:
+            denominator = float(size.rows) if size.counted is None else size.counted
+        elif denominator is None:
             denominator = values["target"].denominator(self.loss)
         return replace(
             task,
             target=cut("target"),
             loss=self.loss,
             # So the loss is scaled before anything is rounded to the model's dtype.
-            denominator=denominator / engine.loss_scale,
+            denominator=denominator / (engine.loss_scale * engine.loss_share),
         )
 
     def _values(self, engine: Engine) -> dict[str, Value]:
@@ -277,8 +329,54 @@ class Arguments:
                     f"PipelineStage(i, inputs=({name!r},))"
                 )
             given[input_title(name)] = value
-        values = {title: as_value(value, title) for title, value in given.items()}
+
+        def block(x: DTensor, path: str) -> Array:
+            return _block(engine, x, path)
+
+        values = {title: as_value(value, title, block=block) for title, value in given.items()}
         return {title: value for title, value in values.items() if value is not None}
+
+    def _are_local(self, values: Mapping[str, Value], who: str) -> bool:
+        """Tell whether the values hold the rows of this rank's replica only.
+
+        Raises:
+            ModuleError: If some do and others do not, or `rows` is neither.
+        """
+        if self.rows not in ("whole", "local"):
+            raise ModuleError(
+                f'{who}: rows= is "whole" where every rank gives the global batch, or "local" '
+                f"where each gives the rows of its own replica, got {shown(self.rows)}"
+            )
+        if self.rows == "local":
+            cut = next((value.name for value in values.values() if value.is_cut), None)
+            if cut is not None:
+                raise ModuleError(
+                    f'{who}: {cut} is Microbatches, which with rows="local" are not dealt to the '
+                    "replicas: give the Microbatches of all replicas on every rank, or arrays"
+                )
+            return True
+        split = [value.name for value in values.values() if value.is_split]
+        plain = [value.name for value in values.values() if not value.is_split]
+        if split and plain:
+            raise ModuleError(
+                f"on {who} {split[0]} is split by rows and {plain[0]} is not: give both as "
+                f'DTensors; or both as plain arrays of this rank\'s rows with rows="local"; or '
+                f"{split[0]}.full(), which all ranks call, beside the whole {plain[0]}"
+            )
+        return bool(split)
+
+    def _counted(self, engine: Engine, values: Mapping[str, Value]) -> float | None:
+        """Return what the replica's own targets count, None if that is their rows."""
+        if not self.with_loss or not engine.is_last or self.denominator is not None:
+            return None
+        if getattr(self.loss, "count", None) is None or self.loss is None:
+            return None
+        counted = values["target"].denominator(self.loss)
+        if not counted >= 0:
+            raise ModuleError(
+                f"{type(self.loss).__name__}.count must give a number of at least 0, got {counted}"
+            )
+        return counted
 
     def _missing(self, engine: Engine, values: Mapping[str, Value]) -> str:
         """Say which stage lacks what, if any does."""
@@ -350,7 +448,11 @@ def _share(
     """
     replicas, mine = engine.data.size, engine.data.rank or 0
     if not size.count:
-        return _row_spans(size.rows, replicas, mine, engine.num_microbatches), None
+        part = replica_rows(size.rows, replicas, mine)
+        if size.own:
+            start = _first_row(engine, size)
+            part = slice(start, start + (size.own[mine] or 0))
+        return _row_spans(part, size.rows, engine.num_microbatches), None
     most = replicas * engine.num_microbatches
     if size.count > most:
         raise ScheduleError(
@@ -365,14 +467,54 @@ def _share(
     return first.spans()[part], part
 
 
-def _row_spans(rows: int, replicas: int, mine: int, most: int) -> list[slice | None]:
-    """Return the rows of a replica's microbatches, counted in the global batch."""
-    part = replica_rows(rows, replicas, mine)
+def _first_row(engine: Engine, size: Size) -> int:
+    """Return where the rows begin that this replica was given, counted in the global batch."""
+    return sum(rows or 0 for rows in size.own[: engine.data.rank or 0])
+
+
+def _row_spans(part: slice, rows: int, most: int) -> list[slice | None]:
+    """Return the rows of the microbatches of a replica that has the rows `part` of all."""
     count = part.stop - part.start
     # A replica that gets none of some rows has nothing to do. Without any rows at all, all
     # replicas send a microbatch of none through the stages, to learn the output's shape.
     spans = microbatch_rows(count, most) if count or not rows else ()
     return [slice(part.start + span.start, part.start + span.stop) for span in spans]
+
+
+def split_layout(engine: Engine) -> Layout:
+    """Return the layout of a batch of which each replica has its rows."""
+    mesh, data = engine.mesh, engine.data
+    split = data.name if data.size > 1 else None
+    return Layout(mesh, [Shard(0) if dim == split else Replicate() for dim in mesh.dim_names])
+
+
+def _block(engine: Engine, x: DTensor, path: str) -> Array:
+    """Return this rank's block of a batch that is split by rows over the replicas.
+
+    Raises:
+        ModuleError: If it is split otherwise.
+    """
+    mesh, wanted = x.layout.mesh, split_layout(engine)
+    if mesh != wanted.mesh:
+        raise ModuleError(
+            f"{path} lies on {mesh}, and the model on {wanted.mesh}: "
+            f"{path}.redistribute({wanted.text!r}, mesh=...) moves it there; got {x!r}"
+        )
+    for dim, spec, right in zip(mesh.dim_names, x.placement, wanted.placement, strict=True):
+        is_right = type(spec) is type(right) and getattr(spec, "axis", 0) == 0
+        by_rows = isinstance(spec, Shard) and spec.axis == 0
+        if not (is_right or (by_rows and mesh.dim_size(dim) == 1)):
+            raise ModuleError(
+                f"{path} must be split by rows over the replicas and lie whole along other dims: "
+                f"{path}.redistribute({wanted.text!r}), which all ranks call; got {x!r}"
+            )
+    return x.local
+
+
+def _count(value: Value, *, is_local: bool) -> int:
+    if is_local:
+        return OWN_ROWS
+    return len(value.sizes) if value.is_cut else 0
 
 
 def check_loss(loss: object, who: str = "") -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from mpimesh.errors import ModuleError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.nn.protocol import set_training
-from mpimesh.parallel.batch import Arguments, SupportsStep, check_loss
+from mpimesh.parallel.batch import Arguments, Rows, SupportsStep, check_loss
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
 from mpimesh.parallel.groups import live_mesh, no_dim
@@ -30,8 +30,10 @@ class DataParallel(ParallelModel):
     Making it, :meth:`train_step` and :meth:`forward` are collective over the ranks along `dim`;
     along other dims of the mesh there may be other models. The batch is the *global* one, given on
     every rank; the rows are dealt to the replicas in order, uneven ones and fewer rows than
-    replicas too, and the loss is the mean over all. An exception on one replica ends the step
-    on all of them with the same :class:`StageError`.
+    replicas too, and the loss is the mean over all. Or each rank gives its own rows, as split
+    arrays or with ``rows="local"``, see :meth:`PipelineParallel.train_step`: the result is that of
+    the rows of all ranks, one after the other. An exception on one replica ends the step on all of
+    them with the same :class:`StageError`.
 
     Layers of the model may be split over the ranks of another dim, such as a
     :class:`ColumnParallelLinear`. Then all of these calls are collective over the mesh.
@@ -138,19 +140,23 @@ class DataParallel(ParallelModel):
         loss: Loss | None = None,
         denominator: float | None = None,
         optimizer: SupportsStep | None = None,
+        rows: Rows = "whole",
     ) -> float:
         """Compute loss and gradients of a batch; see :meth:`PipelineParallel.train_step`.
 
         Collective along the dim of the replicas.
 
         Args:
-            x: The global batch, on every rank: an array, or a tuple or dict of arrays.
-            target: Its targets, on every rank.
+            x: The global batch, on every rank: an array, or a tuple or dict of arrays. Or
+                :class:`DTensor` split by rows over the replicas, ``"dp=S0"``.
+            target: Its targets, in the same way.
             loss: The loss; that given to the constructor if None.
             denominator: What to divide the loss by instead of what this batch counts.
             optimizer: Changes the parameters, if the step went well on every rank: one of
                 :mod:`mpimesh.optim`, or the model's :class:`ParallelOptimizer`, which divides the
                 optimizer's state among the replicas.
+            rows: ``"local"`` if plain arrays hold this rank's own rows, any number of them, instead
+                of the same global batch on every rank.
 
         Raises:
             ModuleError: On every rank, if there is no loss, or an optimizer under :meth:`no_sync`.
@@ -166,6 +172,7 @@ class DataParallel(ParallelModel):
                 loss=loss,
                 denominator=denominator,
                 optimizer=optimizer,
+                rows=rows,
             )
         )
 
@@ -176,16 +183,18 @@ class DataParallel(ParallelModel):
         *,
         loss: Loss | None = None,
         denominator: float | None = None,
+        rows: Rows = "whole",
     ) -> float:
         """Compute the loss of a batch alone; see :meth:`PipelineParallel.evaluate`.
 
         Collective along the dim of the replicas. Dropout is the identity.
 
         Args:
-            x: The global batch, on every rank: an array, or a tuple or dict of arrays.
-            target: Its targets, on every rank.
+            x: The global batch or a DTensor of it, as in :meth:`train_step`.
+            target: Its targets, in the same way.
             loss: The loss; that given to the constructor if None.
             denominator: What to divide the loss by instead of what this batch counts.
+            rows: ``"local"`` if plain arrays hold this rank's own rows.
 
         Returns:
             The mean loss over the global batch, the same on every rank.
@@ -202,22 +211,32 @@ class DataParallel(ParallelModel):
                 target=target,
                 loss=self._loss if loss is None else loss,
                 denominator=denominator,
+                rows=rows,
             )
         )
 
-    def forward(self, x: Tree) -> Tree:
+    def forward(self, x: Tree, *, rows: Rows = "whole") -> Tree:
         """Compute the outputs of a batch, each rank those of its rows.
 
         Collective along the dim of the replicas. Nothing is kept for a backward.
 
         Shapes:
-            x: (rows, ...), the global batch, on every rank.
+            x: (rows, ...), the global batch, on every rank; or this rank's rows.
             result: (rows, ...), in the order of the rows, on every rank.
 
+        Args:
+            x: The global batch or a DTensor of it, as in :meth:`train_step`.
+            rows: ``"local"`` if plain arrays hold this rank's own rows.
+
+        Returns:
+            The outputs of the global batch. For this rank's own rows theirs alone; for a DTensor a
+            DTensor with as many rows on each rank, or this rank's block if the model is not over
+            the whole mesh.
+
         Cost:
-            One all-gather of the outputs.
+            One all-gather of the outputs; none where each rank gave its own rows.
         """
-        return self._forward(x, everywhere=True)
+        return self._forward(x, everywhere=True, rows=rows)
 
     def __call__(self, x: Tree) -> Tree:
         """Run :meth:`forward`."""

@@ -165,6 +165,8 @@ class Engine:
         is_step_known: Whether somebody has set `step`, or a step was done.
         first_values: Whether no step has compared the parameters with those of other replicas since
             they were made or loaded.
+        first_forward: Whether no step without training has compared the values of its batch.
+        loss_share: What a step's loss is multiplied by, which is one of several.
         why_no_step: Why this rank may start nothing collective; empty if it may.
         is_given_back: Whether the model has been taken out of here.
         interfaces: What stages give to each other, by kind of input.
@@ -198,7 +200,9 @@ class Engine:
         self.step = 0
         self.is_step_known = False
         self.first_values = True
+        self.first_forward = True
         self.accumulating = False
+        self.loss_share = 1.0
         self.optimizer: ModelOptimizer | None = None
         self._frozen_values: list[Array] = []  # that other ranks of the node read
         self.why_no_step = ""

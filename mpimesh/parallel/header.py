@@ -2,25 +2,37 @@
 
 One all-reduce of a few numbers is started when a step begins, and looked at while
 a rank waits and when the step ends. A rank that was given the batch does not wait for it;
-one that was not learns from it how many rows there are.
+one that was not learns from it how many rows there are. Where each replica was given its own rows,
+a second all-reduce tells how many each has.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
 from mpimesh.arguments import digest_bits
-from mpimesh.arrays import Array, HostArray
+from mpimesh.arrays import HostArray
 from mpimesh.errors import MismatchError, MpimeshError, ShapeError
-from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime import CollectiveTensor, ProcessGroup
 
-__all__ = ["BatchSpec", "StepHeader", "checksum", "disagreement", "fingerprint", "sample"]
+__all__ = [
+    "OWN_ROWS",
+    "BatchSpec",
+    "Size",
+    "StepHeader",
+    "checksum",
+    "disagreement",
+    "fingerprint",
+    "sample",
+]
 
+OWN_ROWS = -1
+"""In the place of a number of microbatches: each replica was given its own rows."""
 _UNKNOWN = -(1 << 62)
 _SAMPLE = 4096
 _SAME_START = "make the model with broadcast=True, or its first values from the same seed"
@@ -59,8 +71,9 @@ class BatchSpec:
 
     Attributes:
         call: What it calls, in words.
-        rows: Rows of its global batch; None if it was given none.
-        count: Its number of microbatches, 0 if it was given whole; None if this rank got none.
+        rows: Rows of its global batch, or those of its replica; None if it was given none.
+        count: Its number of microbatches, 0 if it was given whole, `OWN_ROWS` if it was given the
+            rows of its replica; None if this rank got none.
         sizes: The rows of its microbatches, in words; None if it was given none.
         goal: What it trains by, in words; None if it does not hold the last stage.
         kinds: Shape and dtype of a row, in words, by the name of each input that it was given.
@@ -71,6 +84,8 @@ class BatchSpec:
             none.
         parameters: What tells the values of each parameter of that part from others, by name;
             empty if they are not to be compared.
+        replica: The replica whose rows it was given; None if the batch is whole.
+        counted: What the targets among these rows count; None if that is their number.
     """
 
     call: str
@@ -83,13 +98,15 @@ class BatchSpec:
     place: int = 0
     optimizer: str | None = None
     parameters: dict[str, str] = field(default_factory=dict)
+    replica: int | None = None
+    counted: float | None = None
 
     def size(self, names: Sequence[str]) -> Size | None:
         """Return the size of the batch, whose inputs have these names.
 
         None if this rank cannot tell. The kind of microbatches does not matter.
         """
-        if self.rows is None or self.count is None:
+        if self.rows is None or self.count is None or self.count == OWN_ROWS:
             return None
         if self.count:
             return Size(self.rows, self.count, 0)
@@ -106,51 +123,66 @@ class Size:
         rows: Rows of the global batch.
         count: In how many microbatches it was given; 0 if it was given whole.
         kind: Stands for shape and dtype of the inputs' rows.
+        own: Where each replica was given its own rows, how many; None for one that was given none,
+            because a rank of it failed. Empty where the batch was given whole.
+        counted: What the targets count, where `own` is known and that is not their rows.
     """
 
     rows: int
     count: int
     kind: int
+    own: tuple[int | None, ...] = ()
+    counted: float | None = None
 
 
 class StepHeader:
     """The header of one step. Making it is collective over `scope` and does not wait.
+
+    Where each replica was given its own rows, reading it takes a second exchange of as few numbers:
+    how many rows each has. All ranks come to that, those that have failed at the end of the step,
+    and until then no rank has begun its work, for none knows which rows of the batch its own are.
 
     Args:
         scope: The ranks of the step.
         spec: What this rank was given.
         names: The names of all inputs, the same on every rank.
         places: In how many parts the model lies on the ranks.
+        replicas: How many replicas share the rows.
 
     Attributes:
         is_alone: Whether it has failed because other ranks are in no step.
     """
 
     def __init__(
-        self, scope: ProcessGroup, spec: BatchSpec, names: Sequence[str], places: int = 1
+        self,
+        scope: ProcessGroup,
+        spec: BatchSpec,
+        names: Sequence[str],
+        places: int = 1,
+        replicas: int = 1,
     ) -> None:
+        self._scope = scope
+        self._spec = spec
         self._num_inputs = len(names)
+        self._replicas = replicas
+        self._sums = [*map(spec.sums.get, (*names, "target"))]
+        is_whole = spec.replica is None
         texts = [
             spec.call,
             spec.goal,
             spec.sizes,
             *map(spec.kinds.get, names),
-            *map(spec.sums.get, (*names, "target")),
+            *(self._sums if is_whole else [None] * len(self._sums)),
             *_at(spec.place, spec.optimizer, places),
             *_at(spec.place, str(spec.parameters) if spec.parameters else None, places),
         ]
-        values = [
-            *(_UNKNOWN if number is None else number for number in (spec.rows, spec.count)),
-            *(_UNKNOWN if text is None else fingerprint(text) for text in texts),
-        ]
-        # After a maximum: the largest of each and minus the smallest, unknown ones left out.
-        opposite = [value if value == _UNKNOWN else -value for value in values]
-        self._handle = scope.all_reduce(np.array([*values, *opposite]), "max", label="step header")
-        self._table: Array | None = None
+        self._handle = _exchange(scope, [spec.rows if is_whole else None, spec.count], texts)
+        self._second: CollectiveTensor | None = None
+        self._size: Size | None = None
         self.is_alone = False
 
     def test(self) -> bool:
-        """Tell whether :meth:`read` would not wait. Never waits."""
+        """Tell whether the header has come. Never waits."""
         return self._handle.done()
 
     def read(self) -> Size:
@@ -161,20 +193,72 @@ class StepHeader:
                 :func:`disagreement` says it in full.
             ShapeError: If no rank was given a batch.
         """
-        if self._table is None:
-            try:
-                self._table = self._handle.resolve()
-            except MpimeshError:
-                self.is_alone = True
-                raise
-        largest, opposite = self._table.reshape(2, -1).tolist()
+        if self._size is None:
+            rows, count, _, _, _, *rest = self._agreed(self._handle)
+            kind = _kind(rest[: self._num_inputs])
+            self._size = self._own(kind) if count == OWN_ROWS else Size(rows, count, kind)
+        if self._size.rows == _UNKNOWN:
+            raise ShapeError("no rank was given a batch: x is needed where the first stage lies")
+        return self._size
+
+    def _own(self, kind: int) -> Size:
+        """Exchange how many rows each replica was given, and return the size of all together."""
+        if self._second is None:
+            spec = self._spec
+            numbers: list[int | None] = []
+            texts: list[str | None] = []
+            for replica in range(self._replicas):
+                mine = replica == spec.replica
+                numbers += [spec.rows, _bits(spec.counted)] if mine else [None, None]
+                texts += self._sums if mine else [None] * len(self._sums)
+            self._second = _exchange(self._scope, numbers, texts)
+        numbers_of = self._agreed(self._second)[: 2 * self._replicas]
+        own = [None if rows == _UNKNOWN else rows for rows in numbers_of[::2]]
+        counts = [_number(bits) for bits in numbers_of[1::2] if bits != _UNKNOWN]
+        rows = sum(rows or 0 for rows in own)
+        return Size(rows, 0, kind, own=tuple(own), counted=sum(counts) if counts else None)
+
+    def _agreed(self, handle: CollectiveTensor) -> list[int]:
+        """Return what the ranks have alike, `_UNKNOWN` where none said anything.
+
+        Raises:
+            MismatchError: On every rank, if something differs.
+        """
+        try:
+            table = handle.resolve()
+        except MpimeshError:
+            self.is_alone = True
+            raise
+        largest, opposite = table.reshape(2, -1).tolist()
         for high, low in zip(largest, opposite, strict=True):
             if high != -low and high != _UNKNOWN:
                 raise MismatchError("the ranks were given different things for this step")
-        rows, count, _, _, _, *rest = largest
-        if rows == _UNKNOWN:
-            raise ShapeError("no rank was given a batch: x is needed where the first stage lies")
-        return Size(rows, count, _kind(rest[: self._num_inputs]))
+        return list(largest)
+
+
+def _exchange(
+    scope: ProcessGroup, numbers: Sequence[int | None], texts: Sequence[str | None]
+) -> CollectiveTensor:
+    """Start to compare numbers and texts, None where this rank has nothing to say."""
+    values = [
+        *(_UNKNOWN if number is None else number for number in numbers),
+        *(_UNKNOWN if text is None else fingerprint(text) for text in texts),
+    ]
+    # After a maximum: the largest of each and minus the smallest, unknown ones left out.
+    opposite = [value if value == _UNKNOWN else -value for value in values]
+    return scope.all_reduce(np.array([*values, *opposite]), "max", label="step header")
+
+
+def _bits(number: float | None) -> int | None:
+    """Return a whole number for each of at least 0, above `_UNKNOWN`, as minus it is."""
+    if number is None:
+        return None
+    return int(np.array(number, np.float64).view(np.int64)) + (_UNKNOWN + 1)
+
+
+def _number(bits: int) -> float:
+    """Return the number that has these :func:`_bits`."""
+    return float(np.array(bits - (_UNKNOWN + 1), np.int64).view(np.float64))
 
 
 def _at(place: int, text: str | None, places: int) -> list[str | None]:
@@ -190,6 +274,8 @@ def _parts(spec: BatchSpec) -> str | None:
     """Return in words how a batch was cut."""
     if spec.count is None:
         return None
+    if spec.count == OWN_ROWS:
+        return "none, they are the replica's own rows"
     return f"{spec.count}, of {spec.sizes} rows" if spec.count else "none, it is whole"
 
 
@@ -209,19 +295,22 @@ def disagreement(
     kinds = dict.fromkeys(name for one in specs for name in one.kinds)
     sums = dict.fromkeys(name for one in specs for name in one.sums)
     places = sorted({one.place for one in specs})
+    whole = [one if one.replica is None else None for one in specs]
     rules: list[tuple[str, Sequence[object]]] = [
         ("must take the same step with the same options", [one.call for one in specs]),
-        (f"{batch} x and target, or None; rows are", [one.rows for one in specs]),
+        (f"{batch} x and target, or None; rows are", [one and one.rows for one in whole]),
         (
-            "must be given the batch whole, or cut into the same microbatches; theirs are",
+            "must be given the batch whole, or cut into the same microbatches, or the rows of "
+            'their replica by rows="local" or as DTensors; theirs are',
             [_parts(one) for one in specs],
         ),
+        *_rules_of_own_rows(specs, sums),
         *(
             (f"{batch} {name}, or None; its rows are", [one.kinds.get(name) for one in specs])
             for name in kinds
         ),
         *(
-            (f"{batch} {name}, or None; {values}", [one.sums.get(name) for one in specs])
+            (f"{batch} {name}, or None; {values}", [one and one.sums.get(name) for one in whole])
             for name in sums
         ),
         (
@@ -257,3 +346,19 @@ def disagreement(
             cure = f"\n{batch_cure}" if rule.startswith(batch) and batch_cure else ""
             return MismatchError(f"all ranks {rule}\n{rows}{cure}")
     return None
+
+
+def _rules_of_own_rows(
+    specs: Sequence[BatchSpec], sums: Iterable[str]
+) -> Iterator[tuple[str, Sequence[object]]]:
+    """Give what the ranks of each replica that was given its own rows must have alike."""
+    for replica in sorted({one.replica for one in specs if one.replica is not None}):
+        mine = [one if one.replica == replica else None for one in specs]
+        who = f"of replica {replica} must be given the same rows of"
+        how = "each replica its own, by mesh.coord() along its dim and not by mesh.rank"
+        yield f"{who} x and target, or None; theirs are", [one and one.rows for one in mine]
+        for name in sums:
+            told = [one and one.sums.get(name) for one in mine]
+            yield f"{who} {name}, or None; {how}. The CRC-32 of the values is", told
+        counts = [one and one.counted for one in mine]
+        yield f"{who} the target, or None; what the loss counts in them is", counts

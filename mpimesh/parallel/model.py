@@ -7,13 +7,17 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
+
 from mpimesh.arrays import Array, to_numpy
+from mpimesh.dtensor import DTensor
 from mpimesh.errors import ModuleError
+from mpimesh.layout import Layout, Shard
 from mpimesh.nn import Parameter
 from mpimesh.nn.protocol import set_training
 from mpimesh.nn.state import check_shape, check_state, load_values
 from mpimesh.optim import clip_grad_norm
-from mpimesh.parallel.batch import Arguments
+from mpimesh.parallel.batch import Arguments, Rows, split_layout
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.buckets import GradientBuckets
@@ -22,7 +26,7 @@ from mpimesh.parallel.interface import Interface, Leaf
 from mpimesh.parallel.microbatch import Microbatches, replica_sizes
 from mpimesh.parallel.step import Step
 from mpimesh.parallel.tensor.model import local_part
-from mpimesh.parallel.tree import Structure, Tree, flatten
+from mpimesh.parallel.tree import Structure, Tree, flatten, tree_map
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
 
@@ -44,12 +48,23 @@ class ParallelModel:
         return Step(self._engine, arguments).run()
 
     def _forward(
-        self, x: Tree | None, *, inputs: Mapping[str, Tree] | None = None, everywhere: bool
+        self,
+        x: Tree | None,
+        *,
+        inputs: Mapping[str, Tree] | None = None,
+        everywhere: bool,
+        rows: Rows,
     ) -> Tree:
-        arguments = Arguments(training=False, x=x, inputs=inputs, everywhere=everywhere)
-        step = Step(self._engine, arguments)
+        engine = self._engine
+        arguments = Arguments(training=False, x=x, inputs=inputs, everywhere=everywhere, rows=rows)
+        step = Step(engine, arguments)
         step.run()
-        return joined_output(self._engine, step, everywhere=everywhere)
+        output = joined_output(engine, step, everywhere=everywhere)
+        is_everywhere = everywhere or engine.pipe.size == 1
+        is_whole_mesh = engine.scope.size == engine.mesh.size
+        if step.is_split and is_everywhere and is_whole_mesh and engine.xp is np:
+            return _split_output(engine, step, output)
+        return output
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`.
@@ -278,11 +293,14 @@ class ParallelModel:
 def joined_output(engine: Engine, step: Step, *, everywhere: bool) -> Tree | None:
     """Return the outputs of a forward step on ranks of the last stage, or on all. Collective.
 
-    They are one for the whole batch, or Microbatches if it was given so.
+    They are one for the whole batch, or Microbatches if it was given so; where each replica was
+    given its own rows, those of this rank's.
     """
     outputs, size = step.outputs, step.size
     if engine.is_last and engine.data.size > 1 and size.rows + size.count:
-        if size.count:
+        if size.own:
+            outputs = [_or_empty(engine, outputs)] if 0 in size.own else outputs
+        elif size.count:
             outputs = _given_to_all(engine, engine.data, outputs)
         else:
             sizes = replica_sizes(size.rows, engine.data.size)
@@ -292,6 +310,19 @@ def joined_output(engine: Engine, step: Step, *, everywhere: bool) -> Tree | Non
     if not outputs:
         return None
     return Microbatches(outputs) if size.count else outputs[0]
+
+
+def _split_output(engine: Engine, step: Step, output: Tree) -> Tree:
+    """Return this rank's rows of an output as blocks of arrays that are split as the input is."""
+    layout, rows = split_layout(engine), step.size.rows
+    if step.size.own:
+        shard = Shard.of_sizes(0, [rows or 0 for rows in step.size.own])
+        placements = [shard if isinstance(spec, Shard) else spec for spec in layout.placement]
+        layout = Layout(engine.mesh, placements)
+    return tree_map(
+        lambda leaf, _: DTensor(engine.mesh, layout, (rows, *leaf.shape[1:]), leaf.dtype, leaf),
+        output,
+    )
 
 
 def _over_replicas(engine: Engine, outputs: list[Tree], sizes: list[int]) -> Tree:

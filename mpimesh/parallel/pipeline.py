@@ -13,7 +13,7 @@ import numpy as np
 from mpimesh.arguments import as_flag, as_int
 from mpimesh.errors import ScheduleError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
-from mpimesh.parallel.batch import Arguments, SupportsStep
+from mpimesh.parallel.batch import Arguments, Rows, SupportsStep
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
 from mpimesh.parallel.groups import group_along, live_mesh
@@ -37,9 +37,9 @@ class PipelineParallel(ParallelModel):
     Making it, :meth:`train_step`, :meth:`forward` and :meth:`clip_grad_norm` are collective over
     the mesh. The batch is the *global* one, the same on every rank that is given it: the rows
     are dealt to the replicas, and each replica's rows to microbatches, by the rules of
-    :mod:`mpimesh.parallel.microbatch`. The loss is divided by what the global batch counts, so
-    that any mesh, any number of microbatches and any schedule give the same loss and the same
-    gradients, up to rounding.
+    :mod:`mpimesh.parallel.microbatch`; or each rank gives its replica's rows. The loss is divided
+    by what the global batch counts, so that any mesh, any number of microbatches and any schedule
+    give the same loss and the same gradients, up to rounding.
 
     The schedule says how many stages a rank has, how long it is idle, and what it keeps.
     With ``num_microbatches`` M and S stages of equal time, one on each rank, ``"gpipe"`` and
@@ -239,6 +239,7 @@ class PipelineParallel(ParallelModel):
         inputs: Mapping[str, Tree] | None = None,
         denominator: float | None = None,
         optimizer: SupportsStep | None = None,
+        rows: Rows = "whole",
     ) -> float:
         """Compute loss and gradients of a batch. Collective.
 
@@ -250,6 +251,12 @@ class PipelineParallel(ParallelModel):
         or a dict with text keys, of arrays, nested: all with the same rows. Or the batch is given
         cut, as :class:`Microbatches` of any shapes, such as sequences of different lengths.
 
+        Ranks that read their own rows, as with PyTorch's ``DistributedSampler``, give them as split
+        arrays, ``mm.DTensor.from_local(x, mesh, "dp=S0")``, or as plain ones with
+        ``rows="local"``. The step is then that of the rows of all replicas, one after the other, in
+        loss, gradients and dropout; a replica may have any number of rows, or none. All ranks of a
+        replica give the same rows.
+
         Shapes:
             x: (rows, ...), the global batch. May be None on ranks without the first stage.
             target: (rows, ...). May be None on ranks without the last stage.
@@ -257,7 +264,8 @@ class PipelineParallel(ParallelModel):
 
         Args:
             x: The inputs. May have fewer rows than replicas times microbatches; Microbatches may
-                be as many as replicas times `num_microbatches`.
+                be as many as replicas times `num_microbatches`. DTensors are split by rows along
+                the dim of the replicas, evenly or not, and lie whole along the others.
             target: What the loss compares the outputs with.
             loss: Such as ``nn.cross_entropy``. It gets what the last stage made, and the target.
                 May be None on ranks without the last stage.
@@ -269,6 +277,8 @@ class PipelineParallel(ParallelModel):
                 is called once it is known that the step went well on every rank, and the
                 gradients are summed: if a stage, the loss or a message failed anywhere, no
                 parameter has changed. An error of ``step()`` itself is raised on its rank alone.
+            rows: ``"local"`` if plain arrays hold the rows of this rank's replica, instead of the
+                global batch.
 
         Returns:
             The mean loss over the global batch, the same on every rank.
@@ -283,18 +293,20 @@ class PipelineParallel(ParallelModel):
             ScheduleError: On every rank, if there are more Microbatches than that.
             UnknownNameError: On every rank, if no stage takes an input of that name.
             MismatchError: On every rank, if the ranks were given different options or batches:
-                their rows, shapes and dtypes are always compared, values of host arrays with
-                ``MPIMESH_CHECKS`` on.
+                their rows, shapes and dtypes are always compared, values of host arrays in the
+                first step, and in each with ``MPIMESH_CHECKS`` on. Of own rows those of the ranks
+                of a replica are compared.
             BudgetError: On every rank, if any received more than :meth:`DeviceMesh.budget` allows.
-            ModuleError: On every rank, if there is no loss, or an optimizer is given under
-                :meth:`no_sync`. What the optimizer's own ``step()`` raises is raised on that rank
-                alone.
+            ModuleError: On every rank, if there is no loss, if a DTensor lies otherwise, or an
+                optimizer is given under :meth:`no_sync`. What the optimizer's own ``step()`` raises
+                is raised on that rank alone.
 
         Cost:
             Each microbatch's activations and gradients once between neighbouring stages, but no
             gradients of arrays that are not floating; one all-reduce of the gradients over the
             replicas, for parameters that several ranks of a pipeline hold over all who do; and
-            two all-reduces over all ranks, of 112 bytes and 32 for each named input at most. With
+            two all-reduces over all ranks, of 112 bytes and 32 for each named input at most. Of own
+            rows one more, of 64 bytes and 16 for each named input for each replica. With
             ``MPIMESH_CHECKS`` on, each rank also reads its batch as a whole.
         """
         return self._loss_of(
@@ -306,6 +318,7 @@ class PipelineParallel(ParallelModel):
                 loss=loss,
                 denominator=denominator,
                 optimizer=optimizer,
+                rows=rows,
             )
         )
 
@@ -317,6 +330,7 @@ class PipelineParallel(ParallelModel):
         loss: Loss | None = None,
         inputs: Mapping[str, Tree] | None = None,
         denominator: float | None = None,
+        rows: Rows = "whole",
     ) -> float:
         """Compute the loss of a batch, and nothing else. Collective over the mesh.
 
@@ -336,6 +350,7 @@ class PipelineParallel(ParallelModel):
             inputs: Inputs that enter at stages with those names.
             denominator: What to divide the loss by instead of what this batch counts: the rows of
                 k batches together to add up the losses of k calls.
+            rows: ``"local"`` if plain arrays hold the rows of this rank's replica.
 
         Returns:
             The mean loss over the global batch, the same on every rank.
@@ -360,6 +375,7 @@ class PipelineParallel(ParallelModel):
                 inputs=inputs,
                 loss=loss,
                 denominator=denominator,
+                rows=rows,
             )
         )
 
@@ -369,6 +385,7 @@ class PipelineParallel(ParallelModel):
         *,
         inputs: Mapping[str, Tree] | None = None,
         everywhere: bool = False,
+        rows: Rows = "whole",
     ) -> Tree:
         """Compute the outputs of a batch, microbatches streaming through the stages.
 
@@ -383,19 +400,23 @@ class PipelineParallel(ParallelModel):
             x: The inputs; an array, a tuple, a dict or Microbatches, as in :meth:`train_step`.
             inputs: Inputs that enter at stages with those names.
             everywhere: Give the result to every rank, not only to those of the last stage.
+            rows: ``"local"`` if plain arrays hold the rows of this rank's replica.
 
         Returns:
             The outputs, built as the last stage makes them, on ranks of the last stage or
-            everywhere; else None. For Microbatches those of each, as Microbatches.
+            everywhere; else None. For Microbatches those of each, as Microbatches. Where each
+            replica was given its own rows, those of this rank's replica alone; on a rank that gave
+            a DTensor, as DTensors that are split in the same way if all ranks get the result.
 
         Raises:
             StageError: On every rank, as in :meth:`train_step`.
 
         Cost:
-            The activations once between neighbouring stages, one all-gather over the replicas,
-            and with `everywhere` one broadcast over the stages, for each array of the output.
+            The activations once between neighbouring stages; for each array of the output one
+            all-gather over the replicas, if they were given the global batch, and with `everywhere`
+            one broadcast over the stages.
         """
-        return self._forward(x, inputs=inputs, everywhere=everywhere)
+        return self._forward(x, inputs=inputs, everywhere=everywhere, rows=rows)
 
     def __call__(self, x: Tree | None) -> Tree:
         """Run :meth:`forward`."""

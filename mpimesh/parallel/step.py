@@ -68,6 +68,7 @@ class Step:
         size: How large the global batch is, once `run` has found it out.
         outputs: In inference, on ranks of the last stage: the replica's rows, or those of each
             of its microbatches where they were given so; empty if it has none.
+        is_split: Whether this rank was given its rows of x as a split array.
     """
 
     def __init__(self, engine: Engine, arguments: Arguments) -> None:
@@ -84,6 +85,7 @@ class Step:
         self._linked = False
         self.size = Size(0, 0, 0)
         self.outputs: list[Tree] = []
+        self.is_split = False
 
     def run(self) -> float:
         """Do the step and return its loss, 0 if it has none. Collective over the engine's scope.
@@ -109,7 +111,9 @@ class Step:
         """Do all of the step but the optimizer's."""
         engine = self._engine
         problem = self._look_at_arguments()
-        self._header = StepHeader(engine.scope, self._spec, self._names, engine.places)
+        self._header = StepHeader(
+            engine.scope, self._spec, self._names, engine.places, engine.data.size
+        )
         engine.tensor.begin(self._look)
         engine.why_no_step = _UNDER_WAY
         try:
@@ -162,6 +166,8 @@ class Step:
             kept += f", added to the gradients of {engine.buckets.begun} before"
         if not engine.stages[0].is_training():
             kept += ", in evaluation mode"
+        if engine.loss_share != 1:
+            kept += f", with a share of {engine.loss_share:g}"
         if engine.scales_losses:
             kept += f", losses times {engine.loss_scale:g}"
         return (
@@ -177,6 +183,7 @@ class Step:
             self._values, self._spec = self._arguments.look(self._engine, self._spec.call)
         except Exception as error:
             return error
+        self.is_split = "x" in self._values and self._values["x"].is_split
         return None
 
     def _work(self) -> None:
@@ -189,6 +196,9 @@ class Step:
             engine.scope._core.wait_for(waited, what="the size of the batch")
             size = self._header.read()
             self._header_read = True
+        if None in size.own:
+            # A rank that was to give a replica's rows has failed, and tells so at the end.
+            raise AbortedError
         self.size = size
         if self._arguments.with_loss and not size.rows:
             raise ShapeError("the mean loss over a batch of no rows does not exist")
@@ -278,6 +288,8 @@ class Step:
                 engine.buckets.synchronize()
             engine.step += 1
             engine.first_values = False
+        else:
+            engine.first_forward = False
         return float(status[1]) / engine.loss_scale
 
     def _agreed(self) -> bool:
@@ -394,8 +406,8 @@ def _batch_cure(engine: Engine, specs: list[BatchSpec]) -> str:
     more = ", ..." if data.size > len(spans) else ""
     return (
         f"of a batch of {rows} rows the replicas along {data.name!r} take rows {taken}{more}; if "
-        "each rank has read rows of its own, put them together first, x as well as target: "
-        f'x = mm.DTensor.from_local(x, mesh, "{data.name}=S0").full()'
+        'each rank has read rows of its own, give them with rows="local", or as split arrays: '
+        f'x = mm.DTensor.from_local(x, mesh, "{data.name}=S0"), and target so, too'
     )
 
 

@@ -196,6 +196,63 @@ def test_pictures_and_a_text_of_ones_own(train, tmp_path, capsys):
     ]
 
 
+def test_ranks_read_windows_of_a_text_larger_than_their_memory(launch, tmp_path, monkeypatch):
+    """64 GiB, most of it a hole, where a process may have 8 of addresses."""
+    text = tmp_path / "text"
+    with text.open("wb") as file:
+        file.write(b"abcd" * 1000)
+        file.truncate(64 << 30)
+    program = tmp_path / "limited.py"
+    program.write_text(
+        "import resource, runpy, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        f"sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        f"sys.argv = sys.argv[1:]\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    options = "--mesh dp=2 --steps 3 --features 16 --heads 2 --layers 1 --context 8 --sample 0"
+    path = tmp_path / "results.json"
+    files = ["--text", str(text), "--json", str(path)]
+    result = launch(2, [str(program), str(SCRIPT), *options.split(), *files])
+    assert result.returncode == 0, str(result)
+    assert len(json.loads(path.read_text())["losses"]) == 3
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,pp=2", "pp=2,dp=2", "dp=2,tp=2"])
+def test_each_rank_reads_its_own_windows(train, tmp_path, monkeypatch, mesh):
+    """Of the 6 rows of a step 3 each, and the windows that are held out."""
+    data = example_module("gpt.data", monkeypatch)
+    opened, read = data.open_text, []
+
+    def counted(path, context):
+        text = opened(path, context)
+        mine: list[int] = []
+        read.append(mine)
+
+        def note(start, count):
+            mine.append(start)
+            return text.read(start, count)
+
+        return data.Text(text.size, note, context)
+
+    monkeypatch.setattr(data, "open_text", counted)
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 40)
+    size = 256 * 40 - 1024
+    code, _ = train("--virtual", "4", "--mesh", mesh, "--text", str(text), *OPTIONS)
+    assert code == 0
+    # What is read ahead of a step that does not come is not counted.
+    mine = [[start for start in starts if start < size - CONTEXT] for starts in read]
+    trained = sorted(starts[: 3 * STEPS] for starts in mine)
+    assert trained[0] == trained[1] != trained[2] == trained[3]
+    drawn = np.concatenate(
+        [
+            np.random.default_rng([3, step]).integers(0, size - CONTEXT, 6)
+            for step in range(1, STEPS + 1)
+        ]
+    )
+    assert sorted(trained[0] + trained[2]) == sorted(drawn)
+
+
 def test_a_picture_of_a_step_that_was_done_before_is_told_to_be_missing(train, capsys):
     command = [*OPTIONS, "--steps", "3", "--checkpoint", "saved", "--timeline", "b.svg"]
     train(*command[:-2])

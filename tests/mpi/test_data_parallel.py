@@ -40,6 +40,32 @@ def test_it_trains_like_one(comm, rows):
         np.testing.assert_allclose(y, expected.outputs, rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.parametrize("kind", ["local", "split"])
+def test_each_rank_gives_its_own_rows(comm, kind):
+    """The first rank one, the last the rest, those between none."""
+    expected = train_alone(3, 13)
+    with mm.DeviceMesh(f"dp={comm.size}", comm) as mesh:
+        model = DataParallel(
+            nn.Sequential(layers()), mesh, loss=nn.cross_entropy, seed=SEED, dtype="float64"
+        )
+        optimizer = optim.Adam(model.parameters(), lr=0.01)
+        last = mesh.rank == mesh.size - 1
+        mine = slice(0 if mesh.size == 1 else min(mesh.rank, 1), 13 if last else 1)
+        for step in range(3):
+            parts = [part[mine] for part in batch(step, 13)]
+            if kind == "split":
+                blocks = [mm.DTensor.from_local(part.copy(), mesh, "dp=S0") for part in parts]
+                loss = model.train_step(*blocks)
+            else:
+                loss = model.train_step(*parts, rows="local")
+            assert loss == pytest.approx(expected.losses[step], rel=1e-12)
+            model.clip_grad_norm(0.5)
+            optimizer.step()
+        model.check_replicas()
+        y = model(batch(1000, 7)[0])
+        np.testing.assert_allclose(y, expected.outputs, rtol=1e-8, atol=1e-11)
+
+
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("bucket_bytes", [1, 1000, 1 << 22])

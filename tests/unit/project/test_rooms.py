@@ -30,6 +30,7 @@ ROOMS = [
     {"runtime"},
     {"dtensor"},
     {"parallel"},
+    {"data"},
     {"compat"},
     {"interop"},
     {"models"},

@@ -43,6 +43,7 @@ def test_rows_of_each_rank_s_own_are_told_with_the_cure(counts):
         model.train_step(X[rows], TARGET[rows])
 
     text = fails(work)
+    assert 'rows="local"' in text
     assert "from_local" in text
     assert "0:" in text
 
@@ -71,12 +72,26 @@ def test_only_the_first_step_compares_batches():
 
 
 @pytest.mark.parametrize("kind", ["DTensor", "DVariable"])
-def test_a_split_batch_is_refused_with_the_cure(kind):
+def test_a_split_batch_beside_whole_targets_is_refused_with_the_cures(kind):
     def work(mesh, model):
         x = mm.distribute(X, mesh, "dp=S0")
         model.train_step(mm.dtensor.DVariable(x) if kind == "DVariable" else x, TARGET)
 
-    assert "x.full()" in fails(work, ModuleError)
+    text = fails(work, ModuleError)
+    assert "x.full()" in text
+    assert 'rows="local"' in text
+
+
+def test_a_variable_is_taken_as_the_array_in_it():
+    losses = []
+
+    def work(mesh, model):
+        x, target = (mm.distribute(whole, mesh, "dp=S0") for whole in (X, TARGET))
+        losses.append(model.evaluate(mm.dtensor.DVariable(x), target))
+        losses.append(model.evaluate(X, TARGET))
+
+    on_replicas(work)
+    assert len(set(losses)) == 1
 
 
 def test_unequal_first_values_are_told():

@@ -1,0 +1,427 @@
+"""Batches of rows that training reads: each rank its own, in an order that no mesh changes.
+
+A batch is a function of a seed and its number, and a rank's rows of it follow from the rank's place
+along a dim. So nothing has to be exchanged or remembered but the number of the next batch, and a
+training that goes on with other ranks sees what it would have seen.
+
+The order of an epoch is not an array of all rows, of which there may be as many as a text has
+bytes. It is a Feistel network over the bits of a row's place: two halves, of which each is changed
+in turn by a hash of the other one and a key of that round, which can be undone and so gives each
+number once (Luby and Rackoff 1988). What comes out beyond the last row goes through it again, until
+it is a row ("cycle walking", Black and Rogaway 2002): at most twice in the mean, for the bits hold
+less than twice as many. With 16 rounds the orders of as few as 4 to 7 rows are even to what a test
+of 60,000 of them can tell; with 8 some are five times as frequent as others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+
+from mpimesh.arguments import as_flag, as_int, shown
+from mpimesh.arrays import HostArray
+from mpimesh.dtensor import DTensor
+from mpimesh.errors import ClosedError, ModuleError, ShapeError
+from mpimesh.layout import Layout
+from mpimesh.parallel.groups import live_mesh, no_dim
+from mpimesh.parallel.microbatch import num_rows, replica_rows
+from mpimesh.parallel.tree import Tree, flatten
+from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime.agreement import agree_alike
+
+__all__ = ["Batches", "shuffled"]
+
+_ROUNDS = 16
+_BLOCK_ROWS = 1 << 14
+"""How many places of the order are worked out at once: for a few rows NumPy's calls cost more."""
+_SETTINGS = ("rows", "batch_size", "parts", "seed", "shuffle", "drop_last")
+
+
+class Batches:
+    """The batches of a training, each as arrays that are split by rows over the replicas.
+
+    A rank reads its own rows only, of the next batch in a thread while the program trains by this
+    one. The order is the same on any mesh; with `shuffle` another one in each epoch. Making it is
+    collective; reading is local.
+
+    A ``for`` loop gives the batches that are left of an epoch, and the next loop those of the next
+    epoch; :meth:`next` gives one after the other without end. Each is built as the source, of
+    :class:`DTensor` for `train_step`, `evaluate` and `forward`; ``x.local`` is this rank's rows.
+
+    Args:
+        source: An array, a ``np.memmap`` of a file of any size, or a tuple or a dict of them, all
+            with the same rows; or a function that reads: given whole numbers of rows, in any order,
+            it returns the array, tuple or dict of those rows. It is called in a thread, one call
+            after another, and must not do anything together with other ranks.
+        mesh: The mesh of the model.
+        batch_size: Rows of a batch over all replicas, which need not be a multiple of these.
+        rows: Rows that a function can read; None for arrays, which tell.
+        seed: Of the order.
+        shuffle: Whether the rows come in a random order.
+        drop_last: Whether an epoch leaves out the rows that are too few for a batch; else its last
+            batch has fewer.
+        parts: In how many parts each batch is given out, one after the other, as evenly as goes:
+            for steps that add up their gradients. All that is said of batches here is then said of
+            these parts, but for `batch_size`.
+        dim: The dim of the replicas. Along the others ranks read the same rows; on a mesh without
+            it, all rows; None has every rank read all rows.
+        prefetch: Most batches that are read ahead; with 0 each is read when it is asked for.
+
+    Raises:
+        ModuleError: On every rank, if an argument is none of these.
+        ShapeError: On every rank, if arrays differ in their rows, or there is no whole batch.
+        UnknownNameError: On every rank, if `dim` is none of the mesh; one other than ``"dp"``.
+        MismatchError: On every rank, if the ranks give different numbers, or rows of different
+            shapes or dtypes.
+
+    Example:
+        >>> text = np.memmap("corpus.txt", np.uint8, mode="r")
+        >>> def windows(starts):
+        ...     both = text[starts[:, None] + np.arange(129)].astype(np.int64)
+        ...     return both[:, :-1], both[:, 1:]
+        >>> with mm.data.Batches(windows, mesh, 64, rows=len(text) - 128, seed=1) as batches:
+        ...     for x, target in batches:
+        ...         model.train_step(x, target, optimizer=optimizer)
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        mesh: DeviceMesh,
+        batch_size: int,
+        *,
+        rows: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        parts: int = 1,
+        dim: str | None = "dp",
+        prefetch: int = 1,
+    ) -> None:
+        self._mesh = live_mesh(mesh)
+
+        def arguments() -> dict[str, Any]:
+            found, kinds, self._read = _reader(source, rows)
+            self._dim = _dim_of(mesh, dim)
+            self._prefetch = as_int(prefetch, "prefetch", ModuleError, least=0)
+            size = as_int(batch_size, "batch_size", ModuleError, least=1)
+            drop = as_flag(drop_last, "drop_last", ModuleError)
+            if found < (size if drop else 1):
+                raise ShapeError(
+                    f"an epoch must have a batch at least: {found} rows are none of batch_size="
+                    f"{size} with drop_last={drop}"
+                )
+            return {
+                "rows": found,
+                "batch_size": size,
+                "parts": as_int(parts, "parts", ModuleError, least=1, most=size),
+                "seed": as_int(seed, "seed", ModuleError, least=0),
+                "shuffle": as_flag(shuffle, "shuffle", ModuleError),
+                "drop_last": drop,
+                "kinds": kinds,
+                "dim": self._dim,
+            }
+
+        told = agree_alike(self._mesh.group()._core, "data.Batches", arguments)
+        self.rows: int = told["rows"]
+        self.batch_size: int = told["batch_size"]
+        self.parts: int = told["parts"]
+        self.seed: int = told["seed"]
+        self.shuffle: bool = told["shuffle"]
+        self.drop_last: bool = told["drop_last"]
+        self._position = 0
+        self._order: tuple[tuple[int, int], HostArray] = ((-1, -1), np.empty(0, np.int64))
+        self._ahead: deque[Future[Tree]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches") if prefetch else None
+        self._closed = False
+
+    # -- where it stands: local --------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        whole, rest = divmod(self.rows, self.batch_size)
+        return (whole + (rest > 0 and not self.drop_last)) * self.parts
+
+    @property
+    def position(self) -> int:
+        """Number of batches given out, over all epochs."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self._position // len(self)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return whole numbers that say which batch comes next, and of which order. Local.
+
+        The same on every rank; save them with the model's state.
+        """
+        return {
+            "position": self._position,
+            **{name: int(getattr(self, name)) for name in _SETTINGS},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the batch that was next when `state` was taken. Local.
+
+        On any mesh: the batches that follow have the same rows.
+
+        Raises:
+            ModuleError: If it is no such state, or one of another order: of other rows, another
+                batch size or seed. Nothing has changed then.
+        """
+        self._check_open()
+        names = ("position", *_SETTINGS)
+        if not isinstance(state, Mapping) or state.keys() != set(names):
+            raise ModuleError(
+                f"a state of Batches has the numbers {', '.join(names)}, got {shown(state)}"
+            )
+        values = {
+            name: as_int(np.asarray(state[name])[()], f"state[{name!r}]", ModuleError, least=0)
+            for name in names
+        }
+        mine = self.state_dict()
+        other = [name for name in _SETTINGS if values[name] != mine[name]]
+        if other:
+            raise ModuleError(
+                "a state goes on with the order that it is of, but "
+                + ", ".join(f"its {name} is {values[name]} and here {mine[name]}" for name in other)
+                + ": make the Batches with the same numbers"
+            )
+        self._forget()
+        self._position = values["position"]
+
+    # -- reading: local ----------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Tree]:
+        """Give the batches that are left of this epoch."""
+        epoch = self.epoch
+        while self.epoch == epoch:
+            yield self.next()
+
+    def next(self) -> Tree:
+        """Return the next batch, of whatever epoch. Local.
+
+        Raises:
+            Exception: What reading raised, on this rank; :attr:`position` is as before, and the
+                next call reads the same rows again. If the program does not handle it, the job
+                ends, as by any error of one rank.
+            ShapeError: On this rank, if a function returned other rows than it was asked for.
+            ClosedError: If it is closed.
+        """
+        self._check_open()
+        if self._thread is None:
+            blocks = self._rows_of(self._position)
+        else:
+            self._look_ahead(self._thread, 1)
+            try:
+                blocks = self._ahead[0].result()
+            except BaseException:
+                self._forget()
+                raise
+            self._ahead.popleft()
+        self._position += 1
+        if self._thread is not None:
+            self._look_ahead(self._thread, self._prefetch)
+        return self._split(self._position - 1, blocks)
+
+    def _look_ahead(self, thread: ThreadPoolExecutor, most: int) -> None:
+        """Have up to `most` batches read, from the next one on."""
+        while len(self._ahead) < most:
+            number = self._position + len(self._ahead)
+            self._ahead.append(thread.submit(self._rows_of, number))
+
+    def _forget(self) -> None:
+        """Drop what was read ahead."""
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
+
+    def _span(self, number: int) -> tuple[int, slice]:
+        """Return the epoch of a batch, and the places in its order that the batch has."""
+        epoch, place = divmod(number, len(self))
+        batch, part = divmod(place, self.parts)
+        first = batch * self.batch_size
+        mine = replica_rows(min(self.batch_size, self.rows - first), self.parts, part)
+        return epoch, slice(first + mine.start, first + mine.stop)
+
+    def _rows_of(self, number: int) -> Tree:
+        """Read this rank's rows of a batch."""
+        epoch, batch = self._span(number)
+        replicas = 1 if self._dim is None else self._mesh.dim_size(self._dim)
+        place = 0 if self._dim is None else self._mesh.coord(self._dim)
+        mine = replica_rows(batch.stop - batch.start, replicas, place)
+        first, stop = batch.start + mine.start, batch.start + mine.stop
+        if first == stop:
+            # A function may not know the dtype of no rows: it reads one, which is left out.
+            leaves, structure = flatten(self._read(np.zeros(1, np.int64)))
+            return structure.unflatten([leaf[:0] for leaf in leaves])
+        return self._read(self._places(epoch, first, stop))
+
+    def _places(self, epoch: int, first: int, stop: int) -> HostArray:
+        """Return the rows that stand at the places from `first` to `stop` in the order."""
+        if not self.shuffle:
+            return np.arange(first, stop)
+        blocks = range(first // _BLOCK_ROWS, -(-stop // _BLOCK_ROWS))
+        order = np.concatenate([self._block(epoch, block) for block in blocks])
+        start = blocks[0] * _BLOCK_ROWS
+        return order[first - start : stop - start]
+
+    def _block(self, epoch: int, block: int) -> HostArray:
+        """Return a part of the order; the last one is remembered."""
+        if self._order[0] != (epoch, block):
+            places = np.arange(block * _BLOCK_ROWS, min((block + 1) * _BLOCK_ROWS, self.rows))
+            self._order = (epoch, block), shuffled(places, self.rows, (self.seed, epoch))
+        return self._order[1]
+
+    def _split(self, number: int, blocks: Tree) -> Tree:
+        """Return this rank's rows as blocks of split arrays."""
+        _, batch = self._span(number)
+        rows = batch.stop - batch.start
+        layout = Layout(self._mesh, {} if self._dim is None else {self._dim: "S0"})
+        leaves, structure = flatten(blocks)
+        return structure.unflatten(
+            [
+                DTensor(self._mesh, layout, (rows, *leaf.shape[1:]), leaf.dtype, leaf)
+                for leaf in leaves
+            ]
+        )
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the thread, and wait for what it reads. Local, and may be called again."""
+        self._closed = True
+        self._forget()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(
+                "these Batches are closed: make new ones, and load their state_dict()"
+            )
+
+    def __repr__(self) -> str:
+        order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
+        return (
+            f"<Batches of {self.batch_size} of {self.rows} rows {order}, at batch "
+            f"{self._position % len(self)} of {len(self)} in epoch {self.epoch}>"
+        )
+
+
+def _dim_of(mesh: DeviceMesh, dim: object) -> str | None:
+    """Return the dim of the replicas, None for a mesh without "dp"."""
+    if isinstance(dim, str) and mesh.contains_dim(dim):
+        return dim
+    if dim in ("dp", None):
+        return None
+    raise no_dim(mesh, dim, "dim")
+
+
+def _reader(source: Any, rows: int | None) -> tuple[int, str, Callable[[HostArray], Tree]]:
+    """Return the number of rows, what a row is in words, and what reads some of them."""
+    if callable(source):
+        count = as_int(rows, "rows: those that the function can read", ModuleError, least=0)
+        return count, "of a function", partial(_read_by, source)
+    if rows is not None:
+        raise ModuleError(f"rows= is for a function that reads; arrays have theirs, got {rows!r}")
+    leaves, structure = flatten(source, name="source")
+    paths = ["source" + path for path in structure.paths()]
+    for leaf, path in zip(leaves, paths, strict=True):
+        if not isinstance(leaf, np.ndarray):
+            raise ModuleError(f"{path} must be a NumPy array or np.memmap, got {shown(leaf)}")
+    counts = [num_rows(leaf, name=path) for leaf, path in zip(leaves, paths, strict=True)]
+    for count, path in zip(counts, paths, strict=True):
+        if count != counts[0]:
+            raise ShapeError(
+                f"all arrays of source must have the same rows; {paths[0]} has {counts[0]} and "
+                f"{path} {count}"
+            )
+    kinds = ", ".join(f"{leaf.shape[1:]} {leaf.dtype}" for leaf in leaves)
+
+    def read(indices: HostArray) -> Tree:
+        # By numbers, so that they are copies: writing into a batch must not change the source.
+        return structure.unflatten([np.asarray(leaf[indices]) for leaf in leaves])
+
+    return counts[0], f"{structure} of {kinds}", read
+
+
+def _read_by(function: Callable[[HostArray], Tree], indices: HostArray) -> Tree:
+    """Return what a function reads, if it is as many rows as it was asked for."""
+    leaves, structure = flatten(function(indices), name="rows")
+    arrays = []
+    for leaf, path in zip(leaves, structure.paths(), strict=True):
+        array = np.asarray(leaf)
+        if array.shape[:1] != (len(indices),):
+            raise ShapeError(
+                f"the function of Batches was asked for {len(indices)} rows, and rows{path} that "
+                f"it returned has shape {array.shape}"
+            )
+        arrays.append(array if array.flags.writeable else array.copy())
+    return structure.unflatten(arrays)
+
+
+# -- the order -------------------------------------------------------------------------------------
+
+
+def shuffled(places: HostArray, rows: int, key: tuple[int, ...]) -> HostArray:
+    """Return what stands at some places of a random order of the numbers below `rows`.
+
+    It takes no more memory than `places`, whatever `rows` is.
+
+    Shapes:
+        places: any, whole numbers from 0 to rows - 1.
+        result: the same.
+
+    Args:
+        places: The places.
+        rows: How many there are.
+        key: Numbers that choose the order.
+
+    Example:
+        >>> shuffled(np.arange(6), 6, (0, 1)).tolist()
+        [1, 3, 5, 2, 0, 4]
+    """
+    bits = (rows - 1).bit_length()
+    keys = np.random.SeedSequence(list(key)).generate_state(_ROUNDS, np.uint64)
+    numbers = _network(np.asarray(places).astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(numbers >= rows)
+    while len(outside):
+        numbers.flat[outside] = _network(numbers.flat[outside], bits, keys)
+        outside = outside[numbers.flat[outside] >= rows]
+    return numbers.astype(np.int64)
+
+
+def _network(numbers: HostArray, bits: int, keys: HostArray) -> HostArray:
+    """Send numbers of so many bits through the rounds of a Feistel network."""
+    low = np.uint64(bits // 2)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high, rest = numbers >> low, numbers & low_mask
+    for number, key in enumerate(keys):
+        if number % 2:
+            rest = rest ^ (_hash(high + key) & low_mask)
+        else:
+            high = high ^ (_hash(rest + key) & high_mask)
+    return (high << low) | rest
+
+
+def _hash(x: HostArray) -> HostArray:
+    """Mix 64 bits so that each depends on all: the end of SplitMix64 (Steele et al. 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: HostArray = x ^ (x >> np.uint64(31))
+    return mixed

@@ -1,0 +1,249 @@
+"""Gradients that are added up over several steps, and gradients of a loop of one's own, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arguments import as_int, as_real, shown
+from mpimesh.arrays import Array, namespace
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, on_all_ranks
+from mpimesh.parallel.batch import SupportsStep
+from mpimesh.parallel.data import DataParallel
+from mpimesh.parallel.pipeline import PipelineParallel
+from mpimesh.parallel.tree import Tree
+from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
+
+__all__ = ["Accumulation", "reduce_gradients"]
+
+
+class Accumulation:
+    """Training steps of which several make one step of the optimizer, by the mean of their losses.
+
+    Each loss is the mean over its batch, and each counts alike, as in a loop that divides them by
+    their number; gradients are reduced over the ranks once, with the last. So batches of as many
+    rows are one large batch. Where rows differ and each is to count alike, give ``denominator=`` to
+    :meth:`~mpimesh.PipelineParallel.train_step` under :meth:`~mpimesh.PipelineParallel.no_sync`.
+
+    Args:
+        model: A :class:`DataParallel` or :class:`PipelineParallel`.
+        steps: How many steps belong together.
+        optimizer: What then changes the parameters, as in `train_step`.
+        max_norm: The norm that gradients are clipped to before that; None does not clip.
+
+    Raises:
+        ModuleError: If one is none of these.
+
+    Example:
+        >>> accumulation = mm.parallel.Accumulation(model, 4, optimizer=optimizer)
+        >>> for x, target in batches:
+        ...     loss = accumulation.train_step(x, target)  # None but for each fourth
+        >>> loss = accumulation.flush()  # of the one, two or three that are left
+    """
+
+    def __init__(
+        self,
+        model: DataParallel | PipelineParallel,
+        steps: int,
+        *,
+        optimizer: SupportsStep,
+        max_norm: float | None = None,
+    ) -> None:
+        if not isinstance(model, DataParallel | PipelineParallel):
+            raise ModuleError(
+                f"model must be a DataParallel or a PipelineParallel, got {shown(model)}"
+            )
+        if not callable(getattr(optimizer, "step", None)):
+            raise ModuleError(f"optimizer= needs an object with a method step(), got {optimizer!r}")
+        self._model = model
+        self._engine = model._engine
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._loss = 0.0
+        self.steps = as_int(steps, "steps", ModuleError, least=1)
+
+    @property
+    def pending(self) -> int:
+        """Number of steps that wait for the optimizer's. After one that failed there is none."""
+        return self._engine.buckets.begun
+
+    def train_step(self, x: Tree | None, target: Tree | None, **options: Any) -> float | None:
+        """Add the gradients of a batch to those that wait. Collective, as the model's `train_step`.
+
+        Args:
+            x: As in the model's `train_step`.
+            target: So, too.
+            options: Further arguments of that, but for `optimizer`.
+
+        Returns:
+            The mean of the losses with the last of the steps, when the optimizer has changed the
+            parameters; else None. The same on every rank.
+
+        Raises:
+            StageError: On every rank, as in the model's `train_step`. What had been added up is
+                dropped, and the next step is the first.
+            ModuleStateError: If steps that were not taken here are being added up.
+        """
+        engine, model = self._engine, self._model
+        engine.check_ready()
+        if engine.accumulating or self.pending >= self.steps:
+            raise ModuleStateError(
+                f"rank {engine.mesh.rank}: gradients of other steps are being added up under "
+                "no_sync(): end them by a step, or zero_grad(), before steps of an Accumulation"
+            )
+        if not self.pending:
+            self._loss = 0.0
+        is_last = self.pending + 1 == self.steps
+        inside = is_last and self._max_norm is None
+        engine.loss_share = 1 / self.steps
+        try:
+            if is_last:
+                optimizer = self._optimizer if inside else None
+                self._loss += model.train_step(x, target, optimizer=optimizer, **options)
+            else:
+                with model.no_sync():
+                    self._loss += model.train_step(x, target, **options)
+        finally:
+            engine.loss_share = 1.0
+        if not is_last:
+            return None
+        if not inside:
+            self._change()
+        return self._loss
+
+    def flush(self) -> float | None:
+        """Take the optimizer's step with those that wait, by the mean of their losses. Collective.
+
+        Over the ranks that step together.
+
+        Returns:
+            The mean of their losses, the same on every rank; None if there are none.
+
+        Raises:
+            MismatchError: On every rank, if other numbers of steps wait on some.
+        """
+        engine = self._engine
+        engine.check_ready()
+        count = self.pending
+        rule = f"{count} of {self.steps} steps"
+        agree(engine.scope._core, Call("flush", engine.scope.name, rule=rule))
+        if not count:
+            return None
+        # They were divided by the number of steps that were to come.
+        factor = self.steps / count
+        for parameter in self._model.parameters():
+            if parameter.requires_grad and parameter.grad is not None:
+                parameter.grad[...] *= factor
+        engine.buckets.start()
+        engine.buckets.synchronize()
+        self._change()
+        return self._loss * factor
+
+    def _change(self) -> None:
+        if self._max_norm is not None:
+            self._model.clip_grad_norm(self._max_norm)
+        self._optimizer.step()
+
+    def __repr__(self) -> str:
+        return f"<Accumulation of {self.steps} steps, {self.pending} pending, of {self._model!r}>"
+
+
+def reduce_gradients(
+    gradients: Mapping[str, Array | None], group: ProcessGroup, *, divisor: float | None = None
+) -> dict[str, Array]:
+    """Sum gradients over the ranks of a group by their names, and divide the sums. Collective.
+
+    For a loop of one's own; :class:`DataParallel` needs none of it. A rank that has no gradient of
+    a name, because its rows did not come by that layer, takes part with zeros.
+
+    Shapes:
+        gradients[name]: any, the same on all ranks that have one.
+        result[name]: the same.
+
+    Args:
+        gradients: This rank's gradients; None, or no entry, where it has none.
+        group: The ranks.
+        divisor: What each sum is divided by: all ranks of the group if None, also those without a
+            gradient, so that the result is the gradient of the mean of their losses; 1 for sums.
+
+    Returns:
+        The gradients by name, those that any rank has, in the order of their names, on every rank.
+
+    Raises:
+        MismatchError: On every rank, if those of one name differ in shape or dtype, or divisors do.
+        ModuleError: On every rank, if one is no array, or `divisor` is no number but 0.
+
+    Cost:
+        One exchange of names and shapes, and one all-reduce for each dtype.
+    """
+    problem: ModuleError | None = None
+    mine: dict[str, Any] = {}
+    by = 1.0
+    try:
+        by = as_real(group.size if divisor is None else divisor, "divisor", ModuleError)
+        if not by:
+            raise ModuleError("divisor must not be 0")
+        if not isinstance(gradients, Mapping):
+            raise ModuleError(f"gradients must be a dict of arrays by name, got {shown(gradients)}")
+        for name, one in gradients.items():
+            if one is not None and not hasattr(one, "dtype"):
+                raise ModuleError(f"the gradient of {name!r} must be an array, got {shown(one)}")
+            if one is not None:
+                mine[str(name)] = [list(one.shape), dtype_to_json(np.dtype(one.dtype))]
+    except ModuleError as error:
+        problem = error
+    everyone = agree(group._core, Call("reduce_gradients", group.name), [by, mine], problem=problem)
+    divisors = [one for one, _ in everyone]
+    if len(set(divisors)) > 1:
+        raise on_all_ranks(
+            MismatchError(
+                f"all ranks of group {group.name!r} must give one divisor, got {divisors}"
+            )
+        )
+    kinds = _agreed_kinds([one for _, one in everyone], group)
+    library = namespace(next((one for one in gradients.values() if one is not None), np.empty(0)))
+    reduced: dict[str, Array] = {}
+    for dtype in dict.fromkeys(dtype for _, dtype in kinds.values()):
+        names = [name for name, (_, other) in kinds.items() if other == dtype]
+        sizes = [prod(kinds[name][0]) for name in names]
+        flat = library.zeros(sum(sizes), dtype_from_json(dtype))
+        ends = np.cumsum(sizes).tolist()
+        for name, size, end in zip(names, sizes, ends, strict=True):
+            one = gradients.get(name)
+            if one is not None:
+                flat[end - size : end] = one.reshape(-1)
+        flat = group.all_reduce(flat, out=flat, label="gradients by name").resolve()
+        flat /= by
+        for name, size, end in zip(names, sizes, ends, strict=True):
+            reduced[name] = flat[end - size : end].reshape(kinds[name][0])
+    return dict(sorted(reduced.items()))
+
+
+def _agreed_kinds(everyone: list[dict[str, Any]], group: ProcessGroup) -> dict[str, Any]:
+    """Return shape and dtype of each gradient that any rank has, by name.
+
+    Raises:
+        MismatchError: On every rank, if ranks differ in one.
+    """
+    kinds: dict[str, Any] = {}
+    for name in sorted({name for one in everyone for name in one}):
+        found = {rank: one[name] for rank, one in enumerate(everyone) if name in one}
+        kinds[name] = (first, dtype) = next(iter(found.values()))
+        if any(kind != [first, dtype] for kind in found.values()):
+            rows = "\n".join(
+                f"  rank {rank}: {tuple(shape)} {dtype_from_json(kind)}"
+                for rank, (shape, kind) in found.items()
+            )
+            raise on_all_ranks(
+                MismatchError(
+                    f"the gradients of {name!r} must be of one shape and dtype on all ranks of "
+                    f"group {group.name!r} that have one, but are\n{rows}"
+                )
+            )
+    return kinds
