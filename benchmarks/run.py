@@ -1,8 +1,8 @@
 """All figures in one go: `python benchmarks/run.py [suite ...]`, or `make bench`.
 
 Starts 2 and 4 ranks with the mpiexec of this Python's MPI, and prints a table for each. The
-suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, minilm, gpt,
-gloo, torch_ddp and device; all of them if none is named.
+suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, step, minilm,
+gpt, gloo, torch_ddp and device; all of them if none is named. step is measured on 1 rank, too.
 
 gpt, on 1 rank, gloo and torch_ddp are left out where there is no PyTorch; the variable TORCH_PYTHON
 names another Python to measure them with. minilm is left out where there is nothing to read models
@@ -32,7 +32,7 @@ from mpimesh.testing.launch import launch  # noqa: E402
 
 _ON_HOST = ("all_reduce", "shared", "buckets", "pipeline", "training", "redistribute")
 _WITH_TORCH = ("gpt", "gloo", "torch_ddp")
-SUITES = ("startup", *_ON_HOST, "minilm", *_WITH_TORCH, "device")
+SUITES = ("startup", *_ON_HOST, "step", "minilm", *_WITH_TORCH, "device")
 RANKS = (2, 4)
 _LIMIT_S = 1800.0
 
@@ -87,6 +87,9 @@ def _measure(suites: list[str], *, tiny: bool) -> None:
     if on_host:
         for size in ranks:
             _run(size, on_host, tiny)
+    if "step" in suites:
+        for size in (1, *ranks):
+            _run(size, ["step"], tiny)
     for name, suite, sizes in (
         ("minilm", minilm, ranks[:1]),
         ("gpt", gpt, (1,)),

@@ -22,6 +22,7 @@ from benchmarks import (
     pipeline,
     redistribute,
     shared,
+    step,
     torch_ddp,
     training,
 )
@@ -35,6 +36,7 @@ SUITES = {
     "pipeline": pipeline.run,
     "training": training.run,
     "redistribute": redistribute.run,
+    "step": step.run,
     "minilm": minilm.run,
     "gpt": gpt.run,
     "gloo": gloo.run,
