@@ -30,7 +30,7 @@ from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
 from mpimesh.parallel.gradients.pieces import HeldState, Spread
 from mpimesh.parallel.gradients.replicas import agree_together, agree_values, digest
-from mpimesh.parallel.header import fingerprint
+from mpimesh.parallel.header import StepExchanges, fingerprint, input_title
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
@@ -172,6 +172,8 @@ class Engine:
         ties: The parameters that several ranks of a pipeline hold.
         optimizer: What the model is trained by, if that needs to know how it is cut.
         tensor: The layers that are split over a group of ranks.
+        titles: The names of all inputs in messages: ``x``, and those that enter at stages.
+        exchanges: What the ranks tell each other at the start and the end of each step.
     """
 
     def __init__(
@@ -234,6 +236,8 @@ class Engine:
         if options.broadcast:
             self._broadcast()
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
+        self.titles = ["x", *map(input_title, self.input_names)]
+        self.exchanges = StepExchanges(scope, self.titles, self.places)
         self._new_buckets = partial(self._buckets_of, options)
         self.buckets = self._new_buckets(None)
         agree_together(scope, self._questions_of_values(_FIRST_VALUES))
@@ -268,14 +272,8 @@ class Engine:
     @property
     def first_trained(self) -> int:
         """The first stage with a parameter that is not frozen; their number if there is none."""
-        return next(
-            (
-                number
-                for number, stage in enumerate(self.stages)
-                if any(parameter.requires_grad for parameter in stage.parameters())
-            ),
-            len(self.stages),
-        )
+        trained = [numbers[0] for _, parameter, numbers in self._named if parameter.requires_grad]
+        return min(trained, default=len(self.stages))
 
     def named_parameters(self, *, everywhere: bool = False) -> list[tuple[str, Parameter]]:
         """Return parameters, each once, named as in one Sequential of all layers.
@@ -345,16 +343,12 @@ class Engine:
         A parameter that stands in other local stages, too, waits for the last of them. On every
         replica the buckets start in their own order, whatever the order of the stages.
         """
-        self._in_backward.discard(stage)
-        waiting = {
-            id(parameter)
-            for number in self._in_backward
-            for parameter in self.local[number].parameters()
-        }
+        left = self._in_backward
+        left.discard(stage)
         self.buckets.complete(
             parameter
-            for parameter in self.local[stage].parameters()
-            if id(parameter) not in waiting
+            for parameter, numbers in self._parameters_of[stage]
+            if left.isdisjoint(numbers)
         )
 
     # -- between steps ----------------------------------------------------------------------
@@ -436,6 +430,10 @@ class Engine:
         self.input_names = sorted({name for stage in self.stages for name in stage.inputs})
         self.local = {number: self.stages[number] for number in self.plans.stages}
         self._named = named_places(self.stages)
+        self._parameters_of = {
+            number: [(parameter, into) for _, parameter, into in self._named if number in into]
+            for number in self.local
+        }
         self.tensor = TensorModel(self.stages)
         return self._rule(options)
 

@@ -1,8 +1,10 @@
-"""The agreement of the ranks on a step, found out while the step already runs.
+"""The agreement of the ranks on a step: its header, and its status.
 
-One all-reduce of a few numbers is started when a step begins, and looked at while
+The header is one all-reduce of a few numbers, started when a step begins, and looked at while
 a rank waits and when the step ends. A rank that was given the batch does not wait for it;
-one that was not learns from it how many rows there are.
+one that was not learns from it how many rows there are. The status, in which all ranks meet when
+the work is done, is one of two numbers. Both are persistent collectives on memory of their own, and
+a rank that steps alone starts neither.
 """
 
 from __future__ import annotations
@@ -15,11 +17,19 @@ from functools import lru_cache
 import numpy as np
 
 from mpimesh.arguments import digest_bits
-from mpimesh.arrays import Array, HostArray
+from mpimesh.arrays import HostArray
 from mpimesh.errors import MismatchError, MpimeshError, ShapeError
-from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime import CollectiveTensor, ProcessGroup
 
-__all__ = ["BatchSpec", "StepHeader", "checksum", "disagreement", "fingerprint", "sample"]
+__all__ = [
+    "BatchSpec",
+    "StepExchanges",
+    "checksum",
+    "disagreement",
+    "fingerprint",
+    "input_title",
+    "sample",
+]
 
 _UNKNOWN = -(1 << 62)
 _SAMPLE = 4096
@@ -34,6 +44,11 @@ _SAME_CHANGES = (
 def fingerprint(text: str) -> int:
     """Return 62 bits that are equal on two ranks only if their texts are."""
     return digest_bits(text.encode(), 62)
+
+
+def input_title(name: str) -> str:
+    """Return how messages call a named input."""
+    return f"inputs[{name!r}]"
 
 
 def checksum(arrays: Iterable[HostArray]) -> str:
@@ -113,23 +128,43 @@ class Size:
     kind: int
 
 
-class StepHeader:
-    """The header of one step. Making it is collective over `scope` and does not wait.
+class StepExchanges:
+    """The two exchanges of all steps of a model, planned once. Making it is local.
 
     Args:
-        scope: The ranks of the step.
-        spec: What this rank was given.
+        scope: The ranks of the steps.
         names: The names of all inputs, the same on every rank.
         places: In how many parts the model lies on the ranks.
 
     Attributes:
-        is_alone: Whether it has failed because other ranks are in no step.
+        is_alone: Whether the header of this step has failed because other ranks are in none.
     """
 
-    def __init__(
-        self, scope: ProcessGroup, spec: BatchSpec, names: Sequence[str], places: int = 1
-    ) -> None:
-        self._num_inputs = len(names)
+    def __init__(self, scope: ProcessGroup, names: Sequence[str], places: int) -> None:
+        self._names = tuple(names)
+        self._places = places
+        # Rows, count, call, goal, sizes; kinds and sums by name, those of the target; by place.
+        count = 5 + 2 * len(names) + 1 + 2 * places
+        # After a maximum: the largest of each and minus the smallest, unknown ones left out.
+        self._table = np.full((2, count), _UNKNOWN)
+        self._numbers = np.zeros(2)
+        table, numbers = self._table, self._numbers
+        self._is_solo = scope.size == 1
+        if not self._is_solo:
+            self._header = scope.all_reduce_init(table, "max", out=table, label="step header")
+            self._status = scope.all_reduce_init(numbers, out=numbers, label="step status")
+        self._handle: CollectiveTensor | None = None
+        self._size: Size | None = None
+        self.is_alone = False
+
+    def begin(self, spec: BatchSpec) -> None:
+        """Start the header of a step. Collective, and does not wait."""
+        names, places = self._names, self._places
+        self._size = self._handle = None
+        self.is_alone = False
+        if self._is_solo:
+            self._size = spec.size(names)
+            return
         texts = [
             spec.call,
             spec.goal,
@@ -143,15 +178,13 @@ class StepHeader:
             *(_UNKNOWN if number is None else number for number in (spec.rows, spec.count)),
             *(_UNKNOWN if text is None else fingerprint(text) for text in texts),
         ]
-        # After a maximum: the largest of each and minus the smallest, unknown ones left out.
-        opposite = [value if value == _UNKNOWN else -value for value in values]
-        self._handle = scope.all_reduce(np.array([*values, *opposite]), "max", label="step header")
-        self._table: Array | None = None
-        self.is_alone = False
+        self._table[0] = values
+        self._table[1] = [value if value == _UNKNOWN else -value for value in values]
+        self._handle = self._header.start()
 
     def test(self) -> bool:
         """Tell whether :meth:`read` would not wait. Never waits."""
-        return self._handle.done()
+        return self._handle is None or self._handle.done()
 
     def read(self) -> Size:
         """Wait for the header and return the size of the global batch.
@@ -161,20 +194,38 @@ class StepHeader:
                 :func:`disagreement` says it in full.
             ShapeError: If no rank was given a batch.
         """
-        if self._table is None:
+        if self._handle is not None:
             try:
-                self._table = self._handle.resolve()
+                self._handle.resolve()
             except MpimeshError:
                 self.is_alone = True
                 raise
-        largest, opposite = self._table.reshape(2, -1).tolist()
+            self._handle = None
+        if self._size is None:
+            self._size = self._agreed_size()
+        return self._size
+
+    def end(self, *, failed: bool, loss: float) -> tuple[bool, float]:
+        """Meet all ranks. Collective.
+
+        Returns:
+            Whether any has failed, and the sum of the losses.
+        """
+        if self._is_solo:
+            return failed, loss
+        self._numbers[:] = failed, loss
+        failures, total = self._status.start().resolve().tolist()
+        return failures > 0, total
+
+    def _agreed_size(self) -> Size:
+        largest, opposite = self._table.tolist()
         for high, low in zip(largest, opposite, strict=True):
             if high != -low and high != _UNKNOWN:
                 raise MismatchError("the ranks were given different things for this step")
         rows, count, _, _, _, *rest = largest
         if rows == _UNKNOWN:
             raise ShapeError("no rank was given a batch: x is needed where the first stage lies")
-        return Size(rows, count, _kind(rest[: self._num_inputs]))
+        return Size(rows, count, _kind(rest[: len(self._names)]))
 
 
 def _at(place: int, text: str | None, places: int) -> list[str | None]:
