@@ -2,13 +2,14 @@
 
 Starts 2 and 4 ranks with the mpiexec of this Python's MPI, and prints a table for each. The
 suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, step, minilm,
-gpt, gloo, torch_ddp and device; all of them if none is named. step is measured on 1 rank, too.
+gpt, gloo, torch_ddp, sharded and device; all of them if none is named. step is measured on 1 rank,
+too.
 
-gpt, on 1 rank, gloo and torch_ddp are left out where there is no PyTorch; the variable TORCH_PYTHON
-names another Python to measure them with. minilm is left out where there is nothing to read models
-with, device where there is no GPU; device measures device memory, on 1 rank, too. With `--python
-PATH`, once or several times, these Pythons measure instead of this one: make bench gives one with
-MPICH and one with Open MPI.
+gpt, on 1 rank, gloo, torch_ddp and sharded are left out where there is no PyTorch; the variable
+TORCH_PYTHON names another Python to measure them with. minilm is left out where there is nothing to
+read models with, device where there is no GPU; device measures device memory, on 1 rank, too. With
+`--python PATH`, once or several times, these Pythons measure instead of this one: make bench gives
+one with MPICH and one with Open MPI.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import device, gloo, gpt, minilm, startup, torch_ddp  # noqa: E402
+from benchmarks import device, gloo, gpt, minilm, sharded, startup, torch_ddp  # noqa: E402
 from benchmarks.measure import FULL, TINY  # noqa: E402
 from benchmarks.rows import format_table  # noqa: E402
 from mpimesh.testing.launch import launch  # noqa: E402
 
 _ON_HOST = ("all_reduce", "shared", "buckets", "pipeline", "training", "redistribute")
-_WITH_TORCH = ("gpt", "gloo", "torch_ddp")
+_WITH_TORCH = ("gpt", "gloo", "torch_ddp", "sharded")
 SUITES = ("startup", *_ON_HOST, "step", "minilm", *_WITH_TORCH, "device")
 RANKS = (2, 4)
 _LIMIT_S = 1800.0
@@ -95,6 +96,7 @@ def _measure(suites: list[str], *, tiny: bool) -> None:
         ("gpt", gpt, (1,)),
         ("gloo", gloo, ranks),
         ("torch_ddp", torch_ddp, ranks),
+        ("sharded", sharded, ranks),
         ("device", device, (1, *ranks)),
     ):
         if name not in suites:

@@ -1,7 +1,7 @@
 """Train a GPT that reads bytes, on the help texts that come with Python, and let it write.
 
     mpiexec -n 4 python examples/train_gpt.py --mesh dp=2,tp=2
-    mpiexec -n 8 python examples/train_gpt.py --mesh dp=2,pp=2,tp=2 --zero 1 --sequence-parallel
+    mpiexec -n 8 python examples/train_gpt.py --mesh dp=2,pp=2,tp=2 --shard 3 --sequence-parallel
     python examples/train_gpt.py --text FILE        one rank, without mpiexec
     python examples/train_gpt.py --virtual 4        four ranks as threads of one process
 
@@ -146,7 +146,7 @@ def make_optimizer(
     return mm.ParallelOptimizer(
         adam,
         pipe,
-        zero=options.zero,
+        zero=options.shard,
         # Gradients of float16 would vanish. All ranks leave out a step in which one overflowed.
         scaler=optim.LossScaler() if options.dtype == "float16" else None,
         group=mesh.group(),
@@ -331,7 +331,7 @@ def show_results(training: Training, report: Report) -> None:
             "ranks": mesh.size,
             "schedule": options.schedule,
             "sequence_parallel": options.sequence_parallel,
-            "zero": options.zero,
+            "shard": options.shard,
             "accumulate": options.accumulate,
             **run_settings(options),
             "steps": options.steps,

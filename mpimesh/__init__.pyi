@@ -208,6 +208,9 @@ from .parallel import (
     clip_grad_norm as clip_grad_norm,
 )
 from .parallel import (
+    fully_shard as fully_shard,
+)
+from .parallel import (
     gpt_layers as gpt_layers,
 )
 from .parallel import (

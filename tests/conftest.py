@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.helpers.parallel_models import STAGE
 
 pytest_plugins = ["mpimesh.testing.pytest_plugin"]
 
@@ -72,3 +75,11 @@ def _runs(item: pytest.Item, number: int, step: int, config: pytest.Config) -> b
         property_test = getattr(getattr(item, "function", None), "is_hypothesis_test", False)
         return bool(not quick or property_test or "scaled" in marks)
     return quick or bool(config.getoption("--deep"))
+
+
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.deep), 3])
+def stage(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Run a test at each stage at which replicas divide something."""
+    STAGE[0] = request.param
+    yield request.param
+    STAGE[0] = 1

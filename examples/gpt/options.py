@@ -101,11 +101,13 @@ def _add_parallel(parser: Parser) -> None:
         help="split what is between the layers that tp ranks share along the sequence, too",
     )
     group.add_argument(
+        "--shard",
         "--zero",
         type=int,
-        choices=[0, 1],
+        choices=[0, 1, 2, 3],
         default=0,
-        help=f"1 divides the optimizer's state among replicas {DEFAULT}",
+        help="what replicas divide: 1 the optimizer's state, 2 also gradients, 3 also parameters "
+        f"{DEFAULT}",
     )
     group.add_argument(
         "--accumulate",

@@ -163,6 +163,12 @@ class Arena:
         at: int = address - self._address
         return at if at >= 0 and at + array.nbytes <= self._parts.size else -1
 
+    def trim(self) -> None:
+        """Give back the pages that are kept for arrays to come."""
+        with self._lock:
+            self._take_back()
+            self._cool(self._warm.clear())
+
     def _has_ended(
         self, living: _Living, *, at_the_end: Callable[[], bool] = sys.is_finalizing
     ) -> None:

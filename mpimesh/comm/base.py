@@ -98,23 +98,32 @@ class Communicator(ABC):
         """
         return "" if way == self.kind else f"these ranks have only {self.kind!r}, not {way!r}"
 
-    def offer_once(self, nbytes: int) -> int:
-        """Return where the ranks of this rank's node find memory for an array of them all. Local.
-
-        -1 if this rank is not the one to offer it, or cannot.
-        """
-        return -1
-
-    def take_once(self, places: Sequence[int], nbytes: int) -> tuple[HostArray, bool] | None:
-        """Return the memory that a rank of the node has offered, and whether it was this one.
-
-        None if the ranks of the node do not share memory. Local.
+    def offer_once(
+        self, nbytes: int, turn: int = 0, *, keep: bool = True
+    ) -> tuple[int, int, HostArray | None]:
+        """Offer memory for an array that the ranks of a node have once. Local.
 
         Args:
-            places: What all ranks have offered, in rank order.
+            nbytes: Its size.
+            turn: Which of the node's ranks is to give it, counted on round and round.
+            keep: Keep it as long as this communicator. Else it lives as long as the array that is
+                returned, which its rank must hold until all others have taken theirs.
+
+        Returns:
+            The rank that gives it; if that is this one, where the memory begins, -1 if it has none,
+            and the memory.
+        """
+        return self.rank, -1, None
+
+    def take_once(self, source: int, place: int, nbytes: int) -> HostArray:
+        """Return the memory that another rank of the node has offered. Local.
+
+        Args:
+            source: That rank.
+            place: Where it begins there.
             nbytes: Its size.
         """
-        return None
+        raise NotImplementedError
 
     def averages(self, nbytes: int) -> bool:
         """Tell whether :meth:`all_reduce` of such an array knows ``"mean"``, too. Local.

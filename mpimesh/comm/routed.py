@@ -173,27 +173,28 @@ class RoutedCommunicator(MPICommunicator):
         self._rail = rails.connect(self._comm, limit=self._chunk_setting)
         return OverNodes(window, self._engine, self._plain, rails)
 
-    def offer_once(self, nbytes: int) -> int:
-        """Return where memory for all ranks of the node begins in this rank's arena."""
-        arena = self._node.arena
-        if self._window is None or self._window.rank or arena is None:
-            return -1
-        memory = arena.empty(nbytes)
-        if memory is None:
-            return -1
-        self._once.append(memory)  # as long as there is this communicator: others read it
-        return arena.find(memory)
+    def offer_once(
+        self, nbytes: int, turn: int = 0, *, keep: bool = True
+    ) -> tuple[int, int, HostArray | None]:
+        """Offer memory of one rank's arena for an array that the ranks of the node have once."""
+        window, arena = self._window, self._node.arena
+        if window is None:
+            return self.rank, -1, None
+        member = turn % len(self._neighbours)
+        source = self._neighbours[member]
+        memory = None if window.rank != member or arena is None else arena.empty(nbytes)
+        if memory is None or arena is None:
+            return source, -1, None
+        if keep:
+            self._once.append(memory)  # as long as there is this communicator: others read it
+        return source, arena.find(memory), memory
 
-    def take_once(self, places: Sequence[int], nbytes: int) -> tuple[HostArray, bool] | None:
-        """Return the memory that the first rank of this node has offered."""
+    def take_once(self, source: int, place: int, nbytes: int) -> HostArray:
+        """Return the memory that another rank of this node has offered."""
         if self._window is None:
-            return None
-        at = places[self._neighbours[0]]
-        if at < 0:
-            return None
-        if self._window.rank == 0:
-            return self._once[-1], True  # its own, which lives as long as the array
-        return self._window.view(0, at, nbytes, np.dtype(np.uint8)), False
+            return super().take_once(source, place, nbytes)
+        member = self._neighbours.index(source)
+        return self._window.view(member, place, nbytes, np.dtype(np.uint8))
 
     def averages(self, nbytes: int) -> bool:
         """Tell whether all-reduce of such an array knows ``"mean"``: on one node, it may."""

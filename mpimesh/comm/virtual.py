@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -217,6 +218,29 @@ class VirtualCommunicator(Communicator):
         """Copy `buffer` of `root` into `buffer` of every rank."""
         return self._start("broadcast", root, buffer, buffer)
 
+    # -- memory that all ranks have ------------------------------------------------
+
+    def offer_once(
+        self, nbytes: int, turn: int = 0, *, keep: bool = True
+    ) -> tuple[int, int, HostArray | None]:
+        """Offer an array of this process for all ranks: they are its threads."""
+        source, context = turn % self.size, self._context
+        if source != self.rank:
+            return source, -1, None
+        memory: HostArray = np.empty(nbytes, np.uint8)
+        with self.world.changed:
+            place = context.num_offers = context.num_offers + 1
+            context.offers[place] = memory
+            if keep:
+                context.kept.append(memory)
+        return source, place, memory
+
+    def take_once(self, source: int, place: int, nbytes: int) -> HostArray:
+        """Return the array that another rank has offered."""
+        with self.world.changed:
+            memory: HostArray = self._context.offers[place][:]
+        return memory
+
     def barrier(self) -> Request:
         """Done once every rank has started it."""
         return self._start("barrier", None, None, None)
@@ -359,12 +383,18 @@ class _Context:
         messages: Their messages.
         collectives: Those that some ranks have joined and others have not, by sequence number.
         boards: The signatures that each rank has posted.
+        offers: The arrays that ranks have offered to all, by number, as long as anybody has them.
+        num_offers: How many there have been.
+        kept: Those that live as long as the communicator.
     """
 
     def __init__(self, world: VirtualWorld) -> None:
         self.messages = Mailbox(world.changed, world.note_change)
         self.collectives: dict[int, _Collective] = {}
         self.boards: dict[int, HostArray] = {}
+        self.offers: WeakValueDictionary[int, HostArray] = WeakValueDictionary()
+        self.num_offers = 0
+        self.kept: list[HostArray] = []
 
     def signatures(self, rank: int, size: int) -> Signatures | None:
         """Return what the ranks compare with each other; None for a rank alone."""

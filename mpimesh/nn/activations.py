@@ -8,7 +8,7 @@ from typing import Literal
 
 from mpimesh.arguments import shown
 from mpimesh.arrays.fused import fused
-from mpimesh.arrays.namespace import is_cupy, namespace
+from mpimesh.arrays.namespace import is_cupy, namespace, zeros_where_not
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn import kernels
@@ -45,8 +45,8 @@ class ReLU(Module):
     def backward_input(self, dy: Array, ctx: Context) -> Array | None:
         """Return `dy` where the output was positive, 0 elsewhere."""
         (y,) = self._take(dy, ctx)
-        # where, not a product: a gradient that overflowed must not turn 0 into NaN.
-        return namespace(dy).where(y > 0, dy, dy.dtype.type(0))
+        # No product: a gradient that overflowed must not turn 0 into NaN.
+        return zeros_where_not(y > 0, dy)
 
 
 class GELU(Module):

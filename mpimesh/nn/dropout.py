@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.namespace import namespace, zeros_where_not
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ShapeError
 from mpimesh.nn.checks import check_floats
@@ -90,7 +90,7 @@ class Dropout(Module):
         return dy if mask is None else self._apply(dy, mask)
 
     def _apply(self, x: Array, mask: Array) -> Array:
-        y = namespace(x).where(mask, x, x.dtype.type(0))
+        y = zeros_where_not(mask, x)
         y *= 1.0 / (1.0 - self.p)
         return y
 

@@ -1,7 +1,7 @@
 """Data, tensor and pipeline parallelism: models cut over replicas, ranks and stages, as one."""
 
 from mpimesh.parallel.clip import clip_grad_norm
-from mpimesh.parallel.data import DataParallel
+from mpimesh.parallel.data import DataParallel, fully_shard
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES, GradientBuckets
 from mpimesh.parallel.gradients.tuning import BucketTuning
@@ -48,6 +48,7 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "clip_grad_norm",
+    "fully_shard",
     "gpt_layers",
     "measure_layers",
     "microbatch_rows",

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpimesh.errors import ModuleError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.nn.protocol import set_training
 from mpimesh.parallel.batch import Arguments, SupportsStep, check_loss
@@ -20,7 +21,7 @@ from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import Tracer
 
-__all__ = ["DataParallel"]
+__all__ = ["DataParallel", "fully_shard"]
 
 
 class DataParallel(ParallelModel):
@@ -251,3 +252,74 @@ class DataParallel(ParallelModel):
 
     def __repr__(self) -> str:
         return f"<DataParallel of {self.num_replicas} replicas of {self._module!r}>"
+
+
+# -- sharded training -----------------------------------------------------------------------------
+
+
+def fully_shard(
+    model: SupportsLayer | ParallelModel,
+    mesh: DeviceMesh,
+    dim: str = "dp",
+    stage: int = 3,
+    **options: Any,
+) -> ParallelModel:
+    """Divide a model's parameters, gradients and optimizer state among its replicas. Collective.
+
+    Each lies in flat memory, of which every replica has one part, as in PyTorch's ``fully_shard``
+    and ZeRO (Rajbhandari et al. 2020):
+
+    ====== ===================== =========================== =======================
+    stage  optimizer state       gradients                   parameters
+    ====== ===================== =========================== =======================
+    0      all                   all                         all
+    1      its part              all                         all
+    2      its part              its part                    all
+    3      its part              its part                    its part
+    ====== ===================== =========================== =======================
+
+    At stages 2 and 3 the gradients of a bucket are whole from when backward makes them to when they
+    are reduced: those of at most three buckets, the first step's and those added up over several
+    microbatches or under :meth:`ParallelModel.no_sync` aside. At stage 3 the ranks of a node have
+    the parameters once, each rank its part, and read those of the others in place: nothing is
+    gathered. Over several nodes each node has all of them, as in PyTorch's hybrid sharding, and new
+    values are gathered after a step. Device arrays stay whole on each rank.
+
+    All else is as without: the model trains by a :class:`ParallelOptimizer`, which takes the stage
+    over, with the same result up to the order of sums; pipelines, tensor and sequence parallelism,
+    tied and frozen parameters, accumulation, clipping and loss scaling work; states are whole, and
+    load at any stage on any mesh. ``parameter.grad`` is None between steps, and ``parameter.data``
+    at stage 3 is memory that all ranks of the node see: what one of them writes, all have.
+
+    Args:
+        model: A layer, of which a :class:`DataParallel` is made; or such a model, or a
+            :class:`PipelineParallel`, which is divided as it is.
+        mesh: The mesh.
+        dim: The dim of the replicas of a layer; a model has its own.
+        stage: What is divided.
+        options: Those of :class:`DataParallel`, for a layer.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModuleError: On every rank, if `stage` is none, or less than that of the model; if the model
+            is on another mesh, or has an optimizer already.
+        ModuleStateError: On every rank, if gradients are being added up.
+        MismatchError: On every rank, if the ranks name different stages.
+
+    Example:
+        >>> model = mm.fully_shard(net, mesh, loss=nn.cross_entropy)
+        >>> optimizer = mm.ParallelOptimizer(optim.AdamW(model.parameters(), lr=3e-4), model)
+        >>> for x, target in batches:
+        ...     loss = model.train_step(x, target, optimizer=optimizer)
+    """
+    if not isinstance(model, ParallelModel):
+        model = DataParallel(model, mesh, dim, **options)
+    elif options:
+        raise ModuleError(
+            f"fully_shard: the options {sorted(options)} are for a layer, of which a DataParallel "
+            f"is made; this is a {type(model).__name__}, which has its own"
+        )
+    model._engine.shard(stage, mesh)
+    return model

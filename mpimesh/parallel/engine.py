@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_real, shown
-from mpimesh.arrays import HostArray
+from mpimesh.arrays import Array, HostArray
 from mpimesh.errors import (
     MismatchError,
     ModuleError,
@@ -26,6 +26,7 @@ from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import float_dtype
 from mpimesh.optim import LossScaler
 from mpimesh.parallel.first_values import give_values, is_used_again
+from mpimesh.parallel.gradients.bucket import STAGES, shard_sizes, share_values
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
 from mpimesh.parallel.gradients.pieces import HeldState, Spread
@@ -41,7 +42,7 @@ from mpimesh.parallel.tensor.model import TensorModel
 from mpimesh.parallel.tensor.parameter import describe_parts
 from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
 from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
 
@@ -109,6 +110,8 @@ class Options:
         broadcast: Whether all replicas start with the values of the first one.
         tracer: Records what the rank does.
         advice: What to say beside that the stages do not fit the ranks.
+        stage: How much of gradients and values each replica has of its own, see
+            :mod:`mpimesh.parallel.gradients.bucket`; 0 is all.
     """
 
     num_microbatches: int
@@ -122,6 +125,7 @@ class Options:
     tracer: Tracer | None = None
     grad_dtype: Any = None
     advice: str = ""
+    stage: int = 0
 
     def check(self) -> None:
         """Refuse what is of the wrong kind, or out of range. Local.
@@ -170,6 +174,7 @@ class Engine:
             on the devices, else NumPy.
         links: The links to the stages of other ranks.
         ties: The parameters that several ranks of a pipeline hold.
+        stage: How much of gradients and values each replica has, 0 to 3.
         optimizer: What the model is trained by, if that needs to know how it is cut.
         tensor: The layers that are split over a group of ranks.
         titles: The names of all inputs in messages: ``x``, and those that enter at stages.
@@ -198,6 +203,7 @@ class Engine:
         self.first_values = True
         self.accumulating = False
         self.optimizer: ModelOptimizer | None = None
+        self._frozen_values: list[Array] = []  # that other ranks of the node read
         self.why_no_step = ""
         self.is_given_back = False
         self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
@@ -238,6 +244,7 @@ class Engine:
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
         self.titles = ["x", *map(input_title, self.input_names)]
         self.exchanges = StepExchanges(scope, self.titles, self.places)
+        self.stage = options.stage
         self._new_buckets = partial(self._buckets_of, options)
         self.buckets = self._new_buckets(None)
         agree_together(scope, self._questions_of_values(_FIRST_VALUES))
@@ -332,9 +339,14 @@ class Engine:
 
     # -- in a step --------------------------------------------------------------------------
 
-    def begin_gradients(self, num_microbatches: int) -> None:
-        """Announce the backwards of a step. Local."""
-        self.buckets.begin(num_microbatches)
+    def begin_gradients(self, num_microbatches: int, look: Callable[[], None]) -> None:
+        """Announce the backwards of a step. Local.
+
+        Args:
+            num_microbatches: Their number.
+            look: Raises if the step is to be left.
+        """
+        self.buckets.begin(num_microbatches, look=look)
         self._in_backward = set(self.local)
 
     def reduce_gradients(self, stage: int) -> None:
@@ -362,6 +374,53 @@ class Engine:
                 yield
         finally:
             self.accumulating = before
+
+    def shard(self, stage: object, mesh: object) -> None:
+        """Divide the model among its replicas, before it has an optimizer. Collective.
+
+        Raises:
+            ModuleError: On every rank, if it cannot be on any.
+            MismatchError: On every rank, if the ranks name different stages.
+        """
+        self.check_ready()
+        number = agree_alike(
+            self.scope._core, "fully_shard", lambda: self._checked_stage(stage, mesh)
+        )
+        self.agree_on_closed()
+        self.divide(number)
+
+    def _checked_stage(self, stage: object, mesh: object) -> int:
+        number = as_int(stage, "stage", ModuleError, least=0)
+        if number not in STAGES:
+            raise ModuleError(f"stage must be one of ZeRO's, 0 to 3, got {number}")
+        if number < self.stage:
+            raise ModuleError(
+                f"stage {number} is less than that of the model, {self.stage}, whose parts stay "
+                "divided: make another model"
+            )
+        if mesh is not self.mesh:
+            raise ModuleError(
+                f"the model was made on one mesh, {self.mesh.dims_text}, and is to be divided on "
+                f"another, {getattr(mesh, 'dims_text', shown(mesh))}: give it the first"
+            )
+        if self.optimizer is not None:
+            raise ModuleError(
+                "the model has a ParallelOptimizer, which knows how it is divided: call "
+                "fully_shard() before that is made, or give it zero="
+            )
+        return number
+
+    def divide(self, stage: int) -> None:
+        """Divide gradients and values of the replicas from now on. Collective; between steps.
+
+        Args:
+            stage: 0 to 3, not less than before; see :mod:`mpimesh.parallel.gradients.bucket`.
+        """
+        self.stage = stage
+        if stage:
+            self.buckets.divide(stage)
+        if stage == 3:
+            self._share_frozen()
 
     def rebuild_buckets(self, plan: Plan | None = None) -> None:
         """Make the buckets anew, after parameters were frozen or unfrozen or by a plan. Collective.
@@ -514,7 +573,7 @@ class Engine:
 
     def _buckets_of(self, options: Options, plan: Plan | None) -> GradientBuckets:
         named = self.named_parameters()
-        return GradientBuckets(
+        buckets = GradientBuckets(
             [parameter for _, parameter in named],
             self.data,
             mesh=self.mesh,
@@ -529,6 +588,30 @@ class Engine:
             plan=plan,
             grad_dtype=options.grad_dtype,
         )
+        if self.stage:
+            self.buckets = buckets
+            self.divide(self.stage)
+        return buckets
+
+    def _share_frozen(self) -> None:
+        """Let the ranks of a node have the values of frozen parameters once. Collective."""
+        kinds: dict[Any, list[Parameter]] = {}
+        for _, parameter in self.named_parameters():
+            if not parameter.requires_grad and type(parameter.data) is np.ndarray:
+                kinds.setdefault(parameter.dtype, []).append(parameter)
+        before, self._frozen_values = self._frozen_values, []
+        for turn, parameters in enumerate(kinds.values()):
+            sizes = shard_sizes(sum(one.size for one in parameters), 1, self.data.size)
+            start = sum(sizes[: self.data.rank])
+            values, _, _ = share_values(
+                parameters,
+                self.data,
+                slice(start, start + sizes[self.data.rank or 0]),
+                turn=turn,
+                label="values of frozen parameters",
+            )
+            self._frozen_values.append(values)
+        del before  # which other ranks have read up to here
 
 
 def _place(group: ProcessGroup) -> int:

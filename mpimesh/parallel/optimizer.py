@@ -55,7 +55,8 @@ class ParallelOptimizer:
     the state takes ``1 / replicas`` of its memory; beside it there is a copy of so large a
     part of the parameters, for what is on its way. The same bytes move as without. What comes out
     is the same up to the order in which the transport adds up: bit for bit on virtual ranks,
-    and on one node mostly.
+    and on one node mostly. ``zero=2`` divides gradients, too, and ``zero=3`` parameters, see
+    :func:`mpimesh.fully_shard`.
 
     With a `scaler`, losses are scaled while gradients are computed, so that those of a float16
     model do not vanish, and a step is left out, on all ranks together, if a gradient overflowed on
@@ -67,8 +68,8 @@ class ParallelOptimizer:
     - the optimizers that were given are this object's: set ``lr`` on them as ever, but leave
       steps, which they refuse, and states to it;
     - the values of the parameters live in other memory: ``parameter.data`` is a new array;
-    - with ``zero=1`` and several replicas there are no whole gradients: ``parameter.grad`` is None
-      between steps. :meth:`ParallelModel.clip_grad_norm` works;
+    - from ``zero=1`` on, with several replicas, there are no whole gradients: ``parameter.grad`` is
+      None between steps. :meth:`ParallelModel.clip_grad_norm` works;
     - gradients that stay in memory, without `zero`, are scaled.
 
     Args:
@@ -76,7 +77,8 @@ class ParallelOptimizer:
             parameter of this rank once, or not at all. Several serve parameters that are to be
             changed differently, such as those without decay.
         model: The model.
-        zero: 1 to divide the state; 0 to have all of it on every replica.
+        zero: 1 to divide the state, 2 also gradients, 3 also parameters; 0 to have all of it on
+            every replica. None is what :func:`mpimesh.fully_shard` has divided, or else 1.
         scaler: Scales losses; None does not.
         group: The ranks that leave out a step together, which only a scaler asks for. None is
             right for stages, replicas and split layers of mpimesh: all ranks of their mesh step
@@ -85,8 +87,8 @@ class ParallelOptimizer:
 
     Raises:
         ModuleError: On every rank, if an optimizer has other parameters, or one twice, or changes
-            elements not each by itself; if `zero` is not 0 or 1; or if the model has such an
-            optimizer.
+            elements not each by itself; if `zero` is no stage, or less than the model's; or if the
+            model has such an optimizer.
         ModuleStateError: If gradients are being added up under :meth:`ParallelModel.no_sync`.
         MismatchError: On every rank, if the ranks have different ones; and if replicas, or ranks
             that split layers, differ in their numbers or in which parameters decay.
@@ -113,7 +115,7 @@ class ParallelOptimizer:
         optimizer: Optimizer | Sequence[Optimizer],
         model: ParallelModel,
         *,
-        zero: int = 1,
+        zero: int | None = None,
         scaler: LossScaler | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
@@ -127,15 +129,18 @@ class ParallelOptimizer:
         self._single = not isinstance(given, Iterable) or shape_of(given) == ()
         self._optimizers: tuple[Optimizer, ...] = (given,) if self._single else tuple(given)
         self._who = f"rank {engine.mesh.rank}"
-        self._zero = zero  # what is neither 0 nor 1 is refused below, too
+        # What is no stage is refused below, too.
+        self._zero: Any = (engine.stage or 1) if zero is None else zero
         self._scaler = scaler
         self._agreeing = engine.scope if group is None else group
-        self._clipped: tuple[int | None, float] | None = None
+        self._clipped: tuple[int | None, float] | None
         scope = engine.scope
         agree_alike(scope._core, "ParallelOptimizer", self._checked_rule)
         agree_optimizers(self._optimizers, engine)
         self._owned = [Owned.of(one) for one in self._optimizers]
-        self._divide()
+        self._clipped = None
+        if engine.stage != self._zero:
+            engine.divide(self._zero)
         self._cut(whole_states(self._owned, [one.state_dict() for one in self._optimizers]))
         self._agree_on_pieces()
         engine.optimizer = self
@@ -345,18 +350,12 @@ class ParallelOptimizer:
             states: What :meth:`release` gave.
             before: What else it gave.
         """
-        self._divide()
+        self._clipped = None  # by sums of other buckets
         after = spread_of(self._engine.buckets.buckets)
         self._cut(moved_states(self._owned, states, before, after))
         self._agree_on_pieces()
 
     # -- helpers -----------------------------------------------------------------------------
-
-    def _divide(self) -> None:
-        """Divide the model's buckets, if they are to be divided. Local."""
-        self._clipped = None  # by sums of other buckets
-        if self._zero:
-            self._engine.buckets.divide()
 
     def _cut(self, states: Sequence[HeldState]) -> None:
         """Go on with the pieces of the model's buckets, and these states of them. Local."""

@@ -16,6 +16,7 @@ from mpimesh.nn import Parameter
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.state_checks import check_arrays, check_steps
 from mpimesh.parallel.engine import Engine
+from mpimesh.parallel.gradients.bucket import STAGES
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.parallel.gradients.pieces import HeldState, Owned, whole_states
 from mpimesh.parallel.tensor.model import local_part
@@ -230,8 +231,13 @@ def problem_with(
     group: object,
 ) -> str:
     """Say why these cannot train a model; empty if they can."""
-    if not isinstance(zero, int) or zero not in (0, 1):
-        return f"zero must be 0 or 1: other stages of ZeRO are not there, got {shown(zero)}"
+    if not isinstance(zero, int) or zero not in STAGES:
+        return f"zero must be a stage of ZeRO, 0 to 3, got {shown(zero)}"
+    if zero < engine.stage:
+        return (
+            f"zero={zero} is less than the stage of the model, {engine.stage}, whose parts stay "
+            "divided: leave out zero"
+        )
     if scaler is not None and not isinstance(scaler, LossScaler):
         return f"scaler must be a LossScaler or None, got {shown(scaler)}"
     if not isinstance(group, ProcessGroup):

@@ -200,7 +200,7 @@ class Step:
             first_trained=self._first_trained if self._training else 0,
         )
         if self._training:
-            engine.begin_gradients(count)
+            engine.begin_gradients(count, self._look)
         free = task.is_cut
         interfaces = (
             engine.interfaces.setdefault((self._training, size.kind), {}) if not free else {}

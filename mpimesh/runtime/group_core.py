@@ -514,22 +514,45 @@ class GroupCore:
 
         Collective. See :meth:`ProcessGroup.empty_once`.
         """
-        communicator = self.communicator
         sizes, kind = agree_alike(
             self,
             "empty_once",
             lambda: array_shape(shape, dtype),
             lambda found: f"{found[0]} {found[1]}",
         )
-        nbytes = math.prod(sizes) * kind.itemsize
-        places = agree(self, Call("empty_once", self.name), communicator.offer_once(nbytes))
-        found = communicator.take_once(places, nbytes)
-        if found is None:
-            return aligned_empty(sizes, kind, self.context.world.shared_bytes), True
-        memory, writes = found
-        array: HostArray = memory.view(kind).reshape(sizes)
-        array.flags.writeable = writes
+        array, sources = self.node_empty(sizes, kind)
+        array.flags.writeable = writes = sources[self.rank or 0] == self.rank
         return array, writes
+
+    def node_empty(
+        self, sizes: tuple[int, ...], dtype: DType, *, turn: int = 0, keep: bool = True
+    ) -> tuple[HostArray, tuple[int, ...]]:
+        """Return an array that a node's ranks have once and may all write. Collective.
+
+        Args:
+            sizes: Its shape, alike on all ranks.
+            dtype: Its dtype.
+            turn: Which rank of each node gives the memory, counted on round and round.
+            keep: Keep the memory as long as the group. Else it lives as long as the array of the
+                rank that gives it, which must hold it until all have theirs.
+
+        Returns:
+            The array, uninitialised; and for each rank of the group the one that gives the memory
+            of its array: ranks that cannot open each other's memory have an array each.
+        """
+        nbytes = math.prod(sizes) * dtype.itemsize
+        communicator = self.communicator
+        source, place, memory = communicator.offer_once(nbytes, turn, keep=keep)
+        offers = agree(self, Call("empty_once", self.name), [source, place])
+        sources = tuple(
+            giver if offers[giver][1] >= 0 else rank for rank, (giver, _) in enumerate(offers)
+        )
+        if sources[self.rank or 0] != self.rank:
+            memory = communicator.take_once(source, offers[source][1], nbytes)
+        if memory is None:
+            return aligned_empty(sizes, dtype, self.context.world.shared_bytes), sources
+        array: HostArray = memory.view(dtype).reshape(sizes)
+        return array, sources
 
     def lock(self, x: Array | None, call: Call) -> Callable[[], None] | None:
         """With checks on, make the input of a call read-only; return what makes it writable."""

@@ -184,6 +184,12 @@ class World:
         arena = None if self.node is None else self.node.arena
         return arena is not None and x.flags.c_contiguous and arena.find(x) >= 0
 
+    def trim(self) -> None:
+        """Give the pages of shared memory back that are kept for arrays to come. Local."""
+        arena = None if self.node is None else self.node.arena
+        if arena is not None:
+            arena.trim()
+
     def size_of(self, comm: Any) -> int:
         """Return the number of ranks that :meth:`open_communicator` would give. Local."""
         if comm is None and self.virtual is not None:

@@ -202,3 +202,12 @@ class Total:
 
     def value_and_grad(self, y, target, *, denominator):
         return float(y.sum()), np.ones_like(y)
+
+
+STAGE = [1]
+"""The stage of :func:`zero_optimizer`, which a fixture sets for all virtual ranks of a test."""
+
+
+def zero_optimizer(optimizer, model, **options):
+    """Let the replicas divide what the stage of the test says."""
+    return mm.ParallelOptimizer(optimizer, model, zero=STAGE[0], **options)

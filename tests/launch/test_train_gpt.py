@@ -58,18 +58,18 @@ def meant(options):
     [
         (1, ""),
         (1, "--accumulate 4 --zero 1"),
-        (2, "--mesh pp=2 --schedule dualpipev --zero 1"),
+        (2, "--mesh pp=2 --schedule dualpipev --shard 2"),
         (2, "--mesh tp=2 --dropout 0.2"),
         (3, "--mesh tp=3 --sequence-parallel"),
-        (4, "--mesh dp=4 --accumulate 2 --dropout 0.2 --zero 1"),
-        (4, "--mesh pp=2,dp=2 --zero 1 --accumulate 3 --tied"),
+        (4, "--mesh dp=4 --accumulate 2 --dropout 0.2 --shard 3"),
+        (4, "--mesh pp=2,dp=2 --shard 3 --accumulate 3 --tied"),
         (4, "--mesh pp=2,tp=2 --schedule zbv"),
         (4, "--mesh dp=2,pp=2 --schedule interleaved --dropout 0.2 --accumulate 2"),
         (6, "--mesh pp=2,tp=3 --microbatches 3"),
-        (6, "--mesh tp=2,dp=3 --zero 1"),
-        (8, "--mesh dp=8 --zero 1"),
+        (6, "--mesh tp=2,dp=3 --shard 2"),
+        (8, "--mesh dp=8 --shard 3"),
         (8, "--mesh pp=4,tp=2 --schedule zb1p --sequence-parallel --dropout 0.2 --accumulate 2"),
-        (8, "--mesh dp=2,pp=2,tp=2 --zero 1 --tied --sequence-parallel --accumulate 2"),
+        (8, "--mesh dp=2,pp=2,tp=2 --shard 3 --tied --sequence-parallel --accumulate 2"),
         (
             8,
             "--mesh tp=2,pp=2,dp=2 --schedule interleaved --zero 1 --sequence-parallel "
@@ -90,7 +90,7 @@ def test_virtual_ranks_train_as_one_process_does(train, ranks, options):
     ("ranks", "options"),
     [
         (4, "--mesh dp=2,tp=2"),
-        (4, "--mesh dp=2,pp=2 --zero 1 --accumulate 2"),
+        (4, "--mesh dp=2,pp=2 --shard 3 --accumulate 2"),
         (4, "--mesh pp=2,tp=2 --sequence-parallel"),
         (8, "--mesh dp=2,pp=2,tp=2"),
     ],
@@ -242,7 +242,7 @@ def test_half_the_bits_learn_too(train):
 WRONG = {
     "--mesh dp=2,xx=2": ("--mesh", "dp", "pp", "got xx"),
     "--mesh dp=0": ("--mesh", "'dp'", 0),
-    "--zero 2": ("--zero", "invalid choice", 2),
+    "--shard 4": ("--shard", "invalid choice", 4),
     "--heads 5": ("--heads", "--features", "5 heads", "96 features"),
     "--accumulate 17": ("--accumulate", "16 rows", "--batch-size", "17 parts"),
     "--warmup 301": ("--warmup", 301, "--steps 300"),

@@ -55,7 +55,7 @@ def saved_step(folder):
     ("ranks", "options"),
     [
         (1, "--dtype float64"),
-        (4, "--mesh dp=2,tp=2 --zero 1 --sequence-parallel"),
+        (4, "--mesh dp=2,tp=2 --shard 3 --sequence-parallel"),
         (4, "--mesh dp=2,pp=2 --zero 1 --tied --schedule interleaved --dtype float16"),
     ],
 )
@@ -86,9 +86,9 @@ def test_going_on_is_as_if_never_interrupted(train, stop_in, tmp_path, ranks, op
     ("before", "after"),
     [
         ("1 --mesh dp=1", "4 --mesh pp=2,tp=2 --zero 1 --sequence-parallel"),
-        ("6 --mesh dp=2,tp=3 --zero 1", "1 --mesh dp=1"),
-        ("4 --mesh pp=2,tp=2 --tied", "6 --mesh dp=3,tp=2 --zero 1 --tied"),
-        ("8 --mesh tp=2,dp=2,pp=2 --zero 1", "6 --mesh pp=2,tp=3 --schedule zbv"),
+        ("6 --mesh dp=2,tp=3 --shard 3", "1 --mesh dp=1"),
+        ("4 --mesh pp=2,tp=2 --tied", "6 --mesh dp=3,tp=2 --shard 2 --tied"),
+        ("8 --mesh tp=2,dp=2,pp=2 --shard 3", "6 --mesh pp=2,tp=3 --schedule zbv"),
     ],
 )
 def test_another_mesh_goes_on(train, stop_in, tmp_path, before, after):

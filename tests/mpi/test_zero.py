@@ -17,7 +17,10 @@ from tests.helpers.parallel_models import (
     state_of,
     train_alone,
     train_by,
+    zero_optimizer,
 )
+
+pytestmark = pytest.mark.usefixtures("stage")
 
 
 @pytest.mark.parametrize("bucket_bytes", [300, 1 << 20])
@@ -31,7 +34,7 @@ def test_it_trains_like_one_process(comm, bucket_bytes):
             dtype="float64",
             bucket_bytes=bucket_bytes,
         )
-        optimizer = mm.ParallelOptimizer(optim.Adam(model.parameters(), lr=0.01), model)
+        optimizer = zero_optimizer(optim.Adam(model.parameters(), lr=0.01), model)
         trained = train_by(
             3,
             model.parameters(),
@@ -59,7 +62,7 @@ def test_a_pipeline_of_replicas_goes_on_from_its_state(comm):
     with mm.DeviceMesh(f"dp={comm.size // 2},pp=2", comm) as mesh:
         whole, divided = wide(mesh), wide(mesh)
         adams = [optim.Adam(pipe.parameters(), lr=0.01) for pipe in (whole, divided)]
-        optimizer = mm.ParallelOptimizer(adams[1], divided)
+        optimizer = zero_optimizer(adams[1], divided)
         for step in range(4):
             if step == 2:
                 state = optimizer.state_dict()
@@ -76,9 +79,7 @@ def test_all_ranks_leave_out_the_step_in_which_one_overflows(comm):
     with mm.DeviceMesh(f"dp={comm.size}", comm) as mesh:
         model = DataParallel(nn.Sequential(nn.Linear(3, 2)), mesh, loss=nn.mse, dtype="float16")
         scaler = optim.LossScaler(64.0, growth_interval=2)
-        optimizer = mm.ParallelOptimizer(
-            optim.SGD(model.parameters(), lr=0.1), model, scaler=scaler
-        )
+        optimizer = zero_optimizer(optim.SGD(model.parameters(), lr=0.1), model, scaler=scaler)
         rows = 2 * comm.size
         x, target = np.ones((rows, 3), "float16"), np.zeros((rows, 2), "float16")
         scales = []
@@ -105,7 +106,7 @@ def test_tuned_buckets_train_the_same(comm):
                 nn.Sequential(layers), mesh, loss=nn.cross_entropy, dtype="float64", seed=SEED
             )
             adam = optim.Adam(model.parameters(), lr=0.01)
-            optimizer = mm.ParallelOptimizer(adam, model)
+            optimizer = zero_optimizer(adam, model)
             for step in range(4):
                 model.train_step(*batch(step, 13), optimizer=optimizer)
                 if tuned and step == 1:

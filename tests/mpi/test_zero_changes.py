@@ -9,8 +9,10 @@ import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.errors import MismatchError, ModuleStateError
 from mpimesh.parallel import DataParallel
-from tests.helpers.parallel_models import SEED, Total, batch, state_of
+from tests.helpers.parallel_models import SEED, Total, batch, state_of, zero_optimizer
 from tests.helpers.raises import raises
+
+pytestmark = pytest.mark.usefixtures("stage")
 
 
 def wide(mesh, **options):
@@ -24,7 +26,7 @@ def wide(mesh, **options):
         **{"dtype": "float64", **options},
     )
     adam = optim.AdamW(model.parameters(), lr=0.01, decay_mask=lambda one: len(one.shape) > 1)
-    return model, mm.ParallelOptimizer(adam, model)
+    return model, zero_optimizer(adam, model)
 
 
 def test_sums_of_float16_in_float32(comm):
@@ -41,7 +43,7 @@ def test_sums_of_float16_in_float32(comm):
         (weight,) = model.parameters()
         weight.data[...] = 0
         sgd = optim.SGD(model.parameters(), lr=2.0**-13)
-        optimizer = mm.ParallelOptimizer(sgd, model)
+        optimizer = zero_optimizer(sgd, model)
         x = np.full((3 * comm.size, 1), 60000, "float16")
         model.train_step(x, x, optimizer=optimizer)
         expected = np.float16(-60000 * 3 * comm.size * 2.0**-13)
@@ -108,7 +110,7 @@ def test_a_state_goes_from_stages_to_replicas_and_split_layers(comm):
             stages[number * len(stages) // len(layers)].add_layer(layer)
         model = mm.PipelineParallel(stages, 2, mesh=mesh, seed=SEED, dtype="float64")
         adam = optim.AdamW(model.parameters(), lr=0.01)
-        return model, mm.ParallelOptimizer(adam, model)
+        return model, zero_optimizer(adam, model)
 
     def same(state, other):
         assert state.keys() == other.keys()

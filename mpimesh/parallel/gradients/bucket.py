@@ -7,26 +7,50 @@ cycle.
 Of a divided bucket each rank gets the sum of one part, and gives the new values of it. The
 parameters' values lie in flat memory like their gradients, in the same order, so that a part
 of one is a part of the other, wherever parameters begin and end. A rank's part of the sums comes
-into memory of its own, *not* into the bucket, which other ranks still read. The new values go out
-from the same memory: by then the sums are used up.
+into memory of its own, *not* into the bucket, which other ranks still read.
+
+How much of a divided bucket a rank has follows from the stage of ZeRO (Rajbhandari et al. 2020):
+
+====== ============================= ============================= =============================
+stage  state of the optimizer        gradients                     values
+====== ============================= ============================= =============================
+1      its part                      all                           all
+2      its part                      its part, all while they come all
+3      its part                      its part, all while they come its part
+====== ============================= ============================= =============================
+
+From stage 2 on a bucket has memory only from when its last gradient is complete to when it is
+reduced: gradients come into arrays of their own, and are packed then. At stage 3 the values lie in
+an array that the ranks of a node have once, in memory that they give in turns: each rank changes
+its own part, and reads those of the others where they are. So nothing is gathered on a node; over
+nodes each one has all values once, and the new ones are gathered as at stage 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from mpimesh.arrays import Array, ReduceOp, namespace
+from mpimesh.arrays import Array, DType, ReduceOp, namespace
+from mpimesh.comm.requests import Condition
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import ELSEWHERE, ZERO
+from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
+from mpimesh.runtime.persistent import PersistentCollective
 from mpimesh.trace import Tracer
 
-__all__ = ["Bucket", "Reductions", "Shard", "shard_sizes"]
+__all__ = ["STAGES", "Bucket", "Reductions", "Shard", "shard_sizes", "share_values"]
 
 _GRAIN_BYTES = 64
 _ZEROS = bytes([ZERO])
+STAGES = range(4)
+"""How much replicas may divide; 0 is nothing."""
+
+_MOST_PACKED = 2
+"""Reductions under way of buckets that have memory for their reduction only."""
 
 
 def shard_sizes(size: int, itemsize: int, ranks: int) -> tuple[int, ...]:
@@ -39,60 +63,135 @@ def shard_sizes(size: int, itemsize: int, ranks: int) -> tuple[int, ...]:
     return tuple(min(each, max(0, size - rank * each)) for rank in range(ranks))
 
 
+def share_values(
+    parameters: Sequence[Parameter], group: ProcessGroup, part: slice, *, turn: int, label: str
+) -> tuple[Array, list[Array], bool]:
+    """Move the values of parameters into an array that the ranks of a node have once. Collective.
+
+    Args:
+        parameters: Parameters of one dtype, which have the same values on all ranks.
+        group: The ranks.
+        part: The elements that this rank is to write, so that all together write all.
+        turn: Which rank of a node gives the memory.
+        label: Names the wait for all of them.
+
+    Returns:
+        The array, in the order of the parameters; the views that are their values now; and whether
+        all ranks of the group have it, not those of this node alone. The rank that gives the memory
+        must hold the array as long as any other rank reads it.
+    """
+    dtype = np.dtype(parameters[0].value().dtype)
+    size = sum(parameter.size for parameter in parameters)
+    values, sources = group._core.node_empty((size,), dtype, turn=turn, keep=False)
+    is_whole = len(set(sources)) == 1
+    if not is_whole:
+        part = slice(0, size if sources[group.rank or 0] == group.rank else 0)
+    written = partial(group.barrier, label=label)  # before it they are not all there
+    return values, _moved(parameters, values, part, written), is_whole
+
+
+def _moved(
+    parameters: Sequence[Parameter],
+    values: Array,
+    part: slice,
+    written: Callable[[], None] | None = None,
+) -> list[Array]:
+    """Write values of parameters into `part` of flat memory, and let them be views of it."""
+    views: list[Array] = []
+    end = 0
+    for parameter in parameters:
+        begin, end = end, end + parameter.size
+        first, last = max(begin, part.start), min(end, part.stop)
+        if first < last:
+            values[first:last] = parameter.value().reshape(-1)[first - begin : last - begin]
+        views.append(values[begin:end].reshape(parameter.shape))
+    if written is not None:
+        written()
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view
+    return views
+
+
 class Shard:
-    """One rank's part of a bucket. Making it is local, to be done by all ranks of the group.
+    """One rank's part of a bucket. Making it is collective over the group at stage 3.
 
     Args:
         parameters: The parameters of the bucket, whose values move into flat memory.
-        flat: The bucket.
+        grad_dtype: The dtype of their gradients.
         group: The ranks that divide it.
         mesh: Gives the memory.
         name: What the bucket is called.
+        stage: How much of it each rank has.
+        turn: Which rank of a node gives the memory of values that it has once.
 
     Attributes:
+        stage: As given.
         values: The values of all parameters, flat.
-        memory: The sums of this rank's part; the new values go out from the same bytes.
+        is_whole: Whether all ranks have one array of values, so that none has to be given to any.
+        memory: The sums of this rank's part; new values go out from the same bytes: by then the
+            sums are used up.
         sizes: The sizes of all parts.
         part: Where this rank's lies.
     """
 
-    __slots__ = ("_gather", "_outgoing", "memory", "part", "sizes", "values", "views")
+    __slots__ = (
+        "_gather",
+        "_outgoing",
+        "is_whole",
+        "memory",
+        "part",
+        "sizes",
+        "stage",
+        "values",
+        "views",
+    )
 
     def __init__(
         self,
         parameters: Sequence[Parameter],
-        flat: Array,
+        grad_dtype: DType,
         group: ProcessGroup,
         mesh: DeviceMesh,
         name: str,
+        *,
+        stage: int,
+        turn: int,
     ) -> None:
-        dtype = np.dtype(parameters[0].value().dtype)
-        self.sizes = shard_sizes(flat.size, dtype.itemsize, group.size)
+        first = parameters[0].value()
+        xp, dtype = namespace(first), np.dtype(first.dtype)
+        size = sum(parameter.size for parameter in parameters)
+        self.stage = stage
+        self.sizes = shard_sizes(size, dtype.itemsize, group.size)
         start = sum(self.sizes[: group.rank])
         self.part = slice(start, start + self.sizes[group.rank or 0])
-        xp = namespace(flat)
-        # What others read of this rank, and only that, lies where they can.
         mine = self.part.stop - start
+        # What others read of this rank, and only that, lies where they can.
         self.memory = (
-            mesh.shared_empty(mine, flat.dtype) if xp is np else xp.empty(mine, flat.dtype)
+            mesh.shared_empty(mine, grad_dtype) if xp is np else xp.empty(mine, grad_dtype)
         )
+        self.is_whole = False
+        if stage == 3 and xp is np:
+            self.values, self.views, self.is_whole = share_values(
+                parameters, group, self.part, turn=turn, label=f"values of {name}"
+            )
+        else:
+            self.values = xp.empty(size, dtype)
+            self.views = _moved(parameters, self.values, slice(0, size))
         # Values may be of a smaller dtype than gradients, never of a larger one.
         self._outgoing = self.memory.view(dtype)[:mine]
-        self.values = xp.empty(flat.size, dtype)
-        self.views: list[Array] = []
-        end = 0
-        for parameter in parameters:
-            begin, end = end, end + parameter.size
-            view = self.values[begin:end].reshape(parameter.shape)
-            view[...] = parameter.value()
-            parameter.data = view
-            self.views.append(view)
-        self._gather = group.all_gather_init(
-            self._outgoing, sizes=self.sizes, out=self.values, label=f"values of {name}"
-        )
+        self._gather = None
+        if not self.is_whole:
+            self._gather = group.all_gather_init(
+                self._outgoing, sizes=self.sizes, out=self.values, label=f"values of {name}"
+            )
 
-    def gather(self) -> CollectiveTensor:
-        """Start to give this rank's new values to all, and to take theirs. Collective."""
+    def gather(self) -> CollectiveTensor | None:
+        """Start to give this rank's new values to all, and to take theirs. Collective.
+
+        None where there is nothing to be given; a barrier tells the ranks that all are there.
+        """
+        if self._gather is None:
+            return None
         self._outgoing[...] = self.values[self.part]
         return self._gather.start()
 
@@ -108,10 +207,12 @@ class Bucket:
         op: Sum or mean.
 
     Attributes:
-        flat: The memory.
+        flat: The memory; None while it has none.
         parameters: Those whose gradients are views of it, in its order.
         group: The ranks over which it is reduced.
         name: What it is called in traces and labels.
+        dtype: Of the gradients.
+        size: How many elements they have.
         shard: This rank's part, if the ranks divide the bucket; else None.
         handle: The reduction under way; None if there is none.
         incomplete: How many of the gradients are not complete in this cycle.
@@ -122,9 +223,11 @@ class Bucket:
         "_label",
         "_marks",
         "_op",
+        "_pool",
         "_reduction",
         "_start_s",
         "_views",
+        "dtype",
         "flat",
         "group",
         "handle",
@@ -132,6 +235,7 @@ class Bucket:
         "name",
         "parameters",
         "shard",
+        "size",
     )
 
     def __init__(
@@ -143,7 +247,9 @@ class Bucket:
         op: ReduceOp,
     ) -> None:
         self.parameters = tuple(parameters)
-        self.flat = flat
+        self.flat: Array | None = flat
+        self.dtype = np.dtype(flat.dtype)
+        self.size = int(flat.size)
         self.group = group
         self.name = name
         self.incomplete = 0
@@ -167,18 +273,41 @@ class Bucket:
             for parameter, view in zip(self.parameters, self._views, strict=True)
             if type(parameter).zero_grad is not Parameter.zero_grad
         ]
-        self._reduction = group.all_reduce_init(flat, op, out=flat, label=self._label)
-
-    def divide(self, mesh: DeviceMesh) -> None:
-        """From now on give each rank the sums of its part only. Local, by all ranks alike."""
-        shard = self.shard = Shard(self.parameters, self.flat, self.group, mesh, self.name)
-        self._reduction = self.group.reduce_scatter_init(
-            self.flat, self._op, sizes=shard.sizes, out=shard.memory, label=self._label
+        self._pool: SlotPool | None = None
+        self._reduction: PersistentCollective | None = group.all_reduce_init(
+            flat, op, out=flat, label=self._label
         )
-        self.hide()
+
+    def divide(self, mesh: DeviceMesh, stage: int, pool: SlotPool, turn: int) -> None:
+        """From now on give each rank the sums of its part only. By all ranks alike.
+
+        Args:
+            mesh: Gives memory.
+            stage: How much of the bucket each rank has, 1 to 3. At 3 this is collective.
+            pool: Gives the bucket's memory for a reduction, from stage 2 on.
+            turn: Which rank of a node gives the memory of values that it has once.
+        """
+        shard = self.shard = Shard(
+            self.parameters, self.dtype, self.group, mesh, self.name, stage=stage, turn=turn
+        )
+        if stage == 1:
+            self._reduction = self.group.reduce_scatter_init(
+                self.flat, self._op, sizes=shard.sizes, out=shard.memory, label=self._label
+            )
+            self.hide()
+            return
+        self._pool = pool
+        self._views.clear()
+        self.flat = self._reduction = None
+        for parameter in self.parameters:
+            wide = parameter.grad_dtype
+            parameter.detach_grad()
+            parameter.grad_dtype = wide
 
     def show(self) -> None:
-        """Let the parameters' gradients be views of the memory."""
+        """Let the parameters' gradients be views of the memory, if it stays."""
+        if self._pool is not None:
+            return
         for parameter, view in self._foreign:
             parameter.grad = view
         if not self._is_shown():
@@ -193,7 +322,7 @@ class Bucket:
 
     def clear(self) -> None:
         """Let the gradients be 0; those that are not shown are forgotten."""
-        if self._is_shown():
+        if self._pool is None and self._is_shown():
             for parameter, _ in self._foreign:
                 parameter.zero_grad()
             self._marks[:] = _ZEROS * len(self._marks)
@@ -204,15 +333,21 @@ class Bucket:
     def reduce(self, tracer: Tracer) -> None:
         """Start the reduction. Collective over the group."""
         self._start_s = tracer.clock()
-        self._write_zeros()
-        self.handle = self._reduction.start()
+        if self._reduction is not None:
+            self._write_zeros()
+            self.handle = self._reduction.start()
+        elif self.shard is not None:
+            sizes, out = self.shard.sizes, self.shard.memory
+            self.handle = self.group.reduce_scatter(
+                self._packed(), self._op, sizes=sizes, out=out, label=self._label
+            )
 
     def finish(self, tracer: Tracer) -> None:
         """Wait for the reduction, if it is under way."""
         if self.handle is None:
             return
         try:
-            self.handle.resolve()
+            self.settle()
         finally:
             self.handle = None
         if tracer.enabled:
@@ -225,6 +360,35 @@ class Bucket:
                 nbytes=self.nbytes,
             )
 
+    def settle(self) -> None:
+        """Take the sums of a reduction, which stays known as this cycle's, and let go of memory."""
+        try:
+            if self.handle is not None:
+                self.handle.resolve()
+        finally:
+            if self._pool is not None:
+                self.flat = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it has memory for its reduction only."""
+        return self._pool is not None
+
+    def _packed(self) -> Array:
+        """Take memory, move the gradients into it, and let go of theirs."""
+        xp = namespace(self.parameters[0].data)
+        if self._pool is not None and xp is np:
+            self.flat = self._pool.take((self.size,), self.dtype)
+        else:
+            self.flat = xp.empty(self.size, self.dtype)
+        end = 0
+        for parameter in self.parameters:
+            begin, end = end, end + parameter.size
+            gradient = parameter.grad
+            self.flat[begin:end] = 0 if gradient is None else gradient.reshape(-1)
+            parameter.grad = None
+        return self.flat
+
     def _is_shown(self) -> bool:
         """Tell whether all gradients are views of the memory."""
         return ELSEWHERE not in self._marks and ELSEWHERE | ZERO not in self._marks
@@ -232,7 +396,7 @@ class Bucket:
     def _write_zeros(self) -> None:
         """Write the zeros of the gradients to which nothing was added, and show them elsewhere."""
         marks = self._marks
-        if marks.count(ZERO) == len(marks):
+        if self.flat is not None and marks.count(ZERO) == len(marks):
             self.flat[...] = 0
             marks[:] = bytes(len(marks))
         elif ZERO in marks or ELSEWHERE | ZERO in marks:
@@ -244,7 +408,7 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Bytes of the memory."""
-        return int(self.flat.nbytes)
+        return self.size * self.dtype.itemsize
 
 
 class Reductions:
@@ -257,11 +421,13 @@ class Reductions:
     Attributes:
         buckets: What is reduced, in order.
         started: How many reductions this rank has started in this cycle.
+        look: Called while a rank waits in the middle of a cycle; raises if it is to be left.
     """
 
     def __init__(self, buckets: Sequence[Bucket], tracer: Tracer) -> None:
         self.buckets = tuple(buckets)
         self.started = 0
+        self.look: Callable[[], None] | None = None
         self._moving = 0  # the first started bucket that is not known to be done
         self._tracer = tracer
 
@@ -271,16 +437,15 @@ class Reductions:
             self._start_next()
 
     def start_all(self) -> None:
-        """Start all that are left."""
+        """Start all that are left: every rank does, whatever became of its cycle."""
+        self.look = None
         while self.started < len(self.buckets):
             self._start_next()
 
     def move_along(self) -> None:
         """Ask the oldest reduction under way whether it is done: asking is what moves it."""
-        if self._moving < self.started:
-            handle = self.buckets[self._moving].handle
-            if handle is None or handle.done():
-                self._moving += 1
+        if self._moving < self.started and self._is_done(self.buckets[self._moving]):
+            self._moving += 1
 
     def finish(self) -> None:
         """Wait for all that are started, and be ready for the next cycle."""
@@ -289,5 +454,35 @@ class Reductions:
         self.started = self._moving = 0
 
     def _start_next(self) -> None:
-        self.buckets[self.started].reduce(self._tracer)
+        bucket = self.buckets[self.started]
+        if bucket.is_packed:
+            while self.started - self._moving >= _MOST_PACKED:
+                self._wait_for(self.buckets[self._moving])
+                self._moving += 1
+        bucket.reduce(self._tracer)
         self.started += 1
+
+    def _is_done(self, bucket: Bucket) -> bool:
+        """Tell whether a started reduction is done; then its memory is free."""
+        if bucket.handle is None:
+            return True
+        if not bucket.handle.done():
+            return False
+        bucket.settle()
+        return True
+
+    def _wait_for(self, bucket: Bucket) -> None:
+        """Wait for a reduction in the middle of a cycle, or raise if the cycle is to be left.
+
+        All ranks of the group start it, at the latest at the end of their cycle. In a pipeline one
+        may stand there until others have done more. They do not wait for this rank in a circle:
+        what a rank does before a reduction is the same on all replicas, so the one that is furthest
+        behind waits for nobody.
+        """
+
+        def is_done() -> bool:
+            if self.look is not None:
+                self.look()
+            return self._is_done(bucket)
+
+        bucket.group._core.wait_for(Condition(is_done), what=f"gradient {bucket.name}")

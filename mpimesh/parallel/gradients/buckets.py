@@ -28,12 +28,14 @@ touched adds zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_items, as_real, check_kind, shown
 from mpimesh.arrays import ReduceOp, as_reduce_op, namespace
@@ -45,6 +47,7 @@ from mpimesh.parallel.gradients.bucket import Bucket, Reductions
 from mpimesh.parallel.gradients.entries import Entry, Plan
 from mpimesh.parallel.gradients.replicas import agree_parameters, agree_touched
 from mpimesh.parallel.groups import live_mesh
+from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
 
@@ -168,6 +171,7 @@ class GradientBuckets:
         self._counted = [*self._entries.values()]
         self._without_bucket = [entry for entry in self._counted if entry.bucket is None]
         self._mesh = mesh
+        self._pool = SlotPool(lambda nbytes: mesh.shared_empty(nbytes, np.uint8))
         self._backwards = 0
         self._begun = 0
         self._announced = 0
@@ -211,11 +215,17 @@ class GradientBuckets:
         """Number of cycles that these buckets have summed."""
         return self._cycles
 
-    def divide(self) -> None:
-        """From now on give each rank the sums of its part of each bucket only. Local.
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that buckets have for reductions only, from stage 2 on."""
+        return self._pool.nbytes
 
-        To be done by all ranks alike. The values of the parameters move into flat memory, and
-        outside of a cycle their gradients are None; see :mod:`mpimesh.parallel.gradients.bucket`.
+    def divide(self, stage: int = 1) -> None:
+        """From now on give each rank the sums of its part of each bucket only.
+
+        To be done by all ranks alike; collective at stage 3. The values of the parameters move into
+        flat memory, and outside of a cycle their gradients are None; see
+        :mod:`mpimesh.parallel.gradients.bucket` for what is divided at which stage.
 
         Raises:
             ModuleStateError: If gradients are being added up.
@@ -226,8 +236,10 @@ class GradientBuckets:
                 "synchronize() has summed yet; divide buckets between steps, not under no_sync()"
             )
         self._has_sums = False
-        for bucket in self.buckets:
-            bucket.divide(self._mesh)
+        for turn, bucket in enumerate(self.buckets):
+            bucket.divide(self._mesh, stage, self._pool, turn)
+        if stage > 1:
+            self._group._core.context.world.trim()  # of gradients as large as the model
 
     def forget(self) -> None:
         """Forget the gradients, also those of steps under :meth:`no_sync`. Local.
@@ -252,10 +264,15 @@ class GradientBuckets:
 
     # -- a cycle: local until synchronize ---------------------------------------------
 
-    def begin(self, backwards: int = 1) -> None:
+    def begin(self, backwards: int = 1, *, look: Callable[[], None] | None = None) -> None:
         """Announce that `backwards` backward passes follow. Local.
 
         Sets the gradients to 0, unless they hold those of steps under :meth:`no_sync`.
+
+        Args:
+            backwards: Their number.
+            look: Called while this rank waits for a reduction before :meth:`synchronize`; raises
+                if the cycle is to be left.
 
         Raises:
             ModuleStateError: If a parameter was frozen or unfrozen since the buckets were made.
@@ -267,6 +284,7 @@ class GradientBuckets:
             self._clear()
             self._open = True
         self._has_sums = False
+        self._line.look = look
         self._backwards += backwards
         self._begun += 1
         for bucket in self.buckets:
@@ -453,6 +471,8 @@ class GradientBuckets:
         """End a cycle: there is no whole sum to show where the ranks divide the buckets."""
         self._open = False
         self._begun = 0
+        self._line.look = None
+        self._pool.end_step()
         for bucket in self.buckets:
             if bucket.shard is not None:
                 bucket.hide()

@@ -266,8 +266,9 @@ class _Cut:
     runs: list[Run]
     places: list[int]
 
-    def gather(self) -> CollectiveTensor:
-        return self.shard.gather()
+    def gather(self) -> list[CollectiveTensor]:
+        handle = self.shard.gather()
+        return [] if handle is None else [handle]
 
 
 class Pieces:
@@ -314,6 +315,11 @@ class Pieces:
                 pieces[number].append(piece_of(run, bucket, shard))
                 decays[number].append(owned[number].decays[run.places[0]])
                 own_states[number].append(own_state(run, shard, states[number].params))
+        self._readers = list(
+            {
+                id(cut.bucket.group): cut.bucket.group for cut in self._cuts if cut.shard.is_whole
+            }.values()
+        )
         # What is in no bucket, such as frozen parameters, stays whole.
         self._whole: list[dict[int, int]] = [{} for _ in owned]
         for number, one in enumerate(owned):
@@ -349,19 +355,26 @@ class Pieces:
         raises, the values still go out: no other rank waits, and the replicas stay equal.
         """
         handles: list[CollectiveTensor] = []
-        moving = 0  # the first that is not known to be done
+        done = moving = 0  # how many are stepped; the first that is not known to be there
         try:
             for cut in self._cuts:
                 for run, place in zip(cut.runs, cut.places, strict=True):
                     optimizer = self._owned[run.optimizer].optimizer
                     optimizer.step_at(place, grad_factor=grad_factor)
-                handles.append(cut.gather())
-                moving += handles[moving].done()  # asking is what moves it
+                done += 1
+                handles += cut.gather()
+                if moving < len(handles):
+                    moving += handles[moving].done()  # asking is what moves it
             for one, whole in zip(self._owned, self._whole, strict=True):
                 for place in whole.values():
                     one.optimizer.step_at(place, grad_factor=grad_factor)
         finally:
-            handles.extend(cut.gather() for cut in self._cuts[len(handles) :])
+            for cut in self._cuts[done:]:
+                handles += cut.gather()
+            # Where all read the values where they are, they wait until all have changed theirs.
+            handles += [
+                group.start_barrier(label="new values of parameters") for group in self._readers
+            ]
             for handle in handles:
                 handle.resolve()
 
@@ -406,7 +419,7 @@ class Pieces:
         self, cut: _Cut, number: int, mine: Sequence[Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]]:
         """Return by place the states of one optimizer's parameters in one bucket. Collective."""
-        shard, flat = cut.shard, cut.bucket.flat
+        shard, xp = cut.shard, namespace(cut.shard.values)
         runs = [
             (run, mine[place])
             for run, place in zip(cut.runs, cut.places, strict=True)
@@ -415,7 +428,6 @@ class Pieces:
         joined = {place: {"steps": state["steps"]} for run, state in runs for place in run.places}
         names = sorted({name for _, state in runs for name in state} - {"steps"})
         for name in names:
-            xp = namespace(flat)
             own = xp.zeros(shard.sizes[cut.bucket.group.rank or 0], state_dtype(shard.values.dtype))
             for run, state in runs:
                 if name in state:

@@ -9,8 +9,10 @@ import pytest
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from tests.helpers.parallel_models import on_ranks
+from tests.helpers.parallel_models import on_ranks, zero_optimizer
 from tests.helpers.tensor_models import ROWS, SEED, VOCAB, batch, layers
+
+pytestmark = pytest.mark.usefixtures("stage")
 
 STEPS = 3
 
@@ -48,7 +50,7 @@ def test_it_is_trained_as_in_one_process(kind, dims):
         model = mm.PipelineParallel(
             stages, 2, mesh=mesh, seed=SEED, dtype=np.float64, bucket_bytes=2000
         )
-        optimizer = mm.ParallelOptimizer(optim.Adam(model.parameters(), lr=0.02), model)
+        optimizer = zero_optimizer(optim.Adam(model.parameters(), lr=0.02), model)
         loss = mm.VocabParallelCrossEntropy(VOCAB, group=tp)
         losses, norms = [], []
         for step in range(STEPS):

@@ -25,6 +25,7 @@ from mpimesh.parallel.gradients.bucket import shard_sizes
 from mpimesh.parallel.gradients.pieces import Run, runs_of
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import (
+    STAGE,
     assert_equal,
     assert_same,
     batch,
@@ -35,10 +36,13 @@ from tests.helpers.parallel_models import (
     state_of,
     train_alone,
     train_by,
+    zero_optimizer,
 )
 from tests.helpers.parallel_tied import tied_batch, tied_pipeline, train_tied_alone
 from tests.helpers.parallel_traps import assert_nothing_left, error_of, trapped_stages
 from tests.helpers.raises import raises
+
+pytestmark = pytest.mark.usefixtures("stage")
 
 OPTIMIZERS = {
     "sgd": lambda parameters: optim.SGD(parameters, lr=0.1),
@@ -104,7 +108,7 @@ def train_both(mesh, make, *, rows=13, steps=3, inside=False, wrap=None, **optio
     """Train with whole state and with divided state, clipping; return both courses and states."""
     found = []
     num_stages = options.pop("num_stages", None)
-    for zero in (None, 1):
+    for zero in (None, STAGE[0]):
         stages = None if num_stages is None else cut(num_stages)
         pipe = make_pipeline(mesh, stages=stages, **options)
         optimizer = make(pipe.parameters())
@@ -172,7 +176,7 @@ def test_any_mesh_and_schedule(dims, options):
 
 def train_divided(mesh, make_model, batch_of, rows, steps=3):
     pipe = make_model(mesh)
-    optimizer = mm.ParallelOptimizer(optim.Adam(pipe.parameters(), lr=0.01), pipe)
+    optimizer = zero_optimizer(optim.Adam(pipe.parameters(), lr=0.01), pipe)
 
     def train_step(step):
         return pipe.train_step(*batch_of(step, rows), loss=nn.cross_entropy)
@@ -206,7 +210,7 @@ def test_tied_parameters_are_divided_by_all_that_hold_them(dims):
 
     def body(mesh):
         pipe = tied_pipeline(mesh)
-        optimizer = mm.ParallelOptimizer(optim.Adam(pipe.parameters(), lr=0.01), pipe)
+        optimizer = zero_optimizer(optim.Adam(pipe.parameters(), lr=0.01), pipe)
         norms, losses = [], []
         for step in range(3):
             losses.append(pipe.train_step(*tied_batch(step, 13), loss=nn.cross_entropy))
@@ -228,7 +232,7 @@ def test_steps_that_accumulate_are_one_large_batch(dims):
         states = []
         for parts in ([slice(0, 20)], [slice(0, 7), slice(7, 12), slice(12, 20)]):
             pipe = make_pipeline(mesh, stages=without_dropout(mesh))
-            optimizer = mm.ParallelOptimizer(optim.SGD(pipe.parameters(), lr=0.1), pipe)
+            optimizer = zero_optimizer(optim.SGD(pipe.parameters(), lr=0.1), pipe)
             for _ in range(2):
                 train = partial(pipe.train_step, loss=nn.cross_entropy, denominator=20)
                 with pipe.no_sync():
@@ -258,7 +262,7 @@ def test_the_state_takes_a_part_of_the_memory(ranks):
             bucket_bytes=40_000,
         )
         adam = optim.Adam(model.parameters())
-        optimizer = mm.ParallelOptimizer(adam, model)
+        optimizer = zero_optimizer(adam, model)
         rng = np.random.default_rng(0)
         model.train_step(rng.normal(size=(8, 100)), rng.normal(size=(8, 10)), optimizer=optimizer)
         held = [
@@ -285,7 +289,7 @@ def test_a_state_fits_any_number_of_replicas(before, after, data):
 
     def start(mesh):
         pipe = make_pipeline(mesh, bucket_bytes=bucket_bytes)
-        optimizer = mm.ParallelOptimizer(make(pipe.parameters()), pipe)
+        optimizer = zero_optimizer(make(pipe.parameters()), pipe)
         for step in range(2):
             pipe.train_step(*batch(step, 12), loss=nn.cross_entropy, optimizer=optimizer)
         return pipe.full_state_dict(), optimizer.state_dict()
@@ -296,7 +300,7 @@ def test_a_state_fits_any_number_of_replicas(before, after, data):
         pipe.step = 2
         optimizer: Any = make(pipe.parameters())
         if divided:
-            optimizer = mm.ParallelOptimizer(optimizer, pipe)
+            optimizer = zero_optimizer(optimizer, pipe)
         optimizer.load_state_dict(state)
         pipe.train_step(*batch(2, 12), loss=nn.cross_entropy, optimizer=optimizer)
         return state_of(pipe), optimizer.state_dict()
@@ -312,7 +316,7 @@ def test_a_state_fits_any_number_of_replicas(before, after, data):
 def test_several_optimizers_for_parameters_of_several_kinds():
     def body(mesh):
         states = []
-        for zero in (0, 1):
+        for zero in (0, STAGE[0]):
             pipe = make_pipeline(mesh)
             named = pipe.named_parameters()
             kinds = [
@@ -337,7 +341,7 @@ def test_freezing_and_thawing_keeps_the_state():
 
     def body(mesh):
         states = []
-        for zero in (0, 1):
+        for zero in (0, STAGE[0]):
             pipe = make_pipeline(mesh)
             optimizer = mm.ParallelOptimizer(
                 optim.Adam(pipe.parameters(), lr=0.01), pipe, zero=zero
@@ -366,7 +370,7 @@ def test_a_failure_anywhere_leaves_all_parameters(kind, failing):
     def body(mesh):
         stages, traps = trapped_stages(2)
         pipe = make_pipeline(mesh, stages=stages)
-        optimizer = mm.ParallelOptimizer(optim.Adam(pipe.parameters(), lr=0.1), pipe)
+        optimizer = zero_optimizer(optim.Adam(pipe.parameters(), lr=0.1), pipe)
         train = partial(pipe.train_step, loss=nn.cross_entropy, optimizer=optimizer)
         train(*batch(0, 16))
         before = state_of(pipe), optimizer.state_dict()
@@ -406,7 +410,7 @@ def test_an_update_that_raises_keeps_nobody_waiting_and_the_replicas_equal():
         pipe = make_pipeline(mesh)
         broken = Breaks(pipe.parameters(), lr=0.1)
         broken.left = 2 if mesh.rank == 1 else -1
-        optimizer = mm.ParallelOptimizer(broken, pipe)
+        optimizer = zero_optimizer(broken, pipe)
         pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
         if mesh.rank == 1:
             with pytest.raises(FloatingPointError):
@@ -476,7 +480,9 @@ def test_wrong_arguments_are_refused():
         parameters = pipe.parameters()
         other = nn.Linear(2, 2)
         wrong: list[tuple[Any, dict[str, Any], tuple[Any, ...]]] = [
-            ([optim.SGD(parameters, lr=1)], {"zero": 2}, ("zero", 0, 1, 2)),
+            ([optim.SGD(parameters, lr=1)], {"zero": 4}, ("zero", 0, 3, 4)),
+            ([optim.SGD(parameters, lr=1)], {"zero": -1}, ("zero", 0, 3, -1)),
+            ([optim.SGD(parameters, lr=1)], {"zero": 1.0}, ("zero", 0, 3, 1.0)),
             ([WholeNorm(parameters, lr=1)], {}, ("WholeNorm", "zero=0")),
             (
                 [optim.SGD(other.parameters(), lr=1)],
@@ -494,7 +500,7 @@ def test_wrong_arguments_are_refused():
         plain = optim.SGD(parameters, lr=1)
         optimizer = mm.ParallelOptimizer(WholeNorm(parameters, lr=1), pipe, zero=0)
         with raises(ModuleError, "model", "ParallelOptimizer", "list"):
-            mm.ParallelOptimizer(plain, pipe)
+            zero_optimizer(plain, pipe)
         with raises(ModuleError, "model", "ParallelOptimizer", "optimizer=", plain):
             pipe.train_step(*batch(0, 16), loss=nn.cross_entropy, optimizer=plain)
         pipe.train_step(*batch(0, 16), loss=nn.cross_entropy, optimizer=optimizer)
@@ -544,7 +550,7 @@ def test_gradients_under_way_are_not_divided():
         with pipe.no_sync():
             pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
         with raises(ModuleStateError, f"rank {mesh.rank}", "synchronize()", "no_sync()"):
-            mm.ParallelOptimizer(optim.Adam(pipe.parameters()), pipe)
+            zero_optimizer(optim.Adam(pipe.parameters()), pipe)
 
     on_ranks("dp=2", body)
 
@@ -648,7 +654,7 @@ def test_stages_with_nothing_to_train():
             parameter.requires_grad = False
         pipe = make_pipeline(mesh, stages=stages)
         adam = optim.Adam(pipe.parameters(), lr=0.01)
-        optimizer = mm.ParallelOptimizer(adam, pipe, scaler=optim.LossScaler(4.0))
+        optimizer = zero_optimizer(adam, pipe, scaler=optim.LossScaler(4.0))
         before = state_of(pipe)
         for step in range(2):
             pipe.train_step(*batch(step, 16), loss=nn.cross_entropy)

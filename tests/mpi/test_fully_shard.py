@@ -1,0 +1,122 @@
+"""Sharded training over real MPI: memory that a node's ranks have once, and nodes apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh import nn, optim
+from tests.helpers.parallel_models import (
+    SEED,
+    assert_same,
+    batch,
+    layers,
+    make_pipeline,
+    state_of,
+    train_alone,
+    train_by,
+)
+
+
+def trained(mesh, stage):
+    model = mm.fully_shard(
+        nn.Sequential(layers()),
+        mesh,
+        stage=stage,
+        loss=nn.cross_entropy,
+        seed=SEED,
+        dtype="float64",
+        bucket_bytes=300,
+    )
+    optimizer = mm.ParallelOptimizer(optim.Adam(model.parameters(), lr=0.01), model)
+    course = train_by(
+        3,
+        model.parameters(),
+        lambda step: model.train_step(*batch(step, 13)),
+        clip=lambda: model.clip_grad_norm(0.5),
+        state=lambda: state_of(model),
+        outputs=model.forward,
+        optimizer=optimizer,
+    )
+    model.check_replicas()
+    return model, course
+
+
+def test_what_one_rank_writes_at_stage_3_all_ranks_of_the_node_read(comm):
+    with mm.DeviceMesh("dp=-1", comm) as mesh:
+        model, course = trained(mesh, 3)
+        assert_same(course, train_alone(3, 13))
+        for number, parameter in enumerate(model.parameters()):
+            if number % comm.size == comm.rank:
+                parameter.data[...] = number
+        mesh.barrier()
+        for number, parameter in enumerate(model.parameters()):
+            assert (parameter.data == number).all()
+        mesh.barrier()
+
+
+@pytest.mark.nprocs(2, 3, 4, 8)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nodes_have_all_values_once_each(comm, stage, monkeypatch):
+    monkeypatch.setenv("MPIMESH_NODE_RANKS", "2")
+    from mpimesh.runtime.world import current_world
+
+    monkeypatch.setattr(current_world(), "node", None)
+    with mm.DeviceMesh("dp=-1", comm) as mesh:
+        model, course = trained(mesh, stage)
+        assert_same(course, train_alone(3, 13))
+        whole = [bucket.shard.is_whole for bucket in model.buckets.buckets]
+        assert set(whole) == {stage == 3 and comm.size == 2}
+        mesh.barrier()
+        parameter = model.parameters()[0]
+        if comm.rank % 2 == 0:
+            parameter.data[...] = comm.rank
+        mesh.barrier()
+        shared = stage == 3
+        assert (parameter.data == comm.rank - comm.rank % 2).all() == (shared or comm.rank % 2 == 0)
+        mesh.barrier()
+
+
+@pytest.mark.nprocs(4, 8)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "gpipe"])
+def test_a_pipeline_of_replicas(comm, schedule):
+    with mm.DeviceMesh(f"dp={comm.size // 2},pp=2", comm) as mesh:
+        courses = []
+        for stage in (0, 3):
+            pipe = make_pipeline(mesh, 4, schedule=schedule)
+            mm.fully_shard(pipe, mesh, stage=stage)
+            optimizer = mm.ParallelOptimizer(optim.AdamW(pipe.parameters(), lr=0.01), pipe)
+            losses = [
+                pipe.train_step(*batch(step, 24), loss=nn.cross_entropy, optimizer=optimizer)
+                for step in range(3)
+            ]
+            pipe.check_replicas()
+            courses.append((losses, state_of(pipe)))
+        np.testing.assert_allclose(courses[1][0], courses[0][0], rtol=1e-12)
+        for name, values in courses[0][1].items():
+            np.testing.assert_allclose(courses[1][1][name], values, rtol=1e-10, atol=1e-12)
+
+
+def test_memory_of_buckets_made_anew_is_given_back(comm):
+    """Which others read until all have moved to the new ones."""
+    with mm.DeviceMesh("dp=-1", comm) as mesh:
+        model = mm.fully_shard(
+            nn.Sequential([nn.Linear(300, 300) for _ in range(4)]),
+            mesh,
+            loss=nn.mse,
+            bucket_bytes=300_000,
+        )
+        optimizer = mm.ParallelOptimizer(optim.AdamW(model.parameters()), model)
+        x = np.ones((comm.size, 300), np.float32)
+        used = []
+        for _ in range(5):
+            model.train_step(x, x, optimizer=optimizer)
+            model.check_replicas()
+            before = state_of(model)
+            model.rebuild_buckets()
+            for name, values in state_of(model).items():
+                np.testing.assert_array_equal(values, before[name])
+            node = model._engine.data._core.context.world.node
+            used.append(0 if node is None or node.arena is None else node.arena.used_bytes)
+        assert max(used[1:]) <= used[0] + 100_000
