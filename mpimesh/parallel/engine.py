@@ -25,6 +25,7 @@ from mpimesh.errors import (
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import float_dtype
 from mpimesh.optim import LossScaler
+from mpimesh.parallel.executor import Executor
 from mpimesh.parallel.first_values import give_values, is_used_again
 from mpimesh.parallel.gradients.bucket import STAGES, shard_sizes, share_values
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
@@ -173,6 +174,7 @@ class Engine:
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
             on the devices, else NumPy.
         links: The links to the stages of other ranks.
+        executor: Runs this rank's part of a step.
         ties: The parameters that several ranks of a pipeline hold.
         stage: How much of gradients and values each replica has, 0 to 3.
         optimizer: What the model is trained by, if that needs to know how it is cut.
@@ -232,6 +234,14 @@ class Engine:
             tracer=self.tracer,
         )
         self.library = self._join_links()
+        self.executor = Executor(
+            self.local,
+            self.plans.edges,
+            links=self.links,
+            reduce_grad=self.reduce_gradients,
+            tracer=self.tracer,
+            xp=self.xp,
+        )
         self.ties = Ties(ties, mesh=mesh, pipe=pipe, data=data)
         everything = [parameter for _, parameter, _ in self._named]
         self.tensor.make_groups(mesh, scope, data, everything, [tie.parameter for tie in ties])

@@ -32,7 +32,6 @@ from mpimesh.comm.requests import Condition
 from mpimesh.errors import MpimeshError, ShapeError, StageError, on_all_ranks
 from mpimesh.parallel.batch import Arguments
 from mpimesh.parallel.engine import Engine
-from mpimesh.parallel.executor import Executor
 from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
 from mpimesh.parallel.header import BatchSpec, Size, disagreement
 from mpimesh.parallel.interface import ShapeCache
@@ -80,7 +79,6 @@ class Step:
         self._abort = AbortSignal(engine.scope)
         self._header_read = False
         self._outside = True
-        self._executor: Executor | None = None
         self._linked = False
         self.size = Size(0, 0, 0)
         self.outputs: list[Tree] = []
@@ -128,7 +126,7 @@ class Step:
             engine.links.end()
             engine.pool.end_step()
             engine.tensor.end()
-            self._executor = None
+            engine.executor.end()
             del problem  # whose traceback may hold this frame, as in the methods below
         engine.why_no_step = ""
         return loss
@@ -208,26 +206,21 @@ class Step:
         shapes = ShapeCache(interfaces, task.spans, free=free)
         self._linked = True
         engine.links.begin(shapes, plan, self._look)
-        self._executor = Executor(
-            engine.local,
-            engine.plans.edges,
-            self._first_trained,
-            task,
-            training=self._training,
-            links=engine.links,
-            shapes=shapes,
-            reduce_grad=engine.reduce_gradients,
-            look=self._look,
-            tracer=engine.tracer,
-            xp=engine.xp,
-        )
+        executor = engine.executor
         self._outside = False
         # Where losses are scaled, overflow is expected: the optimizer leaves out the step.
         scaled = engine.scales_losses
         with np.errstate(over="ignore", invalid="ignore") if scaled else nullcontext():
-            self._executor.run(plan.actions)
-        if self._executor.outputs:
-            outputs = [tree_map(_own, self._executor.outputs[i]) for i in range(count)]
+            executor.run(
+                plan.actions,
+                task,
+                shapes,
+                training=self._training,
+                first_trained=self._first_trained,
+                look=self._look,
+            )
+        if executor.outputs:
+            outputs = [tree_map(_own, executor.outputs[i]) for i in range(count)]
             self.outputs = outputs if free else [self._join(outputs)]
 
     def _join(self, outputs: list[Tree]) -> Tree:
@@ -263,7 +256,7 @@ class Step:
             engine.buckets.start()
         if error is None:
             error = self._over_budget.take()
-        loss = 0.0 if self._executor is None or not engine.counts_loss else self._executor.loss
+        loss = engine.executor.loss if engine.counts_loss else 0.0
         with engine.tracer.span(END_OF_STEP, "wait"):
             failed, loss = self._exchanges.end(failed=error is not None, loss=loss)
         if failed or at_odds:
@@ -291,7 +284,7 @@ class Step:
 
     def _fail(self, error: Exception | None) -> NoReturn:
         """Clear up with all other ranks, and raise what they all raise."""
-        running = None if self._outside or self._executor is None else self._executor.current
+        running = None if self._outside else self._engine.executor.current
         rank = self._engine.mesh.rank
         failure = None if error is None else Failure.of(error, rank, running)
         report = StepReport(self._spec, self._training, failure)
