@@ -49,10 +49,12 @@ def make_rows(
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table; the columns of the limit only where a row has one."""
+    """Return a Markdown table; columns of the limit, and of images, if a row has them."""
     limits = any("limit_us" in row for row in rows)
     titles = ["what", "us", "ratio to the first", "more than the first, us"]
     titles += ["limit, us", "times the limit"] if limits else []
+    images = any("per_s" in row for row in rows)
+    titles += ["images a second"] if images else []
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for row in rows:
         cells = [
@@ -67,6 +69,8 @@ def format_table(rows: Sequence[Row]) -> str:
                 if "limit_us" in row
                 else ["", ""]
             )
+        if images:
+            cells.append(f"{row['per_s']:,.0f}" if "per_s" in row else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -24,6 +24,7 @@ from benchmarks import (
     redistribute,
     sharded,
     shared,
+    step,
     torch_ddp,
     training,
 )
@@ -38,6 +39,7 @@ SUITES = {
     "training": training.run,
     "redistribute": redistribute.run,
     "recompute": recompute.run,
+    "step": step.run,
     "minilm": minilm.run,
     "sharded": sharded.run,
     "gpt": gpt.run,

@@ -24,7 +24,7 @@ from mpimesh.nn import Loss
 from mpimesh.nn.foreign import loss_advice
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.executor import Task
-from mpimesh.parallel.header import OWN_ROWS, BatchSpec, Size, checksum, sample
+from mpimesh.parallel.header import OWN_ROWS, BatchSpec, Size, checksum, input_title, sample
 from mpimesh.parallel.microbatch import Microbatches, microbatch_rows, num_rows, replica_rows
 from mpimesh.parallel.tree import Tree, flatten, tree_map
 
@@ -35,7 +35,6 @@ __all__ = [
     "Value",
     "as_value",
     "check_loss",
-    "input_title",
     "split_layout",
 ]
 
@@ -568,8 +567,3 @@ def _checksums(values: Mapping[str, Value], *, whole: bool) -> dict[str, str]:
     """Return the checksums of the values that have one; reads their memory, or a sample of it."""
     sums = {name: value.checksum(whole=whole) for name, value in values.items()}
     return {name: text for name, text in sums.items() if text}
-
-
-def input_title(name: str) -> str:
-    """Return how messages call a named input."""
-    return f"inputs[{name!r}]"

@@ -25,13 +25,14 @@ from mpimesh.errors import (
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import float_dtype
 from mpimesh.optim import LossScaler
+from mpimesh.parallel.executor import Executor
 from mpimesh.parallel.first_values import give_values, is_used_again
 from mpimesh.parallel.gradients.bucket import STAGES, shard_sizes, share_values
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
 from mpimesh.parallel.gradients.pieces import HeldState, Spread
 from mpimesh.parallel.gradients.replicas import agree_together, agree_values, digest
-from mpimesh.parallel.header import fingerprint
+from mpimesh.parallel.header import StepExchanges, fingerprint, input_title
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
@@ -174,10 +175,13 @@ class Engine:
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
             on the devices, else NumPy.
         links: The links to the stages of other ranks.
+        executor: Runs this rank's part of a step.
         ties: The parameters that several ranks of a pipeline hold.
         stage: How much of gradients and values each replica has, 0 to 3.
         optimizer: What the model is trained by, if that needs to know how it is cut.
         tensor: The layers that are split over a group of ranks.
+        titles: The names of all inputs in messages: ``x``, and those that enter at stages.
+        exchanges: What the ranks tell each other at the start and the end of each step.
     """
 
     def __init__(
@@ -233,6 +237,14 @@ class Engine:
             tracer=self.tracer,
         )
         self.library = self._join_links()
+        self.executor = Executor(
+            self.local,
+            self.plans.edges,
+            links=self.links,
+            reduce_grad=self.reduce_gradients,
+            tracer=self.tracer,
+            xp=self.xp,
+        )
         self.ties = Ties(ties, mesh=mesh, pipe=pipe, data=data)
         everything = [parameter for _, parameter, _ in self._named]
         self.tensor.make_groups(mesh, scope, data, everything, [tie.parameter for tie in ties])
@@ -243,6 +255,8 @@ class Engine:
         if options.broadcast:
             self._broadcast()
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
+        self.titles = ["x", *map(input_title, self.input_names)]
+        self.exchanges = StepExchanges(scope, self.titles, self.places, data.size)
         self.stage = options.stage
         self._new_buckets = partial(self._buckets_of, options)
         self.buckets = self._new_buckets(None)
@@ -278,14 +292,8 @@ class Engine:
     @property
     def first_trained(self) -> int:
         """The first stage with a parameter that is not frozen; their number if there is none."""
-        return next(
-            (
-                number
-                for number, stage in enumerate(self.stages)
-                if any(parameter.requires_grad for parameter in stage.parameters())
-            ),
-            len(self.stages),
-        )
+        trained = [numbers[0] for _, parameter, numbers in self._named if parameter.requires_grad]
+        return min(trained, default=len(self.stages))
 
     def named_parameters(self, *, everywhere: bool = False) -> list[tuple[str, Parameter]]:
         """Return parameters, each once, named as in one Sequential of all layers.
@@ -360,16 +368,12 @@ class Engine:
         A parameter that stands in other local stages, too, waits for the last of them. On every
         replica the buckets start in their own order, whatever the order of the stages.
         """
-        self._in_backward.discard(stage)
-        waiting = {
-            id(parameter)
-            for number in self._in_backward
-            for parameter in self.local[number].parameters()
-        }
+        left = self._in_backward
+        left.discard(stage)
         self.buckets.complete(
             parameter
-            for parameter in self.local[stage].parameters()
-            if id(parameter) not in waiting
+            for parameter, numbers in self._parameters_of[stage]
+            if left.isdisjoint(numbers)
         )
 
     # -- between steps ----------------------------------------------------------------------
@@ -498,6 +502,10 @@ class Engine:
         self.input_names = sorted({name for stage in self.stages for name in stage.inputs})
         self.local = {number: self.stages[number] for number in self.plans.stages}
         self._named = named_places(self.stages)
+        self._parameters_of = {
+            number: [(parameter, into) for _, parameter, into in self._named if number in into]
+            for number in self.local
+        }
         self.tensor = TensorModel(self.stages)
         return self._rule(options)
 

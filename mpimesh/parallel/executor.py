@@ -60,18 +60,13 @@ _Way = tuple[int, int, int]  # from a stage, to another, microbatch
 
 
 class Executor:
-    """One step on one rank.
+    """The steps of one rank, one after the other.
 
     Args:
         stages: The stages of this rank, by number.
         edges: The edges between all stages of the pipeline.
-        first_trained: The first stage with anything to train; none before has a backward.
-        task: What to work on.
-        training: With backward, or forward only.
         links: What comes from other ranks, and goes to them.
-        shapes: The interfaces of stages, completed here, and the rows of microbatches.
         reduce_grad: Called with a stage to whose gradients nothing more will come.
-        look: Called before each action that computes; raises if the step is to be left.
         tracer: Records each action.
         xp: The array library of the stages.
 
@@ -85,28 +80,16 @@ class Executor:
         self,
         stages: Mapping[int, PipelineStage],
         edges: Edges,
-        first_trained: int,
-        task: Task,
         *,
-        training: bool,
         links: Links,
-        shapes: ShapeCache,
         reduce_grad: Callable[[int], None],
-        look: Callable[[], None],
         tracer: Tracer,
         xp: ModuleType,
     ) -> None:
-        self.current: Action | None = None
-        self.loss = 0.0
-        self.outputs: dict[int, Tree] = {}
         self._stages = stages
         self._last = edges.num_stages - 1
-        self._first_trained = first_trained
-        self._task = task
-        self._training = training
         self._links = links
-        self._shapes = shapes
-        self._look = look
+        self._reduce_grad = reduce_grad
         self._tracer = tracer
         self._xp = xp
         # What each stage's input comes from, and where its output goes, neighbours first.
@@ -121,21 +104,50 @@ class Executor:
             number: (stage.first_layer, self._room_at(number, number - 1))
             for number, stage in stages.items()
         }
-        self._loss_gradients: dict[int, Tree] = {}
+        self.end()
+
+    def end(self) -> None:
+        """Let go of a step and all its arrays. Local."""
+        self.current: Action | None = None
+        self.loss = 0.0
+        self.outputs: dict[int, Tree] = {}
+        self._task = Task(())
+        self._shapes = ShapeCache({}, ())
         self._contexts: dict[_Key, Context] = {}
-        self._reduce_grad = reduce_grad
+        self._loss_gradients: dict[int, Tree] = {}
         self._outputs: dict[_Way, Tree] = {}
         self._gradients: dict[_Way, list[Array]] = {}
         self._outgoing: dict[_Way, list[Array]] = {}
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """Do all `actions` in order.
+    def run(
+        self,
+        actions: Sequence[Action],
+        task: Task,
+        shapes: ShapeCache,
+        *,
+        training: bool,
+        first_trained: int,
+        look: Callable[[], None],
+    ) -> None:
+        """Do all `actions` of a step in order; :meth:`end` ends it, however it went.
+
+        Args:
+            actions: What to do.
+            task: What to work on.
+            shapes: The interfaces of stages, completed here, and the rows of microbatches.
+            training: With backward, or forward only.
+            first_trained: The first stage with anything to train; none before has a backward.
+            look: Called before each action that computes; raises if the step is to be left.
 
         Raises:
             Exception: What a stage, the loss or a message raised, with `current` as it was.
         """
-        # Not kept: with its own methods the executor, and the batch with it, would go round in a
-        # circle that only the collector finds.
+        self._task = task
+        self._shapes = shapes
+        self._training = training
+        self._first_trained = first_trained
+        # Not kept: with its own methods the executor would go round in a circle that only the
+        # collector finds.
         do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.B: self._backward,
@@ -147,7 +159,6 @@ class Executor:
             ActionKind.RECV_B: self._receive,
             ActionKind.REDUCE_GRAD: lambda action: self._reduce_grad(action.stage),
         }
-        look = self._look
         for action in actions:
             kind = action.kind
             if kind not in _MESSAGES:

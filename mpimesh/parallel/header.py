@@ -1,9 +1,11 @@
-"""The agreement of the ranks on a step, found out while the step already runs.
+"""The agreement of the ranks on a step: its header, and its status.
 
-One all-reduce of a few numbers is started when a step begins, and looked at while
+The header is one all-reduce of a few numbers, started when a step begins, and looked at while
 a rank waits and when the step ends. A rank that was given the batch does not wait for it;
 one that was not learns from it how many rows there are. Where each replica was given its own rows,
-a second all-reduce tells how many each has.
+a second all-reduce tells how many each has. The status, in which all ranks meet when the work is
+done, is one of two numbers. All are persistent collectives on memory of their own, and a rank that
+steps alone starts none.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ __all__ = [
     "OWN_ROWS",
     "BatchSpec",
     "Size",
-    "StepHeader",
+    "StepExchanges",
     "checksum",
     "disagreement",
     "fingerprint",
+    "input_title",
     "sample",
 ]
 
@@ -46,6 +49,11 @@ _SAME_CHANGES = (
 def fingerprint(text: str) -> int:
     """Return 62 bits that are equal on two ranks only if their texts are."""
     return digest_bits(text.encode(), 62)
+
+
+def input_title(name: str) -> str:
+    """Return how messages call a named input."""
+    return f"inputs[{name!r}]"
 
 
 def checksum(arrays: Iterable[HostArray]) -> str:
@@ -112,7 +120,11 @@ class BatchSpec:
             return Size(self.rows, self.count, 0)
         if any(name not in self.kinds for name in names):
             return None
-        return Size(self.rows, 0, _kind([fingerprint(self.kinds[name]) for name in names]))
+        return Size(self.rows, 0, self.kind(names))
+
+    def kind(self, names: Sequence[str]) -> int:
+        """Return what stands for shape and dtype of the rows of these inputs."""
+        return _kind([fingerprint(self.kinds.get(name, "")) for name in names])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,55 +147,72 @@ class Size:
     counted: float | None = None
 
 
-class StepHeader:
-    """The header of one step. Making it is collective over `scope` and does not wait.
+class StepExchanges:
+    """The exchanges of all steps of a model, planned once. Making it is local.
 
-    Where each replica was given its own rows, reading it takes a second exchange of as few numbers:
-    how many rows each has. All ranks come to that, those that have failed at the end of the step,
-    and until then no rank has begun its work, for none knows which rows of the batch its own are.
+    Where each replica was given its own rows, reading the header takes a second exchange of as few
+    numbers: how many rows each has. All ranks come to that, those that have failed at the end of
+    the step, and until then no rank has begun its work, for none knows which rows of the batch its
+    own are.
 
     Args:
-        scope: The ranks of the step.
-        spec: What this rank was given.
+        scope: The ranks of the steps.
         names: The names of all inputs, the same on every rank.
         places: In how many parts the model lies on the ranks.
         replicas: How many replicas share the rows.
 
     Attributes:
-        is_alone: Whether it has failed because other ranks are in no step.
+        is_alone: Whether the header of this step has failed because other ranks are in none.
     """
 
     def __init__(
-        self,
-        scope: ProcessGroup,
-        spec: BatchSpec,
-        names: Sequence[str],
-        places: int = 1,
-        replicas: int = 1,
+        self, scope: ProcessGroup, names: Sequence[str], places: int, replicas: int
     ) -> None:
         self._scope = scope
-        self._spec = spec
-        self._num_inputs = len(names)
+        self._names = tuple(names)
+        self._places = places
         self._replicas = replicas
-        self._sums = [*map(spec.sums.get, (*names, "target"))]
+        self._numbers = np.zeros(2)
+        numbers = self._numbers
+        self._is_solo = scope.size == 1
+        if not self._is_solo:
+            # Rows, count, call, goal, sizes; kinds and sums by name, those of the target; by place.
+            self._header = _Comparison(scope, 5 + 2 * len(names) + 1 + 2 * places)
+            self._status = scope.all_reduce_init(numbers, out=numbers, label="step status")
+        self._own_rows: _Comparison | None = None
+        self._spec = BatchSpec("")
+        self._size: Size | None = None
+        self.is_alone = False
+
+    def begin(self, spec: BatchSpec) -> None:
+        """Start the header of a step. Collective, and does not wait."""
+        names, places = self._names, self._places
+        self._spec = spec
+        self._size = None
+        self.is_alone = False
+        if self._is_solo:
+            self._size = spec.size(names)
+            if spec.count == OWN_ROWS and spec.rows is not None:
+                own = (spec.rows,)
+                self._size = Size(spec.rows, 0, spec.kind(names), own=own, counted=spec.counted)
+            return
         is_whole = spec.replica is None
         texts = [
             spec.call,
             spec.goal,
             spec.sizes,
             *map(spec.kinds.get, names),
-            *(self._sums if is_whole else [None] * len(self._sums)),
+            *(self._sums() if is_whole else [None] * (len(names) + 1)),
             *_at(spec.place, spec.optimizer, places),
             *_at(spec.place, str(spec.parameters) if spec.parameters else None, places),
         ]
-        self._handle = _exchange(scope, [spec.rows if is_whole else None, spec.count], texts)
-        self._second: CollectiveTensor | None = None
-        self._size: Size | None = None
-        self.is_alone = False
+        self._header.start([spec.rows if is_whole else None, spec.count], texts)
+        if self._own_rows is not None:
+            self._own_rows.largest = None
 
     def test(self) -> bool:
-        """Tell whether the header has come. Never waits."""
-        return self._handle.done()
+        """Tell whether :meth:`read` would not wait for the header. Never waits."""
+        return self._is_solo or self._header.done()
 
     def read(self) -> Size:
         """Wait for the header and return the size of the global batch.
@@ -193,60 +222,105 @@ class StepHeader:
                 :func:`disagreement` says it in full.
             ShapeError: If no rank was given a batch.
         """
-        if self._size is None:
-            rows, count, _, _, _, *rest = self._agreed(self._handle)
-            kind = _kind(rest[: self._num_inputs])
+        if self._size is None and not self._is_solo:
+            rows, count, _, _, _, *rest = self._agreed(self._header)
+            kind = _kind(rest[: len(self._names)])
             self._size = self._own(kind) if count == OWN_ROWS else Size(rows, count, kind)
-        if self._size.rows == _UNKNOWN:
+        if self._size is None or self._size.rows == _UNKNOWN:
             raise ShapeError("no rank was given a batch: x is needed where the first stage lies")
         return self._size
 
+    def end(self, *, failed: bool, loss: float) -> tuple[bool, float]:
+        """Meet all ranks. Collective.
+
+        Returns:
+            Whether any has failed, and the sum of the losses.
+        """
+        if self._is_solo:
+            return failed, loss
+        self._numbers[:] = failed, loss
+        failures, total = self._status.start().resolve().tolist()
+        return failures > 0, total
+
+    def _sums(self) -> list[str | None]:
+        return [*map(self._spec.sums.get, (*self._names, "target"))]
+
     def _own(self, kind: int) -> Size:
         """Exchange how many rows each replica was given, and return the size of all together."""
-        if self._second is None:
-            spec = self._spec
+        exchange, spec = self._own_rows, self._spec
+        if exchange is None:
+            count = self._replicas * (2 + len(self._names) + 1)
+            exchange = self._own_rows = _Comparison(self._scope, count)
+        if exchange.largest is None:
             numbers: list[int | None] = []
             texts: list[str | None] = []
             for replica in range(self._replicas):
                 mine = replica == spec.replica
                 numbers += [spec.rows, _bits(spec.counted)] if mine else [None, None]
-                texts += self._sums if mine else [None] * len(self._sums)
-            self._second = _exchange(self._scope, numbers, texts)
-        numbers_of = self._agreed(self._second)[: 2 * self._replicas]
+                texts += self._sums() if mine else [None] * (len(self._names) + 1)
+            exchange.start(numbers, texts)
+        numbers_of = self._agreed(exchange)[: 2 * self._replicas]
         own = [None if rows == _UNKNOWN else rows for rows in numbers_of[::2]]
         counts = [_number(bits) for bits in numbers_of[1::2] if bits != _UNKNOWN]
         rows = sum(rows or 0 for rows in own)
         return Size(rows, 0, kind, own=tuple(own), counted=sum(counts) if counts else None)
 
-    def _agreed(self, handle: CollectiveTensor) -> list[int]:
+    def _agreed(self, exchange: _Comparison) -> list[int]:
         """Return what the ranks have alike, `_UNKNOWN` where none said anything.
 
         Raises:
             MismatchError: On every rank, if something differs.
         """
         try:
-            table = handle.resolve()
+            largest, opposite = exchange.resolve()
         except MpimeshError:
             self.is_alone = True
             raise
-        largest, opposite = table.reshape(2, -1).tolist()
         for high, low in zip(largest, opposite, strict=True):
             if high != -low and high != _UNKNOWN:
                 raise MismatchError("the ranks were given different things for this step")
-        return list(largest)
+        return largest
 
 
-def _exchange(
-    scope: ProcessGroup, numbers: Sequence[int | None], texts: Sequence[str | None]
-) -> CollectiveTensor:
-    """Start to compare numbers and texts, None where this rank has nothing to say."""
-    values = [
-        *(_UNKNOWN if number is None else number for number in numbers),
-        *(_UNKNOWN if text is None else fingerprint(text) for text in texts),
-    ]
-    # After a maximum: the largest of each and minus the smallest, unknown ones left out.
-    opposite = [value if value == _UNKNOWN else -value for value in values]
-    return scope.all_reduce(np.array([*values, *opposite]), "max", label="step header")
+class _Comparison:
+    """An exchange of numbers and texts, which all ranks that say anything must have alike.
+
+    Attributes:
+        largest: What has come, and minus the smallest of it; None before.
+    """
+
+    def __init__(self, scope: ProcessGroup, count: int) -> None:
+        # After a maximum: the largest of each and minus the smallest, unknown ones left out.
+        self._table = table = np.full((2, count), _UNKNOWN)
+        self._plan = scope.all_reduce_init(table, "max", out=table, label="step header")
+        self._handle: CollectiveTensor | None = None
+        self.largest: tuple[list[int], list[int]] | None = None
+
+    def start(self, numbers: Sequence[int | None], texts: Sequence[str | None]) -> None:
+        """Start to compare, None where this rank has nothing to say. Collective."""
+        values = [
+            *(_UNKNOWN if number is None else number for number in numbers),
+            *(_UNKNOWN if text is None else fingerprint(text) for text in texts),
+        ]
+        self._table[0] = values
+        self._table[1] = [value if value == _UNKNOWN else -value for value in values]
+        self.largest = None
+        self._handle = self._plan.start()
+
+    def done(self) -> bool:
+        """Tell whether all has come. Never waits."""
+        return self._handle is None or self._handle.done()
+
+    def resolve(self) -> tuple[list[int], list[int]]:
+        """Wait for all ranks."""
+        if self.largest is None and self._handle is not None:
+            self._handle.resolve()
+            self._handle = None
+            largest, opposite = self._table.tolist()
+            self.largest = largest, opposite
+        if self.largest is None:
+            raise MpimeshError("a comparison of the ranks was read before it was started")
+        return self.largest
 
 
 def _bits(number: float | None) -> int | None:

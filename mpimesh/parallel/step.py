@@ -30,11 +30,10 @@ import numpy as np
 from mpimesh.arrays import Array
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import MpimeshError, ShapeError, StageError, on_all_ranks
-from mpimesh.parallel.batch import Arguments, input_title
+from mpimesh.parallel.batch import Arguments
 from mpimesh.parallel.engine import Engine
-from mpimesh.parallel.executor import Executor
 from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
-from mpimesh.parallel.header import BatchSpec, Size, StepHeader, disagreement
+from mpimesh.parallel.header import BatchSpec, Size, disagreement
 from mpimesh.parallel.interface import ShapeCache
 from mpimesh.parallel.microbatch import replica_rows
 from mpimesh.parallel.tree import Tree, flatten, tree_map
@@ -74,14 +73,13 @@ class Step:
     def __init__(self, engine: Engine, arguments: Arguments) -> None:
         self._engine = engine
         self._arguments = arguments
+        self._exchanges = engine.exchanges
         self._training = arguments.training
         self._optimizer = arguments.optimizer
-        self._names = ["x", *map(input_title, engine.input_names)]
         self._first_trained = engine.first_trained
         self._abort = AbortSignal(engine.scope)
         self._header_read = False
         self._outside = True
-        self._executor: Executor | None = None
         self._linked = False
         self.size = Size(0, 0, 0)
         self.outputs: list[Tree] = []
@@ -111,15 +109,13 @@ class Step:
         """Do all of the step but the optimizer's."""
         engine = self._engine
         problem = self._look_at_arguments()
-        self._header = StepHeader(
-            engine.scope, self._spec, self._names, engine.places, engine.data.size
-        )
+        self._exchanges.begin(self._spec)
         engine.tensor.begin(self._look)
         engine.why_no_step = _UNDER_WAY
         try:
             loss = self._end(self._try(problem))
         except BaseException as error:
-            if getattr(error, "agreed", False) and not self._header.is_alone:
+            if getattr(error, "agreed", False) and not self._exchanges.is_alone:
                 engine.why_no_step = ""
                 raise
             # Without an agreement with the other ranks, such as after Ctrl-C.
@@ -132,7 +128,7 @@ class Step:
             engine.links.end()
             engine.pool.end_step()
             engine.tensor.end()
-            self._executor = None
+            engine.executor.end()
             del problem  # whose traceback may hold this frame, as in the methods below
         engine.why_no_step = ""
         return loss
@@ -188,13 +184,13 @@ class Step:
 
     def _work(self) -> None:
         engine = self._engine
-        size = self._spec.size(self._names)
+        size = self._spec.size(engine.titles)
         # Ranks in different steps would meet in the sums of replicas or in split layers.
         meets = (self._training and engine.replicas_are_all) or engine.tensor.is_split
         if size is None or meets:
             waited = Condition(self._has_header)
             engine.scope._core.wait_for(waited, what="the size of the batch")
-            size = self._header.read()
+            size = self._exchanges.read()
             self._header_read = True
         if None in size.own:
             # A rank that was to give a replica's rows has failed, and tells so at the end.
@@ -218,26 +214,21 @@ class Step:
         shapes = ShapeCache(interfaces, task.spans, free=free)
         self._linked = True
         engine.links.begin(shapes, plan, self._look)
-        self._executor = Executor(
-            engine.local,
-            engine.plans.edges,
-            self._first_trained,
-            task,
-            training=self._training,
-            links=engine.links,
-            shapes=shapes,
-            reduce_grad=engine.reduce_gradients,
-            look=self._look,
-            tracer=engine.tracer,
-            xp=engine.xp,
-        )
+        executor = engine.executor
         self._outside = False
         # Where losses are scaled, overflow is expected: the optimizer leaves out the step.
         scaled = engine.scales_losses
         with np.errstate(over="ignore", invalid="ignore") if scaled else nullcontext():
-            self._executor.run(plan.actions)
-        if self._executor.outputs:
-            outputs = [tree_map(_own, self._executor.outputs[i]) for i in range(count)]
+            executor.run(
+                plan.actions,
+                task,
+                shapes,
+                training=self._training,
+                first_trained=self._first_trained,
+                look=self._look,
+            )
+        if executor.outputs:
+            outputs = [tree_map(_own, executor.outputs[i]) for i in range(count)]
             self.outputs = outputs if free else [self._join(outputs)]
 
     def _join(self, outputs: list[Tree]) -> Tree:
@@ -250,7 +241,7 @@ class Step:
 
     def _has_header(self) -> bool:
         """Tell whether the header can be read; raise if another rank has failed meanwhile."""
-        if self._header.test():
+        if self._exchanges.test():
             return True
         self._abort.check()
         return False
@@ -258,10 +249,10 @@ class Step:
     def _look(self) -> None:
         """End this rank's work if another has failed, or the header tells of a disagreement."""
         self._abort.check()
-        if not self._header_read and self._header.test():
+        if not self._header_read and self._exchanges.test():
             self._header_read = True
             self._outside = True
-            self._header.read()
+            self._exchanges.read()
             self._outside = False
 
     # -- the end, with all ranks ------------------------------------------------------------
@@ -273,11 +264,10 @@ class Step:
             engine.buckets.start()
         if error is None:
             error = self._over_budget.take()
-        loss = 0.0 if self._executor is None or not engine.counts_loss else self._executor.loss
-        status = np.array([float(error is not None), loss])
+        loss = engine.executor.loss if engine.counts_loss else 0.0
         with engine.tracer.span(END_OF_STEP, "wait"):
-            status = engine.scope.all_reduce(status, label="step status").resolve()
-        if status[0] or at_odds:
+            failed, loss = self._exchanges.end(failed=error is not None, loss=loss)
+        if failed or at_odds:
             try:
                 self._fail(error)
             finally:
@@ -290,21 +280,21 @@ class Step:
             engine.first_values = False
         else:
             engine.first_forward = False
-        return float(status[1]) / engine.loss_scale
+        return loss / engine.loss_scale
 
     def _agreed(self) -> bool:
         """Wait until every rank has begun the step; tell whether all were given what fits."""
         try:
-            self._header.read()
+            self._exchanges.read()
         except MpimeshError:  # on all ranks alike
-            if self._header.is_alone:
+            if self._exchanges.is_alone:
                 raise
             return False
         return True
 
     def _fail(self, error: Exception | None) -> NoReturn:
         """Clear up with all other ranks, and raise what they all raise."""
-        running = None if self._outside or self._executor is None else self._executor.current
+        running = None if self._outside else self._engine.executor.current
         rank = self._engine.mesh.rank
         failure = None if error is None else Failure.of(error, rank, running)
         report = StepReport(self._spec, self._training, failure)

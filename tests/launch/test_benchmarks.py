@@ -57,7 +57,7 @@ def test_recomputation():
 @pytest.mark.deep
 def test_all_suites_on_the_host():
     tables = measure(
-        "startup", "all_reduce", "shared", "buckets", "pipeline", "training", "redistribute"
+        "startup", "all_reduce", "shared", "buckets", "pipeline", "training", "redistribute", "step"
     )
     assert len(tables["all_reduce"]) == 4 * 3  # 3 sizes of at most 64 KiB
     # 4 sizes of all-reduce, 1 of each of the others; 3 ways each, the copy is no row.
@@ -75,6 +75,8 @@ def test_all_suites_on_the_host():
     assert len(tables["pipeline"]) == 2 * 3 + 1
     ways = ("one rank", "2 stages", "2 replicas")
     assert list(tables["training"]) == [f"a step with 512 images: {way}" for way in ways]
+    steps = ("by hand", "mpimesh, dp=2")
+    assert list(tables["step"]) == [f"a step with 128 images: {way}" for way in steps]
     moved = "64 x 64 float64, S0 to S1, 16 KiB a rank"
     assert {f"{moved}: {way}" for way in ("pack + Alltoall", "mpimesh", "mpimesh, messages")} < set(
         tables["redistribute"]
