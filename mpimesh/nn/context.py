@@ -58,13 +58,24 @@ class Context:
         first_row: Index, in the global batch, of the microbatch's first row.
         training: False makes dropout the identity while backward still works.
 
+    Args:
+        memory: Gives memory for the results of all layers, as :data:`Room` does; None has each
+            layer take its own.
+
     Raises:
         ModuleError: If a number is negative.
     """
 
-    __slots__ = ("_for", "_made", "_records", "_room", "first_row", "step", "training")
+    __slots__ = ("_for", "_made", "_memory", "_records", "_room", "first_row", "step", "training")
 
-    def __init__(self, *, step: int = 0, first_row: int = 0, training: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        step: int = 0,
+        first_row: int = 0,
+        training: bool = True,
+        memory: Room | None = None,
+    ) -> None:
         self.step = as_int(step, "step", ModuleError, least=0)
         self.first_row = as_int(first_row, "first_row", ModuleError, least=0)
         self.training = as_flag(training, "training", ModuleError)
@@ -72,9 +83,10 @@ class Context:
         self._made: dict[int, tuple[object, object]] = {}
         self._for: object = None
         self._room: Room | None = None
+        self._memory = memory
 
     def offer(self, module: object, room: Room | None) -> None:
-        """Let :meth:`empty` give `module`, and no other, what `room` returns.
+        """Let :meth:`empty` give `module`, and no other layer, what `room` returns.
 
         Args:
             module: The layer whose result, or gradient, is to lie there.
@@ -87,11 +99,12 @@ class Context:
         """Return memory to write the result of `module` into; None if it is to take its own.
 
         A layer need not ask. One that does saves a copy of what a pipeline hands on, in forward
-        and in backward: ``np.add(a, b, out=ctx.empty(self, a.shape, a.dtype))``.
+        and in backward, and gets memory that steps use again and again:
+        ``np.add(a, b, out=ctx.empty(self, a.shape, a.dtype))``.
         """
-        if self._for is not module or self._room is None:
-            return None
-        return self._room(shape, dtype)
+        if self._for is module and self._room is not None:
+            return self._room(shape, dtype)
+        return None if self._memory is None else self._memory(shape, dtype)
 
     def once(self, source: object, make: Callable[[], T]) -> T:
         """Return what `make` gave when it was first called for this very `source`.

@@ -9,18 +9,21 @@ the placement: first that of the next stage, then those of skips, in rising orde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import numpy as np
 
-from mpimesh.arrays import Array
+from mpimesh.arrays import Array, DType
+from mpimesh.arrays.memory import aligned_bytes
 from mpimesh.errors import ModuleStateError, ShapeError
 from mpimesh.nn import Context, Loss
 from mpimesh.nn.context import Room
 from mpimesh.parallel.interface import ShapeCache, check_gradient, check_output, first_gradient
 from mpimesh.parallel.links import Links
+from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tree import Tree
 from mpimesh.schedule import Action, ActionKind, Edges
@@ -54,6 +57,8 @@ class Task:
     denominator: float = 1.0
     step: int = 0
 
+
+_POOLED_FROM_BYTES = 1 << 18
 
 _Key = tuple[int, int]  # stage, microbatch
 _Way = tuple[int, int, int]  # from a stage, to another, microbatch
@@ -92,6 +97,8 @@ class Executor:
         self._reduce_grad = reduce_grad
         self._tracer = tracer
         self._xp = xp
+        self._results = SlotPool(aligned_bytes)
+        self._memory = self._memory_for if xp is np else None
         # What each stage's input comes from, and where its output goes, neighbours first.
         self._sources = {stage: [stage - 1, *edges.sources(stage)] for stage in stages}
         self._consumers = {stage: [stage + 1, *edges.destinations(stage)] for stage in stages}
@@ -108,6 +115,7 @@ class Executor:
 
     def end(self) -> None:
         """Let go of a step and all its arrays. Local."""
+        self._results.end_step()
         self.current: Action | None = None
         self.loss = 0.0
         self.outputs: dict[int, Tree] = {}
@@ -179,6 +187,7 @@ class Executor:
                 step=self._task.step,
                 first_row=self._shapes.span(microbatch).start,
                 training=module.is_training(),
+                memory=self._memory,
             )
             context.offer(*self._room_for_output[stage])
         with self._span(action, "forward"):
@@ -189,6 +198,15 @@ class Executor:
                 self._end_forward(stage, microbatch, y)
         if context is not None and stage < self._first_trained:
             del self._contexts[key]
+
+    def _memory_for(self, shape: tuple[int, ...], dtype: DType) -> Array | None:
+        """Return memory for a large result of a layer, of which later steps have the same.
+
+        The system would give it anew in each step, and zero it page by page: a quarter of the time
+        of a layer of some hundred features.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self._results.take(shape, dtype) if nbytes >= _POOLED_FROM_BYTES else None
 
     def _input(self, module: PipelineStage, stage: int, microbatch: int) -> Tree:
         """Return what a stage gets: of the one before it, along skips, and what enters there."""
