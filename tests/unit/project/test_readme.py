@@ -82,6 +82,20 @@ def test_a_gpt_split_over_ranks(capsys):
     assert capsys.readouterr().out.count("loss") == 1
 
 
+def test_sharded_training(capsys):
+    program = compile(PYTHON[4], "README.md", "exec")
+
+    def main():
+        names: dict[str, object] = {"mm": mm, "np": np}
+        exec(program, names)
+        return names["loss"]
+
+    losses = set(mm.run_virtual(3, main))
+    assert len(losses) == 1
+    assert losses.pop() < 0.4  # from log(4) = 1.4
+    assert capsys.readouterr().out.startswith("1348 parameters, loss ")
+
+
 @pytest.mark.parametrize("command", SHELL)
 def test_a_command_names_what_is_there(command, tmp_path, monkeypatch):
     program, *arguments = command.split()
@@ -125,7 +139,7 @@ def test_names_of_the_table_exist():
 
 
 def test_a_plan_in_a_loop(capsys):
-    program = compile(PYTHON[4], "README.md", "exec")
+    program = compile(PYTHON[5], "README.md", "exec")
 
     def main():
         names: dict[str, object] = {"mm": mm, "np": np}
@@ -137,7 +151,7 @@ def test_a_plan_in_a_loop(capsys):
 
 
 def test_a_halo_in_a_loop():
-    program = compile(PYTHON[5], "README.md", "exec")
+    program = compile(PYTHON[6], "README.md", "exec")
 
     def main():
         names: dict[str, object] = {"mm": mm, "np": np}

@@ -90,13 +90,29 @@ class Program:
         return "dp={},pp={},tp={}".format(*self.dims)
 
 
-RATES: dict[str, Callable[[int, int], float]] = {
-    "constant": lambda step, steps: 0.02,
-    "linear": lambda step, steps: 0.02 * (1 - step / (2 * steps)),
-    "warm-up and cosine": lambda step, steps: (
-        0.02 * min(1.0, (step + 1) / 4) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-    ),
+LR = 0.02
+SCHEDULES: dict[str, Callable[[int], optim.LRSchedule]] = {
+    "constant": lambda steps: optim.ConstantLR(),
+    "linear": lambda steps: optim.LinearLR(steps, end=0.5),
+    "warm-up and cosine": lambda steps: optim.WarmupLR(2, optim.CosineLR(steps, end=0.1), 0.25),
 }
+
+
+def torch_rates(rate: str, adam: Any, steps: int) -> Any:
+    """PyTorch's schedule of the same name."""
+    rates = torch.optim.lr_scheduler
+    if rate == "constant":
+        return rates.ConstantLR(adam, 1.0)
+    if rate == "linear":
+        return rates.LinearLR(adam, 1.0, 0.5, steps)
+    return rates.SequentialLR(
+        adam,
+        [
+            rates.LinearLR(adam, 0.25, 1.0, 2),
+            rates.CosineAnnealingLR(adam, steps, eta_min=0.1 * LR),
+        ],
+        milestones=[2],
+    )
 
 
 def layers_of(program: Program, tp: Any = None) -> list[Any]:
@@ -160,6 +176,7 @@ def trained(program: Program, mesh: mm.DeviceMesh) -> tuple[list[float], dict[st
     mm.fully_shard(pipe, mesh, stage=program.stage)
     adam = optim.AdamW(
         pipe.parameters(),
+        lr=LR,
         weight_decay=program.decay,
         decay_mask=(lambda one: len(one.shape) > 1) if program.masked else None,
     )
@@ -167,9 +184,9 @@ def trained(program: Program, mesh: mm.DeviceMesh) -> tuple[list[float], dict[st
     loss: Any = nn.cross_entropy
     if tp is not None:
         loss = mm.VocabParallelCrossEntropy(VOCAB, group=tp)
+    rates = optim.LRScheduler(optimizer, SCHEDULES[program.rate](program.steps))
     losses = []
     for step in range(program.steps):
-        optimizer.lr = RATES[program.rate](step, program.steps)
         x, target = batch_of(program, step)
         *before, last = cuts(program)
         options = {"loss": loss, "denominator": program.rows}
@@ -180,6 +197,7 @@ def trained(program: Program, mesh: mm.DeviceMesh) -> tuple[list[float], dict[st
         if program.clip is not None:
             pipe.clip_grad_norm(program.clip)
         optimizer.step()
+        rates.step()
     pipe.check_replicas()
     return losses, pipe.full_state_dict()
 
@@ -201,11 +219,10 @@ def trained_by_torch(program: Program) -> tuple[list[float], dict[str, np.ndarra
         }
         for wide in (False, True)
     ]
-    adam = torch.optim.AdamW(groups, lr=1.0)
+    adam = torch.optim.AdamW(groups, lr=LR)
+    rates = torch_rates(program.rate, adam, program.steps)
     losses = []
     for step in range(program.steps):
-        for group in adam.param_groups:
-            group["lr"] = RATES[program.rate](step, program.steps)
         x, target = (torch.from_numpy(np.ascontiguousarray(one)) for one in batch_of(program, step))
         adam.zero_grad()
         y = forward(model, weights, x)
@@ -217,6 +234,7 @@ def trained_by_torch(program: Program) -> tuple[list[float], dict[str, np.ndarra
             for one in weights.values():
                 one.grad *= min(1.0, program.clip / norm)
         adam.step()
+        rates.step()
     return losses, {name: one.detach().numpy() for name, one in weights.items()}
 
 
@@ -367,7 +385,7 @@ def programs(draw: Any) -> Program:
         clip=draw(st.sampled_from([None, 0.1, 1.0])),
         decay=draw(st.sampled_from([0.0, 0.1])),
         masked=draw(st.booleans()),
-        rate=draw(st.sampled_from(sorted(RATES))),
+        rate=draw(st.sampled_from(sorted(SCHEDULES))),
         steps=3,
         bucket_bytes=draw(st.sampled_from([1, 500, 10**6])),
     )
