@@ -26,7 +26,7 @@ from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import float_dtype
 from mpimesh.optim import LossScaler
 from mpimesh.parallel.executor import Executor
-from mpimesh.parallel.first_values import give_values, is_used_again
+from mpimesh.parallel.first_values import give_values, is_used_again, uses_of
 from mpimesh.parallel.gradients.bucket import STAGES, shard_sizes, share_values
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
@@ -600,6 +600,7 @@ class Engine:
             tracer=self.tracer,
             plan=plan,
             grad_dtype=options.grad_dtype,
+            uses=uses_of(self.local.values()),
         )
         if self.stage:
             self.buckets = buckets

@@ -1,8 +1,8 @@
-"""Memory and first values for the stages of one rank, as one Sequential of all layers has them."""
+"""Memory, first values and uses of parameters, for the stages of one rank of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +10,7 @@ from mpimesh.nn import Module
 from mpimesh.nn.protocol import Settled, materialize, num_layers, set_place
 from mpimesh.parallel.stage import PipelineStage
 
-__all__ = ["give_values", "is_used_again", "leaves"]
+__all__ = ["give_values", "is_used_again", "leaves", "uses_of"]
 
 
 def give_values(
@@ -82,3 +82,19 @@ def leaves(layer: Any) -> Iterator[Any]:
     if isinstance(layer, Module):
         for _, child in layer.named_children():
             yield from leaves(child)
+
+
+def uses_of(stages: Iterable[PipelineStage]) -> dict[int, int]:
+    """Return by its id how often a backward adds to the gradient of each parameter.
+
+    Empty where some layer is not of this library: it may use what is within it more than once, or
+    not in each step.
+    """
+    uses: dict[int, int] = {}
+    for stage in stages:
+        for leaf in leaves(stage):
+            if not type(leaf).__module__.startswith(("mpimesh.nn.", "mpimesh.parallel.")):
+                return {}
+            for parameter in leaf._own_parameters():
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    return uses

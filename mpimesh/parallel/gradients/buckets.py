@@ -6,7 +6,7 @@ starts as soon as its last gradient is complete, and strictly in the order of
 the buckets, which is the same on every rank whatever order the gradients come in.
 
 When is a gradient complete? A layer that a model uses twice adds to it
-twice in each backward. So the buckets count: the first cycle reduces everything
+twice in each backward. So the buckets count: where nobody knows how often, the first cycle reduces
 at its end, and from then on a gradient is complete when it was added to as often
 for each backward as before. A parameter that is not used in every backward keeps its
 bucket waiting until the end, which costs overlap and nothing else. Whoever knows that nothing
@@ -28,7 +28,7 @@ touched adds zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
@@ -86,6 +86,8 @@ class GradientBuckets:
             reduced over `group`; planned by `bucket_bytes` if None.
         grad_dtype: The dtype in which gradients are added up and reduced, where it is wider than
             the parameter's own; that of the parameters if None. A narrower one has no effect.
+        uses: By the id of a parameter how often each backward adds to its gradient. What is not
+            there is learnt from the first cycle, which reduces it at the end.
 
     Raises:
         ModuleError: If a parameter stands twice or is registered with other buckets, or `op` or
@@ -122,6 +124,7 @@ class GradientBuckets:
         groups: Sequence[ProcessGroup | None] | None = None,
         plan: Plan | None = None,
         grad_dtype: Any = None,
+        uses: Mapping[int, int] | None = None,
     ) -> None:
         self._group = check_kind(group, ProcessGroup, "group", ModuleError, wanted=_GROUP)
         live_mesh(mesh)
@@ -165,6 +168,7 @@ class GradientBuckets:
         for entry in self._entries.values():
             entry.parameter.on_ready = self.submit
             entry.parameter.grad_dtype = entry.dtype
+            entry.uses = None if uses is None else uses.get(id(entry.parameter))
         self._trained = self.parameters
         # Those that were added to in this cycle or the one before, and at first all: of the others
         # nothing has to be counted.
