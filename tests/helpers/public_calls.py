@@ -209,6 +209,7 @@ _plain(
         "agrees_with": {"other": mm.Layout(mm.Mesh("dp=2"), "S0")},
         "box": {"shape": (4,), "rank": 0},
         "global_offset": {"shape": (4,), "rank": 0},
+        "holders": {"shape": (4,)},
         "local_shape": {"shape": (4,), "rank": 0},
         "sharding_dims": {"axis": 0},
         "sharding_specs": {"ndim": 1},
