@@ -225,6 +225,8 @@ class Training:
         self.held_out = saved_held_out(options, saved)
         load_rates(options, saved, self.rates)
         self.resumed_at = len(self.losses)
+        if self.resumed_at:
+            self.report.say(f"goes on after step {self.resumed_at}, saved in {options.checkpoint}")
         if self.resumed_at > options.steps:
             raise ProgramError(
                 f"{options.checkpoint} is after step {self.resumed_at}, beyond --steps "

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
+from threading import Thread, current_thread
 from typing import Any, Self
 
 import numpy as np
@@ -40,6 +42,9 @@ _ROUNDS = 16
 _BLOCK_ROWS = 1 << 14
 """How many places of the order are worked out at once: for a few rows NumPy's calls cost more."""
 _SETTINGS = ("rows", "batch_size", "parts", "seed", "shuffle", "drop_last")
+
+
+_MOST_ROWS = 1 << 62
 
 
 class Batches:
@@ -137,7 +142,7 @@ class Batches:
         self._position = 0
         self._order: tuple[tuple[int, int], HostArray] = ((-1, -1), np.empty(0, np.int64))
         self._ahead: deque[Future[Tree]] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches") if prefetch else None
+        self._thread = _Thread() if prefetch else None
         self._closed = False
 
     # -- where it stands: local --------------------------------------------------------------------
@@ -183,7 +188,7 @@ class Batches:
                 f"a state of Batches has the numbers {', '.join(names)}, got {shown(state)}"
             )
         values = {
-            name: as_int(np.asarray(state[name])[()], f"state[{name!r}]", ModuleError, least=0)
+            name: as_int(_number(state[name]), f"state[{name!r}]", ModuleError, least=0)
             for name in names
         }
         mine = self.state_dict()
@@ -231,7 +236,7 @@ class Batches:
             self._look_ahead(self._thread, self._prefetch)
         return self._split(self._position - 1, blocks)
 
-    def _look_ahead(self, thread: ThreadPoolExecutor, most: int) -> None:
+    def _look_ahead(self, thread: _Thread, most: int) -> None:
         """Have up to `most` batches read, from the next one on."""
         while len(self._ahead) < most:
             number = self._position + len(self._ahead)
@@ -295,18 +300,22 @@ class Batches:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the thread, and wait for what it reads. Local, and may be called again."""
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread. Local, and may be called again.
+
+        Args:
+            wait: Wait for what it reads now. A ``with`` block that an error ends does not.
+        """
         self._closed = True
         self._forget()
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.end(wait=wait)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(wait=kind is None)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -322,6 +331,43 @@ class Batches:
         )
 
 
+class _Thread:
+    """A thread that does one thing after another, and keeps no program from ending."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Tree], Callable[[], Tree]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="batches", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[[int], Tree], number: int) -> Future[Tree]:
+        """Have a function called."""
+        future: Future[Tree] = Future()
+        self._tasks.put((future, partial(function, number)))
+        return future
+
+    def end(self, *, wait: bool) -> None:
+        """Do no more; wait for what is being done."""
+        self._tasks.put(None)
+        if wait and self._thread is not current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, function = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future, function  # and what they hold of the program
+
+
+def _number(value: object) -> object:
+    """Return what np.load gives for a number as that."""
+    return value.item() if isinstance(value, np.ndarray) and not value.shape else value
+
+
 def _dim_of(mesh: DeviceMesh, dim: object) -> str | None:
     """Return the dim of the replicas, None for a mesh without "dp"."""
     if isinstance(dim, str) and mesh.contains_dim(dim):
@@ -334,7 +380,10 @@ def _dim_of(mesh: DeviceMesh, dim: object) -> str | None:
 def _reader(source: Any, rows: int | None) -> tuple[int, str, Callable[[HostArray], Tree]]:
     """Return the number of rows, what a row is in words, and what reads some of them."""
     if callable(source):
-        count = as_int(rows, "rows: those that the function can read", ModuleError, least=0)
+        if rows is None:
+            raise ModuleError("a function does not tell how many rows it can read: give rows=")
+        what = "rows: those that the function can read"
+        count = as_int(rows, what, ModuleError, least=0, most=_MOST_ROWS)
         return count, "of a function", partial(_read_by, source)
     if rows is not None:
         raise ModuleError(f"rows= is for a function that reads; arrays have theirs, got {rows!r}")
@@ -342,7 +391,10 @@ def _reader(source: Any, rows: int | None) -> tuple[int, str, Callable[[HostArra
     paths = ["source" + path for path in structure.paths()]
     for leaf, path in zip(leaves, paths, strict=True):
         if not isinstance(leaf, np.ndarray):
-            raise ModuleError(f"{path} must be a NumPy array or np.memmap, got {shown(leaf)}")
+            raise ModuleError(
+                f"{path} must be a NumPy array, an np.memmap, or a function that reads rows, got "
+                f"{shown(leaf)}; of a DTensor give x.full(), or a function"
+            )
     counts = [num_rows(leaf, name=path) for leaf, path in zip(leaves, paths, strict=True)]
     for count, path in zip(counts, paths, strict=True):
         if count != counts[0]:

@@ -98,16 +98,14 @@ class Communicator(ABC):
         """
         return "" if way == self.kind else f"these ranks have only {self.kind!r}, not {way!r}"
 
-    def offer_once(
-        self, nbytes: int, turn: int = 0, *, keep: bool = True
-    ) -> tuple[int, int, HostArray | None]:
+    def offer_once(self, nbytes: int, turn: int = 0) -> tuple[int, int, HostArray | None]:
         """Offer memory for an array that the ranks of a node have once. Local.
+
+        It is kept as long as this communicator, or up to :meth:`release_once`.
 
         Args:
             nbytes: Its size.
             turn: Which of the node's ranks is to give it, counted on round and round.
-            keep: Keep it as long as this communicator. Else it lives as long as the array that is
-                returned, which its rank must hold until all others have taken theirs.
 
         Returns:
             The rank that gives it; if that is this one, where the memory begins, -1 if it has none,
@@ -124,6 +122,9 @@ class Communicator(ABC):
             nbytes: Its size.
         """
         raise NotImplementedError
+
+    def release_once(self, memory: HostArray) -> None:  # noqa: B027 - nothing is kept here
+        """Keep memory no more that this rank has offered, now that no other one reads it. Local."""
 
     def averages(self, nbytes: int) -> bool:
         """Tell whether :meth:`all_reduce` of such an array knows ``"mean"``, too. Local.

@@ -173,9 +173,7 @@ class RoutedCommunicator(MPICommunicator):
         self._rail = rails.connect(self._comm, limit=self._chunk_setting)
         return OverNodes(window, self._engine, self._plain, rails)
 
-    def offer_once(
-        self, nbytes: int, turn: int = 0, *, keep: bool = True
-    ) -> tuple[int, int, HostArray | None]:
+    def offer_once(self, nbytes: int, turn: int = 0) -> tuple[int, int, HostArray | None]:
         """Offer memory of one rank's arena for an array that the ranks of the node have once."""
         window, arena = self._window, self._node.arena
         if window is None:
@@ -185,8 +183,7 @@ class RoutedCommunicator(MPICommunicator):
         memory = None if window.rank != member or arena is None else arena.empty(nbytes)
         if memory is None or arena is None:
             return source, -1, None
-        if keep:
-            self._once.append(memory)  # as long as there is this communicator: others read it
+        self._once.append(memory)  # others read it
         return source, arena.find(memory), memory
 
     def take_once(self, source: int, place: int, nbytes: int) -> HostArray:
@@ -195,6 +192,10 @@ class RoutedCommunicator(MPICommunicator):
             return super().take_once(source, place, nbytes)
         member = self._neighbours.index(source)
         return self._window.view(member, place, nbytes, np.dtype(np.uint8))
+
+    def release_once(self, memory: HostArray) -> None:
+        """Keep no more what no other rank reads."""
+        self._once = [one for one in self._once if not np.may_share_memory(one, memory)]
 
     def averages(self, nbytes: int) -> bool:
         """Tell whether all-reduce of such an array knows ``"mean"``: on one node, it may."""

@@ -23,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -220,9 +219,7 @@ class VirtualCommunicator(Communicator):
 
     # -- memory that all ranks have ------------------------------------------------
 
-    def offer_once(
-        self, nbytes: int, turn: int = 0, *, keep: bool = True
-    ) -> tuple[int, int, HostArray | None]:
+    def offer_once(self, nbytes: int, turn: int = 0) -> tuple[int, int, HostArray | None]:
         """Offer an array of this process for all ranks: they are its threads."""
         source, context = turn % self.size, self._context
         if source != self.rank:
@@ -231,8 +228,6 @@ class VirtualCommunicator(Communicator):
         with self.world.changed:
             place = context.num_offers = context.num_offers + 1
             context.offers[place] = memory
-            if keep:
-                context.kept.append(memory)
         return source, place, memory
 
     def take_once(self, source: int, place: int, nbytes: int) -> HostArray:
@@ -240,6 +235,14 @@ class VirtualCommunicator(Communicator):
         with self.world.changed:
             memory: HostArray = self._context.offers[place][:]
         return memory
+
+    def release_once(self, memory: HostArray) -> None:
+        """Keep no more what no other rank reads."""
+        context = self._context
+        with self.world.changed:
+            for place, one in [*context.offers.items()]:
+                if np.may_share_memory(one, memory):
+                    del context.offers[place]
 
     def barrier(self) -> Request:
         """Done once every rank has started it."""
@@ -383,18 +386,16 @@ class _Context:
         messages: Their messages.
         collectives: Those that some ranks have joined and others have not, by sequence number.
         boards: The signatures that each rank has posted.
-        offers: The arrays that ranks have offered to all, by number, as long as anybody has them.
+        offers: The arrays that ranks have offered to all, by number.
         num_offers: How many there have been.
-        kept: Those that live as long as the communicator.
     """
 
     def __init__(self, world: VirtualWorld) -> None:
         self.messages = Mailbox(world.changed, world.note_change)
         self.collectives: dict[int, _Collective] = {}
         self.boards: dict[int, HostArray] = {}
-        self.offers: WeakValueDictionary[int, HostArray] = WeakValueDictionary()
+        self.offers: dict[int, HostArray] = {}
         self.num_offers = 0
-        self.kept: list[HostArray] = []
 
     def signatures(self, rank: int, size: int) -> Signatures | None:
         """Return what the ranks compare with each other; None for a rank alone."""

@@ -12,7 +12,9 @@ from mpimesh.arrays.reduction import is_half
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn.parameter import Parameter
 
-__all__ = ["check_shape", "check_state", "load_values"]
+__all__ = ["check_shape", "check_state", "check_values", "load_values"]
+
+_VOID = np.dtype("V2")
 
 
 def check_shape(name: str, shape: tuple[int, ...], value: Array) -> None:
@@ -40,8 +42,10 @@ def check_state(state: object) -> None:
         )
 
 
-def load_values(parameters: Mapping[str, Parameter], state: Mapping[str, Array]) -> None:
-    """Copy ``state[name]`` into each parameter, rounded to its dtype. Changes all or none.
+def check_values(
+    parameters: Mapping[str, Parameter], state: Mapping[str, Array]
+) -> list[tuple[Array, Array]]:
+    """Return the memory of each parameter and what is to be copied there.
 
     Raises:
         ShapeError: If a shape differs.
@@ -53,11 +57,24 @@ def load_values(parameters: Mapping[str, Parameter], state: Mapping[str, Array])
         data = parameter.value()
         check_shape(name, parameter.shape, state[name])
         values = np.asarray(to_numpy(state[name]))
+        if values.dtype == _VOID and is_half(data.dtype):
+            values = values.view(data.dtype)  # np.load knows no bfloat16
         if values.dtype.kind not in "biuf" and not is_half(values.dtype):
             raise DTypeError(
                 f"state of parameter {name!r} must be real numbers, as its dtype is {data.dtype}, "
                 f"got {values.dtype}"
             )
         ready.append((data, namespace(data).asarray(values.astype(data.dtype, copy=False))))
-    for data, values in ready:
+    return ready
+
+
+def load_values(parameters: Mapping[str, Parameter], state: Mapping[str, Array]) -> None:
+    """Copy ``state[name]`` into each parameter, rounded to its dtype. Changes all or none.
+
+    Raises:
+        ShapeError: If a shape differs.
+        DTypeError: If values are no real numbers.
+        ModuleStateError: If a parameter has no memory yet.
+    """
+    for data, values in check_values(parameters, state):
         data[...] = values

@@ -29,6 +29,10 @@ __all__ = [
 ]
 
 
+_MOST_STEPS = 1 << 53
+"""Exact as a float."""
+
+
 class LRSchedule(ABC):
     """Share of an optimizer's own learning rate as a function of the step.
 
@@ -52,7 +56,7 @@ def _check(schedule: Any, *, least_steps: int = 1) -> None:
         value = getattr(schedule, field.name)
         name = f"{field.name} of {type(schedule).__name__}"
         if field.name == "steps":
-            value = as_int(value, name, ModuleError, least=least_steps)
+            value = as_int(value, name, ModuleError, least=least_steps, most=_MOST_STEPS)
         elif field.name != "then":
             value = as_real(value, name, ModuleError, least=0)
         object.__setattr__(schedule, field.name, value)
@@ -97,7 +101,7 @@ class LinearLR(LRSchedule):
 
     def __call__(self, step: int) -> float:
         """Return the share for a step, counted from 0."""
-        return self.start + (self.end - self.start) * min(step, self.steps) / self.steps
+        return self.start + (self.end - self.start) * (min(step, self.steps) / self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +231,13 @@ class LRScheduler:
         >>> sgd = optim.SGD([], lr=0.5)
         >>> schedule = optim.WarmupLR(2, optim.LinearLR(4, end=0.5))
         >>> scheduler = optim.LRScheduler(sgd, schedule)
+        >>> rates = []
         >>> for _ in range(7):
         ...     sgd.step()
-        ...     print(sgd.lr, end=" ")
+        ...     rates.append(sgd.lr)
         ...     scheduler.step()
-        0.0 0.25 0.5 0.4375 0.375 0.3125 0.25
+        >>> rates
+        [0.0, 0.25, 0.5, 0.4375, 0.375, 0.3125, 0.25]
     """
 
     __slots__ = ("_base_lrs", "_optimizers", "num_steps", "schedule")
@@ -307,8 +313,9 @@ class LRScheduler:
 
     def _set(self, num_steps: int, base_lrs: list[float]) -> None:
         share = check_number(f"share of the rate at step {num_steps}", self.schedule(num_steps))
-        for one, lr in zip(self._optimizers, base_lrs, strict=True):
-            one.lr = lr * share
+        rates = [check_number(f"lr at step {num_steps}", lr * share) for lr in base_lrs]
+        for one, lr in zip(self._optimizers, rates, strict=True):
+            one.lr = lr
         self.num_steps, self._base_lrs = num_steps, base_lrs
 
     def __repr__(self) -> str:

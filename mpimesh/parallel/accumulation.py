@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arguments import as_int, as_real, shown
+from mpimesh.arguments import as_int, as_real, check_kind, shown
 from mpimesh.arrays import Array, namespace
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.arrays.reduction import is_half
 from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, on_all_ranks
 from mpimesh.parallel.batch import SupportsStep
 from mpimesh.parallel.data import DataParallel
+from mpimesh.parallel.gradients.buckets import GROUP
 from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import ProcessGroup
@@ -61,6 +63,12 @@ class Accumulation:
             )
         if not callable(getattr(optimizer, "step", None)):
             raise ModuleError(f"optimizer= needs an object with a method step(), got {optimizer!r}")
+        own = model._engine.optimizer
+        if own is not None and optimizer is not own:
+            raise ModuleError(
+                "the model has a ParallelOptimizer, which alone knows what its gradients are; give "
+                f"that as optimizer=, got {optimizer!r}"
+            )
         self._model = model
         self._engine = model._engine
         self._optimizer = optimizer
@@ -169,19 +177,21 @@ def reduce_gradients(
     Args:
         gradients: This rank's gradients; None, or no entry, where it has none.
         group: The ranks.
-        divisor: What each sum is divided by: all ranks of the group if None, also those without a
-            gradient, so that the result is the gradient of the mean of their losses; 1 for sums.
+        divisor: What each sum is divided by: the number of ranks of the group if None, also those
+            without a gradient, so that the result is the gradient of the mean of their losses; 1
+            for sums.
 
     Returns:
         The gradients by name, those that any rank has, in the order of their names, on every rank.
 
     Raises:
         MismatchError: On every rank, if those of one name differ in shape or dtype, or divisors do.
-        ModuleError: On every rank, if one is no array, or `divisor` is no number but 0.
+        ModuleError: On every rank, if one is no array of floats, or `divisor` is 0 or no number.
 
     Cost:
         One exchange of names and shapes, and one all-reduce for each dtype.
     """
+    check_kind(group, ProcessGroup, "group", ModuleError, wanted=GROUP)
     problem: ModuleError | None = None
     mine: dict[str, Any] = {}
     by = 1.0
@@ -194,6 +204,8 @@ def reduce_gradients(
         for name, one in gradients.items():
             if one is not None and not hasattr(one, "dtype"):
                 raise ModuleError(f"the gradient of {name!r} must be an array, got {shown(one)}")
+            if one is not None and one.dtype.kind not in "fc" and not is_half(one.dtype):
+                raise ModuleError(f"the gradient of {name!r} must be of floats, got {one.dtype}")
             if one is not None:
                 mine[str(name)] = [list(one.shape), dtype_to_json(np.dtype(one.dtype))]
     except ModuleError as error:

@@ -390,6 +390,8 @@ class Arguments:
         return ""
 
     def _check_optimizer(self, engine: Engine, who: str) -> None:
+        if self.training and engine.why_no_optimizer:
+            raise ModuleError(f"{who}: {engine.why_no_optimizer}")
         if self.optimizer is None:
             return
         if isinstance(self.optimizer, type) or not callable(getattr(self.optimizer, "step", None)):
@@ -400,12 +402,6 @@ class Arguments:
             raise ModuleError(
                 f"{who}: the model has a ParallelOptimizer, which alone knows what its gradients "
                 f"are; give that as optimizer=, got {self.optimizer!r}"
-            )
-        if engine.optimizer is None and engine.stage and engine.data.size > 1:
-            raise ModuleError(
-                f"{who}: the replicas divide gradients and parameters, which only a "
-                f"ParallelOptimizer steps: mm.ParallelOptimizer({type(self.optimizer).__name__}"
-                "(model.parameters()), model)"
             )
         done = getattr(self.optimizer, "steps", 0)
         if not engine.step and not engine.is_step_known and isinstance(done, int) and done:

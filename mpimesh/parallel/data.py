@@ -248,10 +248,10 @@ class DataParallel(ParallelModel):
         return self._module
 
     def into_inner(self) -> SupportsLayer:
-        """Give the model back, free of buckets. Local.
+        """Give the model back, free of buckets. Local; at stage 3 collective over the replicas.
 
-        Whatever this object is asked to do afterwards, it refuses: it would train this rank's copy
-        alone.
+        Each rank has values of its own then. Whatever this object is asked to do afterwards, it
+        refuses: it would train this rank's copy alone.
         """
         if not self._engine.is_given_back:
             self._engine.give_back()
@@ -317,8 +317,9 @@ def fully_shard(
     gathered. Over several nodes each node has all of them, as in PyTorch's hybrid sharding, and new
     values are gathered after a step. Device arrays stay whole on each rank.
 
-    All else is as without: the model trains by a :class:`ParallelOptimizer`, which takes the stage
-    over, with the same result up to the order of sums; pipelines, tensor and sequence parallelism,
+    The model must be trained by a :class:`ParallelOptimizer`, which takes the stage over; it is
+    called once, for the whole model, not layer by layer. All else is as without, with the same
+    result up to the order of sums; pipelines, tensor and sequence parallelism,
     tied and frozen parameters, accumulation, clipping and loss scaling work; states are whole, and
     load at any stage on any mesh. ``parameter.grad`` is None between steps, and ``parameter.data``
     at stage 3 is memory that all ranks of the node see: what one of them writes, all have.

@@ -178,6 +178,7 @@ class Engine:
         executor: Runs this rank's part of a step.
         ties: The parameters that several ranks of a pipeline hold.
         stage: How much of gradients and values each replica has, 0 to 3.
+        is_stage_chosen: Whether somebody has chosen it, be it 0.
         optimizer: What the model is trained by, if that needs to know how it is cut.
         tensor: The layers that are split over a group of ranks.
         titles: The names of all inputs in messages: ``x``, and those that enter at stages.
@@ -258,6 +259,7 @@ class Engine:
         self.titles = ["x", *map(input_title, self.input_names)]
         self.exchanges = StepExchanges(scope, self.titles, self.places, data.size)
         self.stage = options.stage
+        self.is_stage_chosen = False
         self._new_buckets = partial(self._buckets_of, options)
         self.buckets = self._new_buckets(None)
         agree_together(scope, self._questions_of_values(_FIRST_VALUES))
@@ -283,6 +285,22 @@ class Engine:
     def scales_losses(self) -> bool:
         """Whether there is a loss scale, of whatever size now."""
         return self.optimizer is not None and self.optimizer.scaler is not None
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether replicas have values of parameters in memory that others of them see, too."""
+        return self.stage == 3 and self.data.size > 1
+
+    @property
+    def why_no_optimizer(self) -> str:
+        """Why the optimizer that steps this model must be a ParallelOptimizer; empty if not."""
+        if self.optimizer is not None or not self.stage or self.data.size == 1:
+            return ""
+        divided = ("the state of the optimizer", "gradients", "gradients and parameters")
+        return (
+            f"the replicas divide {divided[self.stage - 1]}, so that only a ParallelOptimizer can "
+            "train them: mm.ParallelOptimizer(optimizer, model), made before the first step"
+        )
 
     @property
     def replicas_are_all(self) -> bool:
@@ -346,9 +364,33 @@ class Engine:
             raise ModuleStateError(f"rank {self.mesh.rank}: {why}")
 
     def give_back(self) -> None:
-        """Let go of the parameters, and refuse everything from now on. Local."""
+        """Let go of the parameters, and refuse everything from now on.
+
+        Local, but where ranks have the values once: there each gets them for itself, collectively.
+        """
+        shared = self._shared_values()
+        if self.shares_values:
+            barrier = partial(self.scope.barrier, label="values that are given back")
+            if not self.mesh.closed:
+                barrier()  # nobody writes any more
+            for _, parameter in self.named_parameters():
+                parameter.data = parameter.data.copy()
+            if not self.mesh.closed:
+                barrier()  # nobody reads any more
         self.buckets.close()
+        self._release(shared)
         self.is_given_back = True
+
+    def _shared_values(self) -> list[Callable[[], None]]:
+        """Return what gives memory of values back that ranks have once, if there is any."""
+        shards = [bucket.shard.release for bucket in self.buckets.buckets if bucket.shard]
+        core = self.data._core
+        return [*shards, *(partial(core.node_release, one) for one in self._frozen_values)]
+
+    @staticmethod
+    def _release(shared: list[Callable[[], None]]) -> None:
+        for release in shared:
+            release()
 
     # -- in a step --------------------------------------------------------------------------
 
@@ -401,6 +443,7 @@ class Engine:
         )
         self.agree_on_closed()
         self.divide(number)
+        self.is_stage_chosen = True
 
     def _checked_stage(self, stage: object, mesh: object) -> int:
         number = as_int(stage, "stage", ModuleError, least=0)
@@ -452,8 +495,14 @@ class Engine:
         self._agree_on_trained()
         held = None if self.optimizer is None else self.optimizer.release()
         self.why_no_step = _NO_BUCKETS
+        shared = self._shared_values()
         self.buckets.close()
         self.buckets = self._new_buckets(plan)
+        if self.shares_values:
+            # What has moved nobody reads any more; what has not, such as values frozen before, has
+            # moved with the frozen ones.
+            self.scope.barrier(label="new values of parameters")
+            self._release(shared)
         if self.optimizer is not None and held is not None:
             self.optimizer.resume(*held)
         self.why_no_step = ""
@@ -613,7 +662,7 @@ class Engine:
         for _, parameter in self.named_parameters():
             if not parameter.requires_grad and type(parameter.data) is np.ndarray:
                 kinds.setdefault(parameter.dtype, []).append(parameter)
-        before, self._frozen_values = self._frozen_values, []
+        self._frozen_values = []
         for turn, parameters in enumerate(kinds.values()):
             sizes = shard_sizes(sum(one.size for one in parameters), 1, self.data.size)
             start = sum(sizes[: self.data.rank])
@@ -625,7 +674,6 @@ class Engine:
                 label="values of frozen parameters",
             )
             self._frozen_values.append(values)
-        del before  # which other ranks have read up to here
 
 
 def _place(group: ProcessGroup) -> int:

@@ -370,6 +370,7 @@ def disagreement(
     sums = dict.fromkeys(name for one in specs for name in one.sums)
     places = sorted({one.place for one in specs})
     whole = [one if one.replica is None else None for one in specs]
+    of_kind = batch if any(whole) else "must be given rows of the same shape and dtype in"
     rules: list[tuple[str, Sequence[object]]] = [
         ("must take the same step with the same options", [one.call for one in specs]),
         (f"{batch} x and target, or None; rows are", [one and one.rows for one in whole]),
@@ -380,7 +381,7 @@ def disagreement(
         ),
         *_rules_of_own_rows(specs, sums),
         *(
-            (f"{batch} {name}, or None; its rows are", [one.kinds.get(name) for one in specs])
+            (f"{of_kind} {name}, or None; its rows are", [one.kinds.get(name) for one in specs])
             for name in kinds
         ),
         *(

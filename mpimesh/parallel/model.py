@@ -11,11 +11,11 @@ import numpy as np
 
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.dtensor import DTensor
-from mpimesh.errors import ModuleError
+from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.layout import Layout, Shard
 from mpimesh.nn import Parameter
 from mpimesh.nn.protocol import set_training
-from mpimesh.nn.state import check_shape, check_state, load_values
+from mpimesh.nn.state import check_shape, check_state, check_values, load_values
 from mpimesh.optim import clip_grad_norm
 from mpimesh.parallel.batch import Arguments, Rows, split_layout
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
@@ -28,7 +28,7 @@ from mpimesh.parallel.step import Step
 from mpimesh.parallel.tensor.model import local_part
 from mpimesh.parallel.tree import Structure, Tree, flatten, tree_map
 from mpimesh.runtime import ProcessGroup
-from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.agreement import agree, agree_alike
 
 __all__ = ["ParallelModel", "joined_output"]
 
@@ -74,7 +74,8 @@ class ParallelModel:
 
         Raises:
             ModuleError: On every rank, if on any `max_norm` is not a number above 0.
-            ModuleStateError: On every rank, if only some have sums of gradients.
+            ModuleStateError: On every rank, if only some have sums of gradients; on this one, if
+                the replicas divide them and there is no :class:`ParallelOptimizer`.
 
         Cost:
             One all-reduce of 24 bytes.
@@ -83,6 +84,8 @@ class ParallelModel:
         engine.check_ready()
         if engine.optimizer is not None:
             return engine.optimizer.clip_grad_norm(max_norm)
+        if engine.why_no_optimizer:
+            raise ModuleStateError(f"rank {engine.mesh.rank}: {engine.why_no_optimizer}")
         parameters = self.parameters()
         problem = problem_with_norm(max_norm)
         all_sum = partial(
@@ -191,6 +194,8 @@ class ParallelModel:
         """Copy values into this rank's parameters; all of them or, on an error, none. Local.
 
         The number of steps is no part of it, but of the optimizer's: see :meth:`full_state_dict`.
+        Where ranks have the parameters once, as at stage 3 of :func:`mpimesh.fully_shard`, it is
+        collective over the replicas: nobody writes what another still reads.
 
         Shapes:
             state[name]: that of the parameter. `state` holds the whole model.
@@ -199,9 +204,23 @@ class ParallelModel:
             ModuleError: If names of the model are missing, or there are others.
             ShapeError: If a shape differs.
             DTypeError: If values are no numbers.
+            MismatchError: On every rank, where it is collective, if ranks refuse different things.
         """
         engine = self._engine
         engine.check_ready()
+        if engine.shares_values:
+            agree_alike(
+                engine.data._core, "load_state_dict", lambda: self._new_values(state), lambda _: ""
+            )
+        mine, values = self._new_values(state)
+        load_values(mine, values)
+        engine.first_values = True
+
+    def _new_values(
+        self, state: Mapping[str, Array]
+    ) -> tuple[dict[str, Parameter], dict[str, Array]]:
+        """Return this rank's parameters, and what a state of the whole model has for them."""
+        engine = self._engine
         check_state(state)
         expected = dict(engine.named_parameters(everywhere=True))
         if expected.keys() != state.keys():
@@ -213,8 +232,9 @@ class ParallelModel:
         for name, parameter in expected.items():
             check_shape(name, parameter.global_shape, state[name])
         mine = dict(engine.named_parameters())
-        load_values(mine, {name: local_part(name, one, state[name]) for name, one in mine.items()})
-        engine.first_values = True
+        values = {name: local_part(name, one, state[name]) for name, one in mine.items()}
+        check_values(mine, values)
+        return mine, values
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which steps add up gradients without reducing them.

@@ -130,7 +130,7 @@ class ParallelOptimizer:
         self._optimizers: tuple[Optimizer, ...] = (given,) if self._single else tuple(given)
         self._who = f"rank {engine.mesh.rank}"
         # What is no stage is refused below, too.
-        self._zero: Any = (engine.stage or 1) if zero is None else zero
+        self._zero: Any = (engine.stage if engine.is_stage_chosen else 1) if zero is None else zero
         self._scaler = scaler
         self._agreeing = engine.scope if group is None else group
         self._clipped: tuple[int | None, float] | None

@@ -525,16 +525,15 @@ class GroupCore:
         return array, writes
 
     def node_empty(
-        self, sizes: tuple[int, ...], dtype: DType, *, turn: int = 0, keep: bool = True
+        self, sizes: tuple[int, ...], dtype: DType, *, turn: int = 0
     ) -> tuple[HostArray, tuple[int, ...]]:
         """Return an array that a node's ranks have once and may all write. Collective.
 
         Args:
             sizes: Its shape, alike on all ranks.
             dtype: Its dtype.
-            turn: Which rank of each node gives the memory, counted on round and round.
-            keep: Keep the memory as long as the group. Else it lives as long as the array of the
-                rank that gives it, which must hold it until all have theirs.
+            turn: Which rank of each node gives the memory, counted on round and round. It is kept
+                as long as the group, or up to :meth:`node_release`.
 
         Returns:
             The array, uninitialised; and for each rank of the group the one that gives the memory
@@ -542,7 +541,7 @@ class GroupCore:
         """
         nbytes = math.prod(sizes) * dtype.itemsize
         communicator = self.communicator
-        source, place, memory = communicator.offer_once(nbytes, turn, keep=keep)
+        source, place, memory = communicator.offer_once(nbytes, turn)
         offers = agree(self, Call("empty_once", self.name), [source, place])
         sources = tuple(
             giver if offers[giver][1] >= 0 else rank for rank, (giver, _) in enumerate(offers)
@@ -553,6 +552,11 @@ class GroupCore:
             return aligned_empty(sizes, dtype, self.context.world.shared_bytes), sources
         array: HostArray = memory.view(dtype).reshape(sizes)
         return array, sources
+
+    def node_release(self, array: HostArray) -> None:
+        """Give memory of :meth:`node_empty` back. Local, when no rank uses the array any more."""
+        if array.nbytes and self._communicator is not None and not self.context.closed:
+            self._communicator.release_once(array)
 
     def lock(self, x: Array | None, call: Call) -> Callable[[], None] | None:
         """With checks on, make the input of a call read-only; return what makes it writable."""

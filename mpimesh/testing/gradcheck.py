@@ -42,7 +42,9 @@ def gradcheck(
 
     Frozen parameters must get no gradient. A gradient of None stands for zeros, and for an input
     that needs none (``input_grad = False``). The layer has its values afterwards, and no gradients.
-    Local; for a layer with collectives every rank of them calls it, with inputs of equal shapes.
+    Local; for a layer with collectives every rank of them calls it, with inputs of equal shapes. A
+    layer whose parameters are split over ranks is refused: an element would move on all of them at
+    once. Check the unsplit layer, and compare the split one with it.
 
     Args:
         layer: The layer, with parameters of float64 in NumPy's memory:
@@ -103,6 +105,12 @@ class _Check:
         self.training_step = training_step
         self.named = protocol.named_parameters(layer)
         for name, parameter in self.named:
+            if parameter.layout is not None and len(parameter.blocks) > 1:
+                raise ModuleError(
+                    f"parameter {name!r} is split over ranks, {parameter.layout}: gradcheck moves "
+                    "one element at a time, and would move one on each rank. Check the unsplit "
+                    "layer, and compare the split one with it"
+                )
             _check_dtype(f"parameter {name!r}", parameter.value())
         if not inputs:
             raise ModuleError("gradcheck needs an input: what forward takes")

@@ -120,3 +120,45 @@ def test_memory_of_buckets_made_anew_is_given_back(comm):
             node = model._engine.data._core.context.world.node
             used.append(0 if node is None or node.arena is None else node.arena.used_bytes)
         assert max(used[1:]) <= used[0] + 100_000
+
+
+def test_a_model_that_is_given_back_is_this_ranks_alone(comm):
+    """And lives on where other ranks have dropped it."""
+    with mm.DeviceMesh("dp=-1", comm) as mesh:
+        x = np.ones((2, 40), np.float32)
+        for number in range(3):
+            model = mm.fully_shard(
+                nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 40)),
+                mesh,
+                loss=nn.mse,
+                seed=number,
+                bucket_bytes=20_000,
+            )
+            if number == 0:
+                kept = model.into_inner()
+                expected = kept.forward(x).copy()
+                if comm.rank:
+                    for parameter in kept.parameters():
+                        parameter.data[...] = 7
+                    del kept
+            del model
+        mesh.barrier()
+        if not comm.rank:
+            np.testing.assert_array_equal(kept.forward(x), expected)
+
+
+def test_values_live_as_long_as_any_rank_has_them(comm):
+    with mm.DeviceMesh("dp=-1", comm) as mesh:
+        net = nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 40))
+        model = mm.fully_shard(net, mesh, loss=nn.mse, bucket_bytes=20_000)
+        x = np.ones((2, 40), np.float32)
+        expected = net.forward(x).copy()
+        mesh.barrier()
+        if comm.rank:
+            del net, model
+        taken = [mesh.shared_empty(12_000, np.float32) for _ in range(8)]
+        for one in taken:
+            one[...] = 3
+        mesh.barrier()
+        if not comm.rank:
+            np.testing.assert_array_equal(net.forward(x), expected)

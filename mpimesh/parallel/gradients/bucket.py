@@ -77,12 +77,11 @@ def share_values(
 
     Returns:
         The array, in the order of the parameters; the views that are their values now; and whether
-        all ranks of the group have it, not those of this node alone. The rank that gives the memory
-        must hold the array as long as any other rank reads it.
+        all ranks of the group have it, not those of this node alone.
     """
     dtype = np.dtype(parameters[0].value().dtype)
     size = sum(parameter.size for parameter in parameters)
-    values, sources = group._core.node_empty((size,), dtype, turn=turn, keep=False)
+    values, sources = group._core.node_empty((size,), dtype, turn=turn)
     is_whole = len(set(sources)) == 1
     if not is_whole:
         part = slice(0, size if sources[group.rank or 0] == group.rank else 0)
@@ -136,6 +135,7 @@ class Shard:
 
     __slots__ = (
         "_gather",
+        "_group",
         "_outgoing",
         "is_whole",
         "memory",
@@ -161,6 +161,7 @@ class Shard:
         xp, dtype = namespace(first), np.dtype(first.dtype)
         size = sum(parameter.size for parameter in parameters)
         self.stage = stage
+        self._group = group
         self.sizes = shard_sizes(size, dtype.itemsize, group.size)
         start = sum(self.sizes[: group.rank])
         self.part = slice(start, start + self.sizes[group.rank or 0])
@@ -184,6 +185,11 @@ class Shard:
             self._gather = group.all_gather_init(
                 self._outgoing, sizes=self.sizes, out=self.values, label=f"values of {name}"
             )
+
+    def release(self) -> None:
+        """Give memory back that ranks have once, when none of them reads it any more. Local."""
+        if self.stage == 3:
+            self._group._core.node_release(self.values)
 
     def gather(self) -> CollectiveTensor | None:
         """Start to give this rank's new values to all, and to take theirs. Collective.

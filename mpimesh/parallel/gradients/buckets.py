@@ -51,10 +51,10 @@ from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
 
-__all__ = ["BUCKET_BYTES", "GRAD_DTYPE", "GradientBuckets"]
+__all__ = ["BUCKET_BYTES", "GRAD_DTYPE", "GROUP", "GradientBuckets"]
 
 _IS_TRAINED = attrgetter("requires_grad")
-_GROUP = "a group of ranks, as mesh.group('dp') gives"
+GROUP = "a group of ranks, as mesh.group('dp') gives"
 
 GRAD_DTYPE = "grad_dtype: gradients are added up"
 
@@ -126,7 +126,7 @@ class GradientBuckets:
         grad_dtype: Any = None,
         uses: Mapping[int, int] | None = None,
     ) -> None:
-        self._group = check_kind(group, ProcessGroup, "group", ModuleError, wanted=_GROUP)
+        self._group = check_kind(group, ProcessGroup, "group", ModuleError, wanted=GROUP)
         live_mesh(mesh)
         if isinstance(op, str | ReduceOp):
             self._op = as_reduce_op(op)
@@ -144,7 +144,7 @@ class GradientBuckets:
             wanted = "a group or None for each parameter"
             for one in as_items(groups, "groups", ModuleError, wanted=wanted):
                 if one is not None:
-                    check_kind(one, ProcessGroup, "each of groups", ModuleError, wanted=_GROUP)
+                    check_kind(one, ProcessGroup, "each of groups", ModuleError, wanted=GROUP)
         as_real(bucket_bytes, "bucket_bytes", ModuleError, least=1, finite=False)
         if plan is not None:
             wanted = "for each bucket the numbers of its parameters"
@@ -446,7 +446,8 @@ class GradientBuckets:
         changed += [name for name, parameter in self._frozen if parameter.requires_grad]
         raise ModuleStateError(
             f"rank {self._group.world_rank}: parameters {changed} were frozen or unfrozen "
-            "after the buckets were made; make them anew"
+            "after their gradient buckets were made: call rebuild_buckets() of the model on all "
+            "ranks then, or make GradientBuckets of your own anew"
         )
 
     @property

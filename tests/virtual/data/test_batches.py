@@ -352,7 +352,7 @@ def test_closing():
         (X, 24, {"drop_last": True}, ShapeError, (23, 24)),
         (X[:0], 2, {}, ShapeError, (0,)),
         (X, 2, {"rows": 4}, ModuleError, ("rows=", 4)),
-        (X.take, 2, {}, ModuleError, ("rows", None)),
+        (X.take, 2, {}, ModuleError, ("function", "rows=")),
         (X, 2, {"parts": 3}, ModuleError, ("parts", 2, 3)),
         (X, 2, {"seed": -1}, ModuleError, ("seed", -1)),
         (X, 2, {"shuffle": "yes"}, ModuleError, ("shuffle", "'yes'")),

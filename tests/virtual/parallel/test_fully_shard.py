@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import MismatchError, ModuleError, ModuleStateError
+from mpimesh.errors import (
+    MismatchError,
+    ModuleError,
+    ModuleStateError,
+    MpimeshError,
+    ShapeError,
+)
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import SEED, batch, layers, make_pipeline, on_ranks, state_of
 from tests.helpers.raises import raises
@@ -225,12 +232,68 @@ def test_what_cannot_be_divided_is_refused():
         pipe.zero_grad()
         mm.fully_shard(pipe, mesh)
         plain = optim.Adam(pipe.parameters())
-        with raises(ModuleError, "ParallelOptimizer", "Adam"):
+        with raises(ModuleError, "ParallelOptimizer", "parameters"):
             pipe.train_step(*batch(0, 8), loss=nn.cross_entropy, optimizer=plain)
         optimizer = mm.ParallelOptimizer(plain, pipe)
         with raises(ModuleError, "ParallelOptimizer", "zero="):
             mm.fully_shard(pipe, mesh)
         pipe.train_step(*batch(0, 8), loss=nn.cross_entropy, optimizer=optimizer)
+        return True
+
+    assert all(on_ranks("dp=2", body))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_only_a_parallel_optimizer_can_train_is_refused(stage):
+    def body(mesh):
+        model = make(mesh, stage)
+        plain = optim.SGD(model.parameters(), lr=0.1)
+        with raises(ModuleError, "ParallelOptimizer"):
+            model.train_step(*batch(0, 8))
+        with raises(ModuleStateError, "ParallelOptimizer"):
+            model.clip_grad_norm(1.0)
+        optimizer = mm.ParallelOptimizer(plain, model)
+        with raises(ModuleError, "optimizer=", "SGD"):
+            other = optim.SGD(model.parameters(), lr=0.1)
+            mm.parallel.Accumulation(model, 2, optimizer=other, max_norm=1.0)
+        model.train_step(*batch(0, 8), optimizer=optimizer)
+        return True
+
+    assert all(on_ranks("dp=2", body))
+
+
+def test_stage_0_stays_0():
+    def body(mesh):
+        model = make(mesh, 0)
+        optimizer = mm.ParallelOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
+        model.train_step(*batch(0, 8), optimizer=optimizer)
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        return repr(optimizer)
+
+    assert "zero=0" in on_ranks("dp=2", body)[0]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_values_are_loaded_when_nobody_reads_the_old_ones(late):
+    """Swapped for others and back, as an average of weights is, with one rank behind."""
+
+    def body(mesh):
+        model = make(mesh, 3)
+        before = model.evaluate(*batch(0, 8))
+        if mesh.rank == late:
+            time.sleep(0.2)
+        kept = model.full_state_dict()
+        model.load_state_dict({name: values * 0.5 for name, values in kept.items()})
+        half = model.evaluate(*batch(0, 8))
+        model.load_state_dict(kept)
+        assert half != before
+        assert model.evaluate(*batch(0, 8)) == before
+        wrong = {**kept, "0.weight": kept["0.weight"][1:]}
+        with raises(ShapeError, "0.weight"):
+            model.load_state_dict(wrong)
+        with raises(MpimeshError):
+            model.load_state_dict(wrong if mesh.rank else kept)
+        assert model.evaluate(*batch(0, 8)) == before
         return True
 
     assert all(on_ranks("dp=2", body))

@@ -263,6 +263,7 @@ LEFT_OUT = {
 # What messages may name instead: the thing that does not fit.
 ALSO = {
     "module": "layer",
+    "model": "layer",
     "parts": "Microbatches",
     "x": "rows|microbatch",
     "part": "parts",
