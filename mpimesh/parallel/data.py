@@ -270,7 +270,8 @@ class DataParallel(ParallelModel):
         set_training(self._module, training)
 
     def __repr__(self) -> str:
-        return f"<DataParallel of {self.num_replicas} replicas of {self._module!r}>"
+        stage = f", stage {self._engine.stage}" if self._engine.stage else ""
+        return f"<DataParallel of {self.num_replicas} replicas of {self._module!r}{stage}>"
 
 
 # -- sharded training -----------------------------------------------------------------------------

@@ -200,6 +200,7 @@ def test_a_stage_can_rise_and_not_fall():
         optimizer = mm.ParallelOptimizer(optim.Adam(model.parameters()), model, zero=3)
         model.train_step(*batch(0, 8), optimizer=optimizer)
         assert "zero=3" in repr(optimizer)
+        assert repr(model).endswith(", stage 3>")
         other = make(mesh, 2)
         with raises(ModuleError, "zero=1", 2):
             mm.ParallelOptimizer(optim.Adam(other.parameters()), other, zero=1)
