@@ -323,7 +323,8 @@ def fully_shard(
     result up to the order of sums; pipelines, tensor and sequence parallelism,
     tied and frozen parameters, accumulation, clipping and loss scaling work; states are whole, and
     load at any stage on any mesh. ``parameter.grad`` is None between steps, and ``parameter.data``
-    at stage 3 is memory that all ranks of the node see: what one of them writes, all have.
+    at stage 3 is memory that all ranks of the node see: what one of them writes, all have. It is
+    given back by :meth:`DataParallel.into_inner`, or when the mesh is closed.
 
     Args:
         model: A layer, of which a :class:`DataParallel` is made; or such a model, or a
