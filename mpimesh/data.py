@@ -40,7 +40,7 @@ __all__ = ["Batches", "shuffled"]
 
 _ROUNDS = 16
 _BLOCK_ROWS = 1 << 14
-"""How many places of the order are worked out at once: for a few rows NumPy's calls cost more."""
+"""Places of the order that are worked out at once: for a few rows NumPy's calls cost more."""
 _SETTINGS = ("rows", "batch_size", "parts", "seed", "shuffle", "drop_last")
 
 

@@ -178,7 +178,7 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole array."""
+        """True if every rank holds the whole array."""
         return all(isinstance(spec, Replicate) for spec in self.placement)
 
     # -- text ------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class BoxLayout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole array."""
+        """True if every rank holds the whole array."""
         return all(box == whole(self.shape) for box in self.boxes)
 
     def holders(self, shape: Sequence[int]) -> dict[Box, tuple[int, ...]]:

@@ -71,7 +71,7 @@ class Checkpoint(Module):
 
     @property
     def input_grad(self) -> bool:
-        """Whether the layer returns the gradient of its input; set it for a first layer."""
+        """True if the layer returns the gradient of its input; set it for a first layer."""
         return getattr(self.layer, "input_grad", True)
 
     @input_grad.setter

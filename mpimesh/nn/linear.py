@@ -140,7 +140,7 @@ class Linear(Module):
 
     @property
     def is_first(self) -> bool:
-        """Whether it is split by its outputs, within a layer that lets the input in."""
+        """True if it is split by its outputs, within a layer that lets the input in."""
         return self._axis == 0 and self._entrance is None
 
     def set_part(self, part: FeaturePart | None) -> FeaturePart | None:

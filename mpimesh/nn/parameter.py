@@ -151,7 +151,7 @@ class Parameter:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several ranks of the layout hold one block, whichever ranks."""
+        """True if some block of the layout lies on several ranks."""
         return any(len(ranks) > 1 for ranks in self.blocks.values())
 
     def set_layout(self, layout: Layout | BoxLayout, rank: int) -> None:

@@ -196,7 +196,7 @@ class OneCycleLR(LRSchedule):
 
 
 class SupportsOptimizers(Protocol):
-    """What steps optimizers, as :class:`~mpimesh.ParallelOptimizer` does."""
+    """An object that steps optimizers, as a :class:`~mpimesh.ParallelOptimizer` does."""
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 Rows = Literal["whole", "local"]
-"""Which rows plain arrays hold: those of the global batch, or those of this rank's replica."""
+"""The rows of plain arrays: those of the global batch, or those of this rank's replica."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.layout import Layout, Shard
 from mpimesh.nn import Parameter
 from mpimesh.nn.protocol import set_training
-from mpimesh.nn.state import check_shape, check_state, check_values, load_values
+from mpimesh.nn.state import check_shape, check_state, check_values
 from mpimesh.optim import clip_grad_norm
 from mpimesh.parallel.batch import Arguments, Rows, split_layout
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
@@ -209,17 +209,17 @@ class ParallelModel:
         engine = self._engine
         engine.check_ready()
         if engine.shares_values:
-            agree_alike(
+            changes = agree_alike(
                 engine.data._core, "load_state_dict", lambda: self._new_values(state), lambda _: ""
             )
-        mine, values = self._new_values(state)
-        load_values(mine, values)
+        else:
+            changes = self._new_values(state)
+        for data, values in changes:
+            data[...] = values
         engine.first_values = True
 
-    def _new_values(
-        self, state: Mapping[str, Array]
-    ) -> tuple[dict[str, Parameter], dict[str, Array]]:
-        """Return this rank's parameters, and what a state of the whole model has for them."""
+    def _new_values(self, state: Mapping[str, Array]) -> list[tuple[Array, Array]]:
+        """Return the memory of this rank's parameters, and what a state has for it. Local."""
         engine = self._engine
         check_state(state)
         expected = dict(engine.named_parameters(everywhere=True))
@@ -233,8 +233,7 @@ class ParallelModel:
             check_shape(name, parameter.global_shape, state[name])
         mine = dict(engine.named_parameters())
         values = {name: local_part(name, one, state[name]) for name, one in mine.items()}
-        check_values(mine, values)
-        return mine, values
+        return check_values(mine, values)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which steps add up gradients without reducing them.

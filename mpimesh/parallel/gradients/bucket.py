@@ -306,9 +306,7 @@ class Bucket:
         self._views.clear()
         self.flat = self._reduction = None
         for parameter in self.parameters:
-            wide = parameter.grad_dtype
             parameter.detach_grad()
-            parameter.grad_dtype = wide
 
     def show(self) -> None:
         """Let the parameters' gradients be views of the memory, if it stays."""
