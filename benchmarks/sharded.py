@@ -262,7 +262,7 @@ def held(mesh: mm.DeviceMesh, stage: int, sizes: Sizes) -> dict[str, float]:
     for _ in range(3):
         model.train_step(x, target, optimizer=optimizer)
     buckets = model.buckets.buckets
-    whole = sum(parameter.data.nbytes for parameter in model.parameters())
+    whole = 4 * sum(parameter.size for parameter in model.parameters())
     shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
     mine = sum(shard.memory.nbytes for shard in shards)
     flat = sum(bucket.flat.nbytes for bucket in buckets if bucket.flat is not None)
@@ -270,7 +270,8 @@ def held(mesh: mm.DeviceMesh, stage: int, sizes: Sizes) -> dict[str, float]:
     mesh.barrier()
     return {
         "the whole model": whole / _MIB,
-        "parameters": (mine if stage == 3 and shards[0].is_whole else whole) / _MIB,
+        "parameters": (mine if stage == 3 else whole) / _MIB,
+        "layers under way": model._engine.layer_values.nbytes / _MIB,
         "gradients": (flat + mine) / _MIB,
         "memory of reductions": model.buckets.packed_bytes / _MIB,
         "state": sum(

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from mpimesh.comm.base import Communicator
+from mpimesh.comm.virtual import VirtualCommunicator
 from tests.helpers.parallel_models import STAGE
 
 pytest_plugins = ["mpimesh.testing.pytest_plugin"]
@@ -77,9 +79,18 @@ def _runs(item: pytest.Item, number: int, step: int, config: pytest.Config) -> b
     return quick or bool(config.getoption("--deep"))
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.deep), 3])
+@pytest.fixture
+def nodes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let virtual ranks have no memory that they see alike, as if each were a node."""
+    alone = Communicator.offer_once
+    monkeypatch.setattr(VirtualCommunicator, "offer_once", alone)
+
+
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.deep), 3, "3 over nodes"])
 def stage(request: pytest.FixtureRequest) -> Iterator[int]:
     """Run a test at each stage at which replicas divide something."""
-    STAGE[0] = request.param
-    yield request.param
+    STAGE[0] = number = int(str(request.param)[0])
+    if number != request.param:
+        request.getfixturevalue("nodes_apart")
+    yield number
     STAGE[0] = 1

@@ -66,6 +66,8 @@ class Parameter:
     __slots__ = (
         "__weakref__",
         "_attached",
+        "_away",
+        "_away_dtype",
         "_grad",
         "_marks",
         "_place",
@@ -109,6 +111,8 @@ class Parameter:
         self.initializer = initializer
         self.requires_grad = as_flag(requires_grad, "requires_grad", ModuleError)
         self.data: Array = None
+        self._away = ""
+        self._away_dtype: DType | None = None
         self._attached = False
         self._marks = bytearray(1)
         self._place = 0
@@ -189,7 +193,7 @@ class Parameter:
     @property
     def dtype(self) -> DType | None:
         """The dtype of the values; None before `materialize`."""
-        return None if self.data is None else np.dtype(self.data.dtype)
+        return self._away_dtype if self.data is None else np.dtype(self.data.dtype)
 
     @property
     def is_attached(self) -> bool:
@@ -235,6 +239,10 @@ class Parameter:
         Raises:
             ModuleStateError: If the parameter has no memory yet.
         """
+        if self.data is None and self._away:
+            raise ModuleStateError(
+                f"parameter {self.name!r} of shape {self.shape} has no memory here: {self._away}"
+            )
         if self.data is None:
             raise ModuleStateError(
                 f"parameter {self.name!r} of shape {self.shape} has no memory yet: call "
@@ -242,6 +250,16 @@ class Parameter:
                 "holds it, before it is used"
             )
         return self.data
+
+    def put_away(self, why: str) -> None:
+        """Give up the values, which somebody else keeps, and remember their dtype.
+
+        Args:
+            why: Where they are, and what to do, for the error of :meth:`value`.
+        """
+        self._away_dtype = self.dtype
+        self._away = why
+        self.data = None
 
     def accumulate(self, g: Array, *, owned: bool = False) -> None:
         """Add `g` to the gradient, then call `on_ready`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, Self
 
@@ -30,12 +30,17 @@ class Sequential(Module):
     materialised at index 0 has the weights of `a`, `b` and `c` materialised on
     three pipeline stages at 0, ``a.num_layers`` and ``a.num_layers + b.num_layers``.
 
+    Attributes:
+        before: Called with each layer before it runs, and whether it runs backward; None calls
+            nothing. Training that has a layer's values only while it runs brings them so.
+
     Raises:
         ModuleError: If something given is no layer.
     """
 
     def __init__(self, *layers: SupportsLayer | Iterable[SupportsLayer]) -> None:
         self._layers: list[SupportsLayer] = []
+        self.before: Callable[[SupportsLayer, bool], None] | None = None
         for layer in layers:
             for one in layer if isinstance(layer, list | tuple) else (layer,):
                 self.append(one)
@@ -124,7 +129,10 @@ class Sequential(Module):
             ModuleError: If `ctx` is no Context.
         """
         check_context(self, ctx)
+        before = self.before
         for layer in self._layers:
+            if before is not None:
+                before(layer, False)
             x = layer.forward(x, ctx)
         return x
 
@@ -137,6 +145,8 @@ class Sequential(Module):
         """
         dx: Array | None = dy
         for place in reversed(range(len(self._layers))):
+            if self.before is not None:
+                self.before(self._layers[place], True)
             dx = protocol.backward_input(self._layers[place], dx, ctx)
             if dx is None:
                 self._stop_at(place, ctx)
@@ -146,6 +156,8 @@ class Sequential(Module):
     def backward_weight(self, ctx: Context) -> None:
         """Run the layers' `backward_weight` from last to first, as `backward` does."""
         for layer in reversed(self._layers):
+            if self.before is not None:
+                self.before(layer, True)
             protocol.backward_weight(layer, ctx)
 
     def backward(self, dy: Array, ctx: Context) -> Array | None:
@@ -157,6 +169,8 @@ class Sequential(Module):
         """
         dx: Array | None = dy
         for place in reversed(range(len(self._layers))):
+            if self.before is not None:
+                self.before(self._layers[place], True)
             dx = self._layers[place].backward(dx, ctx)
             if dx is None:
                 self._stop_at(place, ctx)

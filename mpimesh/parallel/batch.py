@@ -25,7 +25,13 @@ from mpimesh.nn.foreign import loss_advice
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.executor import Task
 from mpimesh.parallel.header import OWN_ROWS, BatchSpec, Size, checksum, input_title, sample
-from mpimesh.parallel.microbatch import Microbatches, microbatch_rows, num_rows, replica_rows
+from mpimesh.parallel.microbatch import (
+    Microbatches,
+    microbatch_rows,
+    num_rows,
+    replica_rows,
+    replica_sizes,
+)
 from mpimesh.parallel.tree import Tree, flatten, tree_map
 
 __all__ = [
@@ -288,13 +294,16 @@ class Arguments:
 
         def cut(title: str) -> list[Tree]:
             if part is not None:
-                return list(values[title].parts[part])
+                parts = values[title].parts
+                empty = tree_map(lambda leaf, _: leaf[:0], parts[0])
+                return [*parts[part], *[empty] * (len(spans) - (part.stop - part.start))]
             return values[title].cut([span for span in spans if span is not None], start)
 
         names = [name for stage in engine.local.values() for name in stage.inputs]
         task = Task(
             spans,
             is_cut=part is not None,
+            num_given=len(spans) if part is None else part.stop - part.start,
             x=cut("x") if engine.is_first else None,
             inputs={name: cut(input_title(name)) for name in names},
             step=engine.step,
@@ -443,11 +452,15 @@ def _share(
     """
     replicas, mine = engine.data.size, engine.data.rank or 0
     if not size.count:
-        part = replica_rows(size.rows, replicas, mine)
-        if size.own:
-            start = _first_row(engine, size)
-            part = slice(start, start + (size.own[mine] or 0))
-        return _row_spans(part, size.rows, engine.num_microbatches), None
+        rows = size.own or replica_sizes(size.rows, replicas)
+        start = sum(count or 0 for count in rows[:mine])
+        part = slice(start, start + (rows[mine] or 0))
+        spans = _row_spans(part, size.rows, engine.num_microbatches)
+        counts = [
+            len(_row_spans(slice(0, count or 0), size.rows, engine.num_microbatches))
+            for count in rows
+        ]
+        return _filled(engine, spans, part.stop, max(counts)), None
     most = replicas * engine.num_microbatches
     if size.count > most:
         raise ScheduleError(
@@ -457,9 +470,20 @@ def _share(
         )
     part = replica_rows(size.count, replicas, mine)
     first = next(iter(values.values()), None)
+    most = -(-size.count // replicas)
     if first is None:
-        return [None] * (part.stop - part.start), part
-    return first.spans()[part], part
+        return _filled(engine, [None] * (part.stop - part.start), None, most), part
+    ends = first.spans()[part]
+    return _filled(engine, ends, ends[-1].stop if ends else 0, most), part
+
+
+def _filled(
+    engine: Engine, spans: Sequence[slice | None], stop: int | None, most: int
+) -> Sequence[slice | None]:
+    """Return the rows of microbatches, with such of no rows, where all replicas do the same."""
+    empty = None if stop is None else slice(stop, stop)
+    missing = most - len(spans) if engine.layer_values.meets else 0
+    return [*spans, *[empty] * missing]
 
 
 def _first_row(engine: Engine, size: Size) -> int:

@@ -282,12 +282,20 @@ M = TypeVar("M", bound=ParallelModel)
 
 @overload
 def fully_shard(
-    model: SupportsLayer, mesh: DeviceMesh, dim: str = ..., stage: int = ..., **options: Any
+    model: SupportsLayer,
+    mesh: DeviceMesh,
+    dim: str = ...,
+    stage: int = ...,
+    *,
+    hybrid: bool = ...,
+    **options: Any,
 ) -> DataParallel: ...
 
 
 @overload
-def fully_shard(model: M, mesh: DeviceMesh, dim: str = ..., stage: int = ...) -> M: ...
+def fully_shard(
+    model: M, mesh: DeviceMesh, dim: str = ..., stage: int = ..., *, hybrid: bool = ...
+) -> M: ...
 
 
 def fully_shard(
@@ -295,6 +303,8 @@ def fully_shard(
     mesh: DeviceMesh,
     dim: str = "dp",
     stage: int = 3,
+    *,
+    hybrid: bool = False,
     **options: Any,
 ) -> ParallelModel:
     """Divide a model's parameters, gradients and optimizer state among its replicas. Collective.
@@ -313,10 +323,14 @@ def fully_shard(
 
     At stages 2 and 3 the gradients of a bucket are whole from when backward makes them to when they
     are reduced: those of at most three buckets, the first step's and those added up over several
-    microbatches or under :meth:`ParallelModel.no_sync` aside. At stage 3 the ranks of a node have
+    microbatches or under :meth:`ParallelModel.no_sync` aside. At stage 3 the ranks of one node have
     the parameters once, each rank its part, and read those of the others in place: nothing is
-    gathered. Over several nodes each node has all of them, as in PyTorch's hybrid sharding, and new
-    values are gathered after a step. Device arrays stay whole on each rank.
+    gathered. Over several nodes, and on devices, each rank has its part, and the parameters of a
+    layer are gathered while the layer before it runs, forward and backward, and let go after it;
+    a replica that has fewer rows than others runs microbatches of no rows with them. With `hybrid`
+    each node, and each device, has all parameters once, and new values are gathered after a step,
+    as in PyTorch's hybrid sharding. So it is for parameters that several stages share and those of
+    PyTorch's modules, and for frozen ones, which are not divided over nodes.
 
     The model must be trained by a :class:`ParallelOptimizer`, which takes the stage over; it is
     called once, for the whole model, not layer by layer. All else is as without, with the same
@@ -324,7 +338,9 @@ def fully_shard(
     tied and frozen parameters, accumulation, clipping and loss scaling work; states are whole, and
     load at any stage on any mesh. ``parameter.grad`` is None between steps, and ``parameter.data``
     at stage 3 is memory that all ranks of the node see: what one of them writes, all have. It is
-    given back by :meth:`DataParallel.into_inner`, or when the mesh is closed.
+    given back by :meth:`DataParallel.into_inner`, or when the mesh is closed. Where parameters are
+    gathered, ``parameter.data`` is None outside of their layer's turn, and
+    :meth:`ParallelModel.full_state_dict` and :meth:`ParallelModel.load_state_dict` are collective.
 
     Args:
         model: A layer, of which a :class:`DataParallel` is made; or such a model, or a
@@ -332,6 +348,7 @@ def fully_shard(
         mesh: The mesh.
         dim: The dim of the replicas of a layer; a model has its own.
         stage: What is divided.
+        hybrid: Whether each node has all parameters at stage 3.
         options: Those of :class:`DataParallel`, for a layer.
 
     Returns:
@@ -356,5 +373,5 @@ def fully_shard(
             f"fully_shard: the options {sorted(options)} are for a layer, of which a DataParallel "
             f"is made; this is a {type(model).__name__}, which has its own"
         )
-    model._engine.shard(stage, mesh)
+    model._engine.shard(stage, mesh, hybrid)
     return model

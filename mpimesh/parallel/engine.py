@@ -30,6 +30,7 @@ from mpimesh.parallel.first_values import give_values, is_used_again, uses_of
 from mpimesh.parallel.gradients.bucket import STAGES, shard_sizes, share_values
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
+from mpimesh.parallel.gradients.layer_values import LayerValues
 from mpimesh.parallel.gradients.pieces import HeldState, Spread
 from mpimesh.parallel.gradients.replicas import agree_together, agree_values, digest
 from mpimesh.parallel.header import StepExchanges, fingerprint, input_title
@@ -181,6 +182,7 @@ class Engine:
         is_stage_chosen: Whether somebody has chosen it, be it 0.
         optimizer: What the model is trained by, if that needs to know how it is cut.
         tensor: The layers that are split over a group of ranks.
+        layer_values: The values that are here only while their layers run.
         titles: The names of all inputs in messages: ``x``, and those that enter at stages.
         exchanges: What the ranks tell each other at the start and the end of each step.
     """
@@ -210,6 +212,8 @@ class Engine:
         self.loss_share = 1.0
         self.optimizer: ModelOptimizer | None = None
         self._frozen_values: list[Array] = []  # that other ranks of the node read
+        self._is_hybrid = False
+        self.layer_values = LayerValues()
         self.why_no_step = ""
         self.is_given_back = False
         self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
@@ -347,10 +351,14 @@ class Engine:
         return mine if split is None else mine * split.size + (split.rank or 0)
 
     def digests(self) -> dict[str, str]:
-        """Return what tells the values of this rank's parameters from others. Reads them once."""
+        """Return what tells the values of this rank's parameters from others. Reads them once.
+
+        But for those of which each replica has its part.
+        """
         if self.data.size == 1:
             return {}
-        return {name: digest(parameter) for name, parameter in self.named_parameters()}
+        named = self.named_parameters()
+        return {name: digest(parameter) for name, parameter in named if parameter.data is not None}
 
     def check_ready(self) -> None:
         """Return if this rank may do something with the others. Local; all that is collective asks.
@@ -369,10 +377,16 @@ class Engine:
         Local, but where ranks have the values once: there each gets them for itself, collectively.
         """
         shared = self._shared_values()
+        if self.layer_values.shards and self.mesh.closed:
+            raise ModuleStateError(
+                f"rank {self.mesh.rank}: the replicas divide the values of the model, and cannot "
+                "gather them any more: call into_inner() before the mesh is closed"
+            )
         if self.shares_values:
             barrier = partial(self.scope.barrier, label="values that are given back")
             if not self.mesh.closed:
                 barrier()  # nobody writes any more
+            self.layer_values.restore()
             for _, parameter in self.named_parameters():
                 parameter.data = parameter.data.copy()
             if not self.mesh.closed:
@@ -393,6 +407,29 @@ class Engine:
             release()
 
     # -- in a step --------------------------------------------------------------------------
+
+    def begin_layers(self, look: Callable[[], None]) -> None:
+        """Let the waits of layers look for news: `look` raises if the step is to be left. Local."""
+        self.tensor.begin(look)
+        self.layer_values.begin(look)
+
+    def end_layers(self) -> None:
+        """Let go of what layers had in a step. Local."""
+        self.tensor.end()
+        self.layer_values.end()
+
+    def layer_notes(self) -> list[list[Any]]:
+        """Return what other ranks are to know of this rank's layers after a failure. Local."""
+        return [self.tensor.notes(), self.layer_values.notes()]
+
+    def finish_layers(self, notes: Mapping[int, list[list[Any]]]) -> None:
+        """Leave nothing of the layers of a failed step under way. Collective over the scope.
+
+        Args:
+            notes: Those of all ranks, by their numbers in the mesh.
+        """
+        self.tensor.finish({rank: one for rank, (one, _) in notes.items()})
+        self.layer_values.finish([notes[rank][1] for rank in self.data.ranks])
 
     def begin_gradients(self, num_microbatches: int, look: Callable[[], None]) -> None:
         """Announce the backwards of a step. Local.
@@ -430,7 +467,7 @@ class Engine:
         finally:
             self.accumulating = before
 
-    def shard(self, stage: object, mesh: object) -> None:
+    def shard(self, stage: object, mesh: object, hybrid: object) -> None:
         """Divide the model among its replicas, before it has an optimizer. Collective.
 
         Raises:
@@ -438,8 +475,10 @@ class Engine:
             MismatchError: On every rank, if the ranks name different stages.
         """
         self.check_ready()
-        number = agree_alike(
-            self.scope._core, "fully_shard", lambda: self._checked_stage(stage, mesh)
+        number, self._is_hybrid = agree_alike(
+            self.scope._core,
+            "fully_shard",
+            lambda: (self._checked_stage(stage, mesh), as_flag(hybrid, "hybrid", ModuleError)),
         )
         self.agree_on_closed()
         self.divide(number)
@@ -474,9 +513,13 @@ class Engine:
         """
         self.stage = stage
         if stage:
-            self.buckets.divide(stage)
+            self.layer_values.restore()
+            self.buckets.divide(stage, by_layer=not self._is_hybrid)
         if stage == 3:
             self._share_frozen()
+            self.layer_values.bring(
+                self.local.values(), self.buckets.buckets, self.scope, self.mesh, self.data.name
+            )
 
     def rebuild_buckets(self, plan: Plan | None = None) -> None:
         """Make the buckets anew, after parameters were frozen or unfrozen or by a plan. Collective.
@@ -496,6 +539,7 @@ class Engine:
         held = None if self.optimizer is None else self.optimizer.release()
         self.why_no_step = _NO_BUCKETS
         shared = self._shared_values()
+        self.layer_values.restore()
         self.buckets.close()
         self.buckets = self._new_buckets(plan)
         if self.shares_values:
@@ -513,8 +557,9 @@ class Engine:
         Raises:
             MismatchError: On every rank, naming a parameter that differs.
         """
-        ties = partial(self.ties.agree, values=True)
-        agree_together(self.scope, [ties, *self._questions_of_values()])
+        with self.layer_values.whole():
+            ties = partial(self.ties.agree, values=True)
+            agree_together(self.scope, [ties, *self._questions_of_values()])
 
     def agree_on_closed(self) -> None:
         """Return if no rank has gradients that new buckets would drop. Collective.

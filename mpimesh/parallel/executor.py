@@ -40,6 +40,7 @@ class Task:
         spans: The rows of each microbatch, counted in the global batch; None where this rank does
             not know them.
         is_cut: Whether the batch was given as microbatches, of any shapes.
+        num_given: How many there are, but for those of no rows at the end that were not given.
         x: Each microbatch's input; None on ranks without the first stage.
         inputs: Each microbatch's further inputs, by name, where a stage here takes them.
         target: Their targets; None on ranks without the last stage, and where there is no loss.
@@ -50,6 +51,7 @@ class Task:
 
     spans: Sequence[slice | None]
     is_cut: bool = False
+    num_given: int = 0
     x: Sequence[Tree] | None = None
     inputs: Mapping[str, Sequence[Tree]] = field(default_factory=dict)
     target: Sequence[Tree] | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from mpimesh.arguments import shown
 from mpimesh.errors import MeshError, UnknownNameError
@@ -15,6 +17,7 @@ __all__ = [
     "group_along",
     "group_named",
     "groups_of_lines",
+    "lines_along",
     "lines_of_holders",
     "live_mesh",
     "no_dim",
@@ -108,7 +111,11 @@ def lines_of_holders(
 
 
 def groups_of_lines(
-    mesh: DeviceMesh, lines: dict[tuple[int, ...], list[Line]], *, kind: str
+    mesh: DeviceMesh,
+    lines: Mapping[tuple[int, ...], Sequence[Line]],
+    *,
+    kind: str,
+    apart: bool = False,
 ) -> dict[tuple[int, ...], ProcessGroup]:
     """Make a group of each line; return those that this rank is in. Collective over the mesh.
 
@@ -116,6 +123,7 @@ def groups_of_lines(
         mesh: The mesh, which gets the groups.
         lines: What :func:`lines_of_holders` gives.
         kind: The first word of their names.
+        apart: Whether their collectives have an order of their own.
 
     Cost:
         For each line a split of the mesh's communicator, unless there is a group of these ranks.
@@ -126,7 +134,15 @@ def groups_of_lines(
             name = f"{kind} {','.join(map(str, line))}"
             if len(name) > _LONGEST_NAME:
                 name = f"{kind} {line[0]},...,{line[-1]} {fingerprint(str(line)):x}"
-            made = group_named(mesh, name, list(line))
+            made = group_named(mesh, name, list(line), apart=apart)
             if mesh.rank in line:
                 found[holders] = made
     return found
+
+
+def lines_along(mesh: DeviceMesh, dim: str) -> list[Line]:
+    """Return the ranks of each line along a dim. Local."""
+    axis = mesh.dim_names.index(dim)
+    ranks = np.array(mesh.ids).reshape([mesh.dim_size(name) for name in mesh.dim_names])
+    lines = np.moveaxis(ranks, axis, -1).reshape(-1, mesh.dim_size(dim))
+    return [tuple(line) for line in lines.tolist()]

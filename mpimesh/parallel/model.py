@@ -178,15 +178,16 @@ class ParallelModel:
         # Of the ranks that hold a tied parameter, the first one gives it.
         local = {id(parameter) for parameter in self.parameters()}
         local -= {id(parameter) for parameter in engine.ties.copies}
-        return {
-            name: to_numpy(
-                engine.pipe.broadcast(
-                    engine.tensor.whole(parameter) if id(parameter) in local else None,
-                    root=None,
-                ).resolve()
-            )
-            for name, parameter in engine.named_parameters(everywhere=True)
-        }
+        with engine.layer_values.whole():
+            return {
+                name: to_numpy(
+                    engine.pipe.broadcast(
+                        engine.tensor.whole(parameter) if id(parameter) in local else None,
+                        root=None,
+                    ).resolve()
+                )
+                for name, parameter in engine.named_parameters(everywhere=True)
+            }
 
     # -- local -----------------------------------------------------------------------------
 
@@ -208,14 +209,18 @@ class ParallelModel:
         """
         engine = self._engine
         engine.check_ready()
-        if engine.shares_values:
-            changes = agree_alike(
-                engine.data._core, "load_state_dict", lambda: self._new_values(state), lambda _: ""
-            )
-        else:
-            changes = self._new_values(state)
-        for data, values in changes:
-            data[...] = values
+        with engine.layer_values.whole(write=True):
+            if engine.shares_values:
+                changes = agree_alike(
+                    engine.data._core,
+                    "load_state_dict",
+                    lambda: self._new_values(state),
+                    lambda _: "",
+                )
+            else:
+                changes = self._new_values(state)
+            for data, values in changes:
+                data[...] = values
         engine.first_values = True
 
     def _new_values(self, state: Mapping[str, Array]) -> list[tuple[Array, Array]]:

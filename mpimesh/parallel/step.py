@@ -110,7 +110,7 @@ class Step:
         engine = self._engine
         problem = self._look_at_arguments()
         self._exchanges.begin(self._spec)
-        engine.tensor.begin(self._look)
+        engine.begin_layers(self._look)
         engine.why_no_step = _UNDER_WAY
         try:
             loss = self._end(self._try(problem))
@@ -127,7 +127,7 @@ class Step:
             # Each of them knows this step, and holds arrays.
             engine.links.end()
             engine.pool.end_step()
-            engine.tensor.end()
+            engine.end_layers()
             engine.executor.end()
             del problem  # whose traceback may hold this frame, as in the methods below
         engine.why_no_step = ""
@@ -229,7 +229,7 @@ class Step:
             )
         if executor.outputs:
             outputs = [tree_map(_own, executor.outputs[i]) for i in range(count)]
-            self.outputs = outputs if free else [self._join(outputs)]
+            self.outputs = outputs[: task.num_given] if free else [self._join(outputs)]
 
     def _join(self, outputs: list[Tree]) -> Tree:
         """Put the outputs of this replica's microbatches together."""
@@ -273,6 +273,7 @@ class Step:
             finally:
                 del error
         engine.links.finish()
+        engine.layer_values.settle()
         if self._training:
             with engine.tracer.span(GRADIENTS, "wait"):
                 engine.buckets.synchronize()
@@ -357,11 +358,11 @@ def recover(engine: Engine, report: StepReport, abort: AbortSignal) -> MpimeshEr
         "failure": None if report.failure is None else asdict(report.failure),
         "aborts": abort.is_set,
         "started": engine.buckets.started,
-        "tensor": engine.tensor.notes(),
+        "layers": engine.layer_notes(),
         "sent": [(engine.pipe.ranks[peer], tag, sizes) for peer, tag, sizes in engine.links.sent],
     }
     notes = agree(scope._core, "the end of a failed step", mine)
-    engine.tensor.finish(dict(zip(scope.ranks, (one["tensor"] for one in notes), strict=True)))
+    engine.finish_layers(dict(zip(scope.ranks, (one["layers"] for one in notes), strict=True)))
     waiting = abort.drain(place for place, one in enumerate(notes) if one["aborts"])
     waiting += engine.links.drain(_to_me(engine, notes))
     for request in waiting:

@@ -159,7 +159,8 @@ def assert_same(got: Trained, expected: Trained, *, rtol: float = 1e-12) -> None
 
 
 def state_of(pipe: Any) -> dict[str, np.ndarray]:
-    return {name: parameter.data.copy() for name, parameter in pipe.named_parameters()}
+    with pipe._engine.layer_values.whole():
+        return {name: parameter.data.copy() for name, parameter in pipe.named_parameters()}
 
 
 def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:

@@ -19,7 +19,7 @@ from tests.helpers.parallel_models import (
 )
 
 
-def trained(mesh, stage):
+def trained(mesh, stage, **options):
     model = mm.fully_shard(
         nn.Sequential(layers()),
         mesh,
@@ -28,6 +28,7 @@ def trained(mesh, stage):
         seed=SEED,
         dtype="float64",
         bucket_bytes=300,
+        **options,
     )
     optimizer = mm.ParallelOptimizer(optim.Adam(model.parameters(), lr=0.01), model)
     course = train_by(
@@ -56,15 +57,19 @@ def test_what_one_rank_writes_at_stage_3_all_ranks_of_the_node_read(comm):
         mesh.barrier()
 
 
-@pytest.mark.nprocs(2, 3, 4, 8)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_nodes_have_all_values_once_each(comm, stage, monkeypatch):
-    monkeypatch.setenv("MPIMESH_NODE_RANKS", "2")
+@pytest.fixture
+def nodes_of_two(monkeypatch):
     from mpimesh.runtime.world import current_world
 
+    monkeypatch.setenv("MPIMESH_NODE_RANKS", "2")
     monkeypatch.setattr(current_world(), "node", None)
+
+
+@pytest.mark.nprocs(2, 3, 4, 8)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hybrid_nodes_have_all_values_once_each(comm, stage, nodes_of_two):
     with mm.DeviceMesh("dp=-1", comm) as mesh:
-        model, course = trained(mesh, stage)
+        model, course = trained(mesh, stage, hybrid=True)
         assert_same(course, train_alone(3, 13))
         whole = [bucket.shard.is_whole for bucket in model.buckets.buckets]
         assert set(whole) == {stage == 3 and comm.size == 2}
@@ -76,6 +81,21 @@ def test_nodes_have_all_values_once_each(comm, stage, monkeypatch):
         shared = stage == 3
         assert (parameter.data == comm.rank - comm.rank % 2).all() == (shared or comm.rank % 2 == 0)
         mesh.barrier()
+
+
+@pytest.mark.nprocs(3, 4, 8)
+def test_over_nodes_each_rank_has_its_part(comm, nodes_of_two):
+    with mm.DeviceMesh("dp=-1", comm) as mesh:
+        model, course = trained(mesh, 3)
+        assert_same(course, train_alone(3, 13))
+        assert all(parameter.data is None for parameter in model.parameters())
+        parts = [bucket.shard.own.size for bucket in model.buckets.buckets]
+        sizes = [bucket.size for bucket in model.buckets.buckets]
+        assert comm.allreduce(sum(parts)) == sum(sizes)
+        inner = model.into_inner()
+        np.testing.assert_allclose(
+            inner.parameters()[0].data, train_alone(3, 13).state["0.weight"], rtol=1e-8, atol=1e-11
+        )
 
 
 @pytest.mark.nprocs(4, 8)

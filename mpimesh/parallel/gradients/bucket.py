@@ -20,10 +20,12 @@ stage  state of the optimizer        gradients                     values
 ====== ============================= ============================= =============================
 
 From stage 2 on a bucket has memory only from when its last gradient is complete to when it is
-reduced: gradients come into arrays of their own, and are packed then. At stage 3 the values lie in
-an array that the ranks of a node have once, in memory that they give in turns: each rank changes
-its own part, and reads those of the others where they are. So nothing is gathered on a node; over
-nodes each one has all values once, and the new ones are gathered as at stage 1.
+reduced: gradients come into arrays of their own, and are packed then. At stage 3 on one node the
+values lie in an array that its ranks have once, in memory that they give in turns: each rank
+changes its own part, and reads those of the others where they are. Nothing is gathered. Over
+several nodes, and on devices, a rank has its part only, and the others come layer by layer, see
+:mod:`mpimesh.parallel.gradients.layer_values`; or with hybrid sharding each node has all values
+once, and the new ones are gathered as at stage 1.
 """
 
 from __future__ import annotations
@@ -45,6 +47,11 @@ from mpimesh.trace import Tracer
 __all__ = ["STAGES", "Bucket", "Reductions", "Shard", "shard_sizes", "share_values"]
 
 _GRAIN_BYTES = 64
+_AWAY = (
+    "the replicas divide its values, which are here only while its layer runs in a step of its "
+    "model: call forward() of the model, full_state_dict() and load_state_dict() for the values, "
+    "or into_inner() to take the layers out"
+)
 _ZEROS = bytes([ZERO])
 STAGES = range(4)
 """How much replicas may divide; 0 is nothing."""
@@ -64,7 +71,13 @@ def shard_sizes(size: int, itemsize: int, ranks: int) -> tuple[int, ...]:
 
 
 def share_values(
-    parameters: Sequence[Parameter], group: ProcessGroup, part: slice, *, turn: int, label: str
+    parameters: Sequence[Parameter],
+    group: ProcessGroup,
+    part: slice,
+    *,
+    turn: int,
+    label: str,
+    only_whole: bool = False,
 ) -> tuple[Array, list[Array], bool]:
     """Move the values of parameters into an array that the ranks of a node have once. Collective.
 
@@ -74,6 +87,7 @@ def share_values(
         part: The elements that this rank is to write, so that all together write all.
         turn: Which rank of a node gives the memory.
         label: Names the wait for all of them.
+        only_whole: Move nothing unless all ranks of the group have the one array.
 
     Returns:
         The array, in the order of the parameters; the views that are their values now; and whether
@@ -83,6 +97,9 @@ def share_values(
     size = sum(parameter.size for parameter in parameters)
     values, sources = group._core.node_empty((size,), dtype, turn=turn)
     is_whole = len(set(sources)) == 1
+    if only_whole and not is_whole:
+        group._core.node_release(values)
+        return values, [], False
     if not is_whole:
         part = slice(0, size if sources[group.rank or 0] == group.rank else 0)
     written = partial(group.barrier, label=label)  # before it they are not all there
@@ -97,18 +114,26 @@ def _moved(
 ) -> list[Array]:
     """Write values of parameters into `part` of flat memory, and let them be views of it."""
     views: list[Array] = []
+    _copy(parameters, part, values[part])
+    if written is not None:
+        written()
+    end = 0
+    for parameter in parameters:
+        begin, end = end, end + parameter.size
+        parameter.data = values[begin:end].reshape(parameter.shape)
+        views.append(parameter.data)
+    return views
+
+
+def _copy(parameters: Sequence[Parameter], part: slice, out: Array) -> None:
+    """Write those of the values of parameters that lie in `part` of flat memory to `out`."""
     end = 0
     for parameter in parameters:
         begin, end = end, end + parameter.size
         first, last = max(begin, part.start), min(end, part.stop)
         if first < last:
-            values[first:last] = parameter.value().reshape(-1)[first - begin : last - begin]
-        views.append(values[begin:end].reshape(parameter.shape))
-    if written is not None:
-        written()
-    for parameter, view in zip(parameters, views, strict=True):
-        parameter.data = view
-    return views
+            values = parameter.value().reshape(-1)[first - begin : last - begin]
+            out[first - part.start : last - part.start] = values
 
 
 class Shard:
@@ -122,10 +147,15 @@ class Shard:
         name: What the bucket is called.
         stage: How much of it each rank has.
         turn: Which rank of a node gives the memory of values that it has once.
+        by_layer: Whether a rank may be left without the values of other nodes, or of devices.
 
     Attributes:
         stage: As given.
-        values: The values of all parameters, flat.
+        parameters: The parameters.
+        dtype: The dtype of their values.
+        xp: The library of their values.
+        values: The values of all parameters, flat; None if this rank has its part only.
+        own: The values of this rank's part.
         is_whole: Whether all ranks have one array of values, so that none has to be given to any.
         memory: The sums of this rank's part; new values go out from the same bytes: by then the
             sums are used up.
@@ -137,13 +167,17 @@ class Shard:
         "_gather",
         "_group",
         "_outgoing",
+        "dtype",
         "is_whole",
         "memory",
+        "own",
+        "parameters",
         "part",
         "sizes",
         "stage",
         "values",
         "views",
+        "xp",
     )
 
     def __init__(
@@ -156,9 +190,11 @@ class Shard:
         *,
         stage: int,
         turn: int,
+        by_layer: bool,
     ) -> None:
+        self.parameters = tuple(parameters)
         first = parameters[0].value()
-        xp, dtype = namespace(first), np.dtype(first.dtype)
+        self.xp, self.dtype = xp, dtype = namespace(first), np.dtype(first.dtype)
         size = sum(parameter.size for parameter in parameters)
         self.stage = stage
         self._group = group
@@ -171,25 +207,56 @@ class Shard:
             mesh.shared_empty(mine, grad_dtype) if xp is np else xp.empty(mine, grad_dtype)
         )
         self.is_whole = False
+        self.views: list[Array] = []
+        self.values: Array | None = None
         if stage == 3 and xp is np:
-            self.values, self.views, self.is_whole = share_values(
-                parameters, group, self.part, turn=turn, label=f"values of {name}"
+            values, self.views, self.is_whole = share_values(
+                parameters,
+                group,
+                self.part,
+                turn=turn,
+                label=f"values of {name}",
+                only_whole=by_layer,
             )
-        else:
+            self.values = values if self.views else None
+        elif not by_layer:
             self.values = xp.empty(size, dtype)
             self.views = _moved(parameters, self.values, slice(0, size))
+        if self.values is None:
+            # Others read it, as they do the memory of sums.
+            self.own = mesh.shared_empty(mine, dtype) if xp is np else xp.empty(mine, dtype)
+            _copy(parameters, self.part, self.own)
+            self.hide()
+        else:
+            self.own = self.values[self.part]
         # Values may be of a smaller dtype than gradients, never of a larger one.
         self._outgoing = self.memory.view(dtype)[:mine]
         self._gather = None
-        if not self.is_whole:
+        if self.values is not None and not self.is_whole:
             self._gather = group.all_gather_init(
                 self._outgoing, sizes=self.sizes, out=self.values, label=f"values of {name}"
             )
 
     def release(self) -> None:
         """Give memory back that ranks have once, when none of them reads it any more. Local."""
-        if self.stage == 3:
+        if self.stage == 3 and self.values is not None:
             self._group._core.node_release(self.values)
+
+    def show(self, flat: Array) -> None:
+        """Let the parameters have the values that lie in `flat` memory."""
+        end = 0
+        for parameter in self.parameters:
+            begin, end = end, end + parameter.size
+            parameter.data = flat[begin:end].reshape(parameter.shape)
+
+    def keep(self) -> None:
+        """Take this rank's part of the parameters' values, which are all here."""
+        _copy(self.parameters, self.part, self.own)
+
+    def hide(self) -> None:
+        """Let the parameters have no values here, of which this rank keeps its part."""
+        for parameter in self.parameters:
+            parameter.put_away(_AWAY)
 
     def gather(self) -> CollectiveTensor | None:
         """Start to give this rank's new values to all, and to take theirs. Collective.
@@ -198,7 +265,7 @@ class Shard:
         """
         if self._gather is None:
             return None
-        self._outgoing[...] = self.values[self.part]
+        self._outgoing[...] = self.own
         return self._gather.start()
 
 
@@ -284,7 +351,9 @@ class Bucket:
             flat, op, out=flat, label=self._label
         )
 
-    def divide(self, mesh: DeviceMesh, stage: int, pool: SlotPool, turn: int) -> None:
+    def divide(
+        self, mesh: DeviceMesh, stage: int, pool: SlotPool, turn: int, *, by_layer: bool
+    ) -> None:
         """From now on give each rank the sums of its part only. By all ranks alike.
 
         Args:
@@ -292,9 +361,17 @@ class Bucket:
             stage: How much of the bucket each rank has, 1 to 3. At 3 this is collective.
             pool: Gives the bucket's memory for a reduction, from stage 2 on.
             turn: Which rank of a node gives the memory of values that it has once.
+            by_layer: Whether a rank may be left without the values of other nodes.
         """
         shard = self.shard = Shard(
-            self.parameters, self.dtype, self.group, mesh, self.name, stage=stage, turn=turn
+            self.parameters,
+            self.dtype,
+            self.group,
+            mesh,
+            self.name,
+            stage=stage,
+            turn=turn,
+            by_layer=by_layer and stage == 3 and not self._foreign,
         )
         if stage == 1:
             self._reduction = self.group.reduce_scatter_init(
@@ -380,7 +457,7 @@ class Bucket:
 
     def _packed(self) -> Array:
         """Take memory, move the gradients into it, and let go of theirs."""
-        xp = namespace(self.parameters[0].data)
+        xp = np if self.shard is None else self.shard.xp
         if self._pool is not None and xp is np:
             self.flat = self._pool.take((self.size,), self.dtype)
         else:

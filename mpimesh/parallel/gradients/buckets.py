@@ -224,12 +224,17 @@ class GradientBuckets:
         """Bytes that buckets have for reductions only, from stage 2 on."""
         return self._pool.nbytes
 
-    def divide(self, stage: int = 1) -> None:
+    def divide(self, stage: int = 1, *, by_layer: bool = False) -> None:
         """From now on give each rank the sums of its part of each bucket only.
 
         To be done by all ranks alike; collective at stage 3. The values of the parameters move into
         flat memory, and outside of a cycle their gradients are None; see
         :mod:`mpimesh.parallel.gradients.bucket` for what is divided at which stage.
+
+        Args:
+            stage: What is divided, 1 to 3.
+            by_layer: Whether values at stage 3 that not all ranks see in one memory are here only
+                while a layer uses them, see :class:`LayerValues`.
 
         Raises:
             ModuleStateError: If gradients are being added up.
@@ -241,7 +246,9 @@ class GradientBuckets:
             )
         self._has_sums = False
         for turn, bucket in enumerate(self.buckets):
-            bucket.divide(self._mesh, stage, self._pool, turn)
+            # Ranks of other groups do different things at one time, and do not meet in a layer.
+            meets = by_layer and bucket.group is self._group
+            bucket.divide(self._mesh, stage, self._pool, turn, by_layer=meets)
         if stage > 1:
             self._group._core.context.world.trim()  # of gradients as large as the model
 

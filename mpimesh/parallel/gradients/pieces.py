@@ -134,8 +134,8 @@ def piece_of(run: Run, bucket: Bucket, shard: Shard) -> Parameter:
     inside = run.within(shard.part)
     size = inside.stop - inside.start
     piece = _Piece(f"{run.starts[0]} to {run.starts[-1]} of {bucket.name}", (size,), _NONE)
-    piece.data = shard.values[inside]
     start = inside.start - shard.part.start
+    piece.data = shard.own[start : start + size]
     piece.grad = shard.memory[start : start + size]
     piece.attach_grad(piece.grad)  # for good: zeros are written into it
     return piece
@@ -419,7 +419,7 @@ class Pieces:
         self, cut: _Cut, number: int, mine: Sequence[Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]]:
         """Return by place the states of one optimizer's parameters in one bucket. Collective."""
-        shard, xp = cut.shard, namespace(cut.shard.values)
+        shard, xp = cut.shard, cut.shard.xp
         runs = [
             (run, mine[place])
             for run, place in zip(cut.runs, cut.places, strict=True)
@@ -428,7 +428,7 @@ class Pieces:
         joined = {place: {"steps": state["steps"]} for run, state in runs for place in run.places}
         names = sorted({name for _, state in runs for name in state} - {"steps"})
         for name in names:
-            own = xp.zeros(shard.sizes[cut.bucket.group.rank or 0], state_dtype(shard.values.dtype))
+            own = xp.zeros(shard.sizes[cut.bucket.group.rank or 0], state_dtype(shard.dtype))
             for run, state in runs:
                 if name in state:
                     inside = run.within(shard.part)
@@ -563,7 +563,7 @@ def _moved(
     kinds: dict[tuple[str, str], list[int]] = {}
     for number, one in enumerate(held):
         for name in one.arrays:
-            dtype = str(state_dtype(spreads[number].parameter.value().dtype))
+            dtype = str(state_dtype(np.dtype(spreads[number].parameter.dtype)))
             kinds.setdefault((name, dtype), []).append(number)
     arrays: list[dict[str, Array]] = [{} for _ in held]
     for (name, dtype), numbers in sorted(kinds.items()):

@@ -20,7 +20,6 @@ from types import ModuleType
 
 import numpy as np
 
-from mpimesh.arrays import namespace
 from mpimesh.errors import ModuleStateError, on_all_ranks
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.bucket import shard_sizes
@@ -330,7 +329,7 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
             engine.mesh,
             group,
             min(max(sum(sizes_bytes), _LEAST_BYTES * 2), _MOST_BYTES),
-            xp=namespace(entries[0].parameter.value()),
+            xp=engine.xp,
             divided=divided,
         )
         plan = merge_buckets(ready_s, sizes_bytes, dtypes, reduction)

@@ -69,7 +69,7 @@ class _Call:
         if self.name == "all_reduce":
             return group.all_reduce(x, self.op, out=out, label=self.label)
         collective = group.all_gather if self.name == "all_gather" else group.reduce_scatter
-        return collective(x, axis=self.axis, sizes=self.sizes, label=self.label)
+        return collective(x, axis=self.axis, sizes=self.sizes, out=out, label=self.label)
 
     def start_missed(self, group: ProcessGroup) -> CollectiveTensor:
         """Take part in what another rank of the group has started, with zeros."""
@@ -103,9 +103,11 @@ class TensorWatch:
         """Start to reduce `x` over the ranks. Collective."""
         return self._start(_Call.of("all_reduce", x, label, op=op), x, out)
 
-    def all_gather(self, x: Array, *, axis: int, sizes: Sequence[int], label: str) -> _Watched:
+    def all_gather(
+        self, x: Array, *, axis: int, sizes: Sequence[int], label: str, out: Array | None = None
+    ) -> _Watched:
         """Start to join the blocks of all ranks along an axis. Collective."""
-        return self._start(_Call.of("all_gather", x, label, axis=axis, sizes=sizes), x)
+        return self._start(_Call.of("all_gather", x, label, axis=axis, sizes=sizes), x, out)
 
     def reduce_scatter(self, x: Array, *, axis: int, sizes: Sequence[int], label: str) -> _Watched:
         """Start to sum `x` and give each rank its block along an axis. Collective."""
