@@ -328,9 +328,9 @@ class Parameter:
     def attach_grad(self, view: Array, marks: bytearray | None = None, place: int = 0) -> None:
         """Let the gradient live in `view`, part of a larger flat memory.
 
-        What was accumulated so far moves there; otherwise `view` is set to 0.
-        From now on `grad` is never None: attached memory counts as a gradient,
-        of zeros where nothing was added.
+        What was accumulated so far moves there. From now on `grad` is never None: attached memory
+        counts as a gradient, of zeros where nothing was added; they are written when
+        somebody looks.
 
         Shapes:
             view: the parameter's shape, and its dtype or a wider one; C-contiguous, writable.
@@ -355,12 +355,15 @@ class Parameter:
             )
         if not view.flags.c_contiguous:
             raise ShapeError(f"gradient memory of parameter {self.name!r} must be C-contiguous")
-        view[...] = 0 if self.grad is None else self.grad
+        before = self.grad
+        if before is not None:
+            view[...] = before
         self.detach_grad()
         if marks is not None:
             self._marks, self._place = marks, place
         self.grad = view
         self._attached = True
+        self._is_zero = before is None
 
     def detach_grad(self) -> None:
         """Give up attached gradient memory; `grad` is None afterwards."""

@@ -100,6 +100,8 @@ def test_attached_memory_holds_the_gradient():
     parameter.on_ready = lambda ready: seen.append(ready.grad.sum())
     parameter.attach_grad(view)
     assert parameter.is_attached
+    assert (flat == 7).all()  # memory that nobody looks at is not touched
+    assert parameter.grad is view
     np.testing.assert_array_equal(flat, [7, 0, 0, 0, 0, 0, 0, 7])
     for _ in range(2):
         parameter.accumulate(np.ones((2, 3)), owned=True)

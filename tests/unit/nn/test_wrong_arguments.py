@@ -239,6 +239,7 @@ LEFT_OUT = {
         for name in (*LAYERS, "Module")
         for way in ("set_place", "set_part", "set_sequence", "set_split", "add_gradients")
     ),
+    "Parameter.put_away",
     "Optimizer.check_state",
     "Optimizer.exchange_params",
     "Optimizer.step_at",
