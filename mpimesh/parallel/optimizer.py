@@ -27,7 +27,6 @@ from mpimesh.parallel.optimizer_state import (
 )
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
-from mpimesh.runtime.call import Call
 
 __all__ = ["ParallelOptimizer"]
 
@@ -161,7 +160,7 @@ class ParallelOptimizer:
         if engine.stage != self._zero:
             engine.divide(self._zero)
         self._cut([one.state_dict() for one in self._optimizers], {})
-        self._agree_on_pieces()
+        self._pieces.agree()
         engine.optimizer = self
 
     @property
@@ -372,7 +371,7 @@ class ParallelOptimizer:
         def resume() -> None:
             self._clipped = None  # by sums of other buckets
             self._cut(states, layouts)
-            self._agree_on_pieces()
+            self._pieces.agree()
 
         return resume
 
@@ -381,14 +380,6 @@ class ParallelOptimizer:
     def _cut(self, states: Sequence[State], layouts: Layouts) -> None:
         """Go on with the pieces of the model's buckets, and these states, which lie so."""
         self._pieces = Pieces(self._lent, self._engine.buckets.buckets, states, layouts)
-
-    def _agree_on_pieces(self) -> None:
-        """Return if the ranks that divide a bucket have the same pieces in it. Collective."""
-        groups = {bucket.group.name: bucket.group for bucket in self._engine.buckets.buckets}
-        for name, runs in self._pieces.describe().items():
-            group = groups[name]
-            call = Call("divided buckets", name, rule="; ".join(runs))
-            agree(group._core, call)
 
     def _gradients(self, without: set[int]) -> list[Array]:
         """Return all sums of gradients of this rank: of its parts, or whole."""

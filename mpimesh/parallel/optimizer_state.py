@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count as count_up
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arguments import as_int, digest_text, shown
+from mpimesh.arguments import as_int, shown
 from mpimesh.arrays import Array, namespace, to_numpy
 from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
 from mpimesh.nn import Parameter
@@ -19,6 +19,7 @@ from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.bucket import STAGES
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.parallel.gradients.pieces import LentOptimizer, State, places_of
+from mpimesh.parallel.gradients.replicas import difference, digest
 from mpimesh.parallel.tensor.model import local_part
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
@@ -27,7 +28,6 @@ from mpimesh.runtime.call import Call
 __all__ = [
     "agree_optimizers",
     "agree_states",
-    "difference",
     "flat_state",
     "full_states",
     "is_finite",
@@ -325,32 +325,14 @@ def agree_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
     ]
     problem = None
     for group in (engine.data, engine.tensor.group):
-        rows = "" if group is None else difference(texts, group, what=_OPTIMIZERS)
-        if rows and group is not None:
+        differs = None if group is None else difference(texts, group, _OPTIMIZERS)
+        if differs is not None:
             problem = MismatchError(
                 f"the ranks of group {group.name!r} must have the same optimizers, with the same "
-                f"numbers and the same decay_mask, but they have\n{rows}"
+                f"numbers and the same decay_mask, but they have\n{differs[1]}"
             )
     scope = engine.scope
     agree(scope._core, _OPTIMIZERS, problem=problem)
-
-
-def difference(texts: Sequence[str], group: ProcessGroup, *, what: str) -> str:
-    """Return on every rank the first of these texts that is not alike. Collective over `group`.
-
-    Returns:
-        A row for each rank; empty if all are alike.
-
-    Cost:
-        One all-reduce of 40 bytes; where texts differ, an all-gather of them.
-    """
-    if group.size == 1:
-        return ""
-    for found in zip_longest(*agree(group._core, what, list(texts)), fillvalue="nothing"):
-        if len(set(found)) > 1:
-            rows = zip(group.ranks, found, strict=True)
-            return "\n".join(f"  rank {rank}: {text}" for rank, text in rows)
-    return ""
 
 
 # -- states that all ranks take over, or none does ------------------------------------------------
@@ -391,11 +373,11 @@ def agree_states(
     agree(engine.scope._core, _WHAT, problem=problem)
     replicas = engine.data
     texts = [f"step {step}", *_texts(engine, lent, states)] if replicas.size > 1 else []
-    rows = difference(texts, replicas, what=_WHAT)
-    if rows:
+    differs = difference(texts, replicas, _WHAT)
+    if differs is not None:
         problem = MismatchError(
             f"the ranks of group {replicas.name!r} must load the same state, and nothing is "
-            f"changed, as they have\n{rows}"
+            f"changed, as they have\n{differs[1]}"
         )
     agree(engine.scope._core, _WHAT, problem=problem)
     return states, step
@@ -411,12 +393,7 @@ def _texts(engine: Engine, lent: Sequence[LentOptimizer], states: Sequence[State
             name = names[id(parameter)]
             texts.append(f"{int(own['steps'])} steps of {name}")
             texts += [
-                f"{key} of {name} with values {_digest(own[key])}"
+                f"{key} of {name} with values {digest(own[key])}"
                 for key in sorted(own.keys() - {"steps"})
             ]
     return texts
-
-
-def _digest(x: Array) -> str:
-    values = np.ascontiguousarray(to_numpy(x)).reshape(-1)
-    return digest_text(values.view(np.uint8).data)

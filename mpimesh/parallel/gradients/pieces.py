@@ -36,6 +36,8 @@ from mpimesh.optim import Optimizer
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.bucket import Shard as BucketShard
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
 
 __all__ = [
     "Layouts",
@@ -299,6 +301,10 @@ def _kind(
     return number, states[number]["params"][place]["steps"], lent[number].decays[place]
 
 
+_Lot = tuple[Parameter, bool, Mapping[str, Any]]
+"""What an optimizer gets: a piece or a whole parameter, whether it decays, and its state."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Neighbours in a divided bucket that one optimizer steps alike.
@@ -371,9 +377,7 @@ class Pieces:
         self._cuts: list[_Cut] = []
         self._whole: list[dict[int, int]] = [{} for _ in lent]
         states = redistributed(lent, states, before, self.layouts)
-        params: list[list[Parameter]] = [[] for _ in lent]
-        decays: list[list[bool]] = [[] for _ in lent]
-        own: list[list[Mapping[str, Any]]] = [[] for _ in lent]
+        lots: list[list[_Lot]] = [[] for _ in lent]
         places = places_of(lent)
         for bucket in buckets:
             if bucket.shard is None:
@@ -384,37 +388,40 @@ class Pieces:
             self._cuts.append(cut)
             owners = [places.get(id(parameter)) for parameter in bucket.parameters]
             for members in runs_of([_kind(lent, states, owner) for owner in owners]):
-                owned = [owner for owner in owners[members.start : members.stop] if owner]
-                number, inside = owned[0][0], tuple(place for _, place in owned)
-                cut.runs.append(_Run(members, number, inside, len(params[number])))
-                params[number].append(cut.piece(members))
-                decays[number].append(lent[number].decays[inside[0]])
-                own[number].append(_joined([states[number]["params"][place] for place in inside]))
+                run = [owner for owner in owners[members.start : members.stop] if owner]
+                number, at = run[0][0], tuple(place for _, place in run)
+                cut.runs.append(_Run(members, number, at, len(lots[number])))
+                state = _joined([states[number]["params"][place] for place in at])
+                lots[number].append((cut.piece(members), lent[number].decays[at[0]], state))
         for number, each in enumerate(lent):  # what is in no bucket, such as frozen, stays whole
             for place, parameter in enumerate(each.parameters):
                 if id(parameter) not in self.layouts:
-                    self._whole[number][place] = len(params[number])
-                    params[number].append(parameter)
-                    decays[number].append(each.decays[place])
-                    own[number].append(states[number]["params"][place])
+                    self._whole[number][place] = len(lots[number])
+                    state = states[number]["params"][place]
+                    lots[number].append((parameter, each.decays[place], state))
         optimizers = [each.optimizer for each in lent]
         earlier = [(one, one.params, one.decays, one.state_dict()) for one in optimizers]
         try:
-            for number, optimizer in enumerate(optimizers):
-                state = {**states[number], "params": own[number]}
-                optimizer.exchange_params(params[number], decays[number], state)
+            for optimizer, state, lot in zip(optimizers, states, lots, strict=True):
+                params, decays, own = ([each[part] for each in lot] for part in range(3))
+                optimizer.exchange_params(params, decays, {**state, "params": own})
         except BaseException:
-            for optimizer, whole, decayed, state in earlier:
-                optimizer.exchange_params(whole, decayed, state)
+            for optimizer, params, decays, state in earlier:
+                optimizer.exchange_params(params, decays, state)
             raise
 
-    def describe(self) -> dict[str, list[str]]:
-        """Return by group the runs of its buckets, which must be alike on all its ranks."""
-        texts: dict[str, list[str]] = {}
+    def agree(self) -> None:
+        """Return if the ranks that divide a bucket have the same pieces in it. Collective.
+
+        Raises:
+            MismatchError: On every rank of the bucket, if they differ.
+        """
+        rules: dict[ProcessGroup, list[str]] = {}
         for cut in self._cuts:
             runs = [(run.optimizer, run.members) for run in cut.runs]
-            texts.setdefault(cut.bucket.group.name, []).append(str(runs))
-        return texts
+            rules.setdefault(cut.bucket.group, []).append(str(runs))
+        for group, runs in rules.items():
+            agree(group._core, Call("divided buckets", group.name, rule="; ".join(runs)))
 
     def sums(self, without: set[int]) -> list[Array]:
         """Return this rank's parts of the sums of divided buckets, but for some parameters."""
