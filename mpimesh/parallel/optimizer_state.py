@@ -325,7 +325,9 @@ def agree_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
     ]
     problem = None
     for group in (engine.data, engine.tensor.group):
-        differs = None if group is None else difference(texts, group, _OPTIMIZERS)
+        if group is None:
+            continue
+        differs = difference(texts, group, _OPTIMIZERS)
         if differs is not None:
             problem = MismatchError(
                 f"the ranks of group {group.name!r} must have the same optimizers, with the same "

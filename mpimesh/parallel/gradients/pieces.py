@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, chain, groupby, pairwise
 from operator import itemgetter
 from typing import Any
@@ -100,7 +100,7 @@ def layouts_of(buckets: Sequence[Bucket]) -> Layouts:
     for bucket in buckets:
         if bucket.shard is None:
             continue
-        mesh = _mesh_of(bucket.group)
+        mesh = _whole(bucket.group.size).mesh
         edges = [0, *accumulate(bucket.shard.sizes)]
         end = 0
         for parameter in bucket.parameters:
@@ -111,9 +111,10 @@ def layouts_of(buckets: Sequence[Bucket]) -> Layouts:
     return layouts
 
 
-def _mesh_of(group: ProcessGroup) -> Mesh:
-    """Return the ranks of a group as a mesh, counted as the group counts them."""
-    return Mesh([("dp", group.size)])
+@cache
+def _whole(ranks: int) -> Layout:
+    """Return the layout of an array that each of so many ranks has."""
+    return Layout.replicated(Mesh([("dp", ranks)]))
 
 
 def redistributed(
@@ -139,7 +140,7 @@ def redistributed(
         if key in places:
             batches.setdefault(group, []).append(key)
     for group, keys in batches.items():
-        whole = group, Layout.replicated(_mesh_of(group))
+        whole = group, _whole(group.size)
         kinds: dict[tuple[str, str], list[_Move]] = {}
         for key in keys:
             number, place = places[key]
@@ -150,7 +151,7 @@ def redistributed(
             shape = (-1,) if key in after else parameter.shape
             for name in old.keys() - {"steps"}:
                 move = _Move(way, old[name].reshape(-1), new, shape)
-                kinds.setdefault((name, str(old[name].dtype)), []).append(move)
+                kinds.setdefault((name, old[name].dtype.str), []).append(move)
         for (name, _), moves in sorted(kinds.items(), key=itemgetter(0)):
             _exchange(group, name, moves)
     return [{**state, "params": own} for state, own in zip(states, params, strict=True)]
@@ -242,6 +243,9 @@ def _exchange(group: ProcessGroup, name: str, moves: Sequence[_Move]) -> None:
             ).resolve()
     starts = [0, *accumulate(sizes)]  # of what is left of each rank's
     for move in moves:
+        if move.way.takes == [(move.way.target, rank)] and not move.way.joins:
+            move.into[name] = move.part(move.way.target)  # nothing to be put together
+            continue
         block = namespace(move.array).empty(volume(move.way.target), move.array.dtype)
         for box, holder in move.way.takes:
             if holder == rank:
@@ -403,11 +407,14 @@ class Pieces:
         earlier = [(one, one.params, one.decays, one.state_dict()) for one in optimizers]
         try:
             for optimizer, state, lot in zip(optimizers, states, lots, strict=True):
-                params, decays, own = ([each[part] for each in lot] for part in range(3))
-                optimizer.exchange_params(params, decays, {**state, "params": own})
+                optimizer.exchange_params(
+                    [parameter for parameter, _, _ in lot],
+                    [decays for _, decays, _ in lot],
+                    {**state, "params": [own for _, _, own in lot]},
+                )
         except BaseException:
-            for optimizer, params, decays, state in earlier:
-                optimizer.exchange_params(params, decays, state)
+            for optimizer, whole, decays, own in earlier:
+                optimizer.exchange_params(whole, decays, own)
             raise
 
     def agree(self) -> None:
@@ -420,8 +427,8 @@ class Pieces:
         for cut in self._cuts:
             runs = [(run.optimizer, run.members) for run in cut.runs]
             rules.setdefault(cut.bucket.group, []).append(str(runs))
-        for group, runs in rules.items():
-            agree(group._core, Call("divided buckets", group.name, rule="; ".join(runs)))
+        for group, texts in rules.items():
+            agree(group._core, Call("divided buckets", group.name, rule="; ".join(texts)))
 
     def sums(self, without: set[int]) -> list[Array]:
         """Return this rank's parts of the sums of divided buckets, but for some parameters."""
