@@ -31,7 +31,6 @@ from mpimesh.parallel.gradients.bucket import STAGES, shard_sizes, share_values
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
 from mpimesh.parallel.gradients.layer_values import LayerValues
-from mpimesh.parallel.gradients.pieces import HeldState, Spread
 from mpimesh.parallel.gradients.replicas import agree_together, agree_values, digest
 from mpimesh.parallel.header import StepExchanges, fingerprint, input_title
 from mpimesh.parallel.interface import Interface
@@ -88,11 +87,8 @@ class ModelOptimizer(Protocol):
     def clip_grad_norm(self, max_norm: float) -> float:
         """Have the next step clip the gradients. Collective."""
 
-    def release(self) -> tuple[tuple[HeldState, ...], dict[int, Spread]]:
-        """Return its states, and of what, before the buckets are made anew. Local."""
-
-    def resume(self, states: Sequence[HeldState], before: Mapping[int, Spread]) -> None:
-        """Go on with new buckets and what :meth:`release` gave. Collective."""
+    def release(self) -> Callable[[], None]:
+        """Return what goes on with new buckets, collectively, once they are made. Local."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,7 +532,7 @@ class Engine:
         self.agree_on_closed()
         self.ties.agree(values=False)
         self._agree_on_trained()
-        held = None if self.optimizer is None else self.optimizer.release()
+        resume = None if self.optimizer is None else self.optimizer.release()
         self.why_no_step = _NO_BUCKETS
         shared = self._shared_values()
         self.layer_values.restore()
@@ -547,8 +543,8 @@ class Engine:
             # moved with the frozen ones.
             self.scope.barrier(label="new values of parameters")
             self._release(shared)
-        if self.optimizer is not None and held is not None:
-            self.optimizer.resume(*held)
+        if resume is not None:
+            resume()
         self.why_no_step = ""
 
     def check_values(self) -> None:

@@ -130,7 +130,7 @@ class ParallelModel:
 
         From when each gradient was complete in the last step, on the slowest of the replicas, and
         how long reductions take, follows the cut by which all are summed earliest (see
-        `gradients/bucket_merge.py`). Call it between steps: sums are dropped. Making the model with
+        `gradients/tuning.py`). Call it between steps: sums are dropped. Making the model with
         ``bucket_bytes`` forces the size instead, and :meth:`rebuild_buckets` goes back to it.
 
         Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,7 @@ from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.clip import sum_of_squares
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
-from mpimesh.parallel.gradients.pieces import (
-    HeldState,
-    Owned,
-    Pieces,
-    Spread,
-    moved_states,
-    spread_of,
-    sums_of,
-    whole_states,
-)
+from mpimesh.parallel.gradients.pieces import Layouts, LentOptimizer, Pieces, State
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.optimizer_state import (
     agree_optimizers,
@@ -36,13 +27,37 @@ from mpimesh.parallel.optimizer_state import (
 )
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
-from mpimesh.runtime.call import Call
 
 __all__ = ["ParallelOptimizer"]
 
 # What the ranks find before a step; the largest counts.
 _OVERFLOWED = 1
 _REFUSED = 2
+
+_HALF_DONE = (
+    "an update has raised, so that some parameters have done the last step, with their state, and "
+    "others have not: load a state of both, by load_state_dict() of the model and then of this "
+    "optimizer, on all ranks"
+)
+
+
+class _Verdict:
+    """One number that each rank brings, and of which all learn the largest.
+
+    Args:
+        group: The ranks.
+        label: Names the exchange, which is planned once.
+    """
+
+    def __init__(self, group: ProcessGroup, label: str) -> None:
+        self.group = group
+        self._number = np.zeros(1, np.uint8)
+        self._plan = group.all_reduce_init(self._number, "max", out=self._number, label=label)
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers. Collective."""
+        self._number[0] = number
+        return int(self._plan.start().resolve()[0])
 
 
 class ParallelOptimizer:
@@ -128,21 +143,24 @@ class ParallelOptimizer:
         given: Any = optimizer  # what is none is refused below, on all ranks
         self._single = not isinstance(given, Iterable) or shape_of(given) == ()
         self._optimizers: tuple[Optimizer, ...] = (given,) if self._single else tuple(given)
-        self._who = f"rank {engine.mesh.rank}"
         # What is no stage is refused below, too.
         self._zero: Any = (engine.stage if engine.is_stage_chosen else 1) if zero is None else zero
         self._scaler = scaler
         self._agreeing = engine.scope if group is None else group
+        self._is_half_done = False
         self._clipped: tuple[int | None, float] | None
         scope = engine.scope
         agree_alike(scope._core, "ParallelOptimizer", self._checked_rule)
         agree_optimizers(self._optimizers, engine)
-        self._owned = [Owned.of(one) for one in self._optimizers]
+        self._lent = [LentOptimizer.of(one) for one in self._optimizers]
         self._clipped = None
+        what = "start of the step" if scaler is None else "overflow of gradients"
+        self._begin = _Verdict(scope if scaler is None else self._agreeing, what)
+        self._end = _Verdict(scope, "end of the step")
         if engine.stage != self._zero:
             engine.divide(self._zero)
-        self._cut(whole_states(self._owned, [one.state_dict() for one in self._optimizers]))
-        self._agree_on_pieces()
+        self._cut([one.state_dict() for one in self._optimizers], {})
+        self._pieces.agree()
         engine.optimizer = self
 
     @property
@@ -185,11 +203,12 @@ class ParallelOptimizer:
         """Change the parameters by the gradients of the last ``train_step``. Collective.
 
         Over the ranks that step together, and with a scaler over all that leave one out together.
-        ``train_step(..., optimizer=this)`` does it, too. If an update itself raises, it does so on
-        its rank alone, and that rank's parts of the parameters that were to follow keep their
-        values, on all replicas.
+        ``train_step(..., optimizer=this)`` does it, too.
 
         Raises:
+            Exception: On every rank, that of the first rank on which an update itself raised. That
+                rank's parts of the parameters that were to follow keep their values, on all
+                replicas; until a state is loaded, steps and states are refused.
             ModuleStateError: On every rank, and nothing is changed, if on any there are no sums of
                 gradients to step by, or somebody has put another array in the place of a
                 parameter's values.
@@ -197,9 +216,10 @@ class ParallelOptimizer:
                 :meth:`DeviceMesh.budget` allows.
 
         Cost:
-            One all-reduce of a byte; with `zero`, one all-gather of the values of each bucket.
+            Two all-reduces of a byte; with `zero`, one all-gather of the values of each bucket,
+            but of those that the ranks of a node have once.
         """
-        self._engine.check_ready()
+        self._check_ready()
         buckets = self._engine.buckets
         sums = buckets.sums
         # A rank that refused to take part in the middle would be missed.
@@ -207,7 +227,7 @@ class ParallelOptimizer:
             overflowed = self._agreed_overflow()
             buckets.use_up()
             if not overflowed:
-                self._pieces.step(self._clip_factor(sums) / self.loss_scale)
+                self._update(self._clip_factor(sums) / self.loss_scale)
             if self._scaler is not None:
                 self._scaler.update(overflowed)
         over_budget.check()
@@ -272,8 +292,8 @@ class ParallelOptimizer:
             One all-gather for each bucket and array of the state; the whole state has room on
             every rank.
         """
-        self._engine.check_ready()
-        states = self._pieces.states()
+        self._check_ready()
+        states = self._pieces.whole_states()
         return states[0] if self._single else states
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -299,8 +319,8 @@ class ParallelOptimizer:
             That of :meth:`state_dict`; then two broadcasts for each array, over the stages, and an
             all-gather of each that is split. The state of the whole model has room on every rank.
         """
-        self._engine.check_ready()
-        states = full_states(self._engine, self._owned, self._pieces.states())
+        self._check_ready()
+        states = full_states(self._engine, self._lent, self._pieces.whole_states())
         return flat_state(states, self._engine.step, single=self._single)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -320,8 +340,9 @@ class ParallelOptimizer:
         Cost:
             Three exchanges of small texts; with replicas, reading the whole state once.
         """
-        held, step = agree_states(self._engine, self._owned, state)
-        self._cut(held)
+        states, step = agree_states(self._engine, self._lent, state)
+        self._cut(states, {})
+        self._is_half_done = False
         if step is not None:
             self._engine.set_step(step)
 
@@ -339,45 +360,44 @@ class ParallelOptimizer:
 
     # -- for the model -----------------------------------------------------------------------
 
-    def release(self) -> tuple[tuple[HeldState, ...], dict[int, Spread]]:
-        """Return what is held here, and of what, before the buckets are made anew. Local."""
-        return self._pieces.held(), spread_of(self._engine.buckets.buckets)
+    def release(self) -> Callable[[], None]:
+        """Return what goes on with the model's new buckets, once they are made. Local.
 
-    def resume(self, states: Sequence[HeldState], before: Mapping[int, Spread]) -> None:
-        """Go on with the model's new buckets. Collective.
-
-        Args:
-            states: What :meth:`release` gave.
-            before: What else it gave.
+        Calling that is collective.
         """
-        self._clipped = None  # by sums of other buckets
-        after = spread_of(self._engine.buckets.buckets)
-        self._cut(moved_states(self._owned, states, before, after))
-        self._agree_on_pieces()
+        self._check_ready()
+        states, layouts = self._pieces.states(), self._pieces.layouts
+
+        def resume() -> None:
+            self._clipped = None  # by sums of other buckets
+            self._cut(states, layouts)
+            self._pieces.agree()
+
+        return resume
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _cut(self, states: Sequence[HeldState]) -> None:
-        """Go on with the pieces of the model's buckets, and these states of them. Local."""
-        self._pieces = Pieces(self._owned, self._engine.buckets.buckets, states)
-
-    def _agree_on_pieces(self) -> None:
-        """Return if the ranks that divide a bucket have the same pieces in it. Collective."""
-        groups = {bucket.group.name: bucket.group for bucket in self._engine.buckets.buckets}
-        for name, runs in self._pieces.describe().items():
-            group = groups[name]
-            call = Call("divided buckets", name, rule="; ".join(runs))
-            agree(group._core, call)
+    def _cut(self, states: Sequence[State], layouts: Layouts) -> None:
+        """Go on with the pieces of the model's buckets, and these states, which lie so."""
+        self._pieces = Pieces(self._lent, self._engine.buckets.buckets, states, layouts)
 
     def _gradients(self, without: set[int]) -> list[Array]:
         """Return all sums of gradients of this rank: of its parts, or whole."""
-        buckets = self._engine.buckets
-        parts = [part for bucket in buckets.buckets for part in sums_of(bucket, without)]
-        return parts + [
+        return self._pieces.sums(without) + [
             parameter.grad
-            for parameter in buckets.parameters
+            for parameter in self._engine.buckets.parameters
             if parameter.grad is not None and id(parameter) not in without
         ]
+
+    def _check_ready(self) -> None:
+        """Return if this rank may do something with the others, and its state is whole. Local.
+
+        Raises:
+            ModuleStateError: As :meth:`Engine.check_ready`; on every rank after a failed update.
+        """
+        self._engine.check_ready()
+        if self._is_half_done:
+            raise ModuleStateError(f"rank {self._engine.mesh.rank}: {_HALF_DONE}")
 
     def _agreed_overflow(self) -> bool:
         """Tell whether a gradient is infinite or NaN on any rank. Collective.
@@ -385,19 +405,36 @@ class ParallelOptimizer:
         Raises:
             ModuleStateError: On every rank, if any cannot step.
         """
-        buckets = self._engine.buckets
-        problem = why_no_step(buckets)
+        problem = why_no_step(self._engine.buckets)
         verdict = _REFUSED if problem else 0
-        group = self._engine.scope if self._scaler is None else self._agreeing
         if self._scaler is not None and not problem:
             verdict = 0 if all(map(is_finite, self._gradients(set()))) else _OVERFLOWED
-        mine = np.array([verdict], np.uint8)
-        label = "overflow of gradients" if self._scaler is not None else "start of the step"
-        verdict = int(group.all_reduce(mine, "max", label=label).resolve()[0])
+        verdict = self._begin.largest(verdict)
         if verdict == _REFUSED:
             error = ModuleStateError(problem) if problem else None
-            agree(group._core, "refused steps", problem=error)
+            agree(self._begin.group._core, "refused steps", problem=error)
         return verdict == _OVERFLOWED
+
+    def _update(self, factor: float) -> None:
+        """Step the pieces, and see whether all ranks could. Collective.
+
+        Until every rank has said so, others may still write values that this one reads in place.
+
+        Raises:
+            Exception: On every rank, if an update raised on any.
+        """
+        problem = self._pieces.step(factor)
+        if not self._end.largest(problem is not None):
+            return
+        self._is_half_done = True
+        error = problem
+        if error is not None and not isinstance(error, Exception):
+            error = ModuleStateError(f"{type(error).__name__} has ended the update")
+        try:
+            agree(self._end.group._core, "update of parameters", problem=error)
+        finally:
+            if error is not problem and problem is not None:
+                raise problem
 
     def _one(self) -> Optimizer:
         if len(self._optimizers) != 1:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count as count_up
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arguments import as_int, digest_text, shown
+from mpimesh.arguments import as_int, shown
 from mpimesh.arrays import Array, namespace, to_numpy
 from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
 from mpimesh.nn import Parameter
@@ -18,7 +18,8 @@ from mpimesh.optim.state_checks import check_arrays, check_steps
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.bucket import STAGES
 from mpimesh.parallel.gradients.buckets import GradientBuckets
-from mpimesh.parallel.gradients.pieces import HeldState, Owned, whole_states
+from mpimesh.parallel.gradients.pieces import LentOptimizer, State, places_of
+from mpimesh.parallel.gradients.replicas import difference, digest
 from mpimesh.parallel.tensor.model import local_part
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
@@ -27,7 +28,6 @@ from mpimesh.runtime.call import Call
 __all__ = [
     "agree_optimizers",
     "agree_states",
-    "difference",
     "flat_state",
     "full_states",
     "is_finite",
@@ -41,19 +41,19 @@ _PARAMS = "params/"
 
 
 def full_states(
-    engine: Engine, owned: Sequence[Owned], states: Sequence[Mapping[str, Any]]
+    engine: Engine, lent: Sequence[LentOptimizer], states: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the states of all parameters of a model, by name. Collective over its ranks.
 
     Args:
         engine: The model.
-        owned: The optimizers.
+        lent: The optimizers.
         states: Their states, of this rank's whole parameters.
 
     Cost:
         Two broadcasts for each array, over the stages; and an all-gather of what is split.
     """
-    places = _places(owned)
+    places = places_of(lent)
     # Of the ranks that hold a tied parameter, the first one gives it.
     copies = {id(parameter) for parameter in engine.ties.copies}
     mine: dict[str, tuple[int, int, list[str]]] = {}
@@ -67,7 +67,7 @@ def full_states(
     told: dict[str, tuple[int, int, list[str]]] = {}
     for stage in agree(pipe._core, what, mine):
         told |= stage
-    params: list[dict[str, dict[str, Any]]] = [{} for _ in owned]
+    params: list[dict[str, dict[str, Any]]] = [{} for _ in lent]
     for name, parameter in engine.named_parameters(everywhere=True):
         if name not in told:
             continue
@@ -85,7 +85,7 @@ def full_states(
 
 
 def local_states(
-    engine: Engine, owned: Sequence[Owned], states: Sequence[Mapping[str, Any]]
+    engine: Engine, lent: Sequence[LentOptimizer], states: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """Return what this rank holds of states by name; others are returned as they are. Local.
 
@@ -99,7 +99,7 @@ def local_states(
         _local_state(engine, one, state)
         if isinstance(state, Mapping) and isinstance(state.get("params"), Mapping)
         else state
-        for one, state in zip(owned, states, strict=True)
+        for one, state in zip(lent, states, strict=True)
     ]
 
 
@@ -178,22 +178,22 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.ndarray) and not value.shape else value
 
 
-def _local_state(engine: Engine, owned: Owned, state: Mapping[str, Any]) -> dict[str, Any]:
+def _local_state(engine: Engine, lent: LentOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in engine.named_parameters()}
     known = {name for name, _ in engine.named_parameters(everywhere=True)}
-    mine = [names[id(parameter)] for parameter in owned.parameters]
+    mine = [names[id(parameter)] for parameter in lent.parameters]
     given = state["params"]
     missing = sorted(set(mine) - given.keys())
     unknown = sorted(given.keys() - known)
     foreign = sorted((given.keys() & set(names.values())) - set(mine))
     if missing or unknown or foreign:
         raise ModuleError(
-            f"a full state of {type(owned.optimizer).__name__} has all parameters that it was "
+            f"a full state of {type(lent.optimizer).__name__} has all parameters that it was "
             f"given, by their names in the whole model; missing: {missing or 'none'}, not in the "
             f"model: {unknown or 'none'}, not of this optimizer: {foreign or 'none'}"
         )
     params: list[dict[str, Any]] = []
-    for name, parameter in zip(mine, owned.parameters, strict=True):
+    for name, parameter in zip(mine, lent.parameters, strict=True):
         own: dict[str, Any] = {}
         who = f"parameter {name!r}"
         check_steps(who, given[name])
@@ -205,15 +205,6 @@ def _local_state(engine: Engine, owned: Owned, state: Mapping[str, Any]) -> dict
                 raise ShapeError(f"{key!r} of the optimizer: {error}") from None
         params.append(own)
     return {**state, "params": params}
-
-
-def _places(owned: Sequence[Owned]) -> dict[int, tuple[int, int]]:
-    """Return by its id the optimizer of each parameter and its place there."""
-    return {
-        id(parameter): (number, place)
-        for number, one in enumerate(owned)
-        for place, parameter in enumerate(one.parameters)
-    }
 
 
 # -- checks; first those that are local -----------------------------------------------------------
@@ -334,32 +325,16 @@ def agree_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
     ]
     problem = None
     for group in (engine.data, engine.tensor.group):
-        rows = "" if group is None else difference(texts, group, what=_OPTIMIZERS)
-        if rows and group is not None:
+        if group is None:
+            continue
+        differs = difference(texts, group, _OPTIMIZERS)
+        if differs is not None:
             problem = MismatchError(
                 f"the ranks of group {group.name!r} must have the same optimizers, with the same "
-                f"numbers and the same decay_mask, but they have\n{rows}"
+                f"numbers and the same decay_mask, but they have\n{differs[1]}"
             )
     scope = engine.scope
     agree(scope._core, _OPTIMIZERS, problem=problem)
-
-
-def difference(texts: Sequence[str], group: ProcessGroup, *, what: str) -> str:
-    """Return on every rank the first of these texts that is not alike. Collective over `group`.
-
-    Returns:
-        A row for each rank; empty if all are alike.
-
-    Cost:
-        One all-reduce of 40 bytes; where texts differ, an all-gather of them.
-    """
-    if group.size == 1:
-        return ""
-    for found in zip_longest(*agree(group._core, what, list(texts)), fillvalue="nothing"):
-        if len(set(found)) > 1:
-            rows = zip(group.ranks, found, strict=True)
-            return "\n".join(f"  rank {rank}: {text}" for rank, text in rows)
-    return ""
 
 
 # -- states that all ranks take over, or none does ------------------------------------------------
@@ -369,8 +344,8 @@ _WHAT = "load_state_dict of the optimizer"
 
 
 def agree_states(
-    engine: Engine, owned: Sequence[Owned], state: Any
-) -> tuple[tuple[HeldState, ...], int | None]:
+    engine: Engine, lent: Sequence[LentOptimizer], state: Any
+) -> tuple[list[State], int | None]:
     """Return states of whole parameters, if they fit on every rank and replicas have the same.
 
     Collective over the ranks that step together. With them comes the model's count of steps, if
@@ -378,7 +353,7 @@ def agree_states(
 
     Args:
         engine: The model.
-        owned: Its optimizers.
+        lent: Its optimizers.
         state: A state or several, as users load them.
 
     Raises:
@@ -388,44 +363,39 @@ def agree_states(
         Three exchanges of small texts; with replicas, reading the state once.
     """
     problem: MpimeshError | None = None
-    held: tuple[HeldState, ...] = ()
+    states: list[State] = []
     step: int | None = None
     try:
-        states, step = nested_states(state, len(owned))
-        held = whole_states(owned, local_states(engine, owned, states))
+        nested, step = nested_states(state, len(lent))
+        states = local_states(engine, lent, nested)
+        for one, own in zip(lent, states, strict=True):
+            one.optimizer.check_state(own, one.parameters)
     except MpimeshError as error:
         problem = error
     agree(engine.scope._core, _WHAT, problem=problem)
     replicas = engine.data
-    texts = [f"step {step}", *_texts(engine, owned, held)] if replicas.size > 1 else []
-    rows = difference(texts, replicas, what=_WHAT)
-    if rows:
+    texts = [f"step {step}", *_texts(engine, lent, states)] if replicas.size > 1 else []
+    differs = difference(texts, replicas, _WHAT)
+    if differs is not None:
         problem = MismatchError(
             f"the ranks of group {replicas.name!r} must load the same state, and nothing is "
-            f"changed, as they have\n{rows}"
+            f"changed, as they have\n{differs[1]}"
         )
     agree(engine.scope._core, _WHAT, problem=problem)
-    return held, step
+    return states, step
 
 
-def _texts(engine: Engine, owned: Sequence[Owned], held: Sequence[HeldState]) -> list[str]:
+def _texts(engine: Engine, lent: Sequence[LentOptimizer], states: Sequence[State]) -> list[str]:
     """Return what replicas must have alike: the numbers, and digests of arrays."""
     names = {id(parameter): name for name, parameter in engine.named_parameters()}
     texts: list[str] = []
-    for number, (one, state) in enumerate(zip(owned, held, strict=True)):
-        texts += [
-            f"{key} {state.numbers[key]!r} of optimizer {number}" for key in one.optimizer.numbers
-        ]
-        for parameter, given in zip(one.parameters, state.params, strict=True):
+    for number, (one, state) in enumerate(zip(lent, states, strict=True)):
+        texts += [f"{key} {state[key]!r} of optimizer {number}" for key in one.optimizer.numbers]
+        for parameter, own in zip(one.parameters, state["params"], strict=True):
             name = names[id(parameter)]
-            texts.append(f"{given.steps} steps of {name}")
+            texts.append(f"{int(own['steps'])} steps of {name}")
             texts += [
-                f"{key} of {name} with values {_digest(given.arrays[key])}"
-                for key in sorted(given.arrays)
+                f"{key} of {name} with values {digest(own[key])}"
+                for key in sorted(own.keys() - {"steps"})
             ]
     return texts
-
-
-def _digest(x: Array) -> str:
-    values = np.ascontiguousarray(to_numpy(x)).reshape(-1)
-    return digest_text(values.view(np.uint8).data)

@@ -148,6 +148,21 @@ def train_by(
     return Trained(losses, norms, state(), outputs(batch(1000, 7)[0]))
 
 
+def check_replicas_train(model: mm.DataParallel, optimizer: Any) -> None:
+    """Train replicas of `layers()` for some steps, and compare with the training of one process."""
+    course = train_by(
+        3,
+        model.parameters(),
+        lambda step: model.train_step(*batch(step, 13)),
+        clip=lambda: model.clip_grad_norm(0.5),
+        state=lambda: state_of(model),
+        outputs=model.forward,
+        optimizer=optimizer,
+    )
+    model.check_replicas()
+    assert_same(course, train_alone(3, 13))
+
+
 def assert_same(got: Trained, expected: Trained, *, rtol: float = 1e-12) -> None:
     """Compare a rank's part of a training with the whole of another."""
     np.testing.assert_allclose(got.losses, expected.losses, rtol=rtol, atol=0)

@@ -10,13 +10,11 @@ from mpimesh import nn, optim
 from mpimesh.parallel import DataParallel
 from tests.helpers.parallel_models import (
     SEED,
-    assert_same,
     batch,
+    check_replicas_train,
     layers,
     make_pipeline,
     state_of,
-    train_alone,
-    train_by,
     zero_optimizer,
 )
 
@@ -35,17 +33,7 @@ def test_it_trains_like_one_process(comm, bucket_bytes):
             bucket_bytes=bucket_bytes,
         )
         optimizer = zero_optimizer(optim.Adam(model.parameters(), lr=0.01), model)
-        trained = train_by(
-            3,
-            model.parameters(),
-            lambda step: model.train_step(*batch(step, 13)),
-            clip=lambda: model.clip_grad_norm(0.5),
-            state=lambda: state_of(model),
-            outputs=model.forward,
-            optimizer=optimizer,
-        )
-        model.check_replicas()
-        assert_same(trained, train_alone(3, 13))
+        check_replicas_train(model, optimizer)
 
 
 @pytest.mark.nprocs(4, 8)

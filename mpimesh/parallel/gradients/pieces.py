@@ -1,4 +1,4 @@
-"""Pieces of parameters that the ranks of a group divide, and the state of a rank's pieces.
+"""Pieces of parameters that the ranks of a group divide, and layouts of the optimizer's state.
 
 An optimizer that changes each element by itself does not care where parameters begin and end. So
 a rank gives its optimizers *pieces*: of each bucket its own part, cut only where the optimizer,
@@ -6,114 +6,261 @@ the count of steps or the decay changes from one parameter to the next. A piece 
 parameter, whose values are part of the bucket's, and whose gradient is where the sums of the part
 come.
 
-A state is divided in the same way. Put together it is that of an optimizer of whole parameters, on
-any number of ranks. A piece of no elements counts steps all the same, so that every rank knows the
-count of each.
+The state of a parameter lies as its values do: flat, as ``S0`` on the ranks that divide its bucket,
+or as ``R`` where it is in no divided bucket. Whatever becomes of it is a redistribution from one
+such layout to another, planned as that of any array: a state of whole parameters is taken over
+(R to S0, of what each rank has itself), the whole one is put together (S0 to R), or it moves when
+buckets are cut anew (S0 to another S0, or to R if the parameter was frozen). Layouts follow from
+sizes that every rank knows, so each knows what it sends to whom and what it gets, without asking.
 
-When buckets are cut anew, state moves, and each rank receives what its new parts need and no more.
-Before and after, every element of a parameter has one rank that holds its state, or all of them
-where the parameter is in no divided bucket any more. Both cuts follow from sizes that every rank
-knows, so each knows what it sends to whom and what it gets, without asking.
+A piece of no elements counts steps all the same, so that every rank knows the count of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate, chain, groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from mpimesh.arrays import Array, moved, namespace
+from mpimesh.layout import Layout, Phase, Shard
+from mpimesh.layout.boxes import Box, local_box, slices, volume
+from mpimesh.mesh import Mesh
 from mpimesh.nn import Constant, Parameter
 from mpimesh.optim import Optimizer
-from mpimesh.optim.optimizer import state_dtype
-from mpimesh.parallel.gradients.bucket import Bucket, Shard
+from mpimesh.parallel.gradients.bucket import Bucket
+from mpimesh.parallel.gradients.bucket import Shard as BucketShard
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
 
 __all__ = [
-    "Held",
-    "HeldState",
-    "Owned",
+    "Layouts",
+    "LentOptimizer",
     "Pieces",
-    "Run",
-    "Span",
-    "Spread",
-    "moved_states",
-    "overlap",
-    "own_state",
-    "parts_of",
-    "piece_of",
+    "State",
+    "layouts_of",
+    "places_of",
+    "redistributed",
     "runs_of",
-    "spread_of",
-    "sums_of",
-    "whole_states",
 ]
 
-Span = tuple[int, int]
-"""Elements: the first, and the one after the last."""
+State = Mapping[str, Any]
+"""The state of an optimizer, as its `state_dict`. Of a parameter with a layout it has flat arrays,
+of this rank's part."""
 
-
-def overlap(one: Span, other: Span) -> Span:
-    """Return the elements of `one` that are in `other`, too; an empty span in `one` if none is."""
-    start = min(max(one[0], other[0]), one[1])
-    return start, max(start, min(one[1], other[1]))
-
-
-# -- runs: neighbours that are stepped alike ------------------------------------------------------
-
-
-_NONE = Constant(0.0)  # a piece is never materialised
+Layouts = Mapping[int, tuple[ProcessGroup, Layout]]
+"""By its id for each divided parameter the ranks that divide it, and how it lies on them, flat. A
+parameter that is not here lies whole on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbours in a bucket that one optimizer changes alike, and has stepped equally often.
+class LentOptimizer:
+    """An optimizer that steps pieces, and what it was made for.
 
     Attributes:
-        optimizer: Its number.
-        places: Their places in it.
-        starts: Where each begins in the bucket, and where the last ends.
+        optimizer: The optimizer.
+        parameters: Its parameters, whole.
+        decays: For each whether weight decay is for it.
     """
 
-    optimizer: int
-    places: tuple[int, ...]
-    starts: tuple[int, ...]
+    optimizer: Optimizer
+    parameters: tuple[Parameter, ...]
+    decays: tuple[bool, ...]
 
-    def span_of(self, at: int) -> Span:
-        """Return where its parameter number `at` lies in the bucket."""
-        return self.starts[at], self.starts[at + 1]
-
-    def within(self, part: slice) -> slice:
-        """Return which of its elements lie in `part`, counted in the bucket; may be none."""
-        start = min(max(self.starts[0], part.start), part.stop)
-        return slice(start, max(start, min(self.starts[-1], part.stop)))
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> LentOptimizer:
+        """Return what an optimizer has before it is lent."""
+        return cls(optimizer, tuple(optimizer.params), tuple(optimizer.decays))
 
 
-def runs_of(
-    owners: Sequence[tuple[int, int] | None], sizes: Sequence[int], kinds: Sequence[Hashable]
-) -> list[Run]:
-    """Cut a bucket into runs.
+def places_of(lent: Sequence[LentOptimizer]) -> dict[int, tuple[int, int]]:
+    """Return by its id the number of each parameter's optimizer, and its place there."""
+    return {
+        id(parameter): (number, place)
+        for number, each in enumerate(lent)
+        for place, parameter in enumerate(each.parameters)
+    }
+
+
+# -- layouts of states ----------------------------------------------------------------------------
+
+
+def layouts_of(buckets: Sequence[Bucket]) -> Layouts:
+    """Return how the parameters of divided buckets lie on their ranks. Local.
+
+    Those of one group stand in the same order on all its ranks.
+    """
+    layouts: dict[int, tuple[ProcessGroup, Layout]] = {}
+    for bucket in buckets:
+        if bucket.shard is None:
+            continue
+        mesh = _whole(bucket.group.size).mesh
+        edges = [0, *accumulate(bucket.shard.sizes)]
+        end = 0
+        for parameter in bucket.parameters:
+            begin, end = end, end + parameter.size
+            inside = [min(max(edge, begin), end) for edge in edges]
+            sizes = [stop - start for start, stop in pairwise(inside)]
+            layouts[id(parameter)] = bucket.group, Layout(mesh, [Shard.of_sizes(0, sizes)])
+    return layouts
+
+
+@cache
+def _whole(ranks: int) -> Layout:
+    """Return the layout of an array that each of so many ranks has."""
+    return Layout.replicated(Mesh([("dp", ranks)]))
+
+
+def redistributed(
+    lent: Sequence[LentOptimizer], states: Sequence[State], before: Layouts, after: Layouts
+) -> list[dict[str, Any]]:
+    """Return states whose parameters lie in other layouts. Collective over the groups of `before`.
 
     Args:
-        owners: For each parameter the number of its optimizer and its place there; None for one
-            that no optimizer has.
-        sizes: The elements of each.
-        kinds: What only equals may share a run: how often each was stepped, and whether it decays.
+        lent: The optimizers.
+        states: Their states, as they lie now.
+        before: The layouts that they have.
+        after: Those that they are to have. A parameter that is in neither keeps its state.
+
+    Cost:
+        One all-to-all for each group, array of the state and dtype, or an all-gather where all
+        ranks are to have all: each receives what it is to have and has not. Whole arrays are cut
+        where they are, and where no layout changes nothing is exchanged.
     """
-    runs: list[Run] = []
-    before: tuple[int, Hashable] | None = None
-    at = 0
-    for owner, size, kind in zip(owners, sizes, kinds, strict=True):
-        key = None if owner is None else (owner[0], kind)
-        if owner is not None and key == before:
-            last = runs.pop()
-            runs.append(Run(owner[0], (*last.places, owner[1]), (*last.starts, at + size)))
-        elif owner is not None:
-            runs.append(Run(owner[0], (owner[1],), (at, at + size)))
-        before = key
-        at += size
-    return runs
+    places = places_of(lent)
+    params = [list(state["params"]) for state in states]
+    batches: dict[ProcessGroup, list[int]] = {}
+    for key, (group, _) in {**before, **after}.items():
+        if key in places:
+            batches.setdefault(group, []).append(key)
+    for group, keys in batches.items():
+        whole = group, _whole(group.size)
+        kinds: dict[tuple[str, str], list[_Move]] = {}
+        for key in keys:
+            number, place = places[key]
+            parameter, old = lent[number].parameters[place], params[number][place]
+            new = params[number][place] = {"steps": int(old["steps"])}
+            source, target = before.get(key, whole)[1], after.get(key, whole)[1]
+            way = _way(source, target, parameter.size, group.rank or 0)
+            shape = (-1,) if key in after else parameter.shape
+            for name in old.keys() - {"steps"}:
+                move = _Move(way, old[name].reshape(-1), new, shape)
+                kinds.setdefault((name, old[name].dtype.str), []).append(move)
+        for (name, _), moves in sorted(kinds.items(), key=itemgetter(0)):
+            _exchange(group, name, moves)
+    return [{**state, "params": own} for state, own in zip(states, params, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One rank's part in bringing a flat array from one layout to another.
+
+    Attributes:
+        sizes: The elements that each rank has of it.
+        source: The box that this rank has.
+        target: The box that it is to have.
+        takes: What of that it gets, and from whom, which may be itself.
+        gives: Which other ranks take what of this one.
+        changes: Whether any rank may have to get something from another.
+        joins: Whether every rank is to have all.
+    """
+
+    sizes: tuple[int, ...]
+    source: Box
+    target: Box
+    takes: list[tuple[Box, int]]
+    gives: list[tuple[int, Box]]
+    changes: bool
+    joins: bool
+
+
+@lru_cache(maxsize=4096)
+def _way(source: Layout, target: Layout, size: int, rank: int) -> _Way:
+    """Return how an array of `size` elements gets from one layout to another. Local."""
+    first, last = source.tiling((size,)), target.tiling((size,))
+    phase = Phase(first, last)
+    return _Way(
+        tuple(volume(first.box(each)) for each in source.mesh.ids),
+        first.box(rank),
+        last.box(rank),
+        [(need.box, need.ranks[0]) for need in phase.takes(rank)],
+        phase.gives(rank),
+        not source.is_replicated and source != target,
+        target.is_replicated,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """An array of one parameter's state on its way.
+
+    Attributes:
+        way: The way.
+        array: This rank's part of it, flat.
+        into: The state that gets the new part.
+        shape: The shape of that.
+    """
+
+    way: _Way
+    array: Array
+    into: dict[str, Any]
+    shape: tuple[int, ...]
+
+    def part(self, box: Box) -> Array:
+        """Return a box of the whole array that this rank has."""
+        return self.array[slices(local_box(box, self.way.source))]
+
+
+def _exchange(group: ProcessGroup, name: str, moves: Sequence[_Move]) -> None:
+    """Bring arrays of one name and dtype to their new layouts. Collective if any rank lacks one."""
+    rank, label = group.rank or 0, f"{name} of optimizer states"
+    comes: Array = None
+    sizes = [0] * group.size
+    if any(move.way.changes for move in moves):
+        xp, dtype = namespace(moves[0].array), moves[0].array.dtype
+        if all(move.way.joins for move in moves):
+            sizes = [sum(each) for each in zip(*(move.way.sizes for move in moves), strict=True)]
+            mine = xp.concatenate([move.array for move in moves])
+            comes = group.all_gather(mine, sizes=sizes, label=label).resolve()
+        else:
+            goes: list[list[Array]] = [[] for _ in sizes]
+            for move in moves:
+                for other, box in move.way.gives:
+                    goes[other].append(move.part(box))
+                for box, holder in move.way.takes:
+                    sizes[holder] += volume(box) if holder != rank else 0
+            comes = group.all_to_all(
+                xp.concatenate([xp.empty(0, dtype), *chain(*goes)]),
+                sizes=[sum(part.size for part in parts) for parts in goes],
+                recv_sizes=sizes,
+                label=label,
+            ).resolve()
+    starts = [0, *accumulate(sizes)]  # of what is left of each rank's
+    for move in moves:
+        if move.way.takes == [(move.way.target, rank)] and not move.way.joins:
+            move.into[name] = move.part(move.way.target)  # nothing to be put together
+            continue
+        block = namespace(move.array).empty(volume(move.way.target), move.array.dtype)
+        for box, holder in move.way.takes:
+            if holder == rank:
+                part = move.part(box)
+            else:
+                part = comes[starts[holder] : starts[holder] + volume(box)]
+                starts[holder] += volume(box)
+            block[slices(local_box(box, move.way.target))] = part
+        move.into[name] = block.reshape(move.shape)
+
+
+# -- pieces ---------------------------------------------------------------------------------------
+
+
+_NONE = Constant(0.0)  # a piece is never materialised
 
 
 class _Piece(Parameter):
@@ -129,155 +276,94 @@ class _Piece(Parameter):
         self.write_zeros()
 
 
-def piece_of(run: Run, bucket: Bucket, shard: Shard) -> Parameter:
-    """Return this rank's part of a run as a flat parameter; it may have no elements."""
-    inside = run.within(shard.part)
-    size = inside.stop - inside.start
-    piece = _Piece(f"{run.starts[0]} to {run.starts[-1]} of {bucket.name}", (size,), _NONE)
-    start = inside.start - shard.part.start
-    piece.data = shard.own[start : start + size]
-    piece.grad = shard.memory[start : start + size]
-    piece.attach_grad(piece.grad)  # for good: zeros are written into it
-    return piece
+def runs_of(kinds: Sequence[Hashable]) -> list[range]:
+    """Return the runs of neighbours of one kind, as their places; None is no kind."""
+    runs: list[range] = []
+    stop = 0
+    for kind, members in groupby(kinds):
+        start, stop = stop, stop + len(list(members))
+        if kind is not None:
+            runs.append(range(start, stop))
+    return runs
 
 
-# -- state ----------------------------------------------------------------------------------------
+def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a piece by those of the parts that lie in it, one after the other."""
+    # A state that was made without master values has none for any parameter of a dtype.
+    names = set.intersection(*map(set, states)) - {"steps"}
+    arrays = {name: np.concatenate([moved(one[name], np) for one in states]) for name in names}
+    return {"steps": states[0]["steps"], **arrays}
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """An optimizer that is lent, and what it was given.
-
-    Attributes:
-        optimizer: It steps pieces now.
-        parameters: Its parameters, whole.
-        decays: For each whether weight decay is for it.
-    """
-
-    optimizer: Optimizer
-    parameters: tuple[Parameter, ...]
-    decays: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> Owned:
-        """Return what an optimizer has before it is lent."""
-        return cls(optimizer, tuple(optimizer.params), tuple(optimizer.decays))
+def _kind(
+    lent: Sequence[LentOptimizer], states: Sequence[State], owner: tuple[int, int] | None
+) -> tuple[int, int, bool] | None:
+    """Return what only neighbours may share that are stepped as one; None without an optimizer."""
+    if owner is None:
+        return None
+    number, place = owner
+    return number, states[number]["params"][place]["steps"], lent[number].decays[place]
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The state of neighbouring elements of one parameter; there may be none.
-
-    Attributes:
-        steps: How often the parameter was stepped.
-        start: The first of them, counted in the flat parameter.
-        arrays: Flat arrays of their state, by name.
-    """
-
-    steps: int
-    start: int
-    arrays: Mapping[str, Array]
-
-    @classmethod
-    def whole(cls, state: Mapping[str, Any]) -> Held:
-        """Return the state of all elements."""
-        arrays = {name: array.reshape(-1) for name, array in state.items() if name != "steps"}
-        return cls(int(state["steps"]), 0, arrays)
-
-    def shaped(self, parameter: Parameter) -> dict[str, Any]:
-        """Return the state of all elements as optimizers have it."""
-        arrays = {name: array.reshape(parameter.shape) for name, array in self.arrays.items()}
-        return {"steps": self.steps, **arrays}
+_Lot = tuple[Parameter, bool, Mapping[str, Any]]
+"""What an optimizer gets: a piece or a whole parameter, whether it decays, and its state."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeldState:
-    """This rank's part of the state of one optimizer.
+class _Run:
+    """Neighbours in a divided bucket that one optimizer steps alike.
 
     Attributes:
-        numbers: What is of no parameter.
-        params: For each parameter that it was given what is held of its state.
+        members: Their places in the bucket.
+        optimizer: The number of the optimizer.
+        places: Their places in it, when it has them whole.
+        piece: The place of the piece that it has instead.
     """
 
-    numbers: Mapping[str, Any]
-    params: Sequence[Held]
-
-
-def whole_states(
-    owned: Sequence[Owned], states: Sequence[Mapping[str, Any]]
-) -> tuple[HeldState, ...]:
-    """Return states of whole parameters as what a rank holds.
-
-    Raises:
-        ModuleError: As :meth:`mpimesh.optim.Optimizer.check_state`; so with all errors.
-    """
-    found = []
-    for one, state in zip(owned, states, strict=True):
-        one.optimizer.check_state(state, one.parameters)
-        numbers = {name: value for name, value in state.items() if name != "params"}
-        found.append(HeldState(numbers, [Held.whole(given) for given in state["params"]]))
-    return tuple(found)
-
-
-def own_state(run: Run, shard: Shard, held: Sequence[Held]) -> dict[str, Any]:
-    """Cut this rank's part out of what is held of a run's parameters."""
-    inside = run.within(shard.part)
-    first = held[run.places[0]]
-    own: dict[str, Any] = {"steps": first.steps}
-    for name in first.arrays:
-        # A state that was made without master values has none for any parameter of a dtype.
-        if any(name not in held[place].arrays for place in run.places):
-            continue
-        parts: list[Array] = []
-        for at, place in enumerate(run.places):
-            begin, end = overlap(run.span_of(at), (inside.start, inside.stop))
-            if begin < end:
-                offset = run.starts[at] + held[place].start
-                values = moved(held[place].arrays[name], np)
-                parts.append(values[begin - offset : end - offset])
-        own[name] = np.concatenate(parts) if parts else np.empty(0)
-    return own
-
-
-def parts_of(run: Run, shard: Shard, own: Mapping[str, Any]) -> dict[int, Held]:
-    """Return by place what this rank holds of a run's parameters: views of its part's state."""
-    inside = run.within(shard.part)
-    found: dict[int, Held] = {}
-    for at, place in enumerate(run.places):
-        begin, end = overlap(run.span_of(at), (inside.start, inside.stop))
-        arrays = {
-            name: array[begin - inside.start : end - inside.start]
-            for name, array in own.items()
-            if name != "steps"
-        }
-        found[place] = Held(int(own["steps"]), begin - run.starts[at], arrays)
-    return found
-
-
-# -- pieces ---------------------------------------------------------------------------------------
+    members: range
+    optimizer: int
+    places: tuple[int, ...]
+    piece: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A bucket with its runs, and for each the place of this rank's piece in its optimizer."""
+    """A divided bucket, cut into pieces.
+
+    Attributes:
+        bucket: The bucket.
+        shard: This rank's part of it.
+        edges: Where each parameter begins in that part, and where the last one ends.
+        runs: What lies in each piece.
+    """
 
     bucket: Bucket
-    shard: Shard
-    runs: list[Run]
-    places: list[int]
+    shard: BucketShard
+    edges: list[int]
+    runs: list[_Run]
 
-    def gather(self) -> list[CollectiveTensor]:
-        handle = self.shard.gather()
-        return [] if handle is None else [handle]
+    def piece(self, members: range) -> Parameter:
+        """Return this rank's part of neighbours as a flat parameter; it may have no elements."""
+        start, stop = self.edges[members.start], self.edges[members.stop]
+        name = f"parameters {members.start} to {members.stop - 1} of {self.bucket.name}"
+        piece = _Piece(name, (stop - start,), _NONE)
+        piece.data = self.shard.own[start:stop]
+        piece.grad = self.shard.memory[start:stop]
+        piece.attach_grad(piece.grad)  # for good: zeros are written into it
+        return piece
 
 
 class Pieces:
-    """The pieces of one rank, given to its optimizers. Making it is local.
+    """The pieces of one rank, given to its optimizers. Collective over the groups of `before`.
 
     Args:
-        owned: The optimizers; they go on with pieces in place of their parameters.
+        lent: The optimizers; they go on with pieces in place of their parameters.
         buckets: The buckets; parameters of those that are not divided stay whole.
-        states: What this rank holds of the states: at least that of its pieces.
+        states: The states of the optimizers, of all their parameters.
+        before: How these lie; empty if they are of whole parameters.
+
+    Attributes:
+        layouts: How the parameters lie now.
 
     Raises:
         ModuleError: If a state does not fit, with the optimizers as before; so with all errors.
@@ -285,317 +371,144 @@ class Pieces:
 
     def __init__(
         self,
-        owned: Sequence[Owned],
+        lent: Sequence[LentOptimizer],
         buckets: Sequence[Bucket],
-        states: Sequence[HeldState],
+        states: Sequence[State],
+        before: Layouts,
     ) -> None:
-        self._owned = tuple(owned)
-        owners = {
-            id(parameter): (number, place)
-            for number, one in enumerate(owned)
-            for place, parameter in enumerate(one.parameters)
-        }
-        pieces: list[list[Parameter]] = [[] for _ in owned]
-        decays: list[list[bool]] = [[] for _ in owned]
-        own_states: list[list[dict[str, Any]]] = [[] for _ in owned]
+        self._lent = tuple(lent)
+        self.layouts = layouts_of(buckets)
         self._cuts: list[_Cut] = []
-        divided: set[int] = set()
+        self._whole: list[dict[int, int]] = [{} for _ in lent]
+        states = redistributed(lent, states, before, self.layouts)
+        lots: list[list[_Lot]] = [[] for _ in lent]
+        places = places_of(lent)
         for bucket in buckets:
-            shard = bucket.shard
-            if shard is None:
+            if bucket.shard is None:
                 continue
-            divided.update(map(id, bucket.parameters))
-            mine = [owners.get(id(parameter)) for parameter in bucket.parameters]
-            kinds = [None if at is None else _kind(owned, states, *at) for at in mine]
-            runs = runs_of(mine, [parameter.size for parameter in bucket.parameters], kinds)
-            self._cuts.append(_Cut(bucket, shard, runs, []))
-            for run in runs:
-                number = run.optimizer
-                self._cuts[-1].places.append(len(pieces[number]))
-                pieces[number].append(piece_of(run, bucket, shard))
-                decays[number].append(owned[number].decays[run.places[0]])
-                own_states[number].append(own_state(run, shard, states[number].params))
-        self._readers = list(
-            {
-                id(cut.bucket.group): cut.bucket.group for cut in self._cuts if cut.shard.is_whole
-            }.values()
-        )
-        # What is in no bucket, such as frozen parameters, stays whole.
-        self._whole: list[dict[int, int]] = [{} for _ in owned]
-        for number, one in enumerate(owned):
-            for place, parameter in enumerate(one.parameters):
-                if id(parameter) not in divided:
-                    self._whole[number][place] = len(pieces[number])
-                    pieces[number].append(parameter)
-                    decays[number].append(one.decays[place])
-                    own_states[number].append(states[number].params[place].shaped(parameter))
-        optimizers = [one.optimizer for one in owned]
-        before = [(one, one.params, one.decays, one.state_dict()) for one in optimizers]
+            rank = bucket.group.rank or 0
+            boxes = [self.layouts[id(one)][1].box((one.size,), rank) for one in bucket.parameters]
+            cut = _Cut(bucket, bucket.shard, [0, *accumulate(map(volume, boxes))], [])
+            self._cuts.append(cut)
+            owners = [places.get(id(parameter)) for parameter in bucket.parameters]
+            for members in runs_of([_kind(lent, states, owner) for owner in owners]):
+                run = [owner for owner in owners[members.start : members.stop] if owner]
+                number, at = run[0][0], tuple(place for _, place in run)
+                cut.runs.append(_Run(members, number, at, len(lots[number])))
+                state = _joined([states[number]["params"][place] for place in at])
+                lots[number].append((cut.piece(members), lent[number].decays[at[0]], state))
+        for number, each in enumerate(lent):  # what is in no bucket, such as frozen, stays whole
+            for place, parameter in enumerate(each.parameters):
+                if id(parameter) not in self.layouts:
+                    self._whole[number][place] = len(lots[number])
+                    state = states[number]["params"][place]
+                    lots[number].append((parameter, each.decays[place], state))
+        optimizers = [each.optimizer for each in lent]
+        earlier = [(one, one.params, one.decays, one.state_dict()) for one in optimizers]
         try:
-            for number, optimizer in enumerate(optimizers):
-                state = {**states[number].numbers, "params": own_states[number]}
-                optimizer.exchange_params(pieces[number], decays[number], state)
+            for optimizer, state, lot in zip(optimizers, states, lots, strict=True):
+                optimizer.exchange_params(
+                    [parameter for parameter, _, _ in lot],
+                    [decays for _, decays, _ in lot],
+                    {**state, "params": [own for _, _, own in lot]},
+                )
         except BaseException:
-            for optimizer, params, decayed, state in before:
-                optimizer.exchange_params(params, decayed, state)
+            for optimizer, whole, decays, own in earlier:
+                optimizer.exchange_params(whole, decays, own)
             raise
 
-    def describe(self) -> dict[str, list[str]]:
-        """Return by group the runs of its buckets, which must be alike on all its ranks."""
-        texts: dict[str, list[str]] = {}
-        for cut in self._cuts:
-            runs = [(run.optimizer, run.starts) for run in cut.runs]
-            texts.setdefault(cut.bucket.group.name, []).append(str(runs))
-        return texts
+    def agree(self) -> None:
+        """Return if the ranks that divide a bucket have the same pieces in it. Collective.
 
-    def step(self, grad_factor: float) -> None:
+        Raises:
+            MismatchError: On every rank of the bucket, if they differ.
+        """
+        rules: dict[ProcessGroup, list[str]] = {}
+        for cut in self._cuts:
+            runs = [(run.optimizer, run.members) for run in cut.runs]
+            rules.setdefault(cut.bucket.group, []).append(str(runs))
+        for group, texts in rules.items():
+            agree(group._core, Call("divided buckets", group.name, rule="; ".join(texts)))
+
+    def sums(self, without: set[int]) -> list[Array]:
+        """Return this rank's parts of the sums of divided buckets, but for some parameters."""
+        sums: list[Array] = []
+        for cut in self._cuts:
+            memory, keys = cut.shard.memory, [id(one) for one in cut.bucket.parameters]
+            if without.isdisjoint(keys):
+                sums.append(memory)
+                continue
+            spans = zip(keys, pairwise(cut.edges), strict=True)
+            sums += [memory[start:stop] for key, (start, stop) in spans if key not in without]
+        return sums
+
+    def step(self, grad_factor: float) -> BaseException | None:
         """Step all pieces, and give the values of each bucket to all ranks. Collective.
 
-        The values of one bucket are on their way while the next one is stepped. If an update
-        raises, the values still go out: no other rank waits, and the replicas stay equal.
-        """
-        handles: list[CollectiveTensor] = []
-        done = moving = 0  # how many are stepped; the first that is not known to be there
-        try:
-            for cut in self._cuts:
-                for run, place in zip(cut.runs, cut.places, strict=True):
-                    optimizer = self._owned[run.optimizer].optimizer
-                    optimizer.step_at(place, grad_factor=grad_factor)
-                done += 1
-                handles += cut.gather()
-                if moving < len(handles):
-                    moving += handles[moving].done()  # asking is what moves it
-            for one, whole in zip(self._owned, self._whole, strict=True):
-                for place in whole.values():
-                    one.optimizer.step_at(place, grad_factor=grad_factor)
-        finally:
-            for cut in self._cuts[done:]:
-                handles += cut.gather()
-            # Where all read the values where they are, they wait until all have changed theirs.
-            handles += [
-                group.start_barrier(label="new values of parameters") for group in self._readers
-            ]
-            for handle in handles:
-                handle.resolve()
+        The values of one bucket are on their way while the next one is stepped. Where all ranks
+        read values in place, all are there when every rank has come back.
 
-    def held(self) -> tuple[HeldState, ...]:
-        """Return what this rank holds of the states: views. Local."""
-        found: list[dict[int, Held]] = []
-        states = [one.optimizer.state_dict() for one in self._owned]
-        for own, whole in zip(states, self._whole, strict=True):
-            found.append({at: Held.whole(own["params"][piece]) for at, piece in whole.items()})
+        Returns:
+            What an update raised; None if none did. The rest is not stepped then, but its values
+            still go out: no other rank waits, and the replicas stay equal.
+        """
+        problem: BaseException | None = None
+        handles: list[CollectiveTensor] = []
+        moving = 0  # the first that is not known to be there
+
+        def update(number: int, piece: int) -> None:
+            nonlocal problem
+            if problem is None:
+                try:
+                    self._lent[number].optimizer.step_at(piece, grad_factor=grad_factor)
+                except BaseException as error:
+                    problem = error
+
         for cut in self._cuts:
-            for run, place in zip(cut.runs, cut.places, strict=True):
-                own = states[run.optimizer]["params"][place]
-                found[run.optimizer].update(parts_of(run, cut.shard, own))
-        return tuple(
-            HeldState(
-                {name: value for name, value in own.items() if name != "params"},
-                [params[place] for place in range(len(one.parameters))],
-            )
-            for one, own, params in zip(self._owned, states, found, strict=True)
-        )
+            for run in cut.runs:
+                update(run.optimizer, run.piece)
+            handle = cut.shard.gather()
+            if handle is not None:
+                handles.append(handle)
+            if moving < len(handles):
+                moving += handles[moving].done()  # asking is what moves it
+        for number, whole in enumerate(self._whole):
+            for piece in whole.values():
+                update(number, piece)
+        for handle in handles:
+            handle.resolve()
+        return problem
 
     def states(self) -> list[dict[str, Any]]:
+        """Return the states of this rank's parts of the parameters: views. Local."""
+        states = [each.optimizer.state_dict() for each in self._lent]
+        params: list[dict[int, Mapping[str, Any]]] = [
+            {place: state["params"][piece] for place, piece in whole.items()}
+            for state, whole in zip(states, self._whole, strict=True)
+        ]
+        for cut in self._cuts:
+            for run in cut.runs:
+                own = states[run.optimizer]["params"][run.piece]
+                edges = cut.edges[run.members.start : run.members.stop + 1]
+                for place, (start, stop) in zip(run.places, pairwise(edges), strict=True):
+                    inside = slice(start - edges[0], stop - edges[0])
+                    params[run.optimizer][place] = {
+                        name: value if name == "steps" else value[inside]
+                        for name, value in own.items()
+                    }
+        return [
+            {**state, "params": [each[place] for place in range(len(each))]}
+            for state, each in zip(states, params, strict=True)
+        ]
+
+    def whole_states(self) -> list[dict[str, Any]]:
         """Return for each optimizer its state, of whole parameters. Collective.
 
         Cost:
-            One all-gather for each bucket, optimizer and array of its state.
+            One all-gather for each bucket and array of its state.
         """
-        mine = [one.optimizer.state_dict() for one in self._owned]
-        found: list[dict[int, dict[str, Any]]] = [
-            {place: own["params"][piece] for place, piece in whole.items()}
-            for own, whole in zip(mine, self._whole, strict=True)
-        ]
-        for cut in self._cuts:
-            for number in sorted({run.optimizer for run in cut.runs}):
-                found[number].update(self._joined(cut, number, mine[number]["params"]))
-        return [
-            {**own, "params": [params[place] for place in range(len(one.parameters))]}
-            for own, params, one in zip(mine, found, self._owned, strict=True)
-        ]
-
-    def _joined(
-        self, cut: _Cut, number: int, mine: Sequence[Mapping[str, Any]]
-    ) -> dict[int, dict[str, Any]]:
-        """Return by place the states of one optimizer's parameters in one bucket. Collective."""
-        shard, xp = cut.shard, cut.shard.xp
-        runs = [
-            (run, mine[place])
-            for run, place in zip(cut.runs, cut.places, strict=True)
-            if run.optimizer == number
-        ]
-        joined = {place: {"steps": state["steps"]} for run, state in runs for place in run.places}
-        names = sorted({name for _, state in runs for name in state} - {"steps"})
-        for name in names:
-            own = xp.zeros(shard.sizes[cut.bucket.group.rank or 0], state_dtype(shard.dtype))
-            for run, state in runs:
-                if name in state:
-                    inside = run.within(shard.part)
-                    own[inside.start - shard.part.start : inside.stop - shard.part.start] = state[
-                        name
-                    ]
-            label = f"{name} of {cut.bucket.name}"
-            whole = cut.bucket.group.all_gather(own, sizes=shard.sizes, label=label).resolve()
-            for run, state in runs:
-                if name not in state:
-                    continue
-                for at, place in enumerate(run.places):
-                    values = whole[run.starts[at] : run.starts[at + 1]]
-                    shape = self._owned[number].parameters[place].shape
-                    joined[place][name] = values.reshape(shape).copy()
-        return joined
-
-
-def sums_of(bucket: Bucket, without: set[int]) -> list[Array]:
-    """Return this rank's part of the sums of a divided bucket, but for some parameters."""
-    shard = bucket.shard
-    if shard is None:
-        return []
-    if not any(id(parameter) in without for parameter in bucket.parameters):
-        return [shard.memory]
-    parts, end = [], 0
-    for parameter in bucket.parameters:
-        begin, end = end, end + parameter.size
-        if id(parameter) not in without:
-            start = max(begin, shard.part.start) - shard.part.start
-            stop = min(end, shard.part.stop) - shard.part.start
-            parts.append(shard.memory[start : max(start, stop)])
-    return parts
-
-
-def _kind(
-    owned: Sequence[Owned], states: Sequence[HeldState], number: int, place: int
-) -> tuple[int, bool]:
-    """Return what only neighbours may share that are stepped as one."""
-    return states[number].params[place].steps, owned[number].decays[place]
-
-
-# -- moves between cuts ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The layout of a parameter on the ranks that divide its bucket.
-
-    Attributes:
-        parameter: The parameter.
-        group: The ranks.
-        spans: What each of them holds, counted in the parameter.
-    """
-
-    parameter: Parameter
-    group: ProcessGroup
-    spans: tuple[Span, ...]
-
-
-def spread_of(buckets: Sequence[Bucket]) -> dict[int, Spread]:
-    """Return how the parameters of divided buckets lie on their ranks, by their ids. Local.
-
-    Those of one group stand in the same order on all its ranks.
-    """
-    found: dict[int, Spread] = {}
-    for bucket in buckets:
-        if bucket.shard is None:
-            continue
-        end = 0
-        for parameter in bucket.parameters:
-            begin, end = end, end + parameter.size
-            spans, stop = [], 0
-            for size in bucket.shard.sizes:
-                start, stop = stop, stop + size
-                first, last = overlap((begin, end), (start, stop))
-                spans.append((first - begin, last - begin))
-            found[id(parameter)] = Spread(parameter, bucket.group, tuple(spans))
-    return found
-
-
-def moved_states(
-    owned: Sequence[Owned],
-    states: Sequence[HeldState],
-    before: Mapping[int, Spread],
-    after: Mapping[int, Spread],
-) -> list[HeldState]:
-    """Return what this rank is to hold of states after buckets were cut anew.
-
-    Collective over the groups of the buckets before.
-
-    Args:
-        owned: The optimizers.
-        states: What this rank holds of their states.
-        before: How parameters lay on the ranks.
-        after: How they lie now; one that is not here, such as one that was frozen, is wanted by
-            all ranks of its group before.
-
-    Cost:
-        One all-to-all for each group, dtype and array of the state: what changes its rank moves.
-    """
-    places = {
-        id(parameter): (number, place)
-        for number, one in enumerate(owned)
-        for place, parameter in enumerate(one.parameters)
-    }
-    params = [list(state.params) for state in states]
-    groups = {id(one.group): one.group for one in before.values()}
-    for key, group in groups.items():
-        mine = [one for at, one in before.items() if id(one.group) == key and at in places]
-        held = [params[number][place] for number, place in (places[id(s.parameter)] for s in mine)]
-        wanted = [
-            after[id(one.parameter)].spans
-            if id(one.parameter) in after
-            else ((0, one.parameter.size),) * group.size
-            for one in mine
-        ]
-        for spread, new in zip(mine, _moved(group, mine, held, wanted), strict=True):
-            number, place = places[id(spread.parameter)]
-            params[number][place] = new
-    return [HeldState(state.numbers, own) for state, own in zip(states, params, strict=True)]
-
-
-def _moved(
-    group: ProcessGroup,
-    spreads: Sequence[Spread],
-    held: Sequence[Held],
-    wanted: Sequence[Sequence[Span]],
-) -> list[Held]:
-    """Return what is wanted here of each parameter. Collective over `group`."""
-    rank = group.rank or 0
-    kinds: dict[tuple[str, str], list[int]] = {}
-    for number, one in enumerate(held):
-        for name in one.arrays:
-            dtype = str(state_dtype(np.dtype(spreads[number].parameter.dtype)))
-            kinds.setdefault((name, dtype), []).append(number)
-    arrays: list[dict[str, Array]] = [{} for _ in held]
-    for (name, dtype), numbers in sorted(kinds.items()):
-        xp = namespace(held[numbers[0]].arrays[name])
-        sends: list[Array] = []
-        sizes = [0] * group.size
-        for to in range(group.size):
-            for number in numbers:
-                start, stop = overlap(spreads[number].spans[rank], wanted[number][to])
-                first = held[number].start
-                sends.append(held[number].arrays[name][start - first : stop - first])
-                sizes[to] += stop - start
-        comes = [
-            [overlap(spreads[number].spans[source], wanted[number][rank]) for number in numbers]
-            for source in range(group.size)
-        ]
-        got = group.all_to_all(
-            xp.concatenate([xp.empty(0, dtype), *sends]),
-            sizes=sizes,
-            recv_sizes=[sum(stop - start for start, stop in spans) for spans in comes],
-            label=f"{name} of buckets cut anew",
-        ).resolve()
-        for number in numbers:
-            start, stop = wanted[number][rank]
-            arrays[number][name] = xp.empty(stop - start, dtype)
-        at = 0
-        for spans in comes:
-            for number, (start, stop) in zip(numbers, spans, strict=True):
-                first = wanted[number][rank][0]
-                arrays[number][name][start - first : stop - first] = got[at : at + stop - start]
-                at += stop - start
-    return [
-        Held(one.steps, spans[rank][0], own)
-        for one, spans, own in zip(held, wanted, arrays, strict=True)
-    ]
+        states = self.states()
+        for cut in self._cuts:  # one after the other, for what is on its way needs memory, too
+            own = {id(one): self.layouts[id(one)] for one in cut.bucket.parameters}
+            states = redistributed(self._lent, states, own, {})
+        return states

@@ -8,7 +8,7 @@ from itertools import zip_longest
 import numpy as np
 
 from mpimesh.arguments import digest_text
-from mpimesh.arrays import to_numpy
+from mpimesh.arrays import Array, to_numpy
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.nn import Parameter
 from mpimesh.runtime import ProcessGroup
@@ -21,6 +21,7 @@ __all__ = [
     "agree_touched",
     "agree_values",
     "describe",
+    "difference",
     "digest",
 ]
 
@@ -122,23 +123,46 @@ def agree_touched(untouched: Sequence[str], group: ProcessGroup) -> None:
     )
 
 
-def _agree(texts: list[str], group: ProcessGroup, rule: str, cure: str = "") -> None:
+def difference(
+    texts: Sequence[str], group: ProcessGroup, what: Call | str
+) -> tuple[int, str] | None:
+    """Return the first of these texts that is not alike on all ranks of `group`. Collective.
+
+    Args:
+        texts: This rank's.
+        group: The ranks.
+        what: What they compare.
+
+    Returns:
+        On every rank the text's number and a row for each rank; None if all are alike.
+
+    Cost:
+        One all-reduce of 40 bytes; where texts differ, an all-gather of them.
+    """
     if group.size == 1:
-        return
-    everyone = agree(group._core, Call("parameters", group.name, rule=rule), texts)
-    for place, found in enumerate(zip_longest(*everyone, fillvalue="none")):
-        if len(set(found)) > 1:
-            rows = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(found))
-            advice = f"\n{cure}" if cure else ""
-            raise on_all_ranks(
-                MismatchError(
-                    f"the ranks of group {group.name!r} must have the same parameters, but "
-                    f"parameter {place} is\n{rows}{advice}"
-                )
+        return None
+    everyone = agree(group._core, what, list(texts))
+    for place, row in enumerate(zip_longest(*everyone, fillvalue="none")):
+        if len(set(row)) > 1:
+            ranks = zip(group.ranks, row, strict=True)
+            return place, "\n".join(f"  rank {rank}: {text}" for rank, text in ranks)
+    return None
+
+
+def _agree(texts: list[str], group: ProcessGroup, rule: str, cure: str = "") -> None:
+    differs = difference(texts, group, Call("parameters", group.name, rule=rule))
+    if differs is not None:
+        place, rows = differs
+        advice = f"\n{cure}" if cure else ""
+        raise on_all_ranks(
+            MismatchError(
+                f"the ranks of group {group.name!r} must have the same parameters, but "
+                f"parameter {place} is\n{rows}{advice}"
             )
+        )
 
 
-def digest(parameter: Parameter) -> str:
-    """Return a text by which two ranks compare the values of a parameter."""
-    values = np.ascontiguousarray(to_numpy(parameter.value())).reshape(-1)
-    return digest_text(values.view(np.uint8).data)
+def digest(x: Parameter | Array) -> str:
+    """Return a text by which two ranks compare the values of a parameter or an array."""
+    values = to_numpy(x.value() if isinstance(x, Parameter) else x)
+    return digest_text(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)

@@ -23,7 +23,7 @@ import numpy as np
 from mpimesh.errors import ModuleStateError, on_all_ranks
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.bucket import shard_sizes
-from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
+from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 
 __all__ = [
@@ -200,12 +200,16 @@ class _Sum:
         size = nbytes // 4
         empty = mesh.shared_empty if xp is np else xp.empty
         self._group = group
-        self._divided = divided
-        self._sizes = shard_sizes(size, 4, group.size)
-        self._flat = empty(size, np.float32)
-        self._flat[...] = 0
-        self._part = empty(self._sizes[group.rank or 0], np.float32)
+        flat = empty(size, np.float32)
+        flat[...] = 0
         self._matrix = xp.zeros((_SIDE, _SIDE), np.float32)
+        label = "timed sums"
+        if divided:
+            sizes = shard_sizes(size, 4, group.size)
+            part = empty(sizes[group.rank or 0], np.float32)
+            self._sum = group.reduce_scatter_init(flat, sizes=sizes, out=part, label=label)
+        else:
+            self._sum = group.all_reduce_init(flat, out=flat, label=label)
 
     def fastest_s(self, work: int) -> float:
         """Return the least seconds of some sums, with so much work in each of 8 slices beside."""
@@ -223,20 +227,13 @@ class _Sum:
     def _timed_s(self, work: int) -> float:
         self._group.barrier(label="timed sums")
         start_s = time.perf_counter()
-        handle = self._start()
+        handle = self._sum.start()
         if work:
             for _ in range(_SLICES):
                 self._work(work)
                 handle.done()  # as buckets do in a backward
         handle.resolve()
         return time.perf_counter() - start_s
-
-    def _start(self) -> CollectiveTensor:
-        if self._divided:
-            return self._group.reduce_scatter(
-                self._flat, sizes=self._sizes, out=self._part, label="timed sums"
-            )
-        return self._group.all_reduce(self._flat, out=self._flat, label="timed sums")
 
     def _work(self, count: int) -> None:
         for _ in range(count):

@@ -9,19 +9,10 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.parallel.gradients.pieces import overlap, spread_of
+from mpimesh.parallel.gradients.pieces import layouts_of
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 from tests.helpers.parallel_tied import tied_batch, tied_pipeline
-
-SPANS = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda ends: (min(ends), max(ends)))
-
-
-@given(SPANS, SPANS)
-def test_what_two_spans_have_in_common(one, other):
-    start, stop = overlap(one, other)
-    assert one[0] <= start <= stop <= one[1]
-    assert {*range(start, stop)} == {*range(*one)} & {*range(*other)}
 
 
 def plain(state):
@@ -97,6 +88,6 @@ def test_a_rank_receives_no_more_than_its_own_part(ranks):
         with mesh.budget() as moved:
             optimizer.state_dict()
         assert moved.used_bytes >= whole * (ranks - 1) / ranks
-        assert len(spread_of(model.buckets.buckets)) == 8
+        assert len(layouts_of(model.buckets.buckets)) == 8
 
     on_ranks(f"dp={ranks}", body)

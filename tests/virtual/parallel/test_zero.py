@@ -22,7 +22,7 @@ from mpimesh.errors import (
     StageError,
 )
 from mpimesh.parallel.gradients.bucket import shard_sizes
-from mpimesh.parallel.gradients.pieces import Run, runs_of
+from mpimesh.parallel.gradients.pieces import runs_of
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import (
     STAGE,
@@ -65,43 +65,24 @@ def test_shards_cover_a_bucket_in_order(size, itemsize, ranks):
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from([None, 0, 1]), st.integers(0, 9), st.integers(0, 1)), max_size=12
-    ),
-    st.integers(0, 60),
-    st.integers(0, 60),
+    st.lists(st.tuples(st.sampled_from([None, 0, 1]), st.integers(0, 1)), max_size=12),
 )
-def test_runs_are_neighbours_of_one_kind(parameters, start, size):
-    owners = [
-        None if owner is None else (owner, place) for place, (owner, _, _) in enumerate(parameters)
-    ]
-    sizes = [size for _, size, _ in parameters]
-    steps = [count for _, _, count in parameters]
-    runs = runs_of(owners, sizes, steps)
-    starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    assert [(run.optimizer, place) for run in runs for place in run.places] == [
-        owner for owner in owners if owner is not None
+def test_runs_are_neighbours_of_one_kind(parameters):
+    kinds = [None if owner is None else (owner, steps) for owner, steps in parameters]
+    runs = runs_of(kinds)
+    assert [place for run in runs for place in run] == [
+        place for place, kind in enumerate(kinds) if kind is not None
     ]
     for run in runs:
-        assert list(run.starts[:-1]) == [starts[place] for place in run.places]
-        assert run.starts[-1] == run.starts[-2] + sizes[run.places[-1]]
-        assert {parameters[place][0] for place in run.places} == {run.optimizer}
-        assert len({steps[place] for place in run.places}) == 1
-        inside = run.within(slice(start, start + size))
-        both = set(range(*run.starts[:: len(run.places)])) & set(range(start, start + size))
-        assert set(range(inside.start, inside.stop)) == both
+        assert run.step == 1
+        assert len({kinds[place] for place in run}) == 1
     for one, after in pairwise(runs):
-        kinds = (one.optimizer, steps[one.places[0]]), (after.optimizer, steps[after.places[0]])
-        assert kinds[0] != kinds[1] or after.places[0] > one.places[-1] + 1
+        assert kinds[one[0]] != kinds[after[0]] or after[0] > one[-1] + 1
 
 
 def test_an_example_of_runs():
-    owners = [(0, 2), (0, 1), None, (0, 0), (1, 0)]
-    assert runs_of(owners, [2, 3, 4, 5, 6], [1, 1, 0, 1, 1]) == [
-        Run(0, (2, 1), (0, 2, 5)),
-        Run(0, (0,), (9, 14)),
-        Run(1, (0,), (14, 20)),
-    ]
+    kinds = [(0, 1), (0, 1), None, (0, 1), (1, 1), (1, 0)]
+    assert runs_of(kinds) == [range(2), range(3, 4), range(4, 5), range(5, 6)]
 
 
 def train_both(mesh, make, *, rows=13, steps=3, inside=False, wrap=None, **options):
@@ -397,25 +378,67 @@ class Breaks(optim.SGD):
     """Fails at one update of one rank."""
 
     left = -1
+    error: BaseException = FloatingPointError("broken")
 
     def _update(self, *arguments):
         self.left -= 1
         if not self.left:
-            raise FloatingPointError("broken")
+            raise self.error
         super()._update(*arguments)
 
 
-def test_an_update_that_raises_keeps_nobody_waiting_and_the_replicas_equal():
+def test_an_update_that_raises_ends_the_step_on_all_ranks_and_the_replicas_stay_equal():
+    def body(mesh):
+        pipe = make_pipeline(mesh)
+        broken = Breaks(pipe.parameters(), lr=0.1, momentum=0.9)
+        optimizer = zero_optimizer(broken, pipe)
+        train = partial(pipe.train_step, loss=nn.cross_entropy)
+        train(*batch(0, 16), optimizer=optimizer)
+        values, state = pipe.full_state_dict(), optimizer.full_state_dict()
+        broken.left = 2 if mesh.rank == 1 else -1
+        train(*batch(1, 16))
+        with pytest.raises(FloatingPointError, match="broken"):
+            optimizer.step()
+        pipe.check_replicas()
+        # Ranks have counted different numbers of steps, and each of them knows that it is so.
+        train(*batch(2, 16))
+        for what in (
+            optimizer.step,
+            optimizer.state_dict,
+            optimizer.full_state_dict,
+            pipe.tune_buckets,
+        ):
+            with raises(ModuleStateError, f"rank {mesh.rank}", "load_state_dict()"):
+                what()
+        pipe.load_state_dict(values)
+        optimizer.load_state_dict(state)
+        train(*batch(1, 16), optimizer=optimizer)
+        pipe.tune_buckets()
+        train(*batch(2, 16), optimizer=optimizer)
+        pipe.check_replicas()
+        steps = [own["steps"] for own in optimizer.state_dict()["params"]]
+        assert steps == [3] * len(steps)
+        return state_of(pipe)
+
+    def expected(mesh):
+        pipe = make_pipeline(mesh)
+        optimizer = zero_optimizer(optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9), pipe)
+        for step in range(3):
+            pipe.train_step(*batch(step, 16), loss=nn.cross_entropy, optimizer=optimizer)
+        return state_of(pipe)
+
+    for found, wanted in zip(on_ranks("dp=3", body), on_ranks("dp=3", expected), strict=True):
+        assert_equal(found, wanted)
+
+
+def test_an_update_that_is_interrupted_ends_the_step_on_all_ranks():
     def body(mesh):
         pipe = make_pipeline(mesh)
         broken = Breaks(pipe.parameters(), lr=0.1)
-        broken.left = 2 if mesh.rank == 1 else -1
+        broken.left, broken.error = 2 if mesh.rank == 1 else -1, KeyboardInterrupt()
         optimizer = zero_optimizer(broken, pipe)
         pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
-        if mesh.rank == 1:
-            with pytest.raises(FloatingPointError):
-                optimizer.step()
-        else:
+        with pytest.raises(KeyboardInterrupt if mesh.rank == 1 else ModuleStateError):
             optimizer.step()
         pipe.check_replicas()
 
