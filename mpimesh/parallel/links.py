@@ -269,12 +269,13 @@ class Links:
 
         The wait also looks whether the step is to be left, which ends it by raising.
         """
-        if test() or test_often(test, self.group._core.progress):
+        look, progress = self.look, self.group._core.progress
+        if test() or test_often(test, progress):
             return
-        look = self.look
 
         def ready() -> bool:
-            if test():
+            # A look is one into MPI, too, and takes longer than a test.
+            if test_often(test, progress):
                 return True
             look()
             return False
