@@ -1,21 +1,21 @@
-"""A batch and the other arguments of a step on one rank: looked at, told to the others, cut."""
+"""A step's batch and other arguments on one rank: checked, and compared with those of others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from mpimesh.arguments import shown
-from mpimesh.arrays import Array
+from mpimesh.arrays import Array, HostArray
 from mpimesh.dtensor import DTensor, DVariable
 from mpimesh.errors import (
     ModuleError,
     ModuleStateError,
-    ScheduleError,
     ShapeError,
     UnknownNameError,
 )
@@ -23,177 +23,34 @@ from mpimesh.layout import Layout, Replicate, Shard
 from mpimesh.nn import Loss
 from mpimesh.nn.foreign import loss_advice
 from mpimesh.parallel.engine import Engine
-from mpimesh.parallel.executor import Task
-from mpimesh.parallel.header import OWN_ROWS, BatchSpec, Size, checksum, input_title, sample
-from mpimesh.parallel.microbatch import (
-    Microbatches,
-    microbatch_rows,
-    num_rows,
-    replica_rows,
-    replica_sizes,
+from mpimesh.parallel.header import (
+    OWN_ROWS,
+    UNKNOWN,
+    Facts,
+    Size,
+    bits_of,
+    fingerprint,
+    number_of,
 )
+from mpimesh.parallel.microbatch import Microbatches, num_rows
+from mpimesh.parallel.task import input_title
 from mpimesh.parallel.tree import Tree, flatten, tree_map
 
 __all__ = [
-    "Arguments",
+    "Batch",
     "Rows",
     "SupportsStep",
-    "Value",
-    "as_value",
     "check_loss",
+    "kind_of",
+    "parts_of",
+    "rows_of",
     "split_layout",
 ]
 
 Rows = Literal["whole", "local"]
 """The rows of plain arrays: those of the global batch, or those of this rank's replica."""
 
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """One of the values of a batch.
-
-    Attributes:
-        name: Its name in messages.
-        parts: The value, or its microbatches; all arrays of one with the same rows.
-        sizes: The rows of each.
-        is_cut: Whether they are microbatches.
-        is_split: Whether they are this rank's blocks of split arrays.
-    """
-
-    name: str
-    parts: tuple[Tree, ...]
-    sizes: tuple[int, ...]
-    is_cut: bool
-    is_split: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of all parts."""
-        return sum(self.sizes)
-
-    def spans(self) -> list[slice]:
-        """Return the rows of each part, counted in the batch."""
-        ends = list(accumulate(self.sizes))
-        return [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
-
-    def cut(self, parts: Sequence[slice], start: int = 0) -> list[Tree]:
-        """Return the rows of each of some parts of a batch, as views.
-
-        Args:
-            parts: Rows, counted in the global batch.
-            start: The first of them that is here.
-        """
-        (rows,) = self.parts
-        leaves, structure = flatten(rows)
-        return [
-            structure.unflatten([leaf[part.start - start : part.stop - start] for leaf in leaves])
-            for part in parts
-        ]
-
-    def kind(self) -> str:
-        """Return the shapes and dtypes of a row, in words."""
-        return "; ".join(map(_kind, self.parts))
-
-    def checksum(self, *, whole: bool) -> str | None:
-        """Return what tells its values from others: those on the host without Python objects.
-
-        Args:
-            whole: Whether to read all of them, or a sample.
-        """
-        leaves = [
-            leaf
-            for part in self.parts
-            for leaf in flatten(part)[0]
-            if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
-        ]
-        if not leaves:
-            return None
-        return checksum(leaves if whole else map(sample, leaves))
-
-    def denominator(self, loss: Loss) -> float:
-        """Return what it counts as a target of `loss`."""
-        counted = getattr(loss, "count", None)
-        if counted is None:
-            return float(self.rows)
-        return float(sum(float(counted(part)) for part in self.parts))
-
-
-def as_value(
-    given: Any, name: str, *, block: Callable[[DTensor, str], Array] | None = None
-) -> Value | None:
-    """Return a value that a user gave; None for None.
-
-    Args:
-        given: An array, or anything that ``np.asarray`` takes; or a tuple or a dict of them; or
-            microbatches of those.
-        name: Its name.
-        block: What gives this rank's block of a split array; None refuses these.
-
-    Raises:
-        ModuleError: If it is built otherwise.
-        ShapeError: If an array has no rows, or not as many as the others.
-    """
-    if given is None:
-        return None
-    is_cut = isinstance(given, Microbatches)
-    names = [f"{name}[{place}]" for place in range(len(given))] if is_cut else [name]
-    kinds: set[bool] = set()
-
-    def taken(x: Any, path: str) -> Array:
-        is_split = isinstance(x, DTensor | DVariable)
-        kinds.add(is_split)
-        if not is_split or block is None or is_cut:
-            return _as_array(x, path)
-        return block(x.value() if isinstance(x, DVariable) else x, path)
-
-    parts = [
-        tree_map(taken, part, name=title)
-        for part, title in zip(given if is_cut else [given], names, strict=True)
-    ]
-    sizes = tuple(_rows(part, title) for part, title in zip(parts, names, strict=True))
-    if len(kinds) > 1:
-        raise ModuleError(
-            f"{name} holds split arrays and others: give each as a DTensor that is split by rows, "
-            "or none"
-        )
-    return Value(name, tuple(parts), sizes, is_cut, is_split=True in kinds)
-
-
-def _rows(tree: Tree, name: str) -> int:
-    leaves, structure = flatten(tree, name=name)
-    paths = [name + path for path in structure.paths()]
-    rows = [num_rows(leaf, name=path) for leaf, path in zip(leaves, paths, strict=True)]
-    for other, path in zip(rows, paths, strict=True):
-        if other != rows[0]:
-            raise ShapeError(
-                f"all arrays of {name} must have the same rows; {paths[0]} has {rows[0]} and "
-                f"{path} {other}"
-            )
-    return rows[0]
-
-
-def _kind(tree: Tree) -> str:
-    leaves, structure = flatten(tree)
-    return ", ".join(
-        f"{path}{' ' if path else ''}{tuple(leaf.shape[1:])} {leaf.dtype}"
-        for leaf, path in zip(leaves, structure.paths(), strict=True)
-    )
-
-
-def _as_array(x: Any, path: str) -> Array:
-    if x is None:
-        raise ShapeError(f"{path} is None, where it must be an array")
-    if isinstance(x, Microbatches):
-        raise ModuleError(f"{path} is Microbatches: they go around a tuple or dict, not into it")
-    if isinstance(x, DTensor | DVariable):
-        raise ModuleError(
-            f"{path} is a split array, where whole ones are needed: give "
-            f"{path.split('[')[0]}.full(), which all ranks call; got {x!r}"
-        )
-    return x if hasattr(x, "shape") else np.asarray(x)
-
-
-# -- all arguments of a step -----------------------------------------------------------------------
+_SAMPLE = 4096
 
 
 class SupportsStep(Protocol):
@@ -203,9 +60,9 @@ class SupportsStep(Protocol):
         """Change the parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The arguments of a step.
+@dataclass(slots=True, eq=False)
+class Batch:
+    """A step's arguments on one rank.
 
     Attributes:
         training: Whether it trains, or is forward only.
@@ -218,6 +75,10 @@ class Arguments:
         everywhere: Whether all ranks are to get what a forward gives.
         evaluating: Whether a forward is to give its loss instead of what it makes.
         rows: Which rows plain arrays hold. Those of DTensors are split in any case.
+        values: Once it is checked, what was given, by title: each value, or its microbatches.
+        sizes: The rows of the batch, or of each of its microbatches.
+        is_split: Whether the values are this rank's blocks of split arrays.
+        facts: What the ranks compare.
     """
 
     training: bool
@@ -230,22 +91,88 @@ class Arguments:
     everywhere: bool = False
     evaluating: bool = False
     rows: Rows = "whole"
+    values: dict[str, Sequence[Tree]] = field(init=False, default_factory=dict)
+    sizes: tuple[int, ...] = field(init=False, default=())
+    is_split: bool = field(init=False, default=False)
+    facts: Facts = field(init=False, default_factory=dict)
 
     @property
     def with_loss(self) -> bool:
         """True if the step computes a loss, so that its last stage needs one, and targets."""
         return self.training or self.evaluating
 
-    def look(self, engine: Engine, call: str) -> tuple[dict[str, Value], BatchSpec]:
-        """Return the batch by title, as far as it was given, and what other ranks compare of it.
+    # -- a batch like one before ---------------------------------------------------------------
+
+    def signature(self, engine: Engine) -> Hashable:
+        """Return what all that :meth:`check` finds depends on; None if that is not all.
+
+        Two batches of one signature have the same facts and pass the same checks, but for what
+        :meth:`check_again` sees to. None where values are compared, and for split arrays,
+        microbatches, and whatever has to be converted.
+        """
+        is_first = engine.first_values if self.training else engine.first_forward
+        kinds = _signature(self.x), _signature(self.target), _signature(self.inputs)
+        if is_first or engine.mesh.settings.checks or None in kinds:
+            return None
+        options: list[Any] = [self.denominator, self.rows]
+        if any(type(option) not in (int, float, str, NoneType) for option in options):
+            return None
+        return (
+            kinds,
+            (self.training, self.evaluating, self.everywhere, self.rows),
+            (type(self.loss), str(self.denominator), type(self.optimizer)),
+            engine.accumulating,
+            engine.buckets.begun,
+            engine.stages[0].is_training(),
+            engine.loss_share,
+            engine.scales_losses and engine.loss_scale,
+            engine.first_trained,
+            engine.layer_values.meets,
+        )
+
+    def check_again(self, engine: Engine, facts: Facts, numbers: Sequence[int]) -> list[int]:
+        """Take in a batch of the signature of one that was checked; check what can differ.
+
+        Args:
+            engine: The model.
+            facts: Those of the batch that was checked.
+            numbers: Its numbers.
+
+        Returns:
+            The numbers of this one.
+
+        Raises:
+            ModuleError: If the loss does not fit.
+        """
+        check_loss(self.loss, f"rank {engine.mesh.rank}")
+        engine.tensor.check_loss(self.loss)
+        self.facts = facts = {**facts, "step": engine.step if self.training else None}
+        numbers = [*numbers]
+        if self.optimizer is not None:
+            facts["optimizer"] = text = numbers_of(self.optimizer)
+            numbers[len(numbers) - 2 * engine.places + facts["place"]] = fingerprint(text)
+        given = {"x": self.x, "target": self.target}
+        if self.inputs:
+            given |= {input_title(name): value for name, value in self.inputs.items()}
+        self.values = {title: (value,) for title, value in given.items() if value is not None}
+        if facts["rows"] is not None:
+            self.sizes = (facts["rows"],)
+        if facts["replica"] is not None:
+            facts["counted"] = self.counted(engine)
+        return numbers
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def check(self, engine: Engine) -> None:
+        """Take in the values, and note what the ranks are to compare. Local.
 
         Raises:
             MpimeshError: If something is missing on this rank, or does not fit.
         """
         who = f"rank {engine.mesh.rank}"
-        self._check_optimizer(engine, who)
-        values = self._values(engine)
-        missing = self._missing(engine, values)
+        self.describe(engine)
+        sizes, split = self._take(engine)
+        missing = self._missing(engine)
         if missing:
             raise ShapeError(f"{who} holds {missing}, got None")
         if self.with_loss and engine.is_last and self.loss is None:
@@ -255,76 +182,73 @@ class Arguments:
             )
         check_loss(self.loss, who)
         engine.tensor.check_loss(self.loss)
-        first = next(iter(values.values()), None)
-        is_local = self._are_local(values, who)
-        for value in values.values():
-            if first is not None:
-                _check_rows(first, value, who)
+        is_local = self._are_local(split, who)
+        self._check_rows(sizes, who)
+        first = next(iter(sizes), None)
+        self.sizes = () if first is None else sizes[first]
+        is_cut = first is not None and self._is_cut(first)
         # The rows of the only replica are the whole batch.
         replica = engine.data.rank if is_local and engine.data.size > 1 else None
         checks = bool(engine.mesh.settings.checks)
         # Without checks nothing is brought from a device for it.
         is_first = engine.first_values if self.training else engine.first_forward
         unseen = is_first and (checks or engine.xp is np)
-        parameters = (self.training and unseen) or (checks and self.training)
-        spec = BatchSpec(
-            call,
-            None if first is None else first.rows,
-            None if first is None else _count(first, is_local=replica is not None),
-            sizes=", ".join(map(str, first.sizes)) if first is not None and first.is_cut else None,
-            goal=self._goal(engine),
-            kinds={name: value.kind() for name, value in values.items() if name != "target"},
-            sums=_checksums(values, whole=checks) if checks or unseen else {},
-            place=engine.place,
-            optimizer=None if self.optimizer is None else numbers_of(self.optimizer),
-            parameters=engine.digests() if parameters else {},
-            replica=replica,
-            counted=None if replica is None else self._counted(engine, values),
-        )
-        return values, spec
+        self.is_split = "x" in split
+        self.facts |= {
+            "rows": None if first is None else sum(self.sizes),
+            "count": None if first is None else OWN_ROWS if replica is not None else 0,
+            "goal": self._goal(engine),
+            "kinds": {
+                title: "; ".join(map(kind_of, parts))
+                for title, parts in self.values.items()
+                if title != "target"
+            },
+            "sums": self._checksums(whole=checks) if checks or unseen else {},
+            "optimizer": None if self.optimizer is None else numbers_of(self.optimizer),
+            "parameters": engine.digests() if self.training and (checks or unseen) else {},
+            "replica": replica,
+            "counted": None if replica is None else self.counted(engine),
+        }
+        if is_cut and replica is None:
+            self.facts["count"] = len(self.sizes)
+            self.facts["sizes"] = ", ".join(map(str, self.sizes))
 
-    def task(self, engine: Engine, values: Mapping[str, Value], size: Size) -> Task:
-        """Return what this rank's stages are to work on, of this replica's share of the batch.
+    def describe(self, engine: Engine) -> None:
+        """Begin the facts with what this rank calls. Local, and never raises."""
+        call, how = "train_step", f"{engine.num_microbatches} microbatches"
+        if self.evaluating:
+            call = "evaluate"
+        elif not self.training:
+            call = f"forward{' everywhere' if self.everywhere else ''}"
+        else:
+            how += f" by {engine.plans.name}, stages from {engine.first_trained} on trained"
+            if engine.accumulating:
+                how += " without reducing gradients"
+            if engine.buckets.begun:
+                how += f", added to the gradients of {engine.buckets.begun} before"
+            if not engine.stages[0].is_training():
+                how += ", in evaluation mode"
+            if engine.loss_share != 1:
+                how += f", with a share of {engine.loss_share:g}"
+            if engine.scales_losses:
+                how += f", losses times {engine.loss_scale:g}"
+            if self.optimizer is not None:
+                how += f", then {type(self.optimizer).__name__}.step"
+        self.facts = {
+            "call": call,
+            "step": engine.step if self.training else None,
+            "how": how,
+            "place": engine.place,
+            **dict.fromkeys(("rows", "count", "sizes", "goal", "optimizer", "replica", "counted")),
+            **{name: {} for name in ("kinds", "sums", "parameters")},
+        }
 
-        Raises:
-            ScheduleError: If it is given as more microbatches than the replicas may have.
+    def _take(self, engine: Engine) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+        """Take in all that was given here.
+
+        Returns:
+            The rows of each value, or of its microbatches, by title; and which are split arrays.
         """
-        spans, part = _share(engine, values, size)
-        start = _first_row(engine, size) if size.own else 0
-
-        def cut(title: str) -> list[Tree]:
-            if part is not None:
-                parts = values[title].parts
-                empty = tree_map(lambda leaf, _: leaf[:0], parts[0])
-                return [*parts[part], *[empty] * (len(spans) - (part.stop - part.start))]
-            return values[title].cut([span for span in spans if span is not None], start)
-
-        names = [name for stage in engine.local.values() for name in stage.inputs]
-        task = Task(
-            spans,
-            is_cut=part is not None,
-            num_given=len(spans) if part is None else part.stop - part.start,
-            x=cut("x") if engine.is_first else None,
-            inputs={name: cut(input_title(name)) for name in names},
-            step=engine.step,
-        )
-        if not self.with_loss or not engine.is_last or self.loss is None:
-            return task
-        denominator = self.denominator
-        if denominator is None and size.own:
-            denominator = float(size.rows) if size.counted is None else size.counted
-        elif denominator is None:
-            denominator = values["target"].denominator(self.loss)
-        return replace(
-            task,
-            target=cut("target"),
-            loss=self.loss,
-            # So the loss is scaled before anything is rounded to the model's dtype.
-            denominator=denominator / (engine.loss_scale * engine.loss_share),
-        )
-
-    def _values(self, engine: Engine) -> dict[str, Value]:
-        """Return all that was given here, by title."""
         given: dict[str, Any] = {"x": self.x, "target": self.target}
         inputs = {} if self.inputs is None else self.inputs
         if not isinstance(inputs, Mapping):
@@ -337,14 +261,36 @@ class Arguments:
                     f"PipelineStage(i, inputs=({name!r},))"
                 )
             given[input_title(name)] = value
+        sizes: dict[str, tuple[int, ...]] = {}
+        split: list[str] = []
+        for title, value in given.items():
+            if value is None:
+                continue
+            blocks: list[Array] = []
 
-        def block(x: DTensor, path: str) -> Array:
-            return _block(engine, x, path)
+            def block(x: DTensor, path: str, blocks: list[Array] = blocks) -> Array:
+                blocks.append(_block(engine, x, path))
+                return blocks[-1]
 
-        values = {title: as_value(value, title, block=block) for title, value in given.items()}
-        return {title: value for title, value in values.items() if value is not None}
+            self.values[title] = parts = parts_of(value, title, block=block)
+            sizes[title] = tuple(map(rows_of, parts))
+            if blocks:
+                split.append(title)
+                if len(blocks) < len(flatten(parts[0])[0]):
+                    raise ModuleError(
+                        f"{title} holds split arrays and others: give each as a DTensor that is "
+                        "split by rows, or none"
+                    )
+        return sizes, split
 
-    def _are_local(self, values: Mapping[str, Value], who: str) -> bool:
+    def _is_cut(self, title: str) -> bool:
+        """Tell whether a value was given as microbatches."""
+        given = {"x": self.x, "target": self.target}.get(title)
+        if given is None and self.inputs is not None:
+            given = {input_title(name): value for name, value in self.inputs.items()}[title]
+        return isinstance(given, Microbatches)
+
+    def _are_local(self, split: Sequence[str], who: str) -> bool:
         """Tell whether the values hold the rows of this rank's replica only.
 
         Raises:
@@ -356,15 +302,14 @@ class Arguments:
                 f"where each gives the rows of its own replica, got {shown(self.rows)}"
             )
         if self.rows == "local":
-            cut = next((value.name for value in values.values() if value.is_cut), None)
+            cut = next(filter(self._is_cut, self.values), None)
             if cut is not None:
                 raise ModuleError(
                     f'{who}: {cut} is Microbatches, which with rows="local" are not dealt to the '
                     "replicas: give the Microbatches of all replicas on every rank, or arrays"
                 )
             return True
-        split = [value.name for value in values.values() if value.is_split]
-        plain = [value.name for value in values.values() if not value.is_split]
+        plain = [title for title in self.values if title not in split]
         if split and plain:
             raise ModuleError(
                 f"on {who} {split[0]} is split by rows and {plain[0]} is not: give both as "
@@ -373,32 +318,49 @@ class Arguments:
             )
         return bool(split)
 
-    def _counted(self, engine: Engine, values: Mapping[str, Value]) -> float | None:
-        """Return what the replica's own targets count, None if that is their rows."""
-        if not self.with_loss or not engine.is_last or self.denominator is not None:
-            return None
-        if getattr(self.loss, "count", None) is None or self.loss is None:
-            return None
-        counted = values["target"].denominator(self.loss)
-        if not counted >= 0:
-            raise ModuleError(
-                f"{type(self.loss).__name__}.count must give a number of at least 0, got {counted}"
-            )
-        return counted
+    def _check_rows(self, sizes: Mapping[str, tuple[int, ...]], who: str) -> None:
+        """Refuse values whose rows do not belong together."""
+        first = next(iter(sizes), "")
+        for title in sizes:
+            if self._is_cut(first) != self._is_cut(title):
+                cut, whole = (first, title) if self._is_cut(first) else (title, first)
+                raise ShapeError(
+                    f"on {who} {cut} is given as Microbatches and {whole} is not: give all so, "
+                    "or none"
+                )
+            if len(sizes[first]) != len(sizes[title]):
+                raise ShapeError(
+                    f"{first} and {title} must have the same number of microbatches; on {who} "
+                    f"{first} has {len(sizes[first])} and {title} {len(sizes[title])}"
+                )
+            for place, (one, other) in enumerate(zip(sizes[first], sizes[title], strict=True)):
+                if one != other:
+                    where = f" in microbatch {place}" if self._is_cut(title) else ""
+                    raise ShapeError(
+                        f"{first} and {title} must have the same rows; on {who} {first} has {one} "
+                        f"and {title} {other}{where}"
+                    )
 
-    def _missing(self, engine: Engine, values: Mapping[str, Value]) -> str:
+    def _missing(self, engine: Engine) -> str:
         """Say which stage lacks what, if any does."""
-        if "x" not in values and engine.is_first:
+        if "x" not in self.values and engine.is_first:
             return "the first stage and needs x"
-        if self.with_loss and engine.is_last and "target" not in values:
+        if self.with_loss and engine.is_last and "target" not in self.values:
             return "the last stage and needs target"
         for number, stage in engine.local.items():
             for name in stage.inputs:
-                if input_title(name) not in values:
+                if input_title(name) not in self.values:
                     return f"stage {number} and needs inputs={{{name!r}: ...}}"
         return ""
 
-    def _check_optimizer(self, engine: Engine, who: str) -> None:
+    def check_optimizer(self, engine: Engine) -> None:
+        """Refuse an optimizer that cannot change the parameters now. Local.
+
+        Raises:
+            ModuleError: If it cannot.
+            ModuleStateError: If it has done steps that the model does not know of.
+        """
+        who = f"rank {engine.mesh.rank}"
         if self.training and engine.why_no_optimizer:
             raise ModuleError(f"{who}: {engine.why_no_optimizer}")
         if self.optimizer is None:
@@ -439,65 +401,195 @@ class Arguments:
                 ) from None
         return f"{type(self.loss).__name__} divided by {count}"
 
+    def _checksums(self, *, whole: bool) -> dict[str, str]:
+        """Return the checksums of the values that have one, by title."""
+        sums = {title: self.checksum(title, whole=whole) for title in self.values}
+        return {title: text for title, text in sums.items() if text}
 
-def _share(
-    engine: Engine, values: Mapping[str, Value], size: Size
-) -> tuple[Sequence[slice | None], slice | None]:
-    """Return this replica's share of a batch.
+    def checksum(self, title: str, *, whole: bool) -> str | None:
+        """Return what tells a value from others: one on the host without Python objects.
 
-    Returns:
-        The rows of each of its microbatches, counted in the global batch, or None where this rank
-        does not know them; and which microbatches of a batch that is given cut, None if it is
-        given whole.
-    """
-    replicas, mine = engine.data.size, engine.data.rank or 0
-    if not size.count:
-        rows = size.own or replica_sizes(size.rows, replicas)
-        start = sum(count or 0 for count in rows[:mine])
-        part = slice(start, start + (rows[mine] or 0))
-        spans = _row_spans(part, size.rows, engine.num_microbatches)
-        counts = [
-            len(_row_spans(slice(0, count or 0), size.rows, engine.num_microbatches))
-            for count in rows
+        Args:
+            title: Which.
+            whole: Whether to read all of it, or a sample.
+        """
+        leaves = [
+            leaf
+            for part in self.values[title]
+            for leaf in flatten(part)[0]
+            if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject
         ]
-        return _filled(engine, spans, part.stop, max(counts)), None
-    most = replicas * engine.num_microbatches
-    if size.count > most:
-        raise ScheduleError(
-            f"a batch of {size.count} microbatches was given to {replicas} replicas of at most "
-            f"{engine.num_microbatches} each: give at most {most}, or make the pipeline with "
-            f"num_microbatches={-(-size.count // replicas)}"
+        return _checksum(leaves, whole=whole) if leaves else None
+
+    # -- what goes to other ranks, and on to the stages ------------------------------------------
+
+    def counted(self, engine: Engine) -> float | None:
+        """Return what the replica's own targets count, None if that is their rows.
+
+        Raises:
+            ModuleError: If it is less than 0.
+        """
+        if not self.with_loss or not engine.is_last or self.denominator is not None:
+            return None
+        if getattr(self.loss, "count", None) is None or self.loss is None:
+            return None
+        counted = self._count(self.loss)
+        if not counted >= 0:
+            raise ModuleError(
+                f"{type(self.loss).__name__}.count must give a number of at least 0, got {counted}"
+            )
+        return counted
+
+    def numbers(self, engine: Engine) -> list[int]:
+        """Return what all ranks compare, see :meth:`StepExchanges.begin`. Local."""
+        facts, titles = self.facts, engine.titles
+        is_whole = facts["replica"] is None
+        sums = facts["sums"] if is_whole else {}
+        numbers = [
+            facts["rows"] if is_whole and facts["rows"] is not None else UNKNOWN,
+            UNKNOWN if facts["count"] is None else facts["count"],
+            fingerprint(f"{facts['call']} of {facts['how']}"),
+            number_of(facts["goal"]),
+            number_of(facts["sizes"]),
+            *(number_of(facts["kinds"].get(title)) for title in titles),
+            *(number_of(sums.get(title)) for title in (*titles, "target")),
+        ]
+        parameters = str(facts["parameters"]) if facts["parameters"] else None
+        for text in (facts["optimizer"], parameters):
+            # Rows that only ranks of one place fill in, so that only they are compared.
+            row = [UNKNOWN] * engine.places
+            row[facts["place"]] = number_of(text)
+            numbers += row
+        return numbers
+
+    def own_numbers(self, engine: Engine) -> list[int]:
+        """Return what the ranks of a replica compare that was given its own rows."""
+        sums = self.facts["sums"]
+        texts = [number_of(sums.get(title)) for title in (*engine.titles, "target")]
+        return [sum(self.sizes), bits_of(self.facts["counted"]), *texts]
+
+    def size(self, engine: Engine) -> Size | None:
+        """Return the size of the global batch; None if this rank cannot tell."""
+        rows, count, kinds = self.facts["rows"], self.facts["count"], self.facts["kinds"]
+        if rows is None or count == OWN_ROWS:
+            return None
+        if count:
+            return rows, count, (), (), None
+        if any(title not in kinds for title in engine.titles):
+            return None
+        return rows, 0, tuple(fingerprint(kinds[title]) for title in engine.titles), (), None
+
+    def divisor(self, engine: Engine, size: Size) -> float:
+        """Return what the loss is divided by, scaled before anything is rounded."""
+        rows, _, _, own, counted = size
+        denominator = self.denominator
+        if denominator is None and own:
+            denominator = float(rows) if counted is None else counted
+        elif denominator is None:
+            denominator = 0.0 if self.loss is None else self._count(self.loss)
+        return denominator / (engine.loss_scale * engine.loss_share)
+
+    def _count(self, loss: Loss) -> float:
+        """Return what the targets here count."""
+        counted = getattr(loss, "count", None)
+        if counted is None:
+            return float(sum(self.sizes))
+        return float(sum(float(counted(part)) for part in self.values["target"]))
+
+
+# -- values: arrays, or trees of them --------------------------------------------------------------
+
+
+def parts_of(
+    value: Any, name: str, *, block: Callable[[DTensor, str], Array] | None = None
+) -> tuple[Tree, ...]:
+    """Return a value that a user gave as arrays: itself, or each of its microbatches.
+
+    Args:
+        value: An array, or anything that ``np.asarray`` takes; or a tuple or a dict of them; or
+            microbatches of those.
+        name: Its name.
+        block: What gives this rank's block of a split array; None refuses these.
+
+    Raises:
+        ModuleError: If it is built otherwise.
+        ShapeError: If an array has no rows, or not as many as the others.
+    """
+
+    def taken(x: Any, path: str) -> Array:
+        if block is None or not isinstance(x, DTensor | DVariable):
+            return _as_array(x, path)
+        return block(x.value() if isinstance(x, DVariable) else x, path)
+
+    is_cut = isinstance(value, Microbatches)
+    parts: list[Tree] = []
+    for place, part in enumerate(value if is_cut else [value]):
+        title = f"{name}[{place}]" if is_cut else name
+        parts.append(tree_map(_as_array if is_cut else taken, part, name=title))
+        leaves, structure = flatten(parts[-1], name=title)
+        paths = [title + path for path in structure.paths()]
+        rows = [num_rows(leaf, name=path) for leaf, path in zip(leaves, paths, strict=True)]
+        for other, path in zip(rows, paths, strict=True):
+            if other != rows[0]:
+                raise ShapeError(
+                    f"all arrays of {title} must have the same rows; {paths[0]} has {rows[0]} and "
+                    f"{path} {other}"
+                )
+    return tuple(parts)
+
+
+def rows_of(tree: Tree) -> int:
+    """Return the rows of a value, which all of its arrays have."""
+    return int(flatten(tree)[0][0].shape[0])
+
+
+def kind_of(tree: Tree) -> str:
+    """Return the shapes and dtypes of a row, in words."""
+    leaves, structure = flatten(tree)
+    return ", ".join(
+        f"{path}{' ' if path else ''}{tuple(leaf.shape[1:])} {leaf.dtype}"
+        for leaf, path in zip(leaves, structure.paths(), strict=True)
+    )
+
+
+def _as_array(x: Any, path: str) -> Array:
+    if x is None:
+        raise ShapeError(f"{path} is None, where it must be an array")
+    if isinstance(x, Microbatches):
+        raise ModuleError(f"{path} is Microbatches: they go around a tuple or dict, not into it")
+    if isinstance(x, DTensor | DVariable):
+        raise ModuleError(
+            f"{path} is a split array, where whole ones are needed: give "
+            f"{path.split('[')[0]}.full(), which all ranks call; got {x!r}"
         )
-    part = replica_rows(size.count, replicas, mine)
-    first = next(iter(values.values()), None)
-    most = -(-size.count // replicas)
-    if first is None:
-        return _filled(engine, [None] * (part.stop - part.start), None, most), part
-    ends = first.spans()[part]
-    return _filled(engine, ends, ends[-1].stop if ends else 0, most), part
+    return x if hasattr(x, "shape") else np.asarray(x)
 
 
-def _filled(
-    engine: Engine, spans: Sequence[slice | None], stop: int | None, most: int
-) -> Sequence[slice | None]:
-    """Return the rows of microbatches, with such of no rows, where all replicas do the same."""
-    empty = None if stop is None else slice(stop, stop)
-    missing = most - len(spans) if engine.layer_values.meets else 0
-    return [*spans, *[empty] * missing]
+def _signature(value: Any) -> Hashable:
+    """Return the structure, shapes and dtypes of a value of plain arrays; None for any other."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return value.shape, value.dtype
+    if value is None:
+        return ()
+    if kind is tuple or kind is dict:
+        entries = value if kind is tuple else value.values()
+        inner = tuple(map(_signature, entries))
+        return None if None in inner else (kind, inner, None if kind is tuple else tuple(value))
+    return None
 
 
-def _first_row(engine: Engine, size: Size) -> int:
-    """Return where the rows begin that this replica was given, counted in the global batch."""
-    return sum(rows or 0 for rows in size.own[: engine.data.rank or 0])
+def _checksum(arrays: Sequence[HostArray], *, whole: bool) -> str:
+    """Return eight hexadecimal digits that tell the values of `arrays` from most others.
 
-
-def _row_spans(part: slice, rows: int, most: int) -> list[slice | None]:
-    """Return the rows of the microbatches of a replica that has the rows `part` of all."""
-    count = part.stop - part.start
-    # A replica that gets none of some rows has nothing to do. Without any rows at all, all
-    # replicas send a microbatch of none through the stages, to learn the output's shape.
-    spans = microbatch_rows(count, most) if count or not rows else ()
-    return [slice(part.start + span.start, part.start + span.stop) for span in spans]
+    Cost:
+        Reads them once, about a second for 2 GB; or some thousand elements of each, spread over it.
+    """
+    crc = 0
+    for x in arrays:
+        part = x if whole else x.flat[:: max(1, x.size // _SAMPLE)]
+        crc = zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data, crc)
+    return f"{crc:08x}"
 
 
 def split_layout(engine: Engine) -> Layout:
@@ -530,12 +622,6 @@ def _block(engine: Engine, x: DTensor, path: str) -> Array:
     return x.local
 
 
-def _count(value: Value, *, is_local: bool) -> int:
-    if is_local:
-        return OWN_ROWS
-    return len(value.sizes) if value.is_cut else 0
-
-
 def check_loss(loss: object, who: str = "") -> None:
     """Refuse what is neither a loss nor None.
 
@@ -551,28 +637,6 @@ def check_loss(loss: object, who: str = "") -> None:
     )
 
 
-def _check_rows(first: Value, value: Value, who: str) -> None:
-    """Refuse two values of a batch whose rows do not belong together."""
-    if first.is_cut != value.is_cut:
-        cut, whole = (first, value) if first.is_cut else (value, first)
-        raise ShapeError(
-            f"on {who} {cut.name} is given as Microbatches and {whole.name} is not: give all so, "
-            "or none"
-        )
-    if len(first.sizes) != len(value.sizes):
-        raise ShapeError(
-            f"{first.name} and {value.name} must have the same number of microbatches; on {who} "
-            f"{first.name} has {len(first.sizes)} and {value.name} {len(value.sizes)}"
-        )
-    for place, (one, other) in enumerate(zip(first.sizes, value.sizes, strict=True)):
-        if one != other:
-            where = f" in microbatch {place}" if value.is_cut else ""
-            raise ShapeError(
-                f"{first.name} and {value.name} must have the same rows; on {who} {first.name} "
-                f"has {one} and {value.name} {other}{where}"
-            )
-
-
 def numbers_of(optimizer: SupportsStep) -> str:
     """Return an optimizer's class, and those of its numbers that replicas must have alike."""
     parts = getattr(optimizer, "optimizers", (optimizer,))
@@ -581,9 +645,3 @@ def numbers_of(optimizer: SupportsStep) -> str:
         + ", ".join(f"{name}={getattr(one, name)!r}" for name in getattr(one, "numbers", ()))
         for one in parts
     )
-
-
-def _checksums(values: Mapping[str, Value], *, whole: bool) -> dict[str, str]:
-    """Return the checksums of the values that have one; reads their memory, or a sample of it."""
-    sums = {name: value.checksum(whole=whole) for name, value in values.items()}
-    return {name: text for name, text in sums.items() if text}

@@ -10,7 +10,7 @@ import numpy as np
 from mpimesh.errors import ModuleError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.nn.protocol import set_training
-from mpimesh.parallel.batch import Arguments, Rows, SupportsStep, check_loss
+from mpimesh.parallel.batch import Batch, Rows, SupportsStep, check_loss
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
 from mpimesh.parallel.groups import live_mesh, no_dim
@@ -165,7 +165,7 @@ class DataParallel(ParallelModel):
         """
         loss = self._loss if loss is None else loss
         return self._loss_of(
-            Arguments(
+            Batch(
                 training=True,
                 x=x,
                 target=target,
@@ -204,7 +204,7 @@ class DataParallel(ParallelModel):
             StageError: On every rank, if any failed.
         """
         return self._loss_of(
-            Arguments(
+            Batch(
                 training=False,
                 evaluating=True,
                 x=x,

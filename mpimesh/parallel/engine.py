@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,13 +32,14 @@ from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
 from mpimesh.parallel.gradients.layer_values import LayerValues
 from mpimesh.parallel.gradients.replicas import agree_together, agree_values, digest
-from mpimesh.parallel.header import StepExchanges, fingerprint, input_title
+from mpimesh.parallel.header import StepExchanges, fingerprint
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
+from mpimesh.parallel.task import Task, input_title
 from mpimesh.parallel.tensor.model import TensorModel, who_holds
 from mpimesh.parallel.ties import Ties, find_ties, named_places
 from mpimesh.runtime import DeviceMesh, ProcessGroup
@@ -168,6 +169,7 @@ class Engine:
         why_no_step: Why this rank may start nothing collective; empty if it may.
         is_given_back: Whether the model has been taken out of here.
         interfaces: What stages give to each other, by kind of input.
+        tasks: What steps were planned, by the signature of their batch.
         input_names: The names of all inputs that enter at stages of their own.
         library: Whose arrays travel between ranks: CuPy if that of all ranks is CuPy and can stay
             on the devices, else NumPy.
@@ -212,7 +214,8 @@ class Engine:
         self.layer_values = LayerValues()
         self.why_no_step = ""
         self.is_given_back = False
-        self.interfaces: dict[tuple[bool, int], dict[int, Interface]] = {}
+        self.interfaces: dict[tuple[bool, tuple[int, ...]], dict[int, Interface]] = {}
+        self.tasks: dict[Hashable, Task] = {}
         self.pool = SlotPool(self._slot_memory)
         self._in_backward: set[int] = set()  # local stages to whose gradients more may come
         problem: MpimeshError | None = None
@@ -257,7 +260,7 @@ class Engine:
             self._broadcast()
         self.ties.agree(values=True, rule=f", bucket_bytes {options.bucket_bytes}")
         self.titles = ["x", *map(input_title, self.input_names)]
-        self.exchanges = StepExchanges(scope, self.titles, self.places, data.size)
+        self.exchanges = StepExchanges(scope, len(self.titles), self.places, data.size)
         self.stage = options.stage
         self.is_stage_chosen = False
         self._new_buckets = partial(self._buckets_of, options)
@@ -310,8 +313,10 @@ class Engine:
     @property
     def first_trained(self) -> int:
         """The first stage with a parameter that is not frozen; their number if there is none."""
-        trained = [numbers[0] for _, parameter, numbers in self._named if parameter.requires_grad]
-        return min(trained, default=len(self.stages))
+        for _, parameter, numbers in self._named:  # in the order of the stages
+            if parameter.requires_grad:
+                return numbers[0]
+        return len(self.stages)
 
     def named_parameters(self, *, everywhere: bool = False) -> list[tuple[str, Parameter]]:
         """Return parameters, each once, named as in one Sequential of all layers.

@@ -11,56 +11,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from time import perf_counter
 from types import ModuleType
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpimesh.arrays import Array, DType
 from mpimesh.arrays.memory import aligned_bytes
 from mpimesh.errors import ModuleStateError, ShapeError
-from mpimesh.nn import Context, Loss
+from mpimesh.nn import Context
 from mpimesh.nn.context import Room
-from mpimesh.parallel.interface import ShapeCache, check_gradient, check_output, first_gradient
-from mpimesh.parallel.links import Links
+from mpimesh.parallel.interface import check_gradient, check_output, first_gradient
+from mpimesh.parallel.links import Links, RecvLink, SendLink
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.task import NO_TASK, Task
 from mpimesh.parallel.tree import Tree
 from mpimesh.schedule import Action, ActionKind, Edges
 from mpimesh.trace import NULL_TRACER, Category, Span, Tracer
 
-__all__ = ["Executor", "Task"]
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """The input of a step, as one rank sees it.
-
-    Attributes:
-        spans: The rows of each microbatch, counted in the global batch; None where this rank does
-            not know them.
-        is_cut: Whether the batch was given as microbatches, of any shapes.
-        num_given: How many there are, but for those of no rows at the end that were not given.
-        x: Each microbatch's input; None on ranks without the first stage.
-        inputs: Each microbatch's further inputs, by name, where a stage here takes them.
-        target: Their targets; None on ranks without the last stage, and where there is no loss.
-        loss: The loss; None where the outputs are wanted instead.
-        denominator: What the loss is divided by.
-        step: Number of the training step.
-    """
-
-    spans: Sequence[slice | None]
-    is_cut: bool = False
-    num_given: int = 0
-    x: Sequence[Tree] | None = None
-    inputs: Mapping[str, Sequence[Tree]] = field(default_factory=dict)
-    target: Sequence[Tree] | None = None
-    loss: Loss | None = None
-    denominator: float = 1.0
-    step: int = 0
+__all__ = ["Executor"]
 
 
 _POOLED_FROM_BYTES = 1 << 18
+
+_LOOK_EVERY_S = 500e-6
+"""Between small actions: a look is one into MPI, too, and costs as much as they do."""
 
 _Key = tuple[int, int]  # stage, microbatch
 _Way = tuple[int, int, int]  # from a stage, to another, microbatch
@@ -121,73 +98,63 @@ class Executor:
         self.current: Action | None = None
         self.loss = 0.0
         self.outputs: dict[int, Tree] = {}
-        self._task = Task(())
-        self._shapes = ShapeCache({}, ())
+        self._task = NO_TASK
         self._contexts: dict[_Key, Context] = {}
         self._loss_gradients: dict[int, Tree] = {}
         self._outputs: dict[_Way, Tree] = {}
         self._gradients: dict[_Way, list[Array]] = {}
         self._outgoing: dict[_Way, list[Array]] = {}
 
-    def run(
-        self,
-        actions: Sequence[Action],
-        task: Task,
-        shapes: ShapeCache,
-        *,
-        training: bool,
-        first_trained: int,
-        look: Callable[[], None],
-    ) -> None:
-        """Do all `actions` of a step in order; :meth:`end` ends it, however it went.
+    def bind(self, actions: Sequence[Action]) -> list[Bound]:
+        """Return what to call for each of the `actions` of a step, and with what."""
+        return [self._bound(action) for action in actions]
+
+    def _bound(self, action: Action) -> Bound:
+        kind, stage = action.kind, action.stage
+        if kind is ActionKind.REDUCE_GRAD:
+            return action, True, Executor._reduce, (stage,)
+        if kind.computes:
+            do = _COMPUTING[kind]
+            return action, True, do, (action, stage, action.microbatch)
+        way = stage, action.far_stage, action.microbatch
+        if kind.is_send:
+            link = self._links.sending[way[:2]]
+            return action, False, Executor._send, (action, link, way)
+        return action, False, Executor._receive, (action, self._links.receiving[way[:2]], way)
+
+    def run(self, task: Task, *, look: Callable[[], None]) -> None:
+        """Do all actions of a step in order; :meth:`end` ends it, however it went.
 
         Args:
-            actions: What to do.
-            task: What to work on.
-            shapes: The interfaces of stages, completed here, and the rows of microbatches.
-            training: With backward, or forward only.
-            first_trained: The first stage with anything to train; none before has a backward.
-            look: Called before each action that computes; raises if the step is to be left.
+            task: What to work on; the interfaces of stages are completed here.
+            look: Called before actions that compute; raises if the step is to be left.
 
         Raises:
             Exception: What a stage, the loss or a message raised, with `current` as it was.
         """
         self._task = task
-        self._shapes = shapes
-        self._training = training
-        self._first_trained = first_trained
-        # Not kept: with its own methods the executor would go round in a circle that only the
-        # collector finds.
-        do: dict[ActionKind, Callable[[Action], None]] = {
-            ActionKind.F: self._forward,
-            ActionKind.B: self._backward,
-            ActionKind.I: self._backward_input,
-            ActionKind.W: self._backward_weight,
-            ActionKind.SEND_F: self._send,
-            ActionKind.SEND_B: self._send,
-            ActionKind.RECV_F: self._receive,
-            ActionKind.RECV_B: self._receive,
-            ActionKind.REDUCE_GRAD: lambda action: self._reduce_grad(action.stage),
-        }
-        for action in actions:
-            kind = action.kind
-            if kind not in _MESSAGES:
+        next_look_s = 0.0
+        for action, looks, do, arguments in task.actions:
+            if looks and perf_counter() >= next_look_s:
                 look()
+                next_look_s = perf_counter() + _LOOK_EVERY_S
             self.current = action
-            do[kind](action)
+            do(self, *arguments)
         self.current = None
+
+    def _reduce(self, stage: int) -> None:
+        self._reduce_grad(stage)
 
     # -- computing ----------------------------------------------------------------------------
 
-    def _forward(self, action: Action) -> None:
-        stage, microbatch = key = action.stage, action.microbatch
-        module = self._stages[stage]
+    def _forward(self, action: Action, stage: int, microbatch: int) -> None:
+        task, module = self._task, self._stages[stage]
         x = self._input(module, stage, microbatch)
         context = None
-        if self._training:
-            context = self._contexts[key] = Context(
-                step=self._task.step,
-                first_row=self._shapes.span(microbatch).start,
+        if task.training:
+            context = self._contexts[stage, microbatch] = Context(
+                step=task.step,
+                first_row=task.span(microbatch).start,
                 training=module.is_training(),
                 memory=self._memory,
             )
@@ -198,8 +165,8 @@ class Executor:
                 self._hand_on(stage, microbatch, y)
             else:
                 self._end_forward(stage, microbatch, y)
-        if context is not None and stage < self._first_trained:
-            del self._contexts[key]
+        if context is not None and stage < task.first_trained:
+            del self._contexts[stage, microbatch]
 
     def _memory_for(self, shape: tuple[int, ...], dtype: DType) -> Array | None:
         """Return memory for a large result of a layer, of which later steps have the same.
@@ -235,12 +202,12 @@ class Executor:
             ModuleError: If it is no tree of arrays.
             ShapeError: If it does not keep to the stage's interface.
         """
-        shapes = self._shapes
-        known = shapes.interface(stage, microbatch)
-        rows = shapes.rows(microbatch)
+        task = self._task
+        known = task.interface(stage, microbatch)
+        rows = task.num_rows(microbatch)
         leaves, interface = check_output(y, stage=stage, rows=rows, interface=known)
         if known is None:
-            shapes.learn(stage, microbatch, interface)
+            task.learn(stage, microbatch, interface)
             self._links.expect(stage)
         for to in self._consumers[stage]:
             if to in self._stages:
@@ -252,12 +219,12 @@ class Executor:
 
     def _end_forward(self, stage: int, microbatch: int, y: Tree) -> None:
         """Keep an output, or compute its loss; in training keep the gradient for its backward."""
-        rows = self._shapes.rows(microbatch)
+        task = self._task
+        rows = task.num_rows(microbatch)
         if getattr(y, "shape", ())[:1] != (rows,):
             leaves, interface = check_output(y, stage=stage, rows=rows, interface=None)
             y = interface.structure.unflatten(leaves)
-        task = self._task
-        if not self._training and task.loss is None:
+        if not task.training and task.loss is None:
             self.outputs[microbatch] = y
             return
         if task.loss is None or task.target is None:
@@ -266,29 +233,27 @@ class Executor:
             y, task.target[microbatch], denominator=task.denominator
         )
         self.loss += float(value)
-        if self._training and stage >= self._first_trained:
+        if task.training and stage >= task.first_trained:
             self._loss_gradients[microbatch] = gradient
 
-    def _backward(self, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch
+    def _backward(self, action: Action, stage: int, microbatch: int) -> None:
         with self._span(action, "backward"):
             context = self._contexts.pop((stage, microbatch))
             context.offer(*self._room_for_gradient[stage])
             dx = self._stages[stage].backward(self._gradient(stage, microbatch), context)
         self._hand_back(stage, microbatch, dx)
 
-    def _backward_input(self, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch
+    def _backward_input(self, action: Action, stage: int, microbatch: int) -> None:
         with self._span(action, "backward_input"):
             context = self._contexts[stage, microbatch]
             context.offer(*self._room_for_gradient[stage])
             dx = self._stages[stage].backward_input(self._gradient(stage, microbatch), context)
         self._hand_back(stage, microbatch, dx)
 
-    def _backward_weight(self, action: Action) -> None:
+    def _backward_weight(self, action: Action, stage: int, microbatch: int) -> None:
         with self._span(action, "backward_weight"):
-            context = self._contexts.pop((action.stage, action.microbatch))
-            self._stages[action.stage].backward_weight(context)
+            context = self._contexts.pop((stage, microbatch))
+            self._stages[stage].backward_weight(context)
 
     def _gradient(self, stage: int, microbatch: int) -> Tree:
         """Give up the gradient of a stage's output, added up over all that got it."""
@@ -299,7 +264,7 @@ class Executor:
         ]
         for other in others:
             total = [one + more for one, more in zip(total, other, strict=True)]
-        return self._shapes.told(stage, microbatch).gradient_tree(total)
+        return self._task.known(stage, microbatch).gradient_tree(total)
 
     def _hand_back(self, stage: int, microbatch: int, dx: Tree | None) -> None:
         """Take what the backward of a stage returned, for all stages that wait for it.
@@ -311,14 +276,14 @@ class Executor:
             ModuleStateError: If a gradient is missing.
             ShapeError: If one does not fit what it is of.
         """
-        if stage <= self._first_trained:
+        if stage <= self._task.first_trained:
             return
         gradients = self._by_source(stage, microbatch, dx)
-        rows = self._shapes.rows(microbatch)
+        rows = self._task.num_rows(microbatch)
         for source, gradient in zip(self._sources[stage], gradients, strict=True):
-            if source < self._first_trained:
+            if source < self._task.first_trained:
                 continue
-            interface = self._shapes.told(source, microbatch)
+            interface = self._task.known(source, microbatch)
             checked = check_gradient(
                 gradient, stage=stage, source=source, rows=rows, interface=interface
             )
@@ -332,7 +297,7 @@ class Executor:
         sources, num_inputs = self._sources[stage], len(self._stages[stage].inputs)
         count = len(sources)
         if count == 1 or dx is None:
-            structure = self._shapes.told(stage - 1, microbatch).structure
+            structure = self._task.known(stage - 1, microbatch).structure
             return [first_gradient(dx, structure, 1 + num_inputs)] + [None] * (count - 1)
         if not isinstance(dx, tuple) or len(dx) not in (count, count + num_inputs):
             got = f"a tuple of {len(dx)}" if isinstance(dx, tuple) else type(dx).__name__
@@ -350,31 +315,33 @@ class Executor:
 
     # -- other ranks --------------------------------------------------------------------------
 
-    def _send(self, action: Action) -> None:
+    def _send(self, action: Action, link: SendLink, way: _Way) -> None:
         """Do a SEND."""
-        stage, far = action.stage, action.far_stage
-        leaves = self._outgoing.pop((stage, far, action.microbatch))
-        self._links.sending[stage, far].send(action, leaves)
+        link.send(action, self._outgoing.pop(way))
 
-    def _receive(self, action: Action) -> None:
+    def _receive(self, action: Action, link: RecvLink, way: _Way) -> None:
         """Do a RECV."""
-        links, stage, far, microbatch = (
-            self._links,
-            action.stage,
-            action.far_stage,
-            action.microbatch,
-        )
-        if links.unfinished:
-            links.reap()
-        leaves = links.receiving[stage, far].receive(action)
+        if self._links.unfinished:
+            self._links.reap()
+        leaves = link.receive(action)
         if self._xp is not np:
             leaves = [self._xp.asarray(leaf) for leaf in leaves]
+        stage, far, microbatch = way
         if far < stage:
-            structure = self._shapes.told(far, microbatch).structure
+            structure = self._task.known(far, microbatch).structure
             self._outputs[far, stage, microbatch] = structure.unflatten(leaves)
         else:
-            self._gradients[stage, far, microbatch] = leaves
+            self._gradients[way] = leaves
 
 
-_MESSAGES = frozenset((ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.RECV_F, ActionKind.RECV_B))
+Bound: TypeAlias = tuple[Action, bool, Callable[..., None], tuple[Any, ...]]
+"""An action; whether to look before it if the step is to be left; the method of the executor, of
+no executor, so that none refers to itself; and its arguments."""
+
+_COMPUTING: dict[ActionKind, Callable[..., None]] = {
+    ActionKind.F: Executor._forward,
+    ActionKind.B: Executor._backward,
+    ActionKind.I: Executor._backward_input,
+    ActionKind.W: Executor._backward_weight,
+}
 _NO_SPAN = NULL_TRACER.span("", "other")

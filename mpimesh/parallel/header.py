@@ -10,34 +10,70 @@ steps alone starts none.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpimesh.arguments import digest_bits
-from mpimesh.arrays import HostArray
 from mpimesh.errors import MismatchError, MpimeshError, ShapeError
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
 
 __all__ = [
     "OWN_ROWS",
-    "BatchSpec",
+    "UNKNOWN",
+    "Facts",
     "Size",
     "StepExchanges",
-    "checksum",
+    "bits_of",
     "disagreement",
     "fingerprint",
-    "input_title",
-    "sample",
+    "number_of",
 ]
 
 OWN_ROWS = -1
 """In the place of a number of microbatches: each replica was given its own rows."""
-_UNKNOWN = -(1 << 62)
-_SAMPLE = 4096
+
+UNKNOWN = -(1 << 62)
+"""In the place of any number: this rank has nothing to say."""
+
+_BITS = 62
+_CALL = 2
+_TEXTS = 5
+"""Numbers of a header before those of inputs: rows, microbatches, call, goal, sizes."""
+
+Size: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int | None, ...], float | None]
+"""The size of a batch, alike on all ranks: the rows of the global batch; in how many microbatches
+it was given, 0 if it was given whole; what stands for shape and dtype of each input's rows, where
+it is whole. Where each replica was given its own rows: how many each was given, None for one that
+was given none because a rank of it failed; and what the targets count, None if it is their rows."""
+
+
+Facts: TypeAlias = dict[str, Any]
+"""What the ranks compare of their arguments of a step, as JSON has it.
+
+| name | what |
+|---|---|
+| `call` | what it calls |
+| `step` | which training step it is; None of other calls |
+| `how` | how it is done, in words |
+| `rows` | rows of its global batch, or those of its replica |
+| `count` | its number of microbatches, 0 if whole, `OWN_ROWS` if it was given its replica's rows |
+| `sizes` | the rows of its microbatches, in words; None if it was given none |
+| `goal` | what it trains by, in words; None if it does not hold the last stage |
+| `kinds` | shape and dtype of a row, in words, by the title of each input that it was given |
+| `sums` | what tells the values from others, by the title of each input and the target |
+| `place` | which of the parts of the model it holds; ranks of one place are replicas |
+| `optimizer` | the optimizer that is to change that part, with its numbers; None if there is none |
+| `parameters` | what tells the values of each parameter of that part from others, by name |
+| `replica` | the replica whose rows it was given; None if the batch is whole |
+| `counted` | what the targets among these rows count; None if that is their number |
+
+Rows and count are None where it was given no batch; sums and parameters are empty where they are
+not to be compared.
+"""
+
 _SAME_START = "make the model with broadcast=True, or its first values from the same seed"
 _SAME_CHANGES = (
     "optimizers with their numbers, clip_grad_norm, load_state_dict and what writes to parameters "
@@ -48,103 +84,12 @@ _SAME_CHANGES = (
 @lru_cache(maxsize=256)
 def fingerprint(text: str) -> int:
     """Return 62 bits that are equal on two ranks only if their texts are."""
-    return digest_bits(text.encode(), 62)
+    return digest_bits(text.encode(), _BITS)
 
 
-def input_title(name: str) -> str:
-    """Return how messages call a named input."""
-    return f"inputs[{name!r}]"
-
-
-def checksum(arrays: Iterable[HostArray]) -> str:
-    """Return eight hexadecimal digits that tell the values of `arrays` from most others.
-
-    Cost:
-        Reads them once, about a second for 2 GB.
-    """
-    crc = 0
-    for x in arrays:
-        crc = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, crc)
-    return f"{crc:08x}"
-
-
-def sample(x: HostArray) -> HostArray:
-    """Return some thousand elements of `x`, spread over it."""
-    return x.flat[:: max(1, x.size // _SAMPLE)]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSpec:
-    """A rank's arguments of a step.
-
-    Attributes:
-        call: What it calls, in words.
-        rows: Rows of its global batch, or those of its replica; None if it was given none.
-        count: Its number of microbatches, 0 if it was given whole, `OWN_ROWS` if it was given the
-            rows of its replica; None if this rank got none.
-        sizes: The rows of its microbatches, in words; None if it was given none.
-        goal: What it trains by, in words; None if it does not hold the last stage.
-        kinds: Shape and dtype of a row, in words, by the name of each input that it was given.
-        sums: What tells the values from others, by the name of each input and the target; empty if
-            nothing is to be checked.
-        place: Which of the parts of the model it holds. Ranks of one place are replicas.
-        optimizer: The optimizer that is to change that part, with its numbers; None if there is
-            none.
-        parameters: What tells the values of each parameter of that part from others, by name;
-            empty if they are not to be compared.
-        replica: The replica whose rows it was given; None if the batch is whole.
-        counted: What the targets among these rows count; None if that is their number.
-    """
-
-    call: str
-    rows: int | None = None
-    count: int | None = None
-    sizes: str | None = None
-    goal: str | None = None
-    kinds: dict[str, str] = field(default_factory=dict)
-    sums: dict[str, str] = field(default_factory=dict)
-    place: int = 0
-    optimizer: str | None = None
-    parameters: dict[str, str] = field(default_factory=dict)
-    replica: int | None = None
-    counted: float | None = None
-
-    def size(self, names: Sequence[str]) -> Size | None:
-        """Return the size of the batch, whose inputs have these names.
-
-        None if this rank cannot tell. The kind of microbatches does not matter.
-        """
-        if self.rows is None or self.count is None or self.count == OWN_ROWS:
-            return None
-        if self.count:
-            return Size(self.rows, self.count, 0)
-        if any(name not in self.kinds for name in names):
-            return None
-        return Size(self.rows, 0, self.kind(names))
-
-    def kind(self, names: Sequence[str]) -> int:
-        """Return what stands for shape and dtype of the rows of these inputs."""
-        return _kind([fingerprint(self.kinds.get(name, "")) for name in names])
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The size of a batch.
-
-    Attributes:
-        rows: Rows of the global batch.
-        count: In how many microbatches it was given; 0 if it was given whole.
-        kind: Stands for shape and dtype of the inputs' rows.
-        own: Where each replica was given its own rows, how many; None for one that was given none,
-            because a rank of it failed. Empty where the batch was given whole.
-        counted: What the targets count, where `own` is known and that is not their rows.
-    """
-
-    rows: int
-    count: int
-    kind: int
-    own: tuple[int | None, ...] = ()
-    counted: float | None = None
+def number_of(text: str | None) -> int:
+    """Return the number by which ranks compare a text; `UNKNOWN` for None."""
+    return UNKNOWN if text is None else fingerprint(text)
 
 
 class StepExchanges:
@@ -157,7 +102,7 @@ class StepExchanges:
 
     Args:
         scope: The ranks of the steps.
-        names: The names of all inputs, the same on every rank.
+        inputs: Number of inputs, with x, the same on every rank.
         places: In how many parts the model lies on the ranks.
         replicas: How many replicas share the rows.
 
@@ -165,50 +110,46 @@ class StepExchanges:
         is_alone: Whether the header of this step has failed because other ranks are in none.
     """
 
-    def __init__(
-        self, scope: ProcessGroup, names: Sequence[str], places: int, replicas: int
-    ) -> None:
+    def __init__(self, scope: ProcessGroup, inputs: int, places: int, replicas: int) -> None:
         self._scope = scope
-        self._names = tuple(names)
-        self._places = places
+        self._inputs = inputs
         self._replicas = replicas
-        self._numbers = np.zeros(2)
-        numbers = self._numbers
+        self._status_numbers = numbers = np.zeros(2)
         self._is_solo = scope.size == 1
         if not self._is_solo:
-            # Rows, count, call, goal, sizes; kinds and sums by name, those of the target; by place.
-            self._header = _Comparison(scope, 5 + 2 * len(names) + 1 + 2 * places)
+            # Checksums are of all inputs and the target.
+            self._header = _Comparison(scope, _TEXTS + 2 * inputs + 1 + 2 * places)
             self._status = scope.all_reduce_init(numbers, out=numbers, label="step status")
         self._own_rows: _Comparison | None = None
-        self._spec = BatchSpec("")
+        self._numbers: Sequence[int] = ()
+        self._own: Sequence[int] = ()
+        self._replica: int | None = None
         self._size: Size | None = None
         self.is_alone = False
 
-    def begin(self, spec: BatchSpec) -> None:
-        """Start the header of a step. Collective, and does not wait."""
-        names, places = self._names, self._places
-        self._spec = spec
+    def begin(
+        self, numbers: Sequence[int], step: int | None, replica: int | None, own: Sequence[int]
+    ) -> None:
+        """Start the header of a step. Collective, and does not wait.
+
+        Args:
+            numbers: What all ranks that say anything must have alike: rows, microbatches, call,
+                goal, sizes; the kind of each input; the checksums of inputs and target; by place
+                the optimizer, and the values of parameters.
+            step: Which training step it is, which they must have alike, too; None for other calls.
+            replica: The replica whose rows this rank was given; None if the batch is whole.
+            own: What the ranks of that replica must have alike: rows, what their targets count
+                (see :func:`bits_of`), and the checksums.
+        """
+        self._numbers = numbers = list(numbers)
+        numbers[_CALL] = (numbers[_CALL] + (step or 0)) % (1 << _BITS)
+        self._replica, self._own = replica, own
         self._size = None
         self.is_alone = False
-        if self._is_solo:
-            self._size = spec.size(names)
-            if spec.count == OWN_ROWS and spec.rows is not None:
-                own = (spec.rows,)
-                self._size = Size(spec.rows, 0, spec.kind(names), own=own, counted=spec.counted)
-            return
-        is_whole = spec.replica is None
-        texts = [
-            spec.call,
-            spec.goal,
-            spec.sizes,
-            *map(spec.kinds.get, names),
-            *(self._sums() if is_whole else [None] * (len(names) + 1)),
-            *_at(spec.place, spec.optimizer, places),
-            *_at(spec.place, str(spec.parameters) if spec.parameters else None, places),
-        ]
-        self._header.start([spec.rows if is_whole else None, spec.count], texts)
-        if self._own_rows is not None:
-            self._own_rows.largest = None
+        if not self._is_solo:
+            self._header.start(numbers)
+            if self._own_rows is not None:
+                self._own_rows.largest = None
 
     def test(self) -> bool:
         """Tell whether :meth:`read` would not wait for the header. Never waits."""
@@ -222,11 +163,14 @@ class StepExchanges:
                 :func:`disagreement` says it in full.
             ShapeError: If no rank was given a batch.
         """
-        if self._size is None and not self._is_solo:
-            rows, count, _, _, _, *rest = self._agreed(self._header)
-            kind = _kind(rest[: len(self._names)])
-            self._size = self._own(kind) if count == OWN_ROWS else Size(rows, count, kind)
-        if self._size is None or self._size.rows == _UNKNOWN:
+        if self._size is None:
+            agreed = self._numbers if self._is_solo else self._agreed(self._header)
+            rows, count, kinds = agreed[0], agreed[1], agreed[_TEXTS : _TEXTS + self._inputs]
+            if count == OWN_ROWS:
+                self._size = self._size_of_own(tuple(kinds))
+            else:
+                self._size = (rows, count, () if count else tuple(kinds), (), None)
+        if self._size[0] == UNKNOWN:
             raise ShapeError("no rank was given a batch: x is needed where the first stage lies")
         return self._size
 
@@ -238,35 +182,33 @@ class StepExchanges:
         """
         if self._is_solo:
             return failed, loss
-        self._numbers[:] = failed, loss
+        self._status_numbers[:] = failed, loss
         failures, total = self._status.start().resolve().tolist()
         return failures > 0, total
 
-    def _sums(self) -> list[str | None]:
-        return [*map(self._spec.sums.get, (*self._names, "target"))]
-
-    def _own(self, kind: int) -> Size:
+    def _size_of_own(self, kinds: tuple[int, ...]) -> Size:
         """Exchange how many rows each replica was given, and return the size of all together."""
-        exchange, spec = self._own_rows, self._spec
+        width = 2 + self._inputs + 1
+        exchange = self._own_rows
         if exchange is None:
-            count = self._replicas * (2 + len(self._names) + 1)
-            exchange = self._own_rows = _Comparison(self._scope, count)
+            exchange = self._own_rows = _Comparison(self._scope, self._replicas * width)
         if exchange.largest is None:
-            numbers: list[int | None] = []
-            texts: list[str | None] = []
-            for replica in range(self._replicas):
-                mine = replica == spec.replica
-                numbers += [spec.rows, _bits(spec.counted)] if mine else [None, None]
-                texts += self._sums() if mine else [None] * (len(self._names) + 1)
-            exchange.start(numbers, texts)
-        numbers_of = self._agreed(exchange)[: 2 * self._replicas]
-        own = [None if rows == _UNKNOWN else rows for rows in numbers_of[::2]]
-        counts = [_number(bits) for bits in numbers_of[1::2] if bits != _UNKNOWN]
+            nothing = [UNKNOWN] * width
+            exchange.start(
+                [
+                    number
+                    for replica in range(self._replicas)
+                    for number in (self._own if replica == self._replica else nothing)
+                ]
+            )
+        numbers = self._agreed(exchange)
+        own = tuple(None if rows == UNKNOWN else rows for rows in numbers[::width])
+        counts = [_number(bits) for bits in numbers[1::width] if bits != UNKNOWN]
         rows = sum(rows or 0 for rows in own)
-        return Size(rows, 0, kind, own=tuple(own), counted=sum(counts) if counts else None)
+        return rows, 0, kinds, own, sum(counts) if counts else None
 
     def _agreed(self, exchange: _Comparison) -> list[int]:
-        """Return what the ranks have alike, `_UNKNOWN` where none said anything.
+        """Return what the ranks have alike, `UNKNOWN` where none said anything.
 
         Raises:
             MismatchError: On every rank, if something differs.
@@ -277,13 +219,13 @@ class StepExchanges:
             self.is_alone = True
             raise
         for high, low in zip(largest, opposite, strict=True):
-            if high != -low and high != _UNKNOWN:
+            if high != -low and high != UNKNOWN:
                 raise MismatchError("the ranks were given different things for this step")
         return largest
 
 
 class _Comparison:
-    """An exchange of numbers and texts, which all ranks that say anything must have alike.
+    """An exchange of numbers, which all ranks that say anything must have alike.
 
     Attributes:
         largest: What has come, and minus the smallest of it; None before.
@@ -291,19 +233,15 @@ class _Comparison:
 
     def __init__(self, scope: ProcessGroup, count: int) -> None:
         # After a maximum: the largest of each and minus the smallest, unknown ones left out.
-        self._table = table = np.full((2, count), _UNKNOWN)
+        self._table = table = np.full((2, count), UNKNOWN)
         self._plan = scope.all_reduce_init(table, "max", out=table, label="step header")
         self._handle: CollectiveTensor | None = None
         self.largest: tuple[list[int], list[int]] | None = None
 
-    def start(self, numbers: Sequence[int | None], texts: Sequence[str | None]) -> None:
-        """Start to compare, None where this rank has nothing to say. Collective."""
-        values = [
-            *(_UNKNOWN if number is None else number for number in numbers),
-            *(_UNKNOWN if text is None else fingerprint(text) for text in texts),
-        ]
+    def start(self, values: Sequence[int]) -> None:
+        """Start to compare, `UNKNOWN` where this rank has nothing to say. Collective."""
         self._table[0] = values
-        self._table[1] = [value if value == _UNKNOWN else -value for value in values]
+        self._table[1] = [value if value == UNKNOWN else -value for value in values]
         self.largest = None
         self._handle = self._plan.start()
 
@@ -323,79 +261,84 @@ class _Comparison:
         return self.largest
 
 
-def _bits(number: float | None) -> int | None:
-    """Return a whole number for each of at least 0, above `_UNKNOWN`, as minus it is."""
+def bits_of(number: float | None) -> int:
+    """Return a whole number for each of at least 0, above `UNKNOWN`, as minus it is; or that."""
     if number is None:
-        return None
-    return int(np.array(number, np.float64).view(np.int64)) + (_UNKNOWN + 1)
+        return UNKNOWN
+    return int(np.array(number, np.float64).view(np.int64)) + (UNKNOWN + 1)
 
 
 def _number(bits: int) -> float:
-    """Return the number that has these :func:`_bits`."""
-    return float(np.array(bits - (_UNKNOWN + 1), np.int64).view(np.float64))
+    """Return the number that has these :func:`bits_of`."""
+    return float(np.array(bits - (UNKNOWN + 1), np.int64).view(np.float64))
 
 
-def _at(place: int, text: str | None, places: int) -> list[str | None]:
-    """Return a row that only ranks of one place fill in, so that only they are compared."""
-    return [text if one == place else None for one in range(places)]
+# -- what the ranks compare ------------------------------------------------------------------------
 
 
-def _kind(numbers: list[int]) -> int:
-    return fingerprint(str(numbers))
+def _call_of(facts: Facts) -> str:
+    """Return in words what a rank called."""
+    step = "" if facts["step"] is None else f" {facts['step']}"
+    return f"{facts['call']}{step} of {facts['how']}"
 
 
-def _parts(spec: BatchSpec) -> str | None:
+def _cut_of(facts: Facts) -> str | None:
     """Return in words how a batch was cut."""
-    if spec.count is None:
+    if facts["count"] is None:
         return None
-    if spec.count == OWN_ROWS:
+    if facts["count"] == OWN_ROWS:
         return "none, they are the replica's own rows"
-    return f"{spec.count}, of {spec.sizes} rows" if spec.count else "none, it is whole"
+    if not facts["count"]:
+        return "none, it is whole"
+    return f"{facts['count']}, of {facts['sizes']} rows"
 
 
 def disagreement(
-    specs: Sequence[BatchSpec], ranks: Sequence[int], *, batch_cure: str = "", first: bool = False
+    everyone: Sequence[Facts], ranks: Sequence[int], *, batch_cure: str = "", first: bool = False
 ) -> MismatchError | None:
     """Return the error for what `ranks` were given, None if it is not at odds.
 
     Args:
-        specs: What each was given.
+        everyone: What each was given.
         ranks: Their numbers, for messages.
         batch_cure: What to do where their batches differ.
         first: Whether it is the first step.
     """
     batch = "must be given the same global batch in"
     values = "each takes its own rows out of it. The CRC-32 of its values, or of some of them, is"
-    kinds = dict.fromkeys(name for one in specs for name in one.kinds)
-    sums = dict.fromkeys(name for one in specs for name in one.sums)
-    places = sorted({one.place for one in specs})
-    whole = [one if one.replica is None else None for one in specs]
+    kinds = dict.fromkeys(name for one in everyone for name in one["kinds"])
+    sums = dict.fromkeys(name for one in everyone for name in one["sums"])
+    places = sorted({one["place"] for one in everyone})
+    whole = [one if one["replica"] is None else None for one in everyone]
     of_kind = batch if any(whole) else "must be given rows of the same shape and dtype in"
     rules: list[tuple[str, Sequence[object]]] = [
-        ("must take the same step with the same options", [one.call for one in specs]),
-        (f"{batch} x and target, or None; rows are", [one and one.rows for one in whole]),
+        ("must take the same step with the same options", [_call_of(one) for one in everyone]),
+        (f"{batch} x and target, or None; rows are", [one and one["rows"] for one in whole]),
         (
             "must be given the batch whole, or cut into the same microbatches, or the rows of "
             'their replica by rows="local" or as DTensors; theirs are',
-            [_parts(one) for one in specs],
+            [_cut_of(one) for one in everyone],
         ),
-        *_rules_of_own_rows(specs, sums),
+        *_rules_of_own_rows(everyone, sums),
         *(
-            (f"{of_kind} {name}, or None; its rows are", [one.kinds.get(name) for one in specs])
+            (
+                f"{of_kind} {name}, or None; its rows are",
+                [one["kinds"].get(name) for one in everyone],
+            )
             for name in kinds
         ),
         *(
-            (f"{batch} {name}, or None; {values}", [one and one.sums.get(name) for one in whole])
+            (f"{batch} {name}, or None; {values}", [one and one["sums"].get(name) for one in whole])
             for name in sums
         ),
         (
             "of the last stage must train by the same loss and denominator",
-            [one.goal for one in specs],
+            [one["goal"] for one in everyone],
         ),
         *(
             (
                 "that hold the same parameters must change them by the same optimizer",
-                [one.optimizer if one.place == place else None for one in specs],
+                [one["optimizer"] if one["place"] == place else None for one in everyone],
             )
             for place in places
         ),
@@ -403,11 +346,14 @@ def disagreement(
             (
                 f"that hold parameter {name!r} must hold the same values: "
                 f"{_SAME_START if first else _SAME_CHANGES}. Their digests are",
-                [one.parameters.get(name) if one.place == place else None for one in specs],
+                [
+                    one["parameters"].get(name) if one["place"] == place else None
+                    for one in everyone
+                ],
             )
             for place in places
             for name in dict.fromkeys(
-                name for one in specs if one.place == place for name in one.parameters
+                name for one in everyone if one["place"] == place for name in one["parameters"]
             )
         ),
     ]
@@ -424,16 +370,16 @@ def disagreement(
 
 
 def _rules_of_own_rows(
-    specs: Sequence[BatchSpec], sums: Iterable[str]
+    everyone: Sequence[Facts], sums: Iterable[str]
 ) -> Iterator[tuple[str, Sequence[object]]]:
     """Give what the ranks of each replica that was given its own rows must have alike."""
-    for replica in sorted({one.replica for one in specs if one.replica is not None}):
-        mine = [one if one.replica == replica else None for one in specs]
+    for replica in sorted({one["replica"] for one in everyone if one["replica"] is not None}):
+        mine = [one if one["replica"] == replica else None for one in everyone]
         who = f"of replica {replica} must be given the same rows of"
         how = "each replica its own, by mesh.coord() along its dim and not by mesh.rank"
-        yield f"{who} x and target, or None; theirs are", [one and one.rows for one in mine]
+        yield f"{who} x and target, or None; theirs are", [one and one["rows"] for one in mine]
         for name in sums:
-            told = [one and one.sums.get(name) for one in mine]
+            told = [one and one["sums"].get(name) for one in mine]
             yield f"{who} {name}, or None; {how}. The CRC-32 of the values is", told
-        counts = [one and one.counted for one in mine]
+        counts = [one and one["counted"] for one in mine]
         yield f"{who} the target, or None; what the loss counts in them is", counts

@@ -8,7 +8,7 @@ the number of rows differs from message to message. An output that does not keep
 where it was made.
 
 Where a batch is given as microbatches of any shapes, each has interfaces of its own, see
-:class:`ShapeCache`.
+:mod:`mpimesh.parallel.task`.
 
 An array whose dtype is not floating has no gradient: both ends know that by its
 dtype, and nothing is sent back for it.
@@ -16,9 +16,6 @@ dtype, and nothing is sent back for it.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -34,7 +31,6 @@ __all__ = [
     "FIRST_PIECE_BYTES",
     "Interface",
     "Leaf",
-    "ShapeCache",
     "check_gradient",
     "check_output",
     "first_gradient",
@@ -75,10 +71,6 @@ class Leaf:
         shape: object = getattr(x, "shape", None)
         return shape == (rows, *self.row_shape) and bool(x.dtype == self.dtype)
 
-    def nbytes(self, rows: int) -> int:
-        """Return the bytes of so many rows."""
-        return math.prod(self.shape(rows)) * self.dtype.itemsize
-
     def __str__(self) -> str:
         return f"rows of shape {self.row_shape} and dtype {self.dtype}"
 
@@ -91,24 +83,23 @@ class Interface:
         structure: How their arrays are put together.
         leaves: The arrays.
         gradients: Those that have a gradient.
+        sole: The array where an output is just that, as it mostly is; else None.
     """
 
     structure: Structure
     leaves: tuple[Leaf, ...]
     gradients: tuple[Leaf, ...] = field(init=False, repr=False, compare=False)
+    sole: Leaf | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         gradients = tuple(leaf for leaf in self.leaves if leaf.has_gradient)
         object.__setattr__(self, "gradients", gradients)
-
-    @property
-    def one(self) -> Leaf | None:
-        """The array where an output is just that, as it mostly is; else None."""
-        return self.leaves[0] if self.structure.parts is None else None
+        sole = self.leaves[0] if self.structure.parts is None else None
+        object.__setattr__(self, "sole", sole)
 
     def gradient_tree(self, gradients: list[Array]) -> Tree:
         """Return the gradients of :attr:`gradients` in the places of the arrays, None in others."""
-        if self.one is not None:
+        if self.sole is not None:
             return gradients[0]
         rest = iter(gradients)
         return self.structure.unflatten(
@@ -149,7 +140,7 @@ def check_output(
         ModuleError: If `y` is no tree of arrays.
         ShapeError: If an array has other rows, or another shape or dtype than expected.
     """
-    if interface is not None and interface.one is not None and interface.one.fits(y, rows):
+    if interface is not None and interface.sole is not None and interface.sole.fits(y, rows):
         return [y], interface
     leaves, structure = flatten(y, name=f"the output of stage {stage}")
     for leaf, path in zip(leaves, structure.paths(), strict=True):
@@ -197,7 +188,7 @@ def check_gradient(
         ModuleStateError: If one is missing.
         ShapeError: If it is built otherwise, or one has another shape or dtype than the output.
     """
-    if interface.one is not None and interface.gradients and interface.one.fits(dx, rows):
+    if interface.sole is not None and interface.gradients and interface.sole.fits(dx, rows):
         return [dx]
     if dx is None or not interface.gradients:
         raise ModuleStateError(
@@ -262,101 +253,7 @@ def _kind(tree: Tree) -> str:
     return "array" if hasattr(tree, "shape") else type(tree).__name__
 
 
-# -- in one step -----------------------------------------------------------------------------------
-
-
-class ShapeCache:
-    """The interfaces of stages in one step, and the rows of microbatches.
-
-    Two modes. Where a batch is given whole, a stage has one interface for all microbatches: it is
-    announced once, kept for the next steps, and what drifts from it is refused. Where a batch is
-    given as microbatches, their shapes are *free*: each has interfaces of its own, every activation
-    is announced, and the announcement also tells which rows of the batch come, as ranks in the
-    middle of the pipeline were not given any.
-
-    Args:
-        interfaces: The interfaces that are known, by stage; completed here, but not where shapes
-            are free.
-        microbatches: The rows of each microbatch, counted in the global batch; None where that is
-            not known.
-        free: Whether each microbatch has shapes of its own.
-    """
-
-    def __init__(
-        self,
-        interfaces: dict[int, Interface],
-        microbatches: Sequence[slice | None],
-        *,
-        free: bool = False,
-    ) -> None:
-        self.free = free
-        self._interfaces = interfaces
-        self._of_microbatches: dict[tuple[int, int], Interface] = {}
-        self._spans = list(microbatches)
-
-    @property
-    def stages(self) -> frozenset[int]:
-        """The stages whose interface is known for all microbatches."""
-        return frozenset() if self.free else frozenset(self._interfaces)
-
-    def span(self, microbatch: int) -> slice:
-        """Return the rows of a microbatch, counted in the global batch.
-
-        Raises:
-            ModuleStateError: If it has not been announced.
-        """
-        span = self._spans[microbatch]
-        if span is None:
-            raise ModuleStateError(f"nothing is known of the rows of microbatch {microbatch}")
-        return span
-
-    def rows(self, microbatch: int) -> int:
-        """Return the number of rows of a microbatch."""
-        span = self.span(microbatch)
-        return int(span.stop - span.start)
-
-    def interface(self, stage: int, microbatch: int) -> Interface | None:
-        """Return the interface of a stage for a microbatch, None if it is not known yet."""
-        if self.free:
-            return self._of_microbatches.get((stage, microbatch))
-        return self._interfaces.get(stage)
-
-    def told(self, stage: int, microbatch: int) -> Interface:
-        """Return the interface of a stage for a microbatch that has passed it.
-
-        Raises:
-            ModuleStateError: If it is not known.
-        """
-        interface = self.interface(stage, microbatch)
-        if interface is None:
-            raise ModuleStateError(f"nothing is known of the output of stage {stage}")
-        return interface
-
-    def learn(self, stage: int, microbatch: int, interface: Interface) -> None:
-        """Note the interface of a stage, of all microbatches or of one."""
-        if self.free:
-            self._of_microbatches[stage, microbatch] = interface
-        else:
-            self._interfaces[stage] = interface
-
-    def announcement(self, stage: int, microbatch: int) -> list[HostArray]:
-        """Return the messages by which another rank learns an interface."""
-        return pieces(bytes(self.text(stage, microbatch)))
-
-    def text(self, stage: int, microbatch: int) -> HostArray:
-        """Return what another rank is told of an interface, as bytes."""
-        interface = self.told(stage, microbatch)
-        span = self.span(microbatch)
-        rows = [span.start, span.stop] if self.free else None
-        text = json.dumps([interface.to_json(), rows]).encode()
-        return np.frombuffer(text, np.uint8).copy()
-
-    def hear(self, stage: int, microbatch: int, text: HostArray) -> None:
-        """Take in what :meth:`text` said."""
-        interface, rows = json.loads(bytes(text))
-        self.learn(stage, microbatch, Interface.from_json(interface))
-        if rows is not None and self._spans[microbatch] is None:
-            self._spans[microbatch] = slice(*rows)
+# -- announcements ---------------------------------------------------------------------------------
 
 
 def pieces(text: bytes) -> list[HostArray]:

@@ -26,11 +26,12 @@ from mpimesh.nn.protocol import (
     named_parameters,
     num_layers,
 )
-from mpimesh.parallel.batch import Value, as_value
+from mpimesh.parallel.batch import kind_of, parts_of, rows_of
 from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
 from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Leaf
+from mpimesh.parallel.microbatch import Microbatches
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor.model import TensorModel
 from mpimesh.parallel.tree import Tree, flatten, tree_map
@@ -122,13 +123,13 @@ def measure_layers(
     pipe = group_along(mesh, dim, "pp")
     scope = mesh.group()
 
-    def given() -> tuple[Sequence[SupportsLayer], Value, TensorModel]:
+    def given() -> tuple[Sequence[SupportsLayer], Tree, TensorModel]:
         _check_options(repeats, bytes_per_s, latency_s)
         float_dtype(dtype, what="dtype: parameters are kept")
         if not hasattr(xp, "ndarray"):
             raise ModuleError(f"xp must be numpy or cupy, got {shown(xp)}")
-        value = as_value(x, "x")
-        if value is None or value.is_cut:
+        parts = () if x is None else parts_of(x, "x")
+        if x is None or isinstance(x, Microbatches):
             raise ScheduleError(
                 "to measure, x must be one microbatch on every rank: an array, or a tuple or dict "
                 f"of arrays, got {x!r}"
@@ -137,16 +138,16 @@ def measure_layers(
         stage = PipelineStage(0)
         for layer in flat:
             stage.add_layer(layer)
-        return flat, value, TensorModel([stage])
+        return flat, parts[0], TensorModel([stage])
 
-    def rule(value: tuple[Sequence[SupportsLayer], Value, TensorModel]) -> str:
-        flat, x, _ = value
+    def rule(value: tuple[Sequence[SupportsLayer], Tree, TensorModel]) -> str:
+        flat, part, _ = value
         options = f"{dtype}, {bytes_per_s} bytes/s, latency {latency_s} s, {repeats} repeats"
-        return f"{describe_layers(flat)}; x {x.rows} rows of {x.kind()}; {options}"
+        return f"{describe_layers(flat)}; x {rows_of(part)} rows of {kind_of(part)}; {options}"
 
-    flat, value, tensor = agree_alike(scope._core, "measure_layers", given, rule)
+    flat, part, tensor = agree_alike(scope._core, "measure_layers", given, rule)
     tensor.make_groups(mesh, scope, scope.alone(), (), ())
-    run = partial(time_layers, flat, value.parts[0], dtype=dtype, xp=xp, repeats=repeats)
+    run = partial(time_layers, flat, part, dtype=dtype, xp=xp, repeats=repeats)
     times = _measured_everywhere(flat, run, scope, tensor)
     sizes = [one.output_bytes for one in times[:-1]]
     measured = Link(0.0, math.inf)

@@ -42,9 +42,10 @@ from mpimesh.comm.lending import Borrowing, Lending, Row
 from mpimesh.comm.requests import Condition
 from mpimesh.comm.waiting import test_often
 from mpimesh.errors import ShapeError, TransportError
-from mpimesh.parallel.interface import FIRST_PIECE_BYTES, Interface, Leaf, ShapeCache, length_of
-from mpimesh.parallel.plans import Plan, message_tags
+from mpimesh.parallel.interface import FIRST_PIECE_BYTES, length_of
+from mpimesh.parallel.plans import message_tags
 from mpimesh.parallel.slots import SlotPool
+from mpimesh.parallel.task import NO_TASK, Kind, Task
 from mpimesh.runtime import ProcessGroup, Traffic
 from mpimesh.schedule import Action, ActionKind, Edges
 from mpimesh.trace import Tracer
@@ -79,7 +80,7 @@ class Links:
             ranks.
         sending: By stage and the stage that it sends to.
         receiving: By stage and the stage that it receives from.
-        shapes: In a step, the interfaces of stages and the rows of microbatches.
+        task: In a step, the work of this rank's stages.
         look: In a step, raises if it is to be left.
     """
 
@@ -98,7 +99,7 @@ class Links:
         self.traffic = traffic
         self.tracer = tracer
         self.library: ModuleType = np
-        self.shapes = ShapeCache({}, ())
+        self.task = NO_TASK
         self.look: Callable[[], None] = _stay
         self.unfinished: deque[_Sending] = deque()
         self.window = 0
@@ -150,31 +151,24 @@ class Links:
 
     # -- a step --------------------------------------------------------------------------------
 
-    def begin(self, shapes: ShapeCache, plan: Plan, look: Callable[[], None]) -> None:
+    def begin(self, task: Task, look: Callable[[], None]) -> None:
         """Begin a step, and post the first receives for what this rank will do in it.
 
         Args:
-            shapes: The rows of microbatches, and the interfaces of stages; completed here.
-            plan: What this rank does.
+            task: The work of this rank's stages; what it knows of interfaces is completed here.
             look: Raises if the step is to be left.
         """
-        self.shapes = shapes
+        plan = task.plan
+        self.task = task
         self.look = look
         self.window = plan.send_window
-        announced = shapes.stages
+        announced = task.announced
         for (stage, _), sender in self.sending.items():
-            sender.begin(is_news=stage not in announced)
-        messages = False
-        for receiver in self.receiving.values():
+            sender.is_news = stage not in announced
+        for ends, receiver in self.receiving.items():
             receiver.begin(plan.most_waiting.get(receiver.key, 0), announced)
-            messages = messages or receiver.loans is None
-        if messages:
-            for action in plan.actions:
-                if action.kind.is_recv:
-                    link = self.receiving[action.stage, action.far_stage]
-                    if link.loans is None:
-                        link.microbatches.append(action.microbatch)
-            for receiver in self.receiving.values():
+            if receiver.loans is None:
+                receiver.microbatches.extend(plan.received.get(ends, ()))
                 receiver.post_ahead()
 
     def expect(self, stage: int) -> None:
@@ -209,7 +203,7 @@ class Links:
 
     def end(self) -> None:
         """Let go of the step. Local."""
-        self.shapes = ShapeCache({}, ())
+        self.task = NO_TASK
         self.look = _stay
         self.unfinished.clear()
         for sender in self.sending.values():
@@ -275,12 +269,13 @@ class Links:
 
         The wait also looks whether the step is to be left, which ends it by raising.
         """
-        if test() or test_often(test, self.group._core.progress):
+        look, progress = self.look, self.group._core.progress
+        if test() or test_often(test, progress):
             return
-        look = self.look
 
         def ready() -> bool:
-            if test():
+            # A look is one into MPI, too, and takes longer than a test.
+            if test_often(test, progress):
                 return True
             look()
             return False
@@ -338,6 +333,7 @@ class SendLink:
     Attributes:
         peer: The receiving rank of the pipeline.
         row: What is lent there; None if arrays are sent.
+        is_news: Whether the receiver has to be told what will come.
         sent: In this step, the bytes of all messages by tag; a negative tag is that of device
             memory.
         announcing: In this step, the announcements that are under way.
@@ -351,13 +347,9 @@ class SendLink:
         self.lending: Lending | None = None
         self.row: Row | None = None
         self._room: HostArray | None = None
-        self._is_news = False
+        self.is_news = False
         self.sent: dict[int, list[int]] = {}
         self.announcing: list[_Sending] = []
-
-    def begin(self, *, is_news: bool) -> None:
-        """Begin a step; `is_news` if the receiver has to be told what will come."""
-        self._is_news = is_news
 
     def end(self) -> None:
         """Let go of the step."""
@@ -385,7 +377,7 @@ class SendLink:
         for leaf in leaves:
             if leaf.dtype.hasobject:
                 refuse_objects(np.dtype(leaf.dtype))
-        if self._is_news and action.kind is ActionKind.SEND_F:
+        if self.is_news and action.kind is ActionKind.SEND_F:
             self._announce(action)
         start_s = links.tracer.clock()
         nbytes = sum([leaf.nbytes for leaf in leaves])
@@ -405,12 +397,12 @@ class SendLink:
 
     def _announce(self, action: Action) -> None:
         """Tell the receiver what will come; once, or where shapes are free each time."""
-        shapes = self._links.shapes
-        self._is_news = shapes.free
+        task = self._links.task
+        self.is_news = task.free
         if self.row is not None:
-            self._lend(shapes.text(self._stage, action.microbatch), is_note=True)
+            self._lend(task.text(self._stage, action.microbatch), is_note=True)
             return
-        notes = shapes.announcement(self._stage, action.microbatch)
+        notes = task.announcement(self._stage, action.microbatch)
         self.announcing.append(_Sending([self._isend(note) for note in notes], action, self.peer))
 
     def _lend(self, x: Array, *, is_note: bool = False) -> None:
@@ -558,7 +550,7 @@ class RecvLink:
     # -- loans ---------------------------------------------------------------------------------
 
     def _borrow(self, loans: Borrowing, action: Action) -> list[Array]:
-        links, shapes = self._links, self._links.shapes
+        links, task = self._links, self._links.task
         microbatch = action.microbatch
         if self._is_news:
             if not loans.has_come():
@@ -566,40 +558,36 @@ class RecvLink:
             if loans.nbytes >= 0:
                 raise TransportError(_NO_ANNOUNCEMENT)
             self._count += 1
-            shapes.hear(self.source, microbatch, loans.take_note())
-            self._is_news = shapes.free
-        rows = shapes.rows(microbatch)
+            task.hear(self.source, microbatch, loans.take_note())
+            self._is_news = task.free
         arrays: list[Array] = []
-        for leaf in self._leaves(shapes.told(self.source, microbatch)):
+        for shape, dtype, nbytes in self._expected(microbatch):
             if not loans.has_come():
                 links.wait(loans.has_come, action, self.peer)
-            expected = leaf.nbytes(rows)
-            if loans.nbytes != expected:
-                raise self._other_size(action, len(arrays), loans.nbytes, expected)
+            if loans.nbytes != nbytes:
+                raise self._other_size(action, len(arrays), loans.nbytes)
             self._count += 1
-            arrays.append(loans.take(leaf.shape(rows), leaf.dtype))
+            arrays.append(loans.take(shape, dtype))
         return arrays
 
     # -- messages ------------------------------------------------------------------------------
 
     def post_ahead(self) -> None:
         """Post as many receives as can find a message sooner for it."""
-        shapes = self._links.shapes
+        task = self._links.task
         while self.microbatches and len(self._posted) < min(self._most_waiting, _POSTED_AHEAD):
             if self._is_news:
                 if self._announcement is None:
                     self._announcement = self._post_announcement(FIRST_PIECE_BYTES)
                 return
-            interface = shapes.interface(self.source, self.microbatches[0])
-            if interface is None:
+            if task.interface(self.source, self.microbatches[0]) is None:
                 return
-            rows = shapes.rows(self.microbatches.popleft())
             message: list[_Posted] = []
             self._posted.append(message)
-            for leaf in self._leaves(interface):
-                message.append(self._post(self._empty(leaf.shape(rows), leaf.dtype)))
+            for shape, dtype, _ in self._expected(self.microbatches.popleft()):
+                message.append(self._post(self._empty(shape, dtype)))
                 self._count += 1
-            self._is_news = shapes.free and self._forward
+            self._is_news = task.free and self._forward
 
     def _receive_messages(self, action: Action) -> tuple[list[Array], float]:
         """Return the arrays of a RECV, and when the first was posted."""
@@ -614,9 +602,9 @@ class RecvLink:
         self._posted.popleft()
         self.post_ahead()
         for place, posted in enumerate(message):
-            got, expected = posted.request.received_bytes(), posted.buffer.nbytes
-            if got != expected:
-                raise self._other_size(action, place, got, expected)
+            got = posted.request.received_bytes()
+            if got != posted.buffer.nbytes:
+                raise self._other_size(action, place, got)
         return [_read_only(posted.buffer) for posted in message], message[0].start_s
 
     def _learn(self, announcement: _Posted, action: Action) -> None:
@@ -629,7 +617,7 @@ class RecvLink:
             text = np.concatenate([text, rest.buffer])
         self._announcement = None
         self._is_news = False
-        links.shapes.hear(self.source, action.microbatch, text)
+        links.task.hear(self.source, action.microbatch, text)
 
     def _post_announcement(self, nbytes: int) -> _Posted:
         posted = self._post(np.empty(nbytes, np.uint8))
@@ -649,17 +637,16 @@ class RecvLink:
 
     # -- both ----------------------------------------------------------------------------------
 
-    def _leaves(self, interface: Interface) -> tuple[Leaf, ...]:
-        """Return the arrays that come for each microbatch."""
-        return interface.leaves if self._forward else interface.gradients
+    def _expected(self, microbatch: int) -> tuple[Kind, ...]:
+        """Return the arrays that come for a microbatch."""
+        return self._links.task.arrays(self.source, microbatch, forward=self._forward)
 
-    def _other_size(self, action: Action, place: int, got: int, expected: int) -> ShapeError:
-        interface = self._links.shapes.told(self.source, action.microbatch)
-        leaf = self._leaves(interface)[place]
-        shape = leaf.shape(self._links.shapes.rows(action.microbatch))
+    def _other_size(self, action: Action, place: int, got: int) -> ShapeError:
+        shape, dtype, nbytes = self._expected(action.microbatch)[place]
+        interface = self._links.task.known(self.source, action.microbatch)
         return ShapeError(
-            f"stage {self._far} sent stage {action.stage} {max(got, 0)} bytes, but {expected} are "
-            f"expected: shape {shape} and dtype {leaf.dtype}, array {place} of {interface}"
+            f"stage {self._far} sent stage {action.stage} {max(got, 0)} bytes, but {nbytes} are "
+            f"expected: shape {shape} and dtype {dtype}, array {place} of {interface}"
         )
 
 

@@ -17,7 +17,7 @@ from mpimesh.nn import Parameter
 from mpimesh.nn.protocol import set_training
 from mpimesh.nn.state import check_shape, check_state, check_values
 from mpimesh.optim import clip_grad_norm
-from mpimesh.parallel.batch import Arguments, Rows, split_layout
+from mpimesh.parallel.batch import Batch, Rows, split_layout
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.buckets import GradientBuckets
@@ -44,8 +44,8 @@ class ParallelModel:
 
     # -- collective ------------------------------------------------------------------------
 
-    def _loss_of(self, arguments: Arguments) -> float:
-        return Step(self._engine, arguments).run()
+    def _loss_of(self, batch: Batch) -> float:
+        return Step(self._engine, batch).run()
 
     def _forward(
         self,
@@ -56,13 +56,13 @@ class ParallelModel:
         rows: Rows,
     ) -> Tree:
         engine = self._engine
-        arguments = Arguments(training=False, x=x, inputs=inputs, everywhere=everywhere, rows=rows)
-        step = Step(engine, arguments)
+        batch = Batch(training=False, x=x, inputs=inputs, everywhere=everywhere, rows=rows)
+        step = Step(engine, batch)
         step.run()
         output = joined_output(engine, step, everywhere=everywhere)
         is_everywhere = everywhere or engine.pipe.size == 1
         is_whole_mesh = engine.scope.size == engine.mesh.size
-        if step.is_split and is_everywhere and is_whole_mesh and engine.xp is np:
+        if batch.is_split and is_everywhere and is_whole_mesh and engine.xp is np:
             return _split_output(engine, step, output)
         return output
 
@@ -320,27 +320,27 @@ def joined_output(engine: Engine, step: Step, *, everywhere: bool) -> Tree | Non
     They are one for the whole batch, or Microbatches if it was given so; where each replica was
     given its own rows, those of this rank's.
     """
-    outputs, size = step.outputs, step.size
-    if engine.is_last and engine.data.size > 1 and size.rows + size.count:
-        if size.own:
-            outputs = [_or_empty(engine, outputs)] if 0 in size.own else outputs
-        elif size.count:
+    outputs, task = step.outputs, step.task
+    if engine.is_last and engine.data.size > 1 and task.rows + task.count:
+        if task.own:
+            outputs = [_or_empty(engine, outputs)] if 0 in task.own else outputs
+        elif task.count:
             outputs = _given_to_all(engine, engine.data, outputs)
         else:
-            sizes = replica_sizes(size.rows, engine.data.size)
+            sizes = replica_sizes(task.rows, engine.data.size)
             outputs = [_over_replicas(engine, outputs, sizes)]
     if everywhere and engine.pipe.size > 1:
         outputs = _given_to_all(engine, engine.pipe, outputs if engine.is_last else [])
     if not outputs:
         return None
-    return Microbatches(outputs) if size.count else outputs[0]
+    return Microbatches(outputs) if task.count else outputs[0]
 
 
 def _split_output(engine: Engine, step: Step, output: Tree) -> Tree:
     """Return this rank's rows of an output as blocks of arrays that are split as the input is."""
-    layout, rows = split_layout(engine), step.size.rows
-    if step.size.own:
-        shard = Shard.of_sizes(0, [rows or 0 for rows in step.size.own])
+    layout, rows = split_layout(engine), step.task.rows
+    if step.task.own:
+        shard = Shard.of_sizes(0, [rows or 0 for rows in step.task.own])
         placements = [shard if isinstance(spec, Shard) else spec for spec in layout.placement]
         layout = Layout(engine.mesh, placements)
     return tree_map(

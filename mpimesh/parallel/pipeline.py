@@ -13,7 +13,7 @@ import numpy as np
 from mpimesh.arguments import as_flag, as_int
 from mpimesh.errors import ScheduleError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
-from mpimesh.parallel.batch import Arguments, Rows, SupportsStep
+from mpimesh.parallel.batch import Batch, Rows, SupportsStep
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
 from mpimesh.parallel.groups import group_along, live_mesh
@@ -310,7 +310,7 @@ class PipelineParallel(ParallelModel):
             ``MPIMESH_CHECKS`` on, each rank also reads its batch as a whole.
         """
         return self._loss_of(
-            Arguments(
+            Batch(
                 training=True,
                 x=x,
                 target=target,
@@ -367,7 +367,7 @@ class PipelineParallel(ParallelModel):
             >>> held_out = pipe.evaluate(x, target, loss=nn.cross_entropy)
         """
         return self._loss_of(
-            Arguments(
+            Batch(
                 training=False,
                 evaluating=True,
                 x=x,

@@ -82,11 +82,14 @@ class Plan:
         most_waiting: For each channel on which it receives, by the number of the edge and
             RECV_F or RECV_B, the most messages that can have been sent and not yet received:
             more receives than these posted at a time never find a message sooner.
+        received: The microbatches of which messages come, in order, by the stage that they come
+            to and the one that they come from.
     """
 
     actions: tuple[Action, ...]
     send_window: int
     most_waiting: Mapping[tuple[int, ActionKind], int] = field(default_factory=dict)
+    received: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
 
 
 def forward_schedule(placement: Sequence[int], num_microbatches: int) -> Schedule:
@@ -181,10 +184,16 @@ class Plans:
         schedule, proof = self._proof(training, num_microbatches)
         lowered = lower(schedule, skips=self.edges.skips, reduce_grad=training)
         ranks = tuple(tuple(_pruned(actions, first_trained)) for actions in lowered.ranks)
+        received: dict[tuple[int, int], list[int]] = {}
+        for action in ranks[self._rank]:
+            if action.kind.is_recv:
+                ends = action.stage, action.far_stage
+                received.setdefault(ends, []).append(action.microbatch)
         return Plan(
             ranks[self._rank],
             max(proof.send_window, _FEWEST_UNFINISHED_SENDS),
             self._most_waiting(replace(lowered, ranks=ranks)),
+            received,
         )
 
     def _most_waiting(self, lowered: Schedule) -> dict[tuple[int, ActionKind], int]:

@@ -22,7 +22,7 @@ every rank is then known to have started.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,12 +30,12 @@ import numpy as np
 from mpimesh.arrays import Array
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import MpimeshError, ShapeError, StageError, on_all_ranks
-from mpimesh.parallel.batch import Arguments
+from mpimesh.parallel.batch import Batch
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
-from mpimesh.parallel.header import BatchSpec, Size, disagreement
-from mpimesh.parallel.interface import ShapeCache
+from mpimesh.parallel.header import Facts, Size, disagreement
 from mpimesh.parallel.microbatch import replica_rows
+from mpimesh.parallel.task import NO_TASK, Task
 from mpimesh.parallel.tree import Tree, flatten, tree_map
 from mpimesh.runtime.agreement import agree
 
@@ -45,6 +45,8 @@ __all__ = ["END_OF_STEP", "GRADIENTS", "Step"]
 END_OF_STEP = "end of step"
 GRADIENTS = "gradients"
 
+_MOST_TASKS = 64
+"""Signatures of batches of which a model keeps the plan."""
 
 _UNDER_WAY = (
     "a step of this model is under way; a layer, a loss or a signal handler must not start another "
@@ -61,29 +63,25 @@ class Step:
 
     Args:
         engine: The model.
-        arguments: The batch, and what to do with it.
+        batch: The batch, and what to do with it.
 
     Attributes:
-        size: How large the global batch is, once `run` has found it out.
+        task: The work of this rank's stages, whose size is known once `run` has found it out.
         outputs: In inference, on ranks of the last stage: the replica's rows, or those of each
             of its microbatches where they were given so; empty if it has none.
-        is_split: Whether this rank was given its rows of x as a split array.
     """
 
-    def __init__(self, engine: Engine, arguments: Arguments) -> None:
+    def __init__(self, engine: Engine, batch: Batch) -> None:
         self._engine = engine
-        self._arguments = arguments
+        self._batch = batch
         self._exchanges = engine.exchanges
-        self._training = arguments.training
-        self._optimizer = arguments.optimizer
-        self._first_trained = engine.first_trained
+        self._training = batch.training
         self._abort = AbortSignal(engine.scope)
         self._header_read = False
         self._outside = True
         self._linked = False
-        self.size = Size(0, 0, 0)
+        self.task = NO_TASK
         self.outputs: list[Tree] = []
-        self.is_split = False
 
     def run(self) -> float:
         """Do the step and return its loss, 0 if it has none. Collective over the engine's scope.
@@ -98,9 +96,9 @@ class Step:
         # A rank that left in the middle would be missed: budgets are heard when all meet.
         with engine.mesh.traffic().deferred() as self._over_budget:
             loss = self._run()
-        if self._optimizer is not None:
+        if self._batch.optimizer is not None:
             with engine.tracer.span("optimizer step", "optimizer"):
-                self._optimizer.step()
+                self._batch.optimizer.step()
         # By what came when the ranks had agreed already that the step went well.
         self._over_budget.check()
         return loss
@@ -109,7 +107,10 @@ class Step:
         """Do all of the step but the optimizer's."""
         engine = self._engine
         problem = self._look_at_arguments()
-        self._exchanges.begin(self._spec)
+        facts = self._batch.facts
+        replica = facts["replica"]
+        own = () if replica is None else self._batch.own_numbers(engine)
+        self._exchanges.begin(self._numbers, facts["step"], replica, own)
         engine.begin_layers(self._look)
         engine.why_no_step = _UNDER_WAY
         try:
@@ -129,6 +130,7 @@ class Step:
             engine.pool.end_step()
             engine.end_layers()
             engine.executor.end()
+            self.task.end()
             del problem  # whose traceback may hold this frame, as in the methods below
         engine.why_no_step = ""
         return loss
@@ -150,86 +152,96 @@ class Step:
 
     # -- the work of this rank ----------------------------------------------------------------
 
-    def _call(self) -> str:
-        engine = self._engine
-        if self._arguments.evaluating:
-            return f"evaluate of {engine.num_microbatches} microbatches"
-        if not self._training:
-            where = " everywhere" if self._arguments.everywhere else ""
-            return f"forward{where} of {engine.num_microbatches} microbatches"
-        kept = " without reducing gradients" if engine.accumulating else ""
-        if engine.buckets.begun:
-            kept += f", added to the gradients of {engine.buckets.begun} before"
-        if not engine.stages[0].is_training():
-            kept += ", in evaluation mode"
-        if engine.loss_share != 1:
-            kept += f", with a share of {engine.loss_share:g}"
-        if engine.scales_losses:
-            kept += f", losses times {engine.loss_scale:g}"
-        return (
-            f"train_step {engine.step} of {engine.num_microbatches} microbatches by "
-            f"{engine.plans.name}, stages from {self._first_trained} on trained{kept}"
-            f"{'' if self._optimizer is None else f', then {type(self._optimizer).__name__}.step'}"
-        )
-
     def _look_at_arguments(self) -> Exception | None:
         """Take in what this rank was given; return what is wrong with it. Never raises."""
-        self._spec = BatchSpec(self._call())
+        engine, batch = self._engine, self._batch
         try:
-            self._values, self._spec = self._arguments.look(self._engine, self._spec.call)
+            batch.check_optimizer(engine)
+            signature = batch.signature(engine)
+            task = engine.tasks.get(signature)
+            if task is not None:
+                self._numbers = batch.check_again(engine, task.facts, task.numbers)
+                self.task = task
+                return None
+            batch.check(engine)
         except Exception as error:
+            batch.describe(engine)
+            self._numbers = batch.numbers(engine)
             return error
-        self.is_split = "x" in self._values and self._values["x"].is_split
+        self._numbers = batch.numbers(engine)
+        self.task = Task(
+            batch.facts,
+            self._numbers,
+            batch.size(engine),
+            training=self._training,
+            first_trained=engine.first_trained if self._training else 0,
+        )
+        if signature is not None:
+            if len(engine.tasks) == _MOST_TASKS:
+                engine.tasks.clear()
+            engine.tasks[signature] = self.task
         return None
 
     def _work(self) -> None:
-        engine = self._engine
-        size = self._spec.size(engine.titles)
+        engine, batch, task = self._engine, self._batch, self.task
+        size = task.expected
         # Ranks in different steps would meet in the sums of replicas or in split layers.
-        meets = (self._training and engine.replicas_are_all) or engine.tensor.is_split
+        meets = (
+            (self._training and engine.replicas_are_all)
+            or engine.tensor.is_split
+            or engine.layer_values.meets
+        )
         if size is None or meets:
             waited = Condition(self._has_header)
             engine.scope._core.wait_for(waited, what="the size of the batch")
             size = self._exchanges.read()
             self._header_read = True
-        if None in size.own:
-            # A rank that was to give a replica's rows has failed, and tells so at the end.
-            raise AbortedError
-        self.size = size
-        if self._arguments.with_loss and not size.rows:
-            raise ShapeError("the mean loss over a batch of no rows does not exist")
-        task = self._arguments.task(engine, self._values, size)
-        count = len(task.spans)
-        plan = engine.plans.plan(
-            count,
-            training=self._training,
-            first_trained=self._first_trained if self._training else 0,
+        if task.size != size:
+            self._lay_out(size)
+        loss = batch.loss if batch.with_loss and engine.is_last else None
+        task.bind(
+            batch.values,
+            step=engine.step,
+            loss=loss,
+            denominator=1.0 if loss is None else batch.divisor(engine, size),
         )
         if self._training:
-            engine.begin_gradients(count, self._look)
-        free = task.is_cut
-        interfaces = (
-            engine.interfaces.setdefault((self._training, size.kind), {}) if not free else {}
-        )
-        shapes = ShapeCache(interfaces, task.spans, free=free)
+            engine.begin_gradients(len(task.spans), self._look)
         self._linked = True
-        engine.links.begin(shapes, plan, self._look)
+        engine.links.begin(task, self._look)
         executor = engine.executor
         self._outside = False
         # Where losses are scaled, overflow is expected: the optimizer leaves out the step.
         scaled = engine.scales_losses
         with np.errstate(over="ignore", invalid="ignore") if scaled else nullcontext():
-            executor.run(
-                plan.actions,
-                task,
-                shapes,
-                training=self._training,
-                first_trained=self._first_trained,
-                look=self._look,
-            )
+            executor.run(task, look=self._look)
         if executor.outputs:
-            outputs = [tree_map(_own, executor.outputs[i]) for i in range(count)]
-            self.outputs = outputs[: task.num_given] if free else [self._join(outputs)]
+            outputs = [tree_map(_own, executor.outputs[i]) for i in range(len(task.spans))]
+            self.outputs = outputs[: task.num_given] if task.free else [self._join(outputs)]
+
+    def _lay_out(self, size: Size) -> None:
+        """Plan the task for batches of this size."""
+        engine, task = self._engine, self.task
+        rows, _, kinds, own, _ = size
+        if None in own:
+            # A rank that was to give a replica's rows has failed, and tells so at the end.
+            raise AbortedError
+        if self._batch.with_loss and not rows:
+            raise ShapeError("the mean loss over a batch of no rows does not exist")
+        task.lay_out(
+            size,
+            engine.interfaces.setdefault((self._training, kinds), {}),
+            stages=engine.local,
+            replicas=engine.data.size,
+            replica=engine.data.rank or 0,
+            most=engine.num_microbatches,
+            alike=engine.layer_values.meets,
+            sizes=self._batch.sizes if self._batch.facts["count"] else (),
+        )
+        task.plan = engine.plans.plan(
+            len(task.spans), training=self._training, first_trained=task.first_trained
+        )
+        task.actions = engine.executor.bind(task.plan.actions)
 
     def _join(self, outputs: list[Tree]) -> Tree:
         """Put the outputs of this replica's microbatches together."""
@@ -298,8 +310,7 @@ class Step:
         running = None if self._outside else self._engine.executor.current
         rank = self._engine.mesh.rank
         failure = None if error is None else Failure.of(error, rank, running)
-        report = StepReport(self._spec, self._training, failure)
-        agreed = recover(self._engine, report, self._abort)
+        agreed = self._recover(failure)
         try:
             if error is None or not isinstance(agreed, StageError):
                 raise agreed from error
@@ -312,67 +323,54 @@ class Step:
             # Their tracebacks hold this frame, and with it all arrays of the step.
             del agreed, error
 
+    # -- after a failure ----------------------------------------------------------------------
+
+    def _recover(self, failure: Failure | None) -> MpimeshError:
+        """Clear up with all other ranks. Collective over the engine's scope.
+
+        Every message that is on its way is taken in, every receive that has none is taken back, and
+        the reductions that any rank has started are made by all, those of split layers, too. The
+        gradients are 0 afterwards, unless all ranks were in inference.
+
+        Returns:
+            The error that every rank is to raise.
+
+        Cost:
+            An all-reduce of 40 bytes and an all-gather of small texts, and a barrier.
+        """
+        engine, abort = self._engine, self._abort
+        scope = engine.scope
+        mine = {
+            "facts": self._batch.facts,
+            "training": self._training,
+            "failure": None if failure is None else asdict(failure),
+            "aborts": abort.is_set,
+            "started": engine.buckets.started,
+            "layers": engine.layer_notes(),
+            "sent": [
+                (engine.pipe.ranks[peer], tag, sizes) for peer, tag, sizes in engine.links.sent
+            ],
+        }
+        notes = agree(scope._core, "the end of a failed step", mine)
+        engine.finish_layers(dict(zip(scope.ranks, (one["layers"] for one in notes), strict=True)))
+        waiting = abort.drain(place for place, one in enumerate(notes) if one["aborts"])
+        waiting += engine.links.drain(_to_me(engine, notes))
+        for request in waiting:
+            scope._core.wait_for(request, what="the end of a failed step")
+        if any(one["training"] for one in notes):
+            engine.buckets.cancel(started=any(one["started"] for one in notes))
+        engine.interfaces.clear()
+        engine.tasks.clear()
+        # A message of the next step must not meet a receive that is about to be taken back.
+        scope.barrier(label="the end of a failed step")
+        return _agreed_error(engine, notes)
+
 
 def _own(array: Array, _path: str) -> Array:
     """Return an output that its user may keep and write to: what came from another rank is not."""
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         return array.copy()
     return array
-
-
-# -- after a failure -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """A rank's report to the others at the end of a failed step.
-
-    Attributes:
-        spec: What it was given for the step.
-        training: Whether it was training.
-        failure: What went wrong on it, if anything did.
-    """
-
-    spec: BatchSpec
-    training: bool
-    failure: Failure | None
-
-
-def recover(engine: Engine, report: StepReport, abort: AbortSignal) -> MpimeshError:
-    """Clear up with all other ranks. Collective over the engine's scope.
-
-    Every message that is on its way is taken in, every receive that has none is taken back, and
-    the reductions that any rank has started are made by all, those of split layers, too. The
-    gradients are 0 afterwards, unless all ranks were in inference.
-
-    Returns:
-        The error that every rank is to raise.
-
-    Cost:
-        An all-reduce of 40 bytes and an all-gather of small texts, and a barrier.
-    """
-    scope = engine.scope
-    mine = {
-        "spec": asdict(report.spec),
-        "training": report.training,
-        "failure": None if report.failure is None else asdict(report.failure),
-        "aborts": abort.is_set,
-        "started": engine.buckets.started,
-        "layers": engine.layer_notes(),
-        "sent": [(engine.pipe.ranks[peer], tag, sizes) for peer, tag, sizes in engine.links.sent],
-    }
-    notes = agree(scope._core, "the end of a failed step", mine)
-    engine.finish_layers(dict(zip(scope.ranks, (one["layers"] for one in notes), strict=True)))
-    waiting = abort.drain(place for place, one in enumerate(notes) if one["aborts"])
-    waiting += engine.links.drain(_to_me(engine, notes))
-    for request in waiting:
-        scope._core.wait_for(request, what="the end of a failed step")
-    if any(one["training"] for one in notes):
-        engine.buckets.cancel(started=any(one["started"] for one in notes))
-    engine.interfaces.clear()
-    # A message of the next step must not meet a receive that is about to be taken back.
-    scope.barrier(label="the end of a failed step")
-    return _agreed_error(engine, notes)
 
 
 def _to_me(engine: Engine, notes: list[dict[str, Any]]) -> dict[tuple[int, int], list[int]]:
@@ -386,10 +384,10 @@ def _to_me(engine: Engine, notes: list[dict[str, Any]]) -> dict[tuple[int, int],
     }
 
 
-def _batch_cure(engine: Engine, specs: list[BatchSpec]) -> str:
+def _batch_cure(engine: Engine, everyone: list[Facts]) -> str:
     """Say what to do where each rank was given rows of its own."""
     data = engine.data
-    rows = next((spec.rows for spec in specs if spec.rows), None)
+    rows = next((facts["rows"] for facts in everyone if facts["rows"]), None)
     if data.size == 1 or rows is None:
         return ""
     spans = [replica_rows(rows, data.size, place) for place in range(min(data.size, 4))]
@@ -404,11 +402,11 @@ def _batch_cure(engine: Engine, specs: list[BatchSpec]) -> str:
 
 def _agreed_error(engine: Engine, notes: list[dict[str, Any]]) -> MpimeshError:
     """Return the same error on every rank: that they were at odds, or what failed."""
-    specs = [BatchSpec(**note["spec"]) for note in notes]
+    everyone = [note["facts"] for note in notes]
     error = disagreement(
-        specs,
+        everyone,
         engine.scope.ranks,
-        batch_cure=_batch_cure(engine, specs),
+        batch_cure=_batch_cure(engine, everyone),
         first=engine.first_values,
     )
     if error is None:

@@ -15,12 +15,12 @@ from mpimesh.parallel.interface import (
     FIRST_PIECE_BYTES,
     Interface,
     Leaf,
-    ShapeCache,
     check_gradient,
     check_output,
     length_of,
     pieces,
 )
+from mpimesh.parallel.task import Task
 from mpimesh.parallel.tree import LEAF, Structure, flatten, tree_map
 from tests.helpers.raises import raises
 
@@ -100,36 +100,51 @@ def test_too_few_leaves_are_refused():
 # -- interfaces ---------------------------------------------------------------------------------
 
 
+def task_of(rows, count=0, interfaces=None, sizes=()):
+    task = Task()
+    task.lay_out(
+        (rows, count, (), (), None),
+        {} if interfaces is None else interfaces,
+        stages={},
+        replicas=1,
+        replica=0,
+        most=max(count, 1),
+        sizes=sizes,
+    )
+    return task
+
+
 @given(TREES)
 def test_an_interface_is_announced(tree):
     _, interface = check_output(tree, stage=0, rows=3, interface=None)
-    known, other = ShapeCache({4: interface}, [slice(0, 3)]), ShapeCache({}, [slice(0, 3)])
+    known, other = task_of(3, interfaces={4: interface}), task_of(3)
     first, *rest = known.announcement(4, 0)
     left, text = length_of(first)
     assert left == sum(piece.size for piece in rest)
     other.hear(4, 0, np.concatenate([text, *rest]))
     assert other.interface(4, 0) == other.interface(4, 5) == interface
-    assert other.stages == {4}
+    assert other.announced == {4}
 
 
 def test_a_free_interface_is_of_one_microbatch_and_tells_its_rows():
     _, interface = check_output(PAIR, stage=0, rows=3, interface=None)
-    known, other = (
-        ShapeCache({}, [None, slice(7, 10)], free=True),
-        ShapeCache({}, [None, None], free=True),
-    )
+    known, other = task_of(10, count=2, sizes=(7, 3)), task_of(10, count=2)
     known.learn(4, 1, interface)
     assert known.interface(4, 0) is None
     with raises(ModuleStateError, 0):
-        known.rows(0)
+        other.num_rows(0)
     with raises(ModuleStateError, 4):
         known.announcement(4, 0)
     (first,) = known.announcement(4, 1)
     other.hear(4, 1, length_of(first)[1])
     assert other.interface(4, 1) == interface
     assert other.span(1) == slice(7, 10)
-    assert other.rows(1) == 3
-    assert other.stages == known.stages == frozenset()
+    assert other.num_rows(1) == 3
+    assert other.announced == known.announced == frozenset()
+    other.end()
+    assert other.interface(4, 1) is None
+    with raises(ModuleStateError, 1):
+        other.span(1)
 
 
 @given(st.integers(0, 3 * FIRST_PIECE_BYTES))
