@@ -19,7 +19,7 @@ from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.bucket import STAGES
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.parallel.gradients.pieces import HeldState, Owned, whole_states
-from mpimesh.parallel.tensor.model import local_part
+from mpimesh.parallel.tensor import local_part
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call

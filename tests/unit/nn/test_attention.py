@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mpimesh import nn
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
-from mpimesh.nn.attend import attend, attend_backward
-from mpimesh.nn.drops import WeightDropout
+from mpimesh.nn.attention import attend, attend_backward
+from mpimesh.nn.dropout import WeightDropout
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises
 

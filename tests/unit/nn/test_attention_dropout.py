@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mpimesh import nn
 from mpimesh.errors import ModuleError, ModuleStateError
-from mpimesh.nn.attend import attend, attend_backward
-from mpimesh.nn.drops import WeightDropout
+from mpimesh.nn.attention import attend, attend_backward
+from mpimesh.nn.dropout import WeightDropout
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises
 from tests.unit.nn.test_attention import dense

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mpimesh.nn.erf import erf
+from mpimesh.nn.activations import erf
 
 
 @pytest.mark.parametrize(("dtype", "most_ulp"), [("float64", 2.0), ("float32", 2.0)])

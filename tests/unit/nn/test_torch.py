@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpimesh import nn
-from mpimesh.nn.attend import attend, attend_backward
+from mpimesh.nn.attention import attend, attend_backward
 
 torch: Any = pytest.importorskip("torch")
 

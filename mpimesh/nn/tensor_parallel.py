@@ -1,37 +1,26 @@
-"""A whole model split over the ranks of a group, layer by layer."""
+"""Models split over the ranks of a group, layer by layer, and the layers of a GPT."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import ModuleError
-from mpimesh.nn import (
-    GELU,
-    Attention,
-    BertBlock,
-    Checkpoint,
-    Dropout,
-    Embedding,
-    FeedForward,
-    GptBlock,
-    LayerNorm,
-    LearnedPositions,
-    Linear,
-    Module,
-    ReLU,
-    RMSNorm,
-    Sequential,
-    SiLU,
-    SwiGLU,
-)
+from mpimesh.nn.activations import GELU, ReLU, SiLU
+from mpimesh.nn.attention import Attention
+from mpimesh.nn.blocks import BertBlock, FeedForward, GptBlock, SwiGLU
+from mpimesh.nn.checkpoint import Checkpoint
+from mpimesh.nn.checks import check_extent
+from mpimesh.nn.dropout import Dropout, ParallelDropout, check_share
+from mpimesh.nn.embedding import Embedding, LearnedPositions
+from mpimesh.nn.linear import ColumnParallelLinear, Linear
+from mpimesh.nn.module import Module, leaves
+from mpimesh.nn.norms import LayerNorm, RMSNorm
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer, set_part
-from mpimesh.nn.split import SequenceSplit, Split
-from mpimesh.parallel.first_values import leaves
-from mpimesh.parallel.tensor.layers import ParallelDropout
-from mpimesh.parallel.tensor.model import tensor_groups
-from mpimesh.runtime import ProcessGroup
+from mpimesh.nn.sequential import Sequential
+from mpimesh.nn.split import RankGroup, Ranks, SequenceSplit, Split
 
-__all__ = ["split_layers", "split_sequence", "tensor_parallel"]
+__all__ = ["gpt_layers", "split_groups", "split_layers", "split_sequence", "tensor_parallel"]
 
 L = TypeVar("L", bound=Module)
 
@@ -45,7 +34,7 @@ _PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock, Checkpoint)
 # With a split sequence these need no change, or only of the layers within.
 
 
-def tensor_parallel(model: L, group: ProcessGroup, *, sequence: SequenceSplit | None = None) -> L:
+def tensor_parallel(model: L, group: RankGroup, *, sequence: SequenceSplit | None = None) -> L:
     """Split the layers of `model` over the ranks of a group, and return it. Local.
 
     To be done on every rank of the group, before the model has memory. Numbers of layers and names
@@ -89,7 +78,7 @@ def tensor_parallel(model: L, group: ProcessGroup, *, sequence: SequenceSplit | 
             "memory"
         )
     split_layers(model, split)
-    if model.parameters() and not tensor_groups(model):
+    if model.parameters() and not split_groups(model):
         names = ", ".join(kind.__name__ for kind in _SPLIT)
         raise ModuleError(
             f"nothing of {model!r} can be split over group {group.name!r}: what is split is "
@@ -98,6 +87,18 @@ def tensor_parallel(model: L, group: ProcessGroup, *, sequence: SequenceSplit | 
             "rank needs no tensor_parallel"
         )
     return model
+
+
+def split_groups(*layers: object) -> list[RankGroup]:
+    """Return the groups over which `layers`, and those under them, are split. Local."""
+    found: dict[RankGroup, None] = {}
+    for top in layers:
+        for layer in leaves(top):
+            for value in getattr(layer, "__dict__", {}).values():
+                ranks = value if isinstance(value, Ranks) else getattr(value, "ranks", None)
+                if isinstance(ranks, Ranks):
+                    found[ranks.group] = None
+    return list(found)
 
 
 def split_layers(model: SupportsLayer, split: Split) -> None:
@@ -207,3 +208,125 @@ class _Splitter:
                 f"{layer!r} is split already, with sequence={own!r}, but the layers around it are "
                 f"to be split with sequence={given!r}: give it the same"
             )
+
+
+MOST_LAYERS = 1 << 16
+
+
+def gpt_layers(
+    vocab_size: int,
+    features: int,
+    num_layers: int,
+    num_heads: int,
+    *,
+    max_tokens: int,
+    num_kv_heads: int | None = None,
+    hidden: int | None = None,
+    norm: Literal["layer", "rms"] = "layer",
+    mlp: Literal["gelu", "swiglu"] = "gelu",
+    rotary: bool = False,
+    bias: bool = True,
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    tied: bool = True,
+    tp: RankGroup | None = None,
+    sequence_parallel: bool = False,
+    tokens: int | None = None,
+) -> list[Module]:
+    """Return the layers of a GPT in order, to be put into a Sequential or dealt to stages. Local.
+
+    They are embedding, learned positions (unless `rotary`), dropout, the blocks, a norm, and an
+    output layer without bias. With `tp` they are split over that group, and give the same results
+    up to rounding as without: the same seed gives the same weights, and states fit both.
+
+    Where all logits are wanted, as for sampling, put this rank's part and those of the others
+    together: ``tp.all_gather(y, axis=y.ndim - 1, sizes=...)``, with the sizes that the ranks have:
+    ``vocab_size // tp.size``, and one more on the first ``vocab_size % tp.size`` ranks. Gather just
+    the places that are needed.
+
+    Shapes:
+        x: (rows, tokens), integers in ``[0, vocab_size)``.
+        result: (rows, tokens, vocab_size); with `tp` this rank's part of the last axis, for
+            :class:`VocabParallelCrossEntropy`.
+
+    Args:
+        vocab_size: Number of different tokens.
+        features: Length of a token's vector.
+        num_layers: Number of blocks.
+        num_heads: Number of heads.
+        max_tokens: The longest sequence; nothing depends on it with `rotary`.
+        num_kv_heads: As in :class:`~mpimesh.nn.GptBlock`, and so are `hidden`, `norm`, `mlp`,
+            `rotary` and `bias`.
+        hidden: Length of what is inside an mlp.
+        norm: The kind of norms.
+        mlp: The kind of mlps.
+        rotary: Whether positions are told by rotation.
+        bias: Whether the linear layers of the blocks have biases.
+        dropout: The share that is dropped behind the embedding and in the blocks.
+        attention_dropout: The share of the attentions' weights that is dropped.
+        tied: Whether the output layer has the embedding's weight.
+        tp: The ranks to split over, such as ``mesh.group("tp")``; None for whole layers.
+        sequence_parallel: Whether activations between split layers are split along the sequence.
+        tokens: The length of all sequences, where the ranks cannot share it evenly.
+
+    Raises:
+        ModuleError: If an extent is not a whole number of at least 1, the heads do not divide the
+            features or a rank would have none, or a number or a name is out of range; or there
+            is `sequence_parallel` without `tp`.
+        GroupError: If this rank is not in the group.
+
+    Example:
+        >>> tp = mesh.group("tp")
+        >>> layers = gpt_layers(50257, 768, 12, 12, max_tokens=1024, tp=tp)
+        >>> stages = PipelineParallel.partition(layers, mesh.dim_size("pp"), mesh=mesh, times=times)
+        >>> model = PipelineParallel(stages, 8, mesh=mesh)
+        >>> loss = VocabParallelCrossEntropy(50257, group=tp)
+        >>> model.train_step(ids, target, loss=loss)
+        >>> y = model.forward(ids, everywhere=True)[:, -1]  # of the next token, this rank's part
+        >>> sizes = [len(part) for part in np.array_split(np.arange(50257), tp.size)]
+        >>> logits = tp.all_gather(y, axis=1, sizes=sizes).resolve()
+    """
+    vocab_size = check_extent("vocab_size", vocab_size)
+    max_tokens = check_extent("max_tokens", max_tokens)
+    rotary = as_flag(rotary, "rotary", ModuleError)
+    tied = as_flag(tied, "tied", ModuleError)
+    if tp is not None and not isinstance(tp, RankGroup):
+        raise ModuleError(f"tp must be a group of ranks, as mesh.group('tp'), got {shown(tp)}")
+    if tokens is not None:
+        check_extent("tokens", tokens)
+    if as_flag(sequence_parallel, "sequence_parallel", ModuleError) and tp is None:
+        raise ModuleError("sequence_parallel splits over the ranks of tp, which is None")
+    embedding = Embedding(vocab_size, features, std=0.02)
+    layers: list[Module] = [embedding]
+    if not rotary:
+        layers.append(LearnedPositions(max_tokens, features))
+    layers.append(Dropout(check_share("dropout", dropout)))
+    blocks = [
+        GptBlock(
+            features,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            hidden=hidden,
+            norm=norm,
+            mlp=mlp,
+            rotary=rotary,
+            bias=bias,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+        )
+        for _ in range(as_int(num_layers, "num_layers", ModuleError, least=1, most=MOST_LAYERS))
+    ]
+    eps = blocks[-1].mlp_norm.eps
+    last = LayerNorm(features, eps=eps) if norm == "layer" else RMSNorm(features, eps=eps)
+    layers += [*blocks, last]
+    if tp is None:
+        head = Linear(features, vocab_size, bias=False)
+    else:
+        sequence = SequenceSplit(tp, length=tokens) if sequence_parallel else None
+        split = Split(tp, sequence)
+        for layer in layers:
+            split_layers(layer, split)
+        head = ColumnParallelLinear(features, vocab_size, group=tp, bias=False, sequence=sequence)
+    if tied:
+        head.weight = dict(layers[0].named_parameters())["weight"]
+    return [*layers, head]
