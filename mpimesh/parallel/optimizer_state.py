@@ -14,7 +14,7 @@ from mpimesh.arrays import Array, namespace, to_numpy
 from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
 from mpimesh.nn import Parameter
 from mpimesh.optim import LossScaler, Optimizer
-from mpimesh.optim.state_checks import check_arrays, check_steps
+from mpimesh.optim.optimizer import check_arrays, check_steps
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.bucket import STAGES
 from mpimesh.parallel.gradients.buckets import GradientBuckets
