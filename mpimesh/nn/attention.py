@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import Any
@@ -41,7 +40,7 @@ from mpimesh.nn.embedding import Rotary
 from mpimesh.nn.linear import Linear, SplitLayer
 from mpimesh.nn.split import RankGroup, Ranks, Run, SequenceSplit, Split
 
-__all__ = ["Attention", "ParallelAttention", "attend", "attend_backward", "head_runs"]
+__all__ = ["Attention", "BlockAttention", "ParallelAttention", "head_runs"]
 
 
 class Attention(SplitLayer):
@@ -50,7 +49,7 @@ class Attention(SplitLayer):
     The tokens' queries, keys and values are linear in `x`; each head gives each token the mean of
     the values, weighted with the softmax of the products of its query and the keys; and the heads'
     results side by side go through one linear layer more. It is computed in blocks, so that memory
-    is linear in the number of tokens; see :func:`attend`.
+    is linear in the number of tokens; see :class:`BlockAttention`.
 
     In training a share `dropout` of the weights of that mean is dropped. Which ones depends on what
     a :class:`Dropout` depends on, and on the head, the token and the key: so no cut of the batch,
@@ -174,17 +173,15 @@ class Attention(SplitLayer):
         if self.rotary is not None:
             q, k = self.rotary.forward(q, ctx), self.rotary.forward(k, ctx)
         dropout = self._weight_dropout(ctx)
-        read, sums = attend(q, k, v, causal=self.causal, mask=mask, dropout=dropout)
+        core = BlockAttention(q, k, v, causal=self.causal, mask=mask, dropout=dropout)
+        read, sums = core.forward()
         y = self.output.forward(_flat(read), ctx)
-        return self._save(ctx, y, q, k, v, read, sums, mask, dropout)
+        return self._save(ctx, y, core, read, sums, mask is not None)
 
     def _run_back(self, dy: Array, ctx: Context) -> Any:
-        q, k, v, read, sums, mask, dropout = self._take(dy, ctx)
-        d_flat = self._back(self.output, dy, ctx)
-        d_read = self._heads(d_flat)
-        dq, dk, dv = attend_backward(
-            d_read, q, k, v, read, sums, causal=self.causal, mask=mask, dropout=dropout
-        )
+        core, read, sums, masked = self._take(dy, ctx)
+        d_read = self._heads(self._back(self.output, dy, ctx))
+        dq, dk, dv = core.backward(d_read, read, sums)
         if self.rotary is not None:
             # In the order opposite to forward's.
             dk = self.rotary.backward_input(dk, ctx)
@@ -195,7 +192,7 @@ class Attention(SplitLayer):
         ]
         dx = parts[0] + parts[1]
         dx += parts[2]
-        return dx if mask is None else (dx, None)
+        return (dx, None) if masked else dx
 
     def _weight_dropout(self, ctx: Context | None) -> WeightDropout | None:
         """Return which weights are dropped in a pass; None if none are."""
@@ -300,17 +297,8 @@ _DEVICE_SCORES = 1 << 27
 # On a device a block should be large enough to fill it.
 
 
-def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    causal: bool = False,
-    mask: Array | None = None,
-    dropout: WeightDropout | None = None,
-    block: int | None = None,
-) -> tuple[Array, Array]:
-    """Return ``softmax(q @ k.T / sqrt(head_dim)) @ v`` for each head, and what backward needs.
+class BlockAttention:
+    """``softmax(q @ k.T / sqrt(head_dim)) @ v`` of each head, block by block.
 
     float16 is computed in float32. Where a query may read no key at all, the result is 0.
 
@@ -318,15 +306,11 @@ def attend(
         q: (batch, tokens, heads, head_dim).
         k, v: (batch, keys, kv_heads, head_dim), where kv_heads divides heads.
         mask: (batch, keys), True where there is a token, False where there is padding.
-        result: that of `q`; and (batch, heads, tokens), float32 at least, the logarithms of the
-            sums of the exponentials of the scores, 0 where there are none.
 
     Cost:
-        ``4 * batch * heads * tokens * keys * head_dim`` flops, half of that with `causal`, and a
-        64-bit hash for two weights with `dropout`. As memory the results, and about three blocks
-        of scores. A block is of ``block ** 2`` numbers for each head of one row of the batch, and
-        of as many rows as 2^18 numbers are room for, one at least: 1 MiB in float32 with up to 16
-        heads and blocks of 128, half a MiB more for each 8 further heads.
+        A block is of ``block ** 2`` numbers for each head of one row of the batch, and of as many
+        rows as 2^18 numbers are room for, one at least: 1 MiB in float32 with up to 16 heads and
+        blocks of 128, half a MiB more for each 8 further heads.
 
     Args:
         q: The queries.
@@ -343,160 +327,20 @@ def attend(
         DTypeError: If `mask` is not boolean.
         ModuleError: If `block` is not a whole number of at least 1.
     """
-    plan = _Plan.of(q, k, v, causal=causal, mask=mask, block=block)
-    xp, wide = plan.xp, sum_dtype(q.dtype)
-    out = xp.empty(q.shape, q.dtype)
-    sums = xp.empty((q.shape[0], q.shape[2], q.shape[1]), wide)
-    by_head = plan.sums(sums)
-    for rows in plan.row_blocks():
-        q_rows, out_rows = plan.queries(q[rows]), plan.queries(out[rows])
-        k_rows, v_rows = plan.keys(k[rows]), plan.keys(v[rows])
-        for first in range(0, plan.tokens, plan.block):
-            part = slice(first, min(first + plan.block, plan.tokens))
-            place = (slice(None), slice(None), slice(None), part)
-            scaled = q_rows[place].astype(wide, order="C")
-            scaled *= plan.scale
-            shape = (*scaled.shape[:-1], 1)
-            top = xp.full(shape, -math.inf, wide)
-            total = xp.zeros(shape, wide)
-            mixed = xp.zeros(scaled.shape, wide)
-            for keys in plan.key_blocks(part):
-                scores = plan.scores(scaled, k_rows, rows, part, keys)
-                higher = xp.maximum(top, scores.max(axis=-1, keepdims=True))
-                # -inf less -inf is no number: a query without any key so far counts from 0.
-                base = xp.where(higher == -math.inf, wide.type(0), higher)
-                scores = _exp_less(scores, base)
-                if keys.start:  # what the blocks before have given counts from the new base
-                    top -= base
-                    fade = xp.exp(top, out=top)
-                    total *= fade
-                    mixed *= fade
-                total += scores.sum(axis=-1, keepdims=True)
-                if dropout is not None:
-                    scores *= plan.kept(dropout, scores, rows, part, keys)
-                mixed += scores @ v_rows[..., keys, :].astype(wide, copy=False)
-                top = higher
-            none = total == 0
-            total = xp.where(none, wide.type(1), total)
-            mixed /= total
-            if dropout is not None:
-                mixed *= wide.type(dropout.scale)
-            out_rows[place] = mixed
-            xp.log(total, out=total)
-            total += xp.where(none, wide.type(0), top)
-            by_head[rows][place] = total[..., 0]
-    return out, sums
 
+    # Arrays of rows have the axes (rows, kv heads, group, tokens, dim).
 
-def attend_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    sums: Array,
-    *,
-    causal: bool = False,
-    mask: Array | None = None,
-    dropout: WeightDropout | None = None,
-    block: int | None = None,
-) -> tuple[Array, Array, Array]:
-    """Return the gradients of `q`, `k` and `v`, given that of the result of :func:`attend`.
-
-    With P the softmax, ``dP = dout @ v.T`` and D the sum of ``dout * out`` over a head, the
-    gradient of the scores is ``P * (dP - D)``: D is the sum of ``P * dP`` over the keys, so no sum
-    over all keys is needed. With a dropout dP is multiplied with its mask and scale, and D is still
-    the sum of ``P * dP``.
-
-    Shapes:
-        dout, out: that of `q`.
-        q, k, v, sums, mask: as in :func:`attend`, and what it returned.
-        result: those of `q`, `k` and `v`, and their dtype.
-
-    Cost:
-        ``10 * batch * heads * tokens * keys * head_dim`` flops, half of that with `causal`. As
-        memory the results, those of keys and values in float32 at least for the rows of a block,
-        and about four blocks of scores.
-
-    Args:
-        dout: The gradient of the result.
-        q: The queries.
-        k: The keys.
-        v: The values.
-        out: The result.
-        sums: The logarithms that came with it.
-        causal: As in :func:`attend`.
-        mask: As in :func:`attend`.
-        dropout: The same as there.
-        block: Most queries, and keys, of a block.
-
-    Raises:
-        ShapeError: If the shapes do not fit each other.
-        DTypeError: If `mask` is not boolean.
-        ModuleError: If `block` is not a whole number of at least 1.
-    """
-    plan = _Plan.of(q, k, v, causal=causal, mask=mask, block=block)
-    xp, wide = plan.xp, sum_dtype(q.dtype)
-    dq, dk, dv = (xp.empty(one.shape, one.dtype) for one in (q, k, v))
-    by_head = plan.sums(sums)
-    for rows in plan.row_blocks():
-        q_rows, dq_rows = plan.queries(q[rows]), plan.queries(dq[rows])
-        out_rows, dout_rows = plan.queries(out[rows]), plan.queries(dout[rows])
-        k_rows, v_rows = plan.keys(k[rows]), plan.keys(v[rows])
-        dk_rows, dv_rows = xp.zeros(k_rows.shape, wide), xp.zeros(v_rows.shape, wide)
-        for first in range(0, plan.tokens, plan.block):
-            part = slice(first, min(first + plan.block, plan.tokens))
-            place = (slice(None), slice(None), slice(None), part)
-            scaled = q_rows[place].astype(wide, order="C")
-            scaled *= plan.scale
-            d_part = dout_rows[place].astype(wide, copy=False)
-            towards = (d_part * out_rows[place]).sum(axis=-1, keepdims=True)
-            if dropout is not None:
-                d_part = d_part * wide.type(dropout.scale)
-            base = by_head[rows][place][..., None]
-            dq_part = xp.zeros(scaled.shape, wide)
-            for keys in plan.key_blocks(part):
-                weights = _exp_less(plan.scores(scaled, k_rows, rows, part, keys), base)
-                v_part = v_rows[..., keys, :].astype(wide, copy=False)
-                slopes = d_part @ v_part.swapaxes(-1, -2)
-                if dropout is None:
-                    read = weights
-                else:
-                    kept = plan.kept(dropout, slopes, rows, part, keys)
-                    slopes *= kept
-                    read = weights * kept
-                dv_rows[..., keys, :] += _over_group(read.swapaxes(-1, -2) @ d_part)
-                slopes -= towards
-                slopes *= weights
-                dq_part += slopes @ k_rows[..., keys, :].astype(wide, copy=False)
-                dk_rows[..., keys, :] += _over_group(slopes.swapaxes(-1, -2) @ scaled)
-            dq_part *= plan.scale
-            dq_rows[place] = dq_part
-        plan.keys(dk[rows])[...] = dk_rows
-        plan.keys(dv[rows])[...] = dv_rows
-    return dq, dk, dv
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The cuts of the work. Arrays of rows have the axes (rows, kv heads, group, tokens, dim)."""
-
-    xp: ModuleType
-    batch: int
-    tokens: int
-    num_keys: int
-    kv_heads: int
-    scale: float
-    causal: bool
-    mask: Array | None
-    block: int
-    rows: int
-
-    @classmethod
-    def of(
-        cls, q: Array, k: Array, v: Array, *, causal: bool, mask: Array | None, block: int | None
-    ) -> _Plan:
-        """Check the arrays and choose the blocks."""
+    def __init__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        causal: bool = False,
+        mask: Array | None = None,
+        dropout: WeightDropout | None = None,
+        block: int | None = None,
+    ) -> None:
         shapes = [tuple(one.shape) for one in (q, k, v)]
         if any(len(shape) != 4 for shape in shapes) or shapes[1] != shapes[2]:
             raise ShapeError(
@@ -518,48 +362,160 @@ class _Plan:
             check_mask(mask, (batch, num_keys))
             # On a device the look would make the host wait.
             mask = None if isinstance(mask, np.ndarray) and mask.all() else mask
-        xp = namespace(q, k, v)
+        self._q, self._k, self._v, self._mask = q, k, v, mask
+        self._causal, self._dropout = causal, dropout
+        self._xp = xp = namespace(q, k, v)
+        self._wide = sum_dtype(q.dtype)
+        self._tokens, self._num_keys, self._kv_heads = tokens, num_keys, kv_heads
+        self._scale = 1.0 / math.sqrt(dim)
         usual, scores = (_TOKENS, _SCORES) if xp is np else (_DEVICE_TOKENS, _DEVICE_SCORES)
-        block = usual if block is None else check_extent("block", block)
+        self._block = block = usual if block is None else check_extent("block", block)
         each = heads * min(block, max(tokens, 1)) * min(block, max(num_keys, 1))
         rows = max(1, scores // max(each, 1))
-        scale = 1.0 / math.sqrt(dim)
-        return cls(xp, batch, tokens, num_keys, kv_heads, scale, causal, mask, block, rows)
+        self._row_blocks = [slice(at, min(at + rows, batch)) for at in range(0, batch, rows)]
 
-    def row_blocks(self) -> Iterator[slice]:
-        """Yield the rows of the batch that are computed together."""
-        for first in range(0, self.batch, self.rows):
-            yield slice(first, min(first + self.rows, self.batch))
+    def forward(self) -> tuple[Array, Array]:
+        """Return the result, and what backward needs.
 
-    def key_blocks(self, part: slice) -> Iterator[slice]:
+        Shapes:
+            result: that of `q`; and (batch, heads, tokens), float32 at least, the logarithms of the
+                sums of the exponentials of the scores, 0 where there are none.
+
+        Cost:
+            ``4 * batch * heads * tokens * keys * head_dim`` flops, half of that with `causal`, and
+            a 64-bit hash for two weights with `dropout`. As memory the results, and about three
+            blocks of scores.
+        """
+        xp, wide, dropout = self._xp, self._wide, self._dropout
+        batch, tokens, heads, _ = self._q.shape
+        out = xp.empty(self._q.shape, self._q.dtype)
+        sums = xp.empty((batch, heads, tokens), wide)
+        by_head = self._by_head(sums)
+        for rows in self._row_blocks:
+            out_rows, k_rows, v_rows = self._queries(out[rows]), *self._keys_of(rows)
+            for part, place, scaled in self._query_blocks(rows):
+                shape = (*scaled.shape[:-1], 1)
+                top = xp.full(shape, -math.inf, wide)
+                total = xp.zeros(shape, wide)
+                mixed = xp.zeros(scaled.shape, wide)
+                for keys in self._key_blocks(part):
+                    scores = self._scores(scaled, k_rows, rows, part, keys)
+                    higher = xp.maximum(top, scores.max(axis=-1, keepdims=True))
+                    # -inf less -inf is no number: a query without any key so far counts from 0.
+                    base = xp.where(higher == -math.inf, wide.type(0), higher)
+                    scores = _exp_less(scores, base)
+                    if keys.start:  # what the blocks before have given counts from the new base
+                        top -= base
+                        fade = xp.exp(top, out=top)
+                        total *= fade
+                        mixed *= fade
+                    total += scores.sum(axis=-1, keepdims=True)
+                    if dropout is not None:
+                        scores *= self._kept(dropout, scores, rows, part, keys)
+                    mixed += scores @ v_rows[..., keys, :].astype(wide, copy=False)
+                    top = higher
+                none = total == 0
+                total = xp.where(none, wide.type(1), total)
+                mixed /= total
+                if dropout is not None:
+                    mixed *= wide.type(dropout.scale)
+                out_rows[place] = mixed
+                xp.log(total, out=total)
+                total += xp.where(none, wide.type(0), top)
+                by_head[rows][place] = total[..., 0]
+        return out, sums
+
+    def backward(self, dout: Array, out: Array, sums: Array) -> tuple[Array, Array, Array]:
+        """Return the gradients of `q`, `k` and `v`, given that of the result of :meth:`forward`.
+
+        With P the softmax, ``dP = dout @ v.T`` and D the sum of ``dout * out`` over a head, the
+        gradient of the scores is ``P * (dP - D)``: D is the sum of ``P * dP`` over the keys, so no
+        sum over all keys is needed. With a dropout dP is multiplied with its mask and scale, and D
+        is still the sum of ``P * dP``.
+
+        Shapes:
+            dout, out, sums: those of what :meth:`forward` returned.
+            result: those of `q`, `k` and `v`, and their dtype.
+
+        Cost:
+            ``10 * batch * heads * tokens * keys * head_dim`` flops, half of that with `causal`. As
+            memory the results, those of keys and values in float32 at least for the rows of a
+            block, and about four blocks of scores.
+        """
+        xp, wide, dropout = self._xp, self._wide, self._dropout
+        dq, dk, dv = (xp.empty(one.shape, one.dtype) for one in (self._q, self._k, self._v))
+        by_head = self._by_head(sums)
+        for rows in self._row_blocks:
+            dq_rows, k_rows, v_rows = self._queries(dq[rows]), *self._keys_of(rows)
+            out_rows, dout_rows = self._queries(out[rows]), self._queries(dout[rows])
+            dk_rows, dv_rows = xp.zeros(k_rows.shape, wide), xp.zeros(v_rows.shape, wide)
+            for part, place, scaled in self._query_blocks(rows):
+                d_part = dout_rows[place].astype(wide, copy=False)
+                towards = (d_part * out_rows[place]).sum(axis=-1, keepdims=True)
+                if dropout is not None:
+                    d_part = d_part * wide.type(dropout.scale)
+                base = by_head[rows][place][..., None]
+                dq_part = xp.zeros(scaled.shape, wide)
+                for keys in self._key_blocks(part):
+                    weights = _exp_less(self._scores(scaled, k_rows, rows, part, keys), base)
+                    v_part = v_rows[..., keys, :].astype(wide, copy=False)
+                    slopes = d_part @ v_part.swapaxes(-1, -2)
+                    if dropout is None:
+                        read = weights
+                    else:
+                        kept = self._kept(dropout, slopes, rows, part, keys)
+                        slopes *= kept
+                        read = weights * kept
+                    dv_rows[..., keys, :] += _over_group(read.swapaxes(-1, -2) @ d_part)
+                    slopes -= towards
+                    slopes *= weights
+                    dq_part += slopes @ k_rows[..., keys, :].astype(wide, copy=False)
+                    dk_rows[..., keys, :] += _over_group(slopes.swapaxes(-1, -2) @ scaled)
+                dq_part *= self._scale
+                dq_rows[place] = dq_part
+            _by_kv_head(dk[rows])[...] = dk_rows
+            _by_kv_head(dv[rows])[...] = dv_rows
+        return dq, dk, dv
+
+    def _query_blocks(self, rows: slice) -> Iterator[tuple[slice, tuple[slice, ...], Array]]:
+        """Yield for each block of queries their places, these as an index, and them scaled."""
+        q_rows = self._queries(self._q[rows])
+        for first in range(0, self._tokens, self._block):
+            part = slice(first, min(first + self._block, self._tokens))
+            place = (slice(None), slice(None), slice(None), part)
+            scaled = q_rows[place].astype(self._wide, order="C")
+            scaled *= self._scale
+            yield part, place, scaled
+
+    def _key_blocks(self, part: slice) -> Iterator[slice]:
         """Yield the blocks of keys of which the queries of `part` may read any."""
-        last = self.num_keys - self.tokens + part.stop if self.causal else self.num_keys
-        for first in range(0, last, self.block):
-            yield slice(first, min(first + self.block, last))
+        last = self._num_keys - self._tokens + part.stop if self._causal else self._num_keys
+        for first in range(0, last, self._block):
+            yield slice(first, min(first + self._block, last))
 
-    def queries(self, x: Array) -> Array:
+    def _keys_of(self, rows: slice) -> tuple[Array, Array]:
+        """Return the keys and the values of `rows`, as (rows, kv heads, 1, keys, dim)."""
+        return _by_kv_head(self._k[rows]), _by_kv_head(self._v[rows])
+
+    def _queries(self, x: Array) -> Array:
         """Return `x`, queries or what has their shape, as (rows, kv heads, group, tokens, dim)."""
         rows, tokens, heads, dim = x.shape
-        grouped = x.reshape(rows, tokens, self.kv_heads, heads // self.kv_heads, dim)
+        grouped = x.reshape(rows, tokens, self._kv_heads, heads // self._kv_heads, dim)
         return grouped.transpose(0, 2, 3, 1, 4)
 
-    def keys(self, x: Array) -> Array:
-        """Return `x`, keys or values, as (rows, kv heads, 1, keys, dim)."""
-        return x.transpose(0, 2, 1, 3)[:, :, None]
-
-    def sums(self, x: Array) -> Array:
+    def _by_head(self, x: Array) -> Array:
         """Return `x`, one number for each head and query, as (rows, kv heads, group, tokens)."""
         rows, heads, tokens = x.shape
-        return x.reshape(rows, self.kv_heads, heads // self.kv_heads, tokens)
+        return x.reshape(rows, self._kv_heads, heads // self._kv_heads, tokens)
 
-    def scores(self, scaled: Array, k: Array, rows: slice, part: slice, keys: slice) -> Array:
+    def _scores(self, scaled: Array, k: Array, rows: slice, part: slice, keys: slice) -> Array:
         """Return the scores of a block, new memory; -inf where a query may not read a key."""
-        xp = self.xp
+        xp = self._xp
         block = k[..., keys, :].astype(scaled.dtype, copy=False)
         scores = scaled @ block.swapaxes(-1, -2)
-        seen = None if self.mask is None else self.mask[rows, None, None, None, keys]
-        offset = self.num_keys - self.tokens
-        if self.causal and keys.stop > part.start + offset + 1:
+        seen = None if self._mask is None else self._mask[rows, None, None, None, keys]
+        offset = self._num_keys - self._tokens
+        if self._causal and keys.stop > part.start + offset + 1:
             places = xp.arange(part.start + offset, part.stop + offset)
             earlier = xp.arange(keys.start, keys.stop) <= places[:, None]
             seen = earlier if seen is None else seen & earlier
@@ -567,12 +523,17 @@ class _Plan:
             scores = xp.where(seen, scores, scores.dtype.type(-math.inf))
         return scores
 
-    def kept(
+    def _kept(
         self, dropout: WeightDropout, like: Array, rows: slice, part: slice, keys: slice
     ) -> Array:
         """Return which weights of a block, of the shape of `like`, are not dropped."""
         starts = {"row": rows.start, "query": part.start, "key": keys.start}
-        return dropout.kept(self.xp, like.shape, **starts, tokens=self.tokens)
+        return dropout.kept(self._xp, like.shape, **starts, tokens=self._tokens)
+
+
+def _by_kv_head(x: Array) -> Array:
+    """Return `x`, keys or values, as (rows, kv heads, 1, keys, dim)."""
+    return x.transpose(0, 2, 1, 3)[:, :, None]
 
 
 def _exp_less(scores: Array, base: Array) -> Array:

@@ -16,7 +16,7 @@ from mpimesh.nn.embedding import Embedding, LearnedPositions
 from mpimesh.nn.linear import ColumnParallelLinear, Linear
 from mpimesh.nn.module import Module, leaves
 from mpimesh.nn.norms import LayerNorm, RMSNorm
-from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer, set_part
+from mpimesh.nn.protocol import FeaturePart, Settled, SupportsLayer, is_layer, set_part
 from mpimesh.nn.sequential import Sequential
 from mpimesh.nn.split import RankGroup, Ranks, SequenceSplit, Split
 
@@ -108,7 +108,7 @@ def split_layers(model: SupportsLayer, split: Split) -> None:
         ModuleError: As that, where a layer cannot be as it is among split ones.
         ModuleStateError: If a layer has memory.
     """
-    _Splitter(split).visit(model)
+    _split(model, split, Settled())
     for layer in leaves(model):
         if not isinstance(layer, Module) or _is_split(layer):
             continue
@@ -144,70 +144,60 @@ def _is_split(layer: object) -> bool:
     return bool(getattr(layer, "split", None) or getattr(layer, "sequence", None))
 
 
-class _Splitter:
-    """A visit to all layers of a model, to split them.
+def _split(layer: Any, split: Split, visited: Settled, part: FeaturePart | None = None) -> None:
+    """Split `layer` and what is within it, once.
 
     Args:
+        layer: The layer.
         split: The ranks, and how activations between split layers are split.
+        visited: The layers that had their turn.
+        part: Which features it gets, None for all. Those of layers that the user has split: a
+            layer between them stays as it is, and sees all places of a sequence.
+
+    Raises:
+        ModuleError: If it cannot be split, or not be used between split layers.
     """
+    sequence = split.sequence
+    if isinstance(layer, Sequential):
+        for one in layer.layers:
+            _split(one, split, visited, part)
+            part = set_part(one, part)
+        return
+    if part is not None or layer in visited or isinstance(layer, ParallelDropout):
+        return
+    visited.add(layer)
+    if _is_split(layer):
+        _check_sequence(layer, sequence)
+    elif type(layer) in _SPLIT:
+        layer.set_split(Split(split.ranks.group, sequence))
+    elif sequence is not None and type(layer) in _OF_PLACES:
+        layer.set_sequence(sequence)
+    elif sequence is not None and not isinstance(layer, _PLACEWISE):
+        raise ModuleError(
+            f"{layer!r}: it is not known whether it treats each place of a sequence by itself, so "
+            "it cannot be used between split layers; leave it out, or give none of sequence"
+        )
+    elif isinstance(layer, Module):
+        for _, child in layer.named_children():
+            _split(child, split, visited)
 
-    def __init__(self, split: Split) -> None:
-        self._split = split
-        # The layers themselves, so that no other one gets the id of one.
-        self._visited: dict[int, Any] = {}
 
-    def visit(self, layer: Any, part: FeaturePart | None = None) -> None:
-        """Split `layer` and what is within it, once.
+def _check_sequence(layer: Any, sequence: SequenceSplit | None) -> None:
+    """Refuse a layer that the user has split if it is for sequences that are split otherwise.
 
-        Args:
-            layer: The layer.
-            part: Which features it gets, None for all. Those of layers that the user has split: a
-                layer between them stays as it is, and sees all places of a sequence.
-        """
-        if isinstance(layer, Sequential):
-            for one in layer.layers:
-                self.visit(one, part)
-                part = set_part(one, part)
-        elif part is None and id(layer) not in self._visited:
-            self._visited[id(layer)] = layer
-            self._split_once(layer)
-
-    def _split_once(self, layer: Any) -> None:
-        sequence = self._split.sequence
-        if isinstance(layer, ParallelDropout):
-            return
-        if _is_split(layer):
-            self._check_sequence(layer)
-        elif type(layer) in _SPLIT:
-            layer.set_split(Split(self._split.ranks.group, sequence))
-        elif sequence is not None and type(layer) in _OF_PLACES:
-            layer.set_sequence(sequence)
-        elif sequence is not None and not isinstance(layer, _PLACEWISE):
-            raise ModuleError(
-                f"{layer!r}: it is not known whether it treats each place of a sequence by itself, "
-                "so it cannot be used between split layers; leave it out, or give none of sequence"
-            )
-        elif isinstance(layer, Module):
-            for _, child in layer.named_children():
-                self.visit(child)
-
-    def _check_sequence(self, layer: Any) -> None:
-        """Refuse a layer that the user has split if it is for sequences that are split otherwise.
-
-        Raises:
-            ModuleError: If it is.
-        """
-        split = getattr(layer, "split", None)
-        own = layer.sequence if split is None else split.sequence
-        given = self._split.sequence
-        alike = (own is None) == (given is None)
-        if own is not None and given is not None:
-            alike = own.ranks.group is given.ranks.group and own.length == given.length
-        if not alike:
-            raise ModuleError(
-                f"{layer!r} is split already, with sequence={own!r}, but the layers around it are "
-                f"to be split with sequence={given!r}: give it the same"
-            )
+    Raises:
+        ModuleError: If it is.
+    """
+    split = getattr(layer, "split", None)
+    own = layer.sequence if split is None else split.sequence
+    alike = (own is None) == (sequence is None)
+    if own is not None and sequence is not None:
+        alike = own.ranks.group is sequence.ranks.group and own.length == sequence.length
+    if not alike:
+        raise ModuleError(
+            f"{layer!r} is split already, with sequence={own!r}, but the layers around it are "
+            f"to be split with sequence={sequence!r}: give it the same"
+        )
 
 
 MOST_LAYERS = 1 << 16
