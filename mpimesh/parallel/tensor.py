@@ -28,7 +28,7 @@ import numpy as np
 
 from mpimesh.arrays import Array, HostArray, namespace, to_numpy
 from mpimesh.arrays.namespace import is_cupy
-from mpimesh.errors import MismatchError, ModuleError, MpimeshError, on_all_ranks
+from mpimesh.errors import ModuleError, MpimeshError
 from mpimesh.layout.boxes import extent, view, volume
 from mpimesh.nn import CrossEntropy, Parameter
 from mpimesh.nn.parameter import check_shape
@@ -38,6 +38,7 @@ from mpimesh.nn.tensor_parallel import split_groups
 from mpimesh.parallel.gradients.replicas import agree_values, digest
 from mpimesh.parallel.groups import group_named, groups_of_lines, lines_of_holders
 from mpimesh.parallel.stage import PipelineStage
+from mpimesh.parallel.ties import check_alike
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
@@ -269,7 +270,13 @@ class TensorModel:
             mine = [digest(one) for _, one in shared]
             what = Call("shared parameters", self.group.name)
             everyone: list[list[str]] = agree(self.group._core, what, mine)
-            _agree_parts(shared, everyone, self.group)
+            for place, (name, one) in enumerate(shared):
+                for holders in one.blocks.values():
+                    check_alike(
+                        {rank: f"values {everyone[rank][place]}" for rank in holders},
+                        f"ranks {list(holders)} of group {self.group.name!r} hold the same part of "
+                        f"parameter {name!r}, and must have the same values of it",
+                    )
 
     def whole(self, parameter: Parameter, part: Array = None) -> HostArray:
         """Return the values of a parameter, put together if it is split. Collective if so.
@@ -296,31 +303,6 @@ def local_part(name: str, parameter: Parameter, whole: Array) -> Array:
 def who_holds(parameter: Parameter) -> object:
     """Return what must be alike on all ranks that share a model: nothing of the rank itself."""
     return parameter.global_shape, list(parameter.blocks.items())
-
-
-def _agree_parts(
-    shared: Sequence[tuple[str, Parameter]],
-    everyone: Sequence[Sequence[str]],
-    group: ProcessGroup,
-) -> None:
-    """Raise if ranks that hold the same part of a parameter told different things of it.
-
-    On every rank of the group: all of them have heard the same.
-
-    Raises:
-        MismatchError: Naming the first such parameter.
-    """
-    for place, (name, one) in enumerate(shared):
-        for holders in one.blocks.values():
-            texts = {rank: everyone[rank][place] for rank in holders}
-            if len(set(texts.values())) > 1:
-                rows = "\n".join(f"  rank {rank}: values {text}" for rank, text in texts.items())
-                raise on_all_ranks(
-                    MismatchError(
-                        f"ranks {list(holders)} of group {group.name!r} hold the same part of "
-                        f"parameter {name!r}, and must have the same values of it:\n{rows}"
-                    )
-                )
 
 
 def _is_split(parameter: Parameter) -> bool:

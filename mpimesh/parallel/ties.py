@@ -13,7 +13,7 @@ hold copies, do not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -29,7 +29,16 @@ from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
-__all__ = ["Tie", "Ties", "find_ties", "give_values", "is_used_again", "named_places", "uses_of"]
+__all__ = [
+    "Tie",
+    "Ties",
+    "check_alike",
+    "find_ties",
+    "give_values",
+    "is_used_again",
+    "named_places",
+    "uses_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +165,12 @@ class Ties:
         told = dict(zip(scope.ranks, everyone, strict=True))
         for tie in self._ties:
             for line in self._lines[tie.holders]:
-                texts = {rank: told[rank][tie.name] for rank in line}
-                if len(set(texts.values())) > 1:
-                    raise on_all_ranks(_difference(tie.name, texts))
+                check_alike(
+                    {rank: told[rank][tie.name] for rank in line},
+                    f"tied parameter {tie.name!r} must be the same on all ranks that hold it; give "
+                    "it the same values, or no memory, on every rank, and freeze it on all or on "
+                    "none",
+                )
 
 
 def _describe(tie: Tie, values: bool) -> str:
@@ -167,12 +179,19 @@ def _describe(tie: Tie, values: bool) -> str:
     return f"{describe(tie.parameter, tie.name)}{frozen}{seen}"
 
 
-def _difference(name: str, texts: dict[int, str]) -> MismatchError:
-    rows = "\n".join(f"  rank {rank}: {text}" for rank, text in texts.items())
-    return MismatchError(
-        f"tied parameter {name!r} must be the same on all ranks that hold it; give it the same "
-        f"values, or no memory, on every rank, and freeze it on all or on none:\n{rows}"
-    )
+def check_alike(texts: Mapping[int, str], rule: str) -> None:
+    """Return if ranks say the same of something that they have in common.
+
+    Args:
+        texts: What each says, as all of them have heard.
+        rule: Begins the error.
+
+    Raises:
+        MismatchError: On every rank, with what each says.
+    """
+    if len(set(texts.values())) > 1:
+        rows = "\n".join(f"  rank {rank}: {text}" for rank, text in texts.items())
+        raise on_all_ranks(MismatchError(f"{rule}:\n{rows}"))
 
 
 def give_values(
