@@ -54,7 +54,7 @@ class _Norm(Module):
         if bias is not None and is_cupy(x) and x.dtype == wide:
             normal, y = fused(xp, scale_and_shift)(centred, scale, weight, bias)
         else:
-            room = None if centred is x else centred
+            room = None if bias is None and x.dtype == wide else centred  # that may be x's memory
             normal = xp.multiply(centred, scale, out=room).astype(x.dtype, copy=False)
             y = normal * weight
             if bias is not None:
