@@ -11,9 +11,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-__all__ = ["fused"]
+__all__ = ["Formula", "fused"]
 
 Formula = Callable[..., Any]
+"""A function of arrays and numbers, elementwise."""
 
 _kernels: dict[tuple[int, Callable[[ModuleType], Formula]], tuple[ModuleType, Formula]] = {}
 

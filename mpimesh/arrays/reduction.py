@@ -1,4 +1,4 @@
-"""Which reductions exist, and in which type each dtype is reduced.
+"""Reductions, and the type in which each dtype is reduced.
 
 The transports add, multiply and compare native number types only. Everything
 else is decided here, once, for all of them:

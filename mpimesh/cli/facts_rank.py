@@ -1,4 +1,4 @@
-"""Where one rank runs, and what it has there."""
+"""Facts of one rank: the place where it runs, and what it has there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which programs and libraries are at work."""
+"""Facts of the programs and libraries at work."""
 
 from __future__ import annotations
 

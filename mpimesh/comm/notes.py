@@ -1,4 +1,4 @@
-"""What the notes of a shared window say: an operation as one number, for others to compare."""
+"""Notes of a shared window: an operation as one number, for others to compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where arrays are made whose maker does not say it: within a block, as the program decides."""
+"""Defaults for arrays whose maker names no mesh: within a block, as the program decides."""
 
 from __future__ import annotations
 

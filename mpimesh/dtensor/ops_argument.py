@@ -1,4 +1,4 @@
-"""Where the smallest or largest value of a split array stands."""
+"""Places of the smallest and largest values of split arrays."""
 
 from __future__ import annotations
 

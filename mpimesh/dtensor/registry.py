@@ -1,4 +1,4 @@
-"""Which of NumPy's functions know split arrays, and what happens to the others."""
+"""Registry of NumPy's functions that know split arrays, and the refusal of the others."""
 
 from __future__ import annotations
 

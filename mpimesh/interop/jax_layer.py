@@ -44,7 +44,7 @@ class JaxLayer(Module):
             ) from None
         self.function = function
         self._takes_key = bool(key)
-        self._place = (0, 0)
+        self._place: tuple[int, int] = (0, 0)
         self._init = params if callable(params) else None
         known = jax.eval_shape(params, jax.random.key(0)) if callable(params) else params
         is_leaf = partial(_is, Parameter)

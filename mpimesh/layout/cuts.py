@@ -1,4 +1,4 @@
-"""Where the blocks of one array axis begin, when one mesh dim after the other splits it."""
+"""Cuts of an array axis into blocks, when one mesh dim after the other splits it."""
 
 from __future__ import annotations
 

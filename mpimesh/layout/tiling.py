@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -114,11 +113,6 @@ class Tiling:
         """The dims that split no axis, and along which all ranks hold the same tile."""
         taken = {dim for dims in self.axis_dims for dim in dims}.union(self.first_only)
         return tuple(dim for dim in range(self.mesh.ndim) if dim not in taken)
-
-    @property
-    def num_copies(self) -> int:
-        """Number of ranks that hold each tile."""
-        return prod(self.mesh.dims[dim].size for dim in self.free_dims)
 
     def meeting(self, box: Box) -> list[Integers]:
         """Return, for each axis, which of its intervals have an element of `box`."""

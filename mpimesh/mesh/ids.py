@@ -1,4 +1,4 @@
-"""Which rank stands at which place of a mesh, as arithmetic where that is possible.
+"""Ranks by their places in a mesh, as arithmetic where that is possible.
 
 A mesh of a million ranks has no table of a million entries: the rank at a place
 is a sum of index times stride. Each dim holds a list of modes (size, stride),

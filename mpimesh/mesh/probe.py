@@ -1,4 +1,4 @@
-"""Which hardware this process may use, found without MPI and without importing CuPy."""
+"""Hardware that this process may use, found without MPI and without importing CuPy."""
 
 from __future__ import annotations
 

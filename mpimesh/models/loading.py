@@ -13,7 +13,7 @@ from mpimesh.models.forward_only import ForwardOnly
 from mpimesh.models.weights import Weights
 from mpimesh.nn import Context
 from mpimesh.nn.split import Ranks, Split
-from mpimesh.parallel.tensor.split import split_layers
+from mpimesh.nn.tensor_parallel import split_layers
 
 __all__ = ["Part", "check_ranks", "load_block", "load_embedding"]
 

@@ -2,25 +2,19 @@
 
 from mpimesh.nn.activations import GELU, ReLU, SiLU
 from mpimesh.nn.attention import Attention
-from mpimesh.nn.bert import BertEmbedding
-from mpimesh.nn.blocks import BertBlock, GptBlock
+from mpimesh.nn.blocks import BertBlock, FeedForward, GptBlock, SwiGLU
 from mpimesh.nn.checkpoint import Checkpoint
 from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import Dropout
-from mpimesh.nn.embedding import Embedding
-from mpimesh.nn.feedforward import FeedForward, SwiGLU
+from mpimesh.nn.embedding import BertEmbedding, Embedding, LearnedPositions, Rotary
 from mpimesh.nn.initializers import Constant, Initializer, Normal, Uniform
-from mpimesh.nn.layernorm import LayerNorm
 from mpimesh.nn.linear import Linear
 from mpimesh.nn.losses import CrossEntropy, Loss, MeanSquaredError, cross_entropy, mse
-from mpimesh.nn.merge import Add, Concat
+from mpimesh.nn.merge import Add, Concat, MeanPool
 from mpimesh.nn.module import Module
+from mpimesh.nn.norms import LayerNorm, Normalize, RMSNorm
 from mpimesh.nn.parameter import Parameter
-from mpimesh.nn.pooling import MeanPool, Normalize
-from mpimesh.nn.positions import LearnedPositions
 from mpimesh.nn.protocol import SupportsLayer
-from mpimesh.nn.rmsnorm import RMSNorm
-from mpimesh.nn.rotary import Rotary
 from mpimesh.nn.sequential import Sequential
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Blocks of transformers: attention, then a layer for each token, each beside a way around it."""
+"""Blocks of transformers: attention, then a layer for each token, each with a residual sum."""
 
 from __future__ import annotations
 
@@ -9,20 +9,203 @@ from mpimesh.arguments import shown
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
-from mpimesh.nn.activations import GELU
+from mpimesh.nn import protocol
+from mpimesh.nn.activations import GELU, sigmoid, silu_slope
 from mpimesh.nn.attention import Attention
-from mpimesh.nn.composite import Composite, SplitLayer
+from mpimesh.nn.checks import check_extent, check_sequence, joined, parted, sum_dtype
 from mpimesh.nn.context import Context
-from mpimesh.nn.dropout import Dropout
-from mpimesh.nn.drops import check_share
-from mpimesh.nn.feedforward import FeedForward, SwiGLU
-from mpimesh.nn.layernorm import LayerNorm
-from mpimesh.nn.masked import check_sequence, joined, parted
-from mpimesh.nn.rmsnorm import RMSNorm
-from mpimesh.nn.rotary import Rotary
-from mpimesh.nn.split import Split
+from mpimesh.nn.dropout import Dropout, check_share
+from mpimesh.nn.embedding import Rotary
+from mpimesh.nn.linear import Linear, SplitLayer
+from mpimesh.nn.module import Composite
+from mpimesh.nn.norms import LayerNorm, RMSNorm
+from mpimesh.nn.split import RankGroup, SequenceSplit, Split
 
-__all__ = ["BertBlock", "GptBlock"]
+__all__ = [
+    "BertBlock",
+    "FeedForward",
+    "GptBlock",
+    "ParallelFeedForward",
+    "ParallelSwiGLU",
+    "SwiGLU",
+]
+
+
+class FeedForward(SplitLayer):
+    """``y = down(activation(up(x)))``, with two linear layers.
+
+    The hidden values may be split over the ranks of a group. The weights then have the values that
+    they have in the unsplit layer, and the same names, and forward and backward are collective over
+    the group.
+
+    Shapes:
+        x, result: (..., features). With a group the same on every rank; with `sequence` (rows,
+            this rank's places, features).
+        up.weight: (hidden, features). down.weight: (features, hidden).
+
+    Cost:
+        With a group that of an :class:`Attention`.
+
+    Args:
+        features: Length of the last axis of `x`.
+        hidden: Length of what is between, over all ranks.
+        activation: The layer between, which treats each value alone if they are split; None for
+            :class:`GELU`. A dropout in it drops what it drops in the unsplit layer.
+        bias: Whether the linear layers have biases.
+        group: The ranks to split over, such as ``mesh.group("tp")``; None for a whole layer.
+        sequence: How `x` and the result are split along the sequence, if they are.
+
+    Raises:
+        ModuleError: If an extent is not a whole number of at least 1, or the activation needs all
+            hidden values of which ranks have some, or `sequence` is without `group` or is split
+            over another one.
+        GroupError: If this rank is not in the group.
+    """
+
+    linears = ("up", "down")
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        activation: protocol.SupportsLayer | None = None,
+        bias: bool = True,
+        group: RankGroup | None = None,
+        sequence: SequenceSplit | None = None,
+    ) -> None:
+        self.features = check_extent("features", features)
+        self.hidden = check_extent("hidden", hidden)
+        self.up: protocol.SupportsLayer = Linear(self.features, self.hidden, bias=bias)
+        self.activation: protocol.SupportsLayer = _activation(activation)
+        self.down: protocol.SupportsLayer = Linear(self.hidden, self.features, bias=bias)
+        self._split_over(group, sequence)
+
+    def set_split(self, split: Split) -> None:
+        """Have some of the hidden values from now on, before there is memory. Local.
+
+        Raises:
+            ModuleError: If layers within are no plain linear ones, or the activation needs all
+                hidden values.
+            ModuleStateError: If the layer has memory.
+        """
+        super().set_split(split)
+        protocol.set_part(self.activation, split.ranks.part_of(self.hidden))
+
+    def _run(self, x: Array, ctx: Context | None) -> Array:
+        for layer in (self.up, self.activation, self.down):
+            x = layer.forward(x, ctx)
+        return x
+
+    def _run_back(self, dy: Array, ctx: Context) -> Array:
+        for layer in (self.down, self.activation, self.up):
+            dy = self._back(layer, dy, ctx)
+        return dy
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        options = f"activation={self.activation!r}{Split.text(self.split)}"
+        return f"{name}({self.features}, {self.hidden}, {options})"
+
+
+class SwiGLU(SplitLayer):
+    """``y = down(silu(gate(x)) * up(x))``, with three linear layers.
+
+    Of Shazeer, "GLU Variants Improve Transformer" (2020). It may be split over the ranks of a
+    group as a :class:`FeedForward`.
+
+    Shapes:
+        x, result: (..., features), as of a :class:`FeedForward`.
+        gate.weight, up.weight: (hidden, features). down.weight: (features, hidden).
+
+    Cost:
+        Saves `x`, what `gate` and `up` give, and their product. Backward computes the sigmoid
+        again.
+
+    Args:
+        features: Length of the last axis of `x`.
+        hidden: Length of what is between, over all ranks; two thirds of that of a
+            :class:`FeedForward` is as many parameters.
+        bias: Whether the linear layers have biases.
+        group: The ranks to split over, such as ``mesh.group("tp")``; None for a whole layer.
+        sequence: How `x` and the result are split along the sequence, if they are.
+
+    Raises:
+        ModuleError: If an extent is not a whole number of at least 1, or `sequence` is without
+            `group` or is split over another one.
+        GroupError: If this rank is not in the group.
+    """
+
+    linears = ("gate", "up", "down")
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        bias: bool = False,
+        group: RankGroup | None = None,
+        sequence: SequenceSplit | None = None,
+    ) -> None:
+        self.features = check_extent("features", features)
+        self.hidden = check_extent("hidden", hidden)
+        self.gate: protocol.SupportsLayer = Linear(self.features, self.hidden, bias=bias)
+        self.up: protocol.SupportsLayer = Linear(self.features, self.hidden, bias=bias)
+        self.down: protocol.SupportsLayer = Linear(self.hidden, self.features, bias=bias)
+        self._split_over(group, sequence)
+
+    def _run(self, x: Array, ctx: Context | None) -> Array:
+        gate, up = self.gate.forward(x, ctx), self.up.forward(x, ctx)
+        wide = gate.astype(sum_dtype(gate.dtype), copy=False)
+        mixed = sigmoid(wide)
+        mixed *= wide
+        mixed *= up
+        mixed = mixed.astype(gate.dtype, copy=False)
+        return self.down.forward(self._save(ctx, mixed, gate, up), ctx)
+
+    def _run_back(self, dy: Array, ctx: Context) -> Array:
+        d_mixed = self._back(self.down, dy, ctx)
+        gate, up = self._take(d_mixed, ctx)
+        wide = gate.astype(sum_dtype(gate.dtype), copy=False)
+        share = sigmoid(wide)
+        d_gate = silu_slope(wide, share)
+        d_gate *= up
+        d_gate *= d_mixed
+        share *= wide
+        share *= d_mixed
+        d_up, d_gate = (one.astype(gate.dtype, copy=False) for one in (share, d_gate))
+        dx = self._back(self.up, d_up, ctx)
+        return dx + self._back(self.gate, d_gate, ctx)
+
+    def __repr__(self) -> str:
+        group = Split.text(self.split)
+        return f"{type(self).__name__}({self.features}, {self.hidden}{group})"
+
+
+class ParallelFeedForward(FeedForward):
+    """A :class:`~mpimesh.nn.FeedForward` of which each rank of `group` has some hidden values.
+
+    Raises:
+        ModuleError: As that, and without `group`.
+    """
+
+    must_split = True
+
+
+class ParallelSwiGLU(SwiGLU):
+    """A :class:`~mpimesh.nn.SwiGLU` of which each rank of `group` has some hidden values.
+
+    Raises:
+        ModuleError: As that, and without `group`.
+    """
+
+    must_split = True
+
+
+def _activation(given: protocol.SupportsLayer | None) -> protocol.SupportsLayer:
+    if given is not None and not protocol.is_layer(given):
+        raise ModuleError(f"activation must be a layer, such as nn.GELU(), got {shown(given)}")
+    return GELU() if given is None else given
 
 
 class _Block(Composite):
@@ -42,9 +225,7 @@ class _Block(Composite):
         """
         x, mask = parted(self, x, ctx)
         check_sequence(self, x, mask)
-        y = self._run(x, mask, ctx)
-        if ctx is not None:
-            ctx.save(self, y.shape, y.dtype, mask is not None)
+        y = self._save(ctx, self._run(x, mask, ctx), mask is not None)
         return joined(y, mask)
 
     def backward_input(self, dy: Any, ctx: Context) -> Any:

@@ -8,9 +8,8 @@ from typing import Any
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn import protocol
-from mpimesh.nn.checks import check_context
+from mpimesh.nn.checks import check_context, layer_advice
 from mpimesh.nn.context import Context
-from mpimesh.nn.foreign import layer_advice
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer

@@ -1,7 +1,9 @@
-"""Checks that several layers share, and the dtype in which they add up."""
+"""Checks and their messages that several layers share, and the dtype in which layers add up."""
 
 from __future__ import annotations
 
+import sys
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,6 @@ from mpimesh.arguments import as_int, as_real
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn.context import Context
-from mpimesh.nn.foreign import tensor_advice
 from mpimesh.nn.parameter import FLOAT_NAMES, is_float_dtype
 
 __all__ = [
@@ -20,8 +21,15 @@ __all__ = [
     "check_features",
     "check_floats",
     "check_integers",
+    "check_mask",
+    "check_sequence",
     "first_outside",
+    "joined",
+    "layer_advice",
+    "loss_advice",
+    "parted",
     "sum_dtype",
+    "tensor_advice",
 ]
 
 
@@ -115,3 +123,91 @@ def first_outside(values: Array, wrong: Array) -> str:
 def sum_dtype(dtype: DType) -> DType:
     """Return the dtype in which values of `dtype` are added up: float32 at least."""
     return np.dtype(np.float32) if dtype.itemsize < 4 else np.dtype(dtype)
+
+
+def parted(
+    layer: object, x: Any, ctx: object = None, *, what: str = "x"
+) -> tuple[Array, Array | None]:
+    """Return the array and the mask of ``(array, mask)``, or an array alone and None.
+
+    Args:
+        layer: Who was given `x`.
+        x: What was given.
+        ctx: What was given beside it: it may be the mask.
+        what: What `x` is called.
+
+    Raises:
+        ModuleError: If `x` is a tuple of something else, or `ctx` is no Context.
+    """
+    check_context(layer, ctx)
+    if not isinstance(x, tuple):
+        return x, None
+    if len(x) != 2:
+        raise ModuleError(
+            f"{layer!r}: {what} must be an array, or the tuple (array, mask), got {len(x)} items"
+        )
+    return x
+
+
+def joined(x: Array, mask: object) -> Any:
+    """Return what goes on behind a layer: `x` with what stands for its mask, if it has one."""
+    return x if mask is None else (x, mask)
+
+
+def check_mask(mask: Array, shape: tuple[int, int]) -> None:
+    """Refuse a mask that is not boolean or of another shape.
+
+    Raises:
+        ShapeError: If its shape differs.
+        DTypeError: If it is not boolean.
+    """
+    if getattr(mask, "dtype", None) != np.dtype(bool):
+        got = getattr(mask, "dtype", type(mask).__name__)
+        raise DTypeError(
+            "a mask must be a boolean array, True where there is a token, False where there is "
+            f"padding, got {got}; use mask != 0 on one of numbers"
+        )
+    if tuple(mask.shape) != shape:
+        raise ShapeError(f"the mask must have shape (batch, keys), {shape}, got {mask.shape}")
+
+
+def check_sequence(layer: object, x: Array, mask: Array | None) -> None:
+    """Refuse what is no batch of sequences of vectors, or a mask that is not its.
+
+    Raises:
+        ShapeError: If `x` is not of shape (batch, tokens, features), or the mask does not fit.
+        DTypeError: If `x` is no float array, or the mask not boolean.
+    """
+    check_floats(layer, x)
+    if x.ndim != 3:
+        raise ShapeError(f"{layer!r}: x must have shape (batch, tokens, features), got {x.shape}")
+    if mask is not None:
+        check_mask(mask, tuple(x.shape[:2]))
+
+
+def layer_advice(one: object) -> str:
+    """Return what to do with a module that is no layer; nothing if it is not PyTorch's."""
+    return _if_torch(one, "; for a module of PyTorch, use mpimesh.interop.torch.wrap")
+
+
+def loss_advice(one: object) -> str:
+    """Return what to do with a module that is no loss; nothing if it is not PyTorch's."""
+    return _if_torch(one, "; for a loss of PyTorch, use mpimesh.interop.torch.wrap_loss") or (
+        "; for a function of PyTorch's tensors, use mpimesh.interop.torch.wrap_loss"
+        if isinstance(one, FunctionType) and "torch" in sys.modules
+        else ""
+    )
+
+
+def tensor_advice(name: str, one: object) -> str:
+    """Return what to do with the tensor called `name`; nothing if it is not PyTorch's."""
+    return _if_torch(one, f"; for a tensor of PyTorch, use {name}.numpy()")
+
+
+def _if_torch(one: object, advice: str) -> str:
+    # Any class that PyTorch has made, or that derives from one; or a function or a class of its.
+    return advice if any(_package(this) == "torch" for this in (one, *type(one).__mro__)) else ""
+
+
+def _package(one: object) -> str:
+    return str(getattr(one, "__module__", "")).partition(".")[0]

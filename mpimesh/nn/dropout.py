@@ -1,23 +1,31 @@
-"""Dropout whose masks belong to the global batch, not to who computes them."""
+"""Dropout whose masks belong to the global batch, not to who computes them.
+
+Random bits have numbers: nothing is drawn twice, or in an order. Each value has a row and a place
+in it, whoever computes it and with which others, and half a word of random bits belongs to these
+two. So masks are the same for any cut of the batch, of the features, of a sequence or of heads; and
+one that is needed again is drawn again, not kept.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
+from mpimesh.arguments import as_real
+from mpimesh.arrays.counter_bits import key_of, random_words
 from mpimesh.arrays.namespace import namespace, zeros_where_not
 from mpimesh.arrays.types import Array
-from mpimesh.errors import ModuleError, ShapeError
-from mpimesh.nn.checks import check_floats
+from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
+from mpimesh.nn.checks import check_extent, check_floats
 from mpimesh.nn.context import Context
-from mpimesh.nn.drops import Place, check_share, draw_kept, key_at
 from mpimesh.nn.module import Module
 from mpimesh.nn.protocol import FeaturePart
+from mpimesh.nn.split import RankGroup, Ranks
 
-__all__ = ["Dropout"]
+__all__ = ["Dropout", "ParallelDropout", "WeightDropout", "check_share", "draw_kept", "key_at"]
 
 
 class Dropout(Module):
@@ -53,14 +61,6 @@ class Dropout(Module):
 
     def __init__(self, p: float = 0.5) -> None:
         self.p = check_share("p", p)
-        self._place: Place | None = None
-
-    def materialize(
-        self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0
-    ) -> None:
-        """Take note of the model's seed and of the layer's place; see `Module.materialize`."""
-        super().materialize(seed=seed, dtype=dtype, xp=xp, index=index)
-        self._place = (seed, index)
 
     def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
         """Take note of which features this rank has; see `Module.set_part`.
@@ -92,8 +92,7 @@ class Dropout(Module):
         if self.p and ctx.training and self.is_training():
             mask = self._mask(x, ctx)
             y = self._apply(x, mask)
-        ctx.save(self, y.shape, y.dtype, mask)
-        return y
+        return self._save(ctx, y, mask)
 
     def backward_input(self, dy: Array, ctx: Context) -> Array | None:
         """Return `dy` with the same share dropped."""
@@ -109,7 +108,7 @@ class Dropout(Module):
         """Return which values of `x` stay."""
         if x.ndim == 0:
             raise ShapeError(f"{self!r}: x must have shape (rows, ...), got ()")
-        key = key_at(self, self._place, ctx.step)
+        key = key_at(self, ctx.step)
         xp = namespace(x)
         mask = xp.empty(x.shape, bool)
         if not x.size:
@@ -148,3 +147,153 @@ class Dropout(Module):
 
     def __repr__(self) -> str:
         return f"Dropout({self.p:g})"
+
+
+class ParallelDropout(Dropout):
+    """A :class:`~mpimesh.nn.Dropout` that drops of split features what it drops of all. Local.
+
+    For what stands between a :class:`ColumnParallelLinear` and a :class:`RowParallelLinear` in a
+    layer of one's own. In a :class:`~mpimesh.nn.Sequential`, a model's stages or a
+    :class:`~mpimesh.nn.FeedForward` a plain dropout is told its features, and does the same.
+
+    Shapes:
+        x, result: (rows, ..., this rank's features), the same.
+
+    Args:
+        p: The share to drop, in [0, 1), exact to 2^-32.
+        features: Number of features, over all ranks.
+        group: The ranks, such as ``mesh.group("tp")``.
+
+    Raises:
+        ModuleError: If `p` is out of range, or `features` not a whole number of at least 1.
+        GroupError: If this rank is not in the group.
+
+    Example:
+        >>> tp = mesh.group("tp")
+        >>> dropout = ParallelDropout(0.1, features=256, group=tp)
+    """
+
+    def __init__(self, p: float = 0.5, *, features: int, group: RankGroup) -> None:
+        super().__init__(p)
+        self.ranks = Ranks(group)
+        self._part = self.ranks.part_of(check_extent("features", features))
+
+    def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
+        """Return the features that it has.
+
+        Raises:
+            ModuleError: If they are others than those that it gets.
+        """
+        if part not in (None, self._part):
+            raise ModuleError(f"{self!r} is made for {self._part}, but gets {part}")
+        return self._part
+
+
+# -- random bits -------------------------------------------------------------------------------
+
+_BLOCK_WORDS = 1 << 13
+# Words drawn at a time: 64 KiB, which stay in the fast caches.
+
+
+def check_share(name: str, p: float) -> float:
+    """Return the share to drop.
+
+    Raises:
+        ModuleError: If it is out of range.
+    """
+    return as_real(p, name, ModuleError, least=0, below=1)
+
+
+def key_at(layer: Module, *numbers: int) -> int:
+    """Return the key of the bits that belong to a layer and `numbers`, such as the step.
+
+    Raises:
+        ModuleStateError: If the layer was not told its place.
+    """
+    if layer._place is None:
+        raise ModuleStateError(
+            f"{layer!r}: its masks depend on the model's seed and its place in it: call "
+            "materialize(seed=...) on it, or on the model or stage that holds it, first"
+        )
+    return key_of(*layer._place, *numbers)
+
+
+def draw_kept(
+    xp: ModuleType, out: Array, *, p: float, key: int, rows: Array, first: int | Array
+) -> None:
+    """Write to `out` which values stay when a share `p` is dropped.
+
+    Shapes:
+        out: (n, count), boolean.
+        rows: (n,), uint64: the row of each.
+        first: the place in the row of ``out[i, 0]``: a number; or (n,), uint64, one for each.
+    """
+    count = out.shape[1]
+    if not out.size:
+        return
+    least = np.uint32(min(round(p * 2**32), 2**32 - 1))
+    begins: Array = None if isinstance(first, int) else first
+    shift = first % 2 if isinstance(first, int) else 1
+    words = (shift + count + 1) // 2
+    length = max(1, _BLOCK_WORDS // words) if xp is np else out.shape[0]
+    for start in range(0, out.shape[0], length):
+        part = slice(start, start + length)
+        word = first // 2 if isinstance(first, int) else begins[part] // 2
+        drawn = random_words(xp, key, rows[part], words, first=word)
+        # Two values share a word: the lower half comes first, on any machine.
+        halves = drawn.astype("<u8", copy=False).view("<u4")
+        found = halves[:, shift : shift + count]
+        if begins is not None:
+            odd = (begins[part] % 2).astype(bool)[:, None]
+            found = xp.where(odd, found, halves[:, :count])
+        xp.greater_equal(found, least, out=out[part])
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDropout:
+    """Which weights of an attention are dropped: those of each query of each head by itself.
+
+    Attributes:
+        p: The share.
+        key: To what the random bits belong.
+        first_row: The index of the first row in the global batch.
+        num_heads: Number of heads, over all ranks.
+        first_head: Which of them is the first here.
+    """
+
+    p: float
+    key: int
+    first_row: int
+    num_heads: int
+    first_head: int = 0
+
+    @property
+    def scale(self) -> float:
+        """Factor of the weights that stay."""
+        return 1.0 / (1.0 - self.p)
+
+    def kept(
+        self, xp: ModuleType, shape: tuple[int, ...], *, row: int, query: int, key: int, tokens: int
+    ) -> Array:
+        """Return which weights of a block stay.
+
+        Shapes:
+            result: `shape`, which is (rows, kv heads, group, queries, keys).
+
+        Args:
+            xp: The array library.
+            shape: That of the block.
+            row: Its first row.
+            query: Its first query.
+            key: Its first key.
+            tokens: Number of queries of a row, in all blocks.
+        """
+        rows, kv_heads, group, queries, keys = shape
+        heads = xp.arange(kv_heads * group, dtype=xp.uint64) + np.uint64(self.first_head)
+        batch = xp.arange(rows, dtype=xp.uint64) + np.uint64(self.first_row + row)
+        numbers = batch[:, None] * np.uint64(self.num_heads) + heads
+        places = xp.arange(queries, dtype=xp.uint64) + np.uint64(query)
+        numbers = numbers[..., None] * np.uint64(tokens) + places
+        mask = xp.empty((rows * kv_heads * group * queries, keys), bool)
+        draw_kept(xp, mask, p=self.p, key=self.key, rows=numbers.reshape(-1), first=key)
+        return mask.reshape(shape)

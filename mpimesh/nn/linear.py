@@ -1,25 +1,35 @@
-"""The linear layer."""
+"""Linear layers, and layers made of them, whole or split over the ranks of a group."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any, ClassVar
 
 from mpimesh.arguments import as_flag, shown
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import LayoutError, ModuleError, ShapeError
 from mpimesh.layout import Placement, PlacementLike, Shard
-from mpimesh.nn.checks import check_extent, check_features, check_floats, sum_dtype
+from mpimesh.nn import protocol
+from mpimesh.nn.checks import (
+    check_extent,
+    check_features,
+    check_floats,
+    joined,
+    parted,
+    sum_dtype,
+)
 from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Uniform
-from mpimesh.nn.module import Module
+from mpimesh.nn.module import Composite, Module
 from mpimesh.nn.parameter import Parameter
 from mpimesh.nn.protocol import FeaturePart
-from mpimesh.nn.split import RankGroup, SequenceSplit, Split
+from mpimesh.nn.split import RankGroup, Ranks, Run, SequenceSplit, Split
 
-__all__ = ["Linear"]
+__all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear", "SplitLayer"]
 
 
 class Linear(Module):
@@ -29,24 +39,31 @@ class Linear(Module):
     initialisation with the gain of a leaky ReLU of slope sqrt(5), which is what
     PyTorch does, so that learning rates carry over.
 
-    The weight may be split over the ranks of a group. With ``weight="S0"`` each rank has some of
-    the outputs, and with ``weight="S1"`` some of the inputs: the results are then summed. Forward
-    and backward are collective over the group; see :class:`mpimesh.ColumnParallelLinear` and
-    :class:`mpimesh.RowParallelLinear`, which are these two.
+    The weight may be split over the ranks of a group, each of which has its part of the values
+    of the unsplit layer. With ``weight="S0"`` a rank has some of the outputs, with their biases;
+    with ``weight="S1"`` some of the inputs, and the whole bias: the results are then summed.
+    Forward and backward are collective over the group.
 
     Shapes:
-        x: (..., in_features), with any leading axes, of any extents.
-        result: (..., out_features).
-        weight: (out_features, in_features). bias: (out_features,).
+        x: (..., in_features), with any leading axes, of any extents. Split by "S0" the same on
+            every rank, or with `sequence` this rank's places; by "S1" this rank's features.
+        result: (..., out_features). Split by "S0" this rank's features, unless `gather_output`;
+            by "S1" the same on every rank, or with `sequence` its places.
+        weight: (out_features, in_features). bias: (out_features,). Of these the rank's part.
 
     Cost:
         With m the product of the leading extents, ``2 * m * in * out`` flops in
         forward and in each half of backward. Saves `x`, then `x` and `dy`, by
         reference.
+        Split by "S0", backward all-reduces the gradient of `x`, while the weight's is computed;
+        with `sequence` forward gathers `x`, and backward gathers it again, so that only this
+        rank's places are kept, and reduce-scatters its gradient. Split by "S1", forward
+        all-reduces the result; with `sequence` forward reduce-scatters it, and backward gathers
+        its gradient.
 
     Args:
-        in_features: Length of the last axis of `x`.
-        out_features: Length of the last axis of the result.
+        in_features: Length of the last axis of `x`, over all ranks.
+        out_features: Length of the last axis of the result, over all ranks.
         bias: Whether to add a bias.
         weight: How the weight lies on the ranks of `group`: ``"S0"``, ``"S1"``, or with sizes as
             ``"S0(3,1)"``; it may name the group, as in ``"tp=S0"``.
@@ -69,9 +86,10 @@ class Linear(Module):
     mixes_features = True
     split: Split | None = None
     _axis: int | None = None  # of the weight, along which it is split
-    _runs: Sequence[tuple[int, int]] = ()  # what each rank has of it
+    _runs: Sequence[Run] = ()  # what each rank has of it
     _entrance: Split | None = None  # where x comes in, if not by the layer around this one
     gather_output = False
+    _placement: ClassVar[PlacementLike | None] = None  # of the weight, if not told otherwise
 
     def __init__(
         self,
@@ -92,6 +110,7 @@ class Linear(Module):
         with_bias = as_flag(bias, "bias", ModuleError)
         self.bias = Parameter("bias", (self.out_features,), start) if with_bias else None
         gather = as_flag(gather_output, "gather_output", ModuleError)
+        weight = self._placement if weight is None else weight
         if group is None:
             if weight is not None or sequence is not None or gather:
                 raise ModuleError(
@@ -110,7 +129,7 @@ class Linear(Module):
         self,
         split: Split,
         axis: int,
-        runs: Sequence[tuple[int, int]] | None = None,
+        runs: Sequence[Run] | None = None,
         *,
         within: bool = False,
     ) -> None:
@@ -187,11 +206,10 @@ class Linear(Module):
             y = split.join(y)
         if self.bias is not None:
             y += self.bias.value()
-        if ctx is not None:
-            ctx.save(self, y.shape, y.dtype, None if self._axis == 0 else x2, x.shape)
+        self._save(ctx, y, None if self._axis == 0 else x2, x.shape)
         if split is not None and self.gather_output:
             sizes = [stop - start for start, stop in self._runs]
-            y = split.ranks.all_gather(y, axis=y.ndim - 1, sizes=sizes).resolve()
+            y = split.ranks.start("all_gather", y, axis=y.ndim - 1, sizes=sizes).resolve()
         return y
 
     def backward_input(self, dy: Array, ctx: Context) -> Array | None:
@@ -261,14 +279,171 @@ class Linear(Module):
         return f"{type(self).__name__}({self.in_features}, {self.out_features}{options})"
 
 
+class ColumnParallelLinear(Linear):
+    """A :class:`~mpimesh.nn.Linear` whose outputs are split over the ranks of `group`: "S0".
+
+    Raises:
+        ModuleError: As that, and without `group`.
+
+    Example:
+        >>> tp = mesh.group("tp")
+        >>> mlp = nn.Sequential(ColumnParallelLinear(64, 256, group=tp), nn.GELU(),
+        ...                     RowParallelLinear(256, 64, group=tp))
+    """
+
+    _placement = "S0"
+
+
+class RowParallelLinear(Linear):
+    """A :class:`~mpimesh.nn.Linear` whose inputs are split over the ranks of `group`: "S1".
+
+    Raises:
+        ModuleError: As that, and without `group`.
+    """
+
+    _placement = "S1"
+
+
+class SplitLayer(Composite):
+    """A composite that may be split over ranks: the first layers by outputs, the last by inputs.
+
+    Then its forward and backward are collective over the ranks. What a subclass runs sees all of
+    the input, and gives a part of its gradient: the input is gathered once for all first layers,
+    and one sum is made of their gradients.
+
+    Attributes:
+        split: The ranks; None if it is not split.
+        eager: Whether `backward_input` runs the weights' half, too, while the gradient of the
+            input is summed, so that `backward_weight` has nothing left to do. Set by what is
+            around it, while its own `backward` runs both halves.
+    """
+
+    split: Split | None = None
+    eager: bool = False
+    must_split: ClassVar[bool] = False
+    """Whether it is refused without a group."""
+    linears: ClassVar[tuple[str, ...]] = ()
+    """Names of the layers within that are split: the last one by its inputs."""
+
+    def _split_over(self, group: RankGroup | None, sequence: SequenceSplit | None) -> None:
+        """Be split as the options of a layer say, if they say so.
+
+        Raises:
+            ModuleError: As :meth:`set_split`, or if `group` is missing.
+            GroupError: If this rank is not in the group.
+        """
+        who = type(self).__name__
+        split = Split.over(group, sequence, who=who, must=self.must_split)
+        if split is not None:
+            self.set_split(split)
+
+    def set_split(self, split: Split) -> None:
+        """Have a part of the layers within from now on, before there is memory. Local.
+
+        Raises:
+            ModuleError: If they are no plain linear ones, or cannot be split so.
+            ModuleStateError: If the layer has memory.
+        """
+        layers = self._plain(*(getattr(self, name) for name in self.linears))
+        runs = self._runs(split.ranks)
+        for layer, of_layer in zip(layers[:-1], runs, strict=False):
+            layer.set_split(split, 0, of_layer, within=True)
+        layers[-1].set_split(split, 1, runs[0])
+        self.split = split
+
+    def _runs(self, ranks: Ranks) -> list[Sequence[Run] | None]:
+        """Return what each rank has of the outputs of the first layers; None for even parts."""
+        return [None] * len(self.linears)
+
+    def forward(self, x: Any, ctx: Context | None = None) -> Any:
+        """Return what the layers give. Collective over the group if they are split.
+
+        Raises:
+            ShapeError: If `x` has another shape, or a mask does not fit it.
+            DTypeError: If `x` has another dtype than the weights, or a mask is not boolean.
+            ModuleError: If `x` is a tuple of something else than an array and a mask.
+            ModuleStateError: If the layer is not materialised.
+        """
+        if self.split is None:
+            return self._run(x, ctx)
+        x, mask = parted(self, x, ctx)
+        whole = self.split.enter(x, ctx)
+        if mask is not None:
+            mask = self.split.whole_mask(mask, ctx)
+        return self._run(joined(whole, mask), ctx)
+
+    def backward_input(self, dy: Array, ctx: Context) -> Any:
+        """Return the gradient of `x`; with a mask, a tuple of that and None. Collective if split.
+
+        Raises:
+            ShapeError: If `dy` has another shape than the result.
+            DTypeError: If `dy` has another dtype.
+            ModuleStateError: If forward did not run with `ctx`, or its backward ran already.
+        """
+        found = self._run_back(dy, ctx)
+        return found if self.split is None else self._leave(self.split, found, ctx, self.eager)
+
+    def backward(self, dy: Array, ctx: Context) -> Any:
+        """Run both halves; if split, weights' gradients are made while that of `x` is summed."""
+        if self.split is None:
+            return super().backward(dy, ctx)
+        return self._leave(self.split, self._run_back(dy, ctx), ctx, True)
+
+    def backward_weight(self, ctx: Context) -> None:
+        """Add the parameters' gradients. Collective if the input is split along the sequence."""
+        if self.split is None:
+            super().backward_weight(ctx)
+        elif not self.eager:
+            self._add_gradients(self.split, ctx)
+
+    @abstractmethod
+    def _run(self, x: Any, ctx: Context | None) -> Array: ...
+
+    @abstractmethod
+    def _run_back(self, dy: Array, ctx: Context) -> Any: ...
+
+    def _leave(self, split: Split, found: Any, ctx: Context, with_weights: bool) -> Any:
+        """Return the sum of the ranks' gradients of the input, which may come with a mask."""
+        dx, _ = parted(self, found)
+        pending = split.leave(dx, ctx)
+        if with_weights:
+            self._add_gradients(split, ctx)
+        dx = pending.resolve()
+        return (dx, None) if isinstance(found, tuple) else dx
+
+    def _add_gradients(self, split: Split, ctx: Context) -> None:
+        children = [child for _, child in reversed(self.named_children())]
+        first = [child for child in children if isinstance(child, Linear) and child.is_first]
+        wanted = any(layer.weight.requires_grad for layer in first)
+        whole = split.again(ctx, wanted=wanted)
+        for child in children:
+            if child not in first:
+                protocol.backward_weight(child, ctx)
+        x = whole.resolve()
+        for layer in first:
+            layer.add_gradients(x, ctx)
+
+    def _plain(self, *layers: protocol.SupportsLayer) -> list[Linear]:
+        """Return layers within if they can be split.
+
+        Raises:
+            ModuleError: If one is something else than an unsplit Linear.
+        """
+        for layer in layers:
+            if type(layer) is not Linear or layer.split is not None:
+                raise ModuleError(
+                    f"{type(self).__name__}: only plain Linear layers within can be split, got "
+                    f"{layer!r}"
+                )
+        return [layer for layer in layers if isinstance(layer, Linear)]
+
+
 def _flat(x: Array) -> Array:
     """Return `x` with one axis before the last; that may be of no features."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _axis_of(
-    weight: PlacementLike | None, split: Split
-) -> tuple[int, Sequence[tuple[int, int]] | None]:
+def _axis_of(weight: PlacementLike | None, split: Split) -> tuple[int, Sequence[Run] | None]:
     """Return along which axis a weight is split, and what each rank has if sizes say it."""
     ranks = split.ranks
     try:

@@ -14,15 +14,25 @@ from abc import ABC, abstractmethod
 from types import ModuleType
 from typing import Protocol
 
+import numpy as np
+
 from mpimesh.arguments import as_int, as_real, shown
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
-from mpimesh.nn.checks import check_floats, first_outside, sum_dtype
-from mpimesh.nn.foreign import tensor_advice
+from mpimesh.nn.checks import check_extent, check_floats, first_outside, sum_dtype, tensor_advice
+from mpimesh.nn.protocol import FeaturePart
+from mpimesh.nn.split import RankGroup, Ranks
 
-__all__ = ["CrossEntropy", "Loss", "MeanSquaredError", "cross_entropy", "mse"]
+__all__ = [
+    "CrossEntropy",
+    "Loss",
+    "MeanSquaredError",
+    "VocabParallelCrossEntropy",
+    "cross_entropy",
+    "mse",
+]
 
 
 class Loss(Protocol):
@@ -120,6 +130,9 @@ class CrossEntropy(_RowLoss):
             parts. None (the default) ignores nothing.
     """
 
+    ranks: Ranks | None = None
+    _part: FeaturePart | None = None  # the classes of this rank, where ranks have some each
+
     def __init__(self, *, ignore_index: int | None = None) -> None:
         if ignore_index is not None:
             ignore_index = as_int(ignore_index, "ignore_index", ModuleError)
@@ -136,14 +149,17 @@ class CrossEntropy(_RowLoss):
     def _check(self, y: Array, target: Array) -> None:
         check_floats(self, y, name="y")
         _rows(self, target)
-        if y.ndim < 2 or tuple(target.shape) != y.shape[:-1] or not y.shape[-1]:
+        part, size = self._part, int(y.shape[-1]) if y.ndim > 1 else 0
+        fits = size > 0 if part is None else y.ndim > 1 and size == part.size
+        if not fits or tuple(target.shape) != y.shape[:-1]:
+            classes = (
+                "classes)" if part is None else f"{part.size}), which are this rank's classes,"
+            )
             raise ShapeError(
-                f"{self!r}: y must have shape (rows, ..., classes) and target (rows, ...), "
+                f"{self!r}: y must have shape (rows, ..., {classes} and target (rows, ...), "
                 f"got {tuple(y.shape)} and {tuple(target.shape)}"
             )
-        self._check_targets(target, int(y.shape[-1]))
-
-    def _check_targets(self, target: Array, num_classes: int) -> None:
+        num_classes = size if part is None else part.extent
         if getattr(target.dtype, "kind", "") not in ("i", "u"):
             advice = tensor_advice("target", target)
             raise DTypeError(f"{self!r}: target must be integers, got {target.dtype}{advice}")
@@ -159,36 +175,87 @@ class CrossEntropy(_RowLoss):
     def _compute(
         self, y: Array, target: Array, denominator: float, *, grad: bool
     ) -> tuple[float, Array]:
-        xp = namespace(y)
-        wide = sum_dtype(y.dtype)
-        logits = y.reshape(-1, y.shape[-1]).astype(wide, copy=False)
+        xp, wide, part = namespace(y), sum_dtype(y.dtype), self._part
+        logits = y.reshape(math.prod(y.shape[:-1]), y.shape[-1]).astype(wide, copy=False)
         picked = target.reshape(-1)
-        if self.ignore_index is not None:
-            ignored = picked == self.ignore_index
-            picked = xp.where(ignored, 0, picked)
+        counted = None if self.ignore_index is None else picked != self.ignore_index
+        here = counted  # the targets whose classes this rank has; None for all
+        if part is not None:
+            # This rank's first class may not fit into their dtype.
+            picked = picked.astype(np.int64, copy=False) - part.start
+            here = (picked >= 0) & (picked < part.size)
+            here = here if counted is None else here & counted
+        columns = picked if here is None else xp.where(here, picked, 0)
         every = xp.arange(picked.size)
-        # Less the largest, so that exp cannot overflow.
-        shifted = logits - logits.max(axis=1, keepdims=True)
-        of_target = shifted[every, picked]
-        softmax = xp.exp(shifted, out=shifted)
-        total = softmax.sum(axis=1, keepdims=True)
-        losses = xp.log(total[:, 0]) - of_target
-        if self.ignore_index is not None:
-            losses[ignored] = 0
+        # Less the largest of all ranks, so that exp cannot overflow. A rank may have no classes.
+        some = logits.shape[1] > 0
+        largest = logits.max(axis=1) if some else xp.full(picked.size, -math.inf, wide)
+        if self.ranks is not None:
+            largest = self.ranks.start("all_reduce", largest, op="max", out=largest).resolve()
+        softmax = logits - largest[:, None]
+        of_target = softmax[every, columns] if some else xp.zeros(picked.size, wide)
+        softmax = xp.exp(softmax, out=softmax)
+        total = softmax.sum(axis=1)
+        if self.ranks is not None:
+            known = xp.stack([total, xp.where(here, of_target, wide.type(0))])
+            total, of_target = self.ranks.start("all_reduce", known, op="sum", out=known).resolve()
+        losses = xp.log(total) - of_target
+        if counted is not None:
+            losses[~counted] = 0
         scale = 1.0 / (denominator * _inner_size(target.shape))
         value = _sum(xp, losses) * scale
         if not grad:
             return value, None
-        softmax /= total
-        softmax[every, picked] -= 1
-        if self.ignore_index is not None:
-            softmax[ignored] = 0
+        softmax /= total[:, None]
+        if some:
+            softmax[every, columns] -= 1 if here is None else here.astype(wide)
+        if counted is not None:
+            softmax[~counted] = 0
         softmax *= scale
         return value, softmax.reshape(y.shape).astype(y.dtype, copy=False)
 
     def __repr__(self) -> str:
         option = "" if self.ignore_index is None else f"ignore_index={self.ignore_index}"
         return f"CrossEntropy({option})"
+
+
+class VocabParallelCrossEntropy(CrossEntropy):
+    """:class:`~mpimesh.nn.CrossEntropy` of what a :class:`ColumnParallelLinear` gives.
+
+    Logits are never gathered: each rank has those of its classes, and the gradient by them. All
+    ranks get the same value. Collective over the group. float16 is computed in float32.
+
+    Shapes:
+        y: (rows, ..., this rank's classes), not normalised.
+        target: (rows, ...), integers in ``[0, num_classes)``, the same on every rank.
+
+    Cost:
+        An all-reduce of one number for each target, their largest logits, and one of two: the sum
+        of the exponentials, and the target's logit, which its owner knows.
+
+    Args:
+        num_classes: The number of classes, over all ranks.
+        group: The ranks, such as ``mesh.group("tp")``.
+        ignore_index: As in :class:`~mpimesh.nn.CrossEntropy`.
+
+    Raises:
+        ModuleError: If `num_classes` is not a whole number of at least 1.
+        GroupError: If this rank is not in the group.
+    """
+
+    def __init__(
+        self, num_classes: int, *, group: RankGroup, ignore_index: int | None = None
+    ) -> None:
+        super().__init__(ignore_index=ignore_index)
+        self.num_classes = check_extent("num_classes", num_classes)
+        self.ranks: Ranks = Ranks(group)
+        mine = self.ranks.runs(self.num_classes)[self.ranks.rank]
+        self._part = FeaturePart(*mine, self.num_classes)
+
+    def __repr__(self) -> str:
+        option = "" if self.ignore_index is None else f", ignore_index={self.ignore_index}"
+        group = self.ranks.group.name
+        return f"VocabParallelCrossEntropy({self.num_classes}, group={group!r}{option})"
 
 
 class MeanSquaredError(_RowLoss):

@@ -1,4 +1,4 @@
-"""Layers that make one array of several: how a tuple enters a model of single arrays."""
+"""Layers that make one array of several, or one vector of a sequence's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
+from mpimesh.nn.checks import check_sequence, parted, sum_dtype
 from mpimesh.nn.context import Context
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import is_float_dtype
 
-__all__ = ["Add", "Concat"]
+__all__ = ["Add", "Concat", "MeanPool"]
 
 
 class _Merge(Module):
@@ -30,10 +31,7 @@ class _Merge(Module):
             )
         dtype: DType = next(one.dtype for one in x if _is_float(one))
         y = self._merged(tuple(one.astype(dtype, copy=False) for one in x))
-        if ctx is not None:
-            kept = [(_is_float(one), tuple(one.shape)) for one in x]
-            ctx.save(self, tuple(y.shape), y.dtype, kept)
-        return y
+        return self._save(ctx, y, [(_is_float(one), tuple(one.shape)) for one in x])
 
     def backward_input(self, dy: Array, ctx: Context) -> tuple[Array | None, ...]:
         """Return each array's gradient; None for integers and booleans."""
@@ -119,6 +117,48 @@ class Add(_Merge):
 
     def _split(self, dy: Array, shapes: list[tuple[int, ...]]) -> list[Array]:
         return [dy] * len(shapes)
+
+
+class MeanPool(Module):
+    """The mean of a sequence's vectors, without those of padding; 0 where there is no token.
+
+    Shapes:
+        x: (batch, tokens, features), or that and a mask of shape (batch, tokens), True where
+            there is a token, in a tuple.
+        result: (batch, features).
+
+    Cost:
+        Saves the mask.
+    """
+
+    def forward(self, x: Any, ctx: Context | None = None) -> Array:
+        """Return the means.
+
+        Raises:
+            ShapeError: If `x` has another shape, or the mask does not fit it.
+            DTypeError: If `x` is no float array, or the mask not boolean.
+            ModuleError: If `x` is a tuple of something else.
+        """
+        x, mask = parted(self, x, ctx)
+        check_sequence(self, x, mask)
+        share = self._share(x.shape, mask, sum_dtype(x.dtype), namespace(x))
+        y = (x * share[..., None]).sum(axis=1, dtype=share.dtype).astype(x.dtype, copy=False)
+        return self._save(ctx, y, share, mask is not None)
+
+    def backward_input(self, dy: Array, ctx: Context) -> Any:
+        """Return to each token its share of `dy`; with a mask, a tuple of that and None."""
+        share, masked = self._take(dy, ctx)
+        dx = (share[..., None] * dy[:, None]).astype(dy.dtype, copy=False)
+        return (dx, None) if masked else dx
+
+    @staticmethod
+    def _share(shape: tuple[int, ...], mask: Array | None, wide: Any, xp: Any) -> Array:
+        """Return what each token's vector counts in the mean: (batch, tokens)."""
+        if mask is None:
+            return xp.full(shape[:2], 1.0 / max(shape[1], 1), wide)
+        share = mask.astype(wide)
+        share /= xp.maximum(share.sum(axis=1, keepdims=True), wide.type(1))
+        return share
 
 
 def _is_float(x: Array) -> bool:

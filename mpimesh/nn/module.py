@@ -29,7 +29,7 @@ uncut model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, Self
 
@@ -41,12 +41,11 @@ from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
 from mpimesh.nn.checks import check_context
 from mpimesh.nn.context import Context
-from mpimesh.nn.parameter import Parameter, float_dtype
+from mpimesh.nn.parameter import Parameter, check_state, float_dtype, load_values
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
 from mpimesh.nn.split import SequenceSplit
-from mpimesh.nn.state import check_state, load_values
 
-__all__ = ["Module"]
+__all__ = ["Composite", "Module", "leaves"]
 
 
 class Module(ABC):
@@ -86,6 +85,7 @@ class Module(ABC):
     _training: bool = True
     sequence: SequenceSplit | None = None
     _part: FeaturePart | None = None
+    _place: tuple[int, int] | None = None  # the model's seed, and the layer's global index
 
     @abstractmethod
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
@@ -233,23 +233,19 @@ class Module(ABC):
         own = self._own_parameters()
         for parameter in own:
             parameter.materialize(seed=seed, dtype=dtype, xp=xp, index=index)
-        children = self.named_children()
-        index += 1 if own or not children else 0
         settled = protocol.Settled(own)
-        for _, child in children:
-            protocol.materialize(child, seed=seed, dtype=dtype, xp=xp, index=index, settled=settled)
-            index += protocol.num_layers(child)
+        for child, place in self._numbered_children(index):
+            protocol.materialize(child, seed=seed, dtype=dtype, xp=xp, index=place, settled=settled)
+        self._place = (seed, index)
 
     def set_place(self, *, seed: int, index: int) -> None:
         """Tell all layers under this one where they stand, which :meth:`materialize` tells, too.
 
         A model calls it for layers that keep the values that they have.
         """
-        children = self.named_children()
-        index += 1 if self._own_parameters() or not children else 0
-        for _, child in children:
-            protocol.set_place(child, seed=seed, index=index)
-            index += protocol.num_layers(child)
+        for child, place in self._numbered_children(index):
+            protocol.set_place(child, seed=seed, index=place)
+        self._place = (seed, index)
 
     def set_part(self, part: FeaturePart | None) -> FeaturePart | None:
         """Tell the layer which features of its input this rank has; return which it gives.
@@ -363,8 +359,22 @@ class Module(ABC):
             raise ModuleError(f"{type(self).__name__} has two parameters of one name: {names}")
         return own
 
+    def _numbered_children(self, index: int) -> Iterator[tuple[SupportsLayer, int]]:
+        """Yield the layers directly under this one, which stands at `index`, and their indices."""
+        children = self.named_children()
+        index += 1 if self._own_parameters() or not children else 0
+        for _, child in children:
+            yield child, index
+            index += protocol.num_layers(child)
+
+    def _save(self, ctx: Context | None, y: Array, *values: Any) -> Array:
+        """Return the output `y`, for whose backward a context, if there is one, saves `values`."""
+        if ctx is not None:
+            ctx.save(self, y.shape, y.dtype, *values)
+        return y
+
     def _take(self, dy: Array, ctx: Context | None) -> tuple[Any, ...]:
-        """Take what forward saved, (output's shape, dtype, *values), if `dy` fits it.
+        """Take what :meth:`_save` saved, if `dy` fits the output.
 
         Returns the values. On an error everything stays saved.
         """
@@ -395,3 +405,40 @@ class Module(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def leaves(layer: Any) -> Iterator[Any]:
+    """Yield `layer` and all below it, each as often as it stands there."""
+    yield layer
+    if isinstance(layer, Module):
+        for _, child in layer.named_children():
+            yield from leaves(child)
+
+
+class Composite(Module):
+    """A layer whose parameters are those of the layers that are its attributes.
+
+    These may be replaced before the first use by others that do the same, such as layers that
+    are split over ranks.
+    """
+
+    mixes_features = True
+
+    def backward_weight(self, ctx: Context) -> None:
+        """Run the `backward_weight` of the layers within, from last to first."""
+        for _, child in reversed(self.named_children()):
+            protocol.backward_weight(child, ctx)
+
+    def _back(self, layer: protocol.SupportsLayer, dy: Array, ctx: Context) -> Array:
+        """Run the input's half of the backward of a layer within.
+
+        Raises:
+            ModuleStateError: If it gives no gradient.
+        """
+        dx = protocol.backward_input(layer, dy, ctx)
+        if dx is None:
+            raise ModuleStateError(
+                f"{layer!r} gives no gradient for its input, which {self!r} needs: leave its "
+                "input_grad at True"
+            )
+        return dx

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_items, check_kind, shape_of, shown
-from mpimesh.arrays.namespace import namespace
+from mpimesh.arrays.namespace import namespace, to_numpy
 from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, RankError, ShapeError
@@ -24,8 +24,12 @@ __all__ = [
     "ZERO",
     "Parameter",
     "as_parameters",
+    "check_shape",
+    "check_state",
+    "check_values",
     "float_dtype",
     "is_float_dtype",
+    "load_values",
 ]
 
 ZERO, ELSEWHERE = 1, 2
@@ -465,3 +469,69 @@ def float_dtype(
     if found.name == _BFLOAT16 and xp is not None and xp is not np:
         raise DTypeError(f"{what} in bfloat16 in NumPy's memory only; take float16")
     return found
+
+
+_VOID = np.dtype("V2")
+
+
+def check_shape(name: str, shape: tuple[int, ...], value: Array) -> None:
+    """Check that `value` can be that of a parameter of this shape.
+
+    Raises:
+        ShapeError: If its shape differs.
+    """
+    if np.shape(value) != shape:
+        raise ShapeError(
+            f"state of parameter {name!r} must have its shape {shape}, got {np.shape(value)}"
+        )
+
+
+def check_state(state: object) -> None:
+    """Check that `state` is a dict, or a file of arrays that is like one.
+
+    Raises:
+        ModuleError: If it is not.
+    """
+    if not isinstance(state, Mapping):
+        raise ModuleError(
+            "state must be a dict of arrays by the names of parameters, or what np.load gives of "
+            f"such a file, got {shown(state)}"
+        )
+
+
+def check_values(
+    parameters: Mapping[str, Parameter], state: Mapping[str, Array]
+) -> list[tuple[Array, Array]]:
+    """Return the memory of each parameter and what is to be copied there.
+
+    Raises:
+        ShapeError: If a shape differs.
+        DTypeError: If values are no real numbers.
+        ModuleStateError: If a parameter has no memory yet.
+    """
+    ready: list[tuple[Array, Array]] = []
+    for name, parameter in parameters.items():
+        data = parameter.value()
+        check_shape(name, parameter.shape, state[name])
+        values = np.asarray(to_numpy(state[name]))
+        if values.dtype == _VOID and is_half(data.dtype):
+            values = values.view(data.dtype)  # np.load knows no bfloat16
+        if values.dtype.kind not in "biuf" and not is_half(values.dtype):
+            raise DTypeError(
+                f"state of parameter {name!r} must be real numbers, as its dtype is {data.dtype}, "
+                f"got {values.dtype}"
+            )
+        ready.append((data, namespace(data).asarray(values.astype(data.dtype, copy=False))))
+    return ready
+
+
+def load_values(parameters: Mapping[str, Parameter], state: Mapping[str, Array]) -> None:
+    """Copy ``state[name]`` into each parameter, rounded to its dtype. Changes all or none.
+
+    Raises:
+        ShapeError: If a shape differs.
+        DTypeError: If values are no real numbers.
+        ModuleStateError: If a parameter has no memory yet.
+    """
+    for data, values in check_values(parameters, state):
+        data[...] = values

@@ -11,9 +11,8 @@ import numpy as np
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import protocol
-from mpimesh.nn.checks import check_context
+from mpimesh.nn.checks import check_context, layer_advice
 from mpimesh.nn.context import Context
-from mpimesh.nn.foreign import layer_advice
 from mpimesh.nn.module import Module
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
 

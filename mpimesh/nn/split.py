@@ -18,9 +18,9 @@ Layers talk to no ranks themselves: they are given a group, such as ``mesh.group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from mpimesh.arguments import shown
@@ -33,9 +33,12 @@ from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import Parameter
 from mpimesh.nn.protocol import FeaturePart
 
-__all__ = ["Pending", "RankGroup", "Ranks", "SequenceSplit", "Split", "stand_in"]
+__all__ = ["Pending", "RankGroup", "Ranks", "Run", "SequenceSplit", "Split", "watch"]
 
 _LABEL = "tensor parallel"
+
+Run = tuple[int, int]
+"""The first of some places of an axis, and the one behind the last."""
 
 
 class Pending(Protocol):
@@ -88,22 +91,25 @@ class RankGroup(Protocol):
         ...
 
 
-_stand_ins: WeakKeyDictionary[RankGroup, RankGroup] = WeakKeyDictionary()
+Start = Callable[..., Pending]
+"""Starts a collective, given its name, the array, and the options of the group's method."""
+
+_watches: WeakKeyDictionary[RankGroup, Start] = WeakKeyDictionary()
 
 
-def stand_in(group: RankGroup, other: RankGroup | None) -> None:
-    """Let `other` do the collectives of layers and losses that are split over `group`. Local.
+def watch(group: RankGroup, start: Start | None) -> None:
+    """Let `start` begin the collectives of layers and losses that are split over `group`. Local.
 
     For a training step that watches over them, wherever a user's loss or layer keeps the group.
 
     Args:
         group: The group.
-        other: What does its work from now on; None for the group itself.
+        start: What begins them from now on; None for the group itself.
     """
-    if other is None:
-        _stand_ins.pop(group, None)
+    if start is None:
+        _watches.pop(group, None)
     else:
-        _stand_ins[group] = other
+        _watches[group] = start
 
 
 class _Done:
@@ -154,7 +160,7 @@ class Ranks:
         """Return how `extent` things are dealt to the ranks: the first ones have one more."""
         return even_sizes(extent, self.size)
 
-    def runs(self, extent: int) -> list[tuple[int, int]]:
+    def runs(self, extent: int) -> list[Run]:
         """Return (start, stop) of what each rank has of `extent` things; see :meth:`sizes`."""
         return list(pairwise([0, *accumulate(self.sizes(extent))]))
 
@@ -163,7 +169,7 @@ class Ranks:
         return None if self.size == 1 else FeaturePart(*self.runs(extent)[self.rank], extent)
 
     def lay(
-        self, parameter: Parameter, axis: int | None, runs: Sequence[tuple[int, int]] | None = None
+        self, parameter: Parameter, axis: int | None, runs: Sequence[Run] | None = None
     ) -> None:
         """Let a parameter without memory lie on the ranks. Local.
 
@@ -179,32 +185,23 @@ class Ranks:
         runs = self.runs(shape[axis]) if runs is None else runs
         parameter.set_layout(layout_of_runs(shape, axis, runs), self.rank)
 
-    def all_reduce(self, x: Array, op: str = "sum", *, owned: bool = False) -> Pending:
-        """Start to reduce `x` over the ranks. Collective.
+    def start(
+        self, name: Literal["all_reduce", "all_gather", "reduce_scatter"], x: Array, **options: Any
+    ) -> Pending:
+        """Start a collective of the group. Collective.
 
         Args:
+            name: That of the group's method.
             x: This rank's part.
-            op: As in :meth:`mpimesh.ProcessGroup.all_reduce`.
-            owned: Nobody else holds `x`, so that the result may be written into it.
+            options: Of that method, but the label.
         """
         if self.size == 1:
             return _Done(x)
-        return self._group().all_reduce(x, op, out=x if owned else None, label=_LABEL)
-
-    def all_gather(self, x: Array, *, axis: int, sizes: Sequence[int]) -> Pending:
-        """Start to join the blocks of all ranks. Collective."""
-        if self.size == 1:
-            return _Done(x)
-        return self._group().all_gather(x, axis=axis, sizes=sizes, label=_LABEL)
-
-    def reduce_scatter(self, x: Array, *, axis: int, sizes: Sequence[int]) -> Pending:
-        """Start to sum `x` and give each rank its block. Collective."""
-        if self.size == 1:
-            return _Done(x)
-        return self._group().reduce_scatter(x, axis=axis, sizes=sizes, label=_LABEL)
-
-    def _group(self) -> RankGroup:
-        return _stand_ins.get(self.group, self.group)
+        begin = _watches.get(self.group)
+        if begin is not None:
+            return begin(name, x, label=_LABEL, **options)
+        pending: Pending = getattr(self.group, name)(x, label=_LABEL, **options)
+        return pending
 
     def __deepcopy__(self, memo: object) -> Ranks:
         """Return this: the copy of a layer is split over the same ranks."""
@@ -271,12 +268,12 @@ class SequenceSplit:
 
     def gather(self, x: Array) -> Pending:
         """Start to join the places of all ranks. Collective."""
-        return self.ranks.all_gather(x, axis=1, sizes=self._sizes_by(x))
+        return self.ranks.start("all_gather", x, axis=1, sizes=self._sizes_by(x))
 
     def reduce_scatter(self, x: Array) -> Pending:
         """Start to sum `x` over the ranks, each of which gets its places. Collective."""
         _check_axis(x)
-        return self.ranks.reduce_scatter(x, axis=1, sizes=self.sizes(int(x.shape[1])))
+        return self.ranks.start("reduce_scatter", x, axis=1, sizes=self.sizes(int(x.shape[1])))
 
     def _sizes_by(self, x: Array) -> Sequence[int]:
         """Return the sizes of all ranks' parts, `x` being this rank's."""
@@ -339,6 +336,30 @@ class Split:
                 f"{self.ranks.group!r}"
             )
 
+    @classmethod
+    def over(
+        cls, group: RankGroup | None, sequence: SequenceSplit | None, *, who: str, must: bool
+    ) -> Split | None:
+        """Return the split that the options of a layer ask for; None for a whole one.
+
+        Args:
+            group: The ranks.
+            sequence: How activations outside of the layer are split.
+            who: The layer, as an error calls it.
+            must: Whether there is no whole one.
+
+        Raises:
+            ModuleError: If a group is missing.
+            GroupError: As for making one.
+        """
+        if group is not None:
+            return cls(group, sequence)
+        if sequence is not None or must:
+            raise ModuleError(
+                f"{who} is split over the ranks of a group: give group=, such as mesh.group('tp')"
+            )
+        return None
+
     # -- layers that are split by their outputs --------------------------------------------
 
     def enter(self, x: Array, ctx: Context | None) -> Array:
@@ -362,7 +383,7 @@ class Split:
         if dx is None:
             return _Done(None)
         if self.sequence is None:
-            return self.ranks.all_reduce(dx, owned=True)
+            return self.ranks.start("all_reduce", dx, op="sum", out=dx)
         return self.sequence.reduce_scatter(dx)
 
     def again(self, ctx: Context, *, wanted: bool) -> Pending:
@@ -382,7 +403,7 @@ class Split:
     def join(self, y: Array) -> Array:
         """Return the sum of the ranks' `y`; with a sequence this rank's places. Collective."""
         if self.sequence is None:
-            return self.ranks.all_reduce(y, owned=True).resolve()
+            return self.ranks.start("all_reduce", y, op="sum", out=y).resolve()
         return self.sequence.reduce_scatter(y).resolve()
 
     def whole(self, dy: Array) -> Array:

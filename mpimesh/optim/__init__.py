@@ -1,9 +1,8 @@
 """Optimizers: they change parameters in place, each rank its own; and schedules of their rates."""
 
-from mpimesh.optim.adam import Adam, AdamW
-from mpimesh.optim.clip import clip_grad_norm
-from mpimesh.optim.loss_scaler import LossScaler
 from mpimesh.optim.optimizer import Optimizer
+from mpimesh.optim.rules import SGD, Adam, AdamW
+from mpimesh.optim.scaling import LossScaler, clip_grad_norm
 from mpimesh.optim.schedulers import (
     ConstantLR,
     CosineLR,
@@ -13,7 +12,6 @@ from mpimesh.optim.schedulers import (
     OneCycleLR,
     WarmupLR,
 )
-from mpimesh.optim.sgd import SGD
 
 __all__ = [
     "SGD",

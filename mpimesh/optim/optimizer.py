@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -28,11 +29,18 @@ import numpy as np
 from mpimesh.arguments import as_real
 from mpimesh.arrays.namespace import namespace, to_numpy
 from mpimesh.arrays.types import Array, DType
-from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.parameter import Parameter, as_parameters
-from mpimesh.optim.state_checks import check_layout, check_params
 
-__all__ = ["MASTER", "DecayMask", "Optimizer", "check_number", "state_dtype"]
+__all__ = [
+    "MASTER",
+    "DecayMask",
+    "Optimizer",
+    "check_arrays",
+    "check_number",
+    "check_steps",
+    "state_dtype",
+]
 
 _BLOCK_ELEMENTS = 1 << 16
 
@@ -64,6 +72,7 @@ class Optimizer(ABC):
             is loaded. There may be none, as on a stage of activations.
         lr: The learning rate; ``optimizer.lr`` may be set between steps.
         decay_mask: Asked once for each parameter whether weight decay is for it; None is for all.
+        numbers: The other ones of `numbers`, which become attributes.
 
     Attributes:
         decays: The answers, in the order of `params`.
@@ -89,11 +98,12 @@ class Optimizer(ABC):
         *,
         lr: float,
         decay_mask: DecayMask | None = None,
+        **numbers: Any,
     ) -> None:
         self.params: Sequence[Parameter] = as_parameters(params, "params")
         if len({id(parameter) for parameter in self.params}) < len(self.params):
             raise ModuleError(f"{type(self).__name__} takes each parameter once, got one twice")
-        self.lr = lr
+        self._set_numbers(self._checked_numbers({"lr": lr, **numbers}) if numbers else {"lr": lr})
         if decay_mask is not None and (not callable(decay_mask) or isinstance(decay_mask, type)):
             raise ModuleError(
                 "decay_mask is a function that tells of a parameter whether the decay is for it, "
@@ -237,20 +247,32 @@ class Optimizer(ABC):
         Raises:
             ModuleError: As :meth:`load_state_dict`, and so do DTypeError and ShapeError.
         """
-        check_layout(type(self).__name__, state, self.numbers, len(params))
+        _check_layout(type(self).__name__, state, self.numbers, len(params))
         numbers = self._checked_numbers({name: state[name] for name in self.numbers})
         loaded = copy.copy(self)
         loaded._set_numbers(numbers)
-        check_params(params, state["params"], loaded._state_names())
+        for place, (parameter, given) in enumerate(zip(params, state["params"], strict=True)):
+            who = f"parameter {place} ({parameter.name!r})"
+            steps = check_steps(who, given)
+            missing = [name for name in loaded._state_names() if steps and name not in given]
+            if missing:
+                raise ModuleError(
+                    f"the state of {who} lacks {missing}, which one of {given['steps']} steps has; "
+                    f"it has {sorted(map(str, given))}"
+                )
+            check_arrays(who, given, parameter.shape)
         return numbers
 
     def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `numbers` as attributes hold them; a subclass checks its own.
+        """Return `numbers` as attributes hold them.
+
+        Here the rate and the weight decay are checked; a subclass checks what else it has.
 
         Raises:
             ModuleError: If one is out of range.
         """
-        return {**numbers, "lr": check_number("lr", numbers["lr"])}
+        plain = {name: numbers[name] for name in ("lr", "weight_decay") if name in numbers}
+        return {**numbers, **{name: check_number(name, value) for name, value in plain.items()}}
 
     def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
         for name, value in numbers.items():
@@ -383,3 +405,101 @@ def check_number(name: str, value: float, *, below: float = math.inf) -> float:
 def state_dtype(dtype: DType) -> DType:
     """Return the dtype of the state of parameters of `dtype`, in which they are changed."""
     return np.dtype(np.float32) if dtype.itemsize < 4 else np.dtype(dtype)
+
+
+# -- checks of a state, done before anything of it is taken over ----------------------------------
+#
+# Values of arrays are not looked at: a run that diverged has NaN in its state, and may be loaded.
+
+_MOST_STEPS = 1 << 53  # what a float can count
+
+
+def _check_layout(kind: str, state: Any, numbers: Sequence[str], num_params: int) -> None:
+    """Check that a state is of an optimizer of this kind, of so many parameters.
+
+    Args:
+        kind: The name of the optimizer's class.
+        state: The state.
+        numbers: What it has beside the parameters.
+        num_params: How many there are.
+
+    Raises:
+        ModuleError: If it is not, or lacks something.
+    """
+    if not isinstance(state, Mapping):
+        raise ModuleError(
+            f"state must be a dict as state_dict() of {kind} gives, got {type(state).__name__}"
+        )
+    params = state.get("params", ())
+    by_name = any(isinstance(key, str) and key.startswith("params/") for key in state)
+    if isinstance(params, Mapping) or by_name:
+        raise ModuleError(
+            f"this state has its parameters by name, as full_state_dict() of a ParallelOptimizer "
+            f"gives; a plain {kind} takes them in the order of its parameters: load it into "
+            "ParallelOptimizer(optimizer, model, zero=0), which steps as the plain one does"
+        )
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise ModuleError(
+            f"'params' of a state of {kind} is a list with a dict for each parameter, got "
+            f"{type(params).__name__}"
+        )
+    missing = [name for name in ("optimizer", "params", *numbers) if name not in state]
+    if missing or state["optimizer"] != kind or len(params) != num_params:
+        raise ModuleError(
+            f"this state does not fit {kind} of {num_params} parameters: it is of "
+            f"{state.get('optimizer')} of {len(params)} parameters, "
+            f"and lacks {missing or 'nothing'}"
+        )
+
+
+def check_steps(who: str, given: Any) -> int:
+    """Return the count of steps in the state of a parameter.
+
+    Raises:
+        ModuleError: If there is none.
+    """
+    if not isinstance(given, Mapping):
+        raise ModuleError(
+            f"the state of {who} is a dict of 'steps' and of arrays, got {type(given).__name__}"
+        )
+    if "steps" not in given:
+        raise ModuleError(
+            f"the state of {who} lacks 'steps', how often it was stepped; it has {sorted(given)}"
+        )
+    value = given["steps"]
+    try:
+        steps = -1 if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        steps = -1
+    if not 0 <= steps < _MOST_STEPS:
+        raise ModuleError(
+            f"'steps' in the state of {who} must be a whole number from 0 on, got {value!r}"
+        )
+    return steps
+
+
+def check_arrays(who: str, given: Mapping[str, Any], shape: tuple[int, ...] | None) -> None:
+    """Check the arrays in the state of a parameter; shapes not if `shape` is None.
+
+    Raises:
+        ModuleError: If one is no array.
+        DTypeError: If one is not of floating point.
+        ShapeError: If one has another shape.
+    """
+    for name, array in given.items():
+        if name == "steps":
+            continue
+        if not hasattr(array, "shape") or not isinstance(getattr(array, "dtype", None), np.dtype):
+            raise ModuleError(
+                f"state {name!r} of {who} must be an array, got {type(array).__name__}"
+            )
+        if array.dtype.kind != "f":
+            raise DTypeError(
+                f"state {name!r} of {who} must be an array of floating point, got {array.dtype}"
+            )
+        if shape is not None and tuple(array.shape) != shape:
+            raise ShapeError(
+                f"state {name!r} of {who} must have its shape {shape}, got {tuple(array.shape)}; "
+                "one that fits other stages and splits comes from "
+                "ParallelOptimizer.full_state_dict()"
+            )

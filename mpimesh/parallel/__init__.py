@@ -1,6 +1,13 @@
 """Data, tensor and pipeline parallelism: models cut over replicas, ranks and stages, as one."""
 
+from mpimesh.nn.attention import ParallelAttention
+from mpimesh.nn.blocks import ParallelFeedForward, ParallelSwiGLU
+from mpimesh.nn.dropout import ParallelDropout
+from mpimesh.nn.embedding import VocabParallelEmbedding
+from mpimesh.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mpimesh.nn.losses import VocabParallelCrossEntropy
 from mpimesh.nn.split import SequenceSplit
+from mpimesh.nn.tensor_parallel import gpt_layers, split_sequence, tensor_parallel
 from mpimesh.parallel.accumulation import Accumulation, reduce_gradients
 from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.data import DataParallel, fully_shard
@@ -18,19 +25,7 @@ from mpimesh.parallel.optimizer import ParallelOptimizer
 from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step_report import StepReport
-from mpimesh.parallel.tensor.gpt import gpt_layers
-from mpimesh.parallel.tensor.layers import (
-    ColumnParallelLinear,
-    ParallelAttention,
-    ParallelDropout,
-    ParallelFeedForward,
-    ParallelSwiGLU,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
-from mpimesh.parallel.tensor.loss import VocabParallelCrossEntropy
-from mpimesh.parallel.tensor.model import sum_shared_gradients
-from mpimesh.parallel.tensor.split import split_sequence, tensor_parallel
+from mpimesh.parallel.tensor import sum_shared_gradients
 
 __all__ = [
     "BUCKET_BYTES",

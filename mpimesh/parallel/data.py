@@ -16,7 +16,7 @@ from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
 from mpimesh.parallel.groups import live_mesh, no_dim
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor.model import tensor_groups
+from mpimesh.parallel.tensor import tensor_groups
 from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import Tracer

@@ -26,7 +26,6 @@ from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import float_dtype
 from mpimesh.optim import LossScaler
 from mpimesh.parallel.executor import Executor
-from mpimesh.parallel.first_values import give_values, is_used_again, uses_of
 from mpimesh.parallel.gradients.bucket import STAGES, shard_sizes, share_values
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
@@ -40,8 +39,8 @@ from mpimesh.parallel.plans import Plans, ScheduleLike
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
 from mpimesh.parallel.task import Task, input_title
-from mpimesh.parallel.tensor.model import TensorModel, who_holds
-from mpimesh.parallel.ties import Ties, find_ties, named_places
+from mpimesh.parallel.tensor import TensorModel, who_holds
+from mpimesh.parallel.ties import Ties, find_ties, give_values, is_used_again, named_places, uses_of
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call

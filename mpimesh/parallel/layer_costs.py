@@ -33,7 +33,7 @@ from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Leaf
 from mpimesh.parallel.microbatch import Microbatches
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor.model import TensorModel
+from mpimesh.parallel.tensor import TensorModel
 from mpimesh.parallel.tree import Tree, flatten, tree_map
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike

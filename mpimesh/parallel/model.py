@@ -14,8 +14,8 @@ from mpimesh.dtensor import DTensor
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.layout import Layout, Shard
 from mpimesh.nn import Parameter
+from mpimesh.nn.parameter import check_shape, check_state, check_values
 from mpimesh.nn.protocol import set_training
-from mpimesh.nn.state import check_shape, check_state, check_values
 from mpimesh.optim import clip_grad_norm
 from mpimesh.parallel.batch import Batch, Rows, split_layout
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
@@ -25,7 +25,7 @@ from mpimesh.parallel.gradients.tuning import BucketTuning, tune_buckets
 from mpimesh.parallel.interface import Interface, Leaf
 from mpimesh.parallel.microbatch import Microbatches, replica_sizes
 from mpimesh.parallel.step import Step
-from mpimesh.parallel.tensor.model import local_part
+from mpimesh.parallel.tensor import local_part
 from mpimesh.parallel.tree import Structure, Tree, flatten, tree_map
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike

@@ -12,7 +12,7 @@ from mpimesh.arguments import shape_of, shown
 from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
 from mpimesh.optim import LossScaler, Optimizer
-from mpimesh.optim.clip import sum_of_squares
+from mpimesh.optim.scaling import sum_of_squares
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
 from mpimesh.parallel.gradients.pieces import Layouts, LentOptimizer, Pieces, State
 from mpimesh.parallel.model import ParallelModel

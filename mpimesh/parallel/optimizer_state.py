@@ -14,13 +14,13 @@ from mpimesh.arrays import Array, namespace, to_numpy
 from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
 from mpimesh.nn import Parameter
 from mpimesh.optim import LossScaler, Optimizer
-from mpimesh.optim.state_checks import check_arrays, check_steps
+from mpimesh.optim.optimizer import check_arrays, check_steps
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.bucket import STAGES
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.parallel.gradients.pieces import LentOptimizer, State, places_of
 from mpimesh.parallel.gradients.replicas import difference, digest
-from mpimesh.parallel.tensor.model import local_part
+from mpimesh.parallel.tensor import local_part
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call

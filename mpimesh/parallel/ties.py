@@ -1,4 +1,6 @@
-"""Parameters that stand in stages of several ranks: each rank that holds one has a copy of it.
+"""Parameters over all stages of a model: their first values, their uses, and who has copies.
+
+A parameter that stands in stages of several ranks is tied: each rank that holds one has a copy.
 
 The copies are kept equal by giving them equal first values and equal gradients. A gradient is
 summed over the replicas of *all* stages that the parameter stands in, by one all-reduce, so
@@ -11,11 +13,15 @@ hold copies, do not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from mpimesh.errors import MismatchError, on_all_ranks
 from mpimesh.nn import Parameter
+from mpimesh.nn.module import leaves
+from mpimesh.nn.protocol import Settled, materialize, num_layers, set_place
 from mpimesh.parallel.gradients.replicas import describe, digest
 from mpimesh.parallel.groups import groups_of_lines, lines_of_holders
 from mpimesh.parallel.stage import PipelineStage
@@ -23,7 +29,16 @@ from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
-__all__ = ["Tie", "Ties", "find_ties", "named_places"]
+__all__ = [
+    "Tie",
+    "Ties",
+    "check_alike",
+    "find_ties",
+    "give_values",
+    "is_used_again",
+    "named_places",
+    "uses_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +165,12 @@ class Ties:
         told = dict(zip(scope.ranks, everyone, strict=True))
         for tie in self._ties:
             for line in self._lines[tie.holders]:
-                texts = {rank: told[rank][tie.name] for rank in line}
-                if len(set(texts.values())) > 1:
-                    raise on_all_ranks(_difference(tie.name, texts))
+                check_alike(
+                    {rank: told[rank][tie.name] for rank in line},
+                    f"tied parameter {tie.name!r} must be the same on all ranks that hold it; give "
+                    "it the same values, or no memory, on every rank, and freeze it on all or on "
+                    "none",
+                )
 
 
 def _describe(tie: Tie, values: bool) -> str:
@@ -161,9 +179,95 @@ def _describe(tie: Tie, values: bool) -> str:
     return f"{describe(tie.parameter, tie.name)}{frozen}{seen}"
 
 
-def _difference(name: str, texts: dict[int, str]) -> MismatchError:
-    rows = "\n".join(f"  rank {rank}: {text}" for rank, text in texts.items())
-    return MismatchError(
-        f"tied parameter {name!r} must be the same on all ranks that hold it; give it the same "
-        f"values, or no memory, on every rank, and freeze it on all or on none:\n{rows}"
+def check_alike(texts: Mapping[int, str], rule: str) -> None:
+    """Return if ranks say the same of something that they have in common.
+
+    Args:
+        texts: What each says, as all of them have heard.
+        rule: Begins the error.
+
+    Raises:
+        MismatchError: On every rank, with what each says.
+    """
+    if len(set(texts.values())) > 1:
+        rows = "\n".join(f"  rank {rank}: {text}" for rank, text in texts.items())
+        raise on_all_ranks(MismatchError(f"{rule}:\n{rows}"))
+
+
+def give_values(
+    stages: Sequence[PipelineStage],
+    local: Collection[int],
+    *,
+    seed: int,
+    dtype: Any,
+    xp: ModuleType,
+) -> None:
+    """Materialise the layers of the `local` stages, and no others. Local.
+
+    A layer whose parameters all have memory is left as it is, and so is a parameter
+    with memory that stands in several layers. The values of one without are those of its first
+    place in the whole model, wherever that lies.
+
+    Args:
+        stages: All stages.
+        local: The numbers of this rank's.
+        seed: The seed of the whole model.
+        dtype: Dtype of the parameters.
+        xp: `numpy` or `cupy`.
+
+    Cost:
+        Where the first place of a local parameter is a layer of another rank's stage, that
+        whole layer has memory for a moment.
+    """
+    layers = [(layer, number in local) for number, stage in enumerate(stages) for layer in stage]
+    mine = {id(layer) for layer, is_local in layers if is_local}
+    wanted = {id(p) for layer, is_local in layers if is_local for p in layer.parameters()}
+    uses: dict[int, int] = {}
+    for layer, _ in layers:
+        for parameter in layer.parameters():
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    settled = Settled(
+        parameter
+        for layer, _ in layers
+        for parameter in layer.parameters()
+        if uses[id(parameter)] > 1 and parameter.data is not None
     )
+    index = 0
+    for layer, _ in layers:
+        parameters = layer.parameters()
+        whole = bool(parameters) and all(p.data is not None for p in parameters)
+        lends = any(id(p) in wanted and p not in settled for p in parameters)
+        if not whole and (id(layer) in mine or lends):
+            before = [(p, p.data) for p in parameters if id(p) not in wanted]
+            materialize(layer, seed=seed, dtype=dtype, xp=xp, index=index, settled=settled)
+            for parameter, data in before:
+                parameter.data = data
+        elif id(layer) in mine:
+            set_place(layer, seed=seed, index=index)
+        index += num_layers(layer)
+
+
+def is_used_again(stages: Sequence[PipelineStage]) -> bool:
+    """Tell whether the very first layer, or one in it, stands elsewhere in the model, too.
+
+    There somebody reads the gradient of its input.
+    """
+    first = [id(leaf) for leaf in leaves(stages[0].first_layer)]
+    everywhere = [id(leaf) for stage in stages for leaf in leaves(stage)]
+    return any(everywhere.count(one) > 1 for one in first)
+
+
+def uses_of(stages: Iterable[PipelineStage]) -> dict[int, int]:
+    """Return by its id how often a backward adds to the gradient of each parameter.
+
+    Empty where some layer is not of this library: it may use what is within it more than once, or
+    not in each step.
+    """
+    uses: dict[int, int] = {}
+    for stage in stages:
+        for leaf in leaves(stage):
+            if not type(leaf).__module__.startswith(("mpimesh.nn.", "mpimesh.parallel.")):
+                return {}
+            for parameter in leaf._own_parameters():
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    return uses

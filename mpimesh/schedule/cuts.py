@@ -1,4 +1,4 @@
-"""Where to cut a row of layers so that the longest stage is as short as can be, exactly.
+"""Cuts of a row of layers that make the longest stage as short as can be, exactly.
 
 Layers i to j - 1 may be a stage that keeps to a limit if ``up[j] - down[i]`` does, with ``up[j]``
 the time of all layers before j plus that of the message there, and ``down[i]`` the time of all

@@ -1,4 +1,4 @@
-"""Which rank holds which stage, where a rank holds several."""
+"""Placement of stages on ranks, where a rank holds several."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class TrappedLoss(mm.VocabParallelCrossEntropy):
 
     def _compute(self, y, target, denominator, *, grad):
         if self.armed and self.ranks.rank == 1:
-            self.ranks.all_reduce(np.zeros(target.size), "max")  # never resolved
+            self.ranks.start("all_reduce", np.zeros(target.size), op="max")  # never resolved
             raise ValueError("boom in the loss")
         return super()._compute(y, target, denominator, grad=grad)
 

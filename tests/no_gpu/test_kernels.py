@@ -12,15 +12,16 @@ import pytest
 
 from mpimesh import nn, optim
 from mpimesh.arrays.fused import fused
-from mpimesh.nn import kernels
-from mpimesh.optim import adam
+from mpimesh.nn import activations, attention, norms
+from mpimesh.optim import rules
 from tests.helpers.array_makers import ANY_SHAPE
 from tests.helpers.nn_cases import CASES
 
 DTYPES = ("float16", "float32", "float64")
 _FUSED = (
-    *(kernels.gelu, kernels.gelu_slope, kernels.gelu_tanh, kernels.gelu_tanh_slope),
-    *(kernels.scale_and_shift, kernels.exp_less, adam._adam),
+    *(activations.gelu, activations.gelu_slope),
+    *(activations.gelu_tanh, activations.gelu_tanh_slope),
+    *(norms.scale_and_shift, attention.exp_less, rules._adam),
 )
 
 
@@ -131,11 +132,11 @@ def _run_all_fused(dtype: str) -> list[str]:
     x, column, row = (cupy.ones(shape, dtype) for shape in ((4, 5), (4, 1), (5,)))
     for make in _FUSED:
         formula = fused(cupy, make)
-        if make is adam._adam:
+        if make is rules._adam:
             formula(x, x + 1, x + 2, x + 3, 0.9, 0.1, 0.99, 0.01, 1.0, 1e-8, 0.1)
-        elif make is kernels.scale_and_shift:
+        elif make is norms.scale_and_shift:
             formula(x, column, row, row)
-        elif make is kernels.exp_less:
+        elif make is attention.exp_less:
             formula(x, column)
         else:
             formula(*[x] * formula_arguments(make))
@@ -152,7 +153,7 @@ def test_a_formula_is_one_kernel_that_computes_in_its_own_dtype(dtype):
 
     x = cupy.ones((4, 5), dtype)
     before = driver().launched
-    y, slope = fused(cupy, kernels.gelu_slope)(x, x)
+    y, slope = fused(cupy, activations.gelu_slope)(x, x)
     assert driver().launched == before + 1
     assert (y.dtype, slope.dtype) == (dtype, dtype)
 

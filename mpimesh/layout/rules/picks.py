@@ -1,4 +1,4 @@
-"""Which elements of an axis make up an axis of the result, and whose they are.
+"""Picks of an axis: its elements that make up an axis of the result, and whose they are.
 
 ``x[2:9:3]``, ``np.flip``, ``np.roll``, ``np.take``, ``np.repeat`` and ``np.pad`` all say, axis by
 axis, which index of the old axis each index of the new one has: its *picks*. A slice is a

@@ -1,4 +1,4 @@
-"""Which splits of an array outlive a change of its shape."""
+"""Splits of an array that outlive a change of its shape."""
 
 from __future__ import annotations
 

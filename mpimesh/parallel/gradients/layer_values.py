@@ -8,7 +8,7 @@ two layers. It is the same forward and backward.
 All replicas run the same layers in the same order, which needs the same number of microbatches: a
 replica that has fewer rows runs some of none. So their gathers meet. If a rank fails in a layer,
 the others leave their waits, and all finish what any has started, as for layers that are
-split (:mod:`mpimesh.parallel.tensor.watch`).
+split (:class:`mpimesh.parallel.tensor.TensorWatch`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpimesh.nn import Sequential
 from mpimesh.parallel.gradients.bucket import Bucket, Shard
 from mpimesh.parallel.groups import Line, groups_of_lines, lines_along
 from mpimesh.parallel.slots import SlotPool
-from mpimesh.parallel.tensor.watch import TensorWatch
+from mpimesh.parallel.tensor import TensorWatch
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 
@@ -115,7 +115,7 @@ class LayerValues:
     def begin(self, look: Callable[[], None]) -> None:
         """Let the waits of a step look for news: `look` raises if it is to be left. Local."""
         if self._group is not None:
-            self._watch = TensorWatch(self._group, look)
+            self._watch = TensorWatch(self._group, look, most=len(self.shards))
 
     def need(self, layer: object, backward: bool) -> None:
         """Have the values of a layer here, and let go of others. Collective over the replicas."""
@@ -133,7 +133,8 @@ class LayerValues:
             del here[shard]
         for shard in soon:
             if shard not in here:
-                here[shard] = watch.all_gather(
+                here[shard] = watch.start(
+                    "all_gather",
                     shard.own,
                     axis=0,
                     sizes=shard.sizes,

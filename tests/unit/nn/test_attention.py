@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mpimesh import nn
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
-from mpimesh.nn.attend import attend, attend_backward
-from mpimesh.nn.drops import WeightDropout
+from mpimesh.nn.attention import BlockAttention
+from mpimesh.nn.dropout import WeightDropout
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises
 
@@ -74,9 +74,10 @@ def test_any_blocks_give_the_softmax_of_all_scores(
     mask = rng.random((batch, keys)) < 0.6 if masked else None
     weights, expected = dense(q, k, v, causal, mask)
 
-    out, sums = attend(q, k, v, causal=causal, mask=mask, block=block)
+    core = BlockAttention(q, k, v, causal=causal, mask=mask, block=block)
+    out, sums = core.forward()
     np.testing.assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
-    found = attend_backward(dout, q, k, v, out, sums, causal=causal, mask=mask, block=block)
+    found = core.backward(dout, out, sums)
     for one, other in zip(found, dense_backward(dout, q, k, v, weights), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-11)
 
@@ -85,10 +86,11 @@ def test_scores_too_large_for_an_exponential_do_no_harm():
     q = np.full((1, 3, 1, 1), 60.0, "float32")
     k = np.array([-60.0, 60.0, 59.0], "float32").reshape(1, 3, 1, 1)
     v = np.array([1.0, 2.0, 3.0], "float32").reshape(1, 3, 1, 1)
-    out, sums = attend(q, k, v, block=1)
+    core = BlockAttention(q, k, v, block=1)
+    out, sums = core.forward()
     np.testing.assert_allclose(out.ravel(), 2.0, rtol=1e-6)
     np.testing.assert_allclose(sums.ravel(), 3600.0, rtol=1e-6)
-    for gradient in attend_backward(np.ones_like(out), q, k, v, out, sums, block=1):
+    for gradient in core.backward(np.ones_like(out), out, sums):
         assert np.isfinite(gradient).all()
 
 
@@ -101,8 +103,9 @@ def test_memory_is_linear_in_the_tokens(dropout):
         q, k, v = rng.normal(size=(3, 1, tokens, 1, 8)).astype("float32")
         tracemalloc.start()
         try:
-            out, sums = attend(q, k, v, causal=True, dropout=dropout)
-            attend_backward(out, q, k, v, out, sums, causal=True, dropout=dropout)
+            core = BlockAttention(q, k, v, causal=True, dropout=dropout)
+            out, sums = core.forward()
+            core.backward(out, out, sums)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
@@ -134,7 +137,7 @@ def test_memory_is_linear_in_the_tokens(dropout):
 )
 def test_what_does_not_fit_is_refused(shapes, options, error, values):
     with raises(error, *values):
-        attend(*map(np.ones, shapes), **options)
+        BlockAttention(*map(np.ones, shapes), **options)
 
 
 NORM: Any = "batch"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mpimesh import nn
 from mpimesh.errors import ModuleError, ModuleStateError
-from mpimesh.nn.attend import attend, attend_backward
-from mpimesh.nn.drops import WeightDropout
+from mpimesh.nn.attention import BlockAttention
+from mpimesh.nn.dropout import WeightDropout
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises
 from tests.unit.nn.test_attention import dense
@@ -55,15 +55,15 @@ def test_any_blocks_give_the_softmax_with_its_mask(
     spread = [np.repeat(one, group, axis=2) for one in (k, v)]
     expected = np.einsum("bhqk,bkhd->bqhd", read, spread[1])
 
-    options: dict[str, Any] = {"causal": causal, "mask": mask, "dropout": dropout, "block": block}
-    out, sums = attend(q, k, v, **options)
+    core = BlockAttention(q, k, v, causal=causal, mask=mask, dropout=dropout, block=block)
+    out, sums = core.forward()
     np.testing.assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
 
     dp = np.einsum("bqhd,bkhd->bhqk", dout, spread[1]) * factor
     ds = weights * (dp - (weights * dp).sum(axis=-1, keepdims=True)) / math.sqrt(2)
     dk, dv = np.einsum("bhqk,bqhd->bkhd", ds, q), np.einsum("bhqk,bqhd->bkhd", read, dout)
     summed = [one.reshape(batch, keys, kv_heads, group, 2).sum(axis=3) for one in (dk, dv)]
-    found = attend_backward(dout, q, k, v, out, sums, **options)
+    found = core.backward(dout, out, sums)
     for one, other in zip(
         found, [np.einsum("bhqk,bkhd->bqhd", ds, spread[0]), *summed], strict=True
     ):
@@ -142,7 +142,7 @@ def test_what_is_refused():
     q = np.ones((1, 2, 1, 4))
     for block in (0, -1, 2.5):
         with raises(ModuleError, "block", 1):
-            attend(q, q, q, block=block)  # type: ignore[arg-type]
+            BlockAttention(q, q, q, block=block)  # type: ignore[arg-type]
     layer = nn.Attention(4, 1, dropout=0.5)
     for one in layer.parameters():
         one.data = np.ones(one.shape)

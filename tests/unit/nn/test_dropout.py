@@ -168,3 +168,16 @@ def next_state_before(word):
 def test_keys_tell_numbers_and_their_order_apart():
     lists = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (2**64, 0, 0), (0,), (0, 0), (2**64 + 1,)]
     assert len({key_of(*numbers) for numbers in lists}) == len(lists)
+
+
+def test_a_dropout_within_a_layer_that_keeps_its_values_learns_its_place():
+    """As :class:`Attention` does: masks are those of the model that it stands in now."""
+    blocks = [nn.GptBlock(8, 2, dropout=0.5) for _ in range(2)]
+    for block, (seed, index) in zip(blocks, ((3, 2), (0, 0)), strict=True):
+        block.materialize(seed=seed, dtype=np.float64, index=index)
+    for own, other in zip(blocks[0].parameters(), blocks[1].parameters(), strict=True):
+        other.data = own.value().copy()
+    blocks[1].set_place(seed=3, index=2)
+    x = np.random.default_rng(0).normal(size=(2, 5, 8))
+    one, other = (block(x, nn.Context()) for block in blocks)
+    np.testing.assert_array_equal(one, other)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpimesh import nn
-from mpimesh.nn.attend import attend, attend_backward
+from mpimesh.nn.attention import BlockAttention
 
 torch: Any = pytest.importorskip("torch")
 
@@ -21,12 +21,13 @@ def tensor(x):
 def test_attention_is_torchs(causal):
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.normal(size=(4, 2, 70, 3, 8))
-    out, sums = attend(q, k, v, causal=causal, block=32)
+    core = BlockAttention(q, k, v, causal=causal, block=32)
+    out, sums = core.forward()
     given = [tensor(x.swapaxes(1, 2).copy()) for x in (q, k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=causal)
     expected.backward(torch.tensor(dout.swapaxes(1, 2).copy()))
     np.testing.assert_allclose(out.swapaxes(1, 2), expected.detach().numpy(), atol=1e-12)
-    found = attend_backward(dout, q, k, v, out, sums, causal=causal, block=32)
+    found = core.backward(dout, out, sums)
     for one, other in zip(found, given, strict=True):
         np.testing.assert_allclose(one.swapaxes(1, 2), other.grad.numpy(), atol=1e-11)
 

@@ -117,3 +117,9 @@ def test_adam_is_that_of_pytorch(name):
         for optimizer in pair:
             optimizer.step()
     np.testing.assert_allclose(ours.data, theirs.detach().numpy(), rtol=1e-11)
+
+
+def test_the_usual_decay():
+    for kind, decay in ((optim.Adam, 0.0), (optim.AdamW, 0.01)):
+        assert kind([]).weight_decay == decay
+        assert kind([], weight_decay=0.5).weight_decay == 0.5

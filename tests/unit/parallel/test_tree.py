@@ -109,6 +109,7 @@ def task_of(rows, count=0, interfaces=None, sizes=()):
         replicas=1,
         replica=0,
         most=max(count, 1),
+        alike=False,
         sizes=sizes,
     )
     return task

@@ -25,7 +25,7 @@ from tests.helpers.parallel_models import (
     state_of,
 )
 from tests.helpers.parallel_tied import tied_batch, tied_pipeline
-from tests.helpers.parallel_traps import assert_nothing_left, error_of, trapped_stages
+from tests.helpers.parallel_traps import Trap, assert_nothing_left, error_of, trapped_stages
 from tests.helpers.raises import raises
 
 pytestmark = pytest.mark.usefixtures("nodes_apart")
@@ -234,6 +234,32 @@ def test_a_rank_that_fails_in_a_layer_keeps_nobody_waiting(kind, failing):
     one, *others = on_ranks("dp=2,pp=2", body, rendezvous=True)
     for other in others:
         assert_equal(one, other)
+
+
+def test_many_buckets_that_are_under_way_when_a_rank_fails_are_finished():
+    """Two blocks of a dozen buckets each: the gathers of both have begun on the other rank."""
+
+    def body(mesh):
+        trap = Trap()
+        blocks = [nn.GptBlock(8, 2) for _ in range(3)]
+        model = mm.fully_shard(
+            nn.Sequential(trap, *blocks), mesh, loss=nn.mse, dtype="float64", bucket_bytes=1
+        )
+        optimizer = mm.ParallelOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
+        x = np.random.default_rng(0).normal(size=(4, 3, 8))
+        model.train_step(x, x, optimizer=optimizer)
+        before = model.full_state_dict()
+        if mesh.rank == 1:
+            trap.arm("F", 0)
+        train = partial(model.train_step, x, x, optimizer=optimizer)
+        assert type(error_of(train)) is StageError
+        trap.disarm()
+        assert_equal(model.full_state_dict(), before)
+        train()
+        model.check_replicas()
+        return len(model.buckets.buckets)
+
+    assert on_ranks("dp=2", body)[0] > 2 * 16
 
 
 def test_values_are_loaded_rebuilt_and_given_back():

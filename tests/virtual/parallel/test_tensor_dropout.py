@@ -50,7 +50,7 @@ def test_a_part_of_the_features_has_its_part_of_the_mask(
     assert layer.set_part(part) == part
     with pytest.MonkeyPatch.context() as patch:
         if blocks:
-            patch.setattr("mpimesh.nn.drops._BLOCK_WORDS", 4)
+            patch.setattr("mpimesh.nn.dropout._BLOCK_WORDS", 4)
         x = np.ones((*shape[:-1], stop - start))
         ctx = nn.Context(step=2, first_row=first_row)
         y = layer(x, ctx)

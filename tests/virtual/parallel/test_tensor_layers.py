@@ -24,7 +24,7 @@ from mpimesh.layout.boxes import slices
 from mpimesh.nn import Parameter
 from mpimesh.nn.attention import head_runs
 from mpimesh.nn.initializers import first_values
-from mpimesh.parallel.tensor.model import TensorModel
+from mpimesh.parallel.tensor import TensorModel
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.raises import raises
@@ -357,3 +357,35 @@ def test_a_copy_of_a_layer_is_split_over_the_same_ranks():
         assert np.array_equal(layer(x), twin(x))
 
     on_ranks("tp=2", body)
+
+
+OPTIONS: dict[str, tuple[type[nn.Module], type[nn.Module], tuple[int, ...]]] = {
+    "attention": (nn.Attention, mm.ParallelAttention, (8, 4)),
+    "feedforward": (nn.FeedForward, mm.ParallelFeedForward, (6, 5)),
+    "swiglu": (nn.SwiGLU, mm.ParallelSwiGLU, (6, 5)),
+    "embedding": (nn.Embedding, mm.VocabParallelEmbedding, (7, 3)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_layer_with_a_group_is_the_parallel_one(name):
+    plain, parallel, extents = OPTIONS[name]
+    make: Any = plain
+    make_parallel: Any = parallel
+
+    def main(mesh: mm.DeviceMesh) -> None:
+        tp = mesh.group("tp")
+        sequence = mm.SequenceSplit(tp)
+        layers = [one(*extents, group=tp, sequence=sequence) for one in (make, make_parallel)]
+        for layer in layers:
+            layer.materialize(seed=SEED, dtype=np.float64)
+        one, other = (layer.state_dict() for layer in layers)
+        assert [*one] == [*other] == [name for name, _ in make(*extents).named_parameters()]
+        for key, values in one.items():
+            np.testing.assert_array_equal(values, other[key])
+        with raises(ModuleError, parallel.__name__, "group="):
+            make_parallel(*extents)
+        with raises(ModuleError, plain.__name__, "group="):
+            make(*extents, sequence=sequence)
+
+    on_ranks("tp=2", main)

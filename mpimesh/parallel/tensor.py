@@ -5,33 +5,47 @@ like any other: the ranks along the group's dim of the mesh do the same actions 
 each on its part of the layers. What differs stands here: some gradients are summed over ranks of
 the group, too, once a step, parameters are counted once in norms, states are put together and
 cut, and a rank that fails in a layer does not leave the others waiting in it.
+
+A watch over the ranks that share the layers of one model, within a step.
+
+A tensor-parallel layer waits for the other ranks in the middle of its forward or backward. If one
+of them fails there, it never comes to the collective that the others are in, and a started
+collective cannot be taken back. So a step watches: while a layer waits, it looks for the
+signal of a failed rank, and what was started is noted. After a failure the ranks compare their
+notes, and those that are behind do what they have missed, with zeros; then nothing of the
+step is left on the group, and the next one works. All ranks run the same layers in the same
+order, so a rank is never further ahead than the few collectives that it has not resolved.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpimesh.arrays import Array, HostArray, namespace, to_numpy
-from mpimesh.errors import MismatchError, ModuleError, on_all_ranks
+from mpimesh.arrays.namespace import is_cupy
+from mpimesh.errors import ModuleError, MpimeshError
 from mpimesh.layout.boxes import extent, view, volume
 from mpimesh.nn import CrossEntropy, Parameter
+from mpimesh.nn.parameter import check_shape
 from mpimesh.nn.protocol import FeaturePart
-from mpimesh.nn.split import Ranks, stand_in
-from mpimesh.nn.state import check_shape
-from mpimesh.parallel.first_values import leaves
+from mpimesh.nn.split import watch
+from mpimesh.nn.tensor_parallel import split_groups
 from mpimesh.parallel.gradients.replicas import agree_values, digest
 from mpimesh.parallel.groups import group_named, groups_of_lines, lines_of_holders
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor.watch import TensorWatch
-from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.parallel.ties import check_alike
+from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 
 __all__ = [
     "TensorModel",
+    "TensorWatch",
     "local_part",
     "sum_shared_gradients",
     "tensor_groups",
@@ -41,15 +55,8 @@ __all__ = [
 
 
 def tensor_groups(*layers: object) -> list[ProcessGroup]:
-    """Return the groups over which `layers`, and those under them, are split. Local."""
-    found: dict[ProcessGroup, None] = {}
-    for top in layers:
-        for layer in leaves(top):
-            for value in getattr(layer, "__dict__", {}).values():
-                ranks = value if isinstance(value, Ranks) else getattr(value, "ranks", None)
-                if isinstance(ranks, Ranks) and isinstance(ranks.group, ProcessGroup):
-                    found[ranks.group] = None
-    return list(found)
+    """Return the groups of a mesh over which `layers`, and those under them, are split. Local."""
+    return [group for group in split_groups(*layers) if isinstance(group, ProcessGroup)]
 
 
 def sum_shared_gradients(parameters: Iterable[Parameter], group: ProcessGroup) -> None:
@@ -203,12 +210,12 @@ class TensorModel:
         if self._apart is None or self.group is None:
             return
         self._watch = TensorWatch(self._apart, look)
-        stand_in(self.group, self._watch)
+        watch(self.group, self._watch.start)
 
     def end(self) -> None:
         """Let go of the step. Local."""
         if self.group is not None:
-            stand_in(self.group, None)
+            watch(self.group, None)
         self._watch = None
 
     def notes(self) -> list[Any]:
@@ -263,7 +270,13 @@ class TensorModel:
             mine = [digest(one) for _, one in shared]
             what = Call("shared parameters", self.group.name)
             everyone: list[list[str]] = agree(self.group._core, what, mine)
-            _agree_parts(shared, everyone, self.group)
+            for place, (name, one) in enumerate(shared):
+                for holders in one.blocks.values():
+                    check_alike(
+                        {rank: f"values {everyone[rank][place]}" for rank in holders},
+                        f"ranks {list(holders)} of group {self.group.name!r} hold the same part of "
+                        f"parameter {name!r}, and must have the same values of it",
+                    )
 
     def whole(self, parameter: Parameter, part: Array = None) -> HostArray:
         """Return the values of a parameter, put together if it is split. Collective if so.
@@ -290,31 +303,6 @@ def local_part(name: str, parameter: Parameter, whole: Array) -> Array:
 def who_holds(parameter: Parameter) -> object:
     """Return what must be alike on all ranks that share a model: nothing of the rank itself."""
     return parameter.global_shape, list(parameter.blocks.items())
-
-
-def _agree_parts(
-    shared: Sequence[tuple[str, Parameter]],
-    everyone: Sequence[Sequence[str]],
-    group: ProcessGroup,
-) -> None:
-    """Raise if ranks that hold the same part of a parameter told different things of it.
-
-    On every rank of the group: all of them have heard the same.
-
-    Raises:
-        MismatchError: Naming the first such parameter.
-    """
-    for place, (name, one) in enumerate(shared):
-        for holders in one.blocks.values():
-            texts = {rank: everyone[rank][place] for rank in holders}
-            if len(set(texts.values())) > 1:
-                rows = "\n".join(f"  rank {rank}: values {text}" for rank, text in texts.items())
-                raise on_all_ranks(
-                    MismatchError(
-                        f"ranks {list(holders)} of group {group.name!r} hold the same part of "
-                        f"parameter {name!r}, and must have the same values of it:\n{rows}"
-                    )
-                )
 
 
 def _is_split(parameter: Parameter) -> bool:
@@ -350,3 +338,126 @@ def whole_array(parameter: Parameter, part: Array, group: ProcessGroup | None) -
         view(whole, box)[...] = parts[start : start + volume(box)].reshape(extent(box))
         start += volume(box)
     return whole
+
+
+# -- a watch over the ranks of a step --------------------------------------------------------------
+
+_MOST = 16
+# More than a split layer ever has under way at once.
+
+
+class _Call(NamedTuple):
+    """A started collective, so that a rank that missed it can take part."""
+
+    name: str
+    shape: Sequence[int]
+    dtype: str
+    on_device: bool
+    options: dict[str, Any]
+
+    def start(self, group: ProcessGroup, x: Array, **out: Array) -> CollectiveTensor:
+        handle: CollectiveTensor = getattr(group, self.name)(x, **self.options, **out)
+        return handle
+
+    def start_missed(self, group: ProcessGroup) -> CollectiveTensor:
+        """Take part in what another rank of the group has started, with zeros."""
+        shape = list(self.shape)
+        if self.name == "all_gather":
+            shape[self.options["axis"]] = self.options["sizes"][group.rank or 0]
+        xp = sys.modules["cupy"] if self.on_device else np
+        return self.start(group, xp.zeros(shape, self.dtype))
+
+
+class TensorWatch:
+    """A step's record of the collectives of its layers on this rank, which it starts.
+
+    Layers and losses start them by :func:`mpimesh.nn.split.watch`.
+
+    Args:
+        group: The ranks that share the layers, for their collectives in this step.
+        look: Raises if the step is to be left.
+        most: Most collectives that are under way at once.
+    """
+
+    def __init__(self, group: ProcessGroup, look: Callable[[], None], *, most: int = _MOST) -> None:
+        self.group = group
+        self._look = look
+        self._count = 0
+        self._recent: deque[_Call] = deque(maxlen=most)
+        self._open: dict[int, CollectiveTensor] = {}
+
+    def start(self, name: str, x: Array, *, out: Array | None = None, **options: Any) -> _Watched:
+        """Start a collective, as :meth:`mpimesh.nn.split.Ranks.start` does. Collective."""
+        call = _Call(name, tuple(x.shape), str(x.dtype), is_cupy(x), options)
+        handle = call.start(self.group, x, **({} if out is None else {"out": out}))
+        self._count += 1
+        self._recent.append(call)
+        self._open[id(handle)] = handle
+        return _Watched(handle, self)
+
+    def resolve(self, handle: CollectiveTensor) -> Array:
+        """Wait for `handle` and return its result, or leave the step.
+
+        Raises:
+            Exception: What ends the step, if another rank has failed in it.
+        """
+        if not handle.done():
+            self.group._core.wait_for(_Waiting(handle, self._look), what=handle)
+        value = handle.resolve()
+        self._open.pop(id(handle), None)
+        return value
+
+    def notes(self) -> list[Any]:
+        """Return what other ranks are to know after a failure: how many, and the last of them."""
+        return [self._count, [list(call) for call in self._recent]]
+
+    def finish(self, everyone: Sequence[list[Any]]) -> None:
+        """Do what this rank has missed, and wait for all that is under way. Collective.
+
+        Args:
+            everyone: The `notes` of all ranks of the group.
+        """
+        most, calls = max(everyone, key=lambda notes: notes[0])
+        missed = [] if most == self._count else calls[self._count - most :]
+        handles = list(self._open.values())
+        handles += [_Call(*call).start_missed(self.group) for call in missed]
+        for handle in handles:
+            try:
+                handle.resolve()
+            except MpimeshError:
+                continue  # the ranks were at odds, which the step tells
+        self._open.clear()
+
+
+class _Watched:
+    """The result of a collective of a layer that may be under way."""
+
+    __slots__ = ("_handle", "_value", "_watch")
+
+    def __init__(self, handle: CollectiveTensor, watch: TensorWatch) -> None:
+        self._handle: CollectiveTensor | None = handle
+        self._value: Array = None
+        self._watch = watch
+
+    def resolve(self) -> Array:
+        """Wait for the result and return it; see :meth:`TensorWatch.resolve`."""
+        if self._handle is not None:
+            self._value = self._watch.resolve(self._handle)
+            self._handle = None
+        return self._value
+
+
+class _Waiting:
+    """An operation as a request whose wait also looks for news."""
+
+    __slots__ = ("_handle", "_look")
+
+    def __init__(self, handle: CollectiveTensor, look: Callable[[], None]) -> None:
+        self._handle = handle
+        self._look = look
+
+    def test(self) -> bool:
+        if self._handle.done():
+            return True
+        self._look()
+        return False

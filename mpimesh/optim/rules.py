@@ -1,4 +1,4 @@
-"""Adam, with decay in the gradient or beside it."""
+"""Stochastic gradient descent, and Adam with decay in the gradient or beside it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from mpimesh.arguments import as_flag
 from mpimesh.arrays.fused import fused
 from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
@@ -14,7 +15,97 @@ from mpimesh.errors import ModuleError
 from mpimesh.nn.parameter import Parameter
 from mpimesh.optim.optimizer import DecayMask, Optimizer, check_number
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["SGD", "Adam", "AdamW"]
+
+
+class SGD(Optimizer):
+    """Gradient descent, with momentum and decay if asked for.
+
+    With g the gradient, p the parameter, and b the buffer, 0 at first::
+
+        g = g + weight_decay * p
+        b = momentum * b + g
+        p = p - lr * b                      # or, with nesterov
+        p = p - lr * (g + momentum * b)
+
+    Args:
+        params: The parameters.
+        lr: The learning rate.
+        momentum: Share of the buffer that each step keeps, in [0, 1).
+        nesterov: Look one step ahead; needs momentum.
+        weight_decay: Weight of the squared parameters in the loss, twice.
+        decay_mask: Asked once for each parameter whether the decay is for it, such as
+            ``lambda parameter: len(parameter.shape) > 1``, which spares biases and the scales of
+            norms. None is for all.
+
+    Raises:
+        ModuleError: If a number is out of range.
+    """
+
+    numbers = ("lr", "momentum", "nesterov", "weight_decay")
+    num_scratch = 2
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+
+    def __init__(
+        self,
+        params: Iterable[Parameter],
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decay_mask: DecayMask | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            decay_mask=decay_mask,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+        )
+
+    def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        momentum = check_number("momentum", numbers["momentum"], below=1.0)
+        nesterov = as_flag(numbers["nesterov"], "nesterov", ModuleError)
+        if nesterov and not momentum:
+            raise ModuleError("nesterov needs a momentum above 0, got 0")
+        return {
+            **super()._checked_numbers(numbers),
+            "momentum": momentum,
+            "nesterov": nesterov,
+        }
+
+    def _state_names(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def _update(
+        self,
+        data: Array,
+        grad: Array,
+        state: Sequence[Array],
+        scratch: Array,
+        steps: int,
+        decays: bool,
+    ) -> None:
+        xp = namespace(data)
+        change = grad
+        if self.weight_decay and decays:
+            change = xp.multiply(data, self.weight_decay, out=scratch[0])
+            change += grad
+        if self.momentum:
+            (buffer,) = state
+            buffer *= self.momentum
+            buffer += change
+            if self.nesterov:
+                ahead = xp.multiply(buffer, self.momentum, out=scratch[1])
+                ahead += change
+                change = ahead
+            else:
+                change = buffer
+        data -= xp.multiply(change, self.lr, out=scratch[1])
 
 
 class Adam(Optimizer):
@@ -33,7 +124,7 @@ class Adam(Optimizer):
         lr: The learning rate.
         betas: What each step keeps of the mean and of the square, in [0, 1).
         eps: Keeps the quotient finite; above 0.
-        weight_decay: Weight of the squared parameters in the loss, twice.
+        weight_decay: Weight of the squared parameters in the loss, twice; None for 0.
         decay_mask: Asked once for each parameter whether the decay is for it, such as
             ``lambda parameter: len(parameter.shape) > 1``, which spares biases and the scales of
             norms. None is for all.
@@ -48,6 +139,7 @@ class Adam(Optimizer):
     eps: float
     weight_decay: float
     _decoupled = False
+    _usual_decay = 0.0
 
     def __init__(
         self,
@@ -56,12 +148,13 @@ class Adam(Optimizer):
         lr: float = 1e-3,
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         decay_mask: DecayMask | None = None,
     ) -> None:
-        super().__init__(params, lr=lr, decay_mask=decay_mask)
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self._set_numbers(self._checked_numbers(numbers))
+        decay = self._usual_decay if weight_decay is None else weight_decay
+        super().__init__(
+            params, lr=lr, decay_mask=decay_mask, betas=betas, eps=eps, weight_decay=decay
+        )
 
     def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         betas = numbers["betas"]
@@ -76,7 +169,6 @@ class Adam(Optimizer):
                 check_number(f"betas[{at}]", beta, below=1.0) for at, beta in enumerate(betas)
             ),
             "eps": eps,
-            "weight_decay": check_number("weight_decay", numbers["weight_decay"]),
         }
 
     def _state_names(self) -> tuple[str, ...]:
@@ -125,42 +217,13 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with the decay beside the gradient, of Loshchilov and Hutter (2019).
 
-    ``p = (1 - lr * weight_decay) * p`` before Adam's step without decay.
-
-    Args:
-        params: The parameters.
-        lr: The learning rate.
-        betas: What each step keeps of the mean and of the square, in [0, 1).
-        eps: Keeps the quotient finite; above 0.
-        weight_decay: Share that a learning rate of 1 would take off.
-        decay_mask: Asked once for each parameter whether the decay is for it, such as
-            ``lambda parameter: len(parameter.shape) > 1``, which spares biases and the scales of
-            norms. None is for all.
-
-    Raises:
-        ModuleError: If a number is out of range.
+    ``p = (1 - lr * weight_decay) * p`` before Adam's step without decay. Arguments and errors are
+    those of :class:`Adam`; `weight_decay` is the share that a learning rate of 1 would take off,
+    and 0.01 where it is None.
     """
 
     _decoupled = True
-
-    def __init__(
-        self,
-        params: Iterable[Parameter],
-        *,
-        lr: float = 1e-3,
-        betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        decay_mask: DecayMask | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            decay_mask=decay_mask,
-        )
+    _usual_decay = 0.01
 
 
 def _adam(xp: ModuleType) -> Callable[..., None]:
