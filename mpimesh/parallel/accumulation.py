@@ -13,6 +13,7 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.arrays.reduction import is_half
 from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, on_all_ranks
+from mpimesh.nn.losses import LossValue
 from mpimesh.parallel.batch import SupportsStep
 from mpimesh.parallel.data import DataParallel
 from mpimesh.parallel.gradients.buckets import GROUP
@@ -123,7 +124,7 @@ class Accumulation:
             return None
         if not inside:
             self._change()
-        return self._loss
+        return LossValue(self._loss)
 
     def flush(self) -> float | None:
         """Take the optimizer's step with those that wait, by the mean of their losses. Collective.
@@ -151,7 +152,7 @@ class Accumulation:
         engine.buckets.start()
         engine.buckets.synchronize()
         self._change()
-        return self._loss * factor
+        return LossValue(self._loss * factor)
 
     def _change(self) -> None:
         if self._max_norm is not None:
