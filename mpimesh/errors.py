@@ -8,7 +8,7 @@ catches it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TypeVar
 
 __all__ = [
@@ -274,7 +274,7 @@ class Elsewhere:
         return f"<no attribute: {self._where}>"
 
 
-def tell_elsewhere(owner: type[Any], where: Mapping[str, str]) -> None:
+def tell_elsewhere(owner: Any, where: Mapping[str, str]) -> None:
     """Have objects of a class refuse attributes with a word on where these are.
 
     ``hasattr`` is False for them, and ``dir`` leaves them out. A subclass may define them.
@@ -283,7 +283,7 @@ def tell_elsewhere(owner: type[Any], where: Mapping[str, str]) -> None:
         owner: The class.
         where: By the attribute where it is, for a person.
     """
-    listed = owner.__dir__
+    listed: Callable[[object], Iterable[str]] = owner.__dir__
 
     def names(self: object) -> list[str]:
         refused = (name for name in where if isinstance(getattr(type(self), name, None), Elsewhere))
@@ -291,4 +291,4 @@ def tell_elsewhere(owner: type[Any], where: Mapping[str, str]) -> None:
 
     for name, place in where.items():
         setattr(owner, name, Elsewhere(name, place))
-    owner.__dir__ = names  # type: ignore[method-assign]
+    owner.__dir__ = names

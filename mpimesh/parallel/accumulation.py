@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -80,7 +81,8 @@ class Accumulation:
     @property
     def pending(self) -> int:
         """Number of steps that wait for the optimizer's. After one that failed there is none."""
-        return self._engine.buckets.begun
+        engine = self._engine
+        return engine.buckets.begun if engine.added_by == ref(self) else 0
 
     def train_step(self, x: Tree | None, target: Tree | None, **options: Any) -> float | None:
         """Add the gradients of a batch to those that wait. Collective, as the model's `train_step`.
@@ -97,20 +99,22 @@ class Accumulation:
         Raises:
             StageError: On every rank, as in the model's `train_step`. What had been added up is
                 dropped, and the next step is the first.
-            ModuleStateError: If steps that were not taken here are being added up.
+            ModuleStateError: On every rank, if steps that were not taken here are being added up;
+                so does a step of the model while steps of this wait. What had been added up is
+                dropped. On this rank, under :meth:`~mpimesh.PipelineParallel.no_sync`.
         """
         engine, model = self._engine, self._model
         engine.check_ready()
-        if engine.accumulating or self.pending >= self.steps:
+        if engine.accumulating:
             raise ModuleStateError(
-                f"rank {engine.mesh.rank}: gradients of other steps are being added up under "
-                "no_sync(): end them by a step, or zero_grad(), before steps of an Accumulation"
+                f"rank {engine.mesh.rank}: an Accumulation chooses by itself which of its steps "
+                "reduce gradients: call its train_step() outside of no_sync()"
             )
         if not self.pending:
             self._loss = 0.0
         is_last = self.pending + 1 == self.steps
         inside = is_last and self._max_norm is None
-        engine.loss_share = 1 / self.steps
+        engine.loss_share, engine.adder = 1 / self.steps, ref(self)
         try:
             if is_last:
                 optimizer = self._optimizer if inside else None
@@ -119,7 +123,7 @@ class Accumulation:
                 with model.no_sync():
                     self._loss += model.train_step(x, target, **options)
         finally:
-            engine.loss_share = 1.0
+            engine.loss_share, engine.adder = 1.0, None
         if not is_last:
             return None
         if not inside:

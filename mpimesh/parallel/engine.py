@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from types import ModuleType
 from typing import Any, Protocol
+from weakref import ReferenceType
 
 import numpy as np
 
@@ -168,6 +169,9 @@ class Engine:
             they were made or loaded.
         first_forward: Whether no step without training has compared the values of its batch.
         loss_share: What a step's loss is multiplied by, which is one of several.
+        adder: The object whose steps are being taken, if one adds up gradients of several; None
+            for the model by itself.
+        added_by: The adder of the gradients that are being added up.
         why_no_step: Why this rank may start nothing collective; empty if it may.
         is_given_back: Whether the model has been taken out of here.
         interfaces: What stages give to each other, by kind of input.
@@ -208,6 +212,8 @@ class Engine:
         self.first_forward = True
         self.accumulating = False
         self.loss_share = 1.0
+        self.adder: ReferenceType[object] | None = None
+        self.added_by: ReferenceType[object] | None = None
         self.optimizer: ModelOptimizer | None = None
         self._frozen_values: list[Array] = []  # that other ranks of the node read
         self.why_no_step = ""
@@ -400,7 +406,19 @@ class Engine:
         Args:
             num_microbatches: Their number.
             look: Raises if the step is to be left.
+
+        Raises:
+            ModuleStateError: If others are adding up gradients, which this step would mix with its
+                own.
         """
+        if self.buckets.begun and self.adder is not self.added_by:
+            raise ModuleStateError(
+                f"gradients of steps of {_adder(self.added_by)} were being added up, "
+                f"{self.buckets.begun} by now, and a step of {_adder(self.adder)} would mix its "
+                "own with them: first take those that are missing, an Accumulation's by its "
+                "train_step() or flush(), or give them up by zero_grad(), as this error did"
+            )
+        self.added_by = self.adder
         self.buckets.begin(num_microbatches, look=look)
         self._in_backward = set(self.local)
 
@@ -674,6 +692,10 @@ class Engine:
                 label="values of frozen parameters",
             )
             self._frozen_values.append(values)
+
+
+def _adder(adder: ReferenceType[object] | None) -> str:
+    return "the model under no_sync()" if adder is None else "an Accumulation"
 
 
 def _place(group: ProcessGroup) -> int:

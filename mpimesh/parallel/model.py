@@ -238,8 +238,9 @@ class ParallelModel:
         if expected.keys() != state.keys():
             missing, unknown = expected.keys() - state.keys(), state.keys() - expected.keys()
             raise ModuleError(
-                f"a state must name each parameter of the whole model once, as full_state_dict() does; "
-                f"missing: {sorted(missing) or 'none'}, unknown: {sorted(unknown) or 'none'}"
+                "a state must name each parameter of the whole model once, as that of "
+                f"full_state_dict() does; missing: {sorted(missing) or 'none'}, unknown: "
+                f"{sorted(unknown) or 'none'}"
             )
         for name, parameter in expected.items():
             check_shape(name, parameter.global_shape, state[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_a_model_under_torch_s_names():
 def test_an_optimizer_under_torch_s_names(parallel):
     with mm.DeviceMesh("dp=1") as mesh:
         model = make_model(mesh)
-        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        optimizer: Any = optim.AdamW(model.parameters(), lr=0.1)
         if parallel:
             optimizer = mm.ParallelOptimizer(optimizer, model)
         model.train_step(*data())
@@ -126,16 +127,17 @@ def test_a_loss_is_a_float_that_says_it_is_no_tensor():
         accumulation = mm.parallel.Accumulation(
             model, 1, optimizer=optim.SGD(model.parameters(), lr=0.1)
         )
-        for loss in (
+        losses: list[Any] = [
             nn.cross_entropy(model(x), target),
             nn.mse(model(x), np.zeros((6, 3), "float32")),
             model.train_step(x, target),
             model.evaluate(x, target),
             accumulation.train_step(x, target),
-        ):
+        ]
+        for loss in losses:
             assert isinstance(loss, float)
-            assert type(loss.item()) is float  # type: ignore[attr-defined]
-            assert loss.item() == loss  # type: ignore[attr-defined]
+            assert type(loss.item()) is float
+            assert loss.item() == loss
             assert repr(loss) == repr(float(loss)) == json.dumps(loss)
             refused(loss, "backward", "train_step(", "value_and_grad")
             refused(loss, "detach", "number")
@@ -145,7 +147,7 @@ def test_a_loss_is_a_float_that_says_it_is_no_tensor():
 def test_the_loss_of_a_pipeline_is_one_too():
     def body(mesh):
         pipe = make_pipeline(mesh, stages=cut(2))
-        loss = pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
+        loss: Any = pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
         assert loss.item() == pytest.approx(train_alone(1, 16).losses[0], rel=1e-12)
 
     on_ranks("pp=2", body)
