@@ -234,6 +234,7 @@ class Training:
             )
         self.batches = self.text.batches(
             mesh,
+            self.pipe,
             options.steps,
             options.batch_size,
             parts=options.accumulate,
@@ -277,8 +278,8 @@ class Training:
         """Do one training step; return the norm of its gradients."""
         start_s = time.perf_counter()
         options = self.options
-        # Every rank passes its own rows. Each part is divided by the rows of all, so that the parts
-        # add up to the mean over the batch.
+        # Every rank passes its own rows, and None for what its stages do not take. Each part is
+        # divided by the rows of all, so that the parts add up to the mean over the batch.
         train = partial(self.pipe.train_step, loss=self.loss, denominator=options.batch_size)
         with self.pipe.no_sync():
             losses = [train(*self.batches.next()) for _ in range(options.accumulate - 1)]
