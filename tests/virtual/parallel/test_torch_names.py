@@ -135,10 +135,10 @@ def test_a_loss_is_a_float_that_says_it_is_no_tensor():
             accumulation.train_step(x, target),
         ]
         for loss in losses:
-            assert isinstance(loss, float)
             assert type(loss.item()) is float
             assert loss.item() == loss
             assert repr(loss) == repr(float(loss)) == json.dumps(loss)
+            assert isinstance(loss, float)
             refused(loss, "backward", "train_step(", "value_and_grad")
             refused(loss, "detach", "number")
             refused(loss, "cpu", "number")
