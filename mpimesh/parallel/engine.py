@@ -408,14 +408,16 @@ class Engine:
             look: Raises if the step is to be left.
 
         Raises:
-            ModuleStateError: If others are adding up gradients, which this step would mix with its
-                own.
+            ModuleStateError: If gradients of another adder wait, which would be mixed with these.
         """
         if self.buckets.begun and self.adder is not self.added_by:
+            theirs, mine = (
+                "an Accumulation" if adder else "the model under no_sync()"
+                for adder in (self.added_by, self.adder)
+            )
             raise ModuleStateError(
-                f"gradients of steps of {_adder(self.added_by)} were being added up, "
-                f"{self.buckets.begun} by now, and a step of {_adder(self.adder)} would mix its "
-                "own with them: first take those that are missing, an Accumulation's by its "
+                f"gradients of steps of {theirs} were being added up, {self.buckets.begun} by now, "
+                f"and a step of {mine} would mix its own with them: first take those that are missing, an Accumulation's by its "
                 "train_step() or flush(), or give them up by zero_grad(), as this error did"
             )
         self.added_by = self.adder
@@ -692,10 +694,6 @@ class Engine:
                 label="values of frozen parameters",
             )
             self._frozen_values.append(values)
-
-
-def _adder(adder: ReferenceType[object] | None) -> str:
-    return "the model under no_sync()" if adder is None else "an Accumulation"
 
 
 def _place(group: ProcessGroup) -> int:

@@ -268,11 +268,12 @@ def test_ranks_in_the_middle_of_a_pipeline_read_no_windows(train, tmp_path, monk
 
 def test_the_rate_that_is_shown_is_of_training_alone(monkeypatch):
     report = example_module("common.report", monkeypatch)
-    console = Console(file=StringIO(), width=80)
+    printed = StringIO()
+    console = Console(file=printed, width=80)
     with report.WorkProgress(console, "step", 4, unit="bytes") as progress:
         for step, seconds in enumerate([2.0, 1.0, 1.0, 4.0], 1):
             progress.tell(step, 100.0, seconds, f"loss {step}")
-    rates = re.findall(r"([\d.]+) bytes/s", console.file.getvalue())
+    rates = re.findall(r"([\d.]+) bytes/s", printed.getvalue())
     assert rates == ["50", "100", "100", "25"]
 
 
