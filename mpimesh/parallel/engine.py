@@ -417,8 +417,8 @@ class Engine:
             )
             raise ModuleStateError(
                 f"gradients of steps of {theirs} were being added up, {self.buckets.begun} by now, "
-                f"and a step of {mine} would mix its own with them: first take those that are missing, an Accumulation's by its "
-                "train_step() or flush(), or give them up by zero_grad(), as this error did"
+                f"and a step of {mine} would mix its own with them: before it take the steps that "
+                "are missing, or flush(), or give them up by zero_grad(), as this error did"
             )
         self.added_by = self.adder
         self.buckets.begin(num_microbatches, look=look)
