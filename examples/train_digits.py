@@ -134,7 +134,7 @@ class Training:
                     self.traced_step(step)
                 else:
                     self.step(step)
-                progress.step(self.losses)
+                progress.step(self.losses, self.seconds)
                 stopping = told.resolve() > 0  # the same on every rank
                 due = step % (self.options.checkpoint_epochs * self.batches.per_epoch) == 0
                 if due or stopping or step == self.last_step:
@@ -198,6 +198,7 @@ def show_results(training: Training, report: Report) -> None:
     }
     report.show_results(accuracy, len(training.digits.test_y), training.seconds, images_per_s)
     report.show_traffic(traffic)
+    report.show_saved(options.checkpoint, training.last_step)
     report.write(results)
 
 

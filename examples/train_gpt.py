@@ -22,9 +22,13 @@ writes, which has begun to look like its texts:
     step    1/300  loss 5.587  norm 6.57  rate 0.00010  3,978 bytes/s
     ...
     step  300/300  loss 1.900  held out 1.692 (300)  norm 1.10  rate 0.00030  3,639 bytes/s
-    loss on 8,192 bytes held out 1.6918: 2.44 bits a byte; all alike would be 8
+    loss on 8,192 bytes held out 1.6918: 2.44 bits a byte; guessing takes 8
     the model writes:
     ... an names the used a conten the litermatho definime forred trigvalue uses and functions ...
+    the weights are not kept: --checkpoint DIR saves them
+
+norm is that of the gradients before they are clipped, rate the learning rate; bytes/s are those of
+all ranks together, of training alone.
 
 It takes about a minute and a half on two cores. Whatever the mesh, the training is the same, up to
 rounding: with --dtype float64 the losses of all steps agree to 1e-9. float16 and bfloat16 save
@@ -234,6 +238,7 @@ class Training:
             )
         self.batches = self.text.batches(
             mesh,
+            self.pipe,
             options.steps,
             options.batch_size,
             parts=options.accumulate,
@@ -258,7 +263,7 @@ class Training:
                 norm = self.traced_step(step) if traced else self.step(step)
                 if step % options.evaluate == 0 or step == options.steps:
                     self.held_out[step] = self.evaluate()
-                progress.step(self.losses, self.held_out, self.optimizer.lr, norm)
+                progress.step(self.losses, self.seconds, self.held_out, self.optimizer.lr, norm)
                 stopping = told.resolve() > 0  # the same on every rank
                 if step % options.checkpoint_steps == 0 or stopping or step == options.steps:
                     notes = {
@@ -277,8 +282,8 @@ class Training:
         """Do one training step; return the norm of its gradients."""
         start_s = time.perf_counter()
         options = self.options
-        # Every rank passes its own rows. Each part is divided by the rows of all, so that the parts
-        # add up to the mean over the batch.
+        # Every rank passes its own rows, and None for what its stages do not take. Each part is
+        # divided by the rows of all, so that the parts add up to the mean over the batch.
         train = partial(self.pipe.train_step, loss=self.loss, denominator=options.batch_size)
         with self.pipe.no_sync():
             losses = [train(*self.batches.next()) for _ in range(options.accumulate - 1)]
@@ -338,11 +343,12 @@ def show_results(training: Training, report: Report) -> None:
     held_out = training.held_out[options.steps]
     report.say(
         f"loss on {EVALUATION_ROWS * options.context:,} bytes held out {held_out:.4f}: "
-        f"{held_out / math.log(2):.2f} bits a byte; all alike would be {math.log2(BYTES):.0f}"
+        f"{held_out / math.log(2):.2f} bits a byte; guessing takes {math.log2(BYTES):.0f}"
     )
     text = training.sample()
     if text:
         report.show_sample(text)
+    report.show_saved(options.checkpoint, len(training.losses))
     report.write(
         {
             "mesh": mesh.dims_text,

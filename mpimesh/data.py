@@ -21,22 +21,24 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread, current_thread
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor import DTensor
-from mpimesh.errors import ClosedError, ModuleError, ShapeError
+from mpimesh.errors import ClosedError, MismatchError, ModuleError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout
 from mpimesh.parallel.groups import live_mesh, no_dim
 from mpimesh.parallel.microbatch import num_rows, replica_rows
-from mpimesh.parallel.tree import Tree, flatten
+from mpimesh.parallel.model import ParallelModel
+from mpimesh.parallel.tree import Structure, Tree, flatten, tree_map
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.agreement import agree_alike
+from mpimesh.runtime.agreement import agree, agree_alike
+from mpimesh.runtime.call import Call
 
-__all__ = ["Batches", "shuffled"]
+__all__ = ["Batches", "UnreadRows", "shuffled"]
 
 _ROUNDS = 16
 _BLOCK_ROWS = 1 << 14
@@ -45,18 +47,25 @@ _SETTINGS = ("rows", "batch_size", "parts", "seed", "shuffle", "drop_last")
 
 
 _MOST_ROWS = 1 << 62
+_PAIR = ("x", "target")
+"""The names of a batch's parts where it is a tuple for a model."""
 
 
 class Batches:
     """The batches of a training, each as arrays that are split by rows over the replicas.
 
     A rank reads its own rows only, of the next batch in a thread while the program trains by this
-    one. The order is the same on any mesh; with `shuffle` another one in each epoch. Making it is
-    collective; reading is local.
+    one; of a pipeline that is given as `model` only ranks whose stages take something read at all.
+    The order is the same on any mesh; with `shuffle` another one in each epoch. Making it is
+    collective, and so is the first batch that a function reads; reading is local otherwise.
 
     A ``for`` loop gives the batches that are left of an epoch, and the next loop those of the next
     epoch; :meth:`next` gives one after the other without end. Each is built as the source, of
     :class:`DTensor` for `train_step`, `evaluate` and `forward`; ``x.local`` is this rank's rows.
+
+    A rank that cannot read its rows is given :class:`UnreadRows`, so that the step which takes them
+    raises what went wrong on every rank alike. A program that handles this goes on with the next
+    batch, or with the same one by :meth:`load_state_dict`.
 
     Args:
         source: An array, a ``np.memmap`` of a file of any size, or a tuple or a dict of them, all
@@ -73,6 +82,9 @@ class Batches:
         parts: In how many parts each batch is given out, one after the other, as evenly as goes:
             for steps that add up their gradients. All that is said of batches here is then said of
             these parts, but for `batch_size`.
+        model: The model that the batches are for. They are ``(x, target)`` then, or a dict with
+            the keys ``"x"``, ``"target"`` and the names of `inputs` of its `train_step`, or an
+            array, that is x; a rank reads those that its stages take, and has None for the others.
         dim: The dim of the replicas. Along the others ranks read the same rows; on a mesh without
             it, all rows; None has every rank read all rows.
         prefetch: Most batches that are read ahead; with 0 each is read when it is asked for.
@@ -82,7 +94,7 @@ class Batches:
         ShapeError: On every rank, if arrays differ in their rows, or there is no whole batch.
         UnknownNameError: On every rank, if `dim` is none of the mesh; one other than ``"dp"``.
         MismatchError: On every rank, if the ranks give different numbers, or rows of different
-            shapes or dtypes.
+            shapes or dtypes, or only some give a model.
 
     Example:
         >>> text = np.memmap("corpus.txt", np.uint8, mode="r")
@@ -105,13 +117,16 @@ class Batches:
         shuffle: bool = True,
         drop_last: bool = False,
         parts: int = 1,
+        model: ParallelModel | None = None,
         dim: str | None = "dp",
         prefetch: int = 1,
     ) -> None:
         self._mesh = live_mesh(mesh)
 
         def arguments() -> dict[str, Any]:
-            found, kinds, self._read = _reader(source, rows)
+            self._takes, names = _names_of(model, mesh)
+            found, kinds, self._structure, self._read = _reader(source, rows, self._takes, names)
+            self._names = names
             self._dim = _dim_of(mesh, dim)
             self._prefetch = as_int(prefetch, "prefetch", ModuleError, least=0)
             size = as_int(batch_size, "batch_size", ModuleError, least=1)
@@ -129,6 +144,7 @@ class Batches:
                 "shuffle": as_flag(shuffle, "shuffle", ModuleError),
                 "drop_last": drop,
                 "kinds": kinds,
+                "model": type(model).__name__,
                 "dim": self._dim,
             }
 
@@ -141,7 +157,7 @@ class Batches:
         self.drop_last: bool = told["drop_last"]
         self._position = 0
         self._order: tuple[tuple[int, int], HostArray] = ((-1, -1), np.empty(0, np.int64))
-        self._ahead: deque[Future[Tree]] = deque()
+        self._ahead: deque[Future[Tree | None]] = deque()
         self._thread = _Thread() if prefetch else None
         self._closed = False
 
@@ -211,30 +227,80 @@ class Batches:
             yield self.next()
 
     def next(self) -> Tree:
-        """Return the next batch, of whatever epoch. Local.
+        """Return the next batch, of whatever epoch. Local, but the first that a function reads.
+
+        That one is collective: it tells all ranks how batches are built.
 
         Raises:
-            Exception: What reading raised, on this rank; :attr:`position` is as before, and the
-                next call reads the same rows again. If the program does not handle it, the job
-                ends, as by any error of one rank.
-            ShapeError: On this rank, if a function returned other rows than it was asked for.
+            Exception: On every rank, what a function raised for its first batch, or what is wrong
+                with the rows that it returned; :attr:`position` is as before. Later the step that
+                takes a batch raises it.
+            MismatchError: On every rank, if functions return rows that are built differently.
             ClosedError: If it is closed.
         """
         self._check_open()
-        if self._thread is None:
-            blocks = self._rows_of(self._position)
-        else:
-            self._look_ahead(self._thread, 1)
-            try:
-                blocks = self._ahead[0].result()
-            except BaseException:
-                self._forget()
-                raise
-            self._ahead.popleft()
+        blocks: Tree | None = None
+        problem: Exception | None = None
+        try:
+            blocks = self._next_rows()
+        except Exception as error:
+            problem = error
+        if self._structure is None:
+            self._structure = self._agreed_structure(blocks, problem)
+        if problem is not None:
+            unread = UnreadRows(problem)
+            blocks = self._structure.unflatten([unread] * self._structure.num_leaves)
         self._position += 1
         if self._thread is not None:
             self._look_ahead(self._thread, self._prefetch)
-        return self._split(self._position - 1, blocks)
+        return self._split(self._position - 1, self._structure, blocks)
+
+    def _next_rows(self) -> Tree | None:
+        """Return this rank's rows of the next batch, None if it takes none."""
+        if self._thread is None:
+            return self._rows_of(self._position)
+        self._look_ahead(self._thread, 1)
+        try:
+            blocks = self._ahead[0].result()
+        except BaseException as error:
+            if not isinstance(error, Exception) or self._structure is None:
+                self._forget()  # the same rows are read again
+            else:
+                self._ahead.popleft()
+            raise
+        self._ahead.popleft()
+        return blocks
+
+    def _agreed_structure(self, blocks: Tree | None, problem: Exception | None) -> Structure:
+        """Return how batches of a function are built. Collective.
+
+        Raises:
+            Exception: On every rank, if the first could not be read on any, or is for no model.
+            MismatchError: On every rank, if they are built differently.
+        """
+        mine: object = None
+        if blocks is not None:
+            _, structure = flatten(blocks)
+            mine = [structure.to_json()]
+            try:
+                _check_form(structure, self._names)
+            except ModuleError as error:
+                problem = error
+        call = Call("Batches.next", self._mesh.group().name)
+        told = agree(self._mesh.group()._core, call, mine, problem=problem)
+        forms = [Structure.from_json(one[0]) for one in told if one is not None]
+        if any(form != forms[0] for form in forms):
+            rows = "\n".join(
+                f"  rank {rank}: {Structure.from_json(one[0])}"
+                for rank, one in enumerate(told)
+                if one is not None
+            )
+            raise on_all_ranks(
+                MismatchError(
+                    f"functions of Batches return rows that are built differently\n{rows}"
+                )
+            )
+        return forms[0]
 
     def _look_ahead(self, thread: _Thread, most: int) -> None:
         """Have up to `most` batches read, from the next one on."""
@@ -256,8 +322,10 @@ class Batches:
         mine = replica_rows(min(self.batch_size, self.rows - first), self.parts, part)
         return epoch, slice(first + mine.start, first + mine.stop)
 
-    def _rows_of(self, number: int) -> Tree:
-        """Read this rank's rows of a batch."""
+    def _rows_of(self, number: int) -> Tree | None:
+        """Read this rank's rows of a batch; None if it takes none."""
+        if self._takes is not None and not self._takes:
+            return None
         epoch, batch = self._span(number)
         replicas = 1 if self._dim is None else self._mesh.dim_size(self._dim)
         place = 0 if self._dim is None else self._mesh.coord(self._dim)
@@ -265,8 +333,10 @@ class Batches:
         first, stop = batch.start + mine.start, batch.start + mine.stop
         if first == stop:
             # A function may not know the dtype of no rows: it reads one, which is left out.
-            leaves, structure = flatten(self._read(np.zeros(1, np.int64)))
-            return structure.unflatten([leaf[:0] for leaf in leaves])
+            return tree_map(
+                lambda leaf, _: None if leaf is None else leaf[:0],
+                self._read(np.zeros(1, np.int64)),
+            )
         return self._read(self._places(epoch, first, stop))
 
     def _places(self, epoch: int, first: int, stop: int) -> HostArray:
@@ -285,18 +355,20 @@ class Batches:
             self._order = (epoch, block), shuffled(places, self.rows, (self.seed, epoch))
         return self._order[1]
 
-    def _split(self, number: int, blocks: Tree) -> Tree:
-        """Return this rank's rows as blocks of split arrays."""
+    def _split(self, number: int, structure: Structure, blocks: Tree | None) -> Tree:
+        """Return this rank's rows as blocks of split arrays; None in place of what it takes not."""
         _, batch = self._span(number)
         rows = batch.stop - batch.start
         layout = Layout(self._mesh, {} if self._dim is None else {self._dim: "S0"})
-        leaves, structure = flatten(blocks)
-        return structure.unflatten(
-            [
-                DTensor(self._mesh, layout, (rows, *leaf.shape[1:]), leaf.dtype, leaf)
-                for leaf in leaves
-            ]
-        )
+
+        def block(leaf: Any, _path: str) -> Any:
+            if leaf is None or isinstance(leaf, UnreadRows):
+                return leaf
+            return DTensor(self._mesh, layout, (rows, *leaf.shape[1:]), leaf.dtype, leaf)
+
+        if blocks is None:
+            blocks = structure.unflatten([None] * structure.num_leaves)
+        return tree_map(block, _taken(blocks, self._takes))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -331,17 +403,45 @@ class Batches:
         )
 
 
+class UnreadRows:
+    """The rows that a rank could not read, in the place of arrays of a batch.
+
+    Whatever looks at them as at an array raises what reading raised. A step does so on every rank.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(f"{self!r} has no {name}")
+        raise self._error
+
+    def __array__(self, *_args: Any, **_options: Any) -> NoReturn:
+        """Raise what reading raised."""
+        raise self._error
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise self._error
+
+    def __len__(self) -> int:
+        raise self._error
+
+    def __repr__(self) -> str:
+        return f"<rows that could not be read: {type(self._error).__name__}: {self._error}>"
+
+
 class _Thread:
     """A thread that does one thing after another, and keeps no program from ending."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[tuple[Future[Tree], Callable[[], Tree]] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[[int], Tree], number: int) -> Future[Tree]:
+    def submit(self, function: Callable[[int], Any], number: int) -> Future[Any]:
         """Have a function called."""
-        future: Future[Tree] = Future()
+        future: Future[Any] = Future()
         self._tasks.put((future, partial(function, number)))
         return future
 
@@ -377,14 +477,62 @@ def _dim_of(mesh: DeviceMesh, dim: object) -> str | None:
     raise no_dim(mesh, dim, "dim")
 
 
-def _reader(source: Any, rows: int | None) -> tuple[int, str, Callable[[HostArray], Tree]]:
-    """Return the number of rows, what a row is in words, and what reads some of them."""
+def _names_of(
+    model: ParallelModel | None, mesh: DeviceMesh
+) -> tuple[frozenset[str] | None, frozenset[str]]:
+    """Return what this rank's stages take of a batch, None for all, and what any stage takes."""
+    if model is None:
+        return None, frozenset()
+    if not isinstance(model, ParallelModel):
+        raise ModuleError(f"model must be a DataParallel or a PipelineParallel, got {shown(model)}")
+    engine = model._engine
+    if engine.mesh is not mesh:
+        raise ModuleError(
+            f"the model was made on another mesh ({engine.mesh.dims_text}) than the batches "
+            f"({mesh.dims_text}): give both the same"
+        )
+    takes = {name for stage in engine.local.values() for name in stage.inputs}
+    takes |= {"x"} if engine.is_first else set()
+    takes |= {"target"} if engine.is_last else set()
+    return frozenset(takes), frozenset({"x", "target", *engine.input_names})
+
+
+def _check_form(structure: Structure, names: frozenset[str]) -> None:
+    """Refuse a batch that does not say by its form what is for which stages of a model.
+
+    Raises:
+        ModuleError: If there is a model and it does not.
+    """
+    parts, keys = structure.parts or (), structure.keys
+    fits = len(parts) <= len(_PAIR) if keys is None else names.issuperset(keys)
+    if names and not fits:
+        raise ModuleError(
+            "the batches of a model are (x, target), or a dict with some of the keys "
+            f"{', '.join(map(repr, sorted(names)))}, or an array, got {structure}"
+        )
+
+
+def _taken(tree: Tree, takes: frozenset[str] | None) -> Tree:
+    """Return a batch with None in place of what is not taken."""
+    if takes is None:
+        return tree
+    if isinstance(tree, tuple):
+        return tuple(one if name in takes else None for name, one in zip(_PAIR, tree, strict=False))
+    if isinstance(tree, dict):
+        return {name: one if name in takes else None for name, one in tree.items()}
+    return tree if "x" in takes else None
+
+
+def _reader(
+    source: Any, rows: int | None, takes: frozenset[str] | None, names: frozenset[str]
+) -> tuple[int, str, Structure | None, Callable[[HostArray], Tree]]:
+    """Return the number of rows, what a row is in words, how a batch is built, and what reads."""
     if callable(source):
         if rows is None:
             raise ModuleError("a function does not tell how many rows it can read: give rows=")
         what = "rows: those that the function can read"
         count = as_int(rows, what, ModuleError, least=0, most=_MOST_ROWS)
-        return count, "of a function", partial(_read_by, source)
+        return count, "of a function", None, partial(_read_by, source)
     if rows is not None:
         raise ModuleError(f"rows= is for a function that reads; arrays have theirs, got {rows!r}")
     leaves, structure = flatten(source, name="source")
@@ -403,12 +551,14 @@ def _reader(source: Any, rows: int | None) -> tuple[int, str, Callable[[HostArra
                 f"{path} {count}"
             )
     kinds = ", ".join(f"{leaf.shape[1:]} {leaf.dtype}" for leaf in leaves)
+    _check_form(structure, names)
+    mine = _taken(source, takes)
 
     def read(indices: HostArray) -> Tree:
         # By numbers, so that they are copies: writing into a batch must not change the source.
-        return structure.unflatten([np.asarray(leaf[indices]) for leaf in leaves])
+        return tree_map(lambda leaf, _: None if leaf is None else np.asarray(leaf[indices]), mine)
 
-    return counts[0], f"{structure} of {kinds}", read
+    return counts[0], f"{structure} of {kinds}", structure, read
 
 
 def _read_by(function: Callable[[HostArray], Tree], indices: HostArray) -> Tree:

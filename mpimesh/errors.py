@@ -8,7 +8,8 @@ catches it.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self, TypeVar
 
 __all__ = [
     "ArrayValueError",
@@ -18,6 +19,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "DTypeError",
     "DeadlockError",
+    "Elsewhere",
     "GroupError",
     "IndexOutOfRangeError",
     "LaunchError",
@@ -48,6 +50,7 @@ __all__ = [
     "UnresolvedWarning",
     "WorldSizeError",
     "on_all_ranks",
+    "tell_elsewhere",
 ]
 
 
@@ -239,3 +242,53 @@ class ModuleStateError(MpimeshError, RuntimeError):
 
 class MissingPackageError(MpimeshError, ImportError):
     """A part of mpimesh was asked for that needs a package which is not installed."""
+
+
+# -- attributes of other libraries, which a class has not ------------------------------------------
+
+
+class Elsewhere:
+    """An attribute that a class has not, which it refuses with a word on where it is.
+
+    It stands in the class: with a ``__getattr__`` Python finds every attribute slower.
+
+    Args:
+        name: The attribute.
+        where: Where it is, for a person.
+    """
+
+    def __init__(self, name: str, where: str) -> None:
+        self._name = name
+        self._where = where
+
+    def __get__(self, obj: object, owner: type[Any]) -> Self:
+        if obj is None:
+            return self
+        raise AttributeError(
+            f"{owner.__name__!r} object has no attribute {self._name!r}; {self._where}",
+            name=self._name,
+            obj=obj,
+        )
+
+    def __repr__(self) -> str:
+        return f"<no attribute: {self._where}>"
+
+
+def tell_elsewhere(owner: Any, where: Mapping[str, str]) -> None:
+    """Have objects of a class refuse attributes with a word on where these are.
+
+    ``hasattr`` is False for them, and ``dir`` leaves them out. A subclass may define them.
+
+    Args:
+        owner: The class.
+        where: By the attribute where it is, for a person.
+    """
+    listed: Callable[[object], Iterable[str]] = owner.__dir__
+
+    def names(self: object) -> list[str]:
+        refused = (name for name in where if isinstance(getattr(type(self), name, None), Elsewhere))
+        return sorted(set(listed(self)).difference(refused))
+
+    for name, place in where.items():
+        setattr(owner, name, Elsewhere(name, place))
+    owner.__dir__ = names

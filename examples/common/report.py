@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class MeshReport:
         self.console.print(text, soft_wrap=True, markup=False)
 
     def show_mesh(self) -> None:
-        """Show which rank is where."""
+        """Collective: show which rank is where, and which ranks wait for each other's cores."""
         mesh = self.mesh
         table = Table(title=f"mesh {mesh.dims_text} of {mesh.size} ranks", title_justify="left")
         for column in ("rank", "coordinates", "device", "host"):
@@ -69,6 +68,15 @@ class MeshReport:
             text = f"{device.backend} {device.name}, {device.compute_units} {unit}"
             table.add_row(str(rank), self.place(rank), text, mesh.hosts[rank])
         self.console.print(table)
+        cores = gather_json(mesh.group(), sorted(os.sched_getaffinity(0)))
+        for host in dict.fromkeys(mesh.hosts) if cores else ():
+            here = [rank for rank in range(mesh.size) if mesh.hosts[rank] == host]
+            count = len({core for rank in here for core in cores[rank]})
+            if len(here) > count:
+                self.say(
+                    f"{len(here)} ranks take turns on {count} cores of {host}: what is done is "
+                    f"right, but more than {count} ranks make it slower"
+                )
 
     def place(self, rank: int) -> str:
         """Return the coordinates of a rank."""
@@ -102,6 +110,13 @@ class MeshReport:
             path.write_text(text, encoding="utf-8")
             self.written.append(path)
 
+    def show_saved(self, folder: Path | None, step: int) -> None:
+        """Say where the weights after the last step are."""
+        if folder is None:
+            self.say("the weights are not kept: --checkpoint DIR saves them")
+        else:
+            self.say(f"weights and optimizer after step {step} are saved in {folder}")
+
     def show_written(self) -> None:
         """Say which files there are now."""
         if self.written:
@@ -121,7 +136,7 @@ class WorkProgress:
         console: Where to.
         noun: What is counted, such as "step".
         total: How many there are.
-        unit: What they are made of, such as "bytes", of which it tells the rate.
+        unit: What they are made of, such as "bytes", of which it tells the rate of all ranks.
         done: How many are done already.
     """
 
@@ -134,7 +149,7 @@ class WorkProgress:
         self._width = len(str(total)) + 1
         self._live = console.is_terminal and not console.quiet
         self._work = 0.0
-        self._start_s = time.perf_counter()
+        self._seconds = 0.0
         self._bar = Progress(
             TextColumn(noun + " {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -152,23 +167,24 @@ class WorkProgress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def tell(self, done: int, work: float, text: str) -> bool:
+    def tell(self, done: int, work: float, seconds: float, text: str) -> bool:
         """Say how many are done; return whether what was said stays to be read.
 
         Args:
             done: In all.
             work: Units that were done since this was last called.
+            seconds: What they took, without what else was done meanwhile, such as saving.
             text: More about it.
         """
         self._work += work
+        self._seconds += seconds
         line = done % self._every == 0 or done in (1, self._total)
         if self._console.quiet or not (self._live or line):
             return False
-        now_s = time.perf_counter()
-        text = f"{text}  {self._work / (now_s - self._start_s):,.0f} {self._unit}/s"
+        text = f"{text}  {self._work / self._seconds:,.0f} {self._unit}/s"
         self._bar.update(self._task, completed=done, description=text)
         if line:
-            self._work, self._start_s = 0.0, now_s
+            self._work, self._seconds = 0.0, 0.0
             if not self._live:
                 self._console.print(
                     f"{self._noun} {done:{self._width}}/{self._total}  {text}",

@@ -115,18 +115,20 @@ class EpochProgress(WorkProgress):
     def __init__(self, report: Report, epochs: int, step: int, batches: Batches) -> None:
         self._batches = batches
         self._shown = step  # the last step that an earlier line was about
+        self._shown_s = 0.0
         done = step // batches.per_epoch
         super().__init__(report.console, "epoch", epochs, unit="images", done=done)
 
-    def step(self, losses: Sequence[float]) -> None:
-        """Tell the losses of all steps so far; the last step of an epoch is shown."""
+    def step(self, losses: Sequence[float], seconds: float) -> None:
+        """Tell the losses of all steps so far, and what those of this run took, once an epoch."""
         epoch, rest = divmod(len(losses), self._batches.per_epoch)
         if rest:
             return
         rows = [len(self._batches[step + 1]) for step in range(self._shown, len(losses))]
         loss = np.average(losses[self._shown :], weights=rows)
         self._shown = len(losses)
-        self.tell(epoch, sum(rows), f"loss {loss:.4f}")
+        self.tell(epoch, sum(rows), seconds - self._shown_s, f"loss {loss:.4f}")
+        self._shown_s = seconds
 
 
 def megabytes(nbytes: int) -> str:

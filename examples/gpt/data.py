@@ -41,15 +41,23 @@ class Text:
         return self.size - int(HELD_OUT_SHARE * self.size)
 
     def batches(
-        self, mesh: mm.DeviceMesh, steps: int, rows: int, *, parts: int, seed: int
+        self,
+        mesh: mm.DeviceMesh,
+        pipe: mm.PipelineParallel,
+        steps: int,
+        rows: int,
+        *,
+        parts: int,
+        seed: int,
     ) -> mm.data.Batches:
-        """Return the windows of all steps, of which each rank reads its own. Collective.
+        """Return the windows of all steps, of which each rank reads those it needs. Collective.
 
         Each step draws its windows anew, and none depends on those before it: so they are no
         epoch of all windows, and come in the order of the steps.
 
         Args:
             mesh: The ranks.
+            pipe: What is trained by them: ranks in the middle of a pipeline need none.
             steps: How many steps.
             rows: Windows of a step.
             parts: In how many parts a step takes them.
@@ -65,7 +73,14 @@ class Text:
             return self._windows(np.array(starts, np.int64))
 
         return mm.data.Batches(
-            read, mesh, rows, rows=steps * rows, shuffle=False, parts=parts, seed=seed
+            read,
+            mesh,
+            rows,
+            rows=steps * rows,
+            shuffle=False,
+            parts=parts,
+            seed=seed,
+            model=pipe,
         )
 
     def evaluation(self, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -34,6 +34,15 @@ class Report(MeshReport):
             stage = pipe.stage(number)
             names = [type(layer).__name__ for layer in stage.layers] if stage else []
             self.say(f"stage {number}: {', '.join(names)}")
+        shard, replicas = self._options.shard, self.mesh.dim_size("dp")
+        parts = ("", "the optimizer's state", "gradients and the optimizer's state")
+        parts += ("parameters, gradients and the optimizer's state",)
+        if shard and replicas > 1:
+            self.say(f"--shard {shard}: {replicas} replicas have {parts[shard]} once among them")
+        elif shard:
+            self.say(
+                f"--shard {shard}: nothing to divide, there is one replica: give --mesh dp=..."
+            )
 
     def progress(self, done: int, told: int) -> StepProgress:
         """Return what shows the progress, to be used as a context manager.
@@ -74,15 +83,22 @@ class StepProgress(WorkProgress):
     def __init__(self, report: Report, options: Namespace, done: int, told: int) -> None:
         self._bytes_per_step = options.batch_size * options.context
         self._told = told  # losses on the text held out that were shown
+        self._told_s = 0.0
         super().__init__(report.console, "step", options.steps, unit="bytes", done=done)
 
     def step(
-        self, losses: Sequence[float], held_out: Mapping[int, float], lr: float, norm: float
+        self,
+        losses: Sequence[float],
+        seconds: float,
+        held_out: Mapping[int, float],
+        lr: float,
+        norm: float,
     ) -> None:
-        """Tell the losses of all steps so far, and what the last one was done with."""
+        """Tell the losses of all steps so far, what those of this run took, and the last one's."""
         # That on the text that is held out may be older than the last step, but is told once.
         new = [*held_out.items()][-1:] if len(held_out) > self._told else []
         shown = "".join(f"  held out {loss:.3f} ({at})" for at, loss in new)
         text = f"loss {losses[-1]:.3f}{shown}  norm {norm:.2f}  rate {lr:.5f}"
-        if self.tell(len(losses), self._bytes_per_step, text):
+        step_s, self._told_s = seconds - self._told_s, seconds
+        if self.tell(len(losses), self._bytes_per_step, step_s, text):
             self._told = len(held_out)

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpimesh.arguments import as_int, as_time, check_kind, rank_names, shown
 from mpimesh.arrays import HostArray
-from mpimesh.data import Batches
+from mpimesh.data import Batches, UnreadRows
 from mpimesh.dtensor import DTensor
 from mpimesh.errors import (
     CollectiveTimeoutError,
@@ -29,7 +29,7 @@ from mpimesh.errors import (
     on_all_ranks,
 )
 from mpimesh.layout import AxisLayout, Layout, Shard
-from mpimesh.parallel.tree import Tree, flatten, tree_map
+from mpimesh.parallel.tree import Tree, tree_map
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.tracebacks import write_error
 from mpimesh.runtime.watchdog import EXIT_CODE
@@ -144,9 +144,10 @@ class Heartbeat:
 class DTensorDataset:
     """Batches of a data set as split arrays, of which each rank reads its own rows.
 
-    Making it is collective over the mesh; iterating is local, and begins at the first row each
-    time. Rows come in order, and the last ones that are too few for a batch are left out, as in
-    TensorFlow; :class:`mpimesh.data.Batches`, on which it is built, does otherwise, too.
+    Making it is collective over the mesh, and so is the first batch that a function reads;
+    iterating is local otherwise, and begins at the first row each time. Rows come in order, and the
+    last ones that are too few for a batch are left out, as in TensorFlow;
+    :class:`mpimesh.data.Batches`, on which it is built, does otherwise, too.
 
     Args:
         dataset: What :class:`~mpimesh.data.Batches` reads: arrays, or a function with `rows`.
@@ -194,9 +195,10 @@ class DTensorDataset:
                 f"{batch_dim!r}, got {size}"
             )
         self._mesh = mesh
-        self._layouts = tree_map(
-            lambda one, path: _row_layout(one, path, mesh, batch_dim), layouts, name="layouts"
-        )
+        self._layouts = {
+            path: _row_layout(one, f"layouts{path}", mesh, batch_dim)
+            for path, one in _by_path(layouts).items()
+        }
         self._batches = Batches(
             dataset,
             mesh,
@@ -227,16 +229,30 @@ class DTensorDataset:
         Raises:
             ModuleError: If the layouts are built otherwise than the batch.
         """
-        leaves, structure = flatten(batch)
-        layouts = structure.leaves_of(self._layouts)
-        if layouts is None:
-            raise ModuleError(f"layouts must be built as the data set is, {structure}")
-        placed = []
-        for leaf, layout in zip(leaves, layouts, strict=True):
+        paths = _by_path(batch).keys()
+        if paths != self._layouts.keys():
+            raise ModuleError(
+                "layouts must have a layout in the place of each array of the data set, which has "
+                f"{', '.join(f'dataset{path}' for path in paths)}, got "
+                f"{', '.join(f'layouts{path}' for path in self._layouts)}"
+            )
+
+        def placed(leaf: Any, path: str) -> Any:
+            if isinstance(leaf, UnreadRows):
+                return leaf
+            layout = self._layouts[path]
             _, *inner = layout.box(leaf.shape, self._mesh.rank)
             block = leaf.local[(slice(None), *(slice(*one) for one in inner))].copy()
-            placed.append(DTensor(self._mesh, layout, leaf.shape, leaf.dtype, block))
-        return structure.unflatten(placed)
+            return DTensor(self._mesh, layout, leaf.shape, leaf.dtype, block)
+
+        return tree_map(placed, batch)
+
+
+def _by_path(tree: Tree) -> dict[str, Any]:
+    """Return what a tree holds by where it stands."""
+    found: dict[str, Any] = {}
+    tree_map(lambda leaf, path: found.update({path: leaf}), tree)
+    return found
 
 
 def _row_layout(one: Any, path: str, mesh: DeviceMesh, batch_dim: str | None) -> Layout:

@@ -20,7 +20,7 @@ from mpimesh.arguments import as_int, as_real, shown
 from mpimesh.arrays.namespace import namespace
 from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.types import Array
-from mpimesh.errors import DTypeError, ModuleError, ShapeError
+from mpimesh.errors import DTypeError, ModuleError, ShapeError, tell_elsewhere
 from mpimesh.nn.checks import check_extent, check_floats, first_outside, sum_dtype, tensor_advice
 from mpimesh.nn.protocol import FeaturePart
 from mpimesh.nn.split import RankGroup, Ranks
@@ -28,11 +28,31 @@ from mpimesh.nn.split import RankGroup, Ranks
 __all__ = [
     "CrossEntropy",
     "Loss",
+    "LossValue",
     "MeanSquaredError",
     "VocabParallelCrossEntropy",
     "cross_entropy",
     "mse",
 ]
+
+
+class LossValue(float):
+    """A float that is a loss; it knows no graph, and gradients come by another way."""
+
+    def item(self) -> float:
+        """Return the number, as a tensor's method of this name does."""
+        return float(self)
+
+
+tell_elsewhere(
+    LossValue,
+    {
+        "backward": "it is a number: train_step(x, target, loss=...) of a model does forward and "
+        "backward, and by hand loss.value_and_grad gives the gradient for model.backward",
+        "detach": "it is a number, which holds nothing of the step",
+        "cpu": "it is a number of Python, on every rank",
+    },
+)
 
 
 class Loss(Protocol):
@@ -78,7 +98,7 @@ class _RowLoss(ABC):
                 f"{self!r}: the mean over no rows does not exist; y has shape {tuple(y.shape)}. "
                 "For an empty part of a batch, use value_and_grad with the whole's denominator"
             )
-        return self._compute(y, target, rows, grad=False)[0]
+        return LossValue(self._compute(y, target, rows, grad=False)[0])
 
     def value_and_grad(self, y: Array, target: Array, *, denominator: float) -> tuple[float, Array]:
         """Return the sum over the rows divided by `denominator`, and its gradient by `y`.

@@ -29,11 +29,12 @@ import numpy as np
 from mpimesh.arguments import as_real
 from mpimesh.arrays.namespace import namespace, to_numpy
 from mpimesh.arrays.types import Array, DType
-from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError, tell_elsewhere
 from mpimesh.nn.parameter import Parameter, as_parameters
 
 __all__ = [
     "MASTER",
+    "TORCH_ATTRIBUTES",
     "DecayMask",
     "Optimizer",
     "check_arrays",
@@ -196,8 +197,12 @@ class Optimizer(ABC):
         for data, grad, state, scratch in self._blocks(parameter, slot, float(grad_factor)):
             self._update(data, grad, state, scratch, slot.steps, self.decays[place])
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of all parameters."""
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters.
+
+        Args:
+            set_to_none: Without effect; for programs that name it, as PyTorch's may.
+        """
         for parameter in self.params:
             parameter.zero_grad()
 
@@ -382,6 +387,19 @@ class Optimizer(ABC):
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.numbers)
         return f"{type(self).__name__}({len(self.params)} parameters, {numbers})"
+
+
+TORCH_ATTRIBUTES = {
+    "param_groups": "it has one rate, optimizer.lr, to read and to set; for several rates make "
+    "several optimizers, ParallelOptimizer([one, another], model) steps them together",
+    "add_param_group": "its parameters are those that it was made with: make another optimizer for "
+    "others, ParallelOptimizer([one, another], model) steps both together",
+    "state": "state_dict() returns what it knows of each parameter, in their order",
+    "defaults": "its numbers are attributes, such as optimizer.lr, and stand in state_dict()",
+}
+"""Attributes of PyTorch's optimizers, and what is here in their place."""
+
+tell_elsewhere(Optimizer, TORCH_ATTRIBUTES)
 
 
 def _checked_answer(answer: object, parameter: Parameter) -> bool:

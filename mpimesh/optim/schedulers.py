@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeAlias
 
 from mpimesh.arguments import as_int, as_real, shape_of, shown
-from mpimesh.errors import ModuleError
+from mpimesh.errors import ModuleError, tell_elsewhere
 from mpimesh.optim.optimizer import Optimizer, check_number
 
 __all__ = [
@@ -320,6 +320,17 @@ class LRScheduler:
 
     def __repr__(self) -> str:
         return f"LRScheduler({_text_of(self.schedule)}, step {self.num_steps}, rates {self.lrs})"
+
+
+tell_elsewhere(
+    LRScheduler,
+    {
+        "get_last_lr": "the rates stand in lrs, one for each optimizer",
+        "get_lr": "the rates stand in lrs, one for each optimizer",
+        "last_epoch": "the steps that it has taken are num_steps",
+        "base_lrs": "they stand in state_dict()",
+    },
+)
 
 
 def _cosine(start: float, end: float, done: float) -> float:

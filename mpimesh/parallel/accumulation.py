@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from mpimesh.arrays import Array, namespace
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.arrays.reduction import is_half
 from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, on_all_ranks
+from mpimesh.nn.losses import LossValue
 from mpimesh.parallel.batch import SupportsStep
 from mpimesh.parallel.data import DataParallel
 from mpimesh.parallel.gradients.buckets import GROUP
@@ -79,7 +81,8 @@ class Accumulation:
     @property
     def pending(self) -> int:
         """Number of steps that wait for the optimizer's. After one that failed there is none."""
-        return self._engine.buckets.begun
+        engine = self._engine
+        return engine.buckets.begun if engine.added_by == ref(self) else 0
 
     def train_step(self, x: Tree | None, target: Tree | None, **options: Any) -> float | None:
         """Add the gradients of a batch to those that wait. Collective, as the model's `train_step`.
@@ -96,20 +99,22 @@ class Accumulation:
         Raises:
             StageError: On every rank, as in the model's `train_step`. What had been added up is
                 dropped, and the next step is the first.
-            ModuleStateError: If steps that were not taken here are being added up.
+            ModuleStateError: On every rank, if steps that were not taken here are being added up;
+                so does a step of the model while steps of this wait. What had been added up is
+                dropped. On this rank, under :meth:`~mpimesh.PipelineParallel.no_sync`.
         """
         engine, model = self._engine, self._model
         engine.check_ready()
-        if engine.accumulating or self.pending >= self.steps:
+        if engine.accumulating:
             raise ModuleStateError(
-                f"rank {engine.mesh.rank}: gradients of other steps are being added up under "
-                "no_sync(): end them by a step, or zero_grad(), before steps of an Accumulation"
+                f"rank {engine.mesh.rank}: an Accumulation chooses by itself which of its steps "
+                "reduce gradients: call its train_step() outside of no_sync()"
             )
         if not self.pending:
             self._loss = 0.0
         is_last = self.pending + 1 == self.steps
         inside = is_last and self._max_norm is None
-        engine.loss_share = 1 / self.steps
+        engine.loss_share, engine.adder = 1 / self.steps, ref(self)
         try:
             if is_last:
                 optimizer = self._optimizer if inside else None
@@ -118,12 +123,12 @@ class Accumulation:
                 with model.no_sync():
                     self._loss += model.train_step(x, target, **options)
         finally:
-            engine.loss_share = 1.0
+            engine.loss_share, engine.adder = 1.0, None
         if not is_last:
             return None
         if not inside:
             self._change()
-        return self._loss
+        return LossValue(self._loss)
 
     def flush(self) -> float | None:
         """Take the optimizer's step with those that wait, by the mean of their losses. Collective.
@@ -151,7 +156,7 @@ class Accumulation:
         engine.buckets.start()
         engine.buckets.synchronize()
         self._change()
-        return self._loss * factor
+        return LossValue(self._loss * factor)
 
     def _change(self) -> None:
         if self._max_norm is not None:

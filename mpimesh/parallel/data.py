@@ -247,6 +247,11 @@ class DataParallel(ParallelModel):
         """The model; what is done to it by itself is this rank's affair only."""
         return self._module
 
+    @property
+    def module(self) -> SupportsLayer:
+        """The model, by PyTorch's name for :attr:`inner`."""
+        return self._module
+
     def into_inner(self) -> SupportsLayer:
         """Give the model back, free of buckets. Local; at stage 3 collective over the replicas.
 

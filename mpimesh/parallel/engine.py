@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from types import ModuleType
 from typing import Any, Protocol
+from weakref import ReferenceType
 
 import numpy as np
 
@@ -20,13 +20,12 @@ from mpimesh.errors import (
     ModuleStateError,
     MpimeshError,
     ScheduleError,
-    on_all_ranks,
 )
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import float_dtype
 from mpimesh.optim import LossScaler
 from mpimesh.parallel.executor import Executor
-from mpimesh.parallel.gradients.bucket import STAGES, shard_sizes, share_values
+from mpimesh.parallel.gradients.bucket import STAGES, share_frozen
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
 from mpimesh.parallel.gradients.layer_values import LayerValues
@@ -40,7 +39,15 @@ from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage, check_stages
 from mpimesh.parallel.task import Task, input_title
 from mpimesh.parallel.tensor import TensorModel, who_holds
-from mpimesh.parallel.ties import Ties, find_ties, give_values, is_used_again, named_places, uses_of
+from mpimesh.parallel.ties import (
+    Ties,
+    agree_on_trained,
+    find_ties,
+    give_values,
+    is_used_again,
+    named_places,
+    uses_of,
+)
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
@@ -62,11 +69,6 @@ _GIVEN_BACK = (
 _FIRST_VALUES = (
     "give broadcast=True to start with the values of the first replica, or make the layers with "
     "the same values on all ranks: PyTorch's after torch.manual_seed(...) with one seed"
-)
-
-_OPEN = (
-    "gradients of steps under no_sync() are being added up, and new buckets would drop them: take "
-    "the step that reduces them first, or forget them by zero_grad()"
 )
 
 
@@ -165,6 +167,9 @@ class Engine:
             they were made or loaded.
         first_forward: Whether no step without training has compared the values of its batch.
         loss_share: What a step's loss is multiplied by, which is one of several.
+        adder: The object whose steps are being taken, if one adds up gradients of several; None
+            for the model by itself.
+        added_by: The adder of the gradients that are being added up.
         why_no_step: Why this rank may start nothing collective; empty if it may.
         is_given_back: Whether the model has been taken out of here.
         interfaces: What stages give to each other, by kind of input.
@@ -207,6 +212,8 @@ class Engine:
         self.first_forward = True
         self.accumulating = False
         self.loss_share = 1.0
+        self.adder: ReferenceType[object] | None = None
+        self.added_by: ReferenceType[object] | None = None
         self.optimizer: ModelOptimizer | None = None
         self._frozen_values: list[Array] = []  # that other ranks of the node read
         self._is_hybrid = False
@@ -437,7 +444,21 @@ class Engine:
         Args:
             num_microbatches: Their number.
             look: Raises if the step is to be left.
+
+        Raises:
+            ModuleStateError: If gradients of another adder wait, which would be mixed with these.
         """
+        if self.buckets.begun and self.adder is not self.added_by:
+            theirs, mine = (
+                "an Accumulation" if adder else "the model under no_sync()"
+                for adder in (self.added_by, self.adder)
+            )
+            raise ModuleStateError(
+                f"gradients of steps of {theirs} were being added up, {self.buckets.begun} by now, "
+                f"and a step of {mine} would mix its own with them: before it take the steps that "
+                "are missing, or flush(), or give them up by zero_grad(), as this error did"
+            )
+        self.added_by = self.adder
         self.buckets.begin(num_microbatches, look=look)
         self._in_backward = set(self.local)
 
@@ -480,7 +501,7 @@ class Engine:
             "fully_shard",
             lambda: (self._checked_stage(stage, mesh), as_flag(hybrid, "hybrid", ModuleError)),
         )
-        self.agree_on_closed()
+        self.buckets.agree_on_closed(self.scope)
         self.divide(number)
         self.is_stage_chosen = True
 
@@ -516,7 +537,8 @@ class Engine:
             self.layer_values.restore()
             self.buckets.divide(stage, by_layer=not self._is_hybrid)
         if stage == 3:
-            self._share_frozen()
+            parameters = [parameter for _, parameter in self.named_parameters()]
+            self._frozen_values = share_frozen(parameters, self.data)
             self.layer_values.bring(
                 self.local.values(), self.buckets.buckets, self.scope, self.mesh, self.data.name
             )
@@ -533,9 +555,9 @@ class Engine:
                 being added up. On this rank, if a step was left, or such a rebuilding.
         """
         self.check_ready()
-        self.agree_on_closed()
+        self.buckets.agree_on_closed(self.scope)
         self.ties.agree(values=False)
-        self._agree_on_trained()
+        agree_on_trained(self._named, self.local, self.scope)
         resume = None if self.optimizer is None else self.optimizer.release()
         self.why_no_step = _NO_BUCKETS
         shared = self._shared_values()
@@ -560,20 +582,6 @@ class Engine:
         with self.layer_values.whole():
             ties = partial(self.ties.agree, values=True)
             agree_together(self.scope, [ties, *self._questions_of_values()])
-
-    def agree_on_closed(self) -> None:
-        """Return if no rank has gradients that new buckets would drop. Collective.
-
-        Raises:
-            ModuleStateError: On every rank, if any is adding up gradients.
-
-        Cost:
-            One all-reduce of a byte.
-        """
-        mine = np.array([self.buckets.is_open], np.uint8)
-        if self.scope.all_reduce(mine, "max", label="gradients that are kept").resolve()[0]:
-            problem = ModuleStateError(_OPEN) if self.buckets.is_open else None
-            agree(self.scope._core, "refused new buckets", problem=problem)
 
     # -- helpers ----------------------------------------------------------------------------
 
@@ -650,29 +658,6 @@ class Engine:
             f"seed {options.seed}, {np.dtype(options.dtype)}, gradients {options.grad_dtype}"
         )
 
-    def _agree_on_trained(self) -> None:
-        """Return if all ranks that hold a parameter train it, or none does. Collective."""
-        mine: list[list[int]] = [[], []]
-        for number, (_, parameter, stages) in enumerate(self._named):
-            if not self.local.keys().isdisjoint(stages):
-                mine[parameter.requires_grad].append(number)
-        scope = self.scope
-        what = Call("rebuild_buckets", scope.name)
-        everyone = agree(scope._core, what, mine)
-        frozen, trained = (set(chain(*numbers)) for numbers in zip(*everyone, strict=True))
-        rows = [
-            f"  {self._named[number][0]}: frozen on ranks "
-            f"{[rank for rank, one in zip(scope.ranks, everyone, strict=True) if number in one[0]]}"
-            for number in sorted(frozen & trained)
-        ]
-        if rows:
-            raise on_all_ranks(
-                MismatchError(
-                    "a parameter is frozen on all ranks that hold it or on none, but\n"
-                    + "\n".join(rows)
-                )
-            )
-
     def _broadcast(self) -> None:
         for name, parameter in self.named_parameters():
             values = parameter.value()
@@ -700,25 +685,6 @@ class Engine:
             self.buckets = buckets
             self.divide(self.stage)
         return buckets
-
-    def _share_frozen(self) -> None:
-        """Let the ranks of a node have the values of frozen parameters once. Collective."""
-        kinds: dict[Any, list[Parameter]] = {}
-        for _, parameter in self.named_parameters():
-            if not parameter.requires_grad and type(parameter.data) is np.ndarray:
-                kinds.setdefault(parameter.dtype, []).append(parameter)
-        self._frozen_values = []
-        for turn, parameters in enumerate(kinds.values()):
-            sizes = shard_sizes(sum(one.size for one in parameters), 1, self.data.size)
-            start = sum(sizes[: self.data.rank])
-            values, _, _ = share_values(
-                parameters,
-                self.data,
-                slice(start, start + sizes[self.data.rank or 0]),
-                turn=turn,
-                label="values of frozen parameters",
-            )
-            self._frozen_values.append(values)
 
 
 def _place(group: ProcessGroup) -> int:

@@ -11,9 +11,10 @@ import numpy as np
 
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.dtensor import DTensor
-from mpimesh.errors import ModuleError, ModuleStateError
+from mpimesh.errors import ModuleError, ModuleStateError, tell_elsewhere
 from mpimesh.layout import Layout, Shard
 from mpimesh.nn import Parameter
+from mpimesh.nn.losses import LossValue
 from mpimesh.nn.parameter import check_shape, check_state, check_values
 from mpimesh.nn.protocol import set_training
 from mpimesh.optim import clip_grad_norm
@@ -45,7 +46,7 @@ class ParallelModel:
     # -- collective ------------------------------------------------------------------------
 
     def _loss_of(self, batch: Batch) -> float:
-        return Step(self._engine, batch).run()
+        return LossValue(Step(self._engine, batch).run())
 
     def _forward(
         self,
@@ -191,6 +192,17 @@ class ParallelModel:
 
     # -- local -----------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Array]:
+        """Return the values of this rank's parameters, by their names in the whole model. Local.
+
+        The live arrays, not copies, as :meth:`mpimesh.nn.Module.state_dict`. Where each rank has
+        the whole model, as in a :class:`DataParallel` without split layers, it is the whole state.
+        Ranks of a pipeline have those of their stages, and of a split parameter their block:
+        :meth:`full_state_dict` returns the whole on every rank, and :meth:`load_state_dict` needs
+        it.
+        """
+        return {name: parameter.value() for name, parameter in self.named_parameters()}
+
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy values into this rank's parameters; all of them or, on an error, none. Local.
 
@@ -231,8 +243,9 @@ class ParallelModel:
         if expected.keys() != state.keys():
             missing, unknown = expected.keys() - state.keys(), state.keys() - expected.keys()
             raise ModuleError(
-                f"a state must name each parameter of the whole model once; missing: "
-                f"{sorted(missing) or 'none'}, unknown: {sorted(unknown) or 'none'}"
+                "a state must name each parameter of the whole model once, as that of "
+                f"full_state_dict() does; missing: {sorted(missing) or 'none'}, unknown: "
+                f"{sorted(unknown) or 'none'}"
             )
         for name, parameter in expected.items():
             check_shape(name, parameter.global_shape, state[name])
@@ -256,10 +269,13 @@ class ParallelModel:
         """Return the parameters that live on this rank, with their names in the whole model."""
         return self._engine.named_parameters()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Forget the gradients; those of steps under :meth:`no_sync`, too.
 
         Steps do so by themselves, so it is never needed before one.
+
+        Args:
+            set_to_none: Without effect; for programs that name it, as PyTorch's may.
         """
         self._engine.check_ready()
         self._engine.buckets.forget()
@@ -309,6 +325,34 @@ class ParallelModel:
         """Choose evaluation: dropout is the identity. Returns the model."""
         self.set_training(False)
         return self
+
+
+_BY_TRAIN_STEP = (
+    "train_step(x, target, loss=...) does forward and backward of the whole batch, and adds up the "
+    "gradients of the ranks"
+)
+_DEVICE = "memory is chosen when the model is made: xp=cupy puts it on the mesh's device"
+_DTYPE = "the dtype is chosen when the model is made: dtype="
+_SYNC = "steps under no_sync() add up gradients without reducing them"
+_PARTS = "the layers stand in what the model was made of, and parameters() are those of this rank"
+_GATHERED = "each step has the parameters that it needs; full_state_dict() gives all of them"
+
+tell_elsewhere(
+    ParallelModel,
+    {
+        "backward": _BY_TRAIN_STEP,
+        "module": "a pipeline has its layers in stages: local_stages are those of this rank",
+        **dict.fromkeys(("to", "cuda", "cpu"), _DEVICE),
+        **dict.fromkeys(("half", "bfloat16", "float", "double"), _DTYPE),
+        **dict.fromkeys(("set_requires_gradient_sync", "require_backward_grad_sync"), _SYNC),
+        **dict.fromkeys(("modules", "named_modules", "children", "named_children"), _PARTS),
+        **dict.fromkeys(("unshard", "reshard", "summon_full_params"), _GATHERED),
+        "requires_grad_": "freeze layers, layer.freeze(), and call rebuild_buckets() after it",
+        "register_comm_hook": "buckets are reduced by one all-reduce, in the dtype of grad_dtype=",
+        "join": "ranks may have unequal numbers of rows, also none, but all call each train_step",
+        "optim_state_dict": "a ParallelOptimizer has it: optimizer.full_state_dict()",
+    },
+)
 
 
 # -- outputs of all replicas together, in the order of the batch ----------------------------------

@@ -10,8 +10,9 @@ import numpy as np
 
 from mpimesh.arguments import shape_of, shown
 from mpimesh.arrays import Array
-from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError
+from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError, tell_elsewhere
 from mpimesh.optim import LossScaler, Optimizer
+from mpimesh.optim.optimizer import TORCH_ATTRIBUTES
 from mpimesh.optim.scaling import sum_of_squares
 from mpimesh.parallel.clip import agreed_squares, problem_with_norm
 from mpimesh.parallel.gradients.pieces import Layouts, LentOptimizer, Pieces, State
@@ -348,8 +349,12 @@ class ParallelOptimizer:
 
     # -- local -------------------------------------------------------------------------------
 
-    def zero_grad(self) -> None:
-        """Forget the gradients; those of steps under ``no_sync``, too. Local."""
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Forget the gradients; those of steps under ``no_sync``, too. Local.
+
+        Args:
+            set_to_none: Without effect; for programs that name it, as PyTorch's may.
+        """
         self._engine.check_ready()
         self._engine.buckets.forget()
 
@@ -459,3 +464,6 @@ class ParallelOptimizer:
         kinds = ", ".join(type(one).__name__ for one in self._optimizers)
         scale = "" if self._scaler is None else f", {self._scaler!r}"
         return f"{kinds}, zero={self._zero}{scale}, group {self._agreeing.name!r}"
+
+
+tell_elsewhere(ParallelOptimizer, TORCH_ATTRIBUTES)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,7 @@ from mpimesh.runtime.call import Call
 __all__ = [
     "Tie",
     "Ties",
+    "agree_on_trained",
     "check_alike",
     "find_ties",
     "give_values",
@@ -192,6 +194,41 @@ def check_alike(texts: Mapping[int, str], rule: str) -> None:
     if len(set(texts.values())) > 1:
         rows = "\n".join(f"  rank {rank}: {text}" for rank, text in texts.items())
         raise on_all_ranks(MismatchError(f"{rule}:\n{rows}"))
+
+
+def agree_on_trained(
+    named: Sequence[tuple[str, Parameter, Collection[int]]],
+    local: Collection[int],
+    scope: ProcessGroup,
+) -> None:
+    """Return if all ranks that hold a parameter train it, or none does. Collective over `scope`.
+
+    Args:
+        named: What :func:`named_places` gives: name, parameter and stages of each.
+        local: The stages of this rank.
+        scope: The ranks of all stages.
+
+    Raises:
+        MismatchError: On every rank, naming what is frozen on some of them.
+    """
+    mine: list[list[int]] = [[], []]
+    for number, (_, parameter, stages) in enumerate(named):
+        if any(stage in local for stage in stages):
+            mine[parameter.requires_grad].append(number)
+    everyone = agree(scope._core, Call("rebuild_buckets", scope.name), mine)
+    frozen, trained = (set(chain(*numbers)) for numbers in zip(*everyone, strict=True))
+    rows = [
+        f"  {named[number][0]}: frozen on ranks "
+        f"{[rank for rank, one in zip(scope.ranks, everyone, strict=True) if number in one[0]]}"
+        for number in sorted(frozen & trained)
+    ]
+    if rows:
+        raise on_all_ranks(
+            MismatchError(
+                "a parameter is frozen on all ranks that hold it or on none, but\n"
+                + "\n".join(rows)
+            )
+        )
 
 
 def give_values(

@@ -14,12 +14,12 @@ import numpy as np
 
 from mpimesh.arrays import Array, namespace
 from mpimesh.comm import Request, Steps
-from mpimesh.errors import DTypeError, MpimeshError, ShapeError, UnresolvedError
+from mpimesh.errors import DTypeError, MpimeshError, ShapeError, UnresolvedError, tell_elsewhere
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
 from mpimesh.runtime.plan import Plan, Prepared
 from mpimesh.runtime.traffic import Amount, Rule
-from mpimesh.runtime.work import CollectiveTensor, Elsewhere
+from mpimesh.runtime.work import CollectiveTensor
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
@@ -63,8 +63,9 @@ class Persistent:
 
 
 _NOT_STARTED = "it is planned and not under way; start() it first, as in planned.start().resolve()"
-for _name in ("resolve", "done", "wait", "assume_resolved"):
-    setattr(Persistent, _name, Elsewhere(_name, _NOT_STARTED))
+tell_elsewhere(
+    Persistent, dict.fromkeys(("resolve", "done", "wait", "assume_resolved"), _NOT_STARTED)
+)
 
 
 class PersistentCollective(Persistent):

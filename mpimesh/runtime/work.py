@@ -24,12 +24,13 @@ from mpimesh.errors import (
     TransportError,
     UnresolvedError,
     UnresolvedWarning,
+    tell_elsewhere,
 )
 from mpimesh.runtime.call import Call, site_line
 from mpimesh.runtime.flight import RecordedGroup
 from mpimesh.runtime.progress import Progress
 
-__all__ = ["CollectiveTensor", "Elsewhere", "OpenWork", "Owner", "Reusable"]
+__all__ = ["CollectiveTensor", "OpenWork", "Owner", "Reusable"]
 
 
 class OpenWork(dict[int, Callable[[], "CollectiveTensor | None"]]):
@@ -534,10 +535,6 @@ class CollectiveTensor:
             raise self._refusal("format(handle.resolve(), ...)")
         return str(self)
 
-    def __dir__(self) -> list[str]:
-        """List what it has, without what it refuses."""
-        return [name for name in super().__dir__() if name not in _OF_ARRAYS]
-
     def __array_ufunc__(self, function: Any, *_args: Any, **_options: Any) -> NoReturn:
         """Refuse to be an operand of NumPy.
 
@@ -555,31 +552,11 @@ class CollectiveTensor:
         raise self._refusal(f"numpy.{function.__name__}(handle.resolve(), ...)")
 
 
-class Elsewhere:
-    """An attribute that a class has not, which it refuses with a word on where it is.
-
-    It stands in the class: with a ``__getattr__`` Python finds every attribute slower.
-
-    Args:
-        name: The attribute.
-        where: Where it is, for a person.
-    """
-
-    def __init__(self, name: str, where: str) -> None:
-        self._name = name
-        self._where = where
-
-    def __get__(self, obj: object, owner: type[Any]) -> Self:
-        if obj is None:
-            return self
-        raise AttributeError(
-            f"{owner.__name__!r} object has no attribute {self._name!r}; {self._where}",
-            name=self._name,
-            obj=obj,
-        )
-
-
-_OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if not name.startswith("_"))
-for _name in _OF_ARRAYS:
-    _where = f"its result may: handle.resolve().{_name}"
-    setattr(CollectiveTensor, _name, Elsewhere(_name, _where))
+tell_elsewhere(
+    CollectiveTensor,
+    {
+        name: f"its result may: handle.resolve().{name}"
+        for name in dir(np.ndarray)
+        if not name.startswith("_")
+    },
+)

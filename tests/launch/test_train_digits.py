@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from xml.etree import ElementTree
@@ -158,6 +159,9 @@ def assert_says_what_it_did(text, results, tmp_path):
     for name in ("timeline.svg", "trace.json", "step.svg", "loss.svg"):
         assert str(tmp_path / "out" / name) in lines[-1]
     assert str(tmp_path / "result.json") in lines[-1]
+    assert "the weights are not kept: --checkpoint DIR" in text
+    crowded = len(os.sched_getaffinity(0)) < 4
+    assert ("4 ranks take turns on" in text) == crowded
     assert "\x1b" not in text
 
 

@@ -6,10 +6,12 @@ import json
 import os
 import re
 import signal
+from io import StringIO
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import mpimesh as mm
 from tests.helpers.raises import names
@@ -220,6 +222,20 @@ def test_ranks_read_windows_of_a_text_larger_than_their_memory(launch, tmp_path,
 @pytest.mark.parametrize("mesh", ["dp=2,pp=2", "pp=2,dp=2", "dp=2,tp=2"])
 def test_each_rank_reads_its_own_windows(train, tmp_path, monkeypatch, mesh):
     """Of the 6 rows of a step 3 each, and the windows that are held out."""
+    size, mine = windows_of_ranks(train, tmp_path, monkeypatch, "--virtual", "4", "--mesh", mesh)
+    trained = sorted(starts[: 3 * STEPS] for starts in mine)
+    assert trained[0] == trained[1] != trained[2] == trained[3]
+    drawn = np.concatenate(
+        [
+            np.random.default_rng([3, step]).integers(0, size - CONTEXT, 6)
+            for step in range(1, STEPS + 1)
+        ]
+    )
+    assert sorted(trained[0] + trained[2]) == sorted(drawn)
+
+
+def windows_of_ranks(train, tmp_path, monkeypatch, *ranks):
+    """Train, and return the bytes to train on, and where the windows began that each rank read."""
     data = example_module("gpt.data", monkeypatch)
     opened, read = data.open_text, []
 
@@ -238,19 +254,27 @@ def test_each_rank_reads_its_own_windows(train, tmp_path, monkeypatch, mesh):
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 40)
     size = 256 * 40 - 1024
-    code, _ = train("--virtual", "4", "--mesh", mesh, "--text", str(text), *OPTIONS)
+    code, _ = train(*OPTIONS, *ranks, "--text", str(text))
     assert code == 0
     # What is read ahead of a step that does not come is not counted.
-    mine = [[start for start in starts if start < size - CONTEXT] for starts in read]
-    trained = sorted(starts[: 3 * STEPS] for starts in mine)
-    assert trained[0] == trained[1] != trained[2] == trained[3]
-    drawn = np.concatenate(
-        [
-            np.random.default_rng([3, step]).integers(0, size - CONTEXT, 6)
-            for step in range(1, STEPS + 1)
-        ]
-    )
-    assert sorted(trained[0] + trained[2]) == sorted(drawn)
+    return size, [[start for start in starts if start < size - CONTEXT] for starts in read]
+
+
+def test_ranks_in_the_middle_of_a_pipeline_read_no_windows(train, tmp_path, monkeypatch):
+    options = "--virtual 4 --mesh pp=4 --layers 4"
+    _, read = windows_of_ranks(train, tmp_path, monkeypatch, *options.split())
+    assert sorted(map(bool, read)) == [False, False, True, True]
+
+
+def test_the_rate_that_is_shown_is_of_training_alone(monkeypatch):
+    report = example_module("common.report", monkeypatch)
+    printed = StringIO()
+    console = Console(file=printed, width=80)
+    with report.WorkProgress(console, "step", 4, unit="bytes") as progress:
+        for step, seconds in enumerate([2.0, 1.0, 1.0, 4.0], 1):
+            progress.tell(step, 100.0, seconds, f"loss {step}")
+    rates = re.findall(r"([\d.]+) bytes/s", printed.getvalue())
+    assert rates == ["50", "100", "100", "25"]
 
 
 def test_a_picture_of_a_step_that_was_done_before_is_told_to_be_missing(train, capsys):

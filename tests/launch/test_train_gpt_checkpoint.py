@@ -135,8 +135,9 @@ def test_a_finished_run_goes_on_for_more_steps(train, tmp_path, capsys):
     saved = ["--checkpoint", str(tmp_path / "saved")]
     longer = [*TINY, "--steps", "9", "--decay-steps", "6"]
     _, whole = train(*longer)
+    assert "the weights are not kept: --checkpoint DIR" in capsys.readouterr().out
     train(*TINY, *saved)
-    capsys.readouterr()
+    assert f"after step 6 are saved in {saved[1]}\n" in capsys.readouterr().out
     code, _ = train(*TINY, "--steps", "9", *saved)
     assert code == 2
     cure = ("decay_steps 6 there, 9 here", "--decay-steps 6")

@@ -30,7 +30,7 @@ once, and the new ones are gathered as at stage 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -44,7 +44,7 @@ from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.persistent import PersistentCollective
 from mpimesh.trace import Tracer
 
-__all__ = ["STAGES", "Bucket", "Reductions", "Shard", "shard_sizes", "share_values"]
+__all__ = ["STAGES", "Bucket", "Reductions", "Shard", "shard_sizes", "share_frozen"]
 
 _GRAIN_BYTES = 64
 _AWAY = (
@@ -104,6 +104,26 @@ def share_values(
         part = slice(0, size if sources[group.rank or 0] == group.rank else 0)
     written = partial(group.barrier, label=label)  # before it they are not all there
     return values, _moved(parameters, values, part, written), is_whole
+
+
+def share_frozen(parameters: Iterable[Parameter], group: ProcessGroup) -> list[Array]:
+    """Let the ranks of a node have the values of frozen parameters once. Collective.
+
+    Returns:
+        The arrays, one for each dtype.
+    """
+    kinds: dict[DType | None, list[Parameter]] = {}
+    for parameter in parameters:
+        if not parameter.requires_grad and type(parameter.data) is np.ndarray:
+            kinds.setdefault(parameter.dtype, []).append(parameter)
+    arrays: list[Array] = []
+    for turn, frozen in enumerate(kinds.values()):
+        sizes = shard_sizes(sum(one.size for one in frozen), 1, group.size)
+        start = sum(sizes[: group.rank])
+        part = slice(start, start + sizes[group.rank or 0])
+        label = "values of frozen parameters"
+        arrays.append(share_values(frozen, group, part, turn=turn, label=label)[0])
+    return arrays
 
 
 def _moved(

@@ -49,6 +49,7 @@ from mpimesh.parallel.gradients.replicas import agree_parameters, agree_touched
 from mpimesh.parallel.groups import live_mesh
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.runtime.agreement import agree
 from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
 
 __all__ = ["BUCKET_BYTES", "GRAD_DTYPE", "GROUP", "GradientBuckets"]
@@ -57,6 +58,11 @@ _IS_TRAINED = attrgetter("requires_grad")
 GROUP = "a group of ranks, as mesh.group('dp') gives"
 
 GRAD_DTYPE = "grad_dtype: gradients are added up"
+
+_OPEN = (
+    "gradients of steps under no_sync() are being added up, and new buckets would drop them: take "
+    "the step that reduces them first, or forget them by zero_grad()"
+)
 
 BUCKET_BYTES = 4 * 1024 * 1024
 """Large enough that an all-reduce runs at full speed, small enough that several overlap."""
@@ -272,6 +278,15 @@ class GradientBuckets:
     def use_up(self) -> None:
         """Note that a step has been done by the sums. Local."""
         self._has_sums = False
+
+    def agree_on_closed(self, scope: ProcessGroup) -> None:
+        """Return if no rank of `scope` has gradients that new buckets would drop. Collective.
+
+        Raises:
+            ModuleStateError: On every rank, if any is adding up gradients.
+        """
+        problem = ModuleStateError(_OPEN) if self._open else None
+        agree(scope._core, "new buckets", problem=problem)
 
     # -- a cycle: local until synchronize ---------------------------------------------
 

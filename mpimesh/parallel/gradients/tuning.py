@@ -301,7 +301,7 @@ def tune_buckets(engine: Engine) -> BucketTuning | None:
         to 16 MiB; new memory for the buckets.
     """
     engine.check_ready()
-    engine.agree_on_closed()
+    engine.buckets.agree_on_closed(engine.scope)
     group, buckets = engine.data, engine.buckets
     entries = buckets.entries
     scope = engine.scope

@@ -20,6 +20,7 @@ from mpimesh.errors import (
     MismatchError,
     ModuleError,
     ShapeError,
+    StageError,
     UnknownNameError,
 )
 from tests.helpers.parallel_models import SEED, layers, make_pipeline, on_ranks
@@ -294,25 +295,207 @@ def test_the_next_batch_is_read_while_this_one_trains():
     mm.run_virtual(1, main)
 
 
-def test_an_error_of_reading_comes_out_of_next_and_is_not_for_ever():
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("broken_at", [0, 1, 4])
+@pytest.mark.parametrize("dims", ["dp=1", "dp=2", "dp=2,pp=2", "pp=3"])
+def test_an_error_of_one_rank_s_reading_is_raised_on_all(dims, broken_at, prefetch):
+    """By the first batch, or by the step that takes a later one; and it is not for ever."""
+
     def body(mesh):
-        broken = [True]
+        disk = {"broken": mesh.rank == 0}
 
         def source(rows):
-            if broken[0] and len(calls) == 1:
+            if disk["broken"] and number[0] >= broken_at:
+                raise OSError("the disk is gone")
+            number[0] += 1
+            return X[rows], Y[rows]
+
+        number = [0]
+        model = make_pipeline(mesh, 1)
+        expected = drawn(5, epochs=1)
+        with Batches(source, mesh, 5, rows=ROWS) as batches:
+            for _ in range(broken_at):
+                x, target = batches.next()
+                model.train_step(x, target, loss=nn.cross_entropy)
+            assert batches.position == broken_at
+            for _ in range(2):
+                if broken_at == 0:
+                    with pytest.raises(OSError, match="the disk is gone"):
+                        batches.next()
+                    continue
+                x, target = batches.next()
+                assert batches.position == broken_at + 1
+                with raises(StageError, "rank 0", "OSError", "the disk is gone") as caught:
+                    model.train_step(x, target, loss=nn.cross_entropy)
+                assert caught.value.agreed
+                with raises(StageError, "rank 0", "OSError"):
+                    model.evaluate(x, target, loss=nn.cross_entropy)
+                with raises(StageError, "rank 0", "OSError"):
+                    model.forward(x)
+                batches.load_state_dict({**batches.state_dict(), "position": broken_at})
+            assert batches.position == broken_at
+            disk["broken"] = False
+            x, target = batches.next()
+            np.testing.assert_array_equal(x.full(), X[expected[broken_at]])
+            model.train_step(x, target, loss=nn.cross_entropy)
+
+    on_ranks(dims, body)
+
+
+def test_rows_that_could_not_be_read_say_so_to_who_looks_at_them():
+    def body(mesh):
+        def source(rows):
+            if len(calls) == 1:
                 raise OSError("the disk is gone")
             calls.append(rows)
-            return X[rows]
+            return {"x": X[rows]}
 
         calls = []
         with Batches(source, mesh, 5, rows=ROWS) as batches:
             batches.next()
+            x = batches.next()["x"]
+        for look in (lambda: x.local, lambda: x[0], lambda: np.asarray(x), lambda: len(x)):
+            with pytest.raises(OSError, match="the disk is gone"):
+                look()
+        assert "the disk is gone" in repr(x)
+
+    on_ranks("dp=1", body)
+
+
+def test_ranks_whose_functions_build_batches_differently():
+    def body(mesh):
+        def source(rows):
+            return X[rows] if mesh.rank == 1 else (X[rows], Y[rows])
+
+        with Batches(source, mesh, 6, rows=ROWS) as batches:
             for _ in range(2):
-                with pytest.raises(OSError, match="the disk is gone"):
+                with raises(MismatchError, "rank 1", "array", "rank 0", "(array, array)") as caught:
                     batches.next()
-            assert batches.position == 1
-            broken[0] = False
-            np.testing.assert_array_equal(batches.next().full(), X[drawn(5, epochs=1)[1]])
+                assert caught.value.agreed
+                assert batches.position == 0
+
+    on_ranks("dp=2", body)
+
+
+# -- for a model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["arrays", "function", "dict of arrays", "dict of a function"])
+@pytest.mark.parametrize("dims", ["dp=2", "pp=2", "pp=4", "dp=2,pp=3"])
+def test_ranks_read_what_their_stages_take(dims, form):
+    """The training is that with batches of which all ranks read all."""
+
+    def body(mesh):
+        seen = []
+
+        class Counted(np.ndarray):
+            title: str
+
+            def __getitem__(self, rows):
+                seen.append((self.title, len(rows)))
+                return np.asarray(super().__getitem__(rows))
+
+        def counted(title, array):
+            view = array.view(Counted)
+            view.title = title
+            return view
+
+        def read(rows):
+            seen.append(("both", len(rows)))
+            return (X[rows], Y[rows]) if "dict" not in form else {"x": X[rows], "target": Y[rows]}
+
+        x, y = counted("x", X), counted("target", Y)
+        arrays = (x, y) if "dict" not in form else {"x": x, "target": y}
+        source, rows = (read, ROWS) if "function" in form else (arrays, None)
+        pipe = make_pipeline(mesh, 2)
+        losses, expected = [], []
+        num_stages = mesh.dim_size("pp") if mesh.contains_dim("pp") else 1
+        stage = mesh.coord("pp") if num_stages > 1 else 0
+        is_first, is_last = stage == 0, stage == num_stages - 1
+        with Batches(source, mesh, 5, model=pipe, seed=3, rows=rows) as batches:
+            for batch in batches:
+                x, target = batch if isinstance(batch, tuple) else (batch["x"], batch["target"])
+                assert (x is not None) == is_first
+                assert (target is not None) == is_last
+                losses.append(pipe.train_step(x, target, loss=nn.cross_entropy))
+        titles = {title for title, _ in seen}
+        if "function" in form:
+            assert titles == ({"both"} if is_first or is_last else set())
+        else:
+            assert titles == ({"x"} if is_first else set()) | ({"target"} if is_last else set())
+        if not (is_first or is_last):
+            assert not seen
+        pipe = make_pipeline(mesh, 2)
+        with Batches((X, Y), mesh, 5, seed=3) as batches:
+            for x, target in batches:
+                expected.append(pipe.train_step(x, target, loss=nn.cross_entropy))
+        assert losses == expected
+
+    on_ranks(dims, body)
+
+
+def test_named_inputs_of_a_model():
+    """A stage in the middle takes its own input, and nothing else."""
+
+    def body(mesh):
+        stages = [mm.PipelineStage(0).add_layer(nn.Linear(6, 4))]
+        stages += [mm.PipelineStage(1, inputs=("more",)).add_layer(nn.Concat())]
+        stages += [mm.PipelineStage(2).add_layer(nn.Linear(7, 5))]
+        pipe = mm.PipelineParallel(stages, 2, mesh=mesh, dtype="float64")
+        more = np.random.default_rng(2).normal(size=(ROWS, 3))
+        source = {"x": X, "target": Y, "more": more}
+        with Batches(source, mesh, 5, model=pipe) as batches:
+            for batch in batches:
+                took = {name for name, one in batch.items() if one is not None}
+                assert took == [{"x"}, {"more"}, {"target"}][mesh.rank]
+                inputs = {"more": batch["more"]} if batch["more"] is not None else {}
+                loss = pipe.train_step(
+                    batch["x"], batch["target"], inputs=inputs, loss=nn.cross_entropy
+                )
+                whole = {
+                    name: array[drawn(5, epochs=1)[batches.position - 1]]
+                    for name, array in source.items()
+                }
+                assert loss == pytest.approx(
+                    pipe.evaluate(
+                        whole["x"],
+                        whole["target"],
+                        inputs={"more": whole["more"]},
+                        loss=nn.cross_entropy,
+                    )
+                )
+
+    on_ranks("pp=3", body)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize(
+    ("form", "values"),
+    [
+        (lambda rows: (X[rows], Y[rows], Y[rows]), ("(x, target)", "(array, array, array)")),
+        (lambda rows: {"x": X[rows], "y": Y[rows]}, ("'target'", "'y'")),
+    ],
+)
+def test_batches_that_do_not_say_what_is_for_which_stage(form, values, as_function):
+    def body(mesh):
+        pipe = make_pipeline(mesh, 1)
+        with raises(ModuleError, *values) as caught:
+            source, rows = (form, ROWS) if as_function else (form(slice(None)), None)
+            Batches(source, mesh, 5, rows=rows, model=pipe).next()
+        assert caught.value.agreed
+
+    on_ranks("pp=3", body)
+
+
+def test_models_that_are_none():
+    def body(mesh):
+        pipe = make_pipeline(mesh, 1)
+        with raises(ModuleError, "model", "Linear"):
+            Batches(X, mesh, 5, model=nn.Linear(2, 2))  # type: ignore[arg-type]
+        with raises(MismatchError, "PipelineParallel", "NoneType"):
+            Batches(X, mesh, 5, model=pipe if mesh.rank else None)
+        with mesh.copy() as other, raises(ModuleError, "another mesh"):
+            Batches(X, other, 5, model=pipe)
 
     on_ranks("dp=2", body)
 

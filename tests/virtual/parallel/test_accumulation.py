@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -144,6 +147,54 @@ def test_wrong_use():
             other.train_step(*batch(0, 8), loss=nn.cross_entropy)
 
     on_ranks("dp=2", body)
+
+
+@pytest.mark.parametrize("dims", ["dp=1", "dp=2", "pp=2"])
+@pytest.mark.parametrize("zero", [None, 1, 3])
+def test_steps_of_others_do_not_come_among_those_that_wait(dims, zero):
+    """All ranks refuse the first such step; then what is taken anew is right."""
+
+    def body(mesh):
+        model = make_pipeline(mesh, 1)
+        optimizer: Any = optim.SGD(model.parameters(), lr=0.1)
+        if zero is not None:
+            optimizer = mm.ParallelOptimizer(optimizer, model, zero=zero)
+        options: dict[str, Any] = {"loss": nn.cross_entropy}
+        mine = Accumulation(model, 3, optimizer=optimizer)
+        twin = Accumulation(model, 3, optimizer=optimizer)
+
+        def plain():
+            model.train_step(*batch(1, 8), **options, optimizer=optimizer)
+
+        def plain_under_no_sync():
+            with model.no_sync():
+                model.train_step(*batch(1, 8), **options)
+
+        def of(accumulation):
+            return partial(accumulation.train_step, *batch(0, 8), **options)
+
+        for first, second, *values in (
+            (of(mine), plain, "an Accumulation", "the model", "flush()"),
+            (of(mine), plain_under_no_sync, "an Accumulation", "no_sync()"),
+            (of(mine), of(twin), "an Accumulation", "zero_grad()"),
+            (plain_under_no_sync, of(mine), "the model under no_sync()", "an Accumulation"),
+        ):
+            first()
+            assert mine.pending == (first is not plain_under_no_sync)
+            assert twin.pending == 0
+            with raises(ModuleStateError, 1, *values) as caught:
+                second()
+            assert caught.value.agreed
+            assert mine.pending == model.buckets.begun == 0
+        before = model.step
+        assert [of(mine)() is None for _ in range(3)] == [True, True, False]
+        plain()
+        assert of(twin)() is None
+        assert mine.flush() is None
+        assert twin.flush() is not None
+        assert model.step == before + 5
+
+    on_ranks(dims, body)
 
 
 # -- by name ---------------------------------------------------------------------------------------

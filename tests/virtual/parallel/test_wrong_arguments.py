@@ -251,6 +251,8 @@ LEFT_OUT = {
         for name in ["begin", "submit", "complete", "synchronize", "cancel", "divide"]
     ),
     "ParallelOptimizer.resume",
+    # Its argument has no effect.
+    "ParallelOptimizer.zero_grad",
     # See test_accumulation.py.
     "Accumulation",
     "Accumulation.flush",
