@@ -32,7 +32,8 @@ FUNCTIONS = {
     ),
     *("empty_like", "exp", "flatnonzero", "floor", "full", "greater_equal", "isfinite", "log"),
     *("maximum", "minimum"),
-    *("multiply", "negative", "ones", "right_shift", "sqrt", "square", "subtract", "take", "tanh"),
+    *("multiply", "negative", "ones", "right_shift", "sqrt", "square", "stack", "subtract"),
+    *("take", "tanh"),
     *("unique", "where", "zeros", "zeros_like"),
 }
 TYPES = {"float32", "float64", "uint64"}

@@ -248,9 +248,16 @@ LEFT_OUT = {
     # What models and gradients do by themselves.
     *(
         f"GradientBuckets.{name}"
-        for name in ["begin", "submit", "complete", "synchronize", "cancel", "divide"]
+        for name in [
+            "agree_on_closed",
+            "begin",
+            "submit",
+            "complete",
+            "synchronize",
+            "cancel",
+            "divide",
+        ]
     ),
-    "ParallelOptimizer.resume",
     # Its argument has no effect.
     "ParallelOptimizer.zero_grad",
     # See test_accumulation.py.
