@@ -44,6 +44,10 @@ class Sequential(Module):
             for one in layer if isinstance(layer, list | tuple) else (layer,):
                 self.append(one)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy holds: its layers ask nobody."""
+        return {**self.__dict__, "before": None}
+
     def append(self, layer: SupportsLayer) -> Self:
         """Add `layer` at the end and return the module, so that calls can be chained.
 

@@ -306,6 +306,13 @@ def test_a_layer_outside_of_a_step_tells_what_to_call():
         assert model.parameters()[0].dtype == np.float64
         twin = copy.deepcopy(model.parameters()[0])
         assert twin.data is None
+        inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+        mm.fully_shard(inner, mesh, loss=nn.mse, dtype="float64")
+        with raises(ModuleStateError, "Linear(4, 4)", "step", "into_inner()", "forward()"):
+            inner.forward(np.ones((3, 4)))
+        alone = copy.deepcopy(inner)
+        alone.materialize(seed=0)
+        alone.forward(np.ones((3, 4), np.float32))  # a copy's layers ask nobody
         return mesh.rank
 
     assert on_ranks("dp=2", body) == [0, 1]
