@@ -247,6 +247,8 @@ class Batches:
             problem = error
         if self._structure is None:
             self._structure = self._agreed_structure(blocks, problem)
+        elif blocks is not None:
+            problem = self._change_in(blocks)
         if problem is not None:
             unread = UnreadRows(problem)
             blocks = self._structure.unflatten([unread] * self._structure.num_leaves)
@@ -270,6 +272,15 @@ class Batches:
             raise
         self._ahead.popleft()
         return blocks
+
+    def _change_in(self, blocks: Tree) -> Exception | None:
+        """Return what is wrong with rows that are not built like those of the first batch."""
+        if self._structure is None or self._structure.leaves_of(blocks) is not None:
+            return None
+        return ModuleError(
+            f"a source returns rows that are built alike for all batches; for batch "
+            f"{self._position} it returned a {type(blocks).__name__}, and for the first {self._structure}"
+        )
 
     def _agreed_structure(self, blocks: Tree | None, problem: Exception | None) -> Structure:
         """Return how batches of a function are built. Collective.

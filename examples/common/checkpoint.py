@@ -115,7 +115,8 @@ class Checkpoint:
                 text = json.dumps(manifest)
                 write_whole(folder.parent / MANIFEST, lambda path: path.write_text(text))
 
-        on_all_ranks(mesh, write_part, f"write {folder}")
+        with pipe.gathered():
+            on_all_ranks(mesh, write_part, f"write {folder}")
         on_all_ranks(mesh, write_manifest, f"write {folder.parent / MANIFEST}")
         if mesh.rank == 0:
             for old in folder.parent.glob("step-*"):
@@ -160,7 +161,8 @@ class Checkpoint:
             if scaler is not None:
                 scaler.load_state_dict(manifest.scaler)
 
-        on_all_ranks(self._mesh, take, f"load {folder}")
+        with pipe.gathered(write=True):
+            on_all_ranks(self._mesh, take, f"load {folder}")
         pipe.step = manifest.model_step
         return manifest.notes
 

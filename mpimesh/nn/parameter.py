@@ -221,7 +221,9 @@ class Parameter:
         Raises:
             DTypeError: If `dtype` is another one, or CuPy's memory is to hold bfloat16.
             ModuleError: If `seed` or `index` is negative.
+            ModuleStateError: If it has values, which somebody else keeps.
         """
+        self._check_here()
         dtype = float_dtype(dtype, xp=xp)
         values = first_values(
             self.initializer,
@@ -243,17 +245,25 @@ class Parameter:
         Raises:
             ModuleStateError: If the parameter has no memory yet.
         """
-        if self.data is None and self._away:
-            raise ModuleStateError(
-                f"parameter {self.name!r} of shape {self.shape} has no memory here: {self._away}"
-            )
         if self.data is None:
+            self._check_here()
             raise ModuleStateError(
                 f"parameter {self.name!r} of shape {self.shape} has no memory yet: call "
                 "materialize(seed=..., dtype=...) on its layer, or on the model or stage that "
                 "holds it, before it is used"
             )
         return self.data
+
+    def _check_here(self) -> None:
+        """Return unless somebody else keeps the values.
+
+        Raises:
+            ModuleStateError: If so, saying who, and what to do.
+        """
+        if self.data is None and self._away:
+            raise ModuleStateError(
+                f"parameter {self.name!r} of shape {self.shape} has no memory here: {self._away}"
+            )
 
     def put_away(self, why: str) -> None:
         """Give up the values, which somebody else keeps, and remember their dtype.
@@ -408,7 +418,12 @@ class Parameter:
             )
 
     def __getstate__(self) -> object:
-        """Return what a copy holds: all but the tie to those who wait for the gradient."""
+        """Return what a copy holds: all but the tie to those who wait for the gradient.
+
+        Raises:
+            ModuleStateError: If somebody else keeps the values, which the copy would lack.
+        """
+        self._check_here()
         own, slots = cast("tuple[object, dict[str, Any]]", super().__getstate__())
         alone = {"_attached": False, "_marks": bytearray([self._is_zero]), "_place": 0}
         return own, {**slots, **alone, "on_ready": None, "grad_dtype": None}

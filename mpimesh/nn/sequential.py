@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from mpimesh.nn.context import Context
 from mpimesh.nn.module import Module
 from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
 
-__all__ = ["Sequential"]
+__all__ = ["Sequential", "is_plain"]
 
 
 class Sequential(Module):
@@ -122,7 +122,8 @@ class Sequential(Module):
 
     @input_grad.setter
     def input_grad(self, wanted: bool) -> None:
-        if self._layers and isinstance(self._layers[0], Module):
+        # A backward of its own may read what the first layer returns.
+        if is_plain(self) and self._layers and isinstance(self._layers[0], Module):
             self._layers[0].input_grad = wanted
 
     def forward(self, x: Array, ctx: Context | None = None) -> Array:
@@ -205,6 +206,17 @@ class Sequential(Module):
 
     def __repr__(self) -> str:
         return f"Sequential({', '.join(map(repr, self._layers))})"
+
+
+_METHODS = ("forward", "backward", "backward_input", "backward_weight")
+
+
+def is_plain(layer: object) -> TypeGuard[Sequential]:
+    """Tell whether a layer is a Sequential that runs its layers as that class does."""
+    return isinstance(layer, Sequential) and not any(
+        name in vars(layer) or getattr(type(layer), name) is not getattr(Sequential, name)
+        for name in _METHODS
+    )
 
 
 def _drop(layer: SupportsLayer, ctx: Context) -> None:

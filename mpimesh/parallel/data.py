@@ -8,8 +8,9 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from mpimesh.errors import ModuleError
-from mpimesh.nn import Loss, Sequential, SupportsLayer
+from mpimesh.nn import Loss, SupportsLayer
 from mpimesh.nn.protocol import set_training
+from mpimesh.nn.sequential import is_plain
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep, check_loss
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
@@ -94,7 +95,7 @@ class DataParallel(ParallelModel):
         self._input_grad = getattr(module, "input_grad", True)
         stage = PipelineStage(0)
         # A Sequential's layers keep their names and numbers.
-        for layer in module.layers if isinstance(module, Sequential) else [module]:
+        for layer in module.layers if is_plain(module) else [module]:
             stage.add_layer(layer)
         live_mesh(mesh)
         check_loss(loss)
@@ -344,8 +345,10 @@ def fully_shard(
     load at any stage on any mesh. ``parameter.grad`` is None between steps, and ``parameter.data``
     at stage 3 is memory that all ranks of the node see: what one of them writes, all have. It is
     given back by :meth:`DataParallel.into_inner`, or when the mesh is closed. Where parameters are
-    gathered, ``parameter.data`` is None outside of their layer's turn, and
-    :meth:`ParallelModel.full_state_dict` and :meth:`ParallelModel.load_state_dict` are collective.
+    gathered, ``parameter.data`` is None outside of their layer's turn:
+    :meth:`ParallelModel.gathered` has all of them for a moment, and with the mesh they are gone, so
+    take states or the layers out before it is closed. Layers of one's own then also get
+    microbatches of no rows, on replicas that have fewer than others.
 
     Args:
         model: A layer, of which a :class:`DataParallel` is made; or such a model, or a
@@ -353,7 +356,8 @@ def fully_shard(
         mesh: The mesh.
         dim: The dim of the replicas of a layer; a model has its own.
         stage: What is divided.
-        hybrid: Whether each node has all parameters at stage 3.
+        hybrid: Whether each node has all parameters at stage 3. Else they are let go after each
+            forward, too (PyTorch's ``reshard_after_forward``).
         options: Those of :class:`DataParallel`, for a layer.
 
     Returns:
@@ -371,6 +375,11 @@ def fully_shard(
         >>> for x, target in batches:
         ...     loss = model.train_step(x, target, optimizer=optimizer)
     """
+    if "reshard_after_forward" in options:
+        raise ModuleError(
+            "fully_shard: reshard_after_forward is hybrid here: parameters are let go after each "
+            "forward and backward, but with hybrid=True each node keeps them"
+        )
     if not isinstance(model, ParallelModel):
         model = DataParallel(model, mesh, dim, **options)
     elif options:

@@ -23,6 +23,7 @@ from mpimesh.errors import (
 )
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import float_dtype
+from mpimesh.nn.sequential import is_plain
 from mpimesh.optim import LossScaler
 from mpimesh.parallel.executor import Executor
 from mpimesh.parallel.gradients.bucket import STAGES, share_frozen
@@ -499,13 +500,13 @@ class Engine:
         number, self._is_hybrid = agree_alike(
             self.scope._core,
             "fully_shard",
-            lambda: (self._checked_stage(stage, mesh), as_flag(hybrid, "hybrid", ModuleError)),
+            lambda: self._checked_stage(stage, mesh, hybrid),
         )
         self.buckets.agree_on_closed(self.scope)
         self.divide(number)
         self.is_stage_chosen = True
 
-    def _checked_stage(self, stage: object, mesh: object) -> int:
+    def _checked_stage(self, stage: object, mesh: object, hybrid: object) -> tuple[int, bool]:
         number = as_int(stage, "stage", ModuleError, least=0)
         if number not in STAGES:
             raise ModuleError(f"stage must be one of ZeRO's, 0 to 3, got {number}")
@@ -524,7 +525,9 @@ class Engine:
                 "the model has a ParallelOptimizer, which knows how it is divided: call "
                 "fully_shard() before that is made, or give it zero="
             )
-        return number
+        if as_flag(hybrid, "hybrid", ModuleError) and number < 3:
+            raise ModuleError(f"hybrid=True is for stage 3, which divides values, got {number}")
+        return number, bool(hybrid)
 
     def divide(self, stage: int) -> None:
         """Divide gradients and values of the replicas from now on. Collective; between steps.
@@ -535,7 +538,9 @@ class Engine:
         self.stage = stage
         if stage:
             self.layer_values.restore()
-            self.buckets.divide(stage, by_layer=not self._is_hybrid)
+            # A stage with a forward of its own says nothing of what it runs.
+            by_layer = not self._is_hybrid and all(map(is_plain, self.stages))
+            self.buckets.divide(stage, by_layer=by_layer)
         if stage == 3:
             parameters = [parameter for _, parameter in self.named_parameters()]
             self._frozen_values = share_frozen(parameters, self.data)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
+from mpimesh.arguments import digest_text
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.dtensor import DTensor
 from mpimesh.errors import ModuleError, ModuleStateError, tell_elsewhere
@@ -131,8 +132,8 @@ class ParallelModel:
 
         From when each gradient was complete in the last step, on the slowest of the replicas, and
         how long reductions take, follows the cut by which all are summed earliest (see
-        `gradients/tuning.py`). Call it between steps: sums are dropped. Making the model with
-        ``bucket_bytes`` forces the size instead, and :meth:`rebuild_buckets` goes back to it.
+        ``parallel/gradients/tuning.py``). Call it between steps: sums are dropped. Making the model
+        with ``bucket_bytes`` forces the size instead, and :meth:`rebuild_buckets` goes back to it.
 
         Returns:
             What was found, the same on all replicas; None where there are no replicas, or no
@@ -190,6 +191,27 @@ class ParallelModel:
                 for name, parameter in engine.named_parameters(everywhere=True)
             }
 
+    def gathered(self, *, write: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which this rank has all values of its parameters. Collective.
+
+        For what reads or writes ``parameter.data`` between steps where :func:`mpimesh.fully_shard`
+        leaves a rank its part only, as over nodes; nothing is moved where it has all. All replicas
+        enter and leave it together.
+
+        Args:
+            write: Keep what was written, which must be the same on all replicas: each keeps its
+                part.
+
+        Cost:
+            One all-gather for each bucket, and memory for all values of this rank's layers.
+
+        Example:
+            >>> with model.gathered():
+            ...     largest = max(abs(one.data).max() for one in model.parameters())
+        """
+        self._engine.check_ready()
+        return self._engine.layer_values.whole(write=write)
+
     # -- local -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Array]:
@@ -227,7 +249,7 @@ class ParallelModel:
                     engine.data._core,
                     "load_state_dict",
                     lambda: self._new_values(state),
-                    lambda _: "",
+                    _digest_of,
                 )
             else:
                 changes = self._new_values(state)
@@ -335,7 +357,10 @@ _DEVICE = "memory is chosen when the model is made: xp=cupy puts it on the mesh'
 _DTYPE = "the dtype is chosen when the model is made: dtype="
 _SYNC = "steps under no_sync() add up gradients without reducing them"
 _PARTS = "the layers stand in what the model was made of, and parameters() are those of this rank"
-_GATHERED = "each step has the parameters that it needs; full_state_dict() gives all of them"
+_GATHERED = (
+    "each step has the parameters that it needs; `with model.gathered():` has all of them for a "
+    "moment, and full_state_dict() gives them as host arrays"
+)
 
 tell_elsewhere(
     ParallelModel,
@@ -353,6 +378,15 @@ tell_elsewhere(
         "optim_state_dict": "a ParallelOptimizer has it: optimizer.full_state_dict()",
     },
 )
+
+
+def _digest_of(changes: Sequence[tuple[Array, Array]]) -> str:
+    """Return what tells values that are loaded from others. Reads them once."""
+    texts = [
+        digest_text(np.ascontiguousarray(to_numpy(values)).reshape(-1).view(np.uint8).data)
+        for _, values in changes
+    ]
+    return f"values {digest_text(' '.join(texts).encode())}"
 
 
 # -- outputs of all replicas together, in the order of the batch ----------------------------------

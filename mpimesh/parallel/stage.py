@@ -8,6 +8,7 @@ from typing import Self
 from mpimesh.arguments import as_int, as_items
 from mpimesh.errors import ScheduleError
 from mpimesh.nn import Sequential, SupportsLayer
+from mpimesh.nn.sequential import is_plain
 
 __all__ = ["PipelineStage", "check_stages"]
 
@@ -123,7 +124,7 @@ def _sources(stage_id: int, skips: Iterable[int]) -> tuple[int, ...]:
 def _layer_at(layers: Sequential, place: int) -> object:
     """Return the first or last layer, of the one that stands there if it is made of several."""
     layer: object = layers
-    while isinstance(layer, Sequential):
+    while is_plain(layer):
         if not layer.layers:
             return None
         layer = layer.layers[place]

@@ -14,7 +14,7 @@ __all__ = ["Call", "Message", "Site", "call_site", "call_stack", "site_line", "s
 Site = tuple[CodeType, int]
 """A place in a program: the code object and the offset of the instruction in it."""
 
-_PACKAGES = (__name__.split(".", 1)[0] + ".", "numpy.")
+_PACKAGES = (__name__.split(".", 1)[0] + ".", "numpy.", "contextlib")
 """Operators of a split array come by NumPy's mixin."""
 
 

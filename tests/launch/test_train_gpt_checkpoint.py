@@ -81,6 +81,19 @@ def test_going_on_is_as_if_never_interrupted(train, stop_in, tmp_path, ranks, op
         assert again[name] == whole[name], name
 
 
+def test_going_on_over_nodes(train, stop_in, tmp_path, nodes_apart):
+    """Where a rank has only its part of the weights between steps."""
+    command = ["--virtual", "2", "--mesh", "dp=2", "--shard", "3", "--dtype", "float64", *TINY]
+    _, whole = train(*command)
+    saved = ["--checkpoint", str(tmp_path / "saved")]
+    stop_in(3)
+    assert train(*command, *saved)[0] == 85
+    code, parts = train(*command, *saved)
+    assert code == 0
+    assert 3 <= parts["resumed_at_step"] < STEPS
+    assert parts["losses"] == whole["losses"]
+
+
 @pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -37,6 +37,7 @@ import numpy as np
 
 from mpimesh.arrays import Array, DType, ReduceOp, namespace
 from mpimesh.comm.requests import Condition
+from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import ELSEWHERE, ZERO
 from mpimesh.parallel.slots import SlotPool
@@ -49,8 +50,9 @@ __all__ = ["STAGES", "Bucket", "Reductions", "Shard", "shard_sizes", "share_froz
 _GRAIN_BYTES = 64
 _AWAY = (
     "the replicas divide its values, which are here only while its layer runs in a step of its "
-    "model: call forward() of the model, full_state_dict() and load_state_dict() for the values, "
-    "or into_inner() to take the layers out"
+    "model: call forward() of the model instead of the layer's, full_state_dict() and "
+    "load_state_dict() for values, model.gathered() to have them all for a moment, or into_inner() "
+    "of a DataParallel to take the layers out"
 )
 _ZEROS = bytes([ZERO])
 STAGES = range(4)
@@ -268,6 +270,20 @@ class Shard:
         for parameter in self.parameters:
             begin, end = end, end + parameter.size
             parameter.data = flat[begin:end].reshape(parameter.shape)
+
+    def check_hidden(self) -> None:
+        """Return if the parameters have no values here, as :meth:`hide` left them.
+
+        Raises:
+            ModuleStateError: If somebody has given one values, which would be lost.
+        """
+        for parameter in self.parameters:
+            if parameter.data is not None:
+                raise ModuleStateError(
+                    f"{parameter!r} has got values that would be lost, as the replicas divide "
+                    "those that it had: set them by load_state_dict() of the model, or inside of "
+                    "model.gathered(write=True)"
+                )
 
     def keep(self) -> None:
         """Take this rank's part of the parameters' values, which are all here."""

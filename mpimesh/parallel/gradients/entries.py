@@ -128,8 +128,9 @@ def make_entries(
             raise ModuleError(f"parameter {name!r} is registered twice, the second time as {place}")
         if parameter.on_ready is not None:
             raise ModuleError(
-                f"parameter {name!r} is registered with other buckets: call buckets.close() of the "
-                "model that trains it, or make new layers"
+                f"parameter {name!r} is registered with other buckets: give a whole model to one "
+                "DataParallel or fully_shard, once; or take its layers out of the one before by "
+                "into_inner(), or call buckets.close() of a pipeline that is trained no more"
             )
         if often[name] > 1:  # of a weight in each of several layers
             name = f"{name} of parameter {place}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from mpimesh.arrays import Array
 from mpimesh.arrays.memory import aligned_bytes
 from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Sequential
+from mpimesh.nn.sequential import is_plain
 from mpimesh.parallel.gradients.bucket import Bucket, Shard
 from mpimesh.parallel.groups import Line, groups_of_lines, lines_along
 from mpimesh.parallel.slots import SlotPool
@@ -57,6 +59,9 @@ class LayerValues:
         # The shards that are here: their gathers, None once the values are shown.
         self._here: dict[Shard, Any] = {}
         self._asking: list[Sequential] = []
+        self._roots: set[int] = set()  # the stages
+        self._nested: set[int] = set()  # the Sequentials in them that run as if they were not there
+        self._path: list[int] = []  # the Sequentials that are running, from a stage inwards
         self._needs: dict[int, tuple[Shard, ...]] = {}
         # What the layer needs that comes after one, forward and backward.
         self._ahead: tuple[dict[int, tuple[Shard, ...]], ...] = ({}, {})
@@ -91,6 +96,7 @@ class LayerValues:
         self._group = groups_of_lines(mesh, lines, kind="layers of", apart=True)[()]
         of = {id(one): shard for shard in self.shards for one in shard.parameters}
         for stage in stages:
+            self._roots.add(id(stage))
             needs: list[tuple[int, tuple[Shard, ...]]] = []
             for layer in self._layers_in(stage):
                 found = (of.get(id(parameter)) for parameter in layer.parameters())
@@ -102,10 +108,11 @@ class LayerValues:
 
     def _layers_in(self, layers: Sequential) -> Iterator[Any]:
         """Yield the layers that run one after the other, and have them ask before they run."""
-        layers.before = self.need
+        layers.before = partial(self.need, layers)
         self._asking.append(layers)
         for layer in layers.layers:
-            if isinstance(layer, Sequential) and type(layer).forward is Sequential.forward:
+            if is_plain(layer):
+                self._nested.add(id(layer))
                 yield from self._layers_in(layer)
             else:
                 yield layer
@@ -117,14 +124,29 @@ class LayerValues:
         if self._group is not None:
             self._watch = TensorWatch(self._group, look, most=len(self.shards))
 
-    def need(self, layer: object, backward: bool) -> None:
-        """Have the values of a layer here, and let go of others. Collective over the replicas."""
-        wanted = self._needs.get(id(layer))
-        if wanted is None:
-            return
+    def need(self, asking: Sequential, layer: object, backward: bool) -> None:
+        """Have the values of a layer here, and let go of others. Collective over the replicas.
+
+        Args:
+            asking: The Sequential that is about to run it. Where it runs inside of a layer that has
+                all its values already, such as a Checkpoint, nothing is to be done.
+            layer: The layer.
+            backward: Whether it runs backward.
+        """
         watch = self._watch
         if watch is None:
             raise ModuleStateError(f"{layer!r} cannot run outside of a step: {_OUTSIDE}")
+        path = self._path
+        if id(asking) in self._roots:
+            path.clear()
+        elif id(asking) not in path:
+            return
+        else:
+            del path[path.index(id(asking)) :]
+        path += [id(asking), id(layer)] if id(layer) in self._nested else [id(asking)]
+        wanted = self._needs.get(id(layer))
+        if wanted is None:
+            return
         here = self._here
         soon = (*wanted, *self._ahead[backward].get(id(layer), ()))
         for shard in [one for one in here if one not in soon]:
@@ -133,6 +155,7 @@ class LayerValues:
             del here[shard]
         for shard in soon:
             if shard not in here:
+                shard.check_hidden()
                 here[shard] = watch.start(
                     "all_gather",
                     shard.own,
@@ -162,6 +185,7 @@ class LayerValues:
             shard.hide()
         self._here.clear()
         self._pool.end_step()
+        self._path.clear()
         self._watch = None
 
     def notes(self) -> list[Any]:
@@ -212,9 +236,13 @@ class LayerValues:
         self.shards = []
         self.meets = False
         self._needs.clear()
+        for ahead in self._ahead:
+            ahead.clear()
         for layers in self._asking:
             layers.before = None
         self._asking.clear()
+        self._roots.clear()
+        self._nested.clear()
 
     def _gather(self) -> None:
         group = self._group

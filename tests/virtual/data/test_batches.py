@@ -342,6 +342,30 @@ def test_an_error_of_one_rank_s_reading_is_raised_on_all(dims, broken_at, prefet
     on_ranks(dims, body)
 
 
+@pytest.mark.parametrize(
+    "wrong", [lambda rows: X[rows], lambda rows: {"x": X[rows]}, lambda rows: [X[rows], Y[rows]]]
+)
+def test_rows_that_are_built_differently_later_are_raised_on_all(wrong):
+    def body(mesh):
+        calls = []
+
+        def source(rows):
+            calls.append(len(rows))
+            return wrong(rows) if mesh.rank == 1 and len(calls) == 3 else (X[rows], Y[rows])
+
+        model = make_pipeline(mesh, 1)
+        with Batches(source, mesh, 5, rows=ROWS, prefetch=0) as batches:
+            for number in range(5):
+                x, target = batches.next()
+                if number == 2:
+                    with raises(ModuleError, "rank 1", "rows"):
+                        model.train_step(x, target, loss=nn.cross_entropy)
+                else:
+                    model.train_step(x, target, loss=nn.cross_entropy)
+
+    on_ranks("dp=2", body)
+
+
 def test_rows_that_could_not_be_read_say_so_to_who_looks_at_them():
     def body(mesh):
         def source(rows):

@@ -222,6 +222,13 @@ def test_what_cannot_be_divided_is_refused():
                 mm.fully_shard(pipe, mesh, stage=stage)
         with raises(ModuleError, "fully_shard", "dtype", "PipelineParallel"):
             mm.fully_shard(pipe, mesh, dtype="float32")  # type: ignore[call-overload]
+        for below in (0, 1, 2):
+            with raises(ModuleError, "hybrid=True", "stage 3", below):
+                mm.fully_shard(pipe, mesh, stage=below, hybrid=True)
+        with raises(ModuleError, "hybrid"):
+            mm.fully_shard(pipe, mesh, hybrid="yes")  # type: ignore[call-overload]
+        with raises(ModuleError, "reshard_after_forward", "hybrid=True"):
+            mm.fully_shard(nn.Linear(2, 2), mesh, reshard_after_forward=False)
         with mm.DeviceMesh("dp=2") as other, raises(ModuleError, "mesh", "dp=2"):
             mm.fully_shard(pipe, other)
         with raises(MismatchError, "fully_shard", 1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import ModuleStateError, StageError
+from mpimesh.errors import MismatchError, ModuleStateError, StageError
 from tests.helpers.depth import deep, examples
 from tests.helpers.parallel_models import (
     assert_equal,
@@ -304,15 +305,15 @@ def test_a_layer_outside_of_a_step_tells_what_to_call():
         with raises(ModuleStateError, "'weight'", "full_state_dict()", "load_state_dict()"):
             model.parameters()[0].value()
         assert model.parameters()[0].dtype == np.float64
-        twin = copy.deepcopy(model.parameters()[0])
-        assert twin.data is None
+        for take in (copy.deepcopy, pickle.dumps, partial(mm.DataParallel, mesh=mesh)):
+            with raises(ModuleStateError, "into_inner()"):
+                take(net)
+        with raises(ModuleStateError, "'weight'", "into_inner()"):
+            net.materialize(seed=1)
         inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
         mm.fully_shard(inner, mesh, loss=nn.mse, dtype="float64")
         with raises(ModuleStateError, "Linear(4, 4)", "step", "into_inner()", "forward()"):
             inner.forward(np.ones((3, 4)))
-        alone = copy.deepcopy(inner)
-        alone.materialize(seed=0)
-        alone.forward(np.ones((3, 4), np.float32))  # a copy's layers ask nobody
         return mesh.rank
 
     assert on_ranks("dp=2", body) == [0, 1]
@@ -327,3 +328,193 @@ def test_a_model_whose_mesh_is_closed_cannot_be_given_back():
         return True
 
     assert mm.run_virtual(2, main) == [True, True]
+
+
+def test_a_copy_of_layers_asks_nobody():
+    def body(mesh):
+        layers = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
+        model = mm.fully_shard(layers, mesh, loss=nn.mse, dtype="float64")
+        x = np.ones((3, 4))
+        expected = model.forward(x)
+        with model.gathered():
+            twin = copy.deepcopy(layers)
+        np.testing.assert_allclose(twin.forward(x), expected, rtol=1e-12)
+        return True
+
+    assert all(on_ranks("dp=2", body))
+
+
+def test_values_are_read_and_written_where_all_are_gathered():
+    def body(mesh):
+        model = mm.fully_shard(
+            nn.Sequential(layers()), mesh, loss=nn.cross_entropy, dtype="float64", bucket_bytes=300
+        )
+        before = model.full_state_dict()
+        with model.gathered():
+            assert_equal(model.state_dict(), before)
+            model.parameters()[0].data[...] = 3  # and is forgotten
+        assert_equal(model.full_state_dict(), before)
+        with model.gathered(write=True):
+            model.parameters()[0].data[...] = 3
+        after = model.full_state_dict()
+        assert (after.pop(next(iter(before))) == 3).all()
+        assert_equal(after, {name: before[name] for name in after})
+        model.train_step(
+            *batch(0, 8),
+            optimizer=mm.ParallelOptimizer(optim.SGD(model.parameters(), lr=0.1), model),
+        )
+        weight = model.parameters()[0]
+        weight.data = np.zeros(weight.shape)
+        with raises(StageError, "gathered(write=True)", "load_state_dict()", "lost"):
+            model.evaluate(*batch(0, 8))
+        return True
+
+    assert all(on_ranks("dp=2", body))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
+@pytest.mark.parametrize("frozen", [[0], [3], [0, 3], [2, 3], [1, 2, 3]])
+def test_layers_that_are_frozen_between_steps(frozen, bucket_bytes):
+    """The first and the last ones, whose neighbours needed them before."""
+
+    def body(mesh, stage):
+        made = [nn.Linear(4, 4) for _ in range(4)]
+        model = mm.fully_shard(
+            nn.Sequential(made),
+            mesh,
+            stage=stage,
+            loss=nn.mse,
+            dtype="float64",
+            bucket_bytes=bucket_bytes,
+        )
+        optimizer = mm.ParallelOptimizer(optim.AdamW(model.parameters(), lr=0.01), model)
+        x = np.random.default_rng(0).normal(size=(6, 4))
+        losses = [model.train_step(x, x, optimizer=optimizer)]
+        for number in frozen:
+            made[number].freeze()
+        model.rebuild_buckets()
+        for _ in range(3):
+            losses.append(model.train_step(x, x, optimizer=optimizer))
+            losses.append(model.evaluate(x, x))
+        return losses, model.full_state_dict()
+
+    wanted, found = (on_ranks("dp=2", partial(body, stage=stage)) for stage in (0, 3))
+    for one, other in zip(wanted, found, strict=True):
+        assert one[0] == other[0]
+        assert_equal(one[1], other[1])
+
+
+class Twice(nn.Module):
+    """A layer that runs a Sequential, which may stand elsewhere, too, and then one of its own."""
+
+    def __init__(self, inner, own):
+        self.inner, self.own = inner, own
+
+    def named_children(self):
+        return [("inner", self.inner), ("own", self.own)]
+
+    def forward(self, x, ctx=None):
+        return self.own.forward(self.inner.forward(x, ctx), ctx)
+
+    def backward(self, dy, ctx):
+        return self.inner.backward(self.own.backward(dy, ctx), ctx)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x, ctx=None):
+        return x + super().forward(x, ctx)
+
+    def backward(self, dy, ctx):
+        return dy + super().backward(dy, ctx)
+
+
+class Backwards(nn.Sequential):
+    def backward(self, dy, ctx):
+        for layer in reversed(self.layers):
+            dy = layer.backward(dy, ctx)
+        return dy
+
+
+def linear():
+    return nn.Linear(4, 4)
+
+
+def shared_in_a_layer():
+    inner = nn.Sequential(linear(), nn.GELU(), linear())
+    return nn.Sequential(inner, Twice(inner, linear()), linear())
+
+
+def shared_in_a_checkpoint():
+    inner = nn.Sequential(linear(), nn.GELU())
+    return nn.Sequential(nn.Checkpoint(nn.Sequential(inner, linear())), inner, linear())
+
+
+def nested_deeply():
+    inner = nn.Sequential(linear(), nn.Sequential(linear(), nn.ReLU()), linear())
+    return nn.Sequential(nn.Sequential(inner, linear()), inner, Residual(linear(), linear()))
+
+
+MODELS = {
+    "shared in a layer": shared_in_a_layer,
+    "shared in a checkpoint": shared_in_a_checkpoint,
+    "nested deeply": nested_deeply,
+    "own forward on top": lambda: Residual(linear(), linear()),
+    "own backward inside": lambda: nn.Sequential(linear(), Backwards(linear(), linear()), linear()),
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300])
+@pytest.mark.parametrize("make", [pytest.param(one, id=name) for name, one in MODELS.items()])
+def test_layers_that_run_layers(make, bucket_bytes):
+    def body(mesh, stage):
+        net = make()
+        model = mm.fully_shard(
+            net, mesh, stage=stage, loss=nn.mse, dtype="float64", bucket_bytes=bucket_bytes
+        )
+        optimizer = mm.ParallelOptimizer(optim.AdamW(model.parameters(), lr=0.01), model)
+        x = np.random.default_rng(0).normal(size=(6, 4))
+        with model.gathered():
+            context = nn.Context(training=False)
+            expected = copy.deepcopy(net).forward(x, context)
+        outputs = model.forward(x)
+        np.testing.assert_allclose(outputs, expected, rtol=1e-12)
+        losses = [model.train_step(x, x, optimizer=optimizer) for _ in range(3)]
+        return losses, model.full_state_dict()
+
+    wanted, found = (on_ranks("dp=2", partial(body, stage=stage)) for stage in (0, 3))
+    for one, other in zip(wanted, found, strict=True):
+        assert one[0] == other[0]
+        assert_equal(one[1], other[1])
+
+
+def test_a_stage_with_a_forward_of_its_own_keeps_its_values():
+    class Own(mm.PipelineStage):
+        def forward(self, x, ctx=None):
+            for layer in self.layers:
+                x = layer.forward(x, ctx)
+            return x
+
+    def body(mesh, stage):
+        pipe = mm.PipelineParallel(
+            [Own(0).add_layer(linear()).add_layer(linear())], 2, mesh=mesh, dtype="float64"
+        )
+        mm.fully_shard(pipe, mesh, stage=stage)
+        optimizer = mm.ParallelOptimizer(optim.SGD(pipe.parameters(), lr=0.1), pipe)
+        x = np.random.default_rng(0).normal(size=(6, 4))
+        return [pipe.train_step(x, x, loss=nn.mse, optimizer=optimizer) for _ in range(3)]
+
+    assert on_ranks("dp=2", partial(body, stage=0)) == on_ranks("dp=2", partial(body, stage=3))
+
+
+def test_states_that_differ_are_not_loaded():
+    def body(mesh):
+        model = mm.fully_shard(
+            nn.Sequential(layers()), mesh, loss=nn.cross_entropy, dtype="float64", bucket_bytes=300
+        )
+        before = model.full_state_dict()
+        with raises(MismatchError, "load_state_dict", "values"):
+            model.load_state_dict({name: one + mesh.rank for name, one in before.items()})
+        assert_equal(model.full_state_dict(), before)
+        return True
+
+    assert all(on_ranks("dp=2", body))
