@@ -278,8 +278,9 @@ class Batches:
         if self._structure is None or self._structure.leaves_of(blocks) is not None:
             return None
         return ModuleError(
-            f"a source returns rows that are built alike for all batches; for batch "
-            f"{self._position} it returned a {type(blocks).__name__}, and for the first {self._structure}"
+            "a source returns rows that are built alike for all batches; for batch "
+            f"{self._position} it returned a {type(blocks).__name__}, and for the first "
+            f"{self._structure}"
         )
 
     def _agreed_structure(self, blocks: Tree | None, problem: Exception | None) -> Structure:

@@ -57,6 +57,12 @@ _LEFT = (
     "job, or close the mesh on all ranks and make mesh and model anew"
 )
 
+_FILLER = (
+    "This microbatch has no rows: replicas gather parameters together, so that one with fewer rows "
+    "than others runs some of none. Let the layer take them, give all replicas as many rows, or "
+    "use fully_shard(..., hybrid=True)."
+)
+
 
 class Step:
     """One step: of training, or forward only.
@@ -309,6 +315,8 @@ class Step:
         """Clear up with all other ranks, and raise what they all raise."""
         running = None if self._outside else self._engine.executor.current
         rank = self._engine.mesh.rank
+        if error is not None and running is not None and self.task.is_filler(running.microbatch):
+            error.add_note(_FILLER)
         failure = None if error is None else Failure.of(error, rank, running)
         agreed = self._recover(failure)
         try:

@@ -177,6 +177,10 @@ class Task:
         self._interfaces = interfaces
         self._kinds.clear()
 
+    def is_filler(self, microbatch: int) -> bool:
+        """Tell whether a microbatch has no rows, and is there for other replicas to be met."""
+        return microbatch >= self.num_given
+
     def bind(
         self,
         values: Mapping[str, Sequence[Tree]],

@@ -518,3 +518,19 @@ def test_states_that_differ_are_not_loaded():
         return True
 
     assert all(on_ranks("dp=2", body))
+
+
+def test_a_layer_that_cannot_take_no_rows_is_told_why_it_gets_them():
+    class Largest(nn.Module):
+        def forward(self, x, ctx=None):
+            return x / abs(x).max()
+
+    def body(mesh):
+        model = mm.fully_shard(
+            nn.Sequential(linear(), Largest()), mesh, loss=nn.mse, dtype="float64"
+        )
+        with raises(StageError, "rank 1", "no rows", "hybrid=True"):
+            model.forward(np.ones((1, 4)))
+        return model.forward(np.ones((2, 4))).shape
+
+    assert on_ranks("dp=2", body) == [(2, 4), (2, 4)]
