@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpimesh.arguments import digest_text
+from mpimesh.arguments import as_flag, digest_text
 from mpimesh.arrays import Array, to_numpy
 from mpimesh.dtensor import DTensor
 from mpimesh.errors import ModuleError, ModuleStateError, tell_elsewhere
@@ -210,7 +210,7 @@ class ParallelModel:
             ...     largest = max(abs(one.data).max() for one in model.parameters())
         """
         self._engine.check_ready()
-        return self._engine.layer_values.whole(write=write)
+        return self._engine.layer_values.whole(write=as_flag(write, "write", ModuleError))
 
     # -- local -----------------------------------------------------------------------------
 

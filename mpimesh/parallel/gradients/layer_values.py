@@ -58,6 +58,7 @@ class LayerValues:
         self._pool = SlotPool(aligned_bytes)
         # The shards that are here: their gathers, None once the values are shown.
         self._here: dict[Shard, Any] = {}
+        self._are_whole = False
         self._asking: list[Sequential] = []
         self._roots: set[int] = set()  # the stages
         self._nested: set[int] = set()  # the Sequentials in them that run as if they were not there
@@ -216,19 +217,24 @@ class LayerValues:
 
     @contextmanager
     def whole(self, *, write: bool = False) -> Iterator[None]:
-        """Have all values here for a moment.
+        """Have all values here for a moment; inside of another such moment for as long as that.
 
         Args:
             write: Keep what was written to them.
         """
-        self._gather()
+        is_inner = self._are_whole
+        if not is_inner:
+            self._gather()
+            self._are_whole = True
         try:
             yield
             for shard in self.shards if write else ():
                 shard.keep()
         finally:
-            for shard in self.shards:
-                shard.hide()
+            if not is_inner:
+                self._are_whole = False
+                for shard in self.shards:
+                    shard.hide()
 
     def restore(self) -> None:
         """Have all values here for good."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.errors import MismatchError, ModuleStateError, StageError
+from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, StageError
 from tests.helpers.depth import deep, examples
 from tests.helpers.parallel_models import (
     assert_equal,
@@ -352,7 +352,15 @@ def test_values_are_read_and_written_where_all_are_gathered():
         before = model.full_state_dict()
         with model.gathered():
             assert_equal(model.state_dict(), before)
+            assert_equal(model.full_state_dict(), before)
+            model.load_state_dict(before)
+            model.check_replicas()
+            assert all(one.data is not None for one in model.parameters())
             model.parameters()[0].data[...] = 3  # and is forgotten
+            with raises(StageError, "gathered(write=True)"):
+                model.evaluate(*batch(0, 8))
+        with raises(ModuleError, "write"):
+            model.gathered(write="yes")  # type: ignore[arg-type]
         assert_equal(model.full_state_dict(), before)
         with model.gathered(write=True):
             model.parameters()[0].data[...] = 3
