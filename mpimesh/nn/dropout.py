@@ -251,7 +251,7 @@ def draw_kept(
 
 @dataclass(frozen=True, slots=True)
 class WeightDropout:
-    """Which weights of an attention are dropped: those of each query of each head by itself.
+    """The weights of an attention that are dropped, drawn for each query of each head by itself.
 
     Attributes:
         p: The share.

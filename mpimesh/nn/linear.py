@@ -321,7 +321,7 @@ class SplitLayer(Composite):
     split: Split | None = None
     eager: bool = False
     must_split: ClassVar[bool] = False
-    """Whether it is refused without a group."""
+    """True for layers that are refused without a group."""
     linears: ClassVar[tuple[str, ...]] = ()
     """Names of the layers within that are split: the last one by its inputs."""
 

@@ -298,7 +298,7 @@ class Engine:
 
     @property
     def shares_values(self) -> bool:
-        """Whether replicas have values of parameters in memory that others of them see, too."""
+        """True if replicas have values of parameters in memory that others of them see, too."""
         return self.stage == 3 and self.data.size > 1
 
     @property
@@ -525,9 +525,10 @@ class Engine:
                 "the model has a ParallelOptimizer, which knows how it is divided: call "
                 "fully_shard() before that is made, or give it zero="
             )
-        if as_flag(hybrid, "hybrid", ModuleError) and number < 3:
+        is_hybrid = as_flag(hybrid, "hybrid", ModuleError)
+        if is_hybrid and number < 3:
             raise ModuleError(f"hybrid=True is for stage 3, which divides values, got {number}")
-        return number, bool(hybrid)
+        return number, is_hybrid
 
     def divide(self, stage: int) -> None:
         """Divide gradients and values of the replicas from now on. Collective; between steps.

@@ -51,7 +51,7 @@ was given none because a rank of it failed; and what the targets count, None if 
 
 
 Facts: TypeAlias = dict[str, Any]
-"""What the ranks compare of their arguments of a step, as JSON has it.
+"""A rank's arguments of a step as all ranks compare them, in JSON's types.
 
 | name | what |
 |---|---|

@@ -178,7 +178,7 @@ class Task:
         self._kinds.clear()
 
     def is_filler(self, microbatch: int) -> bool:
-        """Tell whether a microbatch has no rows, and is there for other replicas to be met."""
+        """Tell whether a microbatch has no rows, and runs only because other replicas run more."""
         return microbatch >= self.num_given
 
     def bind(

@@ -135,14 +135,19 @@ def _moved(
     written: Callable[[], None] | None = None,
 ) -> list[Array]:
     """Write values of parameters into `part` of flat memory, and let them be views of it."""
-    views: list[Array] = []
     _copy(parameters, part, values[part])
     if written is not None:
         written()
+    return _shown(parameters, values)
+
+
+def _shown(parameters: Sequence[Parameter], flat: Array) -> list[Array]:
+    """Let parameters have the values that lie in `flat` memory; return the views of it."""
+    views: list[Array] = []
     end = 0
     for parameter in parameters:
         begin, end = end, end + parameter.size
-        parameter.data = values[begin:end].reshape(parameter.shape)
+        parameter.data = flat[begin:end].reshape(parameter.shape)
         views.append(parameter.data)
     return views
 
@@ -266,10 +271,7 @@ class Shard:
 
     def show(self, flat: Array) -> None:
         """Let the parameters have the values that lie in `flat` memory."""
-        end = 0
-        for parameter in self.parameters:
-            begin, end = end, end + parameter.size
-            parameter.data = flat[begin:end].reshape(parameter.shape)
+        _shown(self.parameters, flat)
 
     def check_hidden(self) -> None:
         """Return if the parameters have no values here, as :meth:`hide` left them.

@@ -306,7 +306,7 @@ def _kind(
 
 
 _Lot = tuple[Parameter, bool, Mapping[str, Any]]
-"""What an optimizer gets: a piece or a whole parameter, whether it decays, and its state."""
+"""A piece or a whole parameter for an optimizer, whether it decays, and its state."""
 
 
 @dataclass(frozen=True, slots=True)
