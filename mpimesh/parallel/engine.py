@@ -403,16 +403,19 @@ class Engine:
         self._release(shared)
         self.is_given_back = True
 
-    def _shared_values(self) -> list[Callable[[], None]]:
-        """Return what gives memory of values back that ranks have once, if there is any."""
-        shards = [bucket.shard.release for bucket in self.buckets.buckets if bucket.shard]
-        core = self.data._core
-        return [*shards, *(partial(core.node_release, one) for one in self._frozen_values)]
+    def _shared_values(self) -> list[tuple[ProcessGroup, Array]]:
+        """Return the arrays of values that ranks of a node have once, each with its group."""
+        shards = [
+            (bucket.group, bucket.shard.values)
+            for bucket in self.buckets.buckets
+            if bucket.shard is not None and self.stage == 3 and bucket.shard.values is not None
+        ]
+        return [*shards, *((self.data, values) for values in self._frozen_values)]
 
     @staticmethod
-    def _release(shared: list[Callable[[], None]]) -> None:
-        for release in shared:
-            release()
+    def _release(shared: list[tuple[ProcessGroup, Array]]) -> None:
+        for group, values in shared:  # which no rank of the group reads any more
+            group._core.node_release(values)
 
     # -- in a step --------------------------------------------------------------------------
 

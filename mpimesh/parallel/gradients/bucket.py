@@ -192,7 +192,6 @@ class Shard:
 
     __slots__ = (
         "_gather",
-        "_group",
         "_outgoing",
         "dtype",
         "is_whole",
@@ -224,7 +223,6 @@ class Shard:
         self.xp, self.dtype = xp, dtype = namespace(first), np.dtype(first.dtype)
         size = sum(parameter.size for parameter in parameters)
         self.stage = stage
-        self._group = group
         self.sizes = shard_sizes(size, dtype.itemsize, group.size)
         start = sum(self.sizes[: group.rank])
         self.part = slice(start, start + self.sizes[group.rank or 0])
@@ -263,11 +261,6 @@ class Shard:
             self._gather = group.all_gather_init(
                 self._outgoing, sizes=self.sizes, out=self.values, label=f"values of {name}"
             )
-
-    def release(self) -> None:
-        """Give memory back that ranks have once, when none of them reads it any more. Local."""
-        if self.stage == 3 and self.values is not None:
-            self._group._core.node_release(self.values)
 
     def show(self, flat: Array) -> None:
         """Let the parameters have the values that lie in `flat` memory."""
