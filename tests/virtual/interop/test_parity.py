@@ -391,6 +391,7 @@ def programs(draw: Any) -> Program:
     )
 
 
+@pytest.mark.timeout(900)
 @settings(max_examples=examples(300))
 @given(programs())
 def test_random_programs(program):
