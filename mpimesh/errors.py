@@ -18,6 +18,7 @@ __all__ = [
     "ClosedError",
     "CollectiveTimeoutError",
     "DTypeError",
+    "DamagedError",
     "DeadlockError",
     "Elsewhere",
     "GroupError",
@@ -43,6 +44,7 @@ __all__ = [
     "SharedGpuWarning",
     "StageError",
     "StageShapeError",
+    "StoreError",
     "TraceError",
     "TransportError",
     "UnknownNameError",
@@ -234,6 +236,14 @@ class ModelError(MpimeshError, ValueError):
 
 class SentencesError(MpimeshError, OSError):
     """Sentences cannot be read, or their vectors not be written."""
+
+
+class StoreError(MpimeshError, OSError):
+    """A checkpoint or an array in files cannot be written, read, or taken over as asked."""
+
+
+class DamagedError(StoreError, ValueError):
+    """A file is not what it should be: cut off, changed, or of another kind."""
 
 
 class ModuleStateError(MpimeshError, RuntimeError):
