@@ -386,7 +386,8 @@ def check_target(path: Path) -> None:
         StoreError: If so.
     """
     if path.is_dir():
-        if not (path / MANIFEST).is_file() and any(path.iterdir()):
+        names = [each.name for each in path.iterdir()]
+        if MANIFEST not in names and not all(name.startswith(_DATA) for name in names):
             raise StoreError(
                 f"{path} is a folder with other things in it, and no checkpoint: give another "
                 "path, or remove it"

@@ -18,7 +18,6 @@ import base64
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
