@@ -24,8 +24,8 @@ from mpimesh.store.format import Entry, Manifest, Piece, file_dtype
 
 __all__ = ["FileReader"]
 
-_MOST_BYTES = 8 << 20
-"""Of a read through memory of the reader: it stays in the last cache, and so does its checksum."""
+_MOST_BYTES = 1 << 20
+"""Of a read through memory of the reader: what is read stays in the cache for its checksum."""
 _MOST_GAP = 16 << 10
 """Bytes that are read and dropped where that is quicker than another read."""
 _MOST_OPEN = 64
@@ -42,6 +42,7 @@ class FileReader:
         manifest: The manifest.
         wait_s: For so many seconds a file that is missing or short is looked at again: a network's
             file system may show on one node later what another has written.
+        verify: Whether checksums are compared of pieces that are read whole.
 
     Attributes:
         read_bytes: Bytes that were read so far, with those of gaps between runs.
@@ -52,10 +53,13 @@ class FileReader:
         ...         reader.read(piece, entry, box, out)
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, *, wait_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, *, wait_s: float = 0.0, verify: bool = True
+    ) -> None:
         self._folder = folder
         self._files = manifest.files
         self._wait_s = wait_s
+        self._verify = verify
         self._open: dict[int, int] = {}
         self._memory = np.empty(0, np.uint8)
         self.read_bytes = 0
@@ -64,7 +68,7 @@ class FileReader:
         """Read what a piece has of a box of its array; nothing if they have nothing in common.
 
         Runs of bytes are read straight into `out` if it has the array's dtype and is contiguous
-        there; else through memory of at most 8 MiB. Gaps under 16 KiB between runs are read, too.
+        there; else through memory of at most 1 MiB. Gaps under 16 KiB between runs are read, too.
         The checksum of a piece is compared if the box has all of it.
 
         Shapes:
@@ -87,7 +91,7 @@ class FileReader:
         shape, dtype = extent(piece.box), file_dtype(entry.dtype)
         target = view(out, local_box(part, box))
         within = local_box(part, piece.box)
-        digest = xxhash.xxh3_64() if part == piece.box else None
+        digest = xxhash.xxh3_64() if self._verify and part == piece.box else None
         for span in _spans(within, shape, _MOST_BYTES // dtype.itemsize, dtype.itemsize):
             values = view(target, local_box(span, within))
             begin = piece.begin + _number(span, shape, 0) * dtype.itemsize
