@@ -2,4 +2,9 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from mpimesh.store.checkpoints import Checkpoints, DamagedCheckpointWarning
+from mpimesh.store.loading import load
+from mpimesh.store.parts import Parts, Saved, Storable
+from mpimesh.store.saving import save
+
+__all__ = ["Checkpoints", "DamagedCheckpointWarning", "Parts", "Saved", "Storable", "load", "save"]
