@@ -1,5 +1,5 @@
 """Checkpoints and arrays in files: written by those who have them, read in any layout."""
 
-from __future__ import annotations
+from mpimesh.store.guard import RunGuard, run_guard
 
-__all__: list[str] = []
+__all__ = ["RunGuard", "run_guard"]
