@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +65,15 @@ class Slurm:
         ).stdout
 
     def submit(
-        self, script: Path, *arguments: str | Path, folder: Path, env: Mapping[str, str]
+        self,
+        script: Path,
+        *arguments: str | Path,
+        options: Sequence[str] = (),
+        folder: Path,
+        env: Mapping[str, str],
     ) -> int:
-        """Submit `script` from `folder` and return the job's number."""
-        command = ["sbatch", "--parsable", "--output=%j.out", script, *arguments]
+        """Submit `script` from `folder` with sbatch's `options`, and return the job's number."""
+        command = ["sbatch", "--parsable", "--output=%j.out", *options, script, *arguments]
         done = subprocess.run(
             command,
             env={**self.environment, **env},
