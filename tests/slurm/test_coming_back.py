@@ -175,18 +175,16 @@ def test_cancelled_and_submitted_again(submit, finish, slurm, expected, tmp_path
 @ONE
 def test_of_an_array_one_task_alone_comes_back(submit, slurm, expected, tmp_path):
     """The last task of an array has the array's own number."""
-    array = submit(*SLOW, options=["--array=0-1"])
+    number = submit("--steps", str(STEPS), "--step-s", "0.2", options=["--array=0-1"])
     folders = [tmp_path / "saved" / str(task) for task in range(2)]
     wait_for(folders[1])
-    jobs = {}
-    for task in range(2):
-        text = slurm.run("scontrol", "--oneliner", "show", "job", f"{array}_{task}")
-        (jobs[task],) = [int(w[6:]) for w in text.split() if w.startswith("JobId=")]
-    for number in jobs.values():
-        end = tmp_path / f"{number}.out"
-        wait_for(end, '{"rank"')
-    slurm.run("scancel", "--signal=USR1", f"{array}_1")
-    ended = [slurm.wait(jobs[task], folder=tmp_path) for task in range(2)]
+    tasks = [f"{number}_{task}" for task in range(2)]
+    jobs = [int(slurm.fields(task)["JobId"]) for task in tasks]
+    for job in jobs:
+        wait_for(tmp_path / f"{job}.out", '{"rank"')
+    slurm.run("scancel", "--signal=USR1", tasks[1])
+    ended = [slurm.wait(j, folder=tmp_path, task=t) for j, t in zip(jobs, tasks, strict=True)]
+    assert jobs[1] == number
     assert [(job.state, job.restarts) for job in ended] == [("COMPLETED", 0), ("COMPLETED", 1)]
     assert [len(runs(job)) for job in ended] == [1, 2]
     assert all(map(expected, folders))
