@@ -22,9 +22,7 @@ from mpimesh.runtime.world import exit_all
 
 __all__ = ["RunGuard", "run_guard"]
 
-_DEFAULTS = tuple(
-    getattr(signal, name) for name in ("SIGUSR1", "SIGTERM") if hasattr(signal, name)
-)
+_DEFAULTS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGTERM") if hasattr(signal, name))
 _NOTES = {getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)}
 """Signals that mean what the program says: however often they come, they only take note."""
 _SAME_S = 1.0
@@ -70,7 +68,7 @@ class RunGuard:
         told = os.environ.get("SLURM_JOB_END_TIME", "")
         if told.isdecimal():
             ends_s.append(float(told))
-        self._end_s = min(ends_s, default=None)
+        self._end_s = min(ends_s, default=float("inf"))
         self._note = 0
         self._stopped = 0
         self._first_s: dict[int, float] = {}
@@ -126,12 +124,12 @@ class RunGuard:
         return _REASONS.get(self._stopped) or (_name(self._stopped) if self._stopped else "")
 
     @property
-    def time_left_s(self) -> float | None:
-        """Seconds until the job's time is up, never below 0; None if no limit is known. Local.
+    def time_left_s(self) -> float:
+        """Seconds until the job's time is up, never below 0; infinite if no limit is known. Local.
 
         The batch system's limit is that of the job's start, from ``SLURM_JOB_END_TIME``.
         """
-        return None if self._end_s is None else max(0.0, self._end_s - time.time())
+        return max(0.0, self._end_s - time.time())
 
     @property
     def code(self) -> int:
@@ -139,7 +137,7 @@ class RunGuard:
         return self._requeue if self._stopped else 0
 
     def exit(self) -> NoReturn:
-        """End all ranks with :attr:`code`, after MPI is finalized; see :func:`exit_all`. Collective.
+        """End all ranks with :attr:`code`, after MPI is finalized. Collective, as :func:`exit_all`.
 
         From here on the signals are ignored: when the first rank has left, ``srun -K`` sends the
         others SIGTERM. On virtual ranks, and in a forked child, it raises SystemExit.
@@ -178,10 +176,8 @@ class RunGuard:
 
     def _noted(self) -> int:
         """Return this rank's reason to stop; 0 for none."""
-        if self._margin_s is not None and self._end_s is not None:
-            left_s = self._end_s - time.time()
-            if left_s < self._margin_s:
-                return _BY_TIME
+        if self._margin_s is not None and self._end_s - time.time() < self._margin_s:
+            return _BY_TIME
         return self._note
 
     def _drop(self, context: MeshContext) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -65,7 +66,7 @@ def expected(
 def weights(folder: Path) -> bytes:
     with np.load(folder / "weights.npz") as saved:
         assert saved["step"] == STEPS
-        return saved["weights"].tobytes()
+        return bytes(saved["weights"].tobytes())
 
 
 def runs(job: Job) -> list[dict[str, Any]]:
@@ -74,7 +75,7 @@ def runs(job: Job) -> list[dict[str, Any]]:
     told = [json.loads(line) for line in lines if line.startswith('{"restarts"')]
     assert told, job
     assert told[-1]["last"] == STEPS - 1
-    for before, after in zip(told, told[1:], strict=False):
+    for before, after in pairwise(told):
         assert 0 < after["first"] == before["last"] + 1, job
     return told
 

@@ -30,9 +30,7 @@ def submit(slurm: Slurm, venv: Path, tmp_path: Path) -> Submit:
 
     def start(*arguments: str | Path, options: Sequence[str] = (), **env: str) -> int:
         variables = {"VENV": str(venv), "PYTHONPATH": str(ROOT), **env}
-        return slurm.submit(
-            TEMPLATE, *arguments, options=options, folder=tmp_path, env=variables
-        )
+        return slurm.submit(TEMPLATE, *arguments, options=options, folder=tmp_path, env=variables)
 
     return start
 
