@@ -15,6 +15,7 @@ import mpimesh as mm
 from benchmarks import (
     all_reduce,
     buckets,
+    checkpoints,
     device,
     gloo,
     gpt,
@@ -42,6 +43,7 @@ SUITES = {
     "step": step.run,
     "minilm": minilm.run,
     "sharded": sharded.run,
+    "checkpoints": checkpoints.run,
     "gpt": gpt.run,
     "gloo": gloo.run,
     "torch_ddp": torch_ddp.run,

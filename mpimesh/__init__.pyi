@@ -46,6 +46,9 @@ from . import (
     settings as settings,
 )
 from . import (
+    store as store,
+)
+from . import (
     testing as testing,
 )
 from . import (
@@ -245,6 +248,15 @@ from .runtime import (
 )
 from .runtime import (
     run_virtual as run_virtual,
+)
+from .store import (
+    Checkpoints as Checkpoints,
+)
+from .store import (
+    load as load,
+)
+from .store import (
+    save as save,
 )
 from .trace import (
     Tracer as Tracer,

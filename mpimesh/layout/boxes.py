@@ -6,7 +6,7 @@ Plain arithmetic. A box of an array with no axes has none, and holds its one ele
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,6 +26,7 @@ __all__ = [
     "run_start",
     "slices",
     "tiles",
+    "uncovered",
     "view",
     "volume",
     "whole",
@@ -176,6 +177,39 @@ def tiles(shape: Sequence[int], most: int) -> Iterator[Box]:
     for row in range(shape[0]):
         for tile in tiles(shape[1:], most):
             yield ((row, row + 1), *tile)
+
+
+def uncovered(boxes: Sequence[Box], rest: Box) -> Box | None:
+    """Return a box of `rest` that is in none of `boxes`; None if they cover it.
+
+    Each of them has elements, and lies in `rest`. They may overlap.
+
+    Cost:
+        Sorts them along each axis. It is linear in their number if they are a grid.
+
+    Example:
+        >>> uncovered([((0, 4), (0, 2)), ((0, 3), (2, 6))], ((0, 4), (0, 6)))
+        ((3, 4), (2, 6))
+    """
+    if not boxes:
+        return rest
+    if rest in boxes:
+        return None
+    inner = rest[1:]
+    begins: dict[int, list[int]] = {rest[0][0]: []}
+    ends: dict[int, list[int]] = {rest[0][1]: []}
+    for number, box in enumerate(boxes):
+        begins.setdefault(box[0][0], []).append(number)
+        ends.setdefault(box[0][1], []).append(number)
+    active: dict[int, Box] = {}
+    for start, stop in pairwise(sorted({*begins, *ends})):
+        for number in ends.get(start, ()):
+            del active[number]
+        active.update((number, boxes[number][1:]) for number in begins.get(start, ()))
+        gap = uncovered(list(active.values()), inner)
+        if gap is not None:
+            return ((start, stop), *gap)
+    return None
 
 
 def flat_fragments(shape: Sequence[int], start: int, stop: int) -> list[Box]:

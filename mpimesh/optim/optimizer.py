@@ -133,6 +133,17 @@ class Optimizer(ABC):
         """The largest number of steps of any parameter."""
         return max((slot.steps for slot in self._slots.values()), default=0)
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody else steps it, and knows what its parameters are."""
+        return self._is_lent
+
+    def state_names(self, numbers: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the arrays in a state with these numbers, but for master values."""
+        loaded = copy.copy(self)
+        loaded._set_numbers(numbers)
+        return loaded._state_names()
+
     @abstractmethod
     def _state_names(self) -> tuple[str, ...]:
         """Return the names of the state arrays that a parameter has."""
@@ -254,12 +265,11 @@ class Optimizer(ABC):
         """
         _check_layout(type(self).__name__, state, self.numbers, len(params))
         numbers = self._checked_numbers({name: state[name] for name in self.numbers})
-        loaded = copy.copy(self)
-        loaded._set_numbers(numbers)
+        names = self.state_names(numbers)
         for place, (parameter, given) in enumerate(zip(params, state["params"], strict=True)):
             who = f"parameter {place} ({parameter.name!r})"
             steps = check_steps(who, given)
-            missing = [name for name in loaded._state_names() if steps and name not in given]
+            missing = [name for name in names if steps and name not in given]
             if missing:
                 raise ModuleError(
                     f"the state of {who} lacks {missing}, which one of {given['steps']} steps has; "

@@ -26,7 +26,7 @@ from mpimesh.nn.parameter import float_dtype
 from mpimesh.nn.sequential import is_plain
 from mpimesh.optim import LossScaler
 from mpimesh.parallel.executor import Executor
-from mpimesh.parallel.gradients.bucket import STAGES, share_frozen
+from mpimesh.parallel.gradients.bucket import STAGES, SharedValues, share_frozen
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
 from mpimesh.parallel.gradients.layer_values import LayerValues
@@ -186,6 +186,7 @@ class Engine:
         optimizer: What the model is trained by, if that needs to know how it is cut.
         tensor: The layers that are split over a group of ranks.
         layer_values: The values that are here only while their layers run.
+        frozen_values: Those of frozen parameters that other ranks of the node read, too.
         titles: The names of all inputs in messages: ``x``, and those that enter at stages.
         exchanges: What the ranks tell each other at the start and the end of each step.
     """
@@ -216,7 +217,7 @@ class Engine:
         self.adder: ReferenceType[object] | None = None
         self.added_by: ReferenceType[object] | None = None
         self.optimizer: ModelOptimizer | None = None
-        self._frozen_values: list[Array] = []  # that other ranks of the node read
+        self.frozen_values: list[SharedValues] = []
         self._is_hybrid = False
         self.layer_values = LayerValues()
         self.why_no_step = ""
@@ -410,7 +411,7 @@ class Engine:
             for bucket in self.buckets.buckets
             if bucket.shard is not None and self.stage == 3 and bucket.shard.values is not None
         ]
-        return [*shards, *((self.data, values) for values in self._frozen_values)]
+        return [*shards, *((self.data, shared.memory) for shared in self.frozen_values)]
 
     @staticmethod
     def _release(shared: list[tuple[ProcessGroup, Array]]) -> None:
@@ -547,7 +548,7 @@ class Engine:
             self.buckets.divide(stage, by_layer=by_layer)
         if stage == 3:
             parameters = [parameter for _, parameter in self.named_parameters()]
-            self._frozen_values = share_frozen(parameters, self.data)
+            self.frozen_values = share_frozen(parameters, self.data)
             self.layer_values.bring(
                 self.local.values(), self.buckets.buckets, self.scope, self.mesh, self.data.name
             )
@@ -605,7 +606,7 @@ class Engine:
                 len(self.stages),
                 self.num_microbatches,
                 num_ranks=self.pipe.size,
-                rank=_place(self.pipe),
+                rank=self.pipe.rank or 0,
                 skips=[(source, stage.stage_id) for stage in self.stages for source in stage.skips],
             )
         except ScheduleError as error:
@@ -694,7 +695,3 @@ class Engine:
             self.buckets = buckets
             self.divide(self.stage)
         return buckets
-
-
-def _place(group: ProcessGroup) -> int:
-    return 0 if group.rank is None else group.rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
@@ -27,10 +27,12 @@ from mpimesh.parallel.gradients.tuning import BucketTuning, tune_buckets
 from mpimesh.parallel.interface import Interface, Leaf
 from mpimesh.parallel.microbatch import Microbatches, replica_sizes
 from mpimesh.parallel.step import Step
+from mpimesh.parallel.stored import model_parts, model_target
 from mpimesh.parallel.tensor import local_part
 from mpimesh.parallel.tree import Structure, Tree, flatten, tree_map
-from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
+from mpimesh.store.parts import Parts, Saved, Value
 
 __all__ = ["ParallelModel", "joined_output"]
 
@@ -275,6 +277,18 @@ class ParallelModel:
         values = {name: local_part(name, one, state[name]) for name, one in mine.items()}
         return check_values(mine, values)
 
+    def _stored_parts(self) -> Mapping[str, Parts | Value]:
+        """Return what this rank has of the parameters, and the count of steps; see `Storable`."""
+        self._engine.check_ready()
+        return model_parts(self._engine)
+
+    def _restored_parts(
+        self, saved: Mapping[str, Saved | Value], *, strict: bool
+    ) -> tuple[Mapping[str, Parts], Callable[[], None]]:
+        """Return where the parameters are read to: their memory; see `Storable`."""
+        self._engine.check_ready()
+        return model_target(self._engine, saved, strict=strict)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which steps add up gradients without reducing them.
 
@@ -301,6 +315,11 @@ class ParallelModel:
         """
         self._engine.check_ready()
         self._engine.buckets.forget()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh that the model lies on."""
+        return self._engine.mesh
 
     @property
     def buckets(self) -> GradientBuckets:

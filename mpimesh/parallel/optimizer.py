@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arguments import shape_of, shown
+from mpimesh.arguments import as_int, shape_of, shown
 from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError, tell_elsewhere
 from mpimesh.optim import LossScaler, Optimizer
@@ -26,8 +27,11 @@ from mpimesh.parallel.optimizer_state import (
     problem_with,
     why_no_step,
 )
-from mpimesh.runtime import ProcessGroup
+from mpimesh.parallel.stored import optimizers_parts, optimizers_target
+from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
+from mpimesh.store.modules import STEP
+from mpimesh.store.parts import Parts, Saved, Value
 
 __all__ = ["ParallelOptimizer"]
 
@@ -163,6 +167,11 @@ class ParallelOptimizer:
         self._cut([one.state_dict() for one in self._optimizers], {})
         self._pieces.agree()
         engine.optimizer = self
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the model."""
+        return self._engine.mesh
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -348,6 +357,45 @@ class ParallelOptimizer:
             self._engine.set_step(step)
 
     # -- local -------------------------------------------------------------------------------
+
+    def _stored_parts(self) -> Mapping[str, Parts | Value]:
+        """Return what this rank has of the state; see `Storable`."""
+        self._check_ready()
+        return optimizers_parts(
+            self._engine,
+            self._lent,
+            self._pieces.states(),
+            self._pieces.layouts,
+            single=self._single,
+            scaler=self._scaler,
+        )
+
+    def _restored_parts(
+        self, saved: Mapping[str, Saved | Value], *, strict: bool
+    ) -> tuple[Mapping[str, Parts], Callable[[], None]]:
+        """Return where the state is read to: new memory for this rank's part; see `Storable`.
+
+        The model's count of steps, and the state of the scaler, are taken over if they were saved.
+        """
+        engine, pieces = self._engine, self._pieces
+        engine.check_ready()
+        layouts = pieces.layouts
+        wanted, states, scaling = optimizers_target(
+            engine, self._lent, pieces.states(), layouts, saved, strict=strict
+        )
+        if self._scaler is not None and scaling:
+            copy(self._scaler).load_state_dict(scaling)  # raises if it does not fit
+        step = as_int(saved[STEP], STEP, ModuleError, least=0) if STEP in saved else None
+
+        def take() -> None:
+            self._cut(states, layouts)
+            self._is_half_done = False
+            if self._scaler is not None and scaling:
+                self._scaler.load_state_dict(scaling)
+            if step is not None:
+                engine.set_step(step)
+
+        return wanted, take
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Forget the gradients; those of steps under ``no_sync``, too. Local.

@@ -31,6 +31,7 @@ once, and the new ones are gathered as at stage 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -45,7 +46,7 @@ from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.persistent import PersistentCollective
 from mpimesh.trace import Tracer
 
-__all__ = ["STAGES", "Bucket", "Reductions", "Shard", "shard_sizes", "share_frozen"]
+__all__ = ["STAGES", "Bucket", "Reductions", "Shard", "SharedValues", "shard_sizes", "share_frozen"]
 
 _GRAIN_BYTES = 64
 _AWAY = (
@@ -72,6 +73,25 @@ def shard_sizes(size: int, itemsize: int, ranks: int) -> tuple[int, ...]:
     return tuple(min(each, max(0, size - rank * each)) for rank in range(ranks))
 
 
+@dataclass(frozen=True, slots=True)
+class SharedValues:
+    """Values of parameters in an array that the ranks of a node have once.
+
+    Attributes:
+        parameters: The parameters, in the order of the array.
+        memory: The array, flat.
+        views: The values that the parameters have now; none if nothing was moved.
+        part: The elements that this rank writes. Those of the ranks of a node are all.
+        is_whole: Whether all ranks of the group have this array, not those of this node alone.
+    """
+
+    parameters: tuple[Parameter, ...]
+    memory: Array
+    views: list[Array]
+    part: slice
+    is_whole: bool
+
+
 def share_values(
     parameters: Sequence[Parameter],
     group: ProcessGroup,
@@ -80,20 +100,17 @@ def share_values(
     turn: int,
     label: str,
     only_whole: bool = False,
-) -> tuple[Array, list[Array], bool]:
+) -> SharedValues:
     """Move the values of parameters into an array that the ranks of a node have once. Collective.
 
     Args:
         parameters: Parameters of one dtype, which have the same values on all ranks.
         group: The ranks.
-        part: The elements that this rank is to write, so that all together write all.
+        part: The elements that this rank is to write, so that all together write all; where they
+            do not have one array, one rank of each node writes all.
         turn: Which rank of a node gives the memory.
         label: Names the wait for all of them.
         only_whole: Move nothing unless all ranks of the group have the one array.
-
-    Returns:
-        The array, in the order of the parameters; the views that are their values now; and whether
-        all ranks of the group have it, not those of this node alone.
     """
     dtype = np.dtype(parameters[0].value().dtype)
     size = sum(parameter.size for parameter in parameters)
@@ -101,31 +118,31 @@ def share_values(
     is_whole = len(set(sources)) == 1
     if only_whole and not is_whole:
         group._core.node_release(values)
-        return values, [], False
+        return SharedValues(tuple(parameters), values, [], part, is_whole)
     if not is_whole:
         part = slice(0, size if sources[group.rank or 0] == group.rank else 0)
     written = partial(group.barrier, label=label)  # before it they are not all there
-    return values, _moved(parameters, values, part, written), is_whole
+    views = _moved(parameters, values, part, written)
+    return SharedValues(tuple(parameters), values, views, part, is_whole)
 
 
-def share_frozen(parameters: Iterable[Parameter], group: ProcessGroup) -> list[Array]:
-    """Let the ranks of a node have the values of frozen parameters once. Collective.
+def share_frozen(parameters: Iterable[Parameter], group: ProcessGroup) -> list[SharedValues]:
+    """Let the ranks of a node have the values of frozen parameters once: an array for each dtype.
 
-    Returns:
-        The arrays, one for each dtype.
+    Collective.
     """
     kinds: dict[DType | None, list[Parameter]] = {}
     for parameter in parameters:
         if not parameter.requires_grad and type(parameter.data) is np.ndarray:
             kinds.setdefault(parameter.dtype, []).append(parameter)
-    arrays: list[Array] = []
+    shared: list[SharedValues] = []
     for turn, frozen in enumerate(kinds.values()):
         sizes = shard_sizes(sum(one.size for one in frozen), 1, group.size)
         start = sum(sizes[: group.rank])
         part = slice(start, start + sizes[group.rank or 0])
         label = "values of frozen parameters"
-        arrays.append(share_values(frozen, group, part, turn=turn, label=label)[0])
-    return arrays
+        shared.append(share_values(frozen, group, part, turn=turn, label=label))
+    return shared
 
 
 def _moved(
@@ -188,6 +205,8 @@ class Shard:
             sums are used up.
         sizes: The sizes of all parts.
         part: Where this rank's lies.
+        written: The elements that this rank writes, of the values that it sees: all of its own
+            memory; of a node's the ranks of the node have different ones.
     """
 
     __slots__ = (
@@ -203,6 +222,7 @@ class Shard:
         "stage",
         "values",
         "views",
+        "written",
         "xp",
     )
 
@@ -234,8 +254,9 @@ class Shard:
         self.is_whole = False
         self.views: list[Array] = []
         self.values: Array | None = None
+        self.written = slice(0, size)
         if stage == 3 and xp is np:
-            values, self.views, self.is_whole = share_values(
+            shared = share_values(
                 parameters,
                 group,
                 self.part,
@@ -243,11 +264,14 @@ class Shard:
                 label=f"values of {name}",
                 only_whole=by_layer,
             )
-            self.values = values if self.views else None
+            self.views, self.is_whole = shared.views, shared.is_whole
+            if self.views:
+                self.values, self.written = shared.memory, shared.part
         elif not by_layer:
             self.values = xp.empty(size, dtype)
             self.views = _moved(parameters, self.values, slice(0, size))
         if self.values is None:
+            self.written = self.part
             # Others read it, as they do the memory of sums.
             self.own = mesh.shared_empty(mine, dtype) if xp is np else xp.empty(mine, dtype)
             _copy(parameters, self.part, self.own)

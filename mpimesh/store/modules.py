@@ -1,0 +1,486 @@
+"""What layers, plain optimizers and objects of PyTorch have in a checkpoint, by name.
+
+A layer has its parameters by their names. An optimizer has the state of each parameter by the
+parameter's name in its model, so that it fits the model on any mesh: ``NAME.steps``, a number, and
+arrays such as ``NAME.mean``; and by their own names its numbers, such as ``lr``, and ``optimizer``,
+the name of its class. A :class:`~mpimesh.ParallelOptimizer` has the same, and each loads what the
+other saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import Array, DType, HostArray, namespace
+from mpimesh.arrays.reduction import is_half
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
+from mpimesh.layout.boxes import Box, extent, flat_fragments, global_box, volume
+from mpimesh.nn import Module, Parameter
+from mpimesh.optim import Optimizer
+from mpimesh.optim.optimizer import MASTER, check_steps, state_dtype
+from mpimesh.store.parts import Parts, Saved, Value
+
+__all__ = [
+    "OPTIMIZER",
+    "STEP",
+    "Span",
+    "check_names",
+    "module_parts",
+    "optimizer_parts",
+    "parameter_target",
+    "restored_module",
+    "restored_optimizer",
+    "state_parts",
+    "state_target",
+    "take_torch_state",
+    "torch_state",
+]
+
+OPTIMIZER, STEP = "optimizer", "step"
+"""Names of the class of an optimizer, and of a model's count of steps."""
+
+Wanted = tuple[Mapping[str, Parts], Callable[[], None]]
+"""What `Storable._restored_parts` returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The elements that a rank has of an array, or of its block of it: neighbours in memory.
+
+    Attributes:
+        shape: The shape of the whole array.
+        box: The block in it.
+        start: The first element, counted in the block laid out flat.
+        stop: The one after the last.
+        is_flat: Whether arrays of it are flat; else they have the shape of the block.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    start: int
+    stop: int
+    is_flat: bool = True
+
+    @classmethod
+    def block(cls, parameter: Parameter) -> Span:
+        """Return all that this rank's layer has of a parameter."""
+        return cls(parameter.global_shape, parameter.box, 0, parameter.size, is_flat=False)
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """The shape of an array of it."""
+        return (self.stop - self.start,) if self.is_flat else extent(self.box)
+
+    def parts(self, array: Array) -> Parts:
+        """Return the boxes of this span, as views of an array of its elements.
+
+        Shapes:
+            array: :attr:`extent`.
+        """
+        dtype = np.dtype(array.dtype)
+        if not self.is_flat:
+            return Parts(self.shape, dtype, ((self.box, array),) if array.size else ())
+        parts: list[tuple[Box, Array]] = []
+        stop = 0
+        for box in flat_fragments(extent(self.box), self.start, self.stop):
+            start, stop = stop, stop + volume(box)
+            part = array[start:stop].reshape(extent(box))
+            parts.append((global_box(box, self.box), part))
+        return Parts(self.shape, dtype, tuple(parts))
+
+
+def check_names(what: str, missing: Iterable[str], unknown: Iterable[str], *, strict: bool) -> None:
+    """Return if a checkpoint has the names that it should, and no others; or if not `strict`.
+
+    Raises:
+        ModuleError: If it has not.
+    """
+    missing, unknown = sorted(missing), sorted(unknown)
+    if strict and (missing or unknown):
+        raise ModuleError(
+            f"{what} names each parameter of the model once, as it is called in the whole model; "
+            f"missing: {missing or 'none'}, unknown: {unknown or 'none'}: rename them, or load "
+            "without strict"
+        )
+
+
+# -- layers ---------------------------------------------------------------------------------------
+
+
+def module_parts(module: Module) -> dict[str, Parts]:
+    """Return what this rank has of the parameters of a layer. Local.
+
+    Raises:
+        ModuleStateError: If a parameter has no memory yet.
+    """
+    return {
+        name: Span.block(parameter).parts(parameter.value())
+        for name, parameter in module.named_parameters()
+    }
+
+
+def restored_module(module: Module, saved: Mapping[str, Saved | Value], *, strict: bool) -> Wanted:
+    """Return where the parameters of a layer are read to; see `Storable._restored_parts`. Local.
+
+    A model's count of steps is passed over.
+
+    Raises:
+        ModuleError: If names are missing or unknown, and `strict`.
+        ShapeError: If a shape differs.
+        DTypeError: If values are not of floating point.
+        ModuleStateError: If a parameter has no memory yet.
+    """
+    named = dict(module.named_parameters())
+    check_names(
+        "the state of a layer",
+        named.keys() - saved.keys(),
+        saved.keys() - named.keys() - {STEP},
+        strict=strict,
+    )
+    wanted = {
+        name: parameter_target(name, parameter, saved[name], parameter.value())
+        for name, parameter in named.items()
+        if name in saved
+    }
+    return wanted, lambda: None
+
+
+def parameter_target(
+    name: str, parameter: Parameter, saved: Saved | Value, values: Array, span: Span | None = None
+) -> Parts:
+    """Return where values of a parameter are read to: what this rank has of it. Local.
+
+    Args:
+        name: Its name.
+        parameter: The parameter.
+        saved: What there is of it.
+        values: The memory.
+        span: What that is of the parameter; None if it is this rank's block.
+
+    Raises:
+        ModuleError: If what is saved is no array.
+        ShapeError: If it has another shape.
+        DTypeError: If it is not of floating point.
+        ModuleStateError: If the memory cannot be written.
+    """
+    kind = _checked_array(f"parameter {name!r}", saved, parameter.global_shape).dtype
+    if kind.kind != "f" and not is_half(kind):
+        raise DTypeError(f"parameter {name!r} must be of floating point, and was saved as {kind}")
+    if isinstance(values, np.ndarray) and not values.flags.writeable:
+        raise ModuleStateError(
+            f"the memory of parameter {name!r} is read-only, and is to be read into: give it "
+            "other, parameter.data = parameter.data.copy()"
+        )
+    return (Span.block(parameter) if span is None else span).parts(values)
+
+
+def _checked_array(what: str, saved: Saved | Value, shape: tuple[int, ...]) -> Saved:
+    if not isinstance(saved, Saved):
+        raise ModuleError(f"{what} was saved as {type(saved).__name__}, and is an array")
+    if saved.shape != shape:
+        raise ShapeError(f"{what} must have its shape {shape}, and was saved with {saved.shape}")
+    return saved
+
+
+# -- optimizers -----------------------------------------------------------------------------------
+
+
+def optimizer_parts(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Parts | Value]:
+    """Return what this rank has of the state of a plain optimizer. Local.
+
+    Args:
+        optimizer: The optimizer.
+        names: The names of parameters by their ids.
+
+    Raises:
+        ModuleError: If a parameter has no name there, or two have one.
+        ModuleStateError: If the optimizer is a :class:`~mpimesh.ParallelOptimizer`'s.
+    """
+    spans = _named_spans(optimizer, names)
+    return state_parts(optimizer.state_dict(), spans)
+
+
+def restored_optimizer(
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    saved: Mapping[str, Saved | Value],
+    *,
+    strict: bool,
+) -> Wanted:
+    """Return where the state of a plain optimizer is read to; see `Storable`. Local.
+
+    Of names that it does not know it refuses those of other parameters in `names`: what else is
+    there may be of layers that other ranks have.
+
+    Raises:
+        MpimeshError: As :func:`optimizer_parts` and :func:`state_target`.
+    """
+    spans = _named_spans(optimizer, names)
+    foreign = {*names.values()} - {name for name, _, _ in spans}
+    check_names(
+        f"a state of {type(optimizer).__name__}",
+        (),
+        (key for key in saved if key.rpartition(".")[0] in foreign),
+        strict=strict,
+    )
+    state, wanted = state_target(
+        optimizer,
+        spans,
+        saved,
+        strict=strict,
+        current=optimizer.state_dict(),
+        xp=namespace(spans[0][1].value()) if spans else np,
+    )
+    return wanted, partial(optimizer.load_state_dict, state)
+
+
+def _named_spans(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> list[tuple[str, Parameter, Span]]:
+    kind = type(optimizer).__name__
+    if optimizer.is_lent:
+        raise ModuleStateError(
+            f"this {kind} was given to a ParallelOptimizer, which knows what its parameters are: "
+            "put that into the tree instead"
+        )
+    unnamed = [one for one in optimizer.params if id(one) not in names]
+    if unnamed:
+        raise ModuleError(
+            f"the state of {kind} is saved by the names of its parameters, and {unnamed[0]!r} is "
+            'of no model in the tree: save both in one tree, {"model": model, "optimizer": '
+            "optimizer}"
+        )
+    spans = [(names[id(one)], one, Span.block(one)) for one in optimizer.params]
+    if len({name for name, _, _ in spans}) < len(spans):
+        raise ModuleError(
+            f"{kind} has parameters of several models that have the same names; make an optimizer "
+            "for each model"
+        )
+    return spans
+
+
+def state_parts(
+    state: Mapping[str, Any], spans: Sequence[tuple[str, Parameter, Span]]
+) -> dict[str, Parts | Value]:
+    """Return a state of an optimizer by name. Local.
+
+    Args:
+        state: As :meth:`Optimizer.state_dict` gives it; of a parameter of which this rank has a
+            part the arrays are flat.
+        spans: For each parameter its name and the part.
+    """
+    found: dict[str, Parts | Value] = {key: state[key] for key in state if key != "params"}
+    for (name, _, span), own in zip(spans, state["params"], strict=True):
+        found |= {
+            f"{name}.{key}": int(value) if key == "steps" else span.parts(value)
+            for key, value in own.items()
+        }
+    return found
+
+
+def state_target(
+    optimizer: Optimizer,
+    spans: Sequence[tuple[str, Parameter, Span]],
+    saved: Mapping[str, Saved | Value],
+    *,
+    strict: bool,
+    current: Mapping[str, Any],
+    xp: ModuleType,
+) -> tuple[dict[str, Any], dict[str, Parts]]:
+    """Return a state whose arrays are new memory, and where they are read to. Local.
+
+    Args:
+        optimizer: The optimizer that is to take over the state.
+        spans: The name of each of its parameters, and which part of it this rank has.
+        saved: What there is, by name.
+        strict: Whether names that are missing are refused; else what is missing is as in `current`.
+        current: The state that it has now, of the same parts.
+        xp: The library that is to have the arrays.
+
+    Raises:
+        ModuleError: If it does not fit the optimizer, or lacks something.
+        DTypeError: If an array is not of floating point.
+        ShapeError: If an array has another shape than its whole parameter.
+    """
+    kind = type(optimizer).__name__
+    numbers = (OPTIMIZER, *optimizer.numbers)
+    missing = {*numbers, *(f"{name}.steps" for name, _, _ in spans)} - saved.keys()
+    if strict and missing:
+        raise ModuleError(
+            f"the state of {kind} lacks {sorted(missing)}: save and load the same parameters and "
+            "kind of optimizer, or load without strict"
+        )
+    by_name: dict[str, dict[str, Any]] = {}
+    for key, value in saved.items():
+        name, _, inner = key.rpartition(".")
+        by_name.setdefault(name, {})[inner] = value
+    params: list[dict[str, Any]] = []
+    for (name, parameter, _), own in zip(spans, current["params"], strict=True):
+        # What master values there are follow the parameter's, unless some were saved.
+        entry = {} if strict else {key: own[key] for key in own if key != MASTER}
+        who = f"parameter {name!r}"
+        for key, value in by_name.get(name, {}).items():
+            if key == "steps":
+                entry[key] = check_steps(who, {key: value})
+            else:
+                what = f"{key!r} in the state of {who}"
+                entry[key] = _checked_array(what, value, parameter.global_shape)
+        params.append(entry)
+    state = {key: saved.get(key, current[key]) for key in numbers}
+    checked = optimizer.check_state(
+        {
+            **state,
+            "params": [
+                {key: _like(value, one.shape) for key, value in entry.items()}
+                for (_, one, _), entry in zip(spans, params, strict=True)
+            ],
+        },
+        [parameter for _, parameter, _ in spans],
+    )
+    wanted: dict[str, Parts] = {}
+    names = {*optimizer.state_names(checked), MASTER}
+    for (name, parameter, span), entry in zip(spans, params, strict=True):
+        dtype = state_dtype(parameter.value().dtype if parameter.dtype is None else parameter.dtype)
+        for key in [key for key, value in entry.items() if isinstance(value, Saved)]:
+            if entry["steps"] and key in names and (key != MASTER or dtype != parameter.dtype):
+                entry[key] = xp.empty(span.extent, dtype)
+                wanted[f"{name}.{key}"] = span.parts(entry[key])
+            else:
+                del entry[key]
+    return {**state, "params": params}, wanted
+
+
+def _like(value: Any, shape: tuple[int, ...]) -> Any:
+    """Return what has the dtype of an array and another shape, and takes no memory."""
+    dtype = getattr(value, "dtype", None)
+    return value if dtype is None else np.broadcast_to(np.zeros((), dtype), shape)
+
+
+# -- PyTorch --------------------------------------------------------------------------------------
+
+
+def torch_state(obj: Any) -> Any:
+    """Return a tensor of PyTorch as an array, or the state of a module or optimizer as a tree.
+
+    Local. Arrays are the tensors' own memory; but tensors of devices in a state are copied.
+
+    Raises:
+        ModuleError: If a tensor is split over ranks by PyTorch, is not dense, or is the thing
+            itself and on a device.
+        DTypeError: If NumPy and ml_dtypes have no such dtype.
+    """
+    torch = sys.modules["torch"]
+    if not isinstance(obj, torch.Tensor):
+        return _as_tree(obj.state_dict(), torch)
+    if obj.device.type != "cpu":
+        raise ModuleError(
+            f"a tensor is saved, and loaded into, where it lies in the host's memory; it is on "
+            f"{obj.device}: give tensor.cpu(), or the module that it is in"
+        )
+    return _as_array(obj, torch)
+
+
+def _as_tree(state: Any, torch: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return _as_array(state, torch)
+    if isinstance(state, Mapping):
+        return {key: _as_tree(value, torch) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_as_tree(value, torch) for value in state)
+    return state
+
+
+def _as_array(tensor: Any, torch: Any) -> HostArray:
+    if hasattr(tensor, "device_mesh"):
+        raise ModuleError(
+            "a DTensor of PyTorch lies on several ranks, as fully_shard of PyTorch leaves "
+            "parameters, and is not saved here: give tensor.full_tensor() of each, or train the "
+            "module by mpimesh.fully_shard, and save that"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ModuleError(
+            f"a tensor that is saved is dense and has memory, got one of layout {tensor.layout} "
+            f"and {tensor.dtype} on {tensor.device}"
+        )
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    try:
+        array: HostArray = plain.numpy()
+    except TypeError:
+        dtype = _narrow_dtype(str(plain.dtype).removeprefix("torch."))
+        array = plain.view(torch.uint16 if dtype.itemsize == 2 else torch.uint8).numpy().view(dtype)
+    return array
+
+
+def _narrow_dtype(name: str) -> DType:
+    """Return a dtype that NumPy has from ml_dtypes."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise DTypeError(f"NumPy has {name} from the package ml_dtypes: pip install it") from None
+    kind: DType | None = getattr(ml_dtypes, name, None)
+    if kind is None:
+        raise DTypeError(f"NumPy has no dtype {name}")
+    return np.dtype(kind)
+
+
+def take_torch_state(obj: Any, tree: Any) -> None:
+    """Have a module or an optimizer of PyTorch take over a state, as :func:`torch_state` gave it.
+
+    Local. A module takes all of it or, on an error, nothing.
+
+    Raises:
+        ModuleError: If names are missing or unknown, or PyTorch refuses it.
+        ShapeError: If a shape differs.
+    """
+    torch = sys.modules["torch"]
+    if not isinstance(tree, Mapping):
+        raise ModuleError(f"a state of {type(obj).__name__} is a dict, got {type(tree).__name__}")
+    state = OrderedDict(_as_tensors(tree, torch))
+    if isinstance(obj, torch.nn.Module):
+        expected = obj.state_dict()
+        check_names(
+            f"a state of {type(obj).__name__}",
+            expected.keys() - state.keys(),
+            state.keys() - expected.keys(),
+            strict=True,
+        )
+        for name, value in expected.items():
+            shape = getattr(state[name], "shape", None)
+            if isinstance(value, torch.Tensor) and shape != value.shape:
+                raise ShapeError(
+                    f"{name!r} must have its shape {tuple(value.shape)}, and was saved with "
+                    f"{None if shape is None else tuple(shape)}"
+                )
+        state._metadata = getattr(expected, "_metadata", {})  # type: ignore[attr-defined]
+    elif isinstance(state.get("state"), Mapping):
+        state["state"] = {
+            int(key) if isinstance(key, str) and key.isdecimal() else key: value
+            for key, value in state["state"].items()
+        }
+    try:
+        obj.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ModuleError(f"PyTorch refuses the state of {type(obj).__name__}: {error}") from error
+
+
+def _as_tensors(state: Any, torch: Any) -> Any:
+    if isinstance(state, np.ndarray):
+        array = np.require(state, requirements=["C", "W"])
+        try:
+            return torch.from_numpy(array)
+        except TypeError:
+            plain = torch.from_numpy(array.view(f"u{array.itemsize}"))
+            return plain.view(getattr(torch, array.dtype.name))
+    if isinstance(state, Mapping):
+        return {key: _as_tensors(value, torch) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_as_tensors(value, torch) for value in state)
+    return state

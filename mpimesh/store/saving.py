@@ -1,0 +1,792 @@
+"""`save`: a tree on the disk, each box of each array written once, by one of those who have it.
+
+All ranks describe what they have. The first of them gives each box to one rank that has it, evenly
+by bytes, and tells each what to write; this is planned once for a tree that is saved many times.
+Then each writes its boxes into files of its own, in a folder beside the path, in a thread; has them
+on the disk; and tells the first rank how that went, with the digests of what it wrote. That one
+writes the manifest and renames the folder, and only then is anything seen under the path:
+
+    rank k   copy if wait=False | write, sync (thread) | isend digests        | irecv answer
+    rank 0   copy if wait=False | write, sync (thread) | irecv those of all   |
+                                | manifest, sync, rename, sync (thread)       | isend answer
+
+If anything fails on any rank, all raise, and what was under the path before is as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import xxhash
+
+from mpimesh.arguments import as_flag, as_int, digest_bits, rank_names, shown
+from mpimesh.arrays import Array, DType, HostArray, to_numpy
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.comm import MAX_USER_TAG, Steps
+from mpimesh.comm.requests import Condition, all_done
+from mpimesh.errors import MismatchError, MpimeshError, StoreError, on_all_ranks
+from mpimesh.layout.boxes import Box, extent, local_box, slices, tiles, volume
+from mpimesh.runtime import CollectiveTensor, DeviceMesh, Launch
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.group_core import GroupCore
+from mpimesh.store.files import PART, replaced, sync, write_at
+from mpimesh.store.format import (
+    MANIFEST,
+    Entry,
+    Manifest,
+    Piece,
+    missing_in,
+    safetensors_header,
+    tensor_name,
+)
+from mpimesh.store.parts import Parts, Value
+from mpimesh.store.trees import Flat, flatten, mesh_of
+
+__all__ = ["save"]
+
+FILE_BYTES = 2 << 30
+_PIECE_BYTES = 64 << 20
+"""A box that several ranks have is cut into pieces of so many bytes, which they share."""
+_CHUNK_BYTES = 1 << 20
+"""Written at once: what was hashed is in the cache still."""
+_NOTE_BYTES = 2048
+_TAG = MAX_USER_TAG + 14
+_DATA = "data-"
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    wait: bool = True,
+    file_bytes: int = FILE_BYTES,
+) -> CollectiveTensor | None:
+    """Save a tree of arrays, models, optimizers and values as a folder. Collective over the mesh.
+
+    What is split is written by the ranks that have it, each box once. The folder is seen under its
+    name only when all of it is on the disk; a checkpoint that was there before is good until then.
+    :func:`load` reads it on any other mesh, on any number of ranks, and in one process without MPI.
+
+    Arrays of NumPy and values must be the same on all ranks. A plain optimizer is saved by the
+    names of its parameters in the models of the same tree.
+
+    Args:
+        path: The folder, which all ranks can see. It may hold a checkpoint, which is replaced.
+        tree: A dict, list or tuple, or one array or object; see `mpimesh.store.trees`.
+        mesh: The ranks that save together; None for those of the arrays and models in the tree, or
+            this process alone where there are none.
+        wait: False returns when the tree has been copied, and may be changed again; the copies are
+            written in a thread. The handle must be resolved; the next save resolves it, too.
+        file_bytes: Most bytes of a file, but for those of an array whose rows are longer.
+
+    Returns:
+        With ``wait=False`` a handle, whose result is the path.
+
+    Raises:
+        StoreError: On every rank, if any cannot write its part, or there is something else under
+            the path than a checkpoint.
+        MismatchError: On every rank, if values differ between ranks, or trees are built otherwise.
+        DTypeError: On every rank, if an array has a dtype that files do not know.
+
+    Cost:
+        The first save of a tree sends descriptions of it to one rank; later ones an exchange of a
+        few bytes and of one digest for each box. Reading memory once, and the disk.
+
+    Example:
+        >>> mm.save("run/step-100", {"model": model, "optimizer": optimizer, "losses": losses})
+    """
+    where = Path(path).absolute()
+    size = as_int(file_bytes, "file_bytes", StoreError, least=1)
+    as_flag(wait, "wait", StoreError)
+    ranks = mesh_of(tree) if mesh is None else mesh
+    if ranks is None:
+        if Launch.detect().size > 1:
+            raise StoreError(
+                f"nothing in the tree says which of the {Launch.detect().size} processes of this "
+                "job save it together: give mesh="
+            )
+        if not wait:
+            raise StoreError("wait=False needs a mesh: give mesh=")
+        _save_alone(where, flatten(tree), size)
+        return None
+    if not isinstance(ranks, DeviceMesh):
+        raise StoreError(f"mesh must be a DeviceMesh, got {shown(ranks)}")
+    handle = _start(ranks.group()._core, where, tree, size, copy=not wait)
+    if wait:
+        handle.resolve()
+        return None
+    return handle
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes.
+
+    Attributes:
+        files: For each of its files its name, and the boxes in it, each with the array's name.
+    """
+
+    files: tuple[tuple[str, tuple[tuple[str, Box], ...]], ...]
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of boxes."""
+        return sum(len(boxes) for _, boxes in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who writes what, as one rank knows it.
+
+    Attributes:
+        key: What the trees have in common for which it was made.
+        mine: This rank's share.
+        shares: Those of all ranks, on the first one.
+        arrays: Shape and dtype of each array, on the first one.
+        memory: Where copies of this rank's boxes lie between saves, for ``wait=False``.
+    """
+
+    key: int
+    mine: Share
+    shares: tuple[Share, ...] = ()
+    arrays: Mapping[str, tuple[tuple[int, ...], DType]] = field(default_factory=dict)
+    memory: dict[tuple[str, Box], HostArray] = field(default_factory=dict)
+
+
+def _described(flat: Flat) -> list[Any]:
+    """Return what a rank tells of its arrays, as JSON."""
+    return [
+        [name, parts.shape, dtype_to_json(parts.dtype), [box for box, _ in parts.parts]]
+        for name, parts in sorted(flat.arrays.items())
+    ]
+
+
+def plan_shares(
+    rows: Sequence[Sequence[Any]], file_bytes: int
+) -> tuple[list[Share], dict[str, tuple[tuple[int, ...], DType]]]:
+    """Return the share of each rank, by the descriptions of all; and shapes and dtypes of arrays.
+
+    Raises:
+        MismatchError: If ranks have different arrays under one name.
+        StoreError: If an element of an array is on no rank.
+    """
+    arrays: dict[str, tuple[tuple[int, ...], DType]] = {}
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for rank, row in enumerate(rows):
+        for name, shape, dtype, boxes in row:
+            kind = tuple(shape), dtype_from_json(dtype)
+            if arrays.setdefault(name, kind) != kind:
+                raise MismatchError(
+                    f"ranks have different arrays of the name {name!r}: rank {rank} one of shape "
+                    f"{kind[0]} and {kind[1]}, and another one {arrays[name][0]} and "
+                    f"{arrays[name][1]}"
+                )
+            for box in boxes:
+                key = name, tuple(map(tuple, box))
+                if volume(key[1]) or not prod(kind[0]):
+                    holders.setdefault(key, []).append(rank)
+    pieces: list[tuple[int, str, Box, list[int]]] = []
+    for (name, box), ranks in holders.items():
+        nbytes = arrays[name][1].itemsize
+        most = min(file_bytes, _PIECE_BYTES) if len(ranks) > 1 else file_bytes
+        cut = _cut(box, max(1, most // nbytes))
+        pieces += [(volume(tile) * nbytes, name, tile, ranks) for tile in cut]
+    loads = [0] * len(rows)
+    written: list[list[tuple[str, Box, int]]] = [[] for _ in rows]
+    for nbytes, name, box, ranks in sorted(pieces, key=lambda each: (-each[0], *each[1:3])):
+        rank = min(ranks, key=lambda each: (loads[each], each))
+        loads[rank] += nbytes
+        written[rank].append((name, box, nbytes))
+    shares = []
+    for rank, row in enumerate(written):
+        files: list[list[tuple[str, Box]]] = []
+        room = 0
+        for name, box, nbytes in sorted(row, key=lambda each: (-arrays[each[0]][1].itemsize, each)):
+            if not files or nbytes > room:
+                files.append([])
+                room = file_bytes
+            files[-1].append((name, box))
+            room -= nbytes
+        shares.append(
+            Share(
+                tuple(
+                    (f"{rank:05}-{number:03}.safetensors", tuple(boxes))
+                    for number, boxes in enumerate(files)
+                )
+            )
+        )
+    return shares, arrays
+
+
+def _cut(box: Box, most: int) -> list[Box]:
+    """Cut a box into boxes of at most so many elements, but for single rows."""
+    size = extent(box)
+    if volume(box) <= most or not size:
+        return [box]
+    rows = max(1, most // max(1, prod(size[1:])))
+    start, stop = box[0]
+    return [((at, min(at + rows, stop)), *box[1:]) for at in range(start, stop, rows)]
+
+
+def _layout(
+    share: Share, arrays: Mapping[str, tuple[tuple[int, ...], DType]]
+) -> list[tuple[str, bytes, list[tuple[str, Box, int]], int]]:
+    """Return for each file its name, its header, its pieces with their offsets, and its bytes."""
+    files = []
+    for file, boxes in share.files:
+        entries = [
+            (tensor_name(name, arrays[name][0], box), arrays[name][1], extent(box))
+            for name, box in boxes
+        ]
+        header, begins = safetensors_header(entries, {"format": "mpimesh"})
+        pieces = [(*each, begin) for each, begin in zip(boxes, begins, strict=True)]
+        end = len(header)
+        for name, box, begin in pieces:
+            end = max(end, begin + volume(box) * arrays[name][1].itemsize)
+        files.append((file, header, pieces, end))
+    return files
+
+
+# -- one rank writes ------------------------------------------------------------------------------
+
+
+class Writer(threading.Thread):
+    """The thread that writes what a rank has to write, and has it on the disk.
+
+    Args:
+        folder: Where to.
+        share: What is to be written.
+        kinds: Shape and dtype of each array in it.
+        values: Gives the values of a box.
+
+    Attributes:
+        digests: Of the pieces, in their order.
+        problem: Why it could not write; "" if it could, or has not ended.
+        nbytes: Bytes written so far.
+        done: Whether it has ended.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        share: Share,
+        kinds: Mapping[str, tuple[tuple[int, ...], DType]],
+        values: Callable[[str, Box], Array],
+    ) -> None:
+        super().__init__(name="mpimesh-save", daemon=True)
+        self._folder = folder
+        self._share = share
+        self._kinds = kinds
+        self._values = values
+        self.digests: list[int] = []
+        self.problem = ""
+        self.nbytes = 0
+        self.done = False
+
+    def run(self) -> None:
+        """Write."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for file in _layout(self._share, self._kinds):
+                self._write(*file)
+            sync(self._folder)
+        except Exception as error:  # a full disk, memory that is gone: all ranks are to know
+            self.problem = f"{getattr(error, 'strerror', None) or error}"
+            self.problem = self.problem or type(error).__name__
+        finally:
+            self.done = True
+
+    def _write(
+        self, file: str, header: bytes, pieces: Sequence[tuple[str, Box, int]], size: int
+    ) -> None:
+        path = self._folder / file
+        number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            write_at(number, memoryview(header), 0)
+            for name, box, begin in pieces:
+                digest = xxhash.xxh3_64()
+                for chunk in _chunks(self._values(name, box)):
+                    digest.update(chunk)
+                    write_at(number, chunk, begin)
+                    begin += len(chunk)
+                    self.nbytes += len(chunk)
+                self.digests.append(digest.intdigest())
+            os.ftruncate(number, size)
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def _chunks(array: Array) -> Any:
+    """Yield the bytes of an array in C order, little endian, some at a time."""
+    if isinstance(array, np.ndarray) and array.flags.c_contiguous and array.dtype.isnative:
+        flat = array.reshape(-1).view(np.uint8).data
+        for at in range(0, len(flat), _CHUNK_BYTES):
+            yield flat[at : at + _CHUNK_BYTES]
+        return
+    for tile in tiles(array.shape, max(1, _CHUNK_BYTES // array.dtype.itemsize)):
+        part = np.ascontiguousarray(to_numpy(array[slices(tile)]))
+        part = part.astype(part.dtype.newbyteorder("="), copy=False)
+        yield part.reshape(-1).view(np.uint8).data
+
+
+def _part(parts: Parts, box: Box) -> Array:
+    """Return the values of a box that lies in one of the boxes of a rank."""
+    for outer, array in parts.parts:
+        if all(a <= c and d <= b for (a, b), (c, d) in zip(outer, box, strict=True)):
+            return array[slices(local_box(box, outer))] if array.shape else array
+    raise StoreError(f"box {box} is in none of this rank's boxes")
+
+
+# -- the commit, on the first rank ----------------------------------------------------------------
+
+
+def _manifest(
+    plan: Plan, folder: str, digests: Sequence[Sequence[int]], flat: Flat, values: Value
+) -> Manifest:
+    """Return the manifest of what all ranks have written."""
+    pieces: dict[str, list[Piece]] = {name: [] for name in plan.arrays}
+    files: list[tuple[str, int]] = []
+    for share, row in zip(plan.shares, digests, strict=True):
+        rest = iter(row)
+        for file, _, places, size in _layout(share, plan.arrays):
+            for name, box, begin in places:
+                pieces[name].append(Piece(len(files), box, begin, next(rest)))
+            files.append((f"{folder}/{file}", size))
+    arrays = {
+        name: Entry(*plan.arrays[name], tuple(sorted(row, key=lambda each: each.box)))
+        for name, row in sorted(pieces.items())
+    }
+    return Manifest(arrays, values, flat.structure, tuple(files))
+
+
+def check_target(path: Path) -> None:
+    """Refuse a path at which there is something else than a checkpoint, or that is no place.
+
+    Raises:
+        StoreError: If so.
+    """
+    if path.is_dir():
+        names = [each.name for each in path.iterdir()]
+        if MANIFEST not in names and not all(name.startswith(_DATA) for name in names):
+            raise StoreError(
+                f"{path} is a folder with other things in it, and no checkpoint: give another "
+                "path, or remove it"
+            )
+    elif path.exists() or path.is_symlink():
+        raise StoreError(f"{path} is a file; a checkpoint is a folder: give another path")
+
+
+def leftovers(path: Path) -> list[Path]:
+    """Return the unfinished folders beside a path that saves to it have left behind."""
+    with suppress(OSError):
+        return [*path.parent.glob(f".{glob_safe(path.name)}.*{PART}")]
+    return []
+
+
+def glob_safe(name: str) -> str:
+    """Return a name as a pattern that fits only it."""
+    return "".join(f"[{each}]" if each in "*?[" else each for each in name)
+
+
+class Commit(threading.Thread):
+    """The thread that makes visible what all ranks have written.
+
+    Args:
+        manifest: Makes the manifest.
+        fresh: The folder that was written.
+        path: The checkpoint's folder.
+        token: Ends the name of the folder of its data.
+
+    Attributes:
+        problem: Why it could not; "" if it could.
+        done: Whether it has ended.
+    """
+
+    def __init__(self, manifest: Callable[[], Manifest], fresh: Path, path: Path, token: str):
+        super().__init__(name="mpimesh-commit", daemon=True)
+        self._make = manifest
+        self._fresh = fresh
+        self._path = path
+        self._token = token
+        self.problem = ""
+        self.done = False
+
+    def run(self) -> None:
+        """Commit; on an error nothing is seen, and what was written is removed."""
+        try:
+            self._commit(self._make().text())
+        except Exception as error:
+            self.problem = f"{getattr(error, 'strerror', None) or error}" or type(error).__name__
+        finally:
+            shutil.rmtree(self._fresh, ignore_errors=True)
+            self.done = True
+
+    def _commit(self, text: bytes) -> None:
+        fresh, path, data = self._fresh, self._path, f"{_DATA}{self._token}"
+        if not path.is_dir() or not any(path.iterdir()):
+            with replaced(fresh / MANIFEST) as file:
+                file.write_bytes(text)
+            fresh.rename(path)
+            sync(path.parent)
+            return
+        # One file's name changes hands, so that there is a whole checkpoint at each moment.
+        old = [each for each in path.glob(f"{_DATA}*") if each.is_dir()]
+        (fresh / data).rename(path / data)
+        try:
+            sync(path)
+            with replaced(path / MANIFEST) as file:
+                file.write_bytes(text)
+        except BaseException:
+            shutil.rmtree(path / data, ignore_errors=True)
+            raise
+        for each in old:
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def _discard(path: Path) -> None:
+    """Remove what saves to a path have left behind that did not end."""
+    for folder in leftovers(path):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- alone ----------------------------------------------------------------------------------------
+
+
+def _save_alone(path: Path, flat: Flat, file_bytes: int) -> None:
+    """Save what one process has, without MPI."""
+    check_target(path)
+    shares, arrays = plan_shares([_described(flat)], file_bytes)
+    plan = Plan(0, shares[0], tuple(shares), arrays)
+    token, fresh = _names(path)
+    _discard(path)
+    writer = Writer(
+        fresh / f"{_DATA}{token}",
+        plan.mine,
+        arrays,
+        lambda name, box: _part(flat.arrays[name], box),
+    )
+    writer.run()
+    problem = writer.problem
+    if not problem:
+        data = f"{_DATA}{token}"
+        commit = Commit(
+            lambda: _checked(_manifest(plan, data, [writer.digests], flat, flat.values)),
+            fresh,
+            path,
+            token,
+        )
+        commit.run()
+        problem = commit.problem
+    else:
+        shutil.rmtree(fresh, ignore_errors=True)
+    if problem:
+        raise StoreError(f"cannot save to {path}: {problem}; what was there before is as it was")
+
+
+def _names(path: Path, token: str = "") -> tuple[str, Path]:
+    token = token or uuid4().hex[:12]
+    return token, path.with_name(f".{path.name}.{token}{PART}")
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Return a manifest whose arrays are whole.
+
+    Raises:
+        StoreError: If one is not.
+    """
+    for name, entry in manifest.arrays.items():
+        gap = missing_in(entry)
+        if gap is not None:
+            raise StoreError(
+                f"no rank has box {gap} of {name}, of shape {entry.shape}: all ranks that have a "
+                "part of the tree must save it together"
+            )
+    return manifest
+
+
+# -- together -------------------------------------------------------------------------------------
+
+_plans: WeakKeyDictionary[GroupCore, dict[int, Plan]] = WeakKeyDictionary()
+_under_way: WeakKeyDictionary[GroupCore, CollectiveTensor] = WeakKeyDictionary()
+_MOST_PLANS = 4
+
+
+def settle(core: GroupCore) -> None:
+    """Wait for the save that is under way among some ranks, if there is one. Collective.
+
+    Raises:
+        StoreError: On every rank, if it has failed and nobody has been told so.
+    """
+    handle = _under_way.pop(core, None)
+    if handle is not None and not handle._resolved:
+        handle.resolve()
+
+
+def _start(
+    core: GroupCore, path: Path, tree: Any, file_bytes: int, *, copy: bool
+) -> CollectiveTensor:
+    core.member("save")
+    settle(core)
+    call = Call("save", core.name, rule=str(path))
+    flat = Flat()
+    problem: Exception | None = None
+    own = common = token = ""
+    try:
+        flat = flatten(tree)
+        own = _digest([_described(flat), file_bytes])
+        common = _digest([flat.structure, sorted(flat.values.items())])
+        if core.rank == 0:
+            check_target(path)
+            token = _names(path)[0]
+    except MpimeshError as error:
+        problem = error
+    except OSError as error:
+        problem = StoreError(f"cannot save to {path}: {error.strerror or error}")
+    rows = agree(core, call, [own, common], problem=problem)
+    key = digest_bits(json.dumps([row[0] for row in rows]).encode(), 63)
+    plans = _plans.setdefault(core, {})
+    plan = plans.get(key)
+    if plan is None:
+        plan = _plan(core, call, key, flat, file_bytes)
+        while len(plans) >= _MOST_PLANS:
+            del plans[next(iter(plans))]
+        plans[key] = plan
+    values = _union(core, call, flat, alike=len({row[1] for row in rows}) == 1)
+    token = agree(core, call, token)[0]
+    fresh = _names(path, token)[1]
+    source: Callable[[str, Box], Array] = lambda name, box: _part(flat.arrays[name], box)  # noqa: E731
+    problem = None
+    if copy:
+        try:
+            memory = _copied(plan, source)
+            source = lambda name, box: memory[name, box]  # noqa: E731
+        except MemoryError:
+            problem = StoreError(
+                f"rank {core.world_rank} has no memory for a copy of what it saves: save with "
+                "wait=True"
+            )
+    if core.rank == 0:
+        _discard(path)
+    # Others may change what this rank reads, where they see the same memory.
+    agree(core, call, problem=problem)
+    writer = Writer(fresh / f"{_DATA}{token}", plan.mine, _kinds(flat), source)
+    writer.start()
+    steps = _steps(core, plan, writer, flat, values, path, token)
+    nbytes = sum(
+        volume(box) * flat.arrays[name].dtype.itemsize
+        for _, boxes in plan.mine.files
+        for name, box in boxes
+    )
+    handle = CollectiveTensor(core, call, core.stage(object(), steps), nbytes=nbytes)
+    _under_way[core] = handle
+    return handle
+
+
+def _kinds(flat: Flat) -> dict[str, tuple[tuple[int, ...], DType]]:
+    return {name: (parts.shape, parts.dtype) for name, parts in flat.arrays.items()}
+
+
+def _digest(value: Any) -> str:
+    return f"{digest_bits(json.dumps(value).encode(), 63):x}"
+
+
+def _copied(plan: Plan, source: Callable[[str, Box], Array]) -> dict[tuple[str, Box], HostArray]:
+    """Copy what this rank is to write, into the memory of the last such save."""
+    memory = plan.memory
+    for _, boxes in plan.mine.files:
+        for name, box in boxes:
+            values = source(name, box)
+            held = memory.get((name, box))
+            if held is None:
+                held = memory[name, box] = np.empty(values.shape, values.dtype)
+            held[...] = values if isinstance(values, np.ndarray) else to_numpy(values)
+    return memory
+
+
+def _plan(core: GroupCore, call: Call, key: int, flat: Flat, file_bytes: int) -> Plan:
+    """Plan who writes what. Collective: all ranks describe what they have to the first one."""
+    rows = _gathered(core, call, _described(flat))
+    problem: MpimeshError | None = None
+    told: list[Any] = []
+    shares: list[Share] = []
+    arrays: dict[str, tuple[tuple[int, ...], DType]] = {}
+    if rows is not None:
+        try:
+            shares, arrays = plan_shares(rows, file_bytes)
+            empty = Plan(key, shares[0], tuple(shares), arrays)
+            nothing = [[0] * share.num_pieces for share in shares]
+            _checked(_manifest(empty, "", nothing, flat, {}))
+            told = [share.files for share in shares]
+        except MpimeshError as error:
+            problem = error
+    agree(core, call, problem=problem)
+    mine = _scattered(core, call, told)
+    share = Share(
+        tuple(
+            (file, tuple((name, tuple(map(tuple, box))) for name, box in boxes))
+            for file, boxes in mine
+        )
+    )
+    return Plan(key, share, tuple(shares), arrays)
+
+
+def _union(core: GroupCore, call: Call, flat: Flat, *, alike: bool) -> dict[str, Value]:
+    """Return the values of all ranks by name, on the first one. Collective unless all are alike.
+
+    Raises:
+        MismatchError: On every rank, if one name has several values, or trees differ.
+    """
+    if alike:
+        return flat.values
+    rows = _gathered(core, call, [flat.structure, flat.values])
+    problem: MpimeshError | None = None
+    union: dict[str, Value] = {}
+    first: dict[str, int] = {}
+    for rank, (structure, values) in enumerate(rows or []):
+        if json.dumps(structure) != json.dumps(rows[0][0]):  # type: ignore[index]
+            problem = problem or MismatchError(
+                f"all ranks save trees that are built alike, but that of rank {rank} has other "
+                "keys or lengths than that of rank 0"
+            )
+        for name, value in values.items():
+            if name in union and json.dumps(union[name]) != json.dumps(value):
+                problem = problem or MismatchError(
+                    f"{name} has different values on {rank_names([first[name], rank])}: "
+                    f"{shown(union[name])} and {shown(value)}; save what is the same on all ranks, "
+                    "or a list of all, which all have"
+                )
+            first.setdefault(name, rank)
+            union.setdefault(name, value)
+    agree(core, call, problem=problem)
+    return union
+
+
+def _gathered(core: GroupCore, call: Call, value: Any) -> list[Any] | None:
+    """Return the JSON values of all ranks on the first one, None elsewhere. Collective."""
+    text = np.frombuffer(zlib.compress(json.dumps(value).encode(), 1), np.uint8)
+    sizes = [row[0] for row in agree(core, call, [text.size])]
+    if core.rank:
+        request = core.communicator.isend(text, 0, _TAG)
+        core.wait_for(request, what=call, peers=(0,))
+        return None
+    rows = [text] + [np.empty(size, np.uint8) for size in sizes[1:]]
+    requests = [
+        core.communicator.irecv(row, rank, _TAG) for rank, row in islice(enumerate(rows), 1, None)
+    ]
+    core.wait_for(all_done(*requests), what=call)
+    return [json.loads(zlib.decompress(row.tobytes())) for row in rows]
+
+
+def _scattered(core: GroupCore, call: Call, values: Sequence[Any]) -> Any:
+    """Return to each rank its own of the JSON values that the first one has. Collective."""
+    texts = [
+        np.frombuffer(zlib.compress(json.dumps(each).encode(), 1), np.uint8) for each in values
+    ]
+    sizes = agree(core, call, [text.size for text in texts])[0]
+    communicator = core.communicator
+    if core.rank:
+        mine = np.empty(sizes[core.rank], np.uint8)
+        core.wait_for(communicator.irecv(mine, 0, _TAG), what=call, peers=(0,))
+        return json.loads(zlib.decompress(mine.tobytes()))
+    requests = [
+        communicator.isend(text, rank, _TAG) for rank, text in islice(enumerate(texts), 1, None)
+    ]
+    core.wait_for(all_done(*requests), what=call)
+    return json.loads(json.dumps(values[0]))
+
+
+def _steps(
+    core: GroupCore,
+    plan: Plan,
+    writer: Writer,
+    flat: Flat,
+    values: Mapping[str, Value],
+    path: Path,
+    token: str,
+) -> Steps:
+    """Wait for the writers of all ranks, commit, and learn how it went."""
+    communicator = core.communicator
+    yield _ended(core, writer)
+    fresh, answer = _names(path, token)[1], np.zeros(_NOTE_BYTES, np.uint8)
+    problem = ""
+    if core.rank:
+        row = _row(writer, plan.mine.num_pieces)
+        yield communicator.isend(row, 0, _TAG)
+        yield communicator.irecv(answer, 0, _TAG)
+        problem = _note(answer)
+    else:
+        rows = [np.zeros(8 * share.num_pieces + _NOTE_BYTES, np.uint8) for share in plan.shares]
+        rows[0][...] = _row(writer, plan.mine.num_pieces)
+        others = islice(enumerate(rows), 1, None)
+        yield all_done(*[communicator.irecv(row, rank, _TAG) for rank, row in others])
+        notes = {rank: note for rank, row in enumerate(rows) if (note := _note(row[-_NOTE_BYTES:]))}
+        if notes:
+            rank, note = next(iter(notes.items()))
+            more = f" (and {len(notes) - 1} more ranks)" if len(notes) > 1 else ""
+            problem = f"{note} on rank {core.ranks[rank]}{more}"
+            shutil.rmtree(fresh, ignore_errors=True)
+        else:
+            digests = [row[:-_NOTE_BYTES].view(np.uint64).tolist() for row in rows]
+            manifest = lambda: _manifest(plan, f"{_DATA}{token}", digests, flat, values)  # noqa: E731
+            commit = Commit(manifest, fresh, path, token)
+            commit.start()
+            yield _ended(core, commit)
+            problem = commit.problem and f"{commit.problem} on rank {core.ranks[0]}"
+        _write_note(answer, problem)
+        yield all_done(
+            *[communicator.isend(answer, rank, _TAG) for rank in range(1, communicator.size)]
+        )
+    if problem:
+        raise on_all_ranks(
+            StoreError(f"cannot save to {path}: {problem}; what was there before is as it was")
+        )
+    return path
+
+
+def _ended(core: GroupCore, thread: Writer | Commit) -> Condition:
+    """Return the request that is done when a thread is."""
+
+    def test() -> bool:
+        if not thread.done:
+            core.communicator.stir()  # a wait of this rank is to look again soon
+        return thread.done
+
+    return Condition(test, thread)
+
+
+def _row(writer: Writer, num_pieces: int) -> HostArray:
+    """Return what a rank tells of its writing: the digests, and what went wrong."""
+    row = np.zeros(8 * num_pieces + _NOTE_BYTES, np.uint8)
+    digests = np.array(writer.digests, np.uint64)
+    row[: 8 * len(digests)] = digests.view(np.uint8)
+    _write_note(row[-_NOTE_BYTES:], writer.problem)
+    return row
+
+
+def _write_note(row: HostArray, text: str) -> None:
+    data = np.frombuffer(text.encode(errors="replace")[: len(row)], np.uint8)
+    row[: len(data)] = data
+
+
+def _note(row: HostArray) -> str:
+    return row.tobytes().rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,621 @@
+"""Trees of what is saved: taken apart into arrays and values by name, and put together again.
+
+A tree is a dict, a list or a tuple of trees, or one of these leaves:
+
+- an array: of NumPy, CuPy or PyTorch, a :class:`~mpimesh.DTensor`, a :class:`DVariable`;
+- a value: what JSON can say, and NumPy's numbers, complex numbers, bytes and tuples;
+- an object with a state: a model or an optimizer that is stored by its parts, a layer, a plain
+  optimizer, a generator of random numbers, a PyTorch module or optimizer, or anything else that has
+  `state_dict` and `load_state_dict`.
+
+The name of a leaf is its path, ``model.0.weight``. A list or a tuple without arrays and objects is
+one value, such as a list of all losses.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpimesh.arguments import shown
+from mpimesh.arrays import Array, refuse_objects
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.dtensor import DTensor, DVariable
+from mpimesh.errors import DamagedError, MpimeshError, ShapeError, StoreError
+from mpimesh.layout.boxes import whole
+from mpimesh.nn import Module
+from mpimesh.optim import Optimizer
+from mpimesh.runtime import DeviceMesh
+from mpimesh.store.modules import (
+    module_parts,
+    optimizer_parts,
+    restored_module,
+    restored_optimizer,
+    take_torch_state,
+    torch_state,
+)
+from mpimesh.store.parts import Parts, Saved, Value
+
+__all__ = ["Flat", "Into", "flatten", "mesh_of", "rebuilt", "take_apart"]
+
+ARRAY, VALUE, OBJECT = "array", "value", "object"
+"""Leaves of a structure. An object's arrays and values have names that begin with its own."""
+
+Structure: TypeAlias = Any
+"""JSON: a leaf, or ``{"dict": [[key, structure], ...]}``, ``{"list": [...]}``, ``{"tuple": [...]}``
+or ``{"state": structure}`` of an object's `state_dict`."""
+
+_MOST_DEPTH = 100
+
+
+@dataclass(slots=True)
+class Flat:
+    """A tree taken apart.
+
+    Attributes:
+        structure: How it is built.
+        arrays: What this rank has of each array, by name.
+        values: The values by name, as JSON can say them.
+    """
+
+    structure: Structure = None
+    arrays: dict[str, Parts] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+
+    def add(self, name: str, leaf: Parts | Value) -> None:
+        """Add an array or a value.
+
+        Raises:
+            StoreError: If the name is taken.
+        """
+        if name in self.arrays or name in self.values:
+            raise StoreError(
+                f"two leaves of the tree have the name {name!r}, which is made of the keys on "
+                "the way to each; rename a key"
+            )
+        if isinstance(leaf, Parts):
+            self.arrays[name] = leaf
+        else:
+            self.values[name] = leaf
+
+
+def join(prefix: str, key: object) -> str:
+    """Return the name of what stands at `key` of `prefix`."""
+    return f"{prefix}.{key}" if prefix else str(key)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
+
+
+def is_value(tree: Any) -> bool:
+    """Tell whether a tree is one value, and no dict whose entries have names of their own."""
+    if type(tree) is dict and tree and all(type(key) is str for key in tree):
+        return False
+    return all(isinstance(leaf, _PLAIN) for leaf in _leaves(tree))
+
+
+def to_json(value: Any, name: str) -> Value:
+    """Return a value as JSON can say it, so that :func:`from_json` gives it again."""
+    if value is None or isinstance(value, np.generic):
+        if value is None:
+            return None
+        refuse_objects(value.dtype)
+        raw = base64.b64encode(np.asarray(value).tobytes()).decode()
+        return {"$numpy": [dtype_to_json(value.dtype.newbyteorder("=")), raw]}
+    if type(value) in (bool, int, float, str):
+        return value
+    if type(value) is complex:
+        return {"$complex": [value.real, value.imag]}
+    if type(value) is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if type(value) is list:
+        return [to_json(entry, name) for entry in value]
+    if type(value) is tuple:
+        return {"$tuple": [to_json(entry, name) for entry in value]}
+    if type(value) is dict:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: to_json(entry, name) for key, entry in value.items()}
+        return {"$dict": [[to_json(k, name), to_json(v, name)] for k, v in value.items()]}
+    raise StoreError(
+        f"{name or 'the tree'} is a {type(value).__name__}, which cannot be saved: a checkpoint "
+        "holds arrays, models, optimizers, objects with state_dict() and load_state_dict(), and "
+        "None, truth values, numbers, texts, bytes, and dicts, lists and tuples of these"
+    )
+
+
+def from_json(value: Value) -> Any:
+    """Return what :func:`to_json` was given.
+
+    Raises:
+        DamagedError: If it gave no such thing.
+    """
+    if isinstance(value, list):
+        return [from_json(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if not (len(value) == 1 and (kind := next(iter(value))).startswith("$")):
+        return {key: from_json(entry) for key, entry in value.items()}
+    inner = value[kind]
+    try:
+        if kind == "$complex":
+            return complex(*inner)
+        if kind == "$bytes":
+            return base64.b64decode(inner, validate=True)
+        if kind == "$tuple":
+            return tuple(map(from_json, inner))
+        if kind == "$dict":
+            return {from_json(key): from_json(entry) for key, entry in inner}
+        if kind == "$numpy":
+            (number,) = np.frombuffer(base64.b64decode(inner[1], validate=True), _dtype(inner[0]))
+            return number
+    except (TypeError, ValueError, MpimeshError) as error:
+        raise DamagedError(f"a value of the checkpoint is no {kind[1:]}: {error}") from None
+    raise DamagedError(f"a value of the checkpoint is a {kind[1:]}, which is not known here")
+
+
+def _dtype(text: Any) -> np.dtype[Any]:
+    dtype = dtype_from_json(text)
+    refuse_objects(dtype)
+    return dtype
+
+
+# -- objects --------------------------------------------------------------------------------------
+
+
+def is_stored(tree: Any) -> bool:
+    """Tell whether an object is stored by its parts."""
+    return hasattr(type(tree), "_stored_parts")
+
+
+def is_torch(tree: Any) -> bool:
+    """Tell whether an object is a module or an optimizer of PyTorch, which somebody imported."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(tree, torch.nn.Module | torch.optim.Optimizer)
+
+
+def _torch_tensor(tree: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(tree, torch.Tensor)
+
+
+def has_state(tree: Any) -> bool:
+    """Tell whether an object says its state, and takes one over."""
+    kind = type(tree)
+    return callable(getattr(kind, "state_dict", None)) and callable(
+        getattr(kind, "load_state_dict", None)
+    )
+
+
+def is_generator(tree: Any) -> bool:
+    """Tell whether an object is a generator of random numbers of NumPy."""
+    return isinstance(tree, np.random.Generator | np.random.RandomState)
+
+
+def _state_of_generator(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def is_array(tree: Any) -> bool:
+    """Tell whether a leaf is an array of any library."""
+    return (
+        isinstance(tree, np.ndarray | DTensor | DVariable)
+        or _torch_tensor(tree)
+        or (hasattr(tree, "__cuda_array_interface__") and hasattr(tree, "dtype"))
+    )
+
+
+def parts_of(array: Any, name: str) -> Parts:
+    """Return what this rank has of an array, as live memory.
+
+    Raises:
+        StoreError: If it has no values to save.
+    """
+    if isinstance(array, DVariable):
+        array = array.value_to_save() if array.save_as_bf16 else array.value()
+    if isinstance(array, DTensor):
+        if array.layout.partial_op:
+            raise StoreError(
+                f"{name} lies as summands ({array.layout.text}), which are no values yet: "
+                'redistribute it first, as in x.redistribute("dp=R")'
+            )
+        if not array.is_member:
+            return Parts(array.shape, array.dtype, ())
+        box = array.layout.box(array.shape, array.mesh.rank)
+        return Parts(array.shape, array.dtype, ((box, array.local),))
+    if _torch_tensor(array):
+        array = torch_state(array)
+    if isinstance(array, np.ma.MaskedArray):
+        raise StoreError(f"{name} is a masked array: save its data and its mask, as two arrays")
+    if isinstance(array, np.ndarray):
+        array = np.asarray(array)
+    refuse_objects(array.dtype)
+    return Parts(array.shape, array.dtype, ((whole(array.shape), array),))
+
+
+def _leaves(tree: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield what is in a tree and is no dict, list or tuple.
+
+    Raises:
+        StoreError: If it has no end.
+    """
+    if depth > _MOST_DEPTH:
+        raise StoreError(f"a tree may be {_MOST_DEPTH} deep; this one is deeper, or is in itself")
+    if isinstance(tree, dict | list | tuple):
+        for entry in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(entry, depth + 1)
+    else:
+        yield tree
+
+
+def names_in(tree: Any) -> dict[int, str]:
+    """Return by its id the name of each parameter in the models and layers of a tree."""
+    return {
+        id(parameter): name
+        for leaf in _leaves(tree)
+        if isinstance(leaf, Module) or (is_stored(leaf) and hasattr(leaf, "named_parameters"))
+        for name, parameter in leaf.named_parameters()
+    }
+
+
+def mesh_of(tree: Any) -> DeviceMesh | None:
+    """Return the mesh of what is in a tree; None if nothing has one.
+
+    Raises:
+        StoreError: If there are several, on different ranks.
+    """
+    meshes = [getattr(leaf, "mesh", None) for leaf in _leaves(tree)]
+    found = [mesh for mesh in meshes if isinstance(mesh, DeviceMesh)]
+    if len({tuple(mesh.value.ids) for mesh in found}) > 1:
+        raise StoreError(
+            "the tree has arrays on meshes of different ranks: say which ranks save it together, "
+            "by mesh="
+        )
+    return found[0] if found else None
+
+
+# -- taking apart ---------------------------------------------------------------------------------
+
+
+def flatten(tree: Any) -> Flat:
+    """Take a tree apart. Local.
+
+    Raises:
+        StoreError: If it has a leaf that cannot be saved, or two of one name.
+    """
+    flat = Flat()
+    flat.structure = _flatten(tree, "", flat, names_in(tree))
+    return flat
+
+
+def _flatten(tree: Any, name: str, flat: Flat, names: Mapping[int, str]) -> Structure:
+    if is_array(tree):
+        flat.add(name or ARRAY, parts_of(tree, name or "the array"))
+        return ARRAY
+    if is_value(tree):
+        flat.add(name or VALUE, to_json(tree, name))
+        return VALUE
+    if type(tree) is dict:
+        return {
+            "dict": [
+                [to_json(key, name), _flatten(entry, join(name, key), flat, names)]
+                for key, entry in tree.items()
+            ]
+        }
+    if type(tree) in (list, tuple):
+        return {
+            type(tree).__name__: [
+                _flatten(entry, join(name, place), flat, names) for place, entry in enumerate(tree)
+            ]
+        }
+    parts: Mapping[str, Parts | Value] | None = None
+    if is_stored(tree):
+        parts = tree._stored_parts()
+    elif isinstance(tree, Module):
+        parts = module_parts(tree)
+    elif isinstance(tree, Optimizer):
+        parts = optimizer_parts(tree, names)
+    if parts is not None:
+        for key, leaf in parts.items():
+            value = leaf if isinstance(leaf, Parts) else to_json(leaf, join(name, key))
+            flat.add(join(name, key), value)
+        return OBJECT
+    state = _state_of(tree)
+    if state is None:
+        return to_json(tree, name)  # which refuses it
+    return {"state": _flatten(state, name, flat, names)}
+
+
+def _state_of(tree: Any) -> Any:
+    """Return the state of an object as a tree; None if it has none."""
+    if is_torch(tree):
+        return torch_state(tree)
+    if is_generator(tree):
+        return _state_of_generator(tree)
+    return tree.state_dict() if has_state(tree) else None
+
+
+# -- putting together -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Into:
+    """Where the arrays of a checkpoint go, and what is done when all are there.
+
+    Attributes:
+        arrays: The memory by name.
+        finish: Called in order, on all ranks, once all arrays are read on all of them.
+        result: Makes the tree that is returned, after that.
+    """
+
+    arrays: dict[str, Parts] = field(default_factory=dict)
+    finish: list[Callable[[], None]] = field(default_factory=list)
+    result: Callable[[], Any] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a checkpoint has, by the names that the tree has.
+
+    Attributes:
+        path: Its name, for messages.
+        structure: How the saved tree is built; None where nobody has said.
+        arrays: The arrays.
+        values: The values.
+        strict: Whether names that are missing are refused.
+        chosen: Tells whether something of a name is to be loaded.
+    """
+
+    path: str
+    structure: Structure
+    arrays: Mapping[str, Saved]
+    values: Mapping[str, Value]
+    strict: bool
+    chosen: Callable[[str], bool]
+
+    def under(self, name: str) -> dict[str, Saved | Value]:
+        """Return what has a name that begins with `name`, by the rest of the name."""
+        prefix = f"{name}." if name else ""
+        found = {**self.arrays, **self.values}
+        return {
+            key.removeprefix(prefix): entry if isinstance(entry, Saved) else from_json(entry)
+            for key, entry in found.items()
+            if key.startswith(prefix) and self.chosen(key)
+        }
+
+    def at(self, name: str) -> Structure:
+        """Return the structure of what stands at `name`; None if there is none."""
+        found, rest = self.structure, name
+        while rest:
+            entries = _entries(found)
+            fitting = [key for key in entries if rest == key or rest.startswith(f"{key}.")]
+            if not fitting:
+                return None
+            key = max(fitting, key=len)
+            found, rest = entries[key][1], rest[len(key) + 1 :]
+        return found
+
+    def missing(self, name: str) -> StoreError:
+        """Return the error for a name that is not there."""
+        near = sorted({*self.arrays, *self.values})
+        listed = ", ".join(near[:8]) + (f" and {len(near) - 8} more" if len(near) > 8 else "")
+        return StoreError(
+            f"{self.path} has nothing of the name {name!r}; it has {listed or 'nothing'}: take "
+            "this out of the tree, give rename=, or strict=False to leave it as it is"
+        )
+
+
+def _entries(structure: Structure) -> dict[str, tuple[Any, Structure]]:
+    """Return the entries of a dict, list, tuple or state by their names."""
+    if not isinstance(structure, dict) or len(structure) != 1:
+        return {}
+    kind, inner = next(iter(structure.items()))
+    if kind == "state":
+        return _entries(inner)
+    try:
+        if kind == "dict":
+            return {str(from_json(key)): (from_json(key), entry) for key, entry in inner}
+        if kind in ("list", "tuple"):
+            return {str(place): (place, entry) for place, entry in enumerate(inner)}
+    except (TypeError, ValueError):
+        pass
+    raise DamagedError(f"the structure of the checkpoint is damaged at {shown(structure)}")
+
+
+def take_apart(tree: Any, source: Source) -> Into:
+    """Return where what is saved goes in a tree. Local; nothing has changed yet.
+
+    Raises:
+        StoreError: If something is missing that the tree has.
+        MpimeshError: If what is saved does not fit.
+    """
+    into = Into()
+    into.result = _take(tree, "", source, into, names_in(tree))
+    return into
+
+
+def _take(
+    tree: Any, name: str, source: Source, into: Into, names: Mapping[int, str]
+) -> Callable[[], Any]:
+    same = lambda: tree  # noqa: E731
+    if is_array(tree):
+        return _take_array(tree, name or ARRAY, source, into)
+    if is_value(tree):
+        return _take_value(tree, name, source, into)
+    if type(tree) is dict:
+        made = {
+            key: _take(entry, join(name, key), source, into, names) for key, entry in tree.items()
+        }
+        return lambda: {key: make() for key, make in made.items()}
+    if type(tree) in (list, tuple):
+        row = [
+            _take(entry, join(name, place), source, into, names) for place, entry in enumerate(tree)
+        ]
+        return lambda: type(tree)(make() for make in row)
+    if is_stored(tree) or isinstance(tree, Module | Optimizer):
+        _take_object(tree, name, source, into, names)
+        return same
+    if _state_of(tree) is None:
+        to_json(tree, name)  # which refuses it
+    _take_state(tree, name, source, into)
+    return same
+
+
+def _take_value(tree: Any, name: str, source: Source, into: Into) -> Callable[[], Any]:
+    key = name or VALUE
+    if not source.chosen(key):
+        return lambda: tree
+    if key in source.values:
+        value = from_json(source.values[key])
+        return lambda: value
+    structure = source.at(name)
+    if structure is not None and structure != ARRAY:
+        return rebuilt(source, into, name, structure)
+    if source.strict:
+        raise source.missing(key)
+    return lambda: tree
+
+
+def _take_array(tree: Any, name: str, source: Source, into: Into) -> Callable[[], Any]:
+    if not source.chosen(name):
+        return lambda: tree
+    saved = source.arrays.get(name)
+    if saved is None:
+        if source.strict:
+            raise source.missing(name)
+        return lambda: tree
+    if isinstance(tree, DVariable):
+        value = tree.value().copy()
+        into.arrays[name] = _fitting(parts_of(value, name), saved, name)
+        into.finish.append(lambda: _assign(tree, value))
+        return lambda: tree
+    target = _fitting(parts_of(tree, name), saved, name)
+    for _, array in target.parts:
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise StoreError(f"{name} is read-only, and is to be read into: give a copy of it")
+    into.arrays[name] = target
+    return lambda: tree
+
+
+def _assign(variable: DVariable, value: DTensor) -> None:
+    variable.assign(value)
+
+
+def _fitting(target: Parts, saved: Saved, name: str) -> Parts:
+    if target.shape != saved.shape:
+        raise ShapeError(f"{name} has shape {target.shape}, and was saved with {saved.shape}")
+    return target
+
+
+def _take_object(
+    tree: Any, name: str, source: Source, into: Into, names: Mapping[int, str]
+) -> None:
+    saved = source.under(name)
+    if not saved:
+        if source.strict and source.chosen(name):
+            raise source.missing(name)
+        return
+    prefix = f"{name}." if name else ""
+    keys = (key for key in (*source.arrays, *source.values) if key.startswith(prefix))
+    strict = source.strict and all(map(source.chosen, keys))  # else some are left out on purpose
+    try:
+        if is_stored(tree):
+            wanted, finish = tree._restored_parts(saved, strict=strict)
+        elif isinstance(tree, Module):
+            wanted, finish = restored_module(tree, saved, strict=strict)
+        else:
+            wanted, finish = restored_optimizer(tree, names, saved, strict=strict)
+    except MpimeshError as error:
+        raise type(error)(f"{name or type(tree).__name__} of {source.path}: {error}") from None
+    for key, parts in wanted.items():
+        into.arrays[join(name, key)] = parts
+    into.finish.append(finish)
+
+
+def _take_state(tree: Any, name: str, source: Source, into: Into) -> None:
+    structure = source.at(name)
+    if structure is None:
+        if source.strict and source.chosen(name):
+            raise source.missing(name)
+        return
+    make = rebuilt(source, into, name, structure)
+    if is_torch(tree):
+        into.finish.append(lambda: take_torch_state(tree, make()))
+    elif is_generator(tree):
+        into.finish.append(lambda: _set_generator(tree, make()))
+    else:
+        into.finish.append(lambda: tree.load_state_dict(make()))
+
+
+def rebuilt(
+    source: Source,
+    into: Into,
+    name: str = "",
+    structure: Structure = None,
+    new: Callable[[str, Saved], tuple[Any, Parts]] | None = None,
+) -> Callable[[], Any]:
+    """Have a part of the saved tree read into new arrays; return what makes it then.
+
+    Args:
+        source: The checkpoint.
+        into: Takes what is to be read.
+        name: The name of the part.
+        structure: How it is built. Objects become dicts by name.
+        new: Makes an array, and returns it with its memory; None makes one of NumPy.
+    """
+    make = new or _numpy_array
+    if structure in (ARRAY, VALUE):
+        key = name or structure
+        if not source.chosen(key):
+            return lambda: None
+        if structure == ARRAY and key in source.arrays:
+            array, into.arrays[key] = make(key, source.arrays[key])
+            return lambda: array
+        if structure == VALUE and key in source.values:
+            value = from_json(source.values[key])
+            return lambda: value
+        raise DamagedError(f"{source.path} lacks the {structure} {key!r}, which its tree has")
+    if structure == OBJECT:
+        found: dict[str, Any] = {}
+        for key, entry in source.under(name).items():
+            if isinstance(entry, Saved):
+                full = join(name, key)
+                found[key], into.arrays[full] = make(full, entry)
+            else:
+                found[key] = entry
+        return lambda: found
+    entries = _entries(structure)
+    if isinstance(structure, dict) and "state" in structure:
+        return rebuilt(source, into, name, structure["state"], new)
+    parts = {
+        key: rebuilt(source, into, join(name, text), entry, new)
+        for text, (key, entry) in entries.items()
+    }
+    if isinstance(structure, dict) and "dict" in structure:
+        return lambda: {key: part() for key, part in parts.items()}
+    if isinstance(structure, dict) and "tuple" in structure:
+        return lambda: tuple(part() for part in parts.values())
+    if isinstance(structure, dict) and "list" in structure:
+        return lambda: [part() for part in parts.values()]
+    raise DamagedError(f"the structure of {source.path} is damaged at {name or 'its root'}")
+
+
+def _numpy_array(name: str, saved: Saved) -> tuple[Array, Parts]:
+    array = np.empty(saved.shape, saved.dtype)
+    return array, Parts.all_of(array)
