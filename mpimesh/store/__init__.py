@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from mpimesh.store.arrays import OpenedArray, open_array, save_array
+
+__all__ = ["OpenedArray", "open_array", "save_array"]
