@@ -145,6 +145,8 @@ def create_hdf5(
             raise StoreError(f"cannot write dataset {name!r} of {old}: it is a group there")
         if name in file:
             del file[name]
+        if chunks is not None:  # HDF5 has none that are larger than the array
+            chunks = tuple(map(min, chunks, shape)) if 0 not in shape else None
         properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         if chunks is None and 0 not in shape:
             properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)

@@ -67,10 +67,12 @@ class ZarrArray:
         folders = {self._path}
         for key in self._written:
             file = self._path / key
-            sync(file)
+            with suppress(FileNotFoundError):  # of a chunk that is left out
+                sync(file)
             folders.update(folder for folder in file.parents if self._path in folder.parents)
         for folder in folders:
-            sync(folder)
+            with suppress(FileNotFoundError):
+                sync(folder)
         self._written.clear()
 
     def close(self) -> None:
@@ -85,10 +87,10 @@ def open_zarr(path: Path, mode: str, dataset: str | None = None) -> ZarrArray:
     """
     import zarr
 
-    # A chunk of nothing but zeros is left out otherwise, and with it which of them are negative.
-    array = zarr.open_array(
-        zarr.storage.LocalStore(path), mode=mode, config={"write_empty_chunks": True}
-    )
+    array = zarr.open_array(zarr.storage.LocalStore(path), mode=mode)
+    if hasattr(array, "with_config"):  # from 3.1 on
+        # A chunk of nothing but zeros is left out otherwise, and with it which are negative.
+        array = array.with_config({"write_empty_chunks": True})
     if not isinstance(array.dtype, np.dtype):
         raise DTypeError(f"NumPy has no dtype for the elements of {path}")
     refuse_objects(array.dtype)
@@ -124,8 +126,7 @@ def create_zarr(
     zarr.create_array(
         zarr.storage.LocalStore(path), shape=shape, dtype=dtype, chunks=chunks or "auto"
     )
-    with suppress(FileNotFoundError):
-        sync(path / "zarr.json")
+    sync(path / "zarr.json")
 
 
 def chunks_of(shape: Sequence[int], boxes: Iterable[Box], itemsize: int) -> tuple[int, ...]:
