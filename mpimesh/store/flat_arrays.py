@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arguments import shown
+from mpimesh.arguments import as_shape, shown
 from mpimesh.arrays import DType, HostArray, refuse_objects
 from mpimesh.arrays.dtypes import dtype_to_json
 from mpimesh.errors import DamagedError, DTypeError, StoreError
@@ -288,6 +288,7 @@ def _read_header(number: int, path: Path) -> tuple[int, tuple[int, ...], DType, 
         shape, fortran = facts["shape"], facts["fortran_order"]
         dtype = np.lib.format.descr_to_dtype(facts["descr"])
         lengths_fit = all(type(one) is int and one >= 0 for one in shape)
+        as_shape(shape)  # refuses lengths that no address can count to
         if type(shape) is not tuple or type(fortran) is not bool or not lengths_fit:
             raise ValueError("shape or fortran_order are none")
         if len(facts) != 3 or not isinstance(dtype, np.dtype) or dtype.subdtype is not None:
