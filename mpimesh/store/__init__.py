@@ -1,5 +1,8 @@
 """Checkpoints and arrays in files: written by those who have them, read in any layout."""
 
+from __future__ import annotations
+
+from mpimesh.store.arrays import OpenedArray, open_array, save_array
 from mpimesh.store.checkpoints import Checkpoints, DamagedCheckpointWarning
 from mpimesh.store.guard import RunGuard, run_guard
 from mpimesh.store.loading import load
@@ -9,11 +12,14 @@ from mpimesh.store.saving import save
 __all__ = [
     "Checkpoints",
     "DamagedCheckpointWarning",
+    "OpenedArray",
     "Parts",
     "RunGuard",
     "Saved",
     "Storable",
     "load",
+    "open_array",
     "run_guard",
     "save",
+    "save_array",
 ]

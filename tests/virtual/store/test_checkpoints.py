@@ -27,7 +27,7 @@ def run(
     def main(mesh: mm.DeviceMesh) -> tuple[int, list[float]]:
         with mm.Checkpoints(folder, mesh, **options) as checkpoints:
             x = mm.zeros(5, mesh, "dp=S0")
-            state = {"x": x, "losses": list[float]()}
+            state: dict[str, Any] = {"x": x, "losses": []}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DamagedCheckpointWarning)
                 state = checkpoints.load(state) or state
@@ -122,6 +122,7 @@ def test_refusals(tmp_path):
     def main(mesh: mm.DeviceMesh) -> None:
         with raises(StoreError, "is a file"):
             mm.Checkpoints(tmp_path / "file", mesh)
+        options: Any
         for options in ({"keep": 0}, {"every": 0}, {"wait": 2}, {"keep": 2 + mesh.rank}):
             with pytest.raises(StoreError):
                 mm.Checkpoints(tmp_path / "run", mesh, **options)
