@@ -15,7 +15,7 @@ import numpy as np
 import mpimesh as mm
 
 STOPPED = 85
-"""Says: saved, start me again. See slurm/requeue.sbatch."""
+"""Says: saved, start me again. See slurm/job.sbatch."""
 
 
 class StopSignal:

@@ -223,7 +223,7 @@ def missing_in(entry: Entry) -> Box | None:
     return uncovered([one.box for one in entry.pieces if volume(one.box)], whole(entry.shape))
 
 
-# -- dtypes ----------------------------------------------------------------------------------------
+# -- files of safetensors --------------------------------------------------------------------------
 
 
 def file_dtype(dtype: DType) -> DType:
@@ -249,24 +249,19 @@ def file_dtype(dtype: DType) -> DType:
 
 def _dtype_named(name: str) -> DType:
     """Return the dtype that a manifest calls `name`."""
-    known: DType
     if name not in _CODES and name != _AS_PAIRS:
         _wrong(f"there is no dtype {shown(name)}")
     if hasattr(np, name):
-        known = np.dtype(name)
-        return known
+        return np.dtype(name)
     try:
         import ml_dtypes
 
-        known = np.dtype(getattr(ml_dtypes, name))
+        small: DType = np.dtype(getattr(ml_dtypes, name))
     except (ImportError, AttributeError):
         raise DTypeError(
             f"reading arrays of dtype {name} needs a newer ml_dtypes: pip install -U ml_dtypes"
         ) from None
-    return known
-
-
-# -- files of safetensors --------------------------------------------------------------------------
+    return small
 
 
 def safetensors_header(
@@ -349,12 +344,15 @@ def _tensors(header: bytes, file_bytes: int) -> dict[str, Tensor]:
     start = 8 + length
     tensors: dict[str, Tensor] = {}
     ranges = []
-    for key, about in _loads(header[8:]).items():
-        if key == _METADATA:
-            texts = _of(about, dict, "the metadata").values()
-            if not all(isinstance(value, str) for value in texts):
-                _wrong("the metadata are not texts by name")
-            continue
+    content = _loads(header[8:])
+    metadata = _of(content.pop(_METADATA, {}), dict, "the metadata")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        _wrong("the metadata are not texts by name")
+    try:
+        "".join([*content, *metadata, *metadata.values()]).encode()
+    except UnicodeEncodeError as error:
+        _wrong(f"a name is no text ({error})")
+    for key, about in content.items():
         if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
             _wrong(f"tensor {shown(key)} has not dtype, shape and data_offsets")
         code = _of(about["dtype"], str, f"the dtype of tensor {shown(key)}")
@@ -398,9 +396,6 @@ def _header_bytes(beginning: bytes, file_bytes: int) -> int:
     return length
 
 
-# -- what is there ---------------------------------------------------------------------------------
-
-
 def read_manifest(path: Path) -> tuple[Path, Manifest]:
     """Return the folder that files are in, and the manifest of what they hold. Local.
 
@@ -413,14 +408,17 @@ def read_manifest(path: Path) -> tuple[Path, Manifest]:
         DTypeError: If an array has a dtype that is not read here.
 
     Cost:
-        Reads the manifest, or the headers of the files.
+        Reads the manifest, or the headers of the files, and asks for the size of each file: what
+        arrays take of memory is not more than what is on the disk.
     """
     try:
         if not path.is_dir():
             return path.parent, _foreign(path)
         own = path / MANIFEST
         if own.exists():
-            return path, Manifest.parse(own.read_bytes(), str(own))
+            manifest = Manifest.parse(own.read_bytes(), str(own))
+            _check_sizes(path, manifest)
+            return path, manifest
         for pattern in ("*.safetensors.index.json", "*.safetensors"):
             files = sorted(path.glob(pattern))
             if len(files) > 1:
@@ -437,6 +435,20 @@ def read_manifest(path: Path) -> tuple[Path, Manifest]:
     raise StoreError(
         f"{path} is no checkpoint: it has neither a {MANIFEST} nor files of safetensors"
     )
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of which a file is missing or has another size."""
+    for name, nbytes in manifest.files:
+        try:
+            actual = (folder / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            raise DamagedError(f"{folder / name} is missing; use another checkpoint") from None
+        if actual != nbytes:
+            raise DamagedError(
+                f"{folder / name} has {actual} bytes, and was written with {nbytes}; use another "
+                "checkpoint"
+            )
 
 
 def _foreign(path: Path) -> Manifest:
