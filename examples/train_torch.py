@@ -22,8 +22,8 @@ beside what plain PyTorch gets for the same model and the same batches, such as
     dp=2,pp=2: loss 4.873547, after 20 steps 3.472227
     plain PyTorch: loss 4.873547, after 20 steps 3.472227
 
-and ends with exit code 1 if the losses of a step differ by more than rounding. --help shows all
-options. Beside this file, common/ holds what all examples share.
+and ends with exit code 1 if the losses of a step differ by more than rounding. With --checkpoint
+DIR a run that was stopped goes on, also on another mesh. --help shows all options. Beside this file, common/ holds what all examples share.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from common.checkpoint import RunCheckpoints
 from common.options import (
     DEFAULT,
     Parser,
     above_zero,
+    add_checkpoint,
     mesh_reader,
     natural,
     positive,
@@ -152,8 +154,10 @@ def train_plainly(model: nn.Module, options: Namespace) -> list[float]:
     return losses
 
 
-def train(mesh: mm.DeviceMesh, model: nn.Sequential, options: Namespace) -> list[float]:
-    """Train over the mesh; return the losses, the same on every rank."""
+def train(
+    mesh: mm.DeviceMesh, model: nn.Sequential, options: Namespace, guard: mm.RunGuard
+) -> list[float]:
+    """Train over the mesh, up to the last step or a signal; return the losses, alike on all."""
     num_stages = mesh.dim_size("pp")
     stages = [mm.PipelineStage(number) for number in range(num_stages)]
     layers = mt.wrap_each(model)
@@ -164,10 +168,23 @@ def train(mesh: mm.DeviceMesh, model: nn.Sequential, options: Namespace) -> list
     # A rank beyond the number of layers has none, which PyTorch takes only in a group.
     optimizer = torch.optim.AdamW([{"params": mt.tensors(pipe)}], lr=options.lr)
     loss = mt.wrap_loss(next_letter_loss)
-    return [
-        pipe.train_step(*batch(step, options.rows), loss=loss, optimizer=optimizer)
-        for step in range(options.steps)
-    ]
+    names = ("blocks", "rows", "lr", "seed")
+    settings = {name: getattr(options, name) for name in names}
+    checkpoints = RunCheckpoints(
+        options.checkpoint, mesh, settings, every=options.checkpoint_steps
+    )
+    state = {"model": pipe, "optimizer": optimizer, "losses": []}
+    done = checkpoints.load(state)
+    losses: list[float] = state["losses"]
+    for step in range(done, options.steps):
+        x, target = batch(step, options.rows)
+        losses.append(pipe.train_step(x, target, loss=loss, optimizer=optimizer))
+        stopping = guard.stopping(mesh)
+        checkpoints.save(step + 1, state, force=stopping or step + 1 == options.steps)
+        if stopping:
+            break
+    checkpoints.close()
+    return losses
 
 
 def show(what: str, losses: list[float]) -> None:
@@ -175,10 +192,14 @@ def show(what: str, losses: list[float]) -> None:
     print(f"{what}: loss {losses[0]:.6f}, after {len(losses)} steps {losses[-1]:.6f}", flush=True)
 
 
-def run(options: Namespace, template: nn.Sequential) -> int:
+def run(options: Namespace, template: nn.Sequential, guard: mm.RunGuard) -> int:
     """Run the program of one rank, and return its exit code."""
     with mm.DeviceMesh(options.mesh) as mesh:
-        losses = train(mesh, copy.deepcopy(template), options)
+        losses = train(mesh, copy.deepcopy(template), options, guard)
+        if len(losses) < options.steps:
+            if mesh.rank == 0:
+                print(f"stopped after step {len(losses)}, saved in {options.checkpoint}")
+            return guard.code
         is_alike = np.ones(1, bool)
         if mesh.rank == 0:
             show(mesh.dims_text, losses)
@@ -221,6 +242,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
         "--seed", type=natural, default=0, metavar="N", help=f"of the first values {DEFAULT}"
     )
     parser.add_argument("--check", action="store_true", help="train by plain PyTorch, too")
+    add_checkpoint(parser, "steps", 10)
     options = parser.parse(arguments)
     if options.mesh is None:
         options.mesh = "dp=-1,pp=2" if ranks_of(options) % 2 == 0 else "dp=-1,pp=1"
@@ -232,7 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     # Here, as PyTorch draws from one generator of the process, which virtual ranks would share.
     template = make_model(options.blocks, options.seed)
-    return run_program("train_torch.py", run, options, template)
+    # Without a folder to save in, signals end the program as ever.
+    guard = mm.run_guard() if options.checkpoint else mm.run_guard(signals=())
+    return run_program("train_torch.py", run, options, template, guard)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,9 @@ class Checkpoints:
     def _prepare(self) -> None:
         """Make the folder, and remove what was not finished in it. On the first rank."""
         if self.folder.exists() and not self.folder.is_dir():
-            raise StoreError(f"cannot keep checkpoints in {self.folder}: it is a file")
+            raise StoreError(
+                f"cannot keep checkpoints in {self.folder}: it is a file; name a folder"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise StoreError(f"cannot keep checkpoints in {self.folder}: it cannot be written")

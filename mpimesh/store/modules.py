@@ -38,9 +38,11 @@ __all__ = [
     "parameter_target",
     "restored_module",
     "restored_optimizer",
+    "restored_torch_optimizer",
     "state_parts",
     "state_target",
     "take_torch_state",
+    "torch_optimizer_parts",
     "torch_state",
 ]
 
@@ -472,6 +474,99 @@ def take_torch_state(obj: Any, tree: Any) -> None:
         obj.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ModuleError(f"PyTorch refuses the state of {type(obj).__name__}: {error}") from error
+
+
+def torch_optimizer_parts(
+    optimizer: Any, names: Mapping[int, str]
+) -> dict[str, Parts | Value] | None:
+    """Return what this rank has of the state of an optimizer of PyTorch, by names. Local.
+
+    As that of a plain optimizer: ``NAME.exp_avg`` and the like, and ``param_groups``, which has
+    the numbers of each.
+
+    Args:
+        optimizer: The optimizer.
+        names: By the id of a tensor its name in the whole model.
+
+    Returns:
+        None if a parameter has no name: PyTorch's own state, by numbers, is all there is then.
+    """
+    torch = sys.modules["torch"]
+    groups = optimizer.param_groups
+    if any(id(one) not in names for group in groups for one in group["params"]):
+        return None
+    numbers = [{key: group[key] for key in group if key != "params"} for group in groups]
+    parts: dict[str, Parts | Value] = {"param_groups": [_plain(each, torch) for each in numbers]}
+    for group in groups:
+        for one in group["params"]:
+            for key, value in optimizer.state.get(one, {}).items():
+                entry = _as_tree(value, torch)
+                is_array = isinstance(entry, np.ndarray)
+                parts[f"{names[id(one)]}.{key}"] = Parts.all_of(entry) if is_array else entry
+    return parts
+
+
+def restored_torch_optimizer(
+    optimizer: Any, names: Mapping[int, str], saved: Mapping[str, Saved | Value], *, strict: bool
+) -> Wanted:
+    """Return where the state of an optimizer of PyTorch is read to, by names. Local.
+
+    See :func:`torch_optimizer_parts`, and `Storable._restored_parts`.
+
+    Raises:
+        ModuleError: If it has other groups.
+    """
+    torch = sys.modules["torch"]
+    state = optimizer.state_dict()
+    groups = saved.get("param_groups", [] if strict else state["param_groups"])
+    if len(groups) != len(state["param_groups"]):
+        raise ModuleError(
+            f"{type(optimizer).__name__} has {len(state['param_groups'])} param_groups, and was "
+            f"saved with {len(groups)}"
+        )
+    wanted: dict[str, Parts] = {}
+    entries: dict[int, dict[str, Any]] = {}
+    ordered = [one for group in optimizer.param_groups for one in group["params"]]
+    for number, one in enumerate(ordered):
+        prefix = f"{names[id(one)]}."
+        found = {key[len(prefix) :]: key for key in saved if key.startswith(prefix)}
+        for key, full in found.items():
+            entry = saved[full]
+            if "." in key:
+                continue  # of a parameter whose name begins with this one's
+            if isinstance(entry, Saved):
+                entry = np.empty(entry.shape, entry.dtype)
+                wanted[full] = Parts.all_of(entry)
+            entries.setdefault(number, {})[key] = entry
+
+    def take() -> None:
+        fresh = [
+            {**old, **{key: _like_number(value, old.get(key), torch) for key, value in new.items()}}
+            for old, new in zip(state["param_groups"], groups, strict=True)
+        ]
+        fresh = [
+            {**new, "params": old["params"]}
+            for old, new in zip(state["param_groups"], fresh, strict=True)
+        ]
+        optimizer.load_state_dict({"state": _as_tensors(entries, torch), "param_groups": fresh})
+
+    return wanted, take
+
+
+def _plain(value: Any, torch: Any) -> Any:
+    """Return the numbers of a group without tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(entry, torch) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(entry, torch) for entry in value)
+    return value
+
+
+def _like_number(value: Any, old: Any, torch: Any) -> Any:
+    """Return a number as a tensor where the one before it is one."""
+    return torch.full_like(old, value) if isinstance(old, torch.Tensor) else value
 
 
 def _as_tensors(state: Any, torch: Any) -> Any:

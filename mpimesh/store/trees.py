@@ -36,7 +36,9 @@ from mpimesh.store.modules import (
     optimizer_parts,
     restored_module,
     restored_optimizer,
+    restored_torch_optimizer,
     take_torch_state,
+    torch_optimizer_parts,
     torch_state,
 )
 from mpimesh.store.parts import Parts, Saved, Value
@@ -266,12 +268,16 @@ def _leaves(tree: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def names_in(tree: Any) -> dict[int, str]:
-    """Return by its id the name of each parameter in the models and layers of a tree."""
+    """Return by its id the name of each parameter in the models and layers of a tree.
+
+    The tensor of a parameter of PyTorch has the same name.
+    """
     return {
-        id(parameter): name
+        id(one): name
         for leaf in _leaves(tree)
         if isinstance(leaf, Module) or (is_stored(leaf) and hasattr(leaf, "named_parameters"))
         for name, parameter in leaf.named_parameters()
+        for one in (parameter, getattr(parameter, "tensor", parameter))
     }
 
 
@@ -332,6 +338,8 @@ def _flatten(tree: Any, name: str, flat: Flat, names: Mapping[int, str]) -> Stru
         parts = module_parts(tree)
     elif isinstance(tree, Optimizer):
         parts = optimizer_parts(tree, names)
+    elif is_torch(tree) and hasattr(tree, "param_groups"):
+        parts = torch_optimizer_parts(tree, names)
     if parts is not None:
         for key, leaf in parts.items():
             value = leaf if isinstance(leaf, Parts) else to_json(leaf, join(name, key))
@@ -469,7 +477,11 @@ def _take(
             _take(entry, join(name, place), source, into, names) for place, entry in enumerate(tree)
         ]
         return lambda: type(tree)(make() for make in row)
-    if is_stored(tree) or isinstance(tree, Module | Optimizer):
+    if is_torch(tree) and hasattr(tree, "param_groups"):
+        is_named = torch_optimizer_parts(tree, names) is not None
+    else:
+        is_named = is_stored(tree) or isinstance(tree, Module | Optimizer)
+    if is_named:
         _take_object(tree, name, source, into, names)
         return same
     if _state_of(tree) is None:
@@ -540,6 +552,8 @@ def _take_object(
             wanted, finish = tree._restored_parts(saved, strict=strict)
         elif isinstance(tree, Module):
             wanted, finish = restored_module(tree, saved, strict=strict)
+        elif is_torch(tree):
+            wanted, finish = restored_torch_optimizer(tree, names, saved, strict=strict)
         else:
             wanted, finish = restored_optimizer(tree, names, saved, strict=strict)
     except MpimeshError as error:
