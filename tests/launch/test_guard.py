@@ -14,7 +14,6 @@ PROGRAM = """
 import json, os, signal, subprocess, sys, time
 import numpy as np
 import mpimesh as mm
-from mpimesh.store import run_guard
 
 def kill(number, after_s=None):
     if after_s is None:
@@ -23,7 +22,7 @@ def kill(number, after_s=None):
         command = f"sleep {after_s}; kill -{int(number)} {os.getpid()}"
         subprocess.Popen(["sh", "-c", command])
 
-guard = run_guard(%(guard)s)
+guard = mm.run_guard(%(guard)s)
 %(early)s
 with mm.DeviceMesh("dp=-1") as mesh:
     rank, step = mesh.rank, -1

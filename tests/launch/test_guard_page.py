@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.store import RunGuard
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "jobs-that-come-back.md").read_text()
@@ -22,9 +21,7 @@ SHELL = "".join(re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S))
 
 def test_the_program_goes_on_as_if_it_had_never_stopped(launch, tmp_path):
     program = tmp_path / "program.py"
-    # Until mm has the name.
-    names = "import mpimesh.store\nmpimesh.run_guard = mpimesh.store.run_guard\n"
-    program.write_text(names + PROGRAM)
+    program.write_text(PROGRAM)
 
     def run(folder, *, left_s, ranks=2):
         end = {"SLURM_JOB_END_TIME": str(int(time.time() + left_s))}
@@ -59,7 +56,7 @@ def test_what_it_says_of_the_template():
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`guard\.(\w+)", PAGE))))
 def test_what_a_guard_has(name):
-    assert hasattr(RunGuard, name)
+    assert hasattr(mm.RunGuard, name)
 
 
 def test_links_lead_somewhere():

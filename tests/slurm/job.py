@@ -12,13 +12,13 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import mpimesh as mm
 from mpimesh import nn, optim
 from mpimesh.runtime.launch import Launch
-from mpimesh.store import run_guard
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", type=Path)
@@ -29,7 +29,7 @@ parser.add_argument("--ready", type=Path, help="a file to write once some steps 
 parser.add_argument("--margin-s", type=float)
 args = parser.parse_args()
 
-guard = run_guard(margin_s=args.margin_s)
+guard = mm.run_guard(margin_s=args.margin_s)
 restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
@@ -50,7 +50,7 @@ with mm.DeviceMesh("dp=-1") as mesh:
     net = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 4))
     model = mm.fully_shard(net, mesh, stage=3, loss=nn.cross_entropy)
     optimizer = mm.ParallelOptimizer(optim.AdamW(model.parameters(), lr=0.01), model)
-    state = {"model": model, "optimizer": optimizer, "step": 0}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     checkpoints = mm.Checkpoints(args.checkpoint, mesh, every=10) if args.checkpoint else None
     if checkpoints:
         state = checkpoints.load(state) or state
