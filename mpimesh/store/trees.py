@@ -578,29 +578,39 @@ def _take_state(tree: Any, name: str, source: Source, into: Into) -> None:
         into.finish.append(lambda: tree.load_state_dict(make()))
 
 
+Making: TypeAlias = Callable[[str, Saved], tuple[Any, Parts]]
+"""Makes an array, and returns it with its memory."""
+
+
 def rebuilt(
     source: Source,
     into: Into,
     name: str = "",
     structure: Structure = None,
-    new: Callable[[str, Saved], tuple[Any, Parts]] | None = None,
+    new: Making | None = None,
 ) -> Callable[[], Any]:
     """Have a part of the saved tree read into new arrays; return what makes it then.
 
     Args:
-        source: The checkpoint.
+        source: The checkpoint. What is not chosen is left out of dicts, and None in lists.
         into: Takes what is to be read.
         name: The name of the part.
         structure: How it is built. Objects become dicts by name.
-        new: Makes an array, and returns it with its memory; None makes one of NumPy.
+        new: Makes an array; None makes one of NumPy.
     """
-    make = new or _numpy_array
+    return _rebuilt(source, into, name, structure, new or _numpy_array) or (lambda: None)
+
+
+def _rebuilt(
+    source: Source, into: Into, name: str, structure: Structure, new: Making
+) -> Callable[[], Any] | None:
+    """Do the same; None if nothing of it is chosen."""
     if structure in (ARRAY, VALUE):
         key = name or structure
         if not source.chosen(key):
-            return lambda: None
+            return None
         if structure == ARRAY and key in source.arrays:
-            array, into.arrays[key] = make(key, source.arrays[key])
+            array, into.arrays[key] = new(key, source.arrays[key])
             return lambda: array
         if structure == VALUE and key in source.values:
             value = from_json(source.values[key])
@@ -611,23 +621,27 @@ def rebuilt(
         for key, entry in source.under(name).items():
             if isinstance(entry, Saved):
                 full = join(name, key)
-                found[key], into.arrays[full] = make(full, entry)
+                found[key], into.arrays[full] = new(full, entry)
             else:
                 found[key] = entry
-        return lambda: found
+        return (lambda: found) if found else None
     entries = _entries(structure)
     if isinstance(structure, dict) and "state" in structure:
-        return rebuilt(source, into, name, structure["state"], new)
+        return _rebuilt(source, into, name, structure["state"], new)
     parts = {
-        key: rebuilt(source, into, join(name, text), entry, new)
+        key: _rebuilt(source, into, join(name, text), entry, new)
         for text, (key, entry) in entries.items()
     }
-    if isinstance(structure, dict) and "dict" in structure:
-        return lambda: {key: part() for key, part in parts.items()}
-    if isinstance(structure, dict) and "tuple" in structure:
-        return lambda: tuple(part() for part in parts.values())
-    if isinstance(structure, dict) and "list" in structure:
-        return lambda: [part() for part in parts.values()]
+    if parts and not any(parts.values()):
+        return None
+    row = [part or (lambda: None) for part in parts.values()]
+    kind = next(iter(structure)) if isinstance(structure, dict) and len(structure) == 1 else ""
+    if kind == "dict":
+        return lambda: {key: part() for key, part in parts.items() if part is not None}
+    if kind == "tuple":
+        return lambda: tuple(part() for part in row)
+    if kind == "list":
+        return lambda: [part() for part in row]
     raise DamagedError(f"the structure of {source.path} is damaged at {name or 'its root'}")
 
 
