@@ -253,10 +253,22 @@ from .store import (
     Checkpoints as Checkpoints,
 )
 from .store import (
+    RunGuard as RunGuard,
+)
+from .store import (
     load as load,
 )
 from .store import (
+    open_array as open_array,
+)
+from .store import (
+    run_guard as run_guard,
+)
+from .store import (
     save as save,
+)
+from .store import (
+    save_array as save_array,
 )
 from .trace import (
     Tracer as Tracer,

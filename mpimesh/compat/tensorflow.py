@@ -1,40 +1,54 @@
-"""TensorFlow DTensor's data set of split batches, and its heartbeat, by which ranks see each other.
+"""TensorFlow DTensor's checkpoints, data set of split batches, and heartbeat.
 
-TensorFlow beats in a thread. Here the program beats, where all its ranks come by anyway: a rank
-that hangs in its own code is missed, too, and there is no second order of messages beside the
-program's.
+By a heartbeat ranks see each other. TensorFlow beats in a thread. Here the program beats, where all
+its ranks come by anyway: a rank that hangs in its own code is missed, too, and there is no second
+order of messages beside the program's.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpimesh.arguments import as_int, as_time, check_kind, rank_names, shown
 from mpimesh.arrays import HostArray
 from mpimesh.data import Batches, UnreadRows
-from mpimesh.dtensor import DTensor
+from mpimesh.dtensor import DTensor, DVariable
 from mpimesh.errors import (
     CollectiveTimeoutError,
+    DTypeError,
     GroupError,
     LayoutError,
     MeshError,
     MismatchError,
     ModuleError,
     PeerLostError,
+    ShapeError,
+    StoreError,
     on_all_ranks,
 )
 from mpimesh.layout import AxisLayout, Layout, Shard
 from mpimesh.parallel.tree import Tree, tree_map
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
+from mpimesh.runtime.agreement import agree_alike
 from mpimesh.runtime.tracebacks import write_error
 from mpimesh.runtime.watchdog import EXIT_CODE
+from mpimesh.store import load, save
 
-__all__ = ["DTensorDataset", "Heartbeat", "heartbeat_enabled"]
+__all__ = [
+    "DTensorCheckpoint",
+    "DTensorDataset",
+    "Heartbeat",
+    "enable_save_as_bf16",
+    "heartbeat_enabled",
+    "name_based_restore",
+    "name_based_save",
+    "sharded_save",
+]
 
 _SPEAKERS = 2
 """Ranks from this one on are silent about the first strikes: of the others one is there."""
@@ -275,3 +289,202 @@ def _row_layout(one: Any, path: str, mesh: DeviceMesh, batch_dim: str | None) ->
             f"got {layout.text!r}"
         )
     return layout
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+Tensors: TypeAlias = Mapping[str, DTensor | DVariable]
+
+
+def name_based_save(mesh: DeviceMesh, checkpoint_prefix: str, name_tensor_dict: Tensors) -> None:
+    """Save split arrays and variables by name. Collective over the mesh.
+
+    Each part is written once, by a rank that has it. A float32 variable with `save_as_bf16` is
+    rounded. What comes of it is a folder for :func:`mpimesh.save` and :func:`mpimesh.load`, too.
+
+    Args:
+        mesh: The mesh of all of them.
+        checkpoint_prefix: The path.
+        name_tensor_dict: What to save.
+
+    Raises:
+        StoreError: On every rank, if something is no split array, or cannot be written.
+        MeshError: On every rank, if something lies on another mesh.
+        MismatchError: On every rank, if the ranks save different names.
+    """
+    save(checkpoint_prefix, _checked(mesh, "name_based_save", name_tensor_dict), mesh=mesh)
+
+
+def sharded_save(
+    mesh: DeviceMesh,
+    file_prefix: str,
+    tensor_names: Sequence[str],
+    shape_and_slices: Sequence[str] | None,
+    tensors: Sequence[DTensor | DVariable],
+) -> None:
+    """Save split arrays and variables, as :func:`name_based_save`. Collective over the mesh.
+
+    Args:
+        mesh: The mesh of all of them.
+        file_prefix: The path.
+        tensor_names: Their names.
+        shape_and_slices: An empty text for each, or None: all of each is saved.
+        tensors: What to save.
+
+    Raises:
+        StoreError: So, and if there are not as many names as arrays, or a name stands twice.
+    """
+
+    def paired() -> str:
+        slices = ["" for _ in tensor_names] if shape_and_slices is None else [*shape_and_slices]
+        if any(slices) or not len(tensor_names) == len(slices) == len(tensors):
+            raise StoreError(
+                "sharded_save takes a name, an empty slice and an array for each, got "
+                f"{len(tensor_names)} names, slices {slices} and {len(tensors)} arrays"
+            )
+        if len(set(tensor_names)) < len(tensor_names):
+            raise StoreError(f"each name stands once, got {[*tensor_names]}")
+        return "arrays with names"
+
+    agree_alike(mesh.group()._core, "sharded_save", paired)
+    name_based_save(mesh, file_prefix, dict(zip(tensor_names, tensors, strict=True)))
+
+
+def name_based_restore(
+    mesh: DeviceMesh, checkpoint_prefix: str, name_tensor_dict: Tensors
+) -> dict[str, DTensor]:
+    """Return saved arrays by name, as new ones in given layouts. Collective over the mesh.
+
+    They may have been saved in any layout, on any number of ranks. What else was saved is not read.
+
+    Args:
+        mesh: The mesh.
+        checkpoint_prefix: The path.
+        name_tensor_dict: For each name an array or a variable of its shape, dtype and layout, whose
+            values stay as they are: ``variable.assign(restored[name])`` takes them over.
+
+    Raises:
+        StoreError: On every rank, if a name is not in the checkpoint, or there is none.
+        ShapeError: On every rank, if an array was saved with another shape.
+        DTypeError: On every rank, if it was saved with another dtype; but a variable with
+            `save_as_bf16` may have been saved as bfloat16.
+    """
+    wanted = _checked(mesh, "name_based_restore", name_tensor_dict)
+
+    def layout(name: str, shape: tuple[int, ...], dtype: Any) -> Layout:
+        one = wanted[name]
+        if tuple(shape) != tuple(one.shape):
+            raise ShapeError(f"{name!r} was saved with shape {shape}, and {one!r} has {one.shape}")
+        if dtype != one.dtype and not (_saves_as_bf16(one) and dtype.name == "bfloat16"):
+            raise DTypeError(f"{name!r} was saved as {dtype}, and {one!r} is of {one.dtype}")
+        return one.layout
+
+    found: dict[str, DTensor] = load(
+        checkpoint_prefix,
+        mesh=mesh,
+        layout=layout,
+        rename=lambda name: name if name in wanted else None,
+    )
+    missing = sorted(wanted.keys() - found.keys())
+    if missing:
+        raise StoreError(f"{checkpoint_prefix} has nothing of the names {missing}")
+    return {name: found[name].astype(one.dtype, copy=False) for name, one in wanted.items()}
+
+
+def enable_save_as_bf16(variables: Iterable[Any]) -> None:
+    """Have float32 variables saved as bfloat16, and restored from it. Local, alike on all ranks.
+
+    What is no :class:`~mpimesh.dtensor.DVariable` is passed over.
+
+    Raises:
+        DTypeError: If a variable is not of float32.
+    """
+    for one in variables:
+        if isinstance(one, DVariable):
+            one.save_as_bf16 = True
+
+
+class DTensorCheckpoint:
+    """A tree that is saved again and again, each time under a number. Local to make.
+
+    Args:
+        mesh: The ranks that save it.
+        root: A tree as :func:`mpimesh.save` takes it: a model, a dict of variables and others.
+        **entries: More of it, by name.
+
+    Attributes:
+        save_counter: How often it was saved, also before what was restored.
+
+    Example:
+        >>> checkpoint = DTensorCheckpoint(mesh, model=model, optimizer=optimizer)
+        >>> path = checkpoint.save("run/checkpoint")  # run/checkpoint-1
+        >>> checkpoint.restore(path)
+    """
+
+    def __init__(self, mesh: DeviceMesh, root: Any = None, **entries: Any) -> None:
+        check_kind(mesh, DeviceMesh, "mesh", MeshError, wanted="a DeviceMesh")
+        self._mesh = mesh
+        self._tree = {**entries, **({} if root is None else {"root": root})}
+        self.save_counter = 0
+
+    def save(self, file_prefix: str) -> str:
+        """Save it as ``{file_prefix}-{number}``, and return that path. Collective.
+
+        Raises:
+            StoreError: As :func:`mpimesh.save`, on every rank.
+        """
+        path = f"{file_prefix}-{self.save_counter + 1}"
+        save(path, {**self._tree, _COUNTER: self.save_counter + 1}, mesh=self._mesh)
+        self.save_counter += 1
+        return path
+
+    def restore(self, save_path: str) -> dict[str, Any]:
+        """Take over what was saved, in the layouts that arrays and variables have. Collective.
+
+        All that is in the tree must have been saved, as TensorFlow's ``assert_consumed`` asks.
+
+        Returns:
+            The tree, which has the values of the checkpoint also where there is nothing to be
+            written into, such as numbers.
+
+        Raises:
+            StoreError: As :func:`mpimesh.load`, on every rank.
+        """
+        tree: dict[str, Any] = load(save_path, {**self._tree, _COUNTER: 0}, mesh=self._mesh)
+        self.save_counter = tree.pop(_COUNTER)
+        self._tree = tree
+        return tree
+
+
+_COUNTER = "save_counter"
+
+
+def _checked(mesh: DeviceMesh, caller: str, tensors: Tensors) -> dict[str, DTensor | DVariable]:
+    """Return arrays and variables by name, if they are such, on the mesh, and alike on all ranks.
+
+    Collective over the mesh.
+    """
+    check_kind(mesh, DeviceMesh, "mesh", MeshError, wanted="a DeviceMesh")
+
+    def text() -> str:
+        if not isinstance(tensors, Mapping):
+            raise StoreError(f"{caller} takes arrays by name, got {shown(tensors)}")
+        for name, one in tensors.items():
+            if not isinstance(name, str) or not isinstance(one, DTensor | DVariable):
+                raise StoreError(
+                    f"{caller} takes a DTensor or a DVariable for each name, got {shown(one)} for "
+                    f"{name!r}: mm.dtensor.pack or mm.distribute makes one of an array"
+                )
+            if one.mesh is not mesh:
+                raise MeshError(
+                    f"{caller}: {name!r} lies on mesh {one.mesh.dims_text}, and all are saved on "
+                    f"{mesh.dims_text}"
+                )
+        return ", ".join(tensors)
+
+    agree_alike(mesh.group()._core, caller, text)
+    return dict(tensors)
+
+
+def _saves_as_bf16(one: DTensor | DVariable) -> bool:
+    return isinstance(one, DVariable) and one.save_as_bf16

@@ -9,7 +9,9 @@ ADVICE = (
     "every rank gets the whole arrays"
 )
 
-_SAVED = "let one rank save x.full(root=0), or each rank its block, x.local"
+_SAVED = (
+    'mm.save_array("x.npy", x) writes it, each rank its part; or let one rank save x.full(root=0)'
+)
 _SHOWN = "print(x) shows this rank's block; x.full() is the whole array, on all ranks"
 _YOURS = "it calls your function on lines: mm.local_map(f, layout)(x) calls one on blocks"
 _SMALL = f"it is for a few coefficients: {ADVICE}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
@@ -33,6 +34,8 @@ class MeshContext:
         forked: It is that of the parent process: here, in a forked child, nobody may use it.
         unended: Whether something may be under way that no rank waits for any more.
         unread: Messages that this rank has sent, less those that it has begun to receive.
+        before_close: Called, once, before the communicators of the mesh go: collective, and alike
+            on all its ranks.
         traffic: What this rank has handed to the transport.
         tracer: Where events go.
         name: What the ranks of the mesh call it, alike on all of them.
@@ -47,6 +50,7 @@ class MeshContext:
     forked: bool = False
     unended: bool = False
     unread: int = 0
+    before_close: list[Callable[[], None]] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
     tracer: Tracer = NULL_TRACER
     name: str = ""

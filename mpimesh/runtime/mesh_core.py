@@ -311,6 +311,8 @@ class MeshCore:
             leaving: Whether all leave by an error, after which messages may not be received.
         """
         context, call = self.context, Call(action, WORLD)
+        while context.before_close and not leaving:
+            context.before_close.pop()()
         if context.settings.checks and self.groups is not None:
             # Found here, a rank that goes on while the others stop gets an answer.
             agree(self.groups, call)

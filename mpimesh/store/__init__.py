@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from mpimesh.store.arrays import OpenedArray, open_array, save_array
 from mpimesh.store.checkpoints import Checkpoints, DamagedCheckpointWarning
+from mpimesh.store.guard import RunGuard, run_guard
 from mpimesh.store.loading import load
 from mpimesh.store.parts import Parts, Saved, Storable
 from mpimesh.store.saving import save
 
-__all__ = ["Checkpoints", "DamagedCheckpointWarning", "Parts", "Saved", "Storable", "load", "save"]
+__all__ = [
+    "Checkpoints",
+    "DamagedCheckpointWarning",
+    "OpenedArray",
+    "Parts",
+    "RunGuard",
+    "Saved",
+    "Storable",
+    "load",
+    "open_array",
+    "run_guard",
+    "save",
+    "save_array",
+]

@@ -106,9 +106,9 @@ def check_names(what: str, missing: Iterable[str], unknown: Iterable[str], *, st
     missing, unknown = sorted(missing), sorted(unknown)
     if strict and (missing or unknown):
         raise ModuleError(
-            f"{what} names each parameter of the model once, as it is called in the whole model; "
-            f"missing: {missing or 'none'}, unknown: {unknown or 'none'}: rename them, or load "
-            "without strict"
+            f"{what} has the names that it has in the whole model, each once; missing: "
+            f"{missing or 'none'}, unknown: {unknown or 'none'}: rename them, or load with "
+            "strict=False"
         )
 
 
@@ -316,7 +316,7 @@ def state_target(
     if strict and missing:
         raise ModuleError(
             f"the state of {kind} lacks {sorted(missing)}: save and load the same parameters and "
-            "kind of optimizer, or load without strict"
+            "kind of optimizer, or load with strict=False"
         )
     by_name: dict[str, dict[str, Any]] = {}
     for key, value in saved.items():
@@ -347,6 +347,7 @@ def state_target(
     )
     wanted: dict[str, Parts] = {}
     names = {*optimizer.state_names(checked), MASTER}
+    unknown: list[str] = []
     for (name, parameter, span), entry in zip(spans, params, strict=True):
         dtype = state_dtype(parameter.value().dtype if parameter.dtype is None else parameter.dtype)
         for key in [key for key, value in entry.items() if isinstance(value, Saved)]:
@@ -355,6 +356,8 @@ def state_target(
                 wanted[f"{name}.{key}"] = span.parts(entry[key])
             else:
                 del entry[key]
+                unknown += [] if key in names else [f"{name}.{key}"]
+    check_names(f"a state of {kind}", (), unknown, strict=strict)
     return {**state, "params": params}, wanted
 
 

@@ -18,20 +18,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import xxhash
 
 from mpimesh.arguments import as_flag, as_int, digest_bits, rank_names, shown
 from mpimesh.arrays import Array, DType, HostArray, to_numpy
@@ -39,34 +35,33 @@ from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, Steps
 from mpimesh.comm.requests import Condition, all_done
 from mpimesh.errors import MismatchError, MpimeshError, StoreError, on_all_ranks
-from mpimesh.layout.boxes import Box, extent, local_box, slices, tiles, volume
+from mpimesh.layout.boxes import Box, extent, local_box, slices, volume
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, Launch
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
-from mpimesh.store.files import PART, replaced, sync, write_at
-from mpimesh.store.format import (
-    MANIFEST,
-    Entry,
-    Manifest,
-    Piece,
-    missing_in,
-    safetensors_header,
-    tensor_name,
-)
+from mpimesh.store.format import Manifest, missing_in
 from mpimesh.store.parts import Parts, Value
 from mpimesh.store.trees import Flat, flatten, mesh_of
+from mpimesh.store.writing import (
+    Commit,
+    Kinds,
+    Share,
+    Writer,
+    check_target,
+    data_folder,
+    discard,
+    manifest_of,
+    unfinished,
+)
 
-__all__ = ["save"]
+__all__ = ["FILE_BYTES", "save", "settle"]
 
 FILE_BYTES = 2 << 30
 _PIECE_BYTES = 64 << 20
 """A box that several ranks have is cut into pieces of so many bytes, which they share."""
-_CHUNK_BYTES = 1 << 20
-"""Written at once: what was hashed is in the cache still."""
 _NOTE_BYTES = 2048
 _TAG = MAX_USER_TAG + 14
-_DATA = "data-"
 
 
 def save(
@@ -138,22 +133,6 @@ def save(
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank writes.
-
-    Attributes:
-        files: For each of its files its name, and the boxes in it, each with the array's name.
-    """
-
-    files: tuple[tuple[str, tuple[tuple[str, Box], ...]], ...]
-
-    @property
-    def num_pieces(self) -> int:
-        """Number of boxes."""
-        return sum(len(boxes) for _, boxes in self.files)
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Who writes what, as one rank knows it.
 
@@ -161,14 +140,14 @@ class Plan:
         key: What the trees have in common for which it was made.
         mine: This rank's share.
         shares: Those of all ranks, on the first one.
-        arrays: Shape and dtype of each array, on the first one.
+        kinds: Of all arrays, on the first one.
         memory: Where copies of this rank's boxes lie between saves, for ``wait=False``.
     """
 
     key: int
     mine: Share
     shares: tuple[Share, ...] = ()
-    arrays: Mapping[str, tuple[tuple[int, ...], DType]] = field(default_factory=dict)
+    kinds: Kinds = field(default_factory=dict)
     memory: dict[tuple[str, Box], HostArray] = field(default_factory=dict)
 
 
@@ -247,108 +226,6 @@ def _cut(box: Box, most: int) -> list[Box]:
     return [((at, min(at + rows, stop)), *box[1:]) for at in range(start, stop, rows)]
 
 
-def _layout(
-    share: Share, arrays: Mapping[str, tuple[tuple[int, ...], DType]]
-) -> list[tuple[str, bytes, list[tuple[str, Box, int]], int]]:
-    """Return for each file its name, its header, its pieces with their offsets, and its bytes."""
-    files = []
-    for file, boxes in share.files:
-        entries = [
-            (tensor_name(name, arrays[name][0], box), arrays[name][1], extent(box))
-            for name, box in boxes
-        ]
-        header, begins = safetensors_header(entries, {"format": "mpimesh"})
-        pieces = [(*each, begin) for each, begin in zip(boxes, begins, strict=True)]
-        end = len(header)
-        for name, box, begin in pieces:
-            end = max(end, begin + volume(box) * arrays[name][1].itemsize)
-        files.append((file, header, pieces, end))
-    return files
-
-
-# -- one rank writes ------------------------------------------------------------------------------
-
-
-class Writer(threading.Thread):
-    """The thread that writes what a rank has to write, and has it on the disk.
-
-    Args:
-        folder: Where to.
-        share: What is to be written.
-        kinds: Shape and dtype of each array in it.
-        values: Gives the values of a box.
-
-    Attributes:
-        digests: Of the pieces, in their order.
-        problem: Why it could not write; "" if it could, or has not ended.
-        nbytes: Bytes written so far.
-        done: Whether it has ended.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        share: Share,
-        kinds: Mapping[str, tuple[tuple[int, ...], DType]],
-        values: Callable[[str, Box], Array],
-    ) -> None:
-        super().__init__(name="mpimesh-save", daemon=True)
-        self._folder = folder
-        self._share = share
-        self._kinds = kinds
-        self._values = values
-        self.digests: list[int] = []
-        self.problem = ""
-        self.nbytes = 0
-        self.done = False
-
-    def run(self) -> None:
-        """Write."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for file in _layout(self._share, self._kinds):
-                self._write(*file)
-            sync(self._folder)
-        except Exception as error:  # a full disk, memory that is gone: all ranks are to know
-            self.problem = f"{getattr(error, 'strerror', None) or error}"
-            self.problem = self.problem or type(error).__name__
-        finally:
-            self.done = True
-
-    def _write(
-        self, file: str, header: bytes, pieces: Sequence[tuple[str, Box, int]], size: int
-    ) -> None:
-        path = self._folder / file
-        number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        try:
-            write_at(number, memoryview(header), 0)
-            for name, box, begin in pieces:
-                digest = xxhash.xxh3_64()
-                for chunk in _chunks(self._values(name, box)):
-                    digest.update(chunk)
-                    write_at(number, chunk, begin)
-                    begin += len(chunk)
-                    self.nbytes += len(chunk)
-                self.digests.append(digest.intdigest())
-            os.ftruncate(number, size)
-            os.fsync(number)
-        finally:
-            os.close(number)
-
-
-def _chunks(array: Array) -> Any:
-    """Yield the bytes of an array in C order, little endian, some at a time."""
-    if isinstance(array, np.ndarray) and array.flags.c_contiguous and array.dtype.isnative:
-        flat = array.reshape(-1).view(np.uint8).data
-        for at in range(0, len(flat), _CHUNK_BYTES):
-            yield flat[at : at + _CHUNK_BYTES]
-        return
-    for tile in tiles(array.shape, max(1, _CHUNK_BYTES // array.dtype.itemsize)):
-        part = np.ascontiguousarray(to_numpy(array[slices(tile)]))
-        part = part.astype(part.dtype.newbyteorder("="), copy=False)
-        yield part.reshape(-1).view(np.uint8).data
-
-
 def _part(parts: Parts, box: Box) -> Array:
     """Return the values of a box that lies in one of the boxes of a rank."""
     for outer, array in parts.parts:
@@ -357,161 +234,36 @@ def _part(parts: Parts, box: Box) -> Array:
     raise StoreError(f"box {box} is in none of this rank's boxes")
 
 
-# -- the commit, on the first rank ----------------------------------------------------------------
-
-
-def _manifest(
-    plan: Plan, folder: str, digests: Sequence[Sequence[int]], flat: Flat, values: Value
-) -> Manifest:
-    """Return the manifest of what all ranks have written."""
-    pieces: dict[str, list[Piece]] = {name: [] for name in plan.arrays}
-    files: list[tuple[str, int]] = []
-    for share, row in zip(plan.shares, digests, strict=True):
-        rest = iter(row)
-        for file, _, places, size in _layout(share, plan.arrays):
-            for name, box, begin in places:
-                pieces[name].append(Piece(len(files), box, begin, next(rest)))
-            files.append((f"{folder}/{file}", size))
-    arrays = {
-        name: Entry(*plan.arrays[name], tuple(sorted(row, key=lambda each: each.box)))
-        for name, row in sorted(pieces.items())
-    }
-    return Manifest(arrays, values, flat.structure, tuple(files))
-
-
-def check_target(path: Path) -> None:
-    """Refuse a path at which there is something else than a checkpoint, or that is no place.
-
-    Raises:
-        StoreError: If so.
-    """
-    if path.is_dir():
-        if not (path / MANIFEST).is_file() and any(path.iterdir()):
-            raise StoreError(
-                f"{path} is a folder with other things in it, and no checkpoint: give another "
-                "path, or remove it"
-            )
-    elif path.exists() or path.is_symlink():
-        raise StoreError(f"{path} is a file; a checkpoint is a folder: give another path")
-
-
-def leftovers(path: Path) -> list[Path]:
-    """Return the unfinished folders beside a path that saves to it have left behind."""
-    with suppress(OSError):
-        return [*path.parent.glob(f".{glob_safe(path.name)}.*{PART}")]
-    return []
-
-
-def glob_safe(name: str) -> str:
-    """Return a name as a pattern that fits only it."""
-    return "".join(f"[{each}]" if each in "*?[" else each for each in name)
-
-
-class Commit(threading.Thread):
-    """The thread that makes visible what all ranks have written.
-
-    Args:
-        manifest: Makes the manifest.
-        fresh: The folder that was written.
-        path: The checkpoint's folder.
-        token: Ends the name of the folder of its data.
-
-    Attributes:
-        problem: Why it could not; "" if it could.
-        done: Whether it has ended.
-    """
-
-    def __init__(self, manifest: Callable[[], Manifest], fresh: Path, path: Path, token: str):
-        super().__init__(name="mpimesh-commit", daemon=True)
-        self._make = manifest
-        self._fresh = fresh
-        self._path = path
-        self._token = token
-        self.problem = ""
-        self.done = False
-
-    def run(self) -> None:
-        """Commit; on an error nothing is seen, and what was written is removed."""
-        try:
-            self._commit(self._make().text())
-        except Exception as error:
-            self.problem = f"{getattr(error, 'strerror', None) or error}" or type(error).__name__
-        finally:
-            shutil.rmtree(self._fresh, ignore_errors=True)
-            self.done = True
-
-    def _commit(self, text: bytes) -> None:
-        fresh, path, data = self._fresh, self._path, f"{_DATA}{self._token}"
-        if not path.is_dir() or not any(path.iterdir()):
-            with replaced(fresh / MANIFEST) as file:
-                file.write_bytes(text)
-            fresh.rename(path)
-            sync(path.parent)
-            return
-        # One file's name changes hands, so that there is a whole checkpoint at each moment.
-        old = [each for each in path.glob(f"{_DATA}*") if each.is_dir()]
-        (fresh / data).rename(path / data)
-        try:
-            sync(path)
-            with replaced(path / MANIFEST) as file:
-                file.write_bytes(text)
-        except BaseException:
-            shutil.rmtree(path / data, ignore_errors=True)
-            raise
-        for each in old:
-            shutil.rmtree(each, ignore_errors=True)
-
-
-def _discard(path: Path) -> None:
-    """Remove what saves to a path have left behind that did not end."""
-    for folder in leftovers(path):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 # -- alone ----------------------------------------------------------------------------------------
 
 
 def _save_alone(path: Path, flat: Flat, file_bytes: int) -> None:
     """Save what one process has, without MPI."""
     check_target(path)
-    shares, arrays = plan_shares([_described(flat)], file_bytes)
-    plan = Plan(0, shares[0], tuple(shares), arrays)
-    token, fresh = _names(path)
-    _discard(path)
-    writer = Writer(
-        fresh / f"{_DATA}{token}",
-        plan.mine,
-        arrays,
-        lambda name, box: _part(flat.arrays[name], box),
-    )
+    shares, kinds = plan_shares([_described(flat)], file_bytes)
+    token, fresh = unfinished(path)
+    data = data_folder(token)
+    discard(path)
+    writer = Writer(fresh / data, shares[0], kinds, lambda name, box: _part(flat.arrays[name], box))
     writer.run()
     problem = writer.problem
-    if not problem:
-        data = f"{_DATA}{token}"
-        commit = Commit(
-            lambda: _checked(_manifest(plan, data, [writer.digests], flat, flat.values)),
-            fresh,
-            path,
-            token,
-        )
+    if problem:
+        shutil.rmtree(fresh, ignore_errors=True)
+    else:
+        digests = [writer.digests]
+        manifest = manifest_of(shares, kinds, data, digests, flat.structure, flat.values)
+        commit = Commit(manifest, fresh, path, token)
         commit.run()
         problem = commit.problem
-    else:
-        shutil.rmtree(fresh, ignore_errors=True)
     if problem:
         raise StoreError(f"cannot save to {path}: {problem}; what was there before is as it was")
 
 
-def _names(path: Path, token: str = "") -> tuple[str, Path]:
-    token = token or uuid4().hex[:12]
-    return token, path.with_name(f".{path.name}.{token}{PART}")
-
-
-def _checked(manifest: Manifest) -> Manifest:
-    """Return a manifest whose arrays are whole.
+def _check_whole(manifest: Manifest) -> None:
+    """Refuse a manifest of which an array is not whole.
 
     Raises:
-        StoreError: If one is not.
+        StoreError: If so.
     """
     for name, entry in manifest.arrays.items():
         gap = missing_in(entry)
@@ -520,7 +272,6 @@ def _checked(manifest: Manifest) -> Manifest:
                 f"no rank has box {gap} of {name}, of shape {entry.shape}: all ranks that have a "
                 "part of the tree must save it together"
             )
-    return manifest
 
 
 # -- together -------------------------------------------------------------------------------------
@@ -546,7 +297,7 @@ def _start(
 ) -> CollectiveTensor:
     core.member("save")
     settle(core)
-    call = Call("save", core.name, rule=str(path))
+    what = f"save to {path}"
     flat = Flat()
     problem: Exception | None = None
     own = common = token = ""
@@ -556,39 +307,46 @@ def _start(
         common = _digest([flat.structure, sorted(flat.values.items())])
         if core.rank == 0:
             check_target(path)
-            token = _names(path)[0]
+            token = unfinished(path)[0]
     except MpimeshError as error:
         problem = error
     except OSError as error:
         problem = StoreError(f"cannot save to {path}: {error.strerror or error}")
-    rows = agree(core, call, [own, common], problem=problem)
+    rows = agree(core, what, [own, common], problem=problem)
     key = digest_bits(json.dumps([row[0] for row in rows]).encode(), 63)
     plans = _plans.setdefault(core, {})
     plan = plans.get(key)
     if plan is None:
-        plan = _plan(core, call, key, flat, file_bytes)
+        plan = _plan(core, what, key, flat, file_bytes)
         while len(plans) >= _MOST_PLANS:
             del plans[next(iter(plans))]
         plans[key] = plan
-    values = _union(core, call, flat, alike=len({row[1] for row in rows}) == 1)
-    token = agree(core, call, token)[0]
-    fresh = _names(path, token)[1]
-    source: Callable[[str, Box], Array] = lambda name, box: _part(flat.arrays[name], box)  # noqa: E731
+    values = _union(core, what, flat, alike=len({row[1] for row in rows}) == 1)
+    token = agree(core, what, token)[0]
+    fresh = unfinished(path, token)[1]
+
+    def live(name: str, box: Box) -> Array:
+        return _part(flat.arrays[name], box)
+
+    source: Callable[[str, Box], Array] = live
     problem = None
     if copy:
         try:
-            memory = _copied(plan, source)
-            source = lambda name, box: memory[name, box]  # noqa: E731
+            memory = _copied(plan, live)
+
+            def source(name: str, box: Box) -> Array:
+                return memory[name, box]
+
         except MemoryError:
             problem = StoreError(
                 f"rank {core.world_rank} has no memory for a copy of what it saves: save with "
                 "wait=True"
             )
     if core.rank == 0:
-        _discard(path)
+        discard(path)
     # Others may change what this rank reads, where they see the same memory.
-    agree(core, call, problem=problem)
-    writer = Writer(fresh / f"{_DATA}{token}", plan.mine, _kinds(flat), source)
+    agree(core, what, problem=problem)
+    writer = Writer(fresh / data_folder(token), plan.mine, _kinds(flat), source)
     writer.start()
     steps = _steps(core, plan, writer, flat, values, path, token)
     nbytes = sum(
@@ -596,12 +354,13 @@ def _start(
         for _, boxes in plan.mine.files
         for name, box in boxes
     )
+    call = Call("save", core.name, rule=str(path))
     handle = CollectiveTensor(core, call, core.stage(object(), steps), nbytes=nbytes)
     _under_way[core] = handle
     return handle
 
 
-def _kinds(flat: Flat) -> dict[str, tuple[tuple[int, ...], DType]]:
+def _kinds(flat: Flat) -> Kinds:
     return {name: (parts.shape, parts.dtype) for name, parts in flat.arrays.items()}
 
 
@@ -622,34 +381,33 @@ def _copied(plan: Plan, source: Callable[[str, Box], Array]) -> dict[tuple[str, 
     return memory
 
 
-def _plan(core: GroupCore, call: Call, key: int, flat: Flat, file_bytes: int) -> Plan:
+def _plan(core: GroupCore, what: str, key: int, flat: Flat, file_bytes: int) -> Plan:
     """Plan who writes what. Collective: all ranks describe what they have to the first one."""
-    rows = _gathered(core, call, _described(flat))
+    rows = _gathered(core, what, _described(flat))
     problem: MpimeshError | None = None
     told: list[Any] = []
     shares: list[Share] = []
-    arrays: dict[str, tuple[tuple[int, ...], DType]] = {}
+    kinds: Kinds = {}
     if rows is not None:
         try:
-            shares, arrays = plan_shares(rows, file_bytes)
-            empty = Plan(key, shares[0], tuple(shares), arrays)
+            shares, kinds = plan_shares(rows, file_bytes)
             nothing = [[0] * share.num_pieces for share in shares]
-            _checked(_manifest(empty, "", nothing, flat, {}))
+            _check_whole(manifest_of(shares, kinds, "", nothing, None, {}))
             told = [share.files for share in shares]
         except MpimeshError as error:
             problem = error
-    agree(core, call, problem=problem)
-    mine = _scattered(core, call, told)
+    agree(core, what, problem=problem)
+    mine = _scattered(core, what, told)
     share = Share(
         tuple(
             (file, tuple((name, tuple(map(tuple, box))) for name, box in boxes))
             for file, boxes in mine
         )
     )
-    return Plan(key, share, tuple(shares), arrays)
+    return Plan(key, share, tuple(shares), kinds)
 
 
-def _union(core: GroupCore, call: Call, flat: Flat, *, alike: bool) -> dict[str, Value]:
+def _union(core: GroupCore, what: str, flat: Flat, *, alike: bool) -> dict[str, Value]:
     """Return the values of all ranks by name, on the first one. Collective unless all are alike.
 
     Raises:
@@ -657,7 +415,7 @@ def _union(core: GroupCore, call: Call, flat: Flat, *, alike: bool) -> dict[str,
     """
     if alike:
         return flat.values
-    rows = _gathered(core, call, [flat.structure, flat.values])
+    rows = _gathered(core, what, [flat.structure, flat.values])
     problem: MpimeshError | None = None
     union: dict[str, Value] = {}
     first: dict[str, int] = {}
@@ -676,41 +434,41 @@ def _union(core: GroupCore, call: Call, flat: Flat, *, alike: bool) -> dict[str,
                 )
             first.setdefault(name, rank)
             union.setdefault(name, value)
-    agree(core, call, problem=problem)
+    agree(core, what, problem=problem)
     return union
 
 
-def _gathered(core: GroupCore, call: Call, value: Any) -> list[Any] | None:
+def _gathered(core: GroupCore, what: str, value: Any) -> list[Any] | None:
     """Return the JSON values of all ranks on the first one, None elsewhere. Collective."""
     text = np.frombuffer(zlib.compress(json.dumps(value).encode(), 1), np.uint8)
-    sizes = [row[0] for row in agree(core, call, [text.size])]
+    sizes = [row[0] for row in agree(core, what, [text.size])]
     if core.rank:
         request = core.communicator.isend(text, 0, _TAG)
-        core.wait_for(request, what=call, peers=(0,))
+        core.wait_for(request, what=what, peers=(0,))
         return None
     rows = [text] + [np.empty(size, np.uint8) for size in sizes[1:]]
     requests = [
         core.communicator.irecv(row, rank, _TAG) for rank, row in islice(enumerate(rows), 1, None)
     ]
-    core.wait_for(all_done(*requests), what=call)
+    core.wait_for(all_done(*requests), what=what)
     return [json.loads(zlib.decompress(row.tobytes())) for row in rows]
 
 
-def _scattered(core: GroupCore, call: Call, values: Sequence[Any]) -> Any:
+def _scattered(core: GroupCore, what: str, values: Sequence[Any]) -> Any:
     """Return to each rank its own of the JSON values that the first one has. Collective."""
     texts = [
         np.frombuffer(zlib.compress(json.dumps(each).encode(), 1), np.uint8) for each in values
     ]
-    sizes = agree(core, call, [text.size for text in texts])[0]
+    sizes = agree(core, what, [text.size for text in texts])[0]
     communicator = core.communicator
     if core.rank:
         mine = np.empty(sizes[core.rank], np.uint8)
-        core.wait_for(communicator.irecv(mine, 0, _TAG), what=call, peers=(0,))
+        core.wait_for(communicator.irecv(mine, 0, _TAG), what=what, peers=(0,))
         return json.loads(zlib.decompress(mine.tobytes()))
     requests = [
         communicator.isend(text, rank, _TAG) for rank, text in islice(enumerate(texts), 1, None)
     ]
-    core.wait_for(all_done(*requests), what=call)
+    core.wait_for(all_done(*requests), what=what)
     return json.loads(json.dumps(values[0]))
 
 
@@ -726,7 +484,7 @@ def _steps(
     """Wait for the writers of all ranks, commit, and learn how it went."""
     communicator = core.communicator
     yield _ended(core, writer)
-    fresh, answer = _names(path, token)[1], np.zeros(_NOTE_BYTES, np.uint8)
+    fresh, answer = unfinished(path, token)[1], np.zeros(_NOTE_BYTES, np.uint8)
     problem = ""
     if core.rank:
         row = _row(writer, plan.mine.num_pieces)
@@ -746,7 +504,9 @@ def _steps(
             shutil.rmtree(fresh, ignore_errors=True)
         else:
             digests = [row[:-_NOTE_BYTES].view(np.uint64).tolist() for row in rows]
-            manifest = lambda: _manifest(plan, f"{_DATA}{token}", digests, flat, values)  # noqa: E731
+            manifest = manifest_of(
+                plan.shares, plan.kinds, data_folder(token), digests, flat.structure, values
+            )
             commit = Commit(manifest, fresh, path, token)
             commit.start()
             yield _ended(core, commit)

@@ -18,7 +18,6 @@ import base64
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -105,15 +104,16 @@ def is_value(tree: Any) -> bool:
 
 def to_json(value: Any, name: str) -> Value:
     """Return a value as JSON can say it, so that :func:`from_json` gives it again."""
-    if value is None or isinstance(value, np.generic):
-        if value is None:
-            return None
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):  # float64 of NumPy, and the value of a loss, are floats
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, np.generic):
         refuse_objects(value.dtype)
         raw = base64.b64encode(np.asarray(value).tobytes()).decode()
-        return {"$numpy": [dtype_to_json(value.dtype.newbyteorder("=")), raw]}
-    if type(value) in (bool, int, float, str):
-        return value
-    if type(value) is complex:
+        return {"$numpy": [dtype_to_json(value.dtype), raw]}
+    if isinstance(value, complex):
         return {"$complex": [value.real, value.imag]}
     if type(value) is bytes:
         return {"$bytes": base64.b64encode(value).decode()}

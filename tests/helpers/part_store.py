@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ class PartStore:
         mesh.group().barrier()
         with self._lock:
             ordered = sorted(self._targets)
-            for (_, stop, rank), (start, _, other) in zip(ordered, ordered[1:], strict=False):
+            for (_, stop, rank), (start, _, other) in pairwise(ordered):
                 assert stop <= start, f"ranks {rank} and {other} read into the same memory"
         mesh.group().barrier()
         self._targets.clear()

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +65,15 @@ class Slurm:
         ).stdout
 
     def submit(
-        self, script: Path, *arguments: str | Path, folder: Path, env: Mapping[str, str]
+        self,
+        script: Path,
+        *arguments: str | Path,
+        options: Sequence[str] = (),
+        folder: Path,
+        env: Mapping[str, str],
     ) -> int:
-        """Submit `script` from `folder` and return the job's number."""
-        command = ["sbatch", "--parsable", "--output=%j.out", script, *arguments]
+        """Submit `script` from `folder` with sbatch's `options`, and return the job's number."""
+        command = ["sbatch", "--parsable", "--output=%j.out", *options, script, *arguments]
         done = subprocess.run(
             command,
             env={**self.environment, **env},
@@ -80,10 +85,17 @@ class Slurm:
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
-    def wait(self, job: int, *, folder: Path, timeout_s: float = 60) -> Job:
-        """Wait for the end of `job`, which `folder` was submitted from."""
+    def wait(self, job: int, *, folder: Path, timeout_s: float = 60, task: str = "") -> Job:
+        """Wait for the end of `job`, which `folder` was submitted from.
+
+        Args:
+            job: Its number.
+            folder: Where it was submitted from.
+            timeout_s: Longest wait.
+            task: The name of a task of an array, as in ``7_1``; its number may be the array's, too.
+        """
         end_s = time.monotonic() + timeout_s
-        while (fields := self._fields(job))["JobState"] not in _ENDED:
+        while (fields := self.fields(task or job))["JobState"] not in _ENDED:
             assert time.monotonic() < end_s, f"{fields}\n{self._output(job, folder)}"
             time.sleep(0.2)
         return Job(
@@ -93,7 +105,8 @@ class Slurm:
             output=self._output(job, folder),
         )
 
-    def _fields(self, job: int) -> dict[str, str]:
+    def fields(self, job: int | str) -> dict[str, str]:
+        """Return what Slurm says of a job."""
         words = self.run("scontrol", "--oneliner", "show", "job", str(job)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

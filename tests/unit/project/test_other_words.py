@@ -12,11 +12,12 @@ import pytest
 import mpimesh as mm
 
 PAGE = (Path(__file__).parents[3] / "docs" / "other-words.md").read_text()
-KAPSL, BURN, MARKS, TVM, TENSORFLOW = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+WORDS = ["kapsl", "burn", "marks", "tvm", "tensorflow", "checkpoints"]
 
 
 @pytest.fixture(scope="module")
-def names() -> dict[str, list[Any]]:
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What each program leaves on three ranks, by its names."""
 
     def main(program):
@@ -24,8 +25,10 @@ def names() -> dict[str, list[Any]]:
         exec(program, found)
         return found
 
-    programs = {"kapsl": KAPSL, "burn": BURN, "marks": MARKS, "tvm": TVM, "tensorflow": TENSORFLOW}
-    return {word: mm.run_virtual(3, main, text) for word, text in programs.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("programs"))
+        programs = zip(WORDS, PROGRAMS, strict=True)
+        return {word: mm.run_virtual(3, main, text) for word, text in programs}
 
 
 def test_kapsl(names):
@@ -74,3 +77,9 @@ def test_each_name_is_there():
         thing: Any = mm
         for name in path.split("."):
             thing = getattr(thing, name)
+
+
+def test_tensorflow_checkpoints(names):
+    for found in names["checkpoints"]:
+        assert (found["restored"]["weight"].local == 1).all()
+        assert found["checkpoint"].save_counter == 1
