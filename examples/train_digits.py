@@ -40,10 +40,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from common.checkpoint import Checkpoint
+from common.checkpoint import RunCheckpoints
 from common.program import run_program
 from common.report import gather_json
-from common.stopping import STOPPED, StopSignal
 from digits.data import CLASSES, PIXELS, Batches, load_digits
 from digits.options import parse_options
 from digits.report import Report
@@ -116,33 +115,35 @@ class Training:
             tracer=self.tracer,
         )
         self.optimizer = make_optimizer(self.pipe, options)
-        self.checkpoint = Checkpoint(options.checkpoint, mesh, run_settings(options))
-        # JSON that was saved with the weights; none for a new run.
-        saved = self.checkpoint.load(self.pipe, self.optimizer) or {"losses": []}
-        self.losses: list[float] = saved["losses"]
-        self.resumed_at = len(self.losses)
+        self.checkpoints = RunCheckpoints(
+            options.checkpoint,
+            mesh,
+            run_settings(options),
+            every=options.checkpoint_epochs * self.batches.per_epoch,
+        )
+        self.state = {"model": self.pipe, "optimizer": self.optimizer, "losses": []}
+        self.resumed_at = self.checkpoints.load(self.state)
+        self.losses: list[float] = self.state["losses"]
         self.last_step = options.epochs * self.batches.per_epoch
         self.seconds = 0.0
 
-    def run(self, stop: StopSignal) -> bool:
+    def run(self, guard: mm.RunGuard) -> bool:
         """Train up to the last step, or until a signal. Returns whether it came to the end."""
         traced_step = self.options.trace_step or self.last_step - self.batches.per_epoch + 1
         with self.report.progress(self.resumed_at, self.batches) as progress:
             for step in range(self.resumed_at + 1, self.last_step + 1):
-                told = stop.ask(self.mesh)  # starts, and returns at once
                 if step == traced_step:
                     self.traced_step(step)
                 else:
                     self.step(step)
                 progress.step(self.losses, self.seconds)
-                stopping = told.resolve() > 0  # the same on every rank
-                due = step % (self.options.checkpoint_epochs * self.batches.per_epoch) == 0
-                if due or stopping or step == self.last_step:
-                    notes = {"losses": self.losses}
-                    self.checkpoint.save(step, self.pipe, self.optimizer, notes)
+                stopping = guard.stopping(self.mesh)  # the same on every rank
+                last = stopping or step == self.last_step
+                self.checkpoints.save(step, self.state, force=last)
                 if stopping and step < self.last_step:
-                    return False
-        return True
+                    break
+        self.checkpoints.close()
+        return len(self.losses) == self.last_step
 
     def step(self, number: int) -> None:
         """Do one training step."""
@@ -202,25 +203,26 @@ def show_results(training: Training, report: Report) -> None:
     report.write(results)
 
 
-def train(options: Namespace, stop: StopSignal) -> int:
+def train(options: Namespace, guard: mm.RunGuard) -> int:
     """Run the program of one rank, and return its exit code."""
     with mm.DeviceMesh(options.mesh) as mesh:
         report = Report(mesh, options)
         training = Training(mesh, options, report)
         report.show_mesh()
         report.show_stages(training.stages)
-        if training.run(stop):
+        if training.run(guard):
             show_results(training, report)
             return 0
         report.say(f"stopped after step {len(training.losses)}, saved in {options.checkpoint}")
-        return STOPPED
+        return guard.code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run on the ranks of mpiexec, or on virtual ones; return the exit code."""
     options = parse_options(arguments)
-    stop = StopSignal(listen=options.checkpoint is not None)
-    return run_program("train_digits.py", train, options, stop)
+    # Without a folder to save in, signals end the program as ever.
+    guard = mm.run_guard() if options.checkpoint else mm.run_guard(signals=())
+    return run_program("train_digits.py", train, options, guard)
 
 
 if __name__ == "__main__":

@@ -54,10 +54,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from common.checkpoint import MANIFEST, Checkpoint
-from common.manifest import damaged
+from common.checkpoint import RunCheckpoints
 from common.program import ProgramError, run_program
-from common.stopping import STOPPED, StopSignal
 from gpt.data import BYTES, load_text
 from gpt.options import SCHEDULES, parse_options
 from gpt.report import Report
@@ -164,32 +162,6 @@ def run_settings(options: Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def saved_held_out(options: Namespace, saved: dict[str, Any]) -> dict[int, float]:
-    """Return the losses on the text held out that a checkpoint has, by steps.
-
-    Raises:
-        ProgramError: On every rank, if it has something else.
-    """
-    try:
-        return {int(step): float(loss) for step, loss in saved["held_out"]}
-    except (KeyError, TypeError, ValueError):
-        problem = "notes.held_out must be a list of pairs of a step and a loss"
-        raise damaged(options.checkpoint / MANIFEST, problem) from None
-
-
-def load_rates(options: Namespace, saved: dict[str, Any], rates: optim.LRScheduler) -> None:
-    """Have the learning rates go on from what a checkpoint has.
-
-    Raises:
-        ProgramError: On every rank, if it has something else.
-    """
-    try:
-        rates.load_state_dict(saved["rates"])
-    except (KeyError, ModuleError) as error:
-        problem = f"notes.rates must be the state of an LRScheduler: {error}"
-        raise damaged(options.checkpoint / MANIFEST, problem) from None
-
-
 class Training:
     """The training on one rank. Every rank makes one, and calls the same methods in the same order.
 
@@ -215,20 +187,24 @@ class Training:
         # Nobody need read a large file as a whole for a run that is not kept.
         digest = self.text.digest() if options.checkpoint else ""
         settings = {**run_settings(options), "text": digest}
-        self.checkpoint = Checkpoint(
+        self.checkpoints = RunCheckpoints(
             options.checkpoint,
             mesh,
             settings,
+            every=options.checkpoint_steps,
             advice={"decay_steps": "to train longer than planned, add --decay-steps {}"},
             derived={"warmup": "decay_steps"},
         )
-        saved = self.checkpoint.load(self.pipe, self.optimizer)
-        if saved is None:
-            saved = {"losses": [], "held_out": [], "rates": self.rates.state_dict()}
-        self.losses: list[float] = saved["losses"]
-        self.held_out = saved_held_out(options, saved)
-        load_rates(options, saved, self.rates)
-        self.resumed_at = len(self.losses)
+        self.state: dict[str, Any] = {
+            "model": self.pipe,
+            "optimizer": self.optimizer,
+            "rates": self.rates,
+            "losses": [],
+            "held_out": {},
+        }
+        self.resumed_at = self.checkpoints.load(self.state)
+        self.losses: list[float] = self.state["losses"]
+        self.held_out: dict[int, float] = self.state["held_out"]
         if self.resumed_at:
             self.report.say(f"goes on after step {self.resumed_at}, saved in {options.checkpoint}")
         if self.resumed_at > options.steps:
@@ -253,27 +229,23 @@ class Training:
                 f"run, which goes on after step {self.resumed_at}"
             )
 
-    def run(self, stop: StopSignal) -> bool:
+    def run(self, guard: mm.RunGuard) -> bool:
         """Train, evaluate and save now and then. Returns whether it came to the end."""
         options = self.options
         with self.report.progress(self.resumed_at, len(self.held_out)) as progress:
             for step in range(self.resumed_at + 1, options.steps + 1):
-                told = stop.ask(self.mesh)  # starts, and returns at once
                 traced = self.tracer is not None and step == options.trace_step
                 norm = self.traced_step(step) if traced else self.step(step)
                 if step % options.evaluate == 0 or step == options.steps:
                     self.held_out[step] = self.evaluate()
                 progress.step(self.losses, self.seconds, self.held_out, self.optimizer.lr, norm)
-                stopping = told.resolve() > 0  # the same on every rank
-                if step % options.checkpoint_steps == 0 or stopping or step == options.steps:
-                    notes = {
-                        "losses": self.losses,
-                        "held_out": [*self.held_out.items()],
-                        "rates": self.rates.state_dict(),
-                    }
-                    self.checkpoint.save(step, self.pipe, self.optimizer, notes)
+                stopping = guard.stopping(self.mesh)  # the same on every rank
+                self.checkpoints.save(step, self.state, force=stopping or step == options.steps)
                 if stopping and step < options.steps:
-                    return False
+                    break
+        self.checkpoints.close()
+        if len(self.losses) < options.steps:
+            return False
         if options.steps not in self.held_out:  # a longer run was stopped there
             self.held_out[options.steps] = self.evaluate()
         return True
@@ -370,26 +342,27 @@ def show_results(training: Training, report: Report) -> None:
     )
 
 
-def train(options: Namespace, stop: StopSignal) -> int:
+def train(options: Namespace, guard: mm.RunGuard) -> int:
     """Run the program of one rank, and return its exit code."""
     with mm.DeviceMesh(options.mesh) as mesh:
         report = Report(mesh, options)
         training = Training(mesh, options, report)
         report.show_model(training.pipe)
         with training.batches:
-            is_done = training.run(stop)
+            is_done = training.run(guard)
         if is_done:
             show_results(training, report)
             return 0
         report.say(f"stopped after step {len(training.losses)}, saved in {options.checkpoint}")
-        return STOPPED
+        return guard.code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run on the ranks of mpiexec, or on virtual ones; return the exit code."""
     options = parse_options(arguments)
-    stop = StopSignal(listen=options.checkpoint is not None)
-    return run_program("train_gpt.py", train, options, stop)
+    # Without a folder to save in, signals end the program as ever.
+    guard = mm.run_guard() if options.checkpoint else mm.run_guard(signals=())
+    return run_program("train_gpt.py", train, options, guard)
 
 
 if __name__ == "__main__":

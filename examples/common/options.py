@@ -80,7 +80,7 @@ def add_mesh(parser: Parser, dims: Mapping[str, str], *, example: str, default: 
 
 
 def add_checkpoint(group: Any, unit: str, default: int) -> None:
-    """Describe when to save, as :class:`~common.checkpoint.Checkpoint` does."""
+    """Describe when to save, as :class:`~common.checkpoint.RunCheckpoints` does."""
     group.add_argument(
         "--checkpoint",
         type=Path,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import mpimesh as mm
-from mpimesh.errors import LaunchError, MpimeshError, WorldSizeError
+from mpimesh.errors import LaunchError, MpimeshError, StoreError, WorldSizeError
 
 WRONG = 2
 """The exit code where the command line asks for what cannot be done."""
@@ -42,7 +42,7 @@ def run_program(
         if options.virtual:
             return mm.run_virtual(options.virtual, program, options, *rest)[0] or 0
         return program(options, *rest) or 0
-    except (WorldSizeError, LaunchError, ProgramError) as error:
+    except (WorldSizeError, LaunchError, ProgramError, StoreError) as error:
         # All ranks raise it: one of them tells.
         if mm.Launch.detect().rank == 0:
             print(f"{name}: error: {error}", file=sys.stderr)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mpimesh.cli import checkpoint
 from mpimesh.cli.doctor import run_clean, run_doctor
 from mpimesh.cli.embed import EmbedRequest, run_embed
 from mpimesh.cli.flight import run_flight
@@ -28,6 +29,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(checkpoint.app)
 
 
 @app.callback()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -445,6 +446,7 @@ def _publish(part: Path, path: Path) -> None:
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_DISCARDS, _NAP_S = 40, 0.05
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -464,7 +466,12 @@ def _exchange(one: Path, other: Path) -> None:
 def _discard(part: Path) -> None:
     """Remove what was written, or what it has replaced."""
     if part.is_dir():
-        shutil.rmtree(part, ignore_errors=True)
+        # After an error zarr goes on for a moment with other chunks, beside what is removed.
+        for _ in range(_DISCARDS):
+            shutil.rmtree(part, ignore_errors=True)
+            if not part.exists():
+                break
+            time.sleep(_NAP_S)
     else:
         with suppress(OSError):
             part.unlink(missing_ok=True)

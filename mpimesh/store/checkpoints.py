@@ -16,7 +16,6 @@ from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import DamagedError, MpimeshError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree
-from mpimesh.runtime.call import Call
 from mpimesh.store.files import PART, sync, temporary_beside
 from mpimesh.store.format import MANIFEST
 from mpimesh.store.loading import Verify, load
@@ -106,8 +105,8 @@ class Checkpoints:
                     f"cannot keep checkpoints in {self.folder}: {error.strerror or error}"
                 )
             )
-        found = [str(self.folder), keep, every]
-        rows = agree(self._core, Call("Checkpoints", self._core.name), found, problem=problem)
+        found = [keep, every]
+        rows = agree(self._core, f"Checkpoints in {self.folder}", found, problem=problem)
         if any(row != found for row in rows):
             raise StoreError(f"all ranks keep the same checkpoints, got {rows}")
         self._step = 0
@@ -203,7 +202,7 @@ class Checkpoints:
         self._check_open("load")
         self._settle()
         # One rank looks: what others see of a file system may be older.
-        steps = agree(self._core, Call("load", self._core.name), self._seen())[0]
+        steps = agree(self._core, f"load from {self.folder}", self._seen())[0]
         if step is not None:
             if step not in steps:
                 raise StoreError(f"{self.folder} has no checkpoint of step {step}; it has {steps}")

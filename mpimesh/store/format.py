@@ -35,8 +35,10 @@ __all__ = [
     "file_dtype",
     "missing_in",
     "parse_safetensors",
+    "read_header",
     "read_manifest",
     "safetensors_header",
+    "stored_as",
     "tensor_name",
 ]
 
@@ -247,6 +249,11 @@ def file_dtype(dtype: DType) -> DType:
     return dtype.newbyteorder("<")
 
 
+def stored_as(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...]]:
+    """Return dtype and shape of an array's tensor: complex128 is float64 with one more axis."""
+    return (np.dtype("float64"), (*shape, 2)) if dtype.name == _AS_PAIRS else (dtype, shape)
+
+
 def _dtype_named(name: str) -> DType:
     """Return the dtype that a manifest calls `name`."""
     if name not in _CODES and name != _AS_PAIRS:
@@ -295,10 +302,10 @@ def safetensors_header(
             )
         begins.append(end)
         end += math.prod(shape) * file_dtype(dtype).itemsize
-        as_pairs = dtype.name == _AS_PAIRS
+        kind, shape = stored_as(dtype, shape)
         header[name] = {
-            "dtype": _CODES["float64" if as_pairs else dtype.name],
-            "shape": [*shape, 2] if as_pairs else list(shape),
+            "dtype": _CODES[kind.name],
+            "shape": shape,
             "data_offsets": [begins[-1], end],
         }
     try:
@@ -453,20 +460,21 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 
 def _foreign(path: Path) -> Manifest:
     """Return the manifest of a file of safetensors, or of the files that an index names."""
-    if not path.name.endswith(".index.json"):
-        size, tensors = _read_header(path)
-        return _manifest_of(
-            {path.name: size}, {name: (path.name, *tensors[name]) for name in tensors}
-        )
-    try:
-        places = _of(_loads(path.read_bytes()).get("weight_map"), dict, "its weight_map")
-        for name in places.values():
-            _check_file_name(name)
-    except _WrongError as problem:
-        raise DamagedError(
-            f"{path} is damaged, or no index of files of safetensors: {problem}; copy it anew"
-        ) from None
-    read = {name: _read_header(path.parent / name) for name in dict.fromkeys(places.values())}
+    places: dict[str, str] | None = None
+    if path.name.endswith(".index.json"):
+        try:
+            places = _of(_loads(path.read_bytes()).get("weight_map"), dict, "its weight_map")
+            for name in places.values():
+                _check_file_name(name)
+        except _WrongError as problem:
+            raise DamagedError(
+                f"{path} is damaged, or no index of files of safetensors: {problem}; copy it anew"
+            ) from None
+    files = [path.name] if places is None else dict.fromkeys(places.values())
+    read = {file: read_header(path.parent / file) for file in files}
+    if places is None:
+        places = dict.fromkeys(read[path.name][1], path.name)
+    numbers = {file: number for number, file in enumerate(read)}
     arrays = {}
     for name, file in places.items():
         if name not in read[file][1]:
@@ -474,23 +482,13 @@ def _foreign(path: Path) -> Manifest:
                 f"{path} says that array {shown(name)} is in {file}, which has none of that name; "
                 "copy both anew"
             )
-        arrays[name] = (file, *read[file][1][name])
-    return _manifest_of({name: size for name, (size, _) in read.items()}, arrays)
+        dtype, shape, begin = read[file][1][name]
+        arrays[name] = Entry(shape, dtype, (Piece(numbers[file], whole(shape), begin, None),))
+    return Manifest(arrays, {}, None, tuple((file, size) for file, (size, _) in read.items()))
 
 
-def _manifest_of(
-    sizes: Mapping[str, int], arrays: Mapping[str, tuple[str, DType, tuple[int, ...], int]]
-) -> Manifest:
-    numbers = {name: number for number, name in enumerate(sizes)}
-    entries = {
-        name: Entry(shape, dtype, (Piece(numbers[file], whole(shape), begin, None),))
-        for name, (file, dtype, shape, begin) in arrays.items()
-    }
-    return Manifest(entries, {}, None, tuple(sizes.items()))
-
-
-def _read_header(path: Path) -> tuple[int, dict[str, Tensor]]:
-    """Return the size of a file of safetensors, and its tensors."""
+def read_header(path: Path) -> tuple[int, dict[str, Tensor]]:
+    """Return the size of a file of safetensors, and its tensors; see `parse_safetensors`."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         beginning = file.read(8)

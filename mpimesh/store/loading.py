@@ -23,7 +23,6 @@ from mpimesh.layout import Layout, PlacementLike
 from mpimesh.layout.boxes import Box, extent, global_box, slices, tiles
 from mpimesh.runtime import DeviceMesh, Launch
 from mpimesh.runtime.agreement import agree
-from mpimesh.runtime.call import Call
 from mpimesh.store.format import Entry, Manifest, read_manifest
 from mpimesh.store.parts import Parts, Saved
 from mpimesh.store.reading import FileReader
@@ -142,7 +141,7 @@ class _Together:
     def __init__(self, mesh: DeviceMesh | None, path: Path) -> None:
         self._core = None if mesh is None else mesh.group()._core
         self._path = path
-        self._call = None if self._core is None else Call("load", self._core.name, rule=str(path))
+        self._what = f"load {path}"
 
     @property
     def place(self) -> tuple[int, int]:
@@ -152,7 +151,7 @@ class _Together:
     def manifest(self) -> tuple[Manifest, Path]:
         """Return the manifest, and the folder of its files. Collective: one rank reads it."""
         core = self._core
-        if core is None or self._call is None:
+        if core is None:
             folder, manifest = read_manifest(self._path)
             return manifest, folder
         core.member("load")
@@ -164,15 +163,15 @@ class _Together:
                 text = manifest.text()
             except MpimeshError as error:
                 problem = error
-        rows = agree(core, self._call, [str(folder), len(text)], problem=problem)
+        rows = agree(core, self._what, [str(folder), len(text)], problem=problem)
         buffer = np.frombuffer(bytearray(text or rows[0][1]), np.uint8)
         request = core.communicator.broadcast(buffer, 0)
-        core.wait_for(request, what=self._call)
+        core.wait_for(request, what=self._what)
         return Manifest.parse(buffer.tobytes(), str(self._path)), Path(rows[0][0])
 
     def attempt(self, action: Callable[[], Any]) -> Any:
         """Return what `action` gives on this rank, if it fails on none. Collective."""
-        if self._core is None or self._call is None:
+        if self._core is None:
             return action()
         problem: Exception | None = None
         result = None
@@ -182,7 +181,7 @@ class _Together:
             problem = error
         except OSError as error:
             problem = StoreError(f"cannot read {self._path}: {error.strerror or error}")
-        agree(self._core, self._call, problem=problem)
+        agree(self._core, self._what, problem=problem)
         return result
 
 

@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpimesh.arguments import as_flag, as_int, digest_bits, shown
+from mpimesh.arguments import as_flag, as_int, digest_bits, rank_names, shown
 from mpimesh.arrays import Array, DType, HostArray, to_numpy
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, Steps
@@ -297,7 +297,7 @@ def _start(
 ) -> CollectiveTensor:
     core.member("save")
     settle(core)
-    call = Call("save", core.name, rule=str(path))
+    what = f"save to {path}"
     flat = Flat()
     problem: Exception | None = None
     own = common = token = ""
@@ -312,17 +312,17 @@ def _start(
         problem = error
     except OSError as error:
         problem = StoreError(f"cannot save to {path}: {error.strerror or error}")
-    rows = agree(core, call, [own, common], problem=problem)
+    rows = agree(core, what, [own, common], problem=problem)
     key = digest_bits(json.dumps([row[0] for row in rows]).encode(), 63)
     plans = _plans.setdefault(core, {})
     plan = plans.get(key)
     if plan is None:
-        plan = _plan(core, call, key, flat, file_bytes)
+        plan = _plan(core, what, key, flat, file_bytes)
         while len(plans) >= _MOST_PLANS:
             del plans[next(iter(plans))]
         plans[key] = plan
-    values = _union(core, call, flat, alike=len({row[1] for row in rows}) == 1)
-    token = agree(core, call, token)[0]
+    values = _union(core, what, flat, alike=len({row[1] for row in rows}) == 1)
+    token = agree(core, what, token)[0]
     fresh = unfinished(path, token)[1]
 
     def live(name: str, box: Box) -> Array:
@@ -345,7 +345,7 @@ def _start(
     if core.rank == 0:
         discard(path)
     # Others may change what this rank reads, where they see the same memory.
-    agree(core, call, problem=problem)
+    agree(core, what, problem=problem)
     writer = Writer(fresh / data_folder(token), plan.mine, _kinds(flat), source)
     writer.start()
     steps = _steps(core, plan, writer, flat, values, path, token)
@@ -354,6 +354,7 @@ def _start(
         for _, boxes in plan.mine.files
         for name, box in boxes
     )
+    call = Call("save", core.name, rule=str(path))
     handle = CollectiveTensor(core, call, core.stage(object(), steps), nbytes=nbytes)
     _under_way[core] = handle
     return handle
@@ -380,9 +381,9 @@ def _copied(plan: Plan, source: Callable[[str, Box], Array]) -> dict[tuple[str, 
     return memory
 
 
-def _plan(core: GroupCore, call: Call, key: int, flat: Flat, file_bytes: int) -> Plan:
+def _plan(core: GroupCore, what: str, key: int, flat: Flat, file_bytes: int) -> Plan:
     """Plan who writes what. Collective: all ranks describe what they have to the first one."""
-    rows = _gathered(core, call, _described(flat))
+    rows = _gathered(core, what, _described(flat))
     problem: MpimeshError | None = None
     told: list[Any] = []
     shares: list[Share] = []
@@ -395,8 +396,8 @@ def _plan(core: GroupCore, call: Call, key: int, flat: Flat, file_bytes: int) ->
             told = [share.files for share in shares]
         except MpimeshError as error:
             problem = error
-    agree(core, call, problem=problem)
-    mine = _scattered(core, call, told)
+    agree(core, what, problem=problem)
+    mine = _scattered(core, what, told)
     share = Share(
         tuple(
             (file, tuple((name, tuple(map(tuple, box))) for name, box in boxes))
@@ -406,7 +407,7 @@ def _plan(core: GroupCore, call: Call, key: int, flat: Flat, file_bytes: int) ->
     return Plan(key, share, tuple(shares), kinds)
 
 
-def _union(core: GroupCore, call: Call, flat: Flat, *, alike: bool) -> dict[str, Value]:
+def _union(core: GroupCore, what: str, flat: Flat, *, alike: bool) -> dict[str, Value]:
     """Return the values of all ranks by name, on the first one. Collective unless all are alike.
 
     Raises:
@@ -414,7 +415,7 @@ def _union(core: GroupCore, call: Call, flat: Flat, *, alike: bool) -> dict[str,
     """
     if alike:
         return flat.values
-    rows = _gathered(core, call, [flat.structure, flat.values])
+    rows = _gathered(core, what, [flat.structure, flat.values])
     problem: MpimeshError | None = None
     union: dict[str, Value] = {}
     first: dict[str, int] = {}
@@ -433,41 +434,41 @@ def _union(core: GroupCore, call: Call, flat: Flat, *, alike: bool) -> dict[str,
                 )
             first.setdefault(name, rank)
             union.setdefault(name, value)
-    agree(core, call, problem=problem)
+    agree(core, what, problem=problem)
     return union
 
 
-def _gathered(core: GroupCore, call: Call, value: Any) -> list[Any] | None:
+def _gathered(core: GroupCore, what: str, value: Any) -> list[Any] | None:
     """Return the JSON values of all ranks on the first one, None elsewhere. Collective."""
     text = np.frombuffer(zlib.compress(json.dumps(value).encode(), 1), np.uint8)
-    sizes = [row[0] for row in agree(core, call, [text.size])]
+    sizes = [row[0] for row in agree(core, what, [text.size])]
     if core.rank:
         request = core.communicator.isend(text, 0, _TAG)
-        core.wait_for(request, what=call, peers=(0,))
+        core.wait_for(request, what=what, peers=(0,))
         return None
     rows = [text] + [np.empty(size, np.uint8) for size in sizes[1:]]
     requests = [
         core.communicator.irecv(row, rank, _TAG) for rank, row in islice(enumerate(rows), 1, None)
     ]
-    core.wait_for(all_done(*requests), what=call)
+    core.wait_for(all_done(*requests), what=what)
     return [json.loads(zlib.decompress(row.tobytes())) for row in rows]
 
 
-def _scattered(core: GroupCore, call: Call, values: Sequence[Any]) -> Any:
+def _scattered(core: GroupCore, what: str, values: Sequence[Any]) -> Any:
     """Return to each rank its own of the JSON values that the first one has. Collective."""
     texts = [
         np.frombuffer(zlib.compress(json.dumps(each).encode(), 1), np.uint8) for each in values
     ]
-    sizes = agree(core, call, [text.size for text in texts])[0]
+    sizes = agree(core, what, [text.size for text in texts])[0]
     communicator = core.communicator
     if core.rank:
         mine = np.empty(sizes[core.rank], np.uint8)
-        core.wait_for(communicator.irecv(mine, 0, _TAG), what=call, peers=(0,))
+        core.wait_for(communicator.irecv(mine, 0, _TAG), what=what, peers=(0,))
         return json.loads(zlib.decompress(mine.tobytes()))
     requests = [
         communicator.isend(text, rank, _TAG) for rank, text in islice(enumerate(texts), 1, None)
     ]
-    core.wait_for(all_done(*requests), what=call)
+    core.wait_for(all_done(*requests), what=what)
     return json.loads(json.dumps(values[0]))
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import signal
 
 import numpy as np
 import pytest
 
+import mpimesh as mm
+from mpimesh.store.checkpoints import steps_in
 from tests.launch.example_runs import EXAMPLES, assert_one_line, example_module, in_process
 
 STEPS = 6
@@ -47,7 +47,7 @@ def stop_in(monkeypatch):
 
 
 def saved_step(folder):
-    return len(json.loads((folder / "checkpoint.json").read_text())["notes"]["losses"])
+    return steps_in(folder)[-1]
 
 
 @pytest.mark.deep
@@ -165,32 +165,36 @@ def test_a_finished_run_goes_on_for_more_steps(train, tmp_path, capsys):
     assert_one_line(capsys.readouterr().err, "train_gpt.py", "step 9", "--steps 4")
 
 
-DAMAGES = {
-    "list": lambda saved: [],
-    "settings": lambda saved: saved | {"settings": None},
-    "files": lambda saved: {key: saved[key] for key in saved if key != "files"},
-    "notes": lambda saved: saved | {"notes": {}},
-    "losses": lambda saved: saved | {"notes": saved["notes"] | {"losses": [1.0] * 4}},
-    "model_step": lambda saved: saved | {"model_step": "x"},
-    "below": lambda saved: saved | {"model_step": 3},
-    "held_out": lambda saved: saved | {"notes": saved["notes"] | {"held_out": 3}},
-    "rates": lambda saved: saved | {"notes": saved["notes"] | {"rates": {"num_steps": 4}}},
-}
+def last_of(saved):
+    return saved / f"step-{saved_step(saved):08}"
 
 
 @pytest.mark.deep
-def test_a_damaged_manifest_is_refused(train, tmp_path, capsys):
-    command = ["--virtual", "2", *TINY, "--checkpoint", str(tmp_path / "saved")]
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed", "another", "settings"])
+def test_a_damaged_manifest_is_refused(train, tmp_path, capsys, damage):
+    saved = tmp_path / "saved"
+    command = ["--virtual", "2", *TINY, "--checkpoint", str(saved)]
     train(*command)
-    path = tmp_path / "saved" / "checkpoint.json"
-    saved = json.loads(path.read_text())
-    texts = [json.dumps(change(saved)) for change in DAMAGES.values()] + ["", "{"]
-    for text in texts:
-        path.write_text(text)
-        capsys.readouterr()
-        code, _ = train(*command)
-        assert code == 2, text
-        assert_one_line(capsys.readouterr().err, "train_gpt.py", path, "damaged")
+    path = last_of(saved) / "manifest.json"
+    text = path.read_bytes()
+    changes = {
+        "empty": b"",
+        "cut": text[:-100],
+        "changed": text.replace(b"16", b"17", 1),
+        "another": b"{}",
+    }
+    if damage == "settings":  # whole, and of another program
+        mm.save(last_of(saved), {"step": 3})
+        words = ["settings"]
+    else:
+        path.write_bytes(changes[damage])
+        words = ["manifest.json", "another checkpoint"]
+    capsys.readouterr()
+    code, _ = train(*command)
+    assert code == 2
+    error = capsys.readouterr().err
+    assert "train_gpt.py: error: " in error
+    assert all(word in error for word in [str(last_of(saved)), *words]), error
 
 
 @pytest.mark.deep
@@ -200,7 +204,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(train, tmp_path, capsys, dama
     saved = tmp_path / "saved"
     command = ["--virtual", "2", "--mesh", "tp=2", *TINY, "--checkpoint", str(saved)]
     train(*command)
-    first, second = sorted(saved.glob("step-*/rank-*.safetensors"))
+    first, second = sorted(last_of(saved).rglob("*.safetensors"))
     if damage == "lost":
         second.unlink()
     elif damage == "short":
@@ -210,7 +214,20 @@ def test_a_checkpoint_that_is_not_whole_is_refused(train, tmp_path, capsys, dama
     capsys.readouterr()
     code, _ = train("--virtual", "1", "--mesh", "dp=1", *command[4:])
     assert code == 2
-    assert_one_line(capsys.readouterr().err, "train_gpt.py", first.parent, "rank 0")
+    assert_one_line(capsys.readouterr().err, "train_gpt.py", second, "another checkpoint")
+
+
+@pytest.mark.deep
+def test_an_older_one_is_taken_for_a_damaged_one(train, tmp_path):
+    saved = tmp_path / "saved"
+    command = ["--virtual", "2", *TINY, "--checkpoint", str(saved), "--checkpoint-steps", "2"]
+    _, whole = train(*command)
+    next(last_of(saved).rglob("*.safetensors")).unlink()
+    with pytest.warns(mm.store.DamagedCheckpointWarning, match="step-00000006"):
+        code, results = train(*command)
+    assert code == 0
+    assert results["resumed_at_step"] == 4
+    assert results["losses"] == whole["losses"]
 
 
 @pytest.mark.deep
@@ -220,18 +237,18 @@ def test_a_killed_job_goes_on_from_what_was_saved(launch, train, tmp_path):
     command = [*TINY, "--checkpoint", str(saved), "--checkpoint-steps", "1"]
     program = f"""
 import os, runpy, sys
+from mpimesh.store import writing
 sys.argv = ["train_gpt.py", "--mesh", "tp=2", *sys.argv[1:]]
 sys.path.insert(0, {str(EXAMPLES)!r})
-import common.checkpoint as checkpoint
-write_whole = checkpoint.write_whole
+commit = writing.Commit._commit
 
-def killed(path, write):
-    if path.name == "checkpoint.json" and "step-00000003" in str(list(path.parent.iterdir())):
-        write(path.with_name("checkpoint.json.new"))
+def killed(self, text):
+    if self._path.name == "step-00000003":
+        (self._fresh / "manifest.json").write_bytes(text[:100])
         os.kill(os.getpid(), 9)
-    write_whole(path, write)
+    commit(self, text)
 
-checkpoint.write_whole = killed
+writing.Commit._commit = killed
 runpy.run_path({str(EXAMPLES / "train_gpt.py")!r}, run_name="__main__")
 """
     result = launch(2, ["-c", program, *command])
@@ -242,23 +259,5 @@ runpy.run_path({str(EXAMPLES / "train_gpt.py")!r}, run_name="__main__")
     assert code == 0
     assert results["resumed_at_step"] == 2
     np.testing.assert_allclose(results["losses"], whole["losses"], rtol=1e-5)
-    assert [path.name for path in saved.glob("step-*")] == ["step-00000006"]
-
-
-def test_a_link_under_the_unfinished_name_is_not_followed(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    checkpoint = importlib.import_module("common.checkpoint")
-    path, other = tmp_path / "checkpoint.json", tmp_path / "other"
-    other.write_text("other")
-    (tmp_path / "checkpoint.json.new").symlink_to(other)
-    checkpoint.write_whole(path, lambda fresh: fresh.write_text("whole"))
-    assert (path.read_text(), other.read_text()) == ("whole", "other")
-    assert not path.is_symlink()
-
-
-def test_places_of_older_files_are_read(monkeypatch):
-    """They say an axis and its run, where newer ones say a box."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    place = importlib.import_module("common.checkpoint").Place
-    assert place.from_json([6, 3], 1, [[0, 2]]) == place((6, 3), ((0, 6), (0, 2)))
-    assert place.from_json([6, 3], [[0, 6], [0, 2]]) == place((6, 3), ((0, 6), (0, 2)))
+    names = [f"step-{step:08}" for step in (4, 5, 6)]
+    assert sorted(path.name for path in saved.iterdir()) == names

@@ -1,4 +1,4 @@
-"""A job that comes back, as small as it can be: weights, steps, a guard, one file.
+"""A training that comes back, as small as it can be: a model split over all ranks, a guard.
 
 Each rank prints a line of JSON about where it runs, and rank 0 one about each run. The first run
 takes its time, so that it is stopped before it is done.
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 import mpimesh as mm
+from mpimesh import nn, optim
 from mpimesh.runtime.launch import Launch
 from mpimesh.store import run_guard
-from mpimesh.store.files import replaced
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", type=Path)
@@ -47,23 +47,28 @@ with mm.DeviceMesh("dp=-1") as mesh:
     where = {key: os.environ.get(key) for key in keys}
     say(rank=mesh.rank, size=mesh.world_size, **where)
 
-    path = args.checkpoint / "weights.npz" if args.checkpoint else None
-    weights, first = np.linspace(-1, 1, 1000), 0
-    if path and path.exists():
-        with np.load(path) as saved:
-            weights, first = saved["weights"], int(saved["step"])
-    step = first
-    for step in range(first, args.steps):
+    net = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 4))
+    model = mm.fully_shard(net, mesh, stage=3, loss=nn.cross_entropy)
+    optimizer = mm.ParallelOptimizer(optim.AdamW(model.parameters(), lr=0.01), model)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    checkpoints = mm.Checkpoints(args.checkpoint, mesh, every=10) if args.checkpoint else None
+    if checkpoints:
+        state = checkpoints.load(state) or state
+    first = state["step"]
+    for step in range(first + 1, args.steps + 1):
         time.sleep(0 if restarts else args.step_s)
-        draw = np.random.default_rng([step, mesh.rank]).normal(size=weights.size)
-        weights -= 0.1 * mesh.group().all_reduce(draw * weights, op="mean").resolve()
-        if args.ready and step == first + 3:
+        rng = np.random.default_rng(step)
+        x, y = rng.normal(size=(12, 16)).astype("float32"), rng.integers(0, 4, 12)
+        model.train_step(x, y)
+        optimizer.step()
+        if args.ready and step == first + 4:
             args.ready.touch()
-        if guard.stopping(mesh):
+        state["step"] = step
+        stopping = guard.stopping(mesh)
+        if checkpoints:
+            checkpoints.save(step, state, force=stopping or step == args.steps)
+        if stopping:
             break
     if mesh.rank == 0:
-        if path:
-            with replaced(path) as fresh, fresh.open("wb") as file:
-                np.savez(file, weights=weights, step=step + 1)
-        say(restarts=restarts, first=first, last=step, reason=guard.reason)
+        say(restarts=restarts, first=first, last=state["step"], reason=guard.reason)
 guard.exit()

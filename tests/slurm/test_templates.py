@@ -88,6 +88,7 @@ def test_restarts_have_a_limit(submit, finish, slurm, tmp_path):
     assert (job.state, job.exit_code, job.restarts) == ("FAILED", 85, 0)
 
 
+@pytest.mark.parametrize("venv", ["mpich"], indirect=True)
 def test_a_restart_has_a_step_of_its_own(submit, finish, slurm, tmp_path):
     """Killed ranks leave the shared memory that MPICH named after job and step behind."""
     ready = tmp_path / "ready"
