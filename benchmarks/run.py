@@ -2,8 +2,8 @@
 
 Starts 2 and 4 ranks with the mpiexec of this Python's MPI, and prints a table for each. The
 suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, recompute, step,
-minilm, gpt, gloo, torch_ddp, sharded and device; all of them if none is named. step is measured on
-1 rank, too.
+array_files, minilm, gpt, gloo, torch_ddp, sharded and device; all of them if none is named. step is
+measured on 1 rank, too.
 
 recompute and gpt are on 1 rank. gpt, gloo, torch_ddp and sharded are left out where there is no
 PyTorch; the variable TORCH_PYTHON names another Python to measure them with. minilm is left out
@@ -33,7 +33,16 @@ from mpimesh.testing.launch import launch  # noqa: E402
 
 _ON_HOST = ("all_reduce", "shared", "buckets", "pipeline", "training", "redistribute")
 _WITH_TORCH = ("gpt", "gloo", "torch_ddp", "sharded")
-SUITES = ("startup", *_ON_HOST, "recompute", "step", "minilm", *_WITH_TORCH, "device")
+SUITES = (
+    "startup",
+    *_ON_HOST,
+    "recompute",
+    "step",
+    "array_files",
+    "minilm",
+    *_WITH_TORCH,
+    "device",
+)
 RANKS = (2, 4)
 _LIMIT_S = 1800.0
 
@@ -93,6 +102,8 @@ def _measure(suites: list[str], *, tiny: bool) -> None:
     if "step" in suites:
         for size in (1, *ranks):
             _run(size, ["step"], tiny)
+    if "array_files" in suites:
+        _run(ranks[0], ["array_files"], tiny)
     for name, suite, sizes in (
         ("minilm", minilm, ranks[:1]),
         ("gpt", gpt, (1,)),

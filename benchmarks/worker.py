@@ -14,6 +14,7 @@ from mpi4py import MPI
 import mpimesh as mm
 from benchmarks import (
     all_reduce,
+    array_files,
     buckets,
     checkpoints,
     device,
@@ -41,6 +42,7 @@ SUITES = {
     "redistribute": redistribute.run,
     "recompute": recompute.run,
     "step": step.run,
+    "array_files": array_files.run,
     "minilm": minilm.run,
     "sharded": sharded.run,
     "checkpoints": checkpoints.run,

@@ -32,7 +32,7 @@ from mpimesh.store.flat_arrays import cut, grid_tiles
 
 __all__ = ["ArrayFile", "Region", "as_ours", "holders_of", "tell_all", "write_region"]
 
-SLAB_BYTES = 8 << 20
+SLAB_BYTES = 4 << 20
 """Bytes of an array that are carried to the ranks that write them at a time."""
 
 _SHORT_BYTES = 4096

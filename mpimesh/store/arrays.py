@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -164,7 +163,7 @@ def save_array(
 
     Cost:
         Ranks write what they have. Where blocks are in short pieces in the file, or two ranks have
-        parts of a chunk, 8 MiB at a time are carried to the ranks that write them.
+        parts of a chunk, 4 MiB at a time are carried to the ranks that write them.
 
     Example:
         >>> mm.save_array("x.npy", x)
@@ -446,7 +445,6 @@ def _publish(part: Path, path: Path) -> None:
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_DISCARDS, _NAP_S = 40, 0.05
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -466,12 +464,7 @@ def _exchange(one: Path, other: Path) -> None:
 def _discard(part: Path) -> None:
     """Remove what was written, or what it has replaced."""
     if part.is_dir():
-        # After an error zarr goes on for a moment with other chunks, beside what is removed.
-        for _ in range(_DISCARDS):
-            shutil.rmtree(part, ignore_errors=True)
-            if not part.exists():
-                break
-            time.sleep(_NAP_S)
+        shutil.rmtree(part, ignore_errors=True)
     else:
         with suppress(OSError):
             part.unlink(missing_ok=True)

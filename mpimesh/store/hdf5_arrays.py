@@ -6,8 +6,10 @@ of it there, which needs no HDF5 with MPI. Of others, which have chunks, one ran
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from mpimesh.store.files import sync
 from mpimesh.store.flat_arrays import FlatArray, open_file, read_in_tiles
 
 __all__ = ["create_hdf5", "open_hdf5"]
+
+
+_METADATA_BYTES = 64 << 10
+"""What HDF5 may write beside elements at a time."""
 
 
 class Hdf5Array:
@@ -54,6 +60,11 @@ class Hdf5Array:
         import h5py
 
         if values.size:
+            cells = [
+                -(-stop // step) * step - start // step * step
+                for (start, stop), step in zip(box, self.grain, strict=True)
+            ]
+            _check_room(self._path, prod(cells) * self.dtype.itemsize)
             with h5py.File(self._path, "r+") as file:
                 file[self._name][slices(box)] = values
 
@@ -140,6 +151,7 @@ def create_hdf5(
         raise DTypeError(f"HDF5 has no dtype {dtype}; save x.astype(...) of another one")
     if old.exists():
         shutil.copyfile(old, path)
+    _check_room(path.parent, 0)
     with h5py.File(path, "a") as file:
         if isinstance(file.get(name), h5py.Group):
             raise StoreError(f"cannot write dataset {name!r} of {old}: it is a group there")
@@ -152,6 +164,13 @@ def create_hdf5(
             properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
             properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         file.create_dataset(name, shape, dtype, chunks=chunks, dcpl=properties)
+
+
+def _check_room(path: Path, nbytes: int) -> None:
+    """Refuse to write on a full disk: HDF5's library crashes there when it closes the file."""
+    disk = os.statvfs(path)
+    if disk.f_bavail * disk.f_frsize < nbytes + _METADATA_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _name(dataset: str | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import product
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_objects
 from mpimesh.errors import DTypeError
-from mpimesh.layout.boxes import Box, slices
+from mpimesh.layout.boxes import Box, local_box, slices, view
 from mpimesh.store.files import sync
-from mpimesh.store.flat_arrays import read_in_tiles
+from mpimesh.store.flat_arrays import grid_tiles, read_in_tiles
 
 __all__ = ["chunks_of", "create_zarr", "open_zarr"]
 
@@ -53,14 +52,11 @@ class ZarrArray:
 
     def write(self, box: Box, values: HostArray) -> None:
         """Write the values of a box. No other rank may write into its chunks meanwhile."""
-        if not values.size:
-            return
-        self._array[slices(box)] = values
-        cells = [
-            range(start // step, -(-stop // step))
-            for (start, stop), step in zip(box, self.grain, strict=True)
-        ]
-        self._written.update(map(self._array.metadata.encode_chunk_key, product(*cells)))
+        # Chunk by chunk: after an error zarr would go on with others, and nobody could wait for it.
+        for tile in grid_tiles(box, self.grain, 1):
+            self._array[slices(tile)] = view(values, local_box(tile, box))
+            cell = tuple(start // step for (start, _), step in zip(tile, self.grain, strict=True))
+            self._written.add(self._array.metadata.encode_chunk_key(cell))
 
     def sync(self) -> None:
         """Have the chunks that were written here on the disk, and their folders."""

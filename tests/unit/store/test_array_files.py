@@ -205,7 +205,7 @@ def test_wrong_arguments(tmp_path):
     zarr.create_group(tmp_path / "group.zarr")
     x: Any = np.zeros(3)
     save, there = save_array, tmp_path / "x.npy"
-    for error, words, call in [
+    cases: list[tuple[Any, list[Any], Any]] = [
         (StoreError, [".npy", "x.txt"], lambda: open_array(tmp_path / "x.txt")),
         (StoreError, [".h5", "x.txt"], lambda: save(tmp_path / "x.txt", x)),
         (StoreError, ["tiff"], lambda: open_array(there, format="tiff")),
@@ -225,7 +225,8 @@ def test_wrong_arguments(tmp_path):
         (ShapeError, ["chunks", (2, 2)], lambda: save(tmp_path / "x.zarr", x, chunks=(2, 2))),
         (ShapeError, ["chunks", (0,)], lambda: save(tmp_path / "x.zarr", x, chunks=(0,))),
         (LayoutError, ["mesh"], lambda: open_array(there, mm.Mesh("a=2"))),  # type: ignore[arg-type]
-    ]:
+    ]
+    for error, words, call in cases:
         with raises(error, *words):
             call()
     assert np.load(there).shape == (3, 4)
@@ -286,13 +287,15 @@ def test_tiles_of_a_grid_are_all_of_a_box_and_apart(case, most, fortran):
     box, grain = case
     counts = np.zeros([max(1, stop) for _, stop in box], int)
     for tile in grid_tiles(box, grain, most, fortran=fortran):
-        view = counts[(*(slice(*edges) for edges in tile), ...)]
+        at: Any = (*(slice(*edges) for edges in tile), ...)
+        view = counts[at]
         view += 1
         assert view.size <= max(most, int(np.prod(grain)))
         for (start, stop), (low, high), step in zip(tile, box, grain, strict=True):
             assert start == low or start % step == 0
             assert stop == high or stop % step == 0
-    inside = counts[(*(slice(*edges) for edges in box), ...)]
+    at = (*(slice(*edges) for edges in box), ...)
+    inside = counts[at]
     assert (inside == 1).all()
     assert counts.sum() == inside.size
 
