@@ -23,7 +23,8 @@ beside what plain PyTorch gets for the same model and the same batches, such as
     plain PyTorch: loss 4.873547, after 20 steps 3.472227
 
 and ends with exit code 1 if the losses of a step differ by more than rounding. With --checkpoint
-DIR a run that was stopped goes on, also on another mesh. --help shows all options. Beside this file, common/ holds what all examples share.
+DIR a run that was stopped goes on, also on another mesh. --help shows all options. Beside this file,
+common/ holds what all examples share.
 """
 
 from __future__ import annotations
@@ -170,9 +171,7 @@ def train(
     loss = mt.wrap_loss(next_letter_loss)
     names = ("blocks", "rows", "lr", "seed")
     settings = {name: getattr(options, name) for name in names}
-    checkpoints = RunCheckpoints(
-        options.checkpoint, mesh, settings, every=options.checkpoint_steps
-    )
+    checkpoints = RunCheckpoints(options.checkpoint, mesh, settings, every=options.checkpoint_steps)
     state = {"model": pipe, "optimizer": optimizer, "losses": []}
     done = checkpoints.load(state)
     losses: list[float] = state["losses"]

@@ -518,7 +518,7 @@ def restored_torch_optimizer(
     """
     torch = sys.modules["torch"]
     state = optimizer.state_dict()
-    groups = saved.get("param_groups", [] if strict else state["param_groups"])
+    groups: Any = saved.get("param_groups", [] if strict else state["param_groups"])
     if len(groups) != len(state["param_groups"]):
         raise ModuleError(
             f"{type(optimizer).__name__} has {len(state['param_groups'])} param_groups, and was "

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -62,6 +62,39 @@ _PIECE_BYTES = 64 << 20
 """A box that several ranks have is cut into pieces of so many bytes, which they share."""
 _NOTE_BYTES = 2048
 _TAG = MAX_USER_TAG + 14
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    wait: Literal[True] = True,
+    file_bytes: int = FILE_BYTES,
+) -> None: ...
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    wait: Literal[False],
+    file_bytes: int = FILE_BYTES,
+) -> CollectiveTensor: ...
+
+
+@overload
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    wait: bool,
+    file_bytes: int = FILE_BYTES,
+) -> CollectiveTensor | None: ...
 
 
 def save(

@@ -52,7 +52,7 @@ Structure: TypeAlias = Any
 """JSON: a leaf, or ``{"dict": [[key, structure], ...]}``, ``{"list": [...]}``, ``{"tuple": [...]}``
 or ``{"state": structure}`` of an object's `state_dict`."""
 
-_MOST_DEPTH = 100
+_MOST_DEPTH = 60
 
 
 @dataclass(slots=True)

@@ -69,7 +69,7 @@ class PartStore:
             told = self._told.setdefault(name, np.zeros(leaf.shape, bool))
             for box, array in leaf.parts:
                 assert volume(box), f"{name} has an empty box"
-                at = (*slices(box), ...)
+                at: Any = (*slices(box), ...)
                 again = told[at]
                 np.testing.assert_array_equal(whole[at][again], array[again], err_msg=name)
                 whole[at] = array
@@ -105,7 +105,8 @@ class PartStore:
                 start = array.__array_interface__["data"][0]
                 with self._lock:
                     self._targets.append((start, start + array.nbytes, mesh.rank))
-                array[...] = whole[(*slices(box), ...)]
+                at: Any = (*slices(box), ...)
+                array[...] = whole[at]
         mesh.group().barrier()
         with self._lock:
             ordered = sorted(self._targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -141,9 +143,9 @@ def test_t37_refusals(tmp_path):
         w = split(mesh, "x=S0")
         name_based_save(mesh, prefix, {"w": w, "other": w})
         with raises(StoreError, "'w'", "DTensor", "pack"):
-            name_based_save(mesh, prefix, {"w": W})
+            name_based_save(mesh, prefix, {"w": cast(Any, W)})
         with raises(StoreError, "by name"):
-            name_based_restore(mesh, prefix, [w])
+            name_based_restore(mesh, prefix, cast(Any, [w]))
         with raises(StoreError, "'v'"):
             name_based_restore(mesh, prefix, {"v": w})
         with raises(ShapeError, "'w'", (6, 5), (6, 4)):
@@ -159,7 +161,7 @@ def test_t37_refusals(tmp_path):
         with raises(StoreError, "slices", "'6 5 0,3:-'"):
             sharded_save(mesh, prefix, ["w"], ["6 5 0,3:-"], [w])
         with raises(MeshError, "mesh"):
-            DTensorCheckpoint("x=2")
+            DTensorCheckpoint(cast(Any, "x=2"))
         with mm.DeviceMesh("y=2") as another, raises(MeshError, "'w'", "y=2"):
             name_based_save(another, prefix, {"w": w})
         with raises(MismatchError, "name_based_save"):

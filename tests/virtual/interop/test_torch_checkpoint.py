@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,6 +163,7 @@ def test_what_does_not_fit_a_module_changes_nothing():
     made = module()
     before = copy.deepcopy(made.state_dict())
     state = torch_state(module(seed=3))
+    change: Any
     for change, kind, words in [
         ({"0.weight": np.zeros((3, 3), "f4")}, ShapeError, "0.weight"),
         ({"0.weight": 3}, ShapeError, "0.weight"),

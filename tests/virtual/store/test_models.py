@@ -48,7 +48,7 @@ class Case:
     kind: str = "layers"
     schedule: str = "1f1b"
     zero: int | None = 1
-    bucket_bytes: float = 300
+    bucket_bytes: int = 300
     apart: bool = False
     hybrid: bool = False
     rule: str = "adam"
@@ -427,7 +427,9 @@ def loading(store, prefix, make):
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(prefix, change, kind, words):
-    store, _ = SAVED if SAVED else SAVED.extend(saved_model()) or SAVED
+    if not SAVED:
+        SAVED.extend(saved_model())
+    store, _ = SAVED
 
     def make(saved):
         changed = {**saved, **change}
