@@ -23,8 +23,8 @@ beside what plain PyTorch gets for the same model and the same batches, such as
     plain PyTorch: loss 4.873547, after 20 steps 3.472227
 
 and ends with exit code 1 if the losses of a step differ by more than rounding. With --checkpoint
-DIR a run that was stopped goes on, also on another mesh. --help shows all options. Beside this file,
-common/ holds what all examples share.
+DIR a run that was stopped goes on, also on another mesh. --help shows all options. Beside this
+file, common/ holds what all examples share.
 """
 
 from __future__ import annotations
