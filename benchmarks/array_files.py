@@ -1,7 +1,8 @@
 """Arrays in files: saved and read in each format, against the same bytes in plain files.
 
-The first way is each rank writing (reading) a plain file of its bytes, with fsync: what the disk
-and the system can do. The others are `mm.save_array` and `open_array`, one rank that gathers and
+The first way is each rank writing (reading) a plain file of its bytes, with fsync, under another
+name first, as the file before stays until then: what the disk and the system can do. All ways end with the bytes on the disk: else the next one would wait for
+them. The others are `mm.save_array` and `open_array`, one rank that gathers and
 calls NumPy, and h5py and zarr in one process. Reading finds the file in the system's cache.
 """
 
@@ -42,10 +43,12 @@ def run(mesh: mm.DeviceMesh, effort: Effort) -> list[dict[str, Any]]:
     mine = folder / f"rank{comm.rank}.bin"
 
     def write_plain() -> None:
-        with mine.open("wb") as file:
+        fresh = mine.with_suffix(".part")
+        with fresh.open("wb") as file:
             file.write(x.local.data)
             file.flush()
             os.fsync(file.fileno())
+        fresh.rename(mine)
 
     def read_plain() -> None:
         with mine.open("rb") as file:
@@ -66,6 +69,8 @@ def run(mesh: mm.DeviceMesh, effort: Effort) -> list[dict[str, Any]]:
         if name == "h5py":
             with h5py.File(folder / "plain.h5", "w") as file:
                 file["x"] = whole
+            with (folder / "plain.h5").open("rb") as file:
+                os.fsync(file.fileno())
         else:
             shutil.rmtree(folder / "plain.zarr", ignore_errors=True)
             array = zarr.create_array(
@@ -75,6 +80,7 @@ def run(mesh: mm.DeviceMesh, effort: Effort) -> list[dict[str, Any]]:
                 chunks=(max(1, rows // 16), _COLUMNS),
             )
             array[...] = whole
+            os.sync()  # as there are many files
 
     def read_alone(name: str) -> None:
         if comm.rank == 0 and name == "NumPy":
@@ -95,8 +101,8 @@ def run(mesh: mm.DeviceMesh, effort: Effort) -> list[dict[str, Any]]:
         "save_array, HDF5": lambda: save_array(folder / "x.h5", x, dataset="x"),
         "save_array, Zarr": lambda: save_array(folder / "x.zarr", x),
         "gathered, np.save": gather_and_save,
-        "gathered, h5py, no fsync": lambda: write_alone("h5py"),
-        "gathered, zarr, no fsync": lambda: write_alone("zarr"),
+        "gathered, h5py": lambda: write_alone("h5py"),
+        "gathered, zarr": lambda: write_alone("zarr"),
     }
     reads: dict[str, Callable[[], object]] = {
         "plain files": read_plain,
