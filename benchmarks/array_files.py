@@ -1,9 +1,10 @@
 """Arrays in files: saved and read in each format, against the same bytes in plain files.
 
 The first way is each rank writing (reading) a plain file of its bytes, with fsync, under another
-name first, as the file before stays until then: what the disk and the system can do. All ways end with the bytes on the disk: else the next one would wait for
-them. The others are `mm.save_array` and `open_array`, one rank that gathers and
-calls NumPy, and h5py and zarr in one process. Reading finds the file in the system's cache.
+name first, as the file before stays until then: what the disk and the system can do. All ways end
+with the bytes on the disk: else the next one would wait for them. The others are `mm.save_array`
+and `open_array`, one rank that gathers and calls NumPy, and h5py and zarr in one process. Reading
+finds the file in the system's cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checkpoints: saving and loading beside plain files, and beside torch.distributed.checkpoint.
 
 A tree of float32 arrays, split by rows over the ranks. `plain files`: each rank writes the same
-bytes into one file of its own, from one array, and has it on the disk; or reads them into memory
-that is there. `a copy`: the same arrays copied into memory that is there. Files that
+bytes into one file of its own, from one array, and has it on the disk; or reads them into the
+arrays. `a copy`: the same arrays copied into memory that is there. Files that
 were just written are in the memory of the system, so reading is without the disk, for all alike.
 
 torch.distributed.checkpoint has the same arrays as DTensors over gloo, in the same processes. It
@@ -27,7 +27,7 @@ from benchmarks.rows import make_rows, size_text
 
 __all__ = ["run"]
 
-TOTAL_BYTES = 256 << 20
+TOTAL_BYTES = 512 << 20
 _TINY_BYTES = 1 << 20
 ARRAYS = 32
 _ROUNDS = 7
@@ -70,11 +70,9 @@ def _beside_files(
     tree = make_tree(mesh, total)
     size = sum(array.local.nbytes for array in tree.values())
     flat = np.concatenate([array.local.reshape(-1) for array in tree.values()])
-    target = np.zeros_like(flat)
     plain, saved = folder / f"plain-{mesh.rank}", folder / "saved"
 
     def write_plain() -> None:
-        plain.unlink(missing_ok=True)
         with plain.open("wb", buffering=0) as file:
             at, view = 0, flat.view(np.uint8).data
             while at < size:
@@ -83,18 +81,24 @@ def _beside_files(
 
     def read_plain() -> None:
         with plain.open("rb", buffering=0) as file:
-            at, view = 0, target.view(np.uint8).data
-            while at < size:
-                at += file.readinto(view[at : at + (64 << 20)]) or 0
+            for array in tree.values():
+                at, view = 0, array.local.reshape(-1).view(np.uint8).data
+                while at < len(view):
+                    at += file.readinto(view[at:]) or 0
 
-    def save_again() -> None:
-        if mesh.rank == 0:
-            shutil.rmtree(saved, ignore_errors=True)
-        mm.save(saved, tree, mesh=mesh)
+    def remove() -> None:
+        plain.unlink(missing_ok=True)
+        _removed(mesh, saved)()
 
-    ways: dict[str, Callable[[], object]] = {"plain files": write_plain, "mm.save": save_again}
+    ways: dict[str, Callable[[], object]] = {
+        "plain files": write_plain,
+        "mm.save": lambda: mm.save(saved, tree, mesh=mesh),
+    }
     what = f"save {size_text(total)}"
-    rows = make_rows(what, in_turns(comm, ways, calls=1, rounds=rounds))
+    between: Any = _Between(comm, remove)
+    rows = make_rows(what, in_turns(between, ways, calls=1, rounds=rounds))
+    write_plain()
+    mm.save(saved, tree, mesh=mesh)
     ways = {
         "plain files": read_plain,
         "mm.load": lambda: mm.load(saved, tree),
@@ -114,24 +118,40 @@ def _beside_files(
         handles.append(mm.save(saved, tree, wait=False))
 
     ways = {"a copy": copy, "mm.save": start}
-    timings = in_turns(_Settling(comm, handles), ways, calls=1, rounds=rounds)  # type: ignore[arg-type]
+    between = _Between(comm, lambda: _resolve(handles))
+    timings = in_turns(between, ways, calls=1, rounds=rounds)
     _resolve(handles)
     return rows + make_rows(f"delay by wait=False, {size_text(total)}", timings)
 
 
-class _Settling:
-    """A communicator that waits for what is under way before each barrier, outside of the time."""
+class _Between:
+    """A communicator that does something before each barrier, outside of the time.
 
-    def __init__(self, comm: Any, handles: list[Any]) -> None:
+    Args:
+        comm: The communicator.
+        action: What is done, on each rank.
+    """
+
+    def __init__(self, comm: Any, action: Callable[[], None]) -> None:
         self._comm = comm
-        self._handles = handles
+        self._action = action
 
     def Barrier(self) -> None:
-        _resolve(self._handles)
+        self._action()
         self._comm.Barrier()
 
     def allreduce(self, value: Any, op: Any) -> Any:
         return self._comm.allreduce(value, op)
+
+
+def _removed(mesh: mm.DeviceMesh, *folders: Path) -> Callable[[], None]:
+    """Return what removes folders, so that each way begins without."""
+
+    def remove() -> None:
+        for folder in folders if mesh.rank == 0 else ():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    return remove
 
 
 def _resolve(handles: list[Any]) -> None:
@@ -154,26 +174,20 @@ def _beside_torch(
     }
     ours, theirs = folder / "ours", folder / "theirs"
 
-    def save_ours() -> None:
-        if mesh.rank == 0:
-            shutil.rmtree(ours, ignore_errors=True)
-        mm.save(ours, tree, mesh=mesh)
-
     def save_theirs(sync: bool) -> Callable[[], None]:
-        def save() -> None:
-            if mesh.rank == 0:
-                shutil.rmtree(theirs, ignore_errors=True)
-            comm.Barrier()
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(theirs, sync_files=sync))
-
-        return save
+        return lambda: dcp.save(
+            tensors, storage_writer=dcp.FileSystemWriter(theirs, sync_files=sync)
+        )
 
     ways: dict[str, Callable[[], object]] = {
         "torch.distributed.checkpoint": save_theirs(True),
         "torch, not on the disk yet": save_theirs(False),
-        "mm.save": save_ours,
+        "mm.save": lambda: mm.save(ours, tree, mesh=mesh),
     }
-    rows = make_rows(f"save {size_text(total)}", in_turns(comm, ways, calls=1, rounds=rounds))
+    between: Any = _Between(comm, _removed(mesh, ours, theirs))
+    rows = make_rows(f"save {size_text(total)}", in_turns(between, ways, calls=1, rounds=rounds))
+    save_theirs(True)()
+    mm.save(ours, tree, mesh=mesh)
     ways = {
         "torch.distributed.checkpoint": lambda: dcp.load(
             tensors, storage_reader=dcp.FileSystemReader(theirs)
