@@ -103,7 +103,7 @@ def _beside_files(
         "plain files": read_plain,
         "mm.load": lambda: mm.load(saved, tree),
         "mm.load, not verified": lambda: mm.load(saved, tree, verify="none"),
-        "mm.load, verified first": lambda: mm.load(saved, tree, verify="first"),
+        "mm.load, verified first": lambda: mm.load(saved, tree, verify="before"),
     }
     rows += make_rows(f"load {size_text(total)}", in_turns(comm, ways, calls=1, rounds=rounds))
     handles: list[Any] = []

@@ -62,14 +62,19 @@ def list_folder(
 ) -> None:
     """List the checkpoints in a folder, with those that are damaged or were not finished.
 
-    A checkpoint is whole if its manifest is, and each of its files is there with its size;
+    A checkpoint is complete if its manifest is whole, and each of its files is there with its size;
     `verify` reads the files, too.
     """
     with _errors():
         paths = sorted(folder.iterdir(), key=lambda path: path.name.lstrip("."))
         rows = [row for path in paths if (row := _row(path))]
         if not rows:
-            raise StoreError(f"{folder} has no checkpoints in it")
+            is_one = (folder / MANIFEST).exists()
+            raise StoreError(
+                f"{folder} is a checkpoint itself: show it"
+                if is_one
+                else f"{folder} has no checkpoints in it"
+            )
         table = _table("checkpoint", "saved", ">size", ">arrays", "state")
         for row in rows:
             table.add_row(*row)
@@ -153,6 +158,10 @@ def export_file(
         }
         if not names:
             raise StoreError(f"{path} has no array whose name fits {' or '.join(only or ['*'])}")
+        if out.suffix != ".safetensors":
+            raise StoreError(f"{out} is to be a file of safetensors: give a name that ends so")
+        if strip and not any(name.startswith(strip) for name in names):
+            raise StoreError(f"no name that is exported begins with --strip {strip}")
         with _progress("exporting", _total(manifest.arrays[name] for name in names)) as advance:
             nbytes = export(folder, manifest, names, out, advance)
         _print(Text(f"{out}: {_count(names, 'array')}, {size_text(nbytes)}"))
@@ -265,7 +274,7 @@ def _row(path: Path) -> tuple[Text | str, ...] | None:
         return (Text(path.name), _saved(path), "", "", Text(f"damaged: {error}", "red"))
     size = size_text(sum(nbytes for _, nbytes in manifest.files))
     arrays = str(len(manifest.arrays))
-    return (Text(path.name), _saved(path / MANIFEST), size, arrays, Text("whole", "green"))
+    return (Text(path.name), _saved(path / MANIFEST), size, arrays, Text("complete", "green"))
 
 
 def _saved(path: Path) -> str:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from mpimesh.store.arrays import OpenedArray, open_array, save_array
-from mpimesh.store.checkpoints import Checkpoints, DamagedCheckpointWarning
+from mpimesh.store.checkpoints import (
+    Checkpoints,
+    DamagedCheckpointWarning,
+    LeftCheckpointWarning,
+)
 from mpimesh.store.guard import RunGuard, run_guard
 from mpimesh.store.loading import load
 from mpimesh.store.parts import Parts, Saved, Storable
@@ -12,6 +16,7 @@ from mpimesh.store.saving import save
 __all__ = [
     "Checkpoints",
     "DamagedCheckpointWarning",
+    "LeftCheckpointWarning",
     "OpenedArray",
     "Parts",
     "RunGuard",

@@ -21,13 +21,17 @@ from mpimesh.store.format import MANIFEST
 from mpimesh.store.loading import Verify, load
 from mpimesh.store.saving import FILE_BYTES, save, settle
 
-__all__ = ["Checkpoints", "DamagedCheckpointWarning", "steps_in"]
+__all__ = ["Checkpoints", "DamagedCheckpointWarning", "LeftCheckpointWarning", "steps_in"]
 
 _NAME = re.compile(r"step-(\d{8,18})")
 
 
 class DamagedCheckpointWarning(RuntimeWarning):
     """A checkpoint is damaged, and an older one is loaded in its place; the message names it."""
+
+
+class LeftCheckpointWarning(RuntimeWarning):
+    """A checkpoint of a later step than the one just saved was set aside; the message names it."""
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -48,6 +52,9 @@ class Checkpoints:
     They stand in a folder as ``step-00000100``, each as :func:`mpimesh.save` saves it: whole, or
     not there. To be used as a context manager, whose end waits for the last one. Making it is
     collective.
+
+    A run that goes on from an older one leaves those of later steps behind: when it saves, these
+    are renamed, with a warning, to ``step-00000100.left``, and never loaded or removed.
 
     Args:
         folder: Where they are, which all ranks can see; made if it is not there.
@@ -180,7 +187,7 @@ class Checkpoints:
         into: Any = None,
         *,
         step: int | None = None,
-        verify: Verify = "first",
+        verify: Verify = "before",
         **options: Any,
     ) -> Any:
         """Load the last good checkpoint. Collective.
@@ -250,11 +257,22 @@ class Checkpoints:
             self._drop_old()
 
     def _drop_old(self) -> None:
-        """Remove the checkpoints that are too many. On the first rank."""
-        if self._core.rank or self.keep is None:
+        """Remove the checkpoints that are too many, and set later ones aside. On the first rank."""
+        if self._core.rank:
             return
+        for step in [step for step in self.steps if step > self._step]:
+            left = self.path(step).with_suffix(".left")
+            shutil.rmtree(left, ignore_errors=True)
+            self.path(step).rename(left)
+            warnings.warn(
+                f"the checkpoint of step {step} is of a course that was left after step "
+                f"{self._step}: it is {left} now",
+                LeftCheckpointWarning,
+                stacklevel=4,
+            )
         older = [step for step in self.steps if step < self._step]
-        for step in older[: max(0, len(older) + 1 - self.keep)]:
+        extra = 0 if self.keep is None else max(0, len(older) + 1 - self.keep)
+        for step in older[:extra]:
             path = self.path(step)
             hidden = temporary_beside(path)  # nobody is to see half of it
             with suppress(OSError):

@@ -23,15 +23,16 @@ from mpimesh.layout import Layout, PlacementLike
 from mpimesh.layout.boxes import Box, extent, global_box, slices, tiles
 from mpimesh.runtime import DeviceMesh, Launch
 from mpimesh.runtime.agreement import agree
-from mpimesh.store.format import Entry, Manifest, read_manifest
+from mpimesh.store.format import MANIFEST, Entry, Manifest, read_manifest
 from mpimesh.store.parts import Parts, Saved
 from mpimesh.store.reading import FileReader
+from mpimesh.store.saving import folder_of
 from mpimesh.store.trees import ARRAY, VALUE, Into, Source, mesh_of, rebuilt, take_apart
 
 __all__ = ["load"]
 
 Layouts: TypeAlias = "PlacementLike | Mapping[str, PlacementLike] | Callable[..., Any] | None"
-Verify: TypeAlias = Literal["read", "first", "none"]
+Verify: TypeAlias = Literal["read", "before", "none"]
 Renaming: TypeAlias = "Mapping[str, str] | Callable[[str], str | None] | None"
 
 _CHUNK_BYTES = 8 << 20
@@ -70,12 +71,13 @@ def load(
         layout: Where `into` is None, how arrays are to lie: placements for all of them; or by
             patterns of names, as ``{"*.weight": "tp=S0"}``, where others are NumPy's; or a function
             of name, shape and dtype that returns placements or None.
-        only: A pattern of names, or several, as ``"model.3.*"``; all else is left as it is.
+        only: A pattern of names, or several, as ``"model.3.*"``; all else is left as it is. Names
+            are those of the tree, after `rename`.
         rename: The names in the tree of what has other names in the file: a function of the name
             in the file, None to leave it out; or beginnings, as ``{"bert.": "model."}``.
         strict: Whether everything in `into` must be in the checkpoint, and of a model or optimizer
             everything in the checkpoint in it. False leaves as it is what is missing.
-        verify: ``"read"`` compares the checksum of each piece that a rank reads whole; ``"first"``
+        verify: ``"read"`` compares the checksum of each piece that a rank reads whole; ``"before"``
             has the ranks together read all files once before, to see that none is damaged, and
             nothing is changed if one is; ``"none"`` compares none.
 
@@ -94,7 +96,8 @@ def load(
         >>> losses = state["losses"]
         >>> arrays = mm.load("run/step-100", only="model.*")  # of NumPy, without MPI
     """
-    where = Path(path).absolute()
+    where = folder_of(path)
+    where = where.parent if where.name == MANIFEST else where
     as_flag(strict, "strict", StoreError)
     if verify not in get_args(Verify):
         raise StoreError(
@@ -117,6 +120,7 @@ def load(
             if layout is not None:
                 raise StoreError("layout= is for into=None: arrays in a tree have theirs")
             return take_apart(into, source)
+        check_patterns(layout, source.arrays)
         made = Into()
         new = partial(_new_array, ranks, layout)
         made.result = rebuilt(source, made, structure=source.structure, new=new)
@@ -125,7 +129,7 @@ def load(
     wanted = together.attempt(prepared)
     names = _renamed(manifest.arrays, rename)
     entries = {new: manifest.arrays[old] for old, new in names.items()}
-    if verify == "first":
+    if verify == "before":
         together.attempt(lambda: verify_share(folder, manifest, *together.place))
     together.attempt(
         lambda: read_into(folder, manifest, entries, wanted.arrays, verify=verify == "read")
@@ -199,7 +203,10 @@ def _source(
     if patterns is not None:
         for pattern in patterns:
             if not any(fnmatchcase(n, pattern) for n in (*arrays.values(), *values.values())):
-                raise StoreError(f"only={pattern!r} fits no name in {path}")
+                raise StoreError(
+                    f"only={pattern!r} fits no name in {path}"
+                    + (", as rename has made them" if rename is not None else "")
+                )
 
     def chosen(name: str) -> bool:
         return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -250,6 +257,17 @@ def _with_beginning(name: str, beginnings: Mapping[str, str]) -> str:
         return name
     longest = max(fitting, key=len)
     return beginnings[longest] + name[len(longest) :]
+
+
+def check_patterns(layout: Layouts, arrays: Mapping[str, Saved]) -> None:
+    """Refuse patterns of names that fit no array.
+
+    Raises:
+        StoreError: If one does not.
+    """
+    for pattern in layout if isinstance(layout, Mapping) else ():
+        if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in arrays):
+            raise StoreError(f"layout= has the pattern {pattern!r}, which fits no array there")
 
 
 def _new_array(

@@ -28,6 +28,7 @@ from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import xxhash
 
 from mpimesh.arguments import as_flag, as_int, digest_bits, rank_names, shown
 from mpimesh.arrays import Array, DType, HostArray, to_numpy
@@ -42,7 +43,7 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
 from mpimesh.store.format import Manifest, missing_in
 from mpimesh.store.parts import Parts, Value
-from mpimesh.store.trees import Flat, flatten, mesh_of
+from mpimesh.store.trees import Flat, flatten, leaf_names, mesh_of
 from mpimesh.store.writing import (
     Commit,
     Kinds,
@@ -61,6 +62,7 @@ FILE_BYTES = 2 << 30
 _PIECE_BYTES = 64 << 20
 """A box that several ranks have is cut into pieces of so many bytes, which they share."""
 _NOTE_BYTES = 2048
+_SAMPLES, _SAMPLE_BYTES = 8, 256
 _TAG = MAX_USER_TAG + 14
 
 
@@ -111,12 +113,16 @@ def save(
     name only when all of it is on the disk; a checkpoint that was there before is good until then.
     :func:`load` reads it on any other mesh, on any number of ranks, and in one process without MPI.
 
-    Arrays of NumPy and values must be the same on all ranks. A plain optimizer is saved by the
+    Arrays that are not split, layers and values must be the same on all ranks: values are compared,
+    of arrays samples, and all of them with ``MPIMESH_CHECKS``. A plain optimizer is saved by the
     names of its parameters in the models of the same tree.
 
     Args:
         path: The folder, which all ranks can see. It may hold a checkpoint, which is replaced.
-        tree: A dict, list or tuple, or one array or object; see `mpimesh.store.trees`.
+        tree: Dicts, lists and tuples, in each other, of: arrays of NumPy, CuPy or PyTorch,
+            `DTensor`; None, truth values, numbers, texts and bytes; models, layers and optimizers,
+            PyTorch's, too; generators of NumPy; other objects with `state_dict` and
+            `load_state_dict`. Or one of these.
         mesh: The ranks that save together; None for those of the arrays and models in the tree, or
             this process alone where there are none.
         wait: False returns when the tree has been copied, and may be changed again; the copies are
@@ -139,7 +145,7 @@ def save(
     Example:
         >>> mm.save("run/step-100", {"model": model, "optimizer": optimizer, "losses": losses})
     """
-    where = Path(path).absolute()
+    where = folder_of(path)
     size = as_int(file_bytes, "file_bytes", StoreError, least=1)
     as_flag(wait, "wait", StoreError)
     ranks = mesh_of(tree) if mesh is None else mesh
@@ -160,6 +166,17 @@ def save(
         handle.resolve()
         return None
     return handle
+
+
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """Return the path that a program gives, as an absolute one.
+
+    Raises:
+        StoreError: If it is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise StoreError(f"the path comes first, a text or a Path, got {shown(path)}")
+    return Path(path).absolute()
 
 
 # -- the plan -------------------------------------------------------------------------------------
@@ -334,10 +351,12 @@ def _start(
     flat = Flat()
     problem: Exception | None = None
     own = common = token = ""
+    copies: dict[str, str] = {}
     try:
         flat = flatten(tree)
         own = _digest([_described(flat), file_bytes])
-        common = _digest([flat.structure, sorted(flat.values.items())])
+        copies = copies_of(flat, whole=bool(core.context.settings.checks))
+        common = _digest([flat.structure, sorted(flat.values.items()), copies])
         if core.rank == 0:
             check_target(path)
             token = unfinished(path)[0]
@@ -354,7 +373,7 @@ def _start(
         while len(plans) >= _MOST_PLANS:
             del plans[next(iter(plans))]
         plans[key] = plan
-    values = _union(core, what, flat, alike=len({row[1] for row in rows}) == 1)
+    values = _union(core, what, flat, copies, alike=len({row[1] for row in rows}) == 1)
     token = agree(core, what, token)[0]
     fresh = unfinished(path, token)[1]
 
@@ -440,7 +459,32 @@ def _plan(core: GroupCore, what: str, key: int, flat: Flat, file_bytes: int) -> 
     return Plan(key, share, tuple(shares), kinds)
 
 
-def _union(core: GroupCore, what: str, flat: Flat, *, alike: bool) -> dict[str, Value]:
+def copies_of(flat: Flat, *, whole: bool) -> dict[str, str]:
+    """Return by name what tells apart arrays of which every rank has a copy, if they differ.
+
+    Args:
+        flat: The tree.
+        whole: Whether all of each is read; else its first and last bytes, and some between.
+    """
+    found: dict[str, str] = {}
+    for name in flat.copies:
+        digest = xxhash.xxh3_64()
+        for _, array in flat.arrays[name].parts:
+            if isinstance(array, np.ndarray) and array.flags.c_contiguous:
+                data = array.reshape(-1).view(np.uint8)
+                step = max(1, len(data) // _SAMPLES)
+                starts = [0] if whole else range(0, len(data), step)
+                for start in starts:
+                    digest.update(data[start : None if whole else start + _SAMPLE_BYTES].data)
+            else:
+                digest.update(np.ascontiguousarray(to_numpy(array)).reshape(-1).view(np.uint8).data)
+        found[name] = digest.hexdigest()
+    return found
+
+
+def _union(
+    core: GroupCore, what: str, flat: Flat, copies: Mapping[str, str], *, alike: bool
+) -> dict[str, Value]:
     """Return the values of all ranks by name, on the first one. Collective unless all are alike.
 
     Raises:
@@ -448,16 +492,26 @@ def _union(core: GroupCore, what: str, flat: Flat, *, alike: bool) -> dict[str, 
     """
     if alike:
         return flat.values
-    rows = _gathered(core, what, [flat.structure, flat.values])
+    rows = _gathered(core, what, [flat.structure, flat.values, copies])
     problem: MpimeshError | None = None
     union: dict[str, Value] = {}
     first: dict[str, int] = {}
-    for rank, (structure, values) in enumerate(rows or []):
+    digests: dict[str, str] = {}
+    for rank, (structure, values, own) in enumerate(rows or []):
         if json.dumps(structure) != json.dumps(rows[0][0]):  # type: ignore[index]
+            theirs, first_ones = ({*leaf_names(each[0])} for each in (rows[rank], rows[0]))  # type: ignore[index]
+            odd = sorted(theirs ^ first_ones)
             problem = problem or MismatchError(
-                f"all ranks save trees that are built alike, but that of rank {rank} has other "
-                "keys or lengths than that of rank 0"
+                f"all ranks save trees that are built alike, but that of rank {rank} is not as "
+                f"that of rank 0: {', '.join(odd[:4]) or 'leaves are of other kinds'}"
             )
+        for name, digest in own.items():
+            if digests.setdefault(name, digest) != digest:
+                problem = problem or MismatchError(
+                    f"array {name} has other values on rank {rank} than on rank 0: what is not "
+                    "split is saved once, so ranks must have the same; save a list of all, or "
+                    "mm.DTensor.from_local(...)"
+                )
         for name, value in values.items():
             if name in union and json.dumps(union[name]) != json.dumps(value):
                 problem = problem or MismatchError(
@@ -531,9 +585,8 @@ def _steps(
         yield all_done(*[communicator.irecv(row, rank, _TAG) for rank, row in others])
         notes = {rank: note for rank, row in enumerate(rows) if (note := _note(row[-_NOTE_BYTES:]))}
         if notes:
-            rank, note = next(iter(notes.items()))
-            more = f" (and {len(notes) - 1} more ranks)" if len(notes) > 1 else ""
-            problem = f"{note} on rank {core.ranks[rank]}{more}"
+            note = next(iter(notes.values()))
+            problem = f"{note} on {rank_names([core.ranks[each] for each in notes])}"
             shutil.rmtree(fresh, ignore_errors=True)
         else:
             digests = [row[:-_NOTE_BYTES].view(np.uint64).tolist() for row in rows]

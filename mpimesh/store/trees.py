@@ -18,6 +18,7 @@ import base64
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,7 +44,7 @@ from mpimesh.store.modules import (
 )
 from mpimesh.store.parts import Parts, Saved, Value
 
-__all__ = ["Flat", "Into", "flatten", "mesh_of", "rebuilt", "take_apart"]
+__all__ = ["Flat", "Into", "flatten", "leaf_names", "mesh_of", "rebuilt", "take_apart"]
 
 ARRAY, VALUE, OBJECT = "array", "value", "object"
 """Leaves of a structure. An object's arrays and values have names that begin with its own."""
@@ -63,11 +64,13 @@ class Flat:
         structure: How it is built.
         arrays: What this rank has of each array, by name.
         values: The values by name, as JSON can say them.
+        copies: The names of arrays that every rank has whole, with the same values.
     """
 
     structure: Structure = None
     arrays: dict[str, Parts] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
+    copies: list[str] = field(default_factory=list)
 
     def add(self, name: str, leaf: Parts | Value) -> None:
         """Add an array or a value.
@@ -314,6 +317,8 @@ def flatten(tree: Any) -> Flat:
 def _flatten(tree: Any, name: str, flat: Flat, names: Mapping[int, str]) -> Structure:
     if is_array(tree):
         flat.add(name or ARRAY, parts_of(tree, name or "the array"))
+        if not isinstance(tree, DTensor | DVariable):
+            flat.copies.append(name or ARRAY)
         return ARRAY
     if is_value(tree):
         flat.add(name or VALUE, to_json(tree, name))
@@ -344,6 +349,8 @@ def _flatten(tree: Any, name: str, flat: Flat, names: Mapping[int, str]) -> Stru
         for key, leaf in parts.items():
             value = leaf if isinstance(leaf, Parts) else to_json(leaf, join(name, key))
             flat.add(join(name, key), value)
+            if isinstance(tree, Module) and isinstance(leaf, Parts):
+                flat.copies.append(join(name, key))
         return OBJECT
     state = _state_of(tree)
     if state is None:
@@ -421,7 +428,16 @@ class Source:
         return found
 
     def missing(self, name: str) -> StoreError:
-        """Return the error for a name that is not there."""
+        """Return the error for a name that is not there, or is of another kind."""
+        if name in self.arrays:
+            saved = self.arrays[name]
+            return StoreError(
+                f"{name} of {self.path} is an array of shape {saved.shape} and {saved.dtype}, and "
+                "the tree has a value there"
+            )
+        if name in self.values:
+            found = shown(from_json(self.values[name]))
+            return StoreError(f"{name} of {self.path} is {found}, and the tree has an array there")
         near = sorted({*self.arrays, *self.values})
         listed = ", ".join(near[:8]) + (f" and {len(near) - 8} more" if len(near) > 8 else "")
         return StoreError(
@@ -445,6 +461,15 @@ def _entries(structure: Structure) -> dict[str, tuple[Any, Structure]]:
     except (TypeError, ValueError):
         pass
     raise DamagedError(f"the structure of the checkpoint is damaged at {shown(structure)}")
+
+
+def leaf_names(structure: Structure, name: str = "") -> Iterator[str]:
+    """Yield the names of the leaves of a tree that is built so, and of empty parts."""
+    entries = _entries(structure)
+    if not entries:
+        yield name or "its root"
+    for key, (_, entry) in entries.items():
+        yield from leaf_names(entry, join(name, key))
 
 
 def take_apart(tree: Any, source: Source) -> Into:
@@ -557,7 +582,10 @@ def _take_object(
         else:
             wanted, finish = restored_optimizer(tree, names, saved, strict=strict)
     except MpimeshError as error:
-        raise type(error)(f"{name or type(tree).__name__} of {source.path}: {error}") from None
+        hint = "; only= loads what fits" if isinstance(error, ShapeError) else ""
+        raise type(error)(
+            f"{name or type(tree).__name__} of {source.path}: {error}{hint}"
+        ) from None
     for key, parts in wanted.items():
         into.arrays[join(name, key)] = parts
     into.finish.append(finish)
@@ -570,12 +598,24 @@ def _take_state(tree: Any, name: str, source: Source, into: Into) -> None:
             raise source.missing(name)
         return
     make = rebuilt(source, into, name, structure)
+    take: Callable[[Any], object] = getattr(tree, "load_state_dict", lambda _: None)
     if is_torch(tree):
-        into.finish.append(lambda: take_torch_state(tree, make()))
+        take = partial(take_torch_state, tree)
     elif is_generator(tree):
-        into.finish.append(lambda: _set_generator(tree, make()))
-    else:
-        into.finish.append(lambda: tree.load_state_dict(make()))
+        take = partial(_set_generator, tree)
+
+    def finish() -> None:
+        try:
+            take(make())
+        except (TypeError, ValueError, KeyError) as error:
+            if isinstance(error, MpimeshError):
+                raise
+            raise StoreError(
+                f"{name or 'the tree'} of {source.path} is no state of this "
+                f"{type(tree).__name__}: {error}"
+            ) from error
+
+    into.finish.append(finish)
 
 
 Making: TypeAlias = Callable[[str, Saved], tuple[Any, Parts]]

@@ -104,7 +104,7 @@ def kill_many(kills: int, seed: int = 0) -> Outcome:
                     if path.name.startswith("."):
                         outcome.leftovers += 1
                         continue
-                    mm.load(path, verify="first")
+                    mm.load(path, verify="before")
                     outcome.checkpoints += 1
             if end != ends[ranks, stage]:
                 raise RuntimeError(f"{ranks} ranks, stage {stage}, {wait}: another end: {end}")

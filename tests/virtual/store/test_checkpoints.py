@@ -14,7 +14,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import DamagedError, StoreError
-from mpimesh.store import DamagedCheckpointWarning
+from mpimesh.store import DamagedCheckpointWarning, LeftCheckpointWarning
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.raises import raises
 
@@ -103,6 +103,31 @@ def test_a_damaged_one_is_stepped_over(tmp_path, how):
         damage(folder / f"step-{step:08}", "flipped")
     with pytest.raises(DamagedError):
         run(folder, range(1, 6))
+
+
+def test_a_course_that_was_left_is_set_aside(tmp_path):
+    folder = tmp_path / "run"
+
+    def main(mesh: mm.DeviceMesh) -> None:
+        x = mm.zeros(4, mesh, "dp=S0")
+        with mm.Checkpoints(folder, mesh, every=10, keep=2) as checkpoints:
+            for step in (10, 20, 30):
+                checkpoints.save(step, {"x": x, "course": "old"})
+        with mm.Checkpoints(folder, mesh, every=5, keep=2) as checkpoints:
+            checkpoints.load(step=20)
+            if mesh.rank:
+                checkpoints.save(25, {"x": x, "course": "new"})
+            else:
+                with pytest.warns(LeftCheckpointWarning, match=r"step 30 .* after step 25"):
+                    checkpoints.save(25, {"x": x, "course": "new"})
+        with mm.Checkpoints(folder, mesh) as checkpoints:
+            assert checkpoints.load()["course"] == "new"
+            assert checkpoints.step == 25
+
+    on_ranks("dp=2", main)
+    names = ["step-00000020", "step-00000025", "step-00000030.left"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert mm.load(folder / names[2])["course"] == "old"
 
 
 def test_what_was_not_finished_goes(tmp_path):

@@ -92,7 +92,7 @@ def test_any_layout_to_any_other(tmp_path_factory, case):
         rules = {f"x{number}": layout for number, layout in enumerate(other_layouts)}
         made = mm.load(path, mesh=mesh, layout=rules)
         tree = {name: mm.zeros(x.shape, mesh, x.layout, dtype=x.dtype) for name, x in made.items()}
-        assert mm.load(path, tree, verify="first")["x0"] is tree["x0"]
+        assert mm.load(path, tree, verify="before")["x0"] is tree["x0"]
         for found in (made, tree):
             for number, array in enumerate(arrays):
                 assert same(found[f"x{number}"].full(), array)
@@ -308,6 +308,16 @@ def test_what_does_not_fit(tmp_path):
         mm.load(tmp_path / "a", {"n": np.zeros(3, np.float32)})
     frozen = np.zeros(4)
     frozen.flags.writeable = False
+    with raises(StoreError, "n of", "(3,)", "int64", "value there"):
+        mm.load(tmp_path / "a", {"n": 3})
+    mm.save(tmp_path / "b", {"l": [1, 2], "rng": np.random.default_rng(1)})
+    with raises(StoreError, "l of", "[1, 2]", "array there"):
+        mm.load(tmp_path / "b", {"l": np.zeros(2)})
+    with raises(StoreError, "rng of", "Philox"):
+        mm.load(tmp_path / "b", {"rng": np.random.Generator(np.random.Philox(1))})
+    assert mm.load(tmp_path / "a" / "manifest.json")["n"].tolist() == [0, 1, 2]
+    with raises(StoreError, "path comes first"):
+        mm.save({"a": 1}, tmp_path / "c")  # type: ignore[arg-type]
     with raises(StoreError, "read-only"):
         mm.load(tmp_path / "a", {"x": frozen})
     half = np.zeros(4, np.float16)
@@ -315,6 +325,8 @@ def test_what_does_not_fit(tmp_path):
     assert half.tolist() == [0, 1, 2, 3]
     with raises(StoreError, "layout="):
         mm.load(tmp_path / "a", {"x": half}, layout="dp=S0")
+    with raises(StoreError, "'z*'"):
+        mm.load(tmp_path / "a", layout={"z*": "dp=S0"})
     with raises(StoreError, "which ranks"):
         mm.load(tmp_path / "a", layout="dp=S0")
     with raises(StoreError, str(tmp_path / "none")):
@@ -329,6 +341,9 @@ def test_ranks_that_differ(tmp_path):
             ({"n": mesh.rank}, MismatchError),
             ({"a" if mesh.rank else "b": 1}, MismatchError),
             ({"x": np.zeros(2 + mesh.rank)}, MismatchError),
+            ({"x": np.full(3000, mesh.rank)}, MismatchError),
+            ({"x": np.full((300, 10), mesh.rank)[:, ::2]}, MismatchError),
+            ({"rng": np.random.Generator(np.random.MT19937(mesh.rank))}, MismatchError),
             ({"x": print if mesh.rank else 1}, StoreError),
         ):
             with pytest.raises(kind) as caught:
@@ -357,7 +372,7 @@ def test_damaged_files(tmp_path):
 
     def damage(change: Any, words: str) -> None:
         change()
-        for verify in ("read", "first"):
+        for verify in ("read", "before"):
             with pytest.raises(DamagedError, match=words):
                 mm.load(path, {"x": target, "y": np.zeros(1000)}, verify=verify)
         file.write_bytes(text)
