@@ -31,7 +31,7 @@ from mpimesh.errors import (
 )
 from mpimesh.layout import Layout, Partial, PlacementLike, Replicate
 from mpimesh.layout.boxes import extent
-from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime import DeviceMesh, Launch
 from mpimesh.runtime.operands import host_array
 from mpimesh.store.array_writes import (
     ArrayFile,
@@ -168,6 +168,11 @@ def save_array(
     Example:
         >>> mm.save_array("x.npy", x)
     """
+    if mesh is None and not isinstance(x, DTensor) and Launch.detect().size > 1:
+        raise StoreError(
+            f"an array of NumPy does not say which of the {Launch.detect().size} processes of this "
+            "job write it together: give mesh="
+        )
     live = x.mesh if isinstance(x, DTensor) else None if mesh is None else as_live(mesh)
     if live is not None and not live.contains_rank(live.rank):
         return
@@ -267,6 +272,10 @@ class OpenedArray:
         except Exception as error:
             raise as_ours(error, "read", self._path, reading=True) from error
         return out
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
+        """Return the whole as a NumPy array: local, on the rank that asks."""
+        return self[...].astype(dtype or self.dtype, copy=False)
 
     def read(self, placements: PlacementLike | None = None, *, index: Any = ...) -> Any:
         """Read it, or a part, as a split array: each rank its own block. Collective.

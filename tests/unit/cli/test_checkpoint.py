@@ -68,7 +68,7 @@ def test_ls_marks_what_is_damaged_or_not_finished(folder):
     assert [row[0] for row in rows] == [f"step-{step:08}" for step in range(100, 700, 100)]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", row[1]) for row in rows)
     states = [row[-1] for row in rows]
-    assert states[0] == states[2] == "whole"
+    assert states[0] == states[2] == "complete"
     assert rows[0][3] == str(len(ARRAYS))
     names(states[1], "damaged", "is missing")
     assert states[3] == "not finished"
@@ -194,7 +194,7 @@ def test_what_cannot_be_done_is_said_in_a_line(folder, tmp_path):
     checkpoint = folder / "step-00000100"
     out = tmp_path / "out.safetensors"
     names(run("ls", tmp_path / "none", code=2), tmp_path / "none", "No such file")
-    names(run("ls", checkpoint, code=2), "no checkpoints in it")
+    names(run("ls", checkpoint, code=2), "is a checkpoint itself")
     names(run("show", tmp_path, code=2), tmp_path, "no checkpoint")
     names(run("verify", tmp_path / "none", code=2), tmp_path / "none")
     names(run("export", checkpoint, out, "--only", "other.*", code=2), "other.*")
