@@ -8,14 +8,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from mpimesh.arguments import shown
 from mpimesh.errors import StoreError
 
-__all__ = ["PART", "replaced", "sync", "temporary_beside", "write_at"]
+__all__ = ["PART", "as_folder", "replaced", "sync", "temporary_beside", "write_at"]
 
 PART = ".part"
 """The end of the names of files and folders that are being written."""
 
 _MOST_BYTES = 1 << 30  # a write of Linux ends at 2 GiB
+
+
+def as_folder(path: object) -> Path:
+    """Return the absolute path of a checkpoint. Local.
+
+    Raises:
+        StoreError: If it is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or "\0" in str(path):
+        raise StoreError(f"the path of a checkpoint is a text or a Path, got {shown(path)}")
+    return Path(path).absolute()
 
 
 def temporary_beside(path: Path) -> Path:

@@ -7,7 +7,8 @@ bytes and no others. Nothing is changed before every rank has found that all fit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from mpimesh.layout import Layout, PlacementLike
 from mpimesh.layout.boxes import Box, extent, global_box, slices, tiles
 from mpimesh.runtime import DeviceMesh, Launch
 from mpimesh.runtime.agreement import agree
+from mpimesh.store.files import as_folder
 from mpimesh.store.format import Entry, Manifest, read_manifest
 from mpimesh.store.parts import Parts, Saved
 from mpimesh.store.reading import FileReader
@@ -94,8 +96,9 @@ def load(
         >>> losses = state["losses"]
         >>> arrays = mm.load("run/step-100", only="model.*")  # of NumPy, without MPI
     """
-    where = Path(path).absolute()
+    where = as_folder(path)
     as_flag(strict, "strict", StoreError)
+    _check_names(only, rename)
     if verify not in get_args(Verify):
         raise StoreError(
             f"verify must be one of {', '.join(get_args(Verify))}, got {shown(verify)}"
@@ -133,6 +136,26 @@ def load(
     for finish in wanted.finish:
         finish()
     return wanted.result()
+
+
+def _check_names(only: object, rename: object) -> None:
+    """Refuse what are no patterns, and no other names.
+
+    Raises:
+        StoreError: If so.
+    """
+    patterns = () if only is None or isinstance(only, str) else only
+    if not isinstance(patterns, Sequence) or not all(isinstance(one, str) for one in patterns):
+        raise StoreError(f"only must be a pattern of names, or several, got {shown(only)}")
+    if rename is None or callable(rename):
+        return
+    if not isinstance(rename, Mapping) or not all(
+        isinstance(text, str) for pair in rename.items() for text in pair
+    ):
+        raise StoreError(
+            "rename must be a function, or new beginnings of names by the old ones, got "
+            f"{shown(rename)}"
+        )
 
 
 class _Together:
@@ -193,6 +216,7 @@ def _source(
     *,
     strict: bool,
 ) -> Source:
+    _renamed([*manifest.arrays, *manifest.values], rename)  # refuses two of one name
     arrays = _renamed(manifest.arrays, rename)
     values = _renamed(manifest.values, rename)
     patterns = [only] if isinstance(only, str) else None if only is None else [*only]
@@ -222,7 +246,7 @@ def _source(
     )
 
 
-def _renamed(names: Mapping[str, Any], rename: Renaming) -> dict[str, str]:
+def _renamed(names: Iterable[str], rename: Renaming) -> dict[str, str]:
     """Return by each name in the file the one in the tree, but for what is left out.
 
     Raises:
@@ -238,7 +262,7 @@ def _renamed(names: Mapping[str, Any], rename: Renaming) -> dict[str, str]:
         if not isinstance(new, str):
             raise StoreError(f"rename must give a text or None for {name!r}, got {shown(new)}")
         found[name] = new
-    twice = sorted({new for new in found.values() if [*found.values()].count(new) > 1})
+    twice = sorted(new for new, count in Counter(found.values()).items() if count > 1)
     if twice:
         raise StoreError(f"rename gives several arrays the same name: {', '.join(twice[:8])}")
     return found

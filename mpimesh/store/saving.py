@@ -40,6 +40,7 @@ from mpimesh.runtime import CollectiveTensor, DeviceMesh, Launch
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
+from mpimesh.store.files import as_folder
 from mpimesh.store.format import Manifest, missing_in
 from mpimesh.store.parts import Parts, Value
 from mpimesh.store.trees import Flat, flatten, mesh_of
@@ -139,7 +140,7 @@ def save(
     Example:
         >>> mm.save("run/step-100", {"model": model, "optimizer": optimizer, "losses": losses})
     """
-    where = Path(path).absolute()
+    where = as_folder(path)
     size = as_int(file_bytes, "file_bytes", StoreError, least=1)
     as_flag(wait, "wait", StoreError)
     ranks = mesh_of(tree) if mesh is None else mesh
@@ -151,7 +152,12 @@ def save(
             )
         if not wait:
             raise StoreError("wait=False needs a mesh: give mesh=")
-        _save_alone(where, flatten(tree), size)
+        try:
+            _save_alone(where, flatten(tree), size)
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"cannot save to {where}: {error.strerror or error}") from error
         return None
     if not isinstance(ranks, DeviceMesh):
         raise StoreError(f"mesh must be a DeviceMesh, got {shown(ranks)}")
@@ -220,7 +226,7 @@ def plan_shares(
     for (name, box), ranks in holders.items():
         nbytes = arrays[name][1].itemsize
         most = min(file_bytes, _PIECE_BYTES) if len(ranks) > 1 else file_bytes
-        cut = _cut(box, max(1, most // nbytes))
+        cut = _cut(box, max(1, most // max(1, nbytes)))
         pieces += [(volume(tile) * nbytes, name, tile, ranks) for tile in cut]
     loads = [0] * len(rows)
     written: list[list[tuple[str, Box, int]]] = [[] for _ in rows]
