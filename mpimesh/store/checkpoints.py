@@ -16,7 +16,7 @@ from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import DamagedError, MpimeshError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree
-from mpimesh.store.files import PART, sync, temporary_beside
+from mpimesh.store.files import PART, as_folder, sync, temporary_beside
 from mpimesh.store.format import MANIFEST
 from mpimesh.store.loading import Verify, load
 from mpimesh.store.saving import FILE_BYTES, save, settle
@@ -24,6 +24,7 @@ from mpimesh.store.saving import FILE_BYTES, save, settle
 __all__ = ["Checkpoints", "DamagedCheckpointWarning", "steps_in"]
 
 _NAME = re.compile(r"step-(\d{8,18})")
+_MOST_STEP = 10**18 - 1
 
 
 class DamagedCheckpointWarning(RuntimeWarning):
@@ -88,13 +89,15 @@ class Checkpoints:
         self._core = mesh.group()._core
         self._handle: CollectiveTensor | None = None
         self._closed = False
-        self.folder = Path(folder).absolute()
+        self.folder = as_folder(folder)
         problem: MpimeshError | None = None
+        found: list[int | None] = []
         try:
             self.keep = None if keep is None else as_int(keep, "keep", StoreError, least=1)
             self.every = as_int(every, "every", StoreError, least=1)
             self.wait = as_flag(wait, "wait", StoreError)
             self._file_bytes = as_int(file_bytes, "file_bytes", StoreError, least=1)
+            found = [self.keep, self.every]
             if self._core.rank == 0:
                 self._prepare()
         except OSError as error:
@@ -105,7 +108,6 @@ class Checkpoints:
                     f"cannot keep checkpoints in {self.folder}: {error.strerror or error}"
                 )
             )
-        found = [keep, every]
         rows = agree(self._core, f"Checkpoints in {self.folder}", found, problem=problem)
         if any(row != found for row in rows):
             raise StoreError(f"all ranks keep the same checkpoints, got {rows}")
@@ -137,7 +139,10 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step. Local."""
-        return self.folder / f"step-{as_int(step, 'step', StoreError, least=0):08}"
+        number = as_int(step, "step", StoreError, least=0)
+        if number > _MOST_STEP:
+            raise StoreError(f"step must be at most {_MOST_STEP}, got {number}")
+        return self.folder / f"step-{number:08}"
 
     def is_due(self, step: int) -> bool:
         """Tell whether :meth:`save` saves after a step without being forced. Local."""
