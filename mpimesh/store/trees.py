@@ -157,9 +157,12 @@ def from_json(value: Value) -> Any:
         if kind == "$dict":
             return {from_json(key): from_json(entry) for key, entry in inner}
         if kind == "$numpy":
-            (number,) = np.frombuffer(base64.b64decode(inner[1], validate=True), _dtype(inner[0]))
+            raw, dtype = base64.b64decode(inner[1], validate=True), _dtype(inner[0])
+            if not dtype.itemsize:
+                return dtype.type(raw)
+            (number,) = np.frombuffer(raw, dtype)
             return number
-    except (TypeError, ValueError, MpimeshError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError, MpimeshError) as error:
         raise DamagedError(f"a value of the checkpoint is no {kind[1:]}: {error}") from None
     raise DamagedError(f"a value of the checkpoint is a {kind[1:]}, which is not known here")
 
@@ -420,6 +423,25 @@ class Source:
             found, rest = entries[key][1], rest[len(key) + 1 :]
         return found
 
+    def flat_at(self, name: str, *, dots: bool) -> Structure:
+        """Return as one dict what stands at `name` where nothing says how it hangs together.
+
+        So it is with files of other makers, and with other names than those that were saved.
+
+        Args:
+            name: The name.
+            dots: Whether keys may have dots; else None is returned for them.
+        """
+        start = f"{name}."
+        below = [
+            [key.removeprefix(start), entry]
+            for key, (_, entry) in _entries(self.structure).items()
+            if key.startswith(start)
+        ]
+        if not below or not (dots or all("." not in key for key, _ in below)):
+            return None
+        return {"dict": below}
+
     def missing(self, name: str) -> StoreError:
         """Return the error for a name that is not there."""
         near = sorted({*self.arrays, *self.values})
@@ -565,6 +587,10 @@ def _take_object(
 
 def _take_state(tree: Any, name: str, source: Source, into: Into) -> None:
     structure = source.at(name)
+    if structure is None and isinstance(source.structure, dict) and "dict" in source.structure:
+        # The keys of a module of PyTorch are names; of other states dots say that dicts are nested.
+        is_module = is_torch(tree) and not hasattr(tree, "param_groups")
+        structure = source.flat_at(name, dots=is_module)
     if structure is None:
         if source.strict and source.chosen(name):
             raise source.missing(name)
@@ -573,6 +599,13 @@ def _take_state(tree: Any, name: str, source: Source, into: Into) -> None:
     if is_torch(tree):
         into.finish.append(lambda: take_torch_state(tree, make()))
     elif is_generator(tree):
+        expected, found = _state_of_generator(tree)["bit_generator"], make()
+        kind = found.get("bit_generator") if isinstance(found, dict) else None
+        if kind != expected:
+            raise StoreError(
+                f"{name or 'the generator'} is of {expected}, and was saved as "
+                f"{shown(kind)}: make it of the kind that was saved"
+            )
         into.finish.append(lambda: _set_generator(tree, make()))
     else:
         into.finish.append(lambda: tree.load_state_dict(make()))
