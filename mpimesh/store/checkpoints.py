@@ -90,6 +90,7 @@ class Checkpoints:
         self._handle: CollectiveTensor | None = None
         self._closed = False
         self.folder = as_folder(folder)
+        settle(self._core)  # another one's save may be under way, in a folder that is removed here
         problem: MpimeshError | None = None
         found: list[int | None] = []
         try:

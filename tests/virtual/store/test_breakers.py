@@ -130,3 +130,16 @@ def test_a_step_that_no_name_can_have_is_refused(tmp_path: Path) -> None:
     with raises(StoreError, "step", 10**18):
         mm.run_virtual(2, main)
     assert not [*tmp_path.iterdir()]
+
+
+def test_new_checkpoints_leave_alone_a_save_that_is_under_way(tmp_path: Path) -> None:
+    def main() -> None:
+        with mm.DeviceMesh("dp=-1") as mesh:
+            first = mm.Checkpoints(tmp_path, mesh, wait=False)
+            first.save(1, {"x": mm.ones(1000, mesh, "dp=S0")})
+            with mm.Checkpoints(tmp_path, mesh, wait=False) as second:
+                second.save(2, {"x": mm.ones(1000, mesh, "dp=S0")})
+            first.close()
+
+    mm.run_virtual(2, main)
+    assert {each.name for each in tmp_path.iterdir()} == {"step-00000001", "step-00000002"}
