@@ -36,7 +36,7 @@ from mpimesh.store.format import (
     tensor_name,
 )
 from mpimesh.store.reading import FileReader
-from mpimesh.store.trees import from_json
+from mpimesh.store.values import from_json
 
 __all__ = ["app", "export", "problems_of"]
 

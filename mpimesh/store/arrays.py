@@ -31,7 +31,7 @@ from mpimesh.errors import (
 )
 from mpimesh.layout import Layout, Partial, PlacementLike, Replicate
 from mpimesh.layout.boxes import extent
-from mpimesh.runtime import DeviceMesh, Launch
+from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.operands import host_array
 from mpimesh.store.array_writes import (
     ArrayFile,
@@ -41,7 +41,7 @@ from mpimesh.store.array_writes import (
     tell_all,
     write_region,
 )
-from mpimesh.store.files import sync, temporary_beside
+from mpimesh.store.files import ranks_of_job, sync, temporary_beside
 from mpimesh.store.flat_arrays import create_npy, open_npy
 from mpimesh.store.hdf5_arrays import create_hdf5, open_hdf5
 from mpimesh.store.zarr_arrays import chunks_of, create_zarr, open_zarr
@@ -168,10 +168,11 @@ def save_array(
     Example:
         >>> mm.save_array("x.npy", x)
     """
-    if mesh is None and not isinstance(x, DTensor) and Launch.detect().size > 1:
+    count = ranks_of_job()
+    if mesh is None and not isinstance(x, DTensor) and count > 1:
         raise StoreError(
-            f"an array of NumPy does not say which of the {Launch.detect().size} processes of this "
-            "job write it together: give mesh="
+            f"an array of NumPy does not say which of the {count} ranks of this job write it "
+            "together: give mesh="
         )
     live = x.mesh if isinstance(x, DTensor) else None if mesh is None else as_live(mesh)
     if live is not None and not live.contains_rank(live.rank):

@@ -16,7 +16,7 @@ from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import DamagedError, MpimeshError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree
-from mpimesh.store.files import PART, sync, temporary_beside
+from mpimesh.store.files import PART, as_folder, sync, temporary_beside
 from mpimesh.store.format import MANIFEST
 from mpimesh.store.loading import Verify, load
 from mpimesh.store.saving import FILE_BYTES, save, settle
@@ -24,6 +24,7 @@ from mpimesh.store.saving import FILE_BYTES, save, settle
 __all__ = ["Checkpoints", "DamagedCheckpointWarning", "LeftCheckpointWarning", "steps_in"]
 
 _NAME = re.compile(r"step-(\d{8,18})")
+_MOST_STEP = 10**18 - 1
 
 
 class DamagedCheckpointWarning(RuntimeWarning):
@@ -95,13 +96,16 @@ class Checkpoints:
         self._core = mesh.group()._core
         self._handle: CollectiveTensor | None = None
         self._closed = False
-        self.folder = Path(folder).absolute()
+        self.folder = as_folder(folder)
+        settle(self._core)  # another one's save may be under way, in a folder that is removed here
         problem: MpimeshError | None = None
+        found: list[int | None] = []
         try:
             self.keep = None if keep is None else as_int(keep, "keep", StoreError, least=1)
             self.every = as_int(every, "every", StoreError, least=1)
             self.wait = as_flag(wait, "wait", StoreError)
             self._file_bytes = as_int(file_bytes, "file_bytes", StoreError, least=1)
+            found = [self.keep, self.every]
             if self._core.rank == 0:
                 self._prepare()
         except OSError as error:
@@ -112,11 +116,11 @@ class Checkpoints:
                     f"cannot keep checkpoints in {self.folder}: {error.strerror or error}"
                 )
             )
-        found = [keep, every]
         rows = agree(self._core, f"Checkpoints in {self.folder}", found, problem=problem)
         if any(row != found for row in rows):
             raise StoreError(f"all ranks keep the same checkpoints, got {rows}")
-        self._step = 0
+        self._step = self._pending = 0
+        self._known = set(self.steps)  # before, and saved here: not those of another program
 
     def _prepare(self) -> None:
         """Make the folder, and remove what was not finished in it. On the first rank."""
@@ -139,12 +143,15 @@ class Checkpoints:
 
     @property
     def step(self) -> int:
-        """The step of the checkpoint that was loaded or saved last; 0 before."""
+        """The step of the checkpoint that was loaded, or is whole, last; 0 before."""
         return self._step
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step. Local."""
-        return self.folder / f"step-{as_int(step, 'step', StoreError, least=0):08}"
+        number = as_int(step, "step", StoreError, least=0)
+        if number > _MOST_STEP:
+            raise StoreError(f"step must be at most {_MOST_STEP}, got {number}")
+        return self.folder / f"step-{number:08}"
 
     def is_due(self, step: int) -> bool:
         """Tell whether :meth:`save` saves after a step without being forced. Local."""
@@ -179,7 +186,7 @@ class Checkpoints:
             self._drop_old()
         else:
             self._handle = save(path, tree, wait=False, **options)
-            self._step = step
+            self._pending = step
         return True
 
     def load(
@@ -254,13 +261,16 @@ class Checkpoints:
         settle(self._core)
         if handle is not None:
             handle.resolve()
+            self._step = self._pending
             self._drop_old()
 
     def _drop_old(self) -> None:
         """Remove the checkpoints that are too many, and set later ones aside. On the first rank."""
         if self._core.rank:
             return
-        for step in [step for step in self.steps if step > self._step]:
+        later = self._known.intersection(step for step in self.steps if step > self._step)
+        self._known = {step for step in self._known if step <= self._step} | {self._step}
+        for step in sorted(later):
             left = self.path(step).with_suffix(".left")
             shutil.rmtree(left, ignore_errors=True)
             self.path(step).rename(left)

@@ -8,14 +8,34 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from mpimesh.arguments import shown
 from mpimesh.errors import StoreError
+from mpimesh.runtime import Launch
+from mpimesh.runtime.world import current_world
 
-__all__ = ["PART", "replaced", "sync", "temporary_beside", "write_at"]
+__all__ = ["PART", "as_folder", "ranks_of_job", "replaced", "sync", "temporary_beside", "write_at"]
 
 PART = ".part"
 """The end of the names of files and folders that are being written."""
 
 _MOST_BYTES = 1 << 30  # a write of Linux ends at 2 GiB
+
+
+def as_folder(path: object) -> Path:
+    """Return the absolute path of a checkpoint. Local.
+
+    Raises:
+        StoreError: If it is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or "\0" in str(path):
+        raise StoreError(f"the path of a checkpoint is a text or a Path, got {shown(path)}")
+    return Path(path).absolute()
+
+
+def ranks_of_job() -> int:
+    """Return how many ranks run this program, without starting MPI. Local."""
+    virtual = current_world().virtual
+    return Launch.detect().size if virtual is None else virtual.size
 
 
 def temporary_beside(path: Path) -> Path:

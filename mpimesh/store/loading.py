@@ -7,7 +7,8 @@ bytes and no others. Nothing is changed before every rank has found that all fit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,12 @@ from mpimesh.dtensor import empty
 from mpimesh.errors import DTypeError, MpimeshError, StoreError
 from mpimesh.layout import Layout, PlacementLike
 from mpimesh.layout.boxes import Box, extent, global_box, slices, tiles
-from mpimesh.runtime import DeviceMesh, Launch
+from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import agree
+from mpimesh.store.files import as_folder, ranks_of_job
 from mpimesh.store.format import MANIFEST, Entry, Manifest, read_manifest
 from mpimesh.store.parts import Parts, Saved
 from mpimesh.store.reading import FileReader
-from mpimesh.store.saving import folder_of
 from mpimesh.store.trees import ARRAY, VALUE, Into, Source, mesh_of, rebuilt, take_apart
 
 __all__ = ["load"]
@@ -96,9 +97,10 @@ def load(
         >>> losses = state["losses"]
         >>> arrays = mm.load("run/step-100", only="model.*")  # of NumPy, without MPI
     """
-    where = folder_of(path)
+    where = as_folder(path)
     where = where.parent if where.name == MANIFEST else where
     as_flag(strict, "strict", StoreError)
+    _check_names(only, rename)
     if verify not in get_args(Verify):
         raise StoreError(
             f"verify must be one of {', '.join(get_args(Verify))}, got {shown(verify)}"
@@ -107,11 +109,11 @@ def load(
     if ranks is None:
         ranks = mesh_of([into, layout]) or getattr(layout, "mesh", None)
         ranks = ranks if isinstance(ranks, DeviceMesh) else None
-    if ranks is None and Launch.detect().size > 1 and layout is not None:
+    if ranks is None and ranks_of_job() > 1 and layout is not None:
         raise StoreError("arrays are to be split, and nothing says over which ranks: give mesh=")
     if ranks is not None and not isinstance(ranks, DeviceMesh):
         raise StoreError(f"mesh must be a DeviceMesh, got {shown(ranks)}")
-    together = _Together(ranks, where)
+    together = _Together(ranks, where, verify)
     manifest, folder = together.manifest()
 
     def prepared() -> Into:
@@ -139,13 +141,33 @@ def load(
     return wanted.result()
 
 
+def _check_names(only: object, rename: object) -> None:
+    """Refuse what are no patterns, and no other names.
+
+    Raises:
+        StoreError: If so.
+    """
+    patterns = () if only is None or isinstance(only, str) else only
+    if not isinstance(patterns, Sequence) or not all(isinstance(one, str) for one in patterns):
+        raise StoreError(f"only must be a pattern of names, or several, got {shown(only)}")
+    if rename is None or callable(rename):
+        return
+    if not isinstance(rename, Mapping) or not all(
+        isinstance(text, str) for pair in rename.items() for text in pair
+    ):
+        raise StoreError(
+            "rename must be a function, or new beginnings of names by the old ones, got "
+            f"{shown(rename)}"
+        )
+
+
 class _Together:
     """The ranks that load together, or a process alone."""
 
-    def __init__(self, mesh: DeviceMesh | None, path: Path) -> None:
+    def __init__(self, mesh: DeviceMesh | None, path: Path, verify: str) -> None:
         self._core = None if mesh is None else mesh.group()._core
         self._path = path
-        self._what = f"load {path}"
+        self._what = f"load {path}, verify={verify}"
 
     @property
     def place(self) -> tuple[int, int]:
@@ -183,8 +205,9 @@ class _Together:
             result = action()
         except MpimeshError as error:
             problem = error
-        except OSError as error:
-            problem = StoreError(f"cannot read {self._path}: {error.strerror or error}")
+        except Exception as error:  # such as of a function of rename=
+            reason = error.strerror if isinstance(error, OSError) else None
+            problem = StoreError(f"cannot load {self._path}: {reason or shown(error)}")
         agree(self._core, self._what, problem=problem)
         return result
 
@@ -197,6 +220,7 @@ def _source(
     *,
     strict: bool,
 ) -> Source:
+    _renamed([*manifest.arrays, *manifest.values], rename)  # refuses two of one name
     arrays = _renamed(manifest.arrays, rename)
     values = _renamed(manifest.values, rename)
     patterns = [only] if isinstance(only, str) else None if only is None else [*only]
@@ -229,7 +253,7 @@ def _source(
     )
 
 
-def _renamed(names: Mapping[str, Any], rename: Renaming) -> dict[str, str]:
+def _renamed(names: Iterable[str], rename: Renaming) -> dict[str, str]:
     """Return by each name in the file the one in the tree, but for what is left out.
 
     Raises:
@@ -245,7 +269,7 @@ def _renamed(names: Mapping[str, Any], rename: Renaming) -> dict[str, str]:
         if not isinstance(new, str):
             raise StoreError(f"rename must give a text or None for {name!r}, got {shown(new)}")
         found[name] = new
-    twice = sorted({new for new in found.values() if [*found.values()].count(new) > 1})
+    twice = sorted(new for new, count in Counter(found.values()).items() if count > 1)
     if twice:
         raise StoreError(f"rename gives several arrays the same name: {', '.join(twice[:8])}")
     return found

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,13 +35,14 @@ from mpimesh.arguments import as_flag, as_int, digest_bits, rank_names, shown
 from mpimesh.arrays import Array, DType, HostArray, to_numpy
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, Steps
-from mpimesh.comm.requests import Condition, all_done
+from mpimesh.comm.requests import Condition, Request, all_done
 from mpimesh.errors import MismatchError, MpimeshError, StoreError, on_all_ranks
 from mpimesh.layout.boxes import Box, extent, local_box, slices, volume
-from mpimesh.runtime import CollectiveTensor, DeviceMesh, Launch
+from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
+from mpimesh.store.files import as_folder, ranks_of_job
 from mpimesh.store.format import Manifest, missing_in
 from mpimesh.store.parts import Parts, Value
 from mpimesh.store.trees import Flat, flatten, leaf_names, mesh_of
@@ -145,19 +147,25 @@ def save(
     Example:
         >>> mm.save("run/step-100", {"model": model, "optimizer": optimizer, "losses": losses})
     """
-    where = folder_of(path)
+    where = as_folder(path)
     size = as_int(file_bytes, "file_bytes", StoreError, least=1)
     as_flag(wait, "wait", StoreError)
     ranks = mesh_of(tree) if mesh is None else mesh
     if ranks is None:
-        if Launch.detect().size > 1:
+        count = ranks_of_job()
+        if count > 1:
             raise StoreError(
-                f"nothing in the tree says which of the {Launch.detect().size} processes of this "
-                "job save it together: give mesh="
+                f"nothing in the tree says which of the {count} ranks of this job save it "
+                "together: give mesh="
             )
         if not wait:
             raise StoreError("wait=False needs a mesh: give mesh=")
-        _save_alone(where, flatten(tree), size)
+        try:
+            _save_alone(where, flatten(tree), size)
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"cannot save to {where}: {error.strerror or error}") from error
         return None
     if not isinstance(ranks, DeviceMesh):
         raise StoreError(f"mesh must be a DeviceMesh, got {shown(ranks)}")
@@ -166,17 +174,6 @@ def save(
         handle.resolve()
         return None
     return handle
-
-
-def folder_of(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a program gives, as an absolute one.
-
-    Raises:
-        StoreError: If it is no path.
-    """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise StoreError(f"the path comes first, a text or a Path, got {shown(path)}")
-    return Path(path).absolute()
 
 
 # -- the plan -------------------------------------------------------------------------------------
@@ -237,7 +234,7 @@ def plan_shares(
     for (name, box), ranks in holders.items():
         nbytes = arrays[name][1].itemsize
         most = min(file_bytes, _PIECE_BYTES) if len(ranks) > 1 else file_bytes
-        cut = _cut(box, max(1, most // nbytes))
+        cut = _cut(box, max(1, most // max(1, nbytes)))
         pieces += [(volume(tile) * nbytes, name, tile, ranks) for tile in cut]
     loads = [0] * len(rows)
     written: list[list[tuple[str, Box, int]]] = [[] for _ in rows]
@@ -362,8 +359,10 @@ def _start(
             token = unfinished(path)[0]
     except MpimeshError as error:
         problem = error
-    except OSError as error:
-        problem = StoreError(f"cannot save to {path}: {error.strerror or error}")
+    except Exception as error:  # such as of a state_dict(): the other ranks are to know
+        reason = error.strerror if isinstance(error, OSError) else None
+        text = f"cannot save to {path}: {reason or shown(error)}"
+        problem = StoreError(text).with_traceback(error.__traceback__)
     rows = agree(core, what, [own, common], problem=problem)
     key = digest_bits(json.dumps([row[0] for row in rows]).encode(), 63)
     plans = _plans.setdefault(core, {})
@@ -576,13 +575,14 @@ def _steps(
     if core.rank:
         row = _row(writer, plan.mine.num_pieces)
         yield communicator.isend(row, 0, _TAG)
-        yield communicator.irecv(answer, 0, _TAG)
+        yield _from_others(core, communicator.irecv(answer, 0, _TAG))
         problem = _note(answer)
     else:
         rows = [np.zeros(8 * share.num_pieces + _NOTE_BYTES, np.uint8) for share in plan.shares]
         rows[0][...] = _row(writer, plan.mine.num_pieces)
         others = islice(enumerate(rows), 1, None)
-        yield all_done(*[communicator.irecv(row, rank, _TAG) for rank, row in others])
+        receives = [communicator.irecv(row, rank, _TAG) for rank, row in others]
+        yield _from_others(core, all_done(*receives))
         notes = {rank: note for rank, row in enumerate(rows) if (note := _note(row[-_NOTE_BYTES:]))}
         if notes:
             note = next(iter(notes.values()))
@@ -610,13 +610,38 @@ def _steps(
 
 def _ended(core: GroupCore, thread: Writer | Commit) -> Condition:
     """Return the request that is done when a thread is."""
+    nbytes = -1
 
     def test() -> bool:
+        nonlocal nbytes
         if not thread.done:
             core.communicator.stir()  # a wait of this rank is to look again soon
+            if thread.nbytes != nbytes:
+                nbytes = thread.nbytes
+                _is_no_hang(core)
         return thread.done
 
     return Condition(test, thread)
+
+
+def _from_others(core: GroupCore, request: Request) -> Condition:
+    """Return a request that ends when other ranks have written, however long that takes.
+
+    They look themselves whether their writing goes on.
+    """
+
+    def test() -> bool:
+        _is_no_hang(core)
+        return request.test()
+
+    return Condition(test, request)
+
+
+def _is_no_hang(core: GroupCore) -> None:
+    """Tell the watchdog that the wait of this rank goes on well."""
+    wait = core.progress.current
+    if wait is not None:
+        wait.since_s = time.monotonic()
 
 
 def _row(writer: Writer, num_pieces: int) -> HostArray:

@@ -14,7 +14,6 @@ one value, such as a list of all losses.
 
 from __future__ import annotations
 
-import base64
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ import numpy as np
 
 from mpimesh.arguments import shown
 from mpimesh.arrays import Array, refuse_objects
-from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.dtensor import DTensor, DVariable
 from mpimesh.errors import DamagedError, MpimeshError, ShapeError, StoreError
 from mpimesh.layout.boxes import whole
@@ -43,6 +41,7 @@ from mpimesh.store.modules import (
     torch_state,
 )
 from mpimesh.store.parts import Parts, Saved, Value
+from mpimesh.store.values import from_json, to_json
 
 __all__ = ["Flat", "Into", "flatten", "leaf_names", "mesh_of", "rebuilt", "take_apart"]
 
@@ -105,72 +104,6 @@ def is_value(tree: Any) -> bool:
     if type(tree) is dict and tree and all(type(key) is str for key in tree):
         return False
     return all(isinstance(leaf, _PLAIN) for leaf in _leaves(tree))
-
-
-def to_json(value: Any, name: str) -> Value:
-    """Return a value as JSON can say it, so that :func:`from_json` gives it again."""
-    if value is None or isinstance(value, bool):
-        return value
-    for kind in (int, float, str):  # float64 of NumPy, and the value of a loss, are floats
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, np.generic):
-        refuse_objects(value.dtype)
-        raw = base64.b64encode(np.asarray(value).tobytes()).decode()
-        return {"$numpy": [dtype_to_json(value.dtype), raw]}
-    if isinstance(value, complex):
-        return {"$complex": [value.real, value.imag]}
-    if type(value) is bytes:
-        return {"$bytes": base64.b64encode(value).decode()}
-    if type(value) is list:
-        return [to_json(entry, name) for entry in value]
-    if type(value) is tuple:
-        return {"$tuple": [to_json(entry, name) for entry in value]}
-    if type(value) is dict:
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: to_json(entry, name) for key, entry in value.items()}
-        return {"$dict": [[to_json(k, name), to_json(v, name)] for k, v in value.items()]}
-    raise StoreError(
-        f"{name or 'the tree'} is a {type(value).__name__}, which cannot be saved: a checkpoint "
-        "holds arrays, models, optimizers, objects with state_dict() and load_state_dict(), and "
-        "None, truth values, numbers, texts, bytes, and dicts, lists and tuples of these"
-    )
-
-
-def from_json(value: Value) -> Any:
-    """Return what :func:`to_json` was given.
-
-    Raises:
-        DamagedError: If it gave no such thing.
-    """
-    if isinstance(value, list):
-        return [from_json(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    if not (len(value) == 1 and (kind := next(iter(value))).startswith("$")):
-        return {key: from_json(entry) for key, entry in value.items()}
-    inner = value[kind]
-    try:
-        if kind == "$complex":
-            return complex(*inner)
-        if kind == "$bytes":
-            return base64.b64decode(inner, validate=True)
-        if kind == "$tuple":
-            return tuple(map(from_json, inner))
-        if kind == "$dict":
-            return {from_json(key): from_json(entry) for key, entry in inner}
-        if kind == "$numpy":
-            (number,) = np.frombuffer(base64.b64decode(inner[1], validate=True), _dtype(inner[0]))
-            return number
-    except (TypeError, ValueError, MpimeshError) as error:
-        raise DamagedError(f"a value of the checkpoint is no {kind[1:]}: {error}") from None
-    raise DamagedError(f"a value of the checkpoint is a {kind[1:]}, which is not known here")
-
-
-def _dtype(text: Any) -> np.dtype[Any]:
-    dtype = dtype_from_json(text)
-    refuse_objects(dtype)
-    return dtype
 
 
 # -- objects --------------------------------------------------------------------------------------
@@ -324,6 +257,7 @@ def _flatten(tree: Any, name: str, flat: Flat, names: Mapping[int, str]) -> Stru
         flat.add(name or VALUE, to_json(tree, name))
         return VALUE
     if type(tree) is dict:
+        _check_keys(tree, name)
         return {
             "dict": [
                 [to_json(key, name), _flatten(entry, join(name, key), flat, names)]
@@ -356,6 +290,22 @@ def _flatten(tree: Any, name: str, flat: Flat, names: Mapping[int, str]) -> Stru
     if state is None:
         return to_json(tree, name)  # which refuses it
     return {"state": _flatten(state, name, flat, names)}
+
+
+def _check_keys(tree: Mapping[Any, Any], name: str) -> None:
+    """Refuse a key that reads as a name inside of what stands at another key.
+
+    Raises:
+        StoreError: If there is one.
+    """
+    dotted = [str(key) for key in tree if "." in str(key)]
+    for key, entry in tree.items() if dotted else ():
+        inside = [text for text in dotted if text.startswith(f"{key}.")]
+        if inside and not is_array(entry) and not is_value(entry):
+            raise StoreError(
+                f"{join(name, inside[0])} reads as a part of {join(name, key)}, which is a "
+                f"{type(entry).__name__}: rename a key"
+            )
 
 
 def _state_of(tree: Any) -> Any:
@@ -426,6 +376,25 @@ class Source:
             key = max(fitting, key=len)
             found, rest = entries[key][1], rest[len(key) + 1 :]
         return found
+
+    def flat_at(self, name: str, *, dots: bool) -> Structure:
+        """Return as one dict what stands at `name` where nothing says how it hangs together.
+
+        So it is with files of other makers, and with other names than those that were saved.
+
+        Args:
+            name: The name.
+            dots: Whether keys may have dots; else None is returned for them.
+        """
+        start = f"{name}."
+        below = [
+            [key.removeprefix(start), entry]
+            for key, (_, entry) in _entries(self.structure).items()
+            if key.startswith(start)
+        ]
+        if not below or not (dots or all("." not in key for key, _ in below)):
+            return None
+        return {"dict": below}
 
     def missing(self, name: str) -> StoreError:
         """Return the error for a name that is not there, or is of another kind."""
@@ -593,6 +562,10 @@ def _take_object(
 
 def _take_state(tree: Any, name: str, source: Source, into: Into) -> None:
     structure = source.at(name)
+    if structure is None and isinstance(source.structure, dict) and "dict" in source.structure:
+        # The keys of a module of PyTorch are names; of other states dots say that dicts are nested.
+        is_module = is_torch(tree) and not hasattr(tree, "param_groups")
+        structure = source.flat_at(name, dots=is_module)
     if structure is None:
         if source.strict and source.chosen(name):
             raise source.missing(name)
@@ -602,6 +575,13 @@ def _take_state(tree: Any, name: str, source: Source, into: Into) -> None:
     if is_torch(tree):
         take = partial(take_torch_state, tree)
     elif is_generator(tree):
+        expected, found = _state_of_generator(tree)["bit_generator"], make()
+        kind = found.get("bit_generator") if isinstance(found, dict) else None
+        if kind != expected:
+            raise StoreError(
+                f"{name or 'the generator'} is of {expected}, and was saved as "
+                f"{shown(kind)}: make it of the kind that was saved"
+            )
         take = partial(_set_generator, tree)
 
     def finish() -> None:

@@ -56,11 +56,12 @@ Kinds: TypeAlias = Mapping[str, tuple[tuple[int, ...], DType]]
 _CHUNK_BYTES = 1 << 20
 """Written at once: what was hashed is in the cache still."""
 _DATA = "data-"
+_TOKEN = 12
 
 
 def unfinished(path: Path, token: str = "") -> tuple[str, Path]:
     """Return a token, and the folder in which a checkpoint is written that is to be `path`."""
-    token = token or uuid4().hex[:12]
+    token = token or uuid4().hex[:_TOKEN]
     return token, path.with_name(f".{path.name}.{token}{PART}")
 
 
@@ -89,7 +90,8 @@ def check_target(path: Path) -> None:
 def leftovers(path: Path) -> list[Path]:
     """Return the unfinished folders beside a path that saves to it have left behind."""
     with suppress(OSError):
-        return [*path.parent.glob(f".{glob_safe(path.name)}.*{PART}")]
+        # The token keeps out what is written now for a longer name, as RUN.ema is beside RUN.
+        return [*path.parent.glob(f".{glob_safe(path.name)}.{'[0-9a-f]' * _TOKEN}{PART}")]
     return []
 
 
@@ -269,8 +271,11 @@ class Commit(threading.Thread):
 
     Attributes:
         problem: Why it could not; "" if it could.
+        nbytes: Bytes written so far, of the manifest none.
         done: Whether it has ended.
     """
+
+    nbytes = 0
 
     def __init__(self, manifest: Manifest, fresh: Path, path: Path, token: str) -> None:
         super().__init__(name="mpimesh-commit", daemon=True)

@@ -1,0 +1,145 @@
+"""What trees, arguments and neighbours can do to a save or a load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpimesh as mm
+from mpimesh.errors import DamagedError, StoreError
+from mpimesh.store import values, writing
+from tests.helpers.raises import raises
+
+
+def test_a_save_leaves_alone_what_is_written_for_a_longer_name(tmp_path: Path) -> None:
+    _, other = writing.unfinished(tmp_path / "run.ema")
+    _, own = writing.unfinished(tmp_path / "run")
+    other.mkdir()
+    own.mkdir()
+    mm.save(tmp_path / "run", {"x": np.ones(2)})
+    assert other.is_dir()
+    assert not own.exists()
+
+
+@pytest.mark.parametrize("value", [np.bytes_(b""), np.void(b"")])
+def test_empty_bytes_of_numpy_come_back(value: Any, tmp_path: Path) -> None:
+    mm.save(tmp_path / "saved", {"x": value})
+    back = mm.load(tmp_path / "saved")["x"]
+    assert type(back) is type(value)
+    assert back.item() == b""
+
+
+def test_arrays_without_bytes_are_refused(tmp_path: Path) -> None:
+    with raises(StoreError, "dtype", "x.view"):
+        mm.save(tmp_path / "saved", {"x": np.zeros(2, np.dtype([]))})
+
+
+@pytest.mark.parametrize("inner", [{}, [], ["<f8"]])
+def test_a_forged_number_is_damage(inner: Any) -> None:
+    with raises(DamagedError, "numpy"):
+        values.from_json({"$numpy": inner})
+
+
+def test_a_forged_complex_number_is_damage() -> None:
+    with raises(DamagedError, "complex"):
+        values.from_json({"$complex": [10**400, 0]})
+
+
+def test_an_array_and_a_value_do_not_get_one_name(tmp_path: Path) -> None:
+    mm.save(tmp_path / "saved", {"a": np.ones(2), "b": 1})
+    with raises(StoreError, "same name", "b"):
+        mm.load(tmp_path / "saved", rename={"a": "b"})
+
+
+@pytest.mark.parametrize("only", [5, [1], b"a", {"a": 1}])
+def test_patterns_are_texts(only: Any, tmp_path: Path) -> None:
+    mm.save(tmp_path / "saved", {"a": 1})
+    with raises(StoreError, "only"):
+        mm.load(tmp_path / "saved", only=only)
+
+
+@pytest.mark.parametrize("rename", [5, "a", {1: "a"}, {"a": None}])
+def test_other_names_are_texts(rename: Any, tmp_path: Path) -> None:
+    mm.save(tmp_path / "saved", {"a": 1})
+    with raises(StoreError, "rename"):
+        mm.load(tmp_path / "saved", rename=rename)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"a", "a\0b"])
+def test_a_path_is_a_text(path: Any) -> None:
+    with raises(StoreError, "path"):
+        mm.save(path, {"a": 1})
+    with raises(StoreError, "path"):
+        mm.load(path)
+
+
+def test_a_name_that_is_too_long_is_our_error(tmp_path: Path) -> None:
+    with raises(StoreError, "too long"):
+        mm.save(tmp_path / ("x" * 300), {"a": 1})
+
+
+def test_a_generator_of_another_kind_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    mm.save(tmp_path / "saved", {"rng": np.random.default_rng(0), "x": np.ones(2)})
+    x = np.zeros(2)
+    with raises(StoreError, "rng", "MT19937", "PCG64"):
+        mm.load(tmp_path / "saved", {"x": x, "rng": np.random.Generator(np.random.MT19937(1))})
+    assert not x.any()
+
+
+class Counter:
+    """It counts, and says so."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_an_object_with_a_state_is_found_under_another_name(tmp_path: Path) -> None:
+    one, other = Counter(), Counter()
+    one.count = 7
+    mm.save(tmp_path / "saved", {"old": one, "x": np.ones(2)})
+    mm.load(tmp_path / "saved", {"new": other}, rename={"old.": "new."})
+    assert other.count == 7
+
+
+def test_numbers_of_numpy_say_how_many_stay(tmp_path: Path) -> None:
+    counts: Any = {"keep": np.int64(1), "every": np.int64(2)}
+
+    def main() -> None:
+        with mm.DeviceMesh("dp=-1") as mesh, mm.Checkpoints(tmp_path, mesh, **counts) as kept:
+            for step in range(5):
+                kept.save(step, {"x": step})
+
+    mm.run_virtual(2, main)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_a_step_that_no_name_can_have_is_refused(tmp_path: Path) -> None:
+    def main() -> None:
+        with mm.DeviceMesh("dp=-1") as mesh, mm.Checkpoints(tmp_path, mesh) as kept:
+            kept.save(10**18, {"x": 1})
+
+    with raises(StoreError, "step", 10**18):
+        mm.run_virtual(2, main)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_new_checkpoints_leave_alone_a_save_that_is_under_way(tmp_path: Path) -> None:
+    def main() -> None:
+        with mm.DeviceMesh("dp=-1") as mesh:
+            first = mm.Checkpoints(tmp_path, mesh, wait=False)
+            first.save(1, {"x": mm.ones(1000, mesh, "dp=S0")})
+            with mm.Checkpoints(tmp_path, mesh, wait=False) as second:
+                second.save(2, {"x": mm.ones(1000, mesh, "dp=S0")})
+            first.close()
+
+    mm.run_virtual(2, main)
+    assert {each.name for each in tmp_path.iterdir()} == {"step-00000001", "step-00000002"}
