@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,7 @@ from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import DamagedError, MpimeshError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree
-from mpimesh.store.files import PART, as_folder, sync, temporary_beside
+from mpimesh.store.files import PART, as_folder, ranks_of_job, sync, temporary_beside
 from mpimesh.store.format import MANIFEST
 from mpimesh.store.loading import Verify, load
 from mpimesh.store.saving import FILE_BYTES, save, settle
@@ -59,7 +58,7 @@ class Checkpoints:
 
     Args:
         folder: Where they are, which all ranks can see; made if it is not there.
-        mesh: The ranks that save together.
+        mesh: The ranks that save together; None for one process alone, without MPI.
         keep: Number of checkpoints that stay; None for all. An older one goes when a newer one is
             whole.
         every: Steps from one save to the next.
@@ -83,21 +82,23 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | None = None,
         *,
         keep: int | None = 3,
         every: int = 1,
         wait: bool = True,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        if not isinstance(mesh, DeviceMesh):
+        if mesh is None and ranks_of_job() > 1:
+            raise StoreError(f"{ranks_of_job()} ranks keep checkpoints together: give mesh=")
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise StoreError(f"mesh must be a DeviceMesh, got {shown(mesh)}")
         self._mesh = mesh
-        self._core = mesh.group()._core
+        self._core = None if mesh is None else mesh.group()._core
         self._handle: CollectiveTensor | None = None
         self._closed = False
         self.folder = as_folder(folder)
-        settle(self._core)  # another one's save may be under way, in a folder that is removed here
+        self._settle()  # another one's save may be under way, in a folder that is removed here
         problem: MpimeshError | None = None
         found: list[int | None] = []
         try:
@@ -106,7 +107,7 @@ class Checkpoints:
             self.wait = as_flag(wait, "wait", StoreError)
             self._file_bytes = as_int(file_bytes, "file_bytes", StoreError, least=1)
             found = [self.keep, self.every]
-            if self._core.rank == 0:
+            if self._is_first:
                 self._prepare()
         except OSError as error:
             problem = (
@@ -116,7 +117,7 @@ class Checkpoints:
                     f"cannot keep checkpoints in {self.folder}: {error.strerror or error}"
                 )
             )
-        rows = agree(self._core, f"Checkpoints in {self.folder}", found, problem=problem)
+        rows = self._agreed(f"Checkpoints in {self.folder}", found, problem)
         if any(row != found for row in rows):
             raise StoreError(f"all ranks keep the same checkpoints, got {rows}")
         self._step = self._pending = 0
@@ -218,7 +219,8 @@ class Checkpoints:
         self._check_open("load")
         self._settle()
         # One rank looks: what others see of a file system may be older.
-        steps = agree(self._core, f"load from {self.folder}", self._seen())[0]
+        seen = self.steps if self._is_first else []
+        steps = self._agreed(f"load from {self.folder}", seen)[0]
         if step is not None:
             if step not in steps:
                 raise StoreError(f"{self.folder} has no checkpoint of step {step}; it has {steps}")
@@ -229,7 +231,7 @@ class Checkpoints:
             except DamagedError as error:
                 if number == steps[0]:
                     raise
-                if self._core.rank == 0:
+                if self._is_first:
                     warnings.warn(
                         f"the checkpoint of step {number} is stepped over: {error}",
                         DamagedCheckpointWarning,
@@ -252,13 +254,23 @@ class Checkpoints:
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _seen(self) -> Sequence[int]:
-        return self.steps if self._core.rank == 0 else []
+    @property
+    def _is_first(self) -> bool:
+        return self._core is None or self._core.rank == 0
+
+    def _agreed(self, what: str, value: Any, problem: Exception | None = None) -> list[Any]:
+        """Return what each rank brings, or raise on every rank the problem of any."""
+        if self._core is not None:
+            return agree(self._core, what, value, problem=problem)
+        if problem is not None:
+            raise problem
+        return [value]
 
     def _settle(self) -> None:
         """Wait for the save that is under way; old checkpoints go once it is whole."""
         handle, self._handle = self._handle, None
-        settle(self._core)
+        if self._core is not None:
+            settle(self._core)
         if handle is not None:
             handle.resolve()
             self._step = self._pending
@@ -266,14 +278,15 @@ class Checkpoints:
 
     def _drop_old(self) -> None:
         """Remove the checkpoints that are too many, and set later ones aside. On the first rank."""
-        if self._core.rank:
+        if not self._is_first:
             return
         later = self._known.intersection(step for step in self.steps if step > self._step)
         self._known = {step for step in self._known if step <= self._step} | {self._step}
         for step in sorted(later):
             left = self.path(step).with_suffix(".left")
             shutil.rmtree(left, ignore_errors=True)
-            self.path(step).rename(left)
+            with suppress(OSError):
+                self.path(step).rename(left)
             warnings.warn(
                 f"the checkpoint of step {step} is of a course that was left after step "
                 f"{self._step}: it is {left} now",

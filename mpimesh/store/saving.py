@@ -142,7 +142,8 @@ def save(
 
     Cost:
         The first save of a tree sends descriptions of it to one rank; later ones an exchange of a
-        few bytes and of one digest for each box. Reading memory once, and the disk.
+        few bytes and of one digest for each box. Reading memory once, and the disk. With
+        ``wait=False`` memory for a copy of what this rank writes, which the next save uses again.
 
     Example:
         >>> mm.save("run/step-100", {"model": model, "optimizer": optimizer, "losses": losses})

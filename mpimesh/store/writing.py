@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ Kinds: TypeAlias = Mapping[str, tuple[tuple[int, ...], DType]]
 _CHUNK_BYTES = 1 << 20
 """Written at once: what was hashed is in the cache still."""
 _DATA = "data-"
+_SEEN_S, _NAP_S = 60.0, 0.05
+"""A file system of a network may show on one node later what another one has written."""
 _TOKEN = 12
 
 
@@ -296,7 +299,25 @@ class Commit(threading.Thread):
             shutil.rmtree(self._fresh, ignore_errors=True)
             self.done = True
 
+    def _check_seen(self) -> None:
+        """Return once all files that the ranks have written are seen here.
+
+        Raises:
+            StoreError: If some are not after a while, as where nodes have folders of their own.
+        """
+        end_s = time.monotonic() + _SEEN_S
+        for name, nbytes in self._manifest.files:
+            path = self._fresh / name
+            while not path.is_file() or path.stat().st_size != nbytes:
+                if time.monotonic() > end_s:
+                    raise StoreError(
+                        f"{name}, which another rank has written, is not seen by the first one: "
+                        "save to a folder that all nodes share"
+                    )
+                time.sleep(_NAP_S)
+
     def _commit(self, text: bytes) -> None:
+        self._check_seen()
         fresh, path, data = self._fresh, self._path, data_folder(self._token)
         if not path.is_dir() or not any(path.iterdir()):
             with replaced(fresh / MANIFEST) as file:

@@ -130,6 +130,18 @@ def test_a_course_that_was_left_is_set_aside(tmp_path):
     assert mm.load(folder / names[2])["course"] == "old"
 
 
+def test_without_mpi(tmp_path):
+    run(tmp_path / "run", range(1, 6), every=2)
+    with mm.Checkpoints(tmp_path / "run", every=2) as checkpoints:
+        assert checkpoints.steps == [2, 4]
+        assert checkpoints.load()["x"].tolist() == [4.0] * 5
+        assert checkpoints.step == 4
+        checkpoints.save(6, {"x": np.ones(5)})
+        assert checkpoints.steps == [2, 4, 6]
+    with pytest.raises(StoreError, match="2 ranks"):
+        mm.run_virtual(2, lambda: mm.Checkpoints(tmp_path / "run"))
+
+
 def test_what_was_not_finished_goes(tmp_path):
     folder = tmp_path / "run"
     run(folder, range(1, 2))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import mpimesh as mm
 from mpimesh import nn
 from mpimesh.errors import DamagedError, DTypeError, MismatchError, ShapeError, StoreError
-from mpimesh.store import loading
+from mpimesh.store import loading, writing
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import on_ranks
 from tests.helpers.raises import raises
@@ -474,3 +474,23 @@ def test_a_failure_of_one_rank_is_told_on_all(tmp_path, monkeypatch, bad, wait):
     on_ranks("dp=2", save)
     assert mm.load(path)[0].tolist() == [0, 1, 2, 3]
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_nodes_with_folders_of_their_own(tmp_path, monkeypatch):
+    """The first rank does not find what the other has written."""
+    monkeypatch.setattr(writing, "_SEEN_S", 0.1)
+    write = writing.Writer._write
+
+    def elsewhere(writer: Any, file: str, *rest: Any) -> None:
+        write(writer, file, *rest)
+        if file.startswith("00001"):
+            (writer._folder / file).rename(tmp_path / "elsewhere")
+
+    monkeypatch.setattr(writing.Writer, "_write", elsewhere)
+
+    def main(mesh: mm.DeviceMesh) -> None:
+        with raises(StoreError, "00001-000", "all nodes share", "rank 0"):
+            mm.save(tmp_path / "a", mm.ones(4, mesh, "dp=S0"))
+
+    on_ranks("dp=2", main)
+    assert [each.name for each in tmp_path.iterdir()] == ["elsewhere"]
