@@ -1,4 +1,4 @@
-"""What a rank has of a model, and of the state of its optimizers, for checkpoints.
+"""A rank's parts of a model and of the state of its optimizers, for checkpoints.
 
 All names are those of the whole model. Nothing is gathered, to save or to load: where replicas
 divide a bucket each has its span of the parameters in it, and where the ranks of a node see values

@@ -1,4 +1,4 @@
-"""What layers, plain optimizers and objects of PyTorch have in a checkpoint, by name.
+"""Layers, plain optimizers and objects of PyTorch in a checkpoint, by name.
 
 A layer has its parameters by their names. An optimizer has the state of each parameter by the
 parameter's name in its model, so that it fits the model on any mesh: ``NAME.steps``, a number, and
