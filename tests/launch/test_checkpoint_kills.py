@@ -10,7 +10,7 @@ from tests.launch.checkpoint_kills import kill_many
 
 @pytest.mark.scaled
 def test_no_bad_checkpoint_after_kills():
-    kills = 8 if is_deep() else 2
+    kills = 5 if is_deep() else 2
     outcome = kill_many(kills)
     assert outcome.kills == kills
     assert outcome.checkpoints > 0

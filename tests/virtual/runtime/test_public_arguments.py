@@ -11,7 +11,7 @@ import pytest
 
 import mpimesh as mm
 import mpimesh.dtensor as dtensor
-from mpimesh import parallel
+from mpimesh import parallel, store
 from mpimesh.errors import DeadlockError, MpimeshError
 from tests.helpers import warned
 from tests.helpers.depth import is_deep
@@ -95,7 +95,8 @@ INSIDE = {
 def test_a_call_that_works_is_known_for_every_name():
     """The others' rooms have tests of their own for what they take."""
     known = {name.split()[0] for name in CALLS}
-    elsewhere = ELSEWHERE | {f"mm.{name}" for name in parallel.__all__}
+    rooms = {*parallel.__all__, *store.__all__}
+    elsewhere = ELSEWHERE | {f"mm.{name}" for name in rooms}
     classes: list[type] = [
         mm.Mesh,
         mm.MeshTopology,

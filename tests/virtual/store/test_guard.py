@@ -197,6 +197,8 @@ def test_who_has_a_signal_since_keeps_it():
 
 def test_a_second_interrupt_interrupts(monkeypatch):
     """The same one from two sides at once is one; of SIGUSR1 there may be many."""
+    # Where tests run side by side, their processes ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with run_guard([signal.SIGINT, signal.SIGUSR1]) as guard:
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
@@ -207,4 +209,5 @@ def test_a_second_interrupt_interrupts(monkeypatch):
         signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
     assert (guard.code, guard.stopped) == (0, False)
