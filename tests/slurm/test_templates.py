@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from mpimesh.store.checkpoints import steps_in
 from tests.slurm.cluster import Job, Slurm
 
 pytestmark = pytest.mark.slurm
@@ -142,7 +143,10 @@ def test_the_digits_go_on_after_a_requeue(submit, finish, slurm, tmp_path):
     options = "--mesh dp=2,pp=2 --epochs 15 --batch-size 300 --lr 0.01 --checkpoint-epochs 1"
     program = ROOT / "examples" / "train_digits.py"
     number = submit(program, *options.split(), "--json", results, REQUEUE="1")
-    wait_for(tmp_path / "checkpoints" / str(number) / "checkpoint.json")
+    folder, end_s = tmp_path / "checkpoints" / str(number), time.monotonic() + 30
+    while not steps_in(folder):
+        assert time.monotonic() < end_s, f"no checkpoint came in {folder}"
+        time.sleep(0.05)
     slurm.run("scancel", "--signal=USR1", str(number))
     job = finish(number)
     assert (job.state, job.restarts) == ("COMPLETED", 1), job
