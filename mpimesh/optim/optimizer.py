@@ -135,7 +135,7 @@ class Optimizer(ABC):
 
     @property
     def is_lent(self) -> bool:
-        """Whether somebody else steps it, and knows what its parameters are."""
+        """True if a ParallelOptimizer steps it, and knows what its parameters are."""
         return self._is_lent
 
     def state_names(self, numbers: Mapping[str, Any]) -> tuple[str, ...]:

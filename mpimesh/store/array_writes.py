@@ -36,7 +36,7 @@ SLAB_BYTES = 4 << 20
 """Bytes of an array that are carried to the ranks that write them at a time."""
 
 _SHORT_BYTES = 4096
-"""Where elements of a box lie in shorter rows than this, they are carried to another rank first."""
+"""Boxes whose elements lie in shorter rows are carried to another rank before they are written."""
 
 _FREE_BYTES = 64 << 10
 """Arrays up to this size are written as they lie."""
@@ -53,7 +53,7 @@ class ArrayFile(Protocol):
 
     @property
     def one_writer(self) -> bool:
-        """Whether only one rank may write at all."""
+        """True if only one rank may write at all."""
 
     def read(self, ranges: tuple[range, ...], out: HostArray) -> None:
         """Read elements into an array of their extent."""

@@ -41,9 +41,10 @@ from mpimesh.store.array_writes import (
     tell_all,
     write_region,
 )
-from mpimesh.store.files import ranks_of_job, sync, temporary_beside
+from mpimesh.store.files import sync, temporary_beside
 from mpimesh.store.flat_arrays import create_npy, open_npy
 from mpimesh.store.hdf5_arrays import create_hdf5, open_hdf5
+from mpimesh.store.together import ranks_of_job
 from mpimesh.store.zarr_arrays import chunks_of, create_zarr, open_zarr
 
 __all__ = ["OpenedArray", "open_array", "save_array"]

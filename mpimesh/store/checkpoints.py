@@ -14,11 +14,11 @@ from typing import Any, Self
 from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import DamagedError, MpimeshError, StoreError
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
-from mpimesh.runtime.agreement import agree
-from mpimesh.store.files import PART, as_folder, ranks_of_job, sync, temporary_beside
+from mpimesh.store.files import PART, as_folder, sync, temporary_beside
 from mpimesh.store.format import MANIFEST
 from mpimesh.store.loading import Verify, load
 from mpimesh.store.saving import FILE_BYTES, save, settle
+from mpimesh.store.together import agreed, as_store_error, ranks_of_job
 
 __all__ = ["Checkpoints", "DamagedCheckpointWarning", "LeftCheckpointWarning", "steps_in"]
 
@@ -110,14 +110,8 @@ class Checkpoints:
             if self._is_first:
                 self._prepare()
         except OSError as error:
-            problem = (
-                error
-                if isinstance(error, StoreError)
-                else StoreError(
-                    f"cannot keep checkpoints in {self.folder}: {error.strerror or error}"
-                )
-            )
-        rows = self._agreed(f"Checkpoints in {self.folder}", found, problem)
+            problem = as_store_error(error, f"keep checkpoints in {self.folder}")
+        rows = agreed(self._core, f"Checkpoints in {self.folder}", found, problem=problem)
         if any(row != found for row in rows):
             raise StoreError(f"all ranks keep the same checkpoints, got {rows}")
         self._step = self._pending = 0
@@ -220,7 +214,7 @@ class Checkpoints:
         self._settle()
         # One rank looks: what others see of a file system may be older.
         seen = self.steps if self._is_first else []
-        steps = self._agreed(f"load from {self.folder}", seen)[0]
+        steps = agreed(self._core, f"load from {self.folder}", seen)[0]
         if step is not None:
             if step not in steps:
                 raise StoreError(f"{self.folder} has no checkpoint of step {step}; it has {steps}")
@@ -257,14 +251,6 @@ class Checkpoints:
     @property
     def _is_first(self) -> bool:
         return self._core is None or self._core.rank == 0
-
-    def _agreed(self, what: str, value: Any, problem: Exception | None = None) -> list[Any]:
-        """Return what each rank brings, or raise on every rank the problem of any."""
-        if self._core is not None:
-            return agree(self._core, what, value, problem=problem)
-        if problem is not None:
-            raise problem
-        return [value]
 
     def _settle(self) -> None:
         """Wait for the save that is under way; old checkpoints go once it is whole."""

@@ -10,13 +10,23 @@ from uuid import uuid4
 
 from mpimesh.arguments import shown
 from mpimesh.errors import StoreError
-from mpimesh.runtime import Launch
-from mpimesh.runtime.world import current_world
 
-__all__ = ["PART", "as_folder", "ranks_of_job", "replaced", "sync", "temporary_beside", "write_at"]
+__all__ = [
+    "PART",
+    "TOKEN_DIGITS",
+    "as_folder",
+    "new_token",
+    "replaced",
+    "sync",
+    "temporary_beside",
+    "write_at",
+]
 
 PART = ".part"
 """The end of the names of files and folders that are being written."""
+
+TOKEN_DIGITS = 12
+"""Digits before that end, by which those of one name are told from those of a longer one."""
 
 _MOST_BYTES = 1 << 30  # a write of Linux ends at 2 GiB
 
@@ -32,15 +42,14 @@ def as_folder(path: object) -> Path:
     return Path(path).absolute()
 
 
-def ranks_of_job() -> int:
-    """Return how many ranks run this program, without starting MPI. Local."""
-    virtual = current_world().virtual
-    return Launch.detect().size if virtual is None else virtual.size
+def new_token() -> str:
+    """Return `TOKEN_DIGITS` hexadecimal digits that nobody has had. Local."""
+    return uuid4().hex[:TOKEN_DIGITS]
 
 
-def temporary_beside(path: Path) -> Path:
-    """Return a name that nobody has, beside `path`, hidden, and ending with `PART`. Local."""
-    return path.with_name(f".{path.name}.{uuid4().hex[:12]}{PART}")
+def temporary_beside(path: Path, token: str = "") -> Path:
+    """Return a hidden name beside `path` that ends with a token, a new one if empty, and `PART`."""
+    return path.with_name(f".{path.name}.{token or new_token()}{PART}")
 
 
 def sync(path: Path) -> None:

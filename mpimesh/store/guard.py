@@ -115,7 +115,7 @@ class RunGuard:
 
     @property
     def stopped(self) -> bool:
-        """Whether the ranks have agreed to stop."""
+        """True if the ranks have agreed to stop."""
         return bool(self._stopped)
 
     @property

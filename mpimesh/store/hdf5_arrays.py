@@ -23,7 +23,7 @@ __all__ = ["create_hdf5", "open_hdf5"]
 
 
 _METADATA_BYTES = 64 << 10
-"""What HDF5 may write beside elements at a time."""
+"""Bytes that HDF5 may write beside elements at a time."""
 
 
 class Hdf5Array:

@@ -23,11 +23,11 @@ from mpimesh.errors import DTypeError, MpimeshError, StoreError
 from mpimesh.layout import Layout, PlacementLike
 from mpimesh.layout.boxes import Box, extent, global_box, slices, tiles
 from mpimesh.runtime import DeviceMesh
-from mpimesh.runtime.agreement import agree
-from mpimesh.store.files import as_folder, ranks_of_job
+from mpimesh.store.files import as_folder
 from mpimesh.store.format import MANIFEST, Entry, Manifest, read_manifest
 from mpimesh.store.parts import Parts, Saved
 from mpimesh.store.reading import FileReader
+from mpimesh.store.together import agreed, as_store_error, ranks_of_job
 from mpimesh.store.trees import ARRAY, VALUE, Into, Source, mesh_of, rebuilt, take_apart
 
 __all__ = ["load"]
@@ -116,29 +116,31 @@ def load(
     together = _Together(ranks, where, verify)
     manifest, folder = together.manifest()
 
-    def prepared() -> Into:
-        source = _source(where, manifest, only, rename, strict=strict)
+    def prepared() -> tuple[Into, dict[str, Entry]]:
+        source, entries = _source(where, manifest, only, rename, strict=strict)
         if into is not None:
             if layout is not None:
                 raise StoreError("layout= is for into=None: arrays in a tree have theirs")
-            return take_apart(into, source)
+            return take_apart(into, source), entries
         check_patterns(layout, source.arrays)
         made = Into()
         new = partial(_new_array, ranks, layout)
         made.result = rebuilt(source, made, structure=source.structure, new=new)
-        return made
+        return made, entries
 
-    wanted = together.attempt(prepared)
-    names = _renamed(manifest.arrays, rename)
-    entries = {new: manifest.arrays[old] for old, new in names.items()}
+    wanted, entries = together.attempt(prepared)
     if verify == "before":
         together.attempt(lambda: verify_share(folder, manifest, *together.place))
     together.attempt(
         lambda: read_into(folder, manifest, entries, wanted.arrays, verify=verify == "read")
     )
-    for finish in wanted.finish:
-        finish()
-    return wanted.result()
+
+    def finished() -> Any:
+        for finish in wanted.finish:
+            finish()
+        return wanted.result()
+
+    return together.attempt(finished)
 
 
 def _check_names(only: object, rename: object) -> None:
@@ -182,33 +184,29 @@ class _Together:
             return manifest, folder
         core.member("load")
         problem: MpimeshError | None = None
+        mine: Manifest | None = None
         text, folder = b"", self._path
         if core.rank == 0:
             try:
-                folder, manifest = read_manifest(self._path)
-                text = manifest.text()
+                folder, mine = read_manifest(self._path)
+                text = mine.text()
             except MpimeshError as error:
                 problem = error
-        rows = agree(core, self._what, [str(folder), len(text)], problem=problem)
+        rows = agreed(core, self._what, [str(folder), len(text)], problem=problem)
         buffer = np.frombuffer(bytearray(text or rows[0][1]), np.uint8)
         request = core.communicator.broadcast(buffer, 0)
         core.wait_for(request, what=self._what)
-        return Manifest.parse(buffer.tobytes(), str(self._path)), Path(rows[0][0])
+        return mine or Manifest.parse(buffer.tobytes(), str(self._path)), Path(rows[0][0])
 
     def attempt(self, action: Callable[[], Any]) -> Any:
         """Return what `action` gives on this rank, if it fails on none. Collective."""
-        if self._core is None:
-            return action()
         problem: Exception | None = None
         result = None
         try:
             result = action()
-        except MpimeshError as error:
-            problem = error
         except Exception as error:  # such as of a function of rename=
-            reason = error.strerror if isinstance(error, OSError) else None
-            problem = StoreError(f"cannot load {self._path}: {reason or shown(error)}")
-        agree(self._core, self._what, problem=problem)
+            problem = as_store_error(error, f"load {self._path}")
+        agreed(self._core, self._what, problem=problem)
         return result
 
 
@@ -219,14 +217,19 @@ def _source(
     rename: Renaming,
     *,
     strict: bool,
-) -> Source:
-    _renamed([*manifest.arrays, *manifest.values], rename)  # refuses two of one name
-    arrays = _renamed(manifest.arrays, rename)
-    values = _renamed(manifest.values, rename)
+) -> tuple[Source, dict[str, Entry]]:
+    """Return what a checkpoint has by the names in the tree, and where its arrays lie.
+
+    Raises:
+        StoreError: If `only` fits nothing, or `rename` gives two things one name.
+    """
+    names = _renamed([*manifest.arrays, *manifest.values], rename)
+    entries = {new: manifest.arrays[old] for old, new in names.items() if old in manifest.arrays}
+    values = {new: manifest.values[old] for old, new in names.items() if old in manifest.values}
     patterns = [only] if isinstance(only, str) else None if only is None else [*only]
     if patterns is not None:
         for pattern in patterns:
-            if not any(fnmatchcase(n, pattern) for n in (*arrays.values(), *values.values())):
+            if not any(fnmatchcase(name, pattern) for name in names.values()):
                 raise StoreError(
                     f"only={pattern!r} fits no name in {path}"
                     + (", as rename has made them" if rename is not None else "")
@@ -237,20 +240,10 @@ def _source(
 
     structure = manifest.tree
     if structure is None or rename is not None:
-        everything = [*arrays.values(), *values.values()]
-        leaves = {**dict.fromkeys(arrays.values(), ARRAY), **dict.fromkeys(values.values(), VALUE)}
-        structure = {"dict": [[name, leaves[name]] for name in everything]}
-    return Source(
-        str(path),
-        structure,
-        {
-            new: Saved(manifest.arrays[old].shape, manifest.arrays[old].dtype)
-            for old, new in arrays.items()
-        },
-        {new: manifest.values[old] for old, new in values.items()},
-        strict,
-        chosen,
-    )
+        leaves = {**dict.fromkeys(entries, ARRAY), **dict.fromkeys(values, VALUE)}
+        structure = {"dict": [[name, leaf] for name, leaf in leaves.items()]}
+    arrays = {name: Saved(entry.shape, entry.dtype) for name, entry in entries.items()}
+    return Source(str(path), structure, arrays, values, strict, chosen), entries
 
 
 def _renamed(names: Iterable[str], rename: Renaming) -> dict[str, str]:

@@ -33,6 +33,7 @@ __all__ = [
     "STEP",
     "Span",
     "check_names",
+    "has_names",
     "module_parts",
     "optimizer_parts",
     "parameter_target",
@@ -50,7 +51,7 @@ OPTIMIZER, STEP = "optimizer", "step"
 """Names of the class of an optimizer, and of a model's count of steps."""
 
 Wanted = tuple[Mapping[str, Parts], Callable[[], None]]
-"""What `Storable._restored_parts` returns."""
+"""The result of `Storable._restored_parts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,9 +477,16 @@ def take_torch_state(obj: Any, tree: Any) -> None:
         raise ModuleError(f"PyTorch refuses the state of {type(obj).__name__}: {error}") from error
 
 
-def torch_optimizer_parts(
-    optimizer: Any, names: Mapping[int, str]
-) -> dict[str, Parts | Value] | None:
+def has_names(optimizer: Any, names: Mapping[int, str]) -> bool:
+    """Tell whether an optimizer of PyTorch can be saved by the names of its parameters.
+
+    Else PyTorch's own state, by numbers, is all there is.
+    """
+    groups = optimizer.param_groups
+    return all(id(one) in names for group in groups for one in group["params"])
+
+
+def torch_optimizer_parts(optimizer: Any, names: Mapping[int, str]) -> dict[str, Parts | Value]:
     """Return what this rank has of the state of an optimizer of PyTorch, by names. Local.
 
     As that of a plain optimizer: ``NAME.exp_avg`` and the like, and ``param_groups``, which has
@@ -488,13 +496,9 @@ def torch_optimizer_parts(
         optimizer: The optimizer.
         names: By the id of a tensor its name in the whole model.
 
-    Returns:
-        None if a parameter has no name: PyTorch's own state, by numbers, is all there is then.
     """
     torch = sys.modules["torch"]
     groups = optimizer.param_groups
-    if any(id(one) not in names for group in groups for one in group["params"]):
-        return None
     numbers = [{key: group[key] for key in group if key != "params"} for group in groups]
     parts: dict[str, Parts | Value] = {"param_groups": [_plain(each, torch) for each in numbers]}
     for group in groups:

@@ -13,12 +13,12 @@ from mpimesh.layout.boxes import Box, extent, fits, whole
 __all__ = ["Parts", "Saved", "Storable", "Value"]
 
 Value: TypeAlias = Any
-"""What JSON can say: None, a truth value, a number, a text, and lists and dicts of these."""
+"""A JSON value: None, a truth value, a number, a text, and lists and dicts of these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """What a rank has of one array: boxes of it, each with its values.
+    """A rank's part of one array: boxes of it, each with its values.
 
     Attributes:
         shape: The array's global shape.
@@ -52,7 +52,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint has of one array.
+    """An array of a checkpoint, without its values.
 
     Attributes:
         shape: Its shape.

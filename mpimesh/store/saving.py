@@ -32,22 +32,24 @@ import numpy as np
 import xxhash
 
 from mpimesh.arguments import as_flag, as_int, digest_bits, rank_names, shown
-from mpimesh.arrays import Array, DType, HostArray, to_numpy
+from mpimesh.arrays import Array, DType, HostArray, namespace, to_numpy
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, Steps
 from mpimesh.comm.requests import Condition, Request, all_done
-from mpimesh.errors import MismatchError, MpimeshError, StoreError, on_all_ranks
+from mpimesh.errors import DTypeError, MismatchError, MpimeshError, StoreError, on_all_ranks
 from mpimesh.layout.boxes import Box, extent, local_box, slices, volume
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.group_core import GroupCore
-from mpimesh.store.files import as_folder, ranks_of_job
+from mpimesh.store.files import as_folder, new_token, temporary_beside
 from mpimesh.store.format import Manifest, missing_in
 from mpimesh.store.parts import Parts, Value
+from mpimesh.store.together import as_store_error, ranks_of_job
 from mpimesh.store.trees import Flat, flatten, leaf_names, mesh_of
 from mpimesh.store.writing import (
     Commit,
+    DataFile,
     Kinds,
     Share,
     Writer,
@@ -55,7 +57,7 @@ from mpimesh.store.writing import (
     data_folder,
     discard,
     manifest_of,
-    unfinished,
+    num_pieces,
 )
 
 __all__ = ["FILE_BYTES", "save", "settle"]
@@ -138,7 +140,8 @@ def save(
         StoreError: On every rank, if any cannot write its part, or there is something else under
             the path than a checkpoint.
         MismatchError: On every rank, if values differ between ranks, or trees are built otherwise.
-        DTypeError: On every rank, if an array has a dtype that files do not know.
+        DTypeError: On every rank, if an array has a dtype that files do not know; without a mesh
+            it is the cause of a StoreError.
 
     Cost:
         The first save of a tree sends descriptions of it to one rank; later ones an exchange of a
@@ -164,9 +167,7 @@ def save(
         try:
             _save_alone(where, flatten(tree), size)
         except OSError as error:
-            if isinstance(error, StoreError):
-                raise
-            raise StoreError(f"cannot save to {where}: {error.strerror or error}") from error
+            raise as_store_error(error, f"save to {where}") from None
         return None
     if not isinstance(ranks, DeviceMesh):
         raise StoreError(f"mesh must be a DeviceMesh, got {shown(ranks)}")
@@ -182,17 +183,15 @@ def save(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who writes what, as one rank knows it.
+    """The files of a save, and the arrays in them, as one rank knows them.
 
     Attributes:
-        key: What the trees have in common for which it was made.
         mine: This rank's share.
         shares: Those of all ranks, on the first one.
-        kinds: Of all arrays, on the first one.
+        kinds: Shape and dtype of all arrays, on the first one.
         memory: Where copies of this rank's boxes lie between saves, for ``wait=False``.
     """
 
-    key: int
     mine: Share
     shares: tuple[Share, ...] = ()
     kinds: Kinds = field(default_factory=dict)
@@ -214,7 +213,7 @@ def plan_shares(
 
     Raises:
         MismatchError: If ranks have different arrays under one name.
-        StoreError: If an element of an array is on no rank.
+        DTypeError: If files do not know the dtype of one.
     """
     arrays: dict[str, tuple[tuple[int, ...], DType]] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -254,11 +253,9 @@ def plan_shares(
             files[-1].append((name, box))
             room -= nbytes
         shares.append(
-            Share(
-                tuple(
-                    (f"{rank:05}-{number:03}.safetensors", tuple(boxes))
-                    for number, boxes in enumerate(files)
-                )
+            tuple(
+                DataFile.of(f"{rank:05}-{number:03}.safetensors", boxes, arrays)
+                for number, boxes in enumerate(files)
             )
         )
     return shares, arrays
@@ -288,11 +285,14 @@ def _part(parts: Parts, box: Box) -> Array:
 def _save_alone(path: Path, flat: Flat, file_bytes: int) -> None:
     """Save what one process has, without MPI."""
     check_target(path)
-    shares, kinds = plan_shares([_described(flat)], file_bytes)
-    token, fresh = unfinished(path)
-    data = data_folder(token)
+    try:
+        shares, kinds = plan_shares([_described(flat)], file_bytes)
+    except DTypeError as error:
+        raise StoreError(f"cannot save to {path}: {error}") from error
+    token = new_token()
+    fresh, data = temporary_beside(path, token), data_folder(token)
     discard(path)
-    writer = Writer(fresh / data, shares[0], kinds, lambda name, box: _part(flat.arrays[name], box))
+    writer = Writer(fresh / data, shares[0], lambda name, box: _part(flat.arrays[name], box))
     writer.run()
     problem = writer.problem
     if problem:
@@ -357,25 +357,21 @@ def _start(
         common = _digest([flat.structure, sorted(flat.values.items()), copies])
         if core.rank == 0:
             check_target(path)
-            token = unfinished(path)[0]
-    except MpimeshError as error:
-        problem = error
+            token = new_token()
     except Exception as error:  # such as of a state_dict(): the other ranks are to know
-        reason = error.strerror if isinstance(error, OSError) else None
-        text = f"cannot save to {path}: {reason or shown(error)}"
-        problem = StoreError(text).with_traceback(error.__traceback__)
-    rows = agree(core, what, [own, common], problem=problem)
+        problem = as_store_error(error, what)
+    rows = agree(core, what, [own, common, token], problem=problem)
+    token = rows[0][2]
     key = digest_bits(json.dumps([row[0] for row in rows]).encode(), 63)
     plans = _plans.setdefault(core, {})
     plan = plans.get(key)
     if plan is None:
-        plan = _plan(core, what, key, flat, file_bytes)
+        plan = _plan(core, what, flat, file_bytes)
         while len(plans) >= _MOST_PLANS:
             del plans[next(iter(plans))]
         plans[key] = plan
     values = _union(core, what, flat, copies, alike=len({row[1] for row in rows}) == 1)
-    token = agree(core, what, token)[0]
-    fresh = unfinished(path, token)[1]
+    fresh = temporary_beside(path, token)
 
     def live(name: str, box: Box) -> Array:
         return _part(flat.arrays[name], box)
@@ -398,22 +394,14 @@ def _start(
         discard(path)
     # Others may change what this rank reads, where they see the same memory.
     agree(core, what, problem=problem)
-    writer = Writer(fresh / data_folder(token), plan.mine, _kinds(flat), source)
+    writer = Writer(fresh / data_folder(token), plan.mine, source)
     writer.start()
     steps = _steps(core, plan, writer, flat, values, path, token)
-    nbytes = sum(
-        volume(box) * flat.arrays[name].dtype.itemsize
-        for _, boxes in plan.mine.files
-        for name, box in boxes
-    )
+    nbytes = sum(file.nbytes for file in plan.mine)
     call = Call("save", core.name, rule=str(path))
     handle = CollectiveTensor(core, call, core.stage(object(), steps), nbytes=nbytes)
     _under_way[core] = handle
     return handle
-
-
-def _kinds(flat: Flat) -> Kinds:
-    return {name: (parts.shape, parts.dtype) for name, parts in flat.arrays.items()}
 
 
 def _digest(value: Any) -> str:
@@ -423,40 +411,42 @@ def _digest(value: Any) -> str:
 def _copied(plan: Plan, source: Callable[[str, Box], Array]) -> dict[tuple[str, Box], HostArray]:
     """Copy what this rank is to write, into the memory of the last such save."""
     memory = plan.memory
-    for _, boxes in plan.mine.files:
-        for name, box in boxes:
+    for file in plan.mine:
+        for name, box, _ in file.pieces:
             values = source(name, box)
-            held = memory.get((name, box))
-            if held is None:
-                held = memory[name, box] = np.empty(values.shape, values.dtype)
-            held[...] = values if isinstance(values, np.ndarray) else to_numpy(values)
+            copied = memory.get((name, box))
+            if copied is None:
+                copied = memory[name, box] = np.empty(values.shape, values.dtype)
+            copied[...] = values if isinstance(values, np.ndarray) else to_numpy(values)
     return memory
 
 
-def _plan(core: GroupCore, what: str, key: int, flat: Flat, file_bytes: int) -> Plan:
-    """Plan who writes what. Collective: all ranks describe what they have to the first one."""
+def _plan(core: GroupCore, what: str, flat: Flat, file_bytes: int) -> Plan:
+    """Plan the files of all ranks, which describe what they have to the first one. Collective."""
     rows = _gathered(core, what, _described(flat))
     problem: MpimeshError | None = None
-    told: list[Any] = []
+    plans: list[Any] = []
     shares: list[Share] = []
     kinds: Kinds = {}
     if rows is not None:
         try:
             shares, kinds = plan_shares(rows, file_bytes)
-            nothing = [[0] * share.num_pieces for share in shares]
+            nothing = [[0] * num_pieces(share) for share in shares]
             _check_whole(manifest_of(shares, kinds, "", nothing, None, {}))
-            told = [share.files for share in shares]
+            plans = [
+                [[file.name, [piece[:2] for piece in file.pieces]] for file in share]
+                for share in shares
+            ]
         except MpimeshError as error:
             problem = error
     agree(core, what, problem=problem)
-    mine = _scattered(core, what, told)
-    share = Share(
-        tuple(
-            (file, tuple((name, tuple(map(tuple, box))) for name, box in boxes))
-            for file, boxes in mine
-        )
+    mine = _scattered(core, what, plans)
+    kinds_here = {name: (parts.shape, parts.dtype) for name, parts in flat.arrays.items()}
+    share = tuple(
+        DataFile.of(file, [(name, tuple(map(tuple, box))) for name, box in boxes], kinds_here)
+        for file, boxes in mine
     )
-    return Plan(key, share, tuple(shares), kinds)
+    return Plan(share, tuple(shares), kinds)
 
 
 def copies_of(flat: Flat, *, whole: bool) -> dict[str, str]:
@@ -470,14 +460,15 @@ def copies_of(flat: Flat, *, whole: bool) -> dict[str, str]:
     for name in flat.copies:
         digest = xxhash.xxh3_64()
         for _, array in flat.arrays[name].parts:
-            if isinstance(array, np.ndarray) and array.flags.c_contiguous:
-                data = array.reshape(-1).view(np.uint8)
-                step = max(1, len(data) // _SAMPLES)
-                starts = [0] if whole else range(0, len(data), step)
-                for start in starts:
-                    digest.update(data[start : None if whole else start + _SAMPLE_BYTES].data)
+            xp = namespace(array)
+            data = xp.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            if whole or len(data) <= _SAMPLES * _SAMPLE_BYTES:
+                starts, length = [0], len(data)
             else:
-                digest.update(np.ascontiguousarray(to_numpy(array)).reshape(-1).view(np.uint8).data)
+                last, length = len(data) - _SAMPLE_BYTES, _SAMPLE_BYTES
+                starts = [last * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
+            for start in starts:
+                digest.update(to_numpy(data[start : start + length]).data)
         found[name] = digest.hexdigest()
     return found
 
@@ -571,16 +562,16 @@ def _steps(
     """Wait for the writers of all ranks, commit, and learn how it went."""
     communicator = core.communicator
     yield _ended(core, writer)
-    fresh, answer = unfinished(path, token)[1], np.zeros(_NOTE_BYTES, np.uint8)
+    fresh, answer = temporary_beside(path, token), np.zeros(_NOTE_BYTES, np.uint8)
     problem = ""
     if core.rank:
-        row = _row(writer, plan.mine.num_pieces)
+        row = _row(writer)
         yield communicator.isend(row, 0, _TAG)
         yield _from_others(core, communicator.irecv(answer, 0, _TAG))
         problem = _note(answer)
     else:
-        rows = [np.zeros(8 * share.num_pieces + _NOTE_BYTES, np.uint8) for share in plan.shares]
-        rows[0][...] = _row(writer, plan.mine.num_pieces)
+        rows = [np.zeros(8 * num_pieces(share) + _NOTE_BYTES, np.uint8) for share in plan.shares]
+        rows[0][...] = _row(writer)
         others = islice(enumerate(rows), 1, None)
         receives = [communicator.irecv(row, rank, _TAG) for rank, row in others]
         yield _from_others(core, all_done(*receives))
@@ -645,9 +636,9 @@ def _is_no_hang(core: GroupCore) -> None:
         wait.since_s = time.monotonic()
 
 
-def _row(writer: Writer, num_pieces: int) -> HostArray:
+def _row(writer: Writer) -> HostArray:
     """Return what a rank tells of its writing: the digests, and what went wrong."""
-    row = np.zeros(8 * num_pieces + _NOTE_BYTES, np.uint8)
+    row = np.zeros(8 * num_pieces(writer.share) + _NOTE_BYTES, np.uint8)
     digests = np.array(writer.digests, np.uint64)
     row[: 8 * len(digests)] = digests.view(np.uint8)
     _write_note(row[-_NOTE_BYTES:], writer.problem)

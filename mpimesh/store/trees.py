@@ -31,6 +31,7 @@ from mpimesh.nn import Module
 from mpimesh.optim import Optimizer
 from mpimesh.runtime import DeviceMesh
 from mpimesh.store.modules import (
+    has_names,
     module_parts,
     optimizer_parts,
     restored_module,
@@ -277,7 +278,7 @@ def _flatten(tree: Any, name: str, flat: Flat, names: Mapping[int, str]) -> Stru
         parts = module_parts(tree)
     elif isinstance(tree, Optimizer):
         parts = optimizer_parts(tree, names)
-    elif is_torch(tree) and hasattr(tree, "param_groups"):
+    elif is_torch(tree) and hasattr(tree, "param_groups") and has_names(tree, names):
         parts = torch_optimizer_parts(tree, names)
     if parts is not None:
         for key, leaf in parts.items():
@@ -322,7 +323,7 @@ def _state_of(tree: Any) -> Any:
 
 @dataclass(slots=True)
 class Into:
-    """Where the arrays of a checkpoint go, and what is done when all are there.
+    """Memory for the arrays of a checkpoint, and actions for when all are read.
 
     Attributes:
         arrays: The memory by name.
@@ -337,7 +338,7 @@ class Into:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a checkpoint has, by the names that the tree has.
+    """The contents of a checkpoint, by the names that the tree has.
 
     Attributes:
         path: Its name, for messages.
@@ -472,13 +473,13 @@ def _take(
         ]
         return lambda: type(tree)(make() for make in row)
     if is_torch(tree) and hasattr(tree, "param_groups"):
-        is_named = torch_optimizer_parts(tree, names) is not None
+        is_named = has_names(tree, names)
     else:
         is_named = is_stored(tree) or isinstance(tree, Module | Optimizer)
     if is_named:
         _take_object(tree, name, source, into, names)
         return same
-    if _state_of(tree) is None:
+    if not (is_torch(tree) or is_generator(tree) or has_state(tree)):
         to_json(tree, name)  # which refuses it
     _take_state(tree, name, source, into)
     return same

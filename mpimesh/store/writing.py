@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
-from uuid import uuid4
 
 import numpy as np
 import xxhash
@@ -28,7 +27,7 @@ import xxhash
 from mpimesh.arrays import Array, DType, to_numpy
 from mpimesh.errors import StoreError
 from mpimesh.layout.boxes import Box, extent, slices, tiles, volume
-from mpimesh.store.files import PART, replaced, sync, write_at
+from mpimesh.store.files import PART, TOKEN_DIGITS, replaced, sync, write_at
 from mpimesh.store.format import (
     MANIFEST,
     Entry,
@@ -41,6 +40,7 @@ from mpimesh.store.parts import Value
 
 __all__ = [
     "Commit",
+    "DataFile",
     "Kinds",
     "Share",
     "Writer",
@@ -48,7 +48,7 @@ __all__ = [
     "data_folder",
     "discard",
     "manifest_of",
-    "unfinished",
+    "num_pieces",
 ]
 
 Kinds: TypeAlias = Mapping[str, tuple[tuple[int, ...], DType]]
@@ -59,13 +59,6 @@ _CHUNK_BYTES = 1 << 20
 _DATA = "data-"
 _SEEN_S, _NAP_S = 60.0, 0.05
 """A file system of a network may show on one node later what another one has written."""
-_TOKEN = 12
-
-
-def unfinished(path: Path, token: str = "") -> tuple[str, Path]:
-    """Return a token, and the folder in which a checkpoint is written that is to be `path`."""
-    token = token or uuid4().hex[:_TOKEN]
-    return token, path.with_name(f".{path.name}.{token}{PART}")
 
 
 def data_folder(token: str) -> str:
@@ -94,7 +87,7 @@ def leftovers(path: Path) -> list[Path]:
     """Return the unfinished folders beside a path that saves to it have left behind."""
     with suppress(OSError):
         # The token keeps out what is written now for a longer name, as RUN.ema is beside RUN.
-        return [*path.parent.glob(f".{glob_safe(path.name)}.{'[0-9a-f]' * _TOKEN}{PART}")]
+        return [*path.parent.glob(f".{glob_safe(path.name)}.{'[0-9a-f]' * TOKEN_DIGITS}{PART}")]
     return []
 
 
@@ -113,38 +106,45 @@ def discard(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank writes.
+class DataFile:
+    """A file with boxes of arrays, as planned.
 
     Attributes:
-        files: For each of its files its name, and the boxes in it, each with the array's name.
+        name: Its name.
+        header: Its first bytes.
+        pieces: The boxes, each with the array's name and the offset of its bytes.
+        nbytes: Its size.
     """
 
-    files: tuple[tuple[str, tuple[tuple[str, Box], ...]], ...]
+    name: str
+    header: bytes
+    pieces: tuple[tuple[str, Box, int], ...]
+    nbytes: int
 
-    @property
-    def num_pieces(self) -> int:
-        """Number of boxes."""
-        return sum(len(boxes) for _, boxes in self.files)
+    @classmethod
+    def of(cls, name: str, boxes: Sequence[tuple[str, Box]], kinds: Kinds) -> DataFile:
+        """Plan a file of boxes, each with its array's name.
 
-
-def _files_of(
-    share: Share, kinds: Kinds
-) -> list[tuple[str, bytes, list[tuple[str, Box, int]], int]]:
-    """Return for each file its name, its header, its pieces with their offsets, and its bytes."""
-    files = []
-    for file, boxes in share.files:
+        Raises:
+            DTypeError: If the format does not have a dtype.
+        """
         entries = [
-            (tensor_name(name, kinds[name][0], box), kinds[name][1], extent(box))
-            for name, box in boxes
+            (tensor_name(array, kinds[array][0], box), kinds[array][1], extent(box))
+            for array, box in boxes
         ]
         header, begins = safetensors_header(entries, {"format": "mpimesh"})
         pieces = [(*each, begin) for each, begin in zip(boxes, begins, strict=True)]
-        end = len(header)
-        for name, box, begin in pieces:
-            end = max(end, begin + volume(box) * kinds[name][1].itemsize)
-        files.append((file, header, pieces, end))
-    return files
+        ends = [begin + volume(box) * kinds[array][1].itemsize for array, box, begin in pieces]
+        return cls(name, header, tuple(pieces), max(len(header), *ends, 0))
+
+
+Share: TypeAlias = tuple[DataFile, ...]
+"""The files that one rank writes."""
+
+
+def num_pieces(share: Share) -> int:
+    """Return the number of boxes that a rank writes."""
+    return sum(len(file.pieces) for file in share)
 
 
 class Writer(threading.Thread):
@@ -152,11 +152,11 @@ class Writer(threading.Thread):
 
     Args:
         folder: Where to.
-        share: What is to be written.
-        kinds: Shape and dtype of each array in it.
+        share: The files.
         values: Gives the values of a box.
 
     Attributes:
+        share: The files.
         digests: Of the pieces, in their order.
         problem: Why it could not write; "" if it could, or has not ended.
         nbytes: Bytes written so far.
@@ -167,13 +167,11 @@ class Writer(threading.Thread):
         self,
         folder: Path,
         share: Share,
-        kinds: Kinds,
         values: Callable[[str, Box], Array],
     ) -> None:
         super().__init__(name="mpimesh-save", daemon=True)
         self._folder = folder
-        self._share = share
-        self._kinds = kinds
+        self.share = share
         self._values = values
         self.digests: list[int] = []
         self.problem = ""
@@ -184,8 +182,8 @@ class Writer(threading.Thread):
         """Write."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for file in _files_of(self._share, self._kinds):
-                self._write(*file)
+            for file in self.share:
+                self._write(file)
             sync(self._folder)
         except Exception as error:  # a full disk, memory that is gone: all ranks are to know
             self.problem = f"{getattr(error, 'strerror', None) or error}"
@@ -193,14 +191,12 @@ class Writer(threading.Thread):
         finally:
             self.done = True
 
-    def _write(
-        self, file: str, header: bytes, pieces: Sequence[tuple[str, Box, int]], size: int
-    ) -> None:
-        path = self._folder / file
+    def _write(self, file: DataFile) -> None:
+        path = self._folder / file.name
         number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
-            write_at(number, memoryview(header), 0)
-            for name, box, begin in pieces:
+            write_at(number, memoryview(file.header), 0)
+            for name, box, begin in file.pieces:
                 digest = xxhash.xxh3_64()
                 for chunk in _chunks(self._values(name, box)):
                     digest.update(chunk)
@@ -208,7 +204,7 @@ class Writer(threading.Thread):
                     begin += len(chunk)
                     self.nbytes += len(chunk)
                 self.digests.append(digest.intdigest())
-            os.ftruncate(number, size)
+            os.ftruncate(number, file.nbytes)
             os.fsync(number)
         finally:
             os.close(number)
@@ -241,7 +237,7 @@ def manifest_of(
     """Return the manifest of what all ranks have written.
 
     Args:
-        shares: What each has.
+        shares: The files of each.
         kinds: Of all arrays.
         folder: The name of the folder of the files.
         digests: For each rank those of its pieces.
@@ -252,10 +248,10 @@ def manifest_of(
     files: list[tuple[str, int]] = []
     for share, row in zip(shares, digests, strict=True):
         rest = iter(row)
-        for file, _, places, size in _files_of(share, kinds):
-            for name, box, begin in places:
+        for file in share:
+            for name, box, begin in file.pieces:
                 pieces[name].append(Piece(len(files), box, begin, next(rest)))
-            files.append((f"{folder}/{file}", size))
+            files.append((f"{folder}/{file.name}", file.nbytes))
     arrays = {
         name: Entry(*kinds[name], tuple(sorted(row, key=lambda each: each.box)))
         for name, row in sorted(pieces.items())

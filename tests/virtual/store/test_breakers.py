@@ -10,13 +10,14 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import DamagedError, StoreError
-from mpimesh.store import values, writing
+from mpimesh.store import values
+from mpimesh.store.files import temporary_beside
 from tests.helpers.raises import raises
 
 
 def test_a_save_leaves_alone_what_is_written_for_a_longer_name(tmp_path: Path) -> None:
-    _, other = writing.unfinished(tmp_path / "run.ema")
-    _, own = writing.unfinished(tmp_path / "run")
+    other = temporary_beside(tmp_path / "run.ema")
+    own = temporary_beside(tmp_path / "run")
     other.mkdir()
     own.mkdir()
     mm.save(tmp_path / "run", {"x": np.ones(2)})

@@ -307,11 +307,20 @@ def test_what_a_rank_raises_is_told_on_all(tmp_path):
                 raise ZeroDivisionError("no state")
             return super().state_dict()
 
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if self.rank:
+                raise ZeroDivisionError("no room")
+
     def main(mesh: mm.DeviceMesh) -> None:
         bad = Bad()
         bad.rank = mesh.rank
         with raises(StoreError, "no state"):
             mm.save(tmp_path / "a", bad, mesh=mesh)
+        bad.rank = 0
+        mm.save(tmp_path / "a", bad, mesh=mesh)
+        bad.rank = mesh.rank
+        with raises(StoreError, "no room"):
+            mm.load(tmp_path / "a", bad, mesh=mesh)
         mm.save(tmp_path / "a", {"x": np.ones(2)}, mesh=mesh)
         with raises(StoreError, "division"):
             mm.load(tmp_path / "a", mesh=mesh, rename=lambda name: str(1 // (mesh.rank - 1)))
@@ -379,6 +388,7 @@ def test_ranks_that_differ(tmp_path):
             ({"x": np.zeros(2 + mesh.rank)}, MismatchError),
             ({"x": np.full(3000, mesh.rank)}, MismatchError),
             ({"x": np.full((300, 10), mesh.rank)[:, ::2]}, MismatchError),
+            ({"x": np.arange(3000) + mesh.rank * (np.arange(3000) == 2999)}, MismatchError),
             ({"rng": np.random.Generator(np.random.MT19937(mesh.rank))}, MismatchError),
             ({"x": print if mesh.rank else 1}, StoreError),
         ):
@@ -481,10 +491,10 @@ def test_nodes_with_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_SEEN_S", 0.1)
     write = writing.Writer._write
 
-    def elsewhere(writer: Any, file: str, *rest: Any) -> None:
-        write(writer, file, *rest)
-        if file.startswith("00001"):
-            (writer._folder / file).rename(tmp_path / "elsewhere")
+    def elsewhere(writer: Any, file: writing.DataFile) -> None:
+        write(writer, file)
+        if file.name.startswith("00001"):
+            (writer._folder / file.name).rename(tmp_path / "elsewhere")
 
     monkeypatch.setattr(writing.Writer, "_write", elsewhere)
 
