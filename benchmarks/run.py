@@ -2,8 +2,8 @@
 
 Starts 2 and 4 ranks with the mpiexec of this Python's MPI, and prints a table for each. The
 suites are startup, all_reduce, shared, buckets, pipeline, training, redistribute, recompute, step,
-array_files, minilm, gpt, gloo, torch_ddp, sharded and device; all of them if none is named. step is
-measured on 1 rank, too.
+checkpoints, array_files, minilm, gpt, gloo, torch_ddp, sharded and device; all of them if none is
+named. step is measured on 1 rank, too. checkpoints has PyTorch's beside them where it is there.
 
 recompute and gpt are on 1 rank. gpt, gloo, torch_ddp and sharded are left out where there is no
 PyTorch; the variable TORCH_PYTHON names another Python to measure them with. minilm is left out
@@ -38,6 +38,7 @@ SUITES = (
     *_ON_HOST,
     "recompute",
     "step",
+    "checkpoints",
     "array_files",
     "minilm",
     *_WITH_TORCH,
@@ -102,6 +103,9 @@ def _measure(suites: list[str], *, tiny: bool) -> None:
     if "step" in suites:
         for size in (1, *ranks):
             _run(size, ["step"], tiny)
+    if "checkpoints" in suites:
+        for size in ranks:
+            _run(size, ["checkpoints"], tiny)
     if "array_files" in suites:
         _run(ranks[0], ["array_files"], tiny)
     for name, suite, sizes in (

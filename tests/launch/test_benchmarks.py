@@ -55,6 +55,15 @@ def test_recomputation():
 
 
 @pytest.mark.deep
+def test_checkpoints_and_arrays_in_files():
+    tables = measure("checkpoints", "array_files")
+    ways = {what.split(": ")[1] for what in tables["checkpoints"]}
+    assert {"plain files", "mm.save", "mm.load", "a copy"} <= ways
+    ways = {what.split(": ")[1] for what in tables["array_files"]}
+    assert {"save_array, .npy", "save_array, HDF5", "open_array, Zarr, S0"} <= ways
+
+
+@pytest.mark.deep
 def test_all_suites_on_the_host():
     tables = measure(
         "startup", "all_reduce", "shared", "buckets", "pipeline", "training", "redistribute", "step"
