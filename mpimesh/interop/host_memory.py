@@ -1,8 +1,7 @@
 """Host arrays as other libraries take them: the same memory, whatever its flags.
 
-What a stage of another rank lends is read-only to NumPy, and libraries that know no read-only
-arrays refuse such memory, or warn of it. They get it as if it could be written to, and who hands
-it over sees to it that it is not.
+Inputs from a stage of another rank are read-only to NumPy, and libraries without read-only arrays
+refuse such memory, or warn of it. They get a writable view, and the caller keeps it unwritten.
 """
 
 from __future__ import annotations

@@ -53,15 +53,33 @@ apart where nothing is computed twice by that: in modules without modules in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import is_
+from types import ModuleType
+from typing import Any
 
-from mpimesh.errors import ModuleError
-from mpimesh.interop.torch_layer import TorchLayer
-from mpimesh.interop.torch_library import torch
-from mpimesh.interop.torch_loss import TorchLoss, wrap_loss
-from mpimesh.interop.torch_parameter import TorchParameter
-from mpimesh.interop.torch_state import full_state_dict, load_full_state_dict
+import numpy as np
+
+from mpimesh.arrays import Array, HostArray, to_numpy
+from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
+from mpimesh.interop.torch_tensors import (
+    TorchParameter,
+    as_array,
+    as_tensor,
+    give_first_values,
+    host_leaf,
+    parameter_of,
+    seeded,
+    torch,
+)
+from mpimesh.nn import Context, Module
+from mpimesh.nn.protocol import SupportsLayer
 from mpimesh.parallel.model import ParallelModel
+from mpimesh.parallel.tree import Structure, Tree, flatten, tree_map
 
 __all__ = [
     "TorchLayer",
@@ -74,6 +92,556 @@ __all__ = [
     "wrap_each",
     "wrap_loss",
 ]
+
+
+class TorchLayer(Module):
+    """A `torch.nn.Module` among the layers of a model; :func:`wrap` makes it.
+
+    Autograd records its forward and runs its backward. What one forward records is in the
+    microbatch's context, so that any number of microbatches are in flight and end in any order.
+    Backward adds to the gradients in the buckets, and each starts its bucket's sum as soon as it
+    is complete, while PyTorch goes on with the layers before.
+
+    It has the module's parameters, under the module's names, in the module's own memory. A
+    parameter that stands in several modules is one parameter, whether they are wrapped together or
+    one by one, so that tied weights stay tied over the stages.
+
+    Attributes:
+        module: The module.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, *, spread: bool = True, halves: bool | None = None
+    ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise ModuleError(f"wrap takes an object of torch.nn.Module, got {module!r}")
+        self.module = module
+        self._spread = bool(spread)
+        self._training = bool(module.training)
+        self._place: tuple[int, int] | None = None
+        names = {id(tensor): name for name, tensor in module.named_parameters()}
+        self._standing: list[TorchParameter] = []
+        for owner, at, tensor in _places(module):
+            parameter = parameter_of(names[id(tensor)], tensor)
+            parameter.add_place(owner, at)
+            self._standing.append(parameter)
+        self._named = list(
+            {id(one): (names[id(one.tensor)], one) for one in self._standing}.values()
+        )
+        whole = not any(True for _ in module.children()) if halves is None else bool(halves)
+        self._halves = whole and bool(self._named)
+        self._writes = any(getattr(one, "inplace", False) for one in module.modules())
+
+    # -- parameters: the module's --------------------------------------------------------
+
+    def named_children(self) -> list[tuple[str, SupportsLayer]]:
+        """Return nothing: what is in the module is its own affair."""
+        return []
+
+    def named_parameters(self) -> list[tuple[str, TorchParameter]]:  # type: ignore[override]
+        """Return the parameters under the module's own names, each once."""
+        return list(self._named)
+
+    def materialize(
+        self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0
+    ) -> None:
+        """Give memory and first values to what the module has on the "meta" device.
+
+        The values are those of the modules' own ``reset_parameters``, drawn by `seed` and `index`
+        alone, and have the dtypes that the module was made with, whatever `dtype` says. What has
+        memory keeps its values.
+
+        Raises:
+            ModuleError: If a module with such a parameter or buffer has no ``reset_parameters``,
+                or that leaves one without values, or `xp` is not NumPy.
+        """
+        if xp is not np:
+            raise ModuleError(
+                f"{self!r} computes on the host's memory: make the model with xp=numpy"
+            )
+        self.set_place(seed=seed, index=index)
+
+    def set_place(self, *, seed: int, index: int) -> None:
+        """Take note of the model's seed and of the layer's place: what it draws depends on them.
+
+        What has no memory, such as buffers where all parameters have it, gets memory and values.
+
+        Raises:
+            ModuleError: As :meth:`materialize`.
+        """
+        self._place = (seed, index)
+        give_first_values(self.module, [one for _, one in self._named], seed=seed, index=index)
+
+    def set_training(self, training: bool) -> None:
+        """Choose training or evaluation, for all modules in it."""
+        self._training = bool(training)
+        self.module.train(self._training)
+
+    # -- computing -------------------------------------------------------------------------
+
+    def forward(self, x: Tree, ctx: Context | None = None) -> Tree:
+        """Return the module's output; with a context, keep what autograd has recorded.
+
+        Raises:
+            ModuleStateError: If the module has got other parameters, or more of them.
+            ModuleError: If the module gives anything but tensors, or tuples and dicts of them, or
+                has written into its input.
+            DTypeError: If PyTorch or NumPy lacks a dtype.
+        """
+        self._check_standing()
+        inputs, structure = flatten(x, name="the input")
+        leaves = [host_leaf(leaf) for leaf in inputs]
+        wants = ctx is not None and self.input_grad
+        tensors = [_input(leaf, wants=wants) for leaf in leaves]
+        with self._mode(ctx):
+            # One that may write into its input gets a copy: others read that.
+            taken = [one.clone() for one in tensors] if self._writes else tensors
+            y = self._call(structure.unflatten(taken))
+        if any(tensor._version for tensor in tensors):
+            raise ModuleError(
+                f"{self!r} has written into its input, which others may read: let it write into "
+                "memory of its own, or give it an attribute inplace=True, so that it gets a copy"
+            )
+        outputs, form = flatten(y, name=f"the output of {self!r}")
+        for output in outputs:
+            if not isinstance(output, torch.Tensor):
+                raise ModuleError(
+                    f"{self!r} gave a {type(output).__name__} where a tensor should be"
+                )
+        if ctx is not None:
+            ctx.save(self, tensors, structure, outputs, form)
+        locked = {
+            tensor.untyped_storage().data_ptr()
+            for tensor, leaf in zip(tensors, leaves, strict=True)
+            if not leaf.flags.writeable
+        }
+        return form.unflatten([_output(output, locked) for output in outputs])
+
+    def backward(self, dy: Tree, ctx: Context) -> Tree | None:
+        """Run autograd's backward: it adds to the parameters' gradients, and gives the input's.
+
+        The gradient of an input that did not matter is zeros.
+
+        Raises:
+            ShapeError: If `dy` is built otherwise than the output, or an array has another shape.
+            DTypeError: If an array has another dtype.
+            ModuleStateError: If forward did not run with `ctx`, or its backward ran already.
+        """
+        tensors, structure, gradients = self._take_record(dy, ctx)
+        for _, parameter in self._named:
+            parameter.tie()
+        if gradients:
+            torch.autograd.backward(*zip(*gradients, strict=True))
+        return _gradients_of(tensors, structure, [one.grad for one in tensors])
+
+    def backward_input(self, dy: Tree, ctx: Context) -> Tree | None:
+        """Return the gradient of the input; keep what autograd recorded for the other half.
+
+        Without halves it is all of `backward`, which see for what it raises.
+        """
+        if not self._halves:
+            return self.backward(dy, ctx)
+        tensors, structure, gradients = self._take_record(dy, ctx)
+        ctx.defer(self, gradients)
+        wanted = [one for one in tensors if one.requires_grad]
+        if not gradients or not wanted:
+            return _gradients_of(tensors, structure, [None] * len(tensors))
+        outputs, dy_outputs = zip(*gradients, strict=True)
+        found = iter(
+            torch.autograd.grad(outputs, wanted, dy_outputs, retain_graph=True, allow_unused=True)
+        )
+        return _gradients_of(
+            tensors, structure, [next(found) if one.requires_grad else None for one in tensors]
+        )
+
+    def backward_weight(self, ctx: Context) -> None:
+        """Add to the gradients of the parameters; nothing without halves.
+
+        Raises:
+            ModuleStateError: If there was no `backward_input` with `ctx`, or this ran already.
+        """
+        if not self._halves:
+            return
+        (gradients,) = ctx.take_deferred(self)
+        trained = [one.tensor for _, one in self._named if one.requires_grad]
+        for _, parameter in self._named:
+            parameter.tie()
+        if gradients and trained:
+            outputs, dy_outputs = zip(*gradients, strict=True)
+            torch.autograd.backward(outputs, dy_outputs, inputs=trained)
+
+    def _take_record(
+        self, dy: Tree, ctx: Context
+    ) -> tuple[list[torch.Tensor], Structure, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Take what forward saved, if `dy` fits it: inputs, and outputs with their gradients."""
+        if ctx is None:
+            raise ModuleStateError(f"{self!r}: backward needs the Context of its forward")
+        tensors, structure, outputs, form = ctx.peek(self)
+        leaves = form.leaves_of(dy)
+        if leaves is None:
+            raise ShapeError(
+                f"{self!r}: the gradient must be built like the output, {form}, got "
+                f"{type(dy).__name__}"
+            )
+        found = []
+        for output, leaf, path in zip(outputs, leaves, form.paths(), strict=True):
+            if leaf is None or not output.requires_grad:
+                continue
+            gradient = as_tensor(leaf)
+            if gradient.shape != output.shape:
+                raise ShapeError(
+                    f"{self!r}: the gradient of the output{path} must have its shape "
+                    f"{tuple(output.shape)}, got {tuple(gradient.shape)}"
+                )
+            if gradient.dtype != output.dtype:
+                raise DTypeError(
+                    f"{self!r}: the gradient of the output{path} must be {output.dtype} like it, "
+                    f"got {gradient.dtype}"
+                )
+            found.append((output, gradient))
+        ctx.take(self)
+        return tensors, structure, found
+
+    def _check_standing(self) -> None:
+        """Check that the module has the very parameters that it had when it was wrapped."""
+        standing = [tensor for _, _, tensor in _places(self.module)]
+        known = [one.tensor for one in self._standing]
+        if len(standing) == len(known) and all(map(is_, standing, known)):
+            return
+        now = dict(self.module.named_parameters(remove_duplicate=False))
+        changed = [name for name, one in now.items() if not any(map(partial(is_, one), known))]
+        changed += [
+            name for name, one in self._named if not any(map(partial(is_, one.tensor), standing))
+        ]
+        raise ModuleStateError(
+            f"parameters {sorted({*changed})} of {self!r} were replaced, added or removed after it "
+            "was wrapped, and would not be trained: wrap the module when it is complete, or copy "
+            "values into the parameters that it has"
+        )
+
+    def _call(self, x: Any) -> Any:
+        if self._spread and isinstance(x, tuple):
+            return self.module(*x)
+        if self._spread and isinstance(x, dict):
+            return self.module(**x)
+        return self.module(x)
+
+    @contextmanager
+    def _mode(self, ctx: Context | None) -> Iterator[None]:
+        """Record or not, draw by the place in the model and the batch, train or evaluate."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(ctx is not None))
+            if ctx is not None and ctx.training:
+                if self._place is not None:
+                    stack.enter_context(seeded(*self._place, ctx.step, ctx.first_row))
+                yield
+                return
+            trained = [one for one in self.module.modules() if one.training]
+            for one in trained:
+                one.training = False
+            try:
+                yield
+            finally:
+                for one in trained:
+                    one.training = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchLayer:
+        """Return a layer of a copy of the module, with memory of its own."""
+        twin = TorchLayer(
+            copy.deepcopy(self.module, memo), spread=self._spread, halves=self._halves
+        )
+        twin._place = self._place
+        twin.input_grad = self.input_grad
+        return twin
+
+    def __repr__(self) -> str:
+        return f"TorchLayer({type(self.module).__name__})"
+
+
+def _places(
+    module: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """Yield each place where a parameter stands: the module that has it, and its name there."""
+    for owner in module.modules():
+        for at, tensor in owner._parameters.items():
+            if tensor is not None:
+                yield owner, at, tensor
+
+
+def _input(leaf: Array, *, wants: bool) -> torch.Tensor:
+    """Return an input as a tensor, a leaf of what autograd will record."""
+    tensor = as_tensor(leaf)
+    if wants and (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.requires_grad_()  # autograd itself refuses to write into it
+    return tensor if leaf.flags.writeable else tensor.clone()
+
+
+def _output(tensor: torch.Tensor, locked: set[int]) -> HostArray:
+    """Return an output as an array: read-only if it shares memory with an input that is."""
+    array = as_array(tensor)
+    if locked and tensor.untyped_storage().data_ptr() in locked:
+        array.flags.writeable = False
+    return array
+
+
+def _gradients_of(
+    tensors: list[torch.Tensor], structure: Structure, found: list[torch.Tensor | None]
+) -> Tree | None:
+    """Return the gradients of the inputs, put together; None if there are none."""
+    if not any(one.requires_grad for one in tensors):
+        return None
+    return structure.unflatten(
+        [
+            None
+            if not tensor.requires_grad
+            else as_array(torch.zeros_like(tensor) if gradient is None else gradient)
+            for tensor, gradient in zip(tensors, found, strict=True)
+        ]
+    )
+
+
+_Count = Callable[[Any], float]
+
+
+class TorchLoss:
+    """The result of :func:`wrap_loss`; meets :class:`mpimesh.nn.Loss`."""
+
+    def __init__(self, function: Callable[..., Any], count: _Count | None = None) -> None:
+        reduction = getattr(function, "reduction", "mean")
+        if reduction not in ("mean", "sum"):
+            raise ModuleError(
+                f"a loss gives one number: make it with reduction='mean' or 'sum', not "
+                f"{reduction!r}"
+            )
+        if not callable(function):
+            raise ModuleError(f"wrap_loss takes a function or a loss of torch.nn, got {function!r}")
+        self._function = function
+        self._is_mean = reduction == "mean"
+        self._count = count
+
+    def __call__(self, y: Tree, target: Tree) -> float:
+        """Return the mean over the rows.
+
+        Raises:
+            ShapeError: If there is nothing to take the mean of.
+        """
+        count = self.count(target)
+        if not count:
+            raise ShapeError(f"{self!r}: the mean over nothing does not exist")
+        return self._compute(y, target, count, grad=False)[0]
+
+    def value_and_grad(self, y: Tree, target: Tree, *, denominator: float) -> tuple[float, Tree]:
+        """Return this part's share of the loss, and its gradient by `y`.
+
+        Shapes:
+            grad: built as `y`, of its shapes and dtypes; None for arrays that have no gradient.
+
+        Raises:
+            ModuleError: If `denominator` is not positive, or the loss is not one number.
+        """
+        if not 0 < denominator < math.inf:
+            raise ModuleError(f"{self!r}: denominator must be positive, got {denominator!r}")
+        return self._compute(y, target, float(denominator), grad=True)
+
+    def count(self, target: Tree) -> float:
+        """Return what `target` adds to the denominator of a batch in parts."""
+        if self._count is not None:
+            return float(self._count(tree_map(lambda leaf, _: as_tensor(leaf), target)))
+        leaves, _ = flatten(target, name="the target")
+        module = _module_of(self._function)
+        if self._is_mean and isinstance(module, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss):
+            counted = _class_count(module, as_tensor(leaves[0]))
+            if counted is not None:
+                return counted
+        return float(leaves[0].shape[0])
+
+    def _compute(
+        self, y: Tree, target: Tree, denominator: float, *, grad: bool
+    ) -> tuple[float, Tree]:
+        leaves, structure = flatten(y, name="the output")
+        tensors = [as_tensor(leaf) for leaf in leaves]
+        if grad:
+            for tensor in tensors:
+                if tensor.is_floating_point():
+                    tensor.requires_grad_()
+        share = self.count(target) / denominator if self._is_mean else 1.0 / denominator
+        value = 0.0
+        if share and leaves[0].shape[0]:
+            targets = tree_map(lambda leaf, _: as_tensor(leaf), target)
+            with torch.set_grad_enabled(grad):
+                result = self._function(structure.unflatten(tensors), targets)
+                if not isinstance(result, torch.Tensor) or result.numel() != 1:
+                    raise ModuleError(f"{self!r} must give a tensor of one number, got {result!r}")
+                scaled = result * share
+            value = float(scaled.detach())
+            if grad and scaled.requires_grad:
+                scaled.backward()
+        if not grad:
+            return value, None
+        return value, structure.unflatten([_gradient(tensor) for tensor in tensors])
+
+    def __repr__(self) -> str:
+        name = getattr(self._function, "__name__", type(self._function).__name__)
+        return f"TorchLoss({name})"
+
+
+def wrap_loss(function: Callable[..., Any], *, count: _Count | None = None) -> TorchLoss:
+    """Return a loss of PyTorch as ``loss=`` of a training step. Local.
+
+    Over the whole batch, in any cut, it is the loss of all rows at once: for a mean, the parts are
+    weighted by their counts: rows, or for `torch.nn.CrossEntropyLoss` and `NLLLoss` (or their
+    functions) with class numbers, the weights of targets that are not ignored. A loss with
+    ``reduction="sum"`` is divided by the rows; ``denominator=1`` in the step gives the sum itself.
+
+    Args:
+        function: A loss of `torch.nn`, or any function of the output and the target that gives a
+            tensor of one number, the mean over what it counts.
+        count: What a target counts in such a mean, if that is not its rows.
+
+    Raises:
+        ModuleError: If it gives more than one number, by its ``reduction``.
+    """
+    return TorchLoss(function, count)
+
+
+def _module_of(function: Callable[..., Any]) -> Any:
+    """Return the loss that a function is, with its defaults; the function itself if it is none."""
+    if function is torch.nn.functional.cross_entropy:
+        return torch.nn.CrossEntropyLoss()
+    return torch.nn.NLLLoss() if function is torch.nn.functional.nll_loss else function
+
+
+def _class_count(loss: Any, target: torch.Tensor) -> float | None:
+    """Return what the mean of a loss over classes divides by; None if that is the rows."""
+    if target.is_floating_point():  # probabilities of all classes
+        return None
+    counted = target != loss.ignore_index
+    if loss.weight is not None:
+        return float(loss.weight[target[counted]].sum())
+    return float(counted.sum())
+
+
+def _gradient(tensor: torch.Tensor) -> Array | None:
+    if not tensor.requires_grad:
+        return None
+    return as_array(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+
+
+def full_state_dict(model: ParallelModel, root: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what ``root.state_dict()`` is in one process: all values, and buffers. Collective.
+
+    ``root.load_state_dict`` takes it, on this mesh or without any.
+
+    Args:
+        model: A pipeline or replicas of wrapped modules.
+        root: The module whose parts were wrapped, the same on every rank; parts that were not are
+            taken as they are here.
+
+    Raises:
+        ModuleError: If a wrapped module is no part of `root`, or a value is no tensor.
+
+    Cost:
+        Two broadcasts for each parameter and buffer, over the stages.
+    """
+    engine = model._engine
+    engine.check_ready()
+    state = {
+        name: _tensor(name, value).detach().clone() for name, value in root.state_dict().items()
+    }
+    collected: set[str] = set()
+    for number, layer, names in _names_in_root(model, root):
+        buffers = dict(layer.module.named_buffers(remove_duplicate=False))
+        for name, value in layer.module.state_dict().items():
+            if collected.issuperset(names[name]):  # tied to one before
+                continue
+            collected.update(names[name])
+            mine = as_array(value).copy() if number in engine.local else None
+            whole = engine.pipe.broadcast(mine, root=None).resolve()
+            if name in buffers:  # those of replicas differ
+                whole = engine.data.broadcast(whole, root=0).resolve()
+            for place in names[name]:
+                state[place] = as_tensor(to_numpy(whole)).clone()
+    return state
+
+
+def load_full_state_dict(
+    model: ParallelModel, root: torch.nn.Module, state: Mapping[str, torch.Tensor]
+) -> None:
+    """Take over a state of the whole model, into the modules of this rank's stages. Local.
+
+    What ``root.load_state_dict(state)`` does in one process, also where modules of other stages
+    have no memory here. Load on all ranks, or the replicas differ.
+
+    Args:
+        model: A pipeline or replicas of wrapped modules.
+        root: The module whose parts were wrapped.
+        state: What :func:`full_state_dict` gave, or ``root.state_dict()`` of any process.
+
+    Raises:
+        ModuleError: If names are missing or unknown, or a wrapped module is no part of `root`.
+        ShapeError: If a shape differs.
+    """
+    expected = root.state_dict()
+    if expected.keys() != state.keys():
+        missing, unknown = expected.keys() - state.keys(), state.keys() - expected.keys()
+        raise ModuleError(
+            f"a state must name each value of the root module once; missing: "
+            f"{sorted(missing) or 'none'}, unknown: {sorted(unknown) or 'none'}"
+        )
+    for name, value in expected.items():
+        shape = _tensor(name, value).shape
+        if shape != _tensor(name, state[name]).shape:
+            raise ShapeError(
+                f"state of {name!r} must have its shape {tuple(shape)}, got "
+                f"{tuple(state[name].shape)}"
+            )
+    for number, layer, names in _names_in_root(model, root):
+        if number in model._engine.local:
+            # Of several names of one tensor the last counts, as where PyTorch loads the root.
+            layer.module.load_state_dict({name: state[names[name][-1]] for name in names})
+
+
+def _names_in_root(
+    model: ParallelModel, root: torch.nn.Module
+) -> list[tuple[int, TorchLayer, dict[str, list[str]]]]:
+    """Return each wrapped module with its stage, and all names in `root` of what is in its state.
+
+    A tensor that stands in several modules, or in one that stands in several places, has several.
+    """
+    prefixes = {id(module): name for name, module in root.named_modules()}
+    known: dict[int, list[str]] = {}
+    whole = root.state_dict(keep_vars=True)  # alive, so that each id stays that of one tensor
+    for name, value in whole.items():
+        known.setdefault(id(value), []).append(name)
+    found = []
+    for number, stage in enumerate(model._engine.stages):
+        for layer in _wrapped(stage):
+            names = {}
+            for name, value in layer.module.state_dict(keep_vars=True).items():
+                names[name] = known.get(id(value), [])
+                prefix = prefixes.get(id(layer.module))
+                if not names[name] and prefix is not None:  # made for this state alone
+                    names[name] = [f"{prefix}.{name}" if prefix else name]
+                if not names[name]:
+                    raise ModuleError(f"{layer!r} of stage {number} is no part of the root module")
+            found.append((number, layer, names))
+    return found
+
+
+def _tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ModuleError(
+            f"{name!r} is a {type(value).__name__}: a state that goes over ranks has tensors only"
+        )
+    return value
+
+
+def _wrapped(layer: SupportsLayer) -> list[TorchLayer]:
+    if isinstance(layer, TorchLayer):
+        return [layer]
+    if not isinstance(layer, Module):
+        return []
+    return [one for _, child in layer.named_children() for one in _wrapped(child)]
 
 
 def wrap(module: torch.nn.Module, *, spread: bool = True, halves: bool | None = None) -> TorchLayer:
