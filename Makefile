@@ -49,7 +49,7 @@ step = @printf '\n== %s ==\n' '$(1)'
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help run test test-all test-rest test-unit $(RANKS:%=test-%) test-gpu test-launch \
-	test-openmpi-launch $(RANKS:%=test-openmpi-%) test-slurm test-torch test-cupy test-ucx lint bench examples clean
+	test-openmpi-launch $(RANKS:%=test-openmpi-%) test-slurm test-torch test-cupy test-ucx lint docs bench examples clean
 
 help:
 	@echo 'make run       train on handwritten digits over $(RUN_RANKS) MPI processes'
@@ -62,6 +62,7 @@ help:
 	@echo 'make test-ucx UCX=libucx-cu13         the tests on a UCX with CUDA, without a GPU'
 	@echo 'make test-slurm   the template of slurm/ on a Slurm of this machine (root, Slurm installed)'
 	@echo 'make lint      ruff and mypy'
+	@echo 'make docs      the pages of docs/ as a site in out/site, without the network once it is installed'
 	@echo 'make bench     the benchmarks'
 	@echo 'make examples  all examples'
 	@echo 'make clean     remove what these have made'
@@ -82,6 +83,9 @@ $(VENV)/.run: pyproject.toml setup.cfg
 
 $(VENV)/.dev: $(VENV)/.run
 	$(call install,$(VENV),mpich$(,)examples$(,)dev)
+
+$(VENV)/.docs: $(VENV)/.run
+	$(call install,$(VENV),mpich$(,)examples$(,)docs)
 
 $(VENV_OPENMPI)/.dev: pyproject.toml setup.cfg
 	$(call install,$(VENV_OPENMPI),openmpi$(,)examples$(,)dev)
@@ -211,6 +215,12 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# Of the reference's stubs only those of names that are there: docs/conf.py makes them.
+docs: $(VENV)/.docs
+	$(call step,the site$(,) out/site/index.html)
+	@rm -rf docs/reference/generated
+	$(PY) -m sphinx --quiet --fail-on-warning --nitpicky --keep-going -d out/doctrees docs out/site
+
 # -- the rest ------------------------------------------------------------------------------------
 
 # TORCH_PYTHON=/path/to/python measures gloo with a Python that has torch, mpi4py and an MPI.
@@ -228,5 +238,5 @@ examples: $(VENV)/.run
 	done
 
 clean:
-	rm -rf $(VENV) $(VENV_OPENMPI) .torch .cupy .ucx out build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OPENMPI) .torch .cupy .ucx out docs/reference/generated build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -82,7 +82,7 @@ class DeviceMesh:
             ranks: MPI's world, or the virtual ranks of :func:`~mpimesh.run_virtual`. Without
             any MPI library, a world of one rank. Or a :class:`~mpimesh.comm.Communicator`:
             that of another mesh or group, or one of a class of your own
-            (docs/own-communicators.md).
+            (docs/how-to/own-communicators.md).
         name: Name of the mesh.
         tracer: Where the mesh records its waits; nowhere if None.
 

@@ -1,4 +1,4 @@
-"""The programs of docs/checkpoints.md do what the page says."""
+"""The programs of docs/how-to/checkpoints.md do what the page says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import mpimesh as mm
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "checkpoints.md").read_text()
 PROGRAM, *REST = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 
 
@@ -41,7 +41,7 @@ def test_the_other_programs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"mm": mm, "np": np}
     for text in REST:
-        exec(compile(text, "docs/checkpoints.md", "exec"), names)
+        exec(compile(text, "docs/how-to/checkpoints.md", "exec"), names)
     (printed,) = re.findall(r"^It prints `(.*)`", PAGE, re.M)
     assert capsys.readouterr().out == printed + "\n"
 

@@ -1,4 +1,4 @@
-"""The program of docs/jobs-that-come-back.md comes back, and what the page names is there."""
+"""The program of the page on jobs that come back does so, and what it names is there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import mpimesh as mm
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "jobs-that-come-back.md").read_text()
+PAGE = (ROOT / "docs" / "clusters" / "jobs-that-come-back.md").read_text()
 TEMPLATE = (ROOT / "slurm" / "job.sbatch").read_text()
 (PROGRAM,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 SHELL = "".join(re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S))
@@ -62,4 +62,4 @@ def test_what_a_guard_has(name):
 def test_links_lead_somewhere():
     links = re.findall(r"\]\(([^)#]+)\)", PAGE)
     assert links
-    assert not [link for link in links if not (ROOT / "docs" / link).exists()]
+    assert not [link for link in links if not (ROOT / "docs" / "clusters" / link).exists()]

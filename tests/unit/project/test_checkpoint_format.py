@@ -1,4 +1,4 @@
-"""The programs and commands in docs/checkpoint-format.md do what the page shows."""
+"""The programs and commands in docs/reference/checkpoint-format.md do what the page shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import mpimesh as mm
 from mpimesh.cli import app
 
 ROOT = Path(mm.__file__).parents[1]
-PAGE = (ROOT / "docs" / "checkpoint-format.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "checkpoint-format.md").read_text()
 CHANGING = [
     (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "<time>"),
     (r"took [0-9.]+ s", "took <seconds>"),
@@ -33,7 +33,7 @@ def test_its_programs_and_commands_do_what_it_shows(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     for kind, text in re.findall(r"^```(python|console)\n(.*?)^```", PAGE, re.M | re.S):
         if kind == "python":
-            exec(compile(text, "docs/checkpoint-format.md", "exec"), names)
+            exec(compile(text, "docs/reference/checkpoint-format.md", "exec"), names)
             continue
         pattern = r"^\$ python -m mpimesh (.*)\n((?:[^$].*\n|\n)*)"
         for command, shown in re.findall(pattern, text, re.M):

@@ -1,4 +1,4 @@
-"""The programs of docs/files.md run, one after the other, in one folder."""
+"""The programs of docs/how-to/files.md run, one after the other, in one folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import mpimesh as mm
 from mpimesh.store import open_array, save_array
 
-PAGE = (Path(__file__).parents[3] / "docs" / "files.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "files.md").read_text()
 ARRAYS = PAGE[PAGE.index("## Arrays in files") :]
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", ARRAYS, re.M | re.S)
 
@@ -22,7 +22,7 @@ def test_arrays_in_files(tmp_path, monkeypatch):
     monkeypatch.setattr(mm, "save_array", save_array, raising=False)
     found = []
     for number, program in enumerate(PROGRAMS):
-        code = compile(program, f"program {number} of docs/files.md", "exec")
+        code = compile(program, f"program {number} of docs/how-to/files.md", "exec")
 
         def main(code=code):
             names: dict[str, Any] = {"mm": mm, "np": np}

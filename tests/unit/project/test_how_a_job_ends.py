@@ -1,4 +1,4 @@
-"""The walk through the code in docs/how-a-job-ends.md is true."""
+"""The walk through the code in docs/explanation/how-a-job-ends.md is true."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mpimesh as mm
 from mpimesh.runtime.control import Tag
 
 ROOT = Path(mm.__file__).parent
-PAGE = (ROOT.parent / "docs" / "how-a-job-ends.md").read_text()
+PAGE = (ROOT.parent / "docs" / "explanation" / "how-a-job-ends.md").read_text()
 FILE, NAME = r"`([a-z_/]+\.py)`", r"`(\w+)`"
 PLACES = re.findall(rf"{NAME} (?:in |\(){FILE}", PAGE)
 PLACES += [(name, file) for file, name in re.findall(rf"{FILE}, {NAME}", PAGE)]

@@ -1,4 +1,4 @@
-"""The walk through the code in docs/how-bytes-move.md is true."""
+"""The walk through the code in docs/explanation/how-bytes-move.md is true."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import mpimesh as mm
 
 ROOT = Path(mm.__file__).parent
-PAGE = (ROOT.parent / "docs" / "how-bytes-move.md").read_text()
+PAGE = (ROOT.parent / "docs" / "explanation" / "how-bytes-move.md").read_text()
 NAMES = re.findall(r"`([A-Za-z_./]+)`", PAGE)
 
 

@@ -1,4 +1,4 @@
-"""The programs in docs/other-words.md run, and give what the page says."""
+"""The programs in docs/compat/other-words.md run, and give what the page says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import mpimesh as mm
 
-PAGE = (Path(__file__).parents[3] / "docs" / "other-words.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "compat" / "other-words.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 WORDS = ["kapsl", "burn", "marks", "tvm", "tensorflow", "checkpoints"]
 
