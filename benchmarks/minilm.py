@@ -8,6 +8,7 @@ fast as one rank at most.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,10 @@ from mpi4py import MPI
 import mpimesh as mm
 from benchmarks.measure import FULL, TINY, Effort, in_turns
 from benchmarks.rows import make_rows
-from mpimesh.errors import ModelError
-from mpimesh.models import MiniLM, find_minilm
-from mpimesh.models.random_model import VOCABULARY, write_random_model
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from minilm.model import MiniLM, find_minilm
+from minilm.random_model import VOCABULARY, write_random_model
 
 __all__ = ["available", "run"]
 
@@ -78,7 +80,7 @@ def _alone(mesh: mm.DeviceMesh, model: MiniLM, sentences: list[str]) -> Callable
     """Return the work of rank 0, for whose end the others wait in their sleep."""
 
     def embed() -> Any:
-        vectors = model.embed(sentences).vectors if mesh.rank == 0 else None
+        vectors = model.embed(sentences) if mesh.rank == 0 else None
         mesh.barrier()
         return vectors
 
@@ -86,13 +88,13 @@ def _alone(mesh: mm.DeviceMesh, model: MiniLM, sentences: list[str]) -> Callable
 
 
 def _embed(model: MiniLM, sentences: list[str]) -> Callable[[], Any]:
-    return lambda: model.embed(sentences).vectors
+    return lambda: model.embed(sentences)
 
 
 @contextmanager
 def _folder(comm: MPI.Intracomm, *, tiny: bool) -> Iterator[tuple[Path, str]]:
     """Yield where the model is, and what it is called. Collective."""
-    published = None if tiny else _published()
+    published = None if tiny else find_minilm()
     if published is not None:
         yield published, "published weights"
         return
@@ -103,10 +105,3 @@ def _folder(comm: MPI.Intracomm, *, tiny: bool) -> Iterator[tuple[Path, str]]:
         comm.Barrier()
         yield folder, "random weights"
         comm.Barrier()
-
-
-def _published() -> Path | None:
-    try:
-        return find_minilm()
-    except ModelError:
-        return None

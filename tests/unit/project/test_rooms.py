@@ -34,7 +34,6 @@ ROOMS = [
     {"data"},
     {"compat"},
     {"interop"},
-    {"models"},
     {"testing"},
     {"cli"},
     {"__main__"},
@@ -58,7 +57,7 @@ FROM_COMM_ON = {"numpy", "ml_dtypes", "mpi4py"}
 # Inside a function of any room but those of the standard library.
 LAZY = {"cupy", "cupyx", "ml_dtypes", "nvidia", "rich"}
 # And inside a function of these rooms, where a library of the field reads a format better.
-LAZY_OF_ROOM = {"store": {"h5py", "zarr"}, "models": {"tokenizers"}, "cli": {"threadpoolctl"}}
+LAZY_OF_ROOM = {"store": {"h5py", "zarr"}}
 
 PICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 MOST_LINES = 700
