@@ -38,7 +38,7 @@ from mpimesh.parallel.tree import Tree, flatten, tree_map
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.schedule import Costs, Partition, partition
-from mpimesh.schedule.partition import check_num_stages
+from mpimesh.schedule.costs import check_num_stages
 
 __all__ = [
     "REPEATS",

@@ -21,7 +21,7 @@ from typing import Any, overload
 from mpimesh.arguments import as_int, as_items, shape_of, shown
 from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, RankError, ScheduleError, ShapeError
-from mpimesh.schedule.placement import MOST_FORWARDS
+from mpimesh.schedule.schedule import MOST_FORWARDS
 
 __all__ = [
     "Microbatches",

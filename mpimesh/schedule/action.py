@@ -101,7 +101,7 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of a rank's list: `kind` on one stage and one microbatch.
+    """A step of a rank's list: `kind` on one stage and one microbatch.
 
     Attributes:
         stage: Number of the stage that acts, from 0.
@@ -155,7 +155,7 @@ class Action:
 
     @property
     def far_stage(self) -> int:
-        """The stage at the other end of this message; -1 where it would lie before stage 0.
+        """The stage at the other end of this message; -1 if it would be before stage 0.
 
         Raises:
             ScheduleError: If this action moves no message.

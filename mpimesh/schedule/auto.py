@@ -1,22 +1,59 @@
-"""The fastest schedule for given times and memory that list scheduling and the family find."""
+"""The schedules by name, and a search for the fastest under measured times and a memory cap."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Protocol
 
-from mpimesh.arguments import as_int
-from mpimesh.errors import ScheduleError
+from mpimesh.arguments import as_int, shown
+from mpimesh.errors import ScheduleError, UnknownNameError
 from mpimesh.schedule.action import Action, ActionKind
-from mpimesh.schedule.costs import Costs
-from mpimesh.schedule.family import FAMILY
-from mpimesh.schedule.list_schedule import Rule, list_schedule
-from mpimesh.schedule.placement import check_ranks, check_sizes, vee_placement
-from mpimesh.schedule.schedule import Schedule
+from mpimesh.schedule.costs import Costs, Seconds
+from mpimesh.schedule.generators import (
+    dualpipev,
+    forward_only,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    vee_placement,
+    zb1p,
+    zb2p,
+    zbv,
+)
+from mpimesh.schedule.list_schedule import Rule, list_schedule, vhalf, vmin
+from mpimesh.schedule.schedule import Schedule, check_sizes
 from mpimesh.schedule.simulate import simulate
-from mpimesh.schedule.timetable import Seconds
 
-__all__ = ["auto"]
+__all__ = ["auto", "make_schedule", "schedule_names", "stages_per_rank"]
+
+
+class _Generator(Protocol):
+    """A function that makes a schedule."""
+
+    def __call__(
+        self, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
+    ) -> Schedule:
+        """Make the schedule; raise ScheduleError if there is none."""
+
+
+_FAMILY: Mapping[str, _Generator] = MappingProxyType(
+    {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "interleaved": interleaved,
+        "looped_bfs": looped_bfs,
+        "zb1p": zb1p,
+        "zb2p": zb2p,
+        "zbv": zbv,
+        "vhalf": vhalf,
+        "vmin": vmin,
+        "dualpipev": dualpipev,
+        "forward": forward_only,
+    }
+)
 
 
 def auto(
@@ -30,28 +67,28 @@ def auto(
     message_s: Seconds | Sequence[Seconds] = 0,
     max_in_flight: int | Sequence[int] | None = None,
 ) -> Schedule:
-    """Find the fastest schedule for stages of given times, within a cap on activations.
+    """Find the fastest schedule for the times of stages, within a cap on activations.
 
     It tries every schedule of the family; each of them with its weight gradients put anew where
-    ranks would wait under these times; and list scheduling by several rules, for stages dealt in
+    ranks would wait under these times; and list scheduling by several rules, for stages in
     turn and, where each rank gets two, for a V. The one whose simulated step is shortest is
-    returned, under the name ``auto-`` and that of its origin; among equals the one that keeps
+    returned, under the name ``auto-`` and that of its origin; among equals the one that stores
     least, then the first. So in simulation it is never slower than any of the family that fits.
 
-    What the optimum is nobody knows cheaply: this is a good answer in about twenty times what
-    one schedule takes to make and simulate, not a search.
+    It is a heuristic, not an exhaustive search, and takes about twenty times as long as making and
+    simulating one schedule.
 
     Args:
         num_stages: Number of stages.
         num_microbatches: Number of microbatches.
-        num_ranks: Number of ranks; as many as stages if not given.
+        num_ranks: Number of ranks; as many as stages by default.
         forward_s: Seconds of F: one number, or one for each stage.
         backward_input_s: Seconds of I, likewise.
         backward_weight_s: Seconds of W, likewise. B takes as long as both.
         message_s: Seconds of a message: one number, or one for each pair of neighbour stages.
-        max_in_flight: Most activations of a stage that a rank may keep, as
+        max_in_flight: Most activations of a stage that a rank may store, as
             :meth:`Schedule.peak_in_flight` counts them: one number, or one for each rank.
-            No limit if not given.
+            No limit by default.
 
     Raises:
         ScheduleError: If a number is less than 1, a time is negative or missing, or a cap is less
@@ -61,8 +98,7 @@ def auto(
         >>> schedule = auto(4, 8, forward_s=[1, 1, 2, 1], message_s=0.1, max_in_flight=4)
         >>> PipelineParallel(stages, 8, mesh=mesh, schedule=functools.partial(auto, num_ranks=2))
     """
-    check_sizes("auto", num_stages, num_microbatches)
-    check_ranks("auto", num_ranks)
+    check_sizes("auto", num_stages, num_microbatches, num_ranks)
     num_ranks = num_stages if num_ranks is None else num_ranks
     if num_ranks > num_stages:
         raise ScheduleError(
@@ -87,15 +123,18 @@ def auto(
 
 
 def _caps(
-    given: int | Sequence[int] | None, num_stages: int, num_microbatches: int, num_ranks: int
+    max_in_flight: int | Sequence[int] | None,
+    num_stages: int,
+    num_microbatches: int,
+    num_ranks: int,
 ) -> list[int]:
     stages = [len(range(rank, num_stages, num_ranks)) for rank in range(num_ranks)]
-    if given is None:
+    if max_in_flight is None:
         return [count * num_microbatches for count in stages]
-    listed = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    listed = isinstance(max_in_flight, Sequence) and not isinstance(max_in_flight, str | bytes)
     caps = [
         as_int(cap, "max_in_flight", ScheduleError, least=1)
-        for cap in (given if listed else [given] * num_ranks)  # type: ignore[union-attr]
+        for cap in (max_in_flight if listed else [max_in_flight] * num_ranks)  # type: ignore[union-attr]
     ]
     if len(caps) != num_ranks:
         raise ScheduleError(
@@ -114,7 +153,7 @@ def _caps(
 def _candidates(
     num_stages: int, num_microbatches: int, num_ranks: int, costs: Costs, caps: Sequence[int]
 ) -> Iterator[Schedule]:
-    for name, generator in FAMILY.items():
+    for name, generator in _FAMILY.items():
         try:
             made = generator(num_stages, num_microbatches, num_ranks=num_ranks)
         except ScheduleError:
@@ -203,14 +242,55 @@ def _seconds_to_end(costs: Costs) -> dict[ActionKind, list[Seconds]]:
 
 
 def _step_s(schedule: Schedule, costs: Costs) -> Seconds:
-    return simulate(
-        schedule,
-        forward_s=costs.forward_s,
-        backward_input_s=costs.backward_input_s,
-        backward_weight_s=costs.backward_weight_s,
-        message_s=costs.message_s,
-    ).step_s
+    return simulate(schedule, **costs.as_arguments()).step_s
 
 
 def _peak(schedule: Schedule) -> int:
     return max(map(schedule.peak_in_flight, range(schedule.num_ranks)))
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Return the names that :func:`make_schedule` knows."""
+    return (*_FAMILY, "auto")
+
+
+def stages_per_rank(name: str) -> int:
+    """Return into how many stages for each rank a model is cut for the schedule called `name`.
+
+    It is 2 for those on a V. ``interleaved`` and ``looped_bfs`` can do with any number, of which 2
+    is returned, and ``auto`` with any, of which 1 is.
+
+    Raises:
+        UnknownNameError: If there is no such schedule.
+    """
+    return 2 // make_schedule(name, 2, 1).num_ranks
+
+
+def make_schedule(
+    name: str, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
+) -> Schedule:
+    """Make the schedule called `name`, without messages.
+
+    One stage on each rank: ``gpipe``, ``1f1b``, ``zb1p``, ``zb2p``; ``forward`` for inference.
+    Several, in turn: ``interleaved``, ``looped_bfs``. Two, in the shape of a V: ``zbv``,
+    ``vhalf``, ``vmin``, ``dualpipev``. Either: ``auto``, which takes all times as equal here; give
+    :func:`~mpimesh.schedule.auto` the measured ones.
+
+    Args:
+        name: One of :func:`schedule_names`.
+        num_stages: Number of stages over all ranks, at least 1.
+        num_microbatches: Number of microbatches, at least 1; may be fewer than the stages.
+        num_ranks: Number of ranks. By default as many as stages, or half as many where a
+            schedule puts several stages on a rank.
+
+    Raises:
+        UnknownNameError: If there is no such schedule.
+        ScheduleError: If a number is less than 1, or the schedule does not put so many stages
+            on so many ranks.
+    """
+    if not isinstance(name, str) or name not in schedule_names():
+        raise UnknownNameError(
+            f"the name of a schedule is one of {', '.join(schedule_names())}, got {shown(name)}"
+        )
+    generator = auto if name == "auto" else _FAMILY[name]
+    return generator(num_stages, num_microbatches, num_ranks=num_ranks)

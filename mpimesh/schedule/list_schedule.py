@@ -1,27 +1,20 @@
-"""List scheduling: let time pass, and give each rank that is free the best of what it can do.
-
-A rank can do an F or I whose input has arrived, and a W whose I is done. It never waits if it
-can do something, and it keeps no more activations than its cap.
-
-Why it never gets stuck without `orders`. An F is only begun if, after it, the rank has room for one
-more activation of each stage that it holds further on. Look at the oldest microbatch that is
-not through, and at its next action. An I or a W of it needs no room. If it is an F, then nothing
-but microbatches before it has passed this stage, and they are through; so whatever the rank
-keeps is of its earlier stages, and the last F there has left room for this one.
-"""
+"""List scheduling, and the V schedules made with it."""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
-from mpimesh.schedule.costs import Costs
+from mpimesh.schedule.costs import Costs, Seconds
+from mpimesh.schedule.generators import vee_placement, vee_ranks
 from mpimesh.schedule.schedule import Schedule
-from mpimesh.schedule.timetable import Seconds
 
-__all__ = ["Rule", "list_schedule"]
+__all__ = ["BuildingBlock", "Rule", "list_schedule", "repeat", "vhalf", "vmin"]
+
 
 Rule = Callable[[Action], tuple[Seconds, ...]]
 """Of the actions that a rank can do it takes the one of which this is the smallest."""
@@ -39,16 +32,26 @@ def list_schedule(
 ) -> Schedule | None:
     """Make a schedule with split backward; each stage takes the microbatches in order.
 
+    Time passes, and each rank that is free takes the best of what it can do: an F or I whose input
+    has arrived, or a W whose I is done. A rank never waits if it can do something, and stores no
+    more activations than its cap.
+
     Either `rule` or `orders` says what goes first. With `orders` a rank does its F and I in
     exactly this order, and a W whenever the next of them cannot be done: its input is not there,
     or there is no room.
 
+    Without `orders` it always ends. An F only begins if, after it, the rank has room for one more
+    activation of each of its stages further on. Look at the oldest microbatch that is not through,
+    and at its next action. An I or a W of it needs no room. If it is an F, then only microbatches
+    before it have passed this stage, and they are through; so whatever the rank stores is of its
+    earlier stages, and the last F there has left room for this one.
+
     Args:
         name: The name of the schedule.
-        placement: For each stage the rank that holds it.
+        placement: For each stage its rank.
         num_microbatches: Number of microbatches.
         costs: What everything takes.
-        caps: For each rank the most activations it may keep, at least one for each of its stages.
+        caps: For each rank the most activations it may store, at least one for each of its stages.
         rule: What goes first.
         orders: For each rank all of its F and I.
 
@@ -72,7 +75,7 @@ _Choose = Callable[[int, Seconds], Action | None]
 
 
 class _Run:
-    """Time passing. What is ready is kept for each stage, as times of arrival in order."""
+    """The simulation: for each stage the times at which its inputs arrive, in order."""
 
     def __init__(
         self, placement: Sequence[int], num_microbatches: int, costs: Costs, caps: Sequence[int]
@@ -178,3 +181,151 @@ class _Run:
             end += self._messages[min(stage, to)]
         arrivals[to].append(end)
         heapq.heappush(self._events, (end, rank))
+
+
+_INTERVAL = 6
+
+
+@dataclass(frozen=True, slots=True)
+class BuildingBlock:
+    """The times of one microbatch's F and I on each rank of a V, which are repeated at an interval.
+
+    The interval is 6 units: a rank needs that many for the F, I and W of its two stages if each
+    takes one. The repeated block must never need a rank twice at a time. A block that stores
+    activations for n intervals needs memory for n of them: short ways need little.
+    (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.)
+
+    Attributes:
+        strides: Units from a rank to the next on each of the four ways: F down, F up, I
+            down, I up.
+        gaps: Units of rest at each of the three turns between them.
+    """
+
+    strides: tuple[int, int, int, int]
+    gaps: tuple[int, int, int] = (0, 0, 0)
+
+    def starts(self, rank: int, num_ranks: int) -> tuple[int, int, int, int]:
+        """Return when F down, F up, I down and I up begin on `rank`."""
+        below, last = num_ranks - 1 - rank, num_ranks - 1
+        first, second, third, fourth = self.strides
+        turn = first * last + 1 + self.gaps[0]
+        back = turn + second * last + 1 + self.gaps[1]
+        end = back + third * last + 1 + self.gaps[2]
+        return first * rank, turn + second * below, back + third * rank, end + fourth * below
+
+
+def repeat(
+    name: str,
+    block: BuildingBlock,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    cap: int,
+    costs: Costs | None = None,
+) -> Schedule:
+    """Repeat `block` for each microbatch, and put W where a rank would wait or has no room.
+
+    Args:
+        name: The name of the schedule.
+        block: What to repeat.
+        num_ranks: Number of ranks, each with two stages.
+        num_microbatches: Number of microbatches.
+        cap: Most activations of one stage that a rank may store.
+        costs: Under which times it would wait; equal times by default.
+
+    Raises:
+        ScheduleError: If two of the block's four starts on a rank meet every 6 units, or it does
+            not fit the cap.
+    """
+    for rank in range(num_ranks):
+        starts = block.starts(rank, num_ranks)
+        if len({start % _INTERVAL for start in starts}) < len(starts):
+            raise ScheduleError(
+                f"the building block of schedule {name} needs rank {rank} of {num_ranks} twice at "
+                f"a time: it starts there at {starts}, and again every {_INTERVAL} units; change "
+                "its strides or gaps"
+            )
+    schedule = list_schedule(
+        name,
+        vee_placement(num_ranks),
+        num_microbatches,
+        costs or Costs.of(2 * num_ranks),
+        caps=[cap] * num_ranks,
+        orders=[
+            _order(block.starts(rank, num_ranks), rank, 2 * num_ranks - 1 - rank, num_microbatches)
+            for rank in range(num_ranks)
+        ],
+    )
+    if schedule is None:
+        raise ScheduleError(
+            f"the building block of schedule {name} keeps more than {cap} activations on one of "
+            f"{num_ranks} ranks; raise the cap, or make its ways shorter"
+        )
+    return schedule
+
+
+def _order(
+    starts: tuple[int, int, int, int], down: int, up: int, num_microbatches: int
+) -> list[Action]:
+    """Return the F and I of a rank in the order in which the repeated block has them."""
+    ways = (
+        (down, ActionKind.F),
+        (up, ActionKind.F),
+        (up, ActionKind.I),
+        (down, ActionKind.I),
+    )
+    timed = [
+        (start + _INTERVAL * microbatch, Action(stage, kind, microbatch))
+        for start, (stage, kind) in zip(starts, ways, strict=True)
+        for microbatch in range(num_microbatches)
+    ]
+    return [action for _, action in sorted(timed, key=lambda pair: pair[0])]
+
+
+def vhalf(num_stages: int, num_microbatches: int, *, num_ranks: int | None = None) -> Schedule:
+    """Make the schedule V-Half: rank r has stage r and its mirror.
+
+    On p ranks a rank stores at most the activations of ``(p + 2) // 2`` microbatches on both its
+    stages, where 1F1B stores p. With equal stages and F = I = W it is idle between its first action
+    and its last for at most ``3 * p`` units of one stage, about half as long as under 1F1B.
+    Other times leave a steady state without bubble as long as W + 2I is at least 2F, and
+    W + 2F at least 2I.
+
+    Args:
+        num_stages: Number of stages, twice that of the ranks.
+        num_microbatches: Number of microbatches.
+        num_ranks: Number of ranks, if it is to be checked.
+
+    Raises:
+        ScheduleError: If a number is less than 1, or there are not two stages for each rank.
+    """
+    num_ranks = vee_ranks("vhalf", num_stages, num_microbatches, num_ranks)
+    # Down at half speed, up at full speed, so that I finds the places that F leaves.
+    block = BuildingBlock((2, 1, 2, 1), (1, 0 if num_ranks % 2 else 3, 0))
+    # With an F a little longer than the rest no W is put where a longer F would have to wait for it
+    # in every microbatch.
+    costs = Costs.of(num_stages, forward_s=5, backward_input_s=4, backward_weight_s=4)
+    cap = 2 * ((num_ranks + 2) // 2)
+    return repeat("vhalf", block, num_ranks, num_microbatches, cap=cap, costs=costs)
+
+
+def vmin(num_stages: int, num_microbatches: int, *, num_ranks: int | None = None) -> Schedule:
+    """Make the schedule V-Min: rank r has stage r and its mirror.
+
+    On p ranks a rank stores at most the activations of ``(p + 4) // 3`` microbatches on both its
+    stages, where 1F1B stores p. With equal stages and F = I = W it is idle between its first action
+    and its last for at most ``4 * p - 5`` units of one stage, two thirds as long as under 1F1B.
+    Where F, I and W differ, ranks wait for each other in every microbatch: then take V-Half.
+
+    Args:
+        num_stages: Number of stages, twice that of the ranks.
+        num_microbatches: Number of microbatches.
+        num_ranks: Number of ranks, if it is to be checked.
+
+    Raises:
+        ScheduleError: If a number is less than 1, or there are not two stages for each rank.
+    """
+    num_ranks = vee_ranks("vmin", num_stages, num_microbatches, num_ranks)
+    # As fast as can be, on every way. For multiples of 3 the ways meet without the gaps.
+    block = BuildingBlock((1, 1, 1, 1), (0, 0, 0) if num_ranks % 3 else (2, 0, 2))
+    return repeat("vmin", block, num_ranks, num_microbatches, cap=2 * ((num_ranks + 4) // 3))

@@ -1,18 +1,131 @@
-"""Add to a schedule what an executor needs beside the computations: messages and reductions."""
+"""The messages of a schedule: its edges, and the sends, receives and reductions added to it."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Self
 
-from mpimesh.arguments import as_flag
+from mpimesh.arguments import as_flag, as_int, as_items, shown
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
-from mpimesh.schedule.edges import Edges, pairs
 from mpimesh.schedule.schedule import Schedule, check_schedule
 
-__all__ = ["lower"]
+__all__ = ["Edges", "Messages", "lower", "pairs"]
+
+
+def pairs(skips: object) -> tuple[tuple[int, int], ...]:
+    """Return skips in a tuple.
+
+    Raises:
+        ScheduleError: If they are no pairs of whole numbers.
+    """
+    checked: list[tuple[int, int]] = []
+    wanted = "pairs of stages, the source of each skip and its destination"
+    for pair in as_items(skips, "skips", ScheduleError, wanted=wanted):
+        ends = as_items(pair, "each of skips", ScheduleError, wanted="a pair of stages")
+        if len(ends) != 2:
+            raise ScheduleError(f"each of skips must be a pair of stages, got {shown(pair)}")
+        source, destination = (
+            as_int(end, "a stage in skips", ScheduleError, least=0) for end in ends
+        )
+        checked.append((source, destination))
+    return tuple(checked)
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """The edges of a pipeline. Along each goes an output, and its gradient comes back.
+
+    Edge s goes from stage s to stage s + 1. Skips, which take the output of a stage to one further
+    on than the next, have the numbers after these, in rising order of source and destination.
+
+    Attributes:
+        num_stages: Number of stages.
+        skips: For each skip its source and its destination, in rising order.
+
+    Raises:
+        ScheduleError: If a skip stands twice, or does not go from a stage to one beyond the next.
+
+    Example:
+        >>> edges = Edges(4, ((1, 3), (0, 2)))
+        >>> edges.skips
+        ((0, 2), (1, 3))
+        >>> edges.number(Action.from_string("3SEND_B0>1"))
+        4
+    """
+
+    num_stages: int
+    skips: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        as_int(self.num_stages, "num_stages", ScheduleError, least=0)
+        skips = sorted(pairs(self.skips))
+        for source, destination in skips:
+            if not 0 <= source < destination - 1 < self.num_stages - 1:
+                raise ScheduleError(
+                    "a skip goes from a stage to one beyond the next, and the stages are 0 to "
+                    f"{self.num_stages - 1}; got a skip from {source} to {destination}"
+                )
+        twice = [skip for skip, following in pairwise(skips) if skip == following]
+        if twice:
+            raise ScheduleError(f"skip {twice[0]} is given twice; give each skip once")
+        object.__setattr__(self, "skips", tuple(skips))
+
+    @classmethod
+    def of(cls, schedule: Schedule, skips: Iterable[tuple[int, int]] = ()) -> Self:
+        """Return the edges of a schedule: with `skips`, and those that have messages in it."""
+        check_schedule(schedule)
+        with_messages = {
+            (min(action.stage, action.other), max(action.stage, action.other))
+            for action in schedule.actions()
+            if action.other is not None and max(action.stage, action.other) < schedule.num_stages
+        }
+        return cls(
+            schedule.num_stages,
+            tuple({*cls(schedule.num_stages, pairs(skips)).skips, *with_messages}),
+        )
+
+    def __len__(self) -> int:
+        return max(self.num_stages - 1, 0) + len(self.skips)
+
+    def number(self, message: Action) -> int:
+        """Return the number of the edge along which a SEND or RECV goes, either way.
+
+        Raises:
+            ScheduleError: If the action moves no message, or along none of these edges.
+        """
+        try:
+            return self.between(message.stage, message.far_stage)
+        except LookupError:
+            raise ScheduleError(
+                f"{message} goes along no edge of this pipeline of {self.num_stages} stages and "
+                f"the skips {list(self.skips)}"
+            ) from None
+
+    def between(self, stage: int, other: int) -> int:
+        """Return the number of the edge between two stages.
+
+        Raises:
+            LookupError: If there is none.
+        """
+        ends = min(stage, other), max(stage, other)
+        if ends[1] - ends[0] == 1 and 0 <= ends[0] < self.num_stages - 1:
+            return ends[0]
+        index = bisect_left(self.skips, ends)
+        if self.skips[index : index + 1] != (ends,):
+            raise LookupError(f"there is no edge between stages {stage} and {other}")
+        return self.num_stages - 1 + index
+
+    def sources(self, stage: int) -> tuple[int, ...]:
+        """Return the stages from which skips come to `stage`, in rising order."""
+        return tuple(source for source, destination in self.skips if destination == stage)
+
+    def destinations(self, stage: int) -> tuple[int, ...]:
+        """Return the stages to which skips go from `stage`, in rising order."""
+        return tuple(destination for source, destination in self.skips if source == stage)
 
 
 def lower(
@@ -26,8 +139,7 @@ def lower(
 
     The RECV stands directly before the action that uses the message: as late as can be, for
     a rank waits there. Posting it early is the executor's business, which may post any
-    number of receives ahead of this place. A schedule that has messages already keeps them as
-    they are.
+    number of receives ahead of this place. A schedule that has messages already gets no others.
 
     Stages on one rank hand over without a message.
 
@@ -115,12 +227,14 @@ def _with_messages(actions: Sequence[Action], before: _Ends, after: _Ends) -> li
     return lowered
 
 
-_BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.SEND_B)
+_WITH_GRADIENTS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.SEND_B)
 
 
 def _with_reductions(actions: Sequence[Action]) -> Iterator[Action]:
     """Put a REDUCE_GRAD after the last backward of each stage that has none."""
-    last = {action.stage: step for step, action in enumerate(actions) if action.kind in _BACKWARD}
+    last = {
+        action.stage: step for step, action in enumerate(actions) if action.kind in _WITH_GRADIENTS
+    }
     have = {action.stage for action in actions if action.kind is ActionKind.REDUCE_GRAD}
     for step, action in enumerate(actions):
         yield action
@@ -134,3 +248,76 @@ def _steps(actions: Sequence[Action]) -> Iterator[Action]:
     for action in actions:
         if action.kind is ActionKind.REDUCE_GRAD and action.stage not in have:
             yield Action(action.stage, ActionKind.STEP, 0)
+
+
+class Messages:
+    """The messages of a schedule whose actions exist.
+
+    An edge goes from one stage to another; edges are numbered as they come.
+
+    Attributes:
+        schedule: Where the messages stand.
+        ranks: For each rank its messages in order: the number of the edge for a send, and
+            ``~number`` for a receive.
+        edges: For each edge the stage that sends and the one that receives.
+        senders: For each edge the rank at its beginning.
+        receivers: For each edge the rank at its end.
+        sends: For each edge the microbatches in the order in which they are sent.
+        recvs: For each edge the microbatches in the order in which they are received.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.ranks: list[list[int]] = []
+        self.edges: list[tuple[int, int]] = []
+        self.senders: list[int] = []
+        self.receivers: list[int] = []
+        self.sends: list[list[int]] = []
+        self.recvs: list[list[int]] = []
+        numbers: dict[tuple[int, int], int] = {}
+        # What a kind on a stage is; None for a computation.
+        known: dict[tuple[ActionKind, int, int | None], int | None] = {}
+        for actions in schedule.ranks:
+            messages = []
+            for action in actions:
+                key = action.kind, action.stage, action.other
+                if key in known:
+                    message = known[key]
+                elif action.kind.is_message:
+                    stages = action.stage, action.far_stage
+                    edge = stages if action.kind.is_send else stages[::-1]
+                    number = numbers.setdefault(edge, len(numbers))
+                    if number == len(self.edges):
+                        self._add(edge)
+                    message = known[key] = number if action.kind.is_send else ~number
+                else:
+                    message = known[key] = None
+                if message is not None:
+                    messages.append(message)
+                    if message >= 0:
+                        self.sends[message].append(action.microbatch)
+                    else:
+                        self.recvs[~message].append(action.microbatch)
+            self.ranks.append(messages)
+
+    @property
+    def match(self) -> bool:
+        """Whether each edge's messages are received in the order in which they are sent."""
+        return self.sends == self.recvs
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sends))
+
+    def step(self, rank: int, position: int) -> int:
+        """Return where the message `position` of `rank` stands in its list."""
+        actions = enumerate(self.schedule.ranks[rank])
+        steps = (step for step, action in actions if action.kind.is_message)
+        return next(step for number, step in enumerate(steps) if number == position)
+
+    def _add(self, edge: tuple[int, int]) -> None:
+        placement = self.schedule.placement
+        self.edges.append(edge)
+        self.senders.append(placement[edge[0]])
+        self.receivers.append(placement[edge[1]])
+        self.sends.append([])
+        self.recvs.append([])

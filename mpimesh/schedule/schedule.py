@@ -1,4 +1,4 @@
-"""A pipeline schedule as a value: for each rank, the list of what it does, in order."""
+"""A pipeline schedule as a value: for each rank, the list of its actions, in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from mpimesh.arguments import as_int, as_items, check_kind, shown
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
 
-__all__ = ["Schedule", "check_schedule"]
+__all__ = ["MOST_FORWARDS", "Schedule", "check_schedule", "check_sizes", "schedule_table"]
+
 
 _RANKS = "for each rank its Actions"
 
@@ -21,20 +22,24 @@ _HEADER = re.compile(
 )
 
 
+MOST_FORWARDS = 1 << 20
+"""Most forwards of a schedule, which lists every action of every microbatch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The actions of every rank of a pipeline in one step, as data.
 
-    A value only holds together: numbers of ranks and stages that fit each other. That
-    the actions make a correct step is what :func:`~mpimesh.schedule.validate` proves.
+    Construction checks that the numbers of ranks and stages fit each other. That the
+    actions make a correct step is what :func:`~mpimesh.schedule.validate` proves.
 
     Attributes:
         name: Letters, digits and ``_ . + -``.
         num_stages: Number of stages, at least 1.
         num_microbatches: Number of microbatches, at least 1.
         ranks: For each rank of the pipeline its actions, in the order it does them.
-        placement: For each stage the rank that holds it. Left out, stages are dealt to
-            the ranks in turn: stage s to rank ``s % num_ranks``.
+        placement: For each stage its rank. Left out, the ranks take stages
+            in turn: stage s to rank ``s % num_ranks``.
 
     Raises:
         ScheduleError: If the numbers do not fit each other.
@@ -72,10 +77,10 @@ class Schedule:
         wanted = "a rank for each stage, in a tuple"
         check_kind(self.placement, Sequence, f"{what} placement", ScheduleError, wanted=wanted)
         if not self.placement:
-            dealt = tuple(stage % len(self.ranks) for stage in range(self.num_stages))
-            object.__setattr__(self, "placement", dealt)
-        held = [rank for rank in self.placement if isinstance(rank, int)]
-        if len(held) != self.num_stages or {*held} != {*range(len(self.ranks))}:
+            looped = tuple(stage % len(self.ranks) for stage in range(self.num_stages))
+            object.__setattr__(self, "placement", looped)
+        ranks = [rank for rank in self.placement if isinstance(rank, int)]
+        if len(ranks) != self.num_stages or {*ranks} != {*range(len(self.ranks))}:
             raise ScheduleError(
                 f"the placement of schedule {self.name} must name a rank for each of "
                 f"{self.num_stages} stages, and each of {len(self.ranks)} ranks at least once, "
@@ -89,13 +94,13 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether the lists hold messages, as :func:`~mpimesh.schedule.lower` adds them."""
+        """Whether the lists have messages, as :func:`~mpimesh.schedule.lower` adds them."""
         kinds = ({action.kind for action in actions} for actions in self.ranks)
         return any(kind.is_message for some in kinds for kind in some)
 
     @property
     def trains(self) -> bool:
-        """Whether the lists hold any backward; if not, the schedule is forward-only."""
+        """Whether the lists have any backward; if not, the schedule is forward-only."""
         backward = (ActionKind.B, ActionKind.I, ActionKind.W)
         return any(action.kind in backward for action in self.actions())
 
@@ -105,7 +110,7 @@ class Schedule:
             yield from actions
 
     def stage_rank(self, stage: int) -> int:
-        """Return the rank that holds `stage`.
+        """Return the rank of `stage`.
 
         Raises:
             ScheduleError: If there is no such stage.
@@ -117,7 +122,7 @@ class Schedule:
         return self.placement[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that `rank` holds, in rising order.
+        """Return the stages of `rank`, in rising order.
 
         Raises:
             ScheduleError: If there is no such rank.
@@ -126,11 +131,11 @@ class Schedule:
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
     def peak_in_flight(self, rank: int) -> int:
-        """Return the most activations that `rank` keeps at one time.
+        """Return the most activations that `rank` stores at one time.
 
-        One is kept for every stage and microbatch whose forward is done and whose
-        backward (B, or the last of I and W) is not. It is the number of places that
-        `rank` needs for saved activations. A forward-only schedule keeps none.
+        It stores one for every stage and microbatch whose forward is done and whose
+        backward (B, or the last of I and W) is not. It is the number of buffers that
+        `rank` needs for activations. A forward-only schedule stores none.
 
         Raises:
             ScheduleError: If there is no such rank.
@@ -162,7 +167,7 @@ class Schedule:
         """Read the text form, as :meth:`to_string` writes it.
 
         Also reads CSV without the comment line, as PyTorch writes it: empty cells are
-        bubbles and are left out, stages and microbatches are counted, a stage lies on the
+        bubbles and are left out, stages and microbatches are counted, a stage is on the
         rank that acts for it, and the name is ``csv``.
 
         Raises:
@@ -209,6 +214,27 @@ def check_schedule(schedule: object) -> Schedule:
     return check_kind(schedule, Schedule, "schedule", ScheduleError, wanted=wanted)
 
 
+def check_sizes(
+    name: str, num_stages: int, num_microbatches: int, num_ranks: int | None = None
+) -> None:
+    """Refuse a pipeline of no stages, microbatches or ranks, or one too large to be listed.
+
+    Raises:
+        ScheduleError: If a number is no whole number of at least 1, or there are more than 2^20
+            forwards.
+    """
+    schedule = f"schedule {name}: "
+    stages = as_int(num_stages, f"{schedule}num_stages", ScheduleError, least=1)
+    microbatches = as_int(num_microbatches, f"{schedule}num_microbatches", ScheduleError, least=1)
+    if num_ranks is not None:
+        as_int(num_ranks, f"{schedule}num_ranks", ScheduleError, least=1)
+    if stages * microbatches > MOST_FORWARDS:
+        raise ScheduleError(
+            f"schedule {name} lists every action, at most {MOST_FORWARDS} forwards: num_stages * "
+            f"num_microbatches is {stages} * {microbatches}"
+        )
+
+
 def _from_plain_csv(lines: list[str]) -> Schedule:
     ranks = tuple(_read_line(line, number) for number, line in enumerate(lines, start=1))
     holder: dict[int, int] = {}
@@ -235,3 +261,75 @@ def _read_line(line: str, number: int) -> tuple[Action, ...]:
         return tuple(Action.from_string(cell) for cell in cells if cell)
     except ScheduleError as error:
         raise ScheduleError(f"line {number}: {error}") from None
+
+
+# What is shown around a mark: enough to see why, and still one screen.
+_RANKS_AROUND = 4
+_STEPS_AROUND = 4
+
+
+def schedule_table(schedule: Schedule, *, mark: tuple[int, int] | None = None) -> str:
+    """Return `schedule` as text: a line for each rank, a column for each step of its list.
+
+    A column is a position in the lists, not a moment: ranks reach it at different times.
+
+    Args:
+        schedule: What to print.
+        mark: Rank and step of an action to point at. Only what stands around it is
+            shown. The step after a rank's last one marks the end of its list.
+
+    Example:
+        >>> print(schedule_table(make_schedule("1f1b", 2, 2), mark=(1, 1)))
+        step    0    1      2    3
+        rank 0  0F0  0F1    0B0  0B1
+        rank 1  1F0  >1B0<  1F1  1B1  <-- here
+    """
+    check_schedule(schedule)
+    if mark is not None:
+        pair = as_items(mark, "mark", ScheduleError, wanted="a rank and a step")
+        if len(pair) != 2:
+            raise ScheduleError(f"mark must be a rank and a step, got {shown(mark)}")
+        mark = (
+            as_int(pair[0], "rank of mark", ScheduleError, least=0, most=schedule.num_ranks - 1),
+            as_int(pair[1], "step of mark", ScheduleError, least=0, most=MOST_FORWARDS),
+        )
+    num_steps = max(len(actions) for actions in schedule.ranks)
+    ranks, steps = range(schedule.num_ranks), range(num_steps)
+    if mark is not None:
+        ranks = _around(mark[0], _RANKS_AROUND, schedule.num_ranks)
+        steps = _around(mark[1], _STEPS_AROUND, max(num_steps, mark[1] + 1))
+        num_steps = max(num_steps, mark[1] + 1)
+    left = ["..."] if steps.start > 0 else []
+    right = ["..."] if steps.stop < num_steps else []
+    rows = [["step", *left, *map(str, steps), *right]]
+    for rank in ranks:
+        cells = [_cell(schedule, rank, step, marked=(rank, step) == mark) for step in steps]
+        end = ["<-- here"] if mark is not None and rank == mark[0] else []
+        rows.append([f"rank {rank}", *[""] * len(left), *cells, *[""] * len(right), *end])
+    lines = _align(rows)
+    if ranks.start > 0:
+        lines.insert(1, "...")
+    if ranks.stop < schedule.num_ranks:
+        lines.append("...")
+    return "\n".join(lines)
+
+
+def _around(center: int, distance: int, count: int) -> range:
+    return range(max(0, center - distance), min(count, center + distance + 1))
+
+
+def _cell(schedule: Schedule, rank: int, step: int, *, marked: bool) -> str:
+    actions = schedule.ranks[rank]
+    text = str(actions[step]) if step < len(actions) else ""
+    return f">{text or '(end)'}<" if marked else text
+
+
+def _align(rows: list[list[str]]) -> list[str]:
+    widths = [0] * max(map(len, rows))
+    for row in rows:
+        for column, cell in enumerate(row):
+            widths[column] = max(widths[column], len(cell))
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        for row in rows
+    ]

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import Action, ActionKind, Schedule, gpipe, simulate, validate, vhalf, vmin
-from mpimesh.schedule.building_block import BuildingBlock, repeat
 from mpimesh.schedule.costs import Costs
-from mpimesh.schedule.list_schedule import list_schedule
+from mpimesh.schedule.list_schedule import BuildingBlock, list_schedule, repeat
 from tests.helpers.raises import raises
 
 K = ActionKind

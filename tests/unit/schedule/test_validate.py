@@ -20,7 +20,7 @@ from mpimesh.schedule import (
     make_schedule,
     validate,
 )
-from mpimesh.schedule.rules import Rules
+from mpimesh.schedule.validate import Rules
 from tests.helpers.depth import examples
 from tests.helpers.random_schedules import random_schedules, skips_of
 

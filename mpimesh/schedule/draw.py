@@ -3,26 +3,209 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from mpimesh.arguments import as_int, check_kind, shown
 from mpimesh.errors import ScheduleError
-from mpimesh.schedule.picture_rows import (
-    LABELS,
-    Bar,
-    Colour,
-    Row,
-    draw_boxes,
-    draw_columns,
-    fill,
-    text_size,
-    width_of,
-)
-from mpimesh.schedule.timetable import Timetable
+from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.schedule.simulate import Timetable
 from mpimesh.trace import svg
 
 __all__ = ["schedule_svg"]
+
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+_FILLS = {
+    ActionKind.F: (0x00, 0x72, 0xB2),
+    ActionKind.B: (0xE6, 0x9F, 0x00),
+    ActionKind.I: (0xD5, 0x5E, 0x00),
+    ActionKind.W: (0x00, 0x9E, 0x73),
+}
+_LABELS = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "backward, input",
+    ActionKind.W: "backward, weights",
+}
+# How much white is in the colour of a rank's first, second, ... stage.
+_WHITE = (0.0, 0.5, 0.72, 0.84)
+
+_ORDER = tuple(_FILLS)
+
+_TEXT_SIZES = (11.0, 9.5, 8.0)
+_HAIR = 0.8  # pixels of ground between neighbours of one colour
+_ALIKE = 0.12  # columns whose shares differ by no more are drawn as one
+
+
+_Colour = tuple[ActionKind, int]
+"""A kind of action, on the first, second, ... stage of a rank: each has a colour of its own."""
+
+
+def _fill(kind: ActionKind, chunk: int) -> str:
+    """Return the colour of an action on the `chunk`-th of its rank's stages."""
+    white = _WHITE[min(chunk, len(_WHITE) - 1)]
+    red, green, blue = (round(part + white * (255 - part)) for part in _FILLS[kind])
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """A computation of a rank.
+
+    Attributes:
+        action: What is computed.
+        chunk: On which of the rank's stages, counted from 0.
+        start_s: When it starts.
+        end_s: When it ends.
+    """
+
+    action: Action
+    chunk: int
+    start_s: float
+    end_s: float
+
+    @property
+    def colour(self) -> _Colour:
+        """The key of its colour."""
+        return self.action.kind, self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class _RankRow:
+    """Where a rank's bars go.
+
+    Attributes:
+        x: The pixel of a time.
+        y: The upper edge.
+        height: In pixels.
+        text: Size of the numbers in boxes of a colour; none in others.
+    """
+
+    x: Callable[[float], float]
+    y: float
+    height: float
+    text: Mapping[_Colour, float] = field(default_factory=dict)
+
+
+def _width_of(number: str, size: float) -> float:
+    """Return how wide a box must be for the number in it."""
+    return svg.text_width(number, size) + 1.0
+
+
+def _text_size(number: str, width: float, height: float) -> float:
+    """Return the largest size of text with which `number` fits a box; 0 if none does."""
+    fits = (size for size in _TEXT_SIZES if _width_of(number, size) <= width and size + 2 <= height)
+    return next(fits, 0.0)
+
+
+def _draw_boxes(bars: Iterable[_Bar], row: _RankRow, *, tips: bool) -> list[str]:
+    """Draw a box for each bar, with the number of its microbatch where it fits.
+
+    Args:
+        bars: What to draw, each once.
+        row: Where.
+        tips: Whether pointing at a box shows its action and times, which takes ten times the bytes.
+    """
+    parts: list[str] = []
+    strokes: dict[str, list[str]] = {}
+    numbers: list[str] = []
+    for bar in bars:
+        x, width = row.x(bar.start_s), row.x(bar.end_s) - row.x(bar.start_s)
+        visible = width - min(_HAIR, 0.2 * width)
+        if tips:
+            parts.append(_box(bar, row, x, visible))
+        else:
+            stroke = f"M{x:.1f} 0h{visible:.1f}"
+            strokes.setdefault(_fill(*bar.colour), []).append(stroke)
+        number = str(bar.action.microbatch)
+        size = row.text.get(bar.colour, 0.0)
+        if size and _width_of(number, size) <= width:
+            middle, baseline = x + visible / 2, row.y + row.height / 2 + 0.36 * size
+            ink = svg.INK if bar.chunk > 0 or bar.action.kind is ActionKind.B else "#ffffff"
+            numbers.append(svg.text(middle, baseline, number, size=size, anchor="middle", fill=ink))
+    for colour, one in strokes.items():
+        parts.append(
+            f'<path transform="translate(0 {svg.number(row.y + row.height / 2)})" '
+            f'stroke="{colour}" stroke-width="{svg.number(row.height)}" d="{"".join(one)}"/>'
+        )
+    return parts + numbers
+
+
+def _box(bar: _Bar, row: _RankRow, x: float, width: float) -> str:
+    took, start = svg.duration(bar.end_s - bar.start_s), svg.duration(bar.start_s)
+    return (
+        f'<rect class="{bar.action.kind}" x="{svg.number(x)}" y="{svg.number(row.y)}" '
+        f'width="{svg.number(width)}" height="{svg.number(row.height)}" rx="1.5" '
+        f'fill="{_fill(*bar.colour)}">'
+        f"<title>{bar.action}: {took} from {start}</title></rect>"
+    )
+
+
+def _draw_columns(
+    bars: Iterable[_Bar], row: _RankRow, *, column_s: float, num_columns: int
+) -> list[str]:
+    """Draw columns of time, filled up to the share of it in which the rank computes.
+
+    Within a column, the colours have the shares of their kinds of computations. Neighbours that
+    are alike are drawn as one, with their mean.
+
+    Args:
+        bars: What to draw.
+        row: Where.
+        column_s: How much time a column stands for.
+        num_columns: How many there are.
+    """
+    shares: dict[_Colour, list[float]] = {}
+    for bar in bars:
+        mine = shares.setdefault(bar.colour, [0.0] * num_columns)
+        column, start_s = int(bar.start_s / column_s), bar.start_s
+        while start_s < bar.end_s and column < num_columns:
+            end_s = min(bar.end_s, (column + 1) * column_s)
+            mine[column] += (end_s - start_s) / column_s
+            start_s, column = end_s, column + 1
+    keys = sorted(shares, key=lambda key: (_ORDER.index(key[0]), key[1]))
+    runs = _runs(list(zip(*(shares[key] for key in keys), strict=True)))
+    # Areas from the bottom up to a sum of shares: the highest first, below the others.
+    areas: list[str] = []
+    for number, key in enumerate(keys, start=1):
+        roofs = [(column, sum(means[:number])) for column, means in runs]
+        colour = _fill(*key)
+        areas.append(f'<path fill="{colour}" d="{_area(roofs, row, column_s, num_columns)}"/>')
+    return areas[::-1]
+
+
+def _runs(columns: list[tuple[float, ...]]) -> list[tuple[int, list[float]]]:
+    """Join neighbours that are alike: the first column of each run, and the run's mean shares.
+
+    Means preserve the areas. Empty columns join only empty ones.
+    """
+    runs: list[tuple[int, list[float]]] = []
+    length = 0
+    for number, shares in enumerate(columns):
+        if runs:
+            means = runs[-1][1]
+            alike = all(abs(a - b) <= _ALIKE for a, b in zip(shares, means, strict=True))
+            if alike and any(shares) == any(means):
+                length += 1
+                for index, share in enumerate(shares):
+                    means[index] += (share - means[index]) / length
+                continue
+        runs.append((number, list(shares)))
+        length = 1
+    return runs
+
+
+def _area(roofs: list[tuple[int, float]], row: _RankRow, column_s: float, num_columns: int) -> str:
+    """Outline an area with a flat roof from each column on."""
+    bottom = row.y + row.height
+    path = [f"M{svg.number(row.x(0.0))} {svg.number(bottom)}"]
+    for column, share in roofs:
+        height = svg.number(bottom - row.height * min(share, 1.0))
+        path.append(f"H{svg.number(row.x(column * column_s))}V{height}")
+    end = svg.number(row.x(num_columns * column_s))
+    return "".join([*path, f"H{end}V{svg.number(bottom)}z"])
+
 
 _IDLE = "#f3f5f7"
 _SIDE = 24.0  # from the picture's edge to what is drawn
@@ -50,7 +233,7 @@ def schedule_svg(
 
     A box is an action, with the number of its microbatch where it fits; the stages of a
     rank have shades of their own; idle time is left blank. At the right of a row stands the share
-    of the step in which the rank is idle, and the most activations that it keeps. Where there are
+    of the step in which the rank is idle, and the most activations that it stores. Where there are
     too many actions for boxes, a row has columns, filled by the shares of time of what is
     computed, so the picture stays small.
 
@@ -101,7 +284,7 @@ def schedule_svg(
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where things lie: pixels for ranks and times."""
+    """The positions: pixels for ranks and times."""
 
     left: float
     right: float
@@ -118,26 +301,26 @@ class _Frame:
         return self.tops[panel] + rank * (self.height + self.gap)
 
 
-def _good_width(tables: Mapping[str, Timetable], bars: list[list[list[Bar]]]) -> int:
+def _good_width(tables: Mapping[str, Timetable], bars: list[list[list[_Bar]]]) -> int:
     """Return a usual width, or a greater one if only that has room for the numbers."""
     narrow_s = min((one for rows in bars for one in _narrow_s(rows).values()), default=0.0)
     if not narrow_s:
         return _USUAL_WIDTH
     span_s = max(float(table.step_s) for table in tables.values())
-    needed = span_s / narrow_s * width_of(_longest(bars), 9.5)
+    needed = span_s / narrow_s * _width_of(_longest(bars), 9.5)
     wanted = needed + 2 * _SIDE + _NUMBERS + 60
     return math.ceil(wanted) if _USUAL_WIDTH < wanted <= _GREATEST_WIDTH else _USUAL_WIDTH
 
 
-def _narrow_s(rows: list[list[Bar]]) -> dict[Colour, float]:
+def _narrow_s(rows: list[list[_Bar]]) -> dict[_Colour, float]:
     """Return for each colour how long short ones of its bars are; a tenth are shorter still."""
-    lengths: dict[Colour, list[float]] = {}
+    lengths: dict[_Colour, list[float]] = {}
     for bar in (bar for row in rows for bar in row):
         lengths.setdefault(bar.colour, []).append(bar.end_s - bar.start_s)
     return {colour: sorted(one)[len(one) // 10] for colour, one in lengths.items()}
 
 
-def _longest(bars: list[list[list[Bar]]]) -> str:
+def _longest(bars: list[list[list[_Bar]]]) -> str:
     return str(
         max((bar.action.microbatch for rows in bars for row in rows for bar in row), default=0)
     )
@@ -168,10 +351,10 @@ def _ranks(table: Timetable) -> range:
     return range(table.schedule.num_ranks)
 
 
-def _bars(table: Timetable, rank: int) -> list[Bar]:
+def _bars(table: Timetable, rank: int) -> list[_Bar]:
     chunks = {stage: number for number, stage in enumerate(table.schedule.stages_of(rank))}
     return [
-        Bar(action, chunks[action.stage], float(start_s), float(end_s))
+        _Bar(action, chunks[action.stage], float(start_s), float(end_s))
         for action, start_s, end_s in table.computing(rank)
         if end_s > start_s
     ]
@@ -207,17 +390,17 @@ def _figures(table: Timetable) -> str:
     )
 
 
-def _legend(bars: list[list[list[Bar]]], *, merged: bool) -> list[str]:
+def _legend(bars: list[list[list[_Bar]]], *, merged: bool) -> list[str]:
     present = {bar.colour for rows in bars for row in rows for bar in row}
     num_chunks = 1 + max((chunk for _, chunk in present), default=0)
     parts: list[str] = []
     x = _SIDE
-    for kind, label in LABELS.items():
+    for kind, label in _LABELS.items():
         chunks = sorted(chunk for one, chunk in present if one is kind)
         for chunk in chunks:
             parts.append(
                 f'<rect class="legend" x="{svg.number(x)}" y="74" width="14" height="12" rx="2" '
-                f'fill="{fill(kind, chunk)}"/>'
+                f'fill="{_fill(kind, chunk)}"/>'
             )
             x += 16
         if chunks:
@@ -282,7 +465,7 @@ def _rows(
     frame: _Frame,
     number: int,
     table: Timetable,
-    rows: list[list[Bar]],
+    rows: list[list[_Bar]],
     *,
     merged: bool,
     tips: bool,
@@ -291,20 +474,20 @@ def _rows(
     # All bars of a colour have their numbers or none, but for a few very short ones.
     longest = _longest([rows])
     text = {
-        colour: text_size(longest, frame.x(short_s) - frame.left, frame.height)
+        colour: _text_size(longest, frame.x(short_s) - frame.left, frame.height)
         for colour, short_s in _narrow_s(rows).items()
     }
     for rank, bars in enumerate(rows):
-        row = Row(frame.x, frame.y(number, rank), frame.height, text)
+        row = _RankRow(frame.x, frame.y(number, rank), frame.height, text)
         yield f'<g data-rank="{rank}">'
         if merged:
-            yield from draw_columns(bars, row, column_s=column_s, num_columns=num_columns)
+            yield from _draw_columns(bars, row, column_s=column_s, num_columns=num_columns)
         else:
-            yield from draw_boxes(bars, row, tips=tips)
+            yield from _draw_boxes(bars, row, tips=tips)
         yield "</g>"
 
 
-def _columns(frame: _Frame, table: Timetable, rows: list[list[Bar]]) -> tuple[float, int]:
+def _columns(frame: _Frame, table: Timetable, rows: list[list[_Bar]]) -> tuple[float, int]:
     """Return how long the columns of a timetable are, and how many."""
     step_s = float(table.step_s)
     count = sum(map(len, rows))
