@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import mpimesh
+
+sys.path.insert(0, str(Path(__file__).parent))
+import house
 
 project = "mpimesh"
 author = "mpimesh developers"
@@ -28,6 +34,9 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
+
+# The map of the library, of the imports as they are.
+house.write(Path(__file__).parent / "_static" / "house.svg")
 
 # -- the reference ---------------------------------------------------------------------------------
 
