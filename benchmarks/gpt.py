@@ -59,7 +59,7 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     ids = rng.integers(0, sizes.vocabulary, (sizes.rows, sizes.tokens + 1))
     model = nn.Sequential(
-        mm.gpt_layers(
+        mm.parallel.gpt_layers(
             sizes.vocabulary,
             sizes.features,
             sizes.blocks,

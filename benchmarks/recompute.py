@@ -34,7 +34,7 @@ def run(mesh: mm.DeviceMesh, effort: Effort = FULL) -> list[dict[str, Any]]:
     ways: dict[str, Callable[[], float]] = {}
     losses = []
     for name, wrap in (("activations kept", _kept), ("each block in nn.Checkpoint", nn.Checkpoint)):
-        layers = mm.gpt_layers(256, features, blocks, heads, max_tokens=tokens)
+        layers = mm.parallel.gpt_layers(256, features, blocks, heads, max_tokens=tokens)
         made = [wrap(one) if isinstance(one, nn.GptBlock) else one for one in layers]
         model = nn.Sequential(made)
         model.materialize(seed=0, dtype=np.float32)

@@ -108,7 +108,7 @@ def perceptron(sizes: Sizes) -> nn.Sequential:
 def gpt(sizes: Sizes) -> nn.Sequential:
     """Return the GPT, whose output layer has the embedding's weight."""
     return nn.Sequential(
-        mm.gpt_layers(
+        mm.parallel.gpt_layers(
             sizes.vocabulary, sizes.features, sizes.blocks, sizes.heads, max_tokens=sizes.tokens
         )
     )

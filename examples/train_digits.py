@@ -127,7 +127,7 @@ class Training:
         self.last_step = options.epochs * self.batches.per_epoch
         self.seconds = 0.0
 
-    def run(self, guard: mm.RunGuard) -> bool:
+    def run(self, guard: mm.store.RunGuard) -> bool:
         """Train up to the last step, or until a signal. Returns whether it came to the end."""
         traced_step = self.options.trace_step or self.last_step - self.batches.per_epoch + 1
         with self.report.progress(self.resumed_at, self.batches) as progress:
@@ -203,7 +203,7 @@ def show_results(training: Training, report: Report) -> None:
     report.write(results)
 
 
-def train(options: Namespace, guard: mm.RunGuard) -> int:
+def train(options: Namespace, guard: mm.store.RunGuard) -> int:
     """Run the program of one rank, and return its exit code."""
     with mm.DeviceMesh(options.mesh) as mesh:
         report = Report(mesh, options)

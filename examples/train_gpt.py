@@ -74,7 +74,7 @@ EVALUATION_ROWS = 128
 def make_layers(options: Namespace, tp: mm.ProcessGroup | None) -> list[nn.Module]:
     """Return the layers of the model, whole or shared by the ranks of `tp`."""
     split_sequence = options.sequence_parallel and tp is not None
-    return mm.gpt_layers(
+    return mm.parallel.gpt_layers(
         BYTES,
         options.features,
         options.layers,
@@ -180,7 +180,7 @@ class Training:
         self.pipe = make_model(mesh, options, self.tracer)
         self.loss: nn.CrossEntropy = nn.cross_entropy
         if mesh.dim_size("tp") > 1:
-            self.loss = mm.VocabParallelCrossEntropy(BYTES, group=mesh.group("tp"))
+            self.loss = mm.parallel.VocabParallelCrossEntropy(BYTES, group=mesh.group("tp"))
         self.optimizer = make_optimizer(mesh, self.pipe, options)
         schedule = SCHEDULES[options.lr_schedule](options.warmup, options.decay_steps)
         self.rates = optim.LRScheduler(self.optimizer, schedule)
@@ -229,7 +229,7 @@ class Training:
                 f"run, which goes on after step {self.resumed_at}"
             )
 
-    def run(self, guard: mm.RunGuard) -> bool:
+    def run(self, guard: mm.store.RunGuard) -> bool:
         """Train, evaluate and save now and then. Returns whether it came to the end."""
         options = self.options
         with self.report.progress(self.resumed_at, len(self.held_out)) as progress:
@@ -342,7 +342,7 @@ def show_results(training: Training, report: Report) -> None:
     )
 
 
-def train(options: Namespace, guard: mm.RunGuard) -> int:
+def train(options: Namespace, guard: mm.store.RunGuard) -> int:
     """Run the program of one rank, and return its exit code."""
     with mm.DeviceMesh(options.mesh) as mesh:
         report = Report(mesh, options)

@@ -61,7 +61,7 @@ try:
     from mpimesh.interop import torch as mt
 except MissingPackageError as error:
     # No failure: `make examples` runs what can be run.
-    if mm.Launch.detect().rank == 0:
+    if mm.runtime.Launch.detect().rank == 0:
         print(f"train_torch.py: {error}")
     sys.exit(0)
 
@@ -156,7 +156,7 @@ def train_plainly(model: nn.Module, options: Namespace) -> list[float]:
 
 
 def train(
-    mesh: mm.DeviceMesh, model: nn.Sequential, options: Namespace, guard: mm.RunGuard
+    mesh: mm.DeviceMesh, model: nn.Sequential, options: Namespace, guard: mm.store.RunGuard
 ) -> list[float]:
     """Train over the mesh, up to the last step or a signal; return the losses, alike on all."""
     num_stages = mesh.dim_size("pp")
@@ -191,7 +191,7 @@ def show(what: str, losses: list[float]) -> None:
     print(f"{what}: loss {losses[0]:.6f}, after {len(losses)} steps {losses[-1]:.6f}", flush=True)
 
 
-def run(options: Namespace, template: nn.Sequential, guard: mm.RunGuard) -> int:
+def run(options: Namespace, template: nn.Sequential, guard: mm.store.RunGuard) -> int:
     """Run the program of one rank, and return its exit code."""
     with mm.DeviceMesh(options.mesh) as mesh:
         losses = train(mesh, copy.deepcopy(template), options, guard)

@@ -9,8 +9,18 @@ import lazy_loader
 
 from mpimesh.runtime.failure import install
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, _, _names = lazy_loader.attach_stub(__name__, __file__)
 __version__ = "0.1.0"
+
+# `mm.mesh.Device` works, but what is used by everybody stands in `mm` itself.
+_ROOMS = {"arrays", "comm", "dtensor", "layout", "mesh", "runtime", "settings"}
+_ROOMS |= {"store", "trace"}
+__all__ = [name for name in _names if name not in _ROOMS]
+
+
+def __dir__() -> list[str]:
+    return __all__.copy()
+
 
 # Other ranks may wait for this process from now on: it must not fail without a word.
 install()

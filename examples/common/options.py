@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with exit code 2, on all ranks: they have the same arguments."""
         self._print_message(f"{self.prog}: error: {message}\n", sys.stderr)
-        if mm.Launch.detect().size > 1:
+        if mm.runtime.Launch.detect().size > 1:
             # Some launchers end a job with the first rank that fails: not before rank 0 has spoken.
             with mm.DeviceMesh("ranks=-1") as mesh:
                 mesh.barrier()
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Read the command line, that of the process if None."""
         options = self.parse_args(arguments)
-        if options.virtual and mm.Launch.detect().size > 1:
+        if options.virtual and mm.runtime.Launch.detect().size > 1:
             self.error("argument --virtual: is for running without mpiexec")
         return options
 
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         # MPI has not started: the launcher's word for the rank is enough.
-        if mm.Launch.detect().rank == 0:
+        if mm.runtime.Launch.detect().rank == 0:
             print(message, end="", file=file, flush=True)
 
 
@@ -99,7 +99,7 @@ def add_checkpoint(group: Any, unit: str, default: int) -> None:
 
 def ranks_of(options: argparse.Namespace) -> int:
     """Return how many ranks there will be: MPI has not started."""
-    return options.virtual or mm.Launch.detect().size
+    return options.virtual or mm.runtime.Launch.detect().size
 
 
 def mesh_reader(known: Mapping[str, str]) -> Callable[[str], str]:

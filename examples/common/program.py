@@ -44,11 +44,11 @@ def run_program(
         return program(options, *rest) or 0
     except (WorldSizeError, LaunchError, ProgramError, StoreError) as error:
         # All ranks raise it: one of them tells.
-        if mm.Launch.detect().rank == 0:
+        if mm.runtime.Launch.detect().rank == 0:
             print(f"{name}: error: {error}", file=sys.stderr)
         return WRONG
     except KeyboardInterrupt:
-        if mm.Launch.detect().size > 1:
+        if mm.runtime.Launch.detect().size > 1:
             raise  # the other ranks are to end, too: the mesh sees to that
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED

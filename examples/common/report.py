@@ -28,7 +28,9 @@ def make_console(rank: int) -> Console:
     Under mpiexec a rank writes into a pipe, so there is no bar, unless FORCE_COLOR is set. Open
     MPI gives its ranks a terminal, but also when its own output goes to a file.
     """
-    pretended = "Open MPI" in mm.Launch.detect().launcher and not os.environ.get("FORCE_COLOR")
+    pretended = "Open MPI" in mm.runtime.Launch.detect().launcher and not os.environ.get(
+        "FORCE_COLOR"
+    )
     return Console(
         quiet=rank != 0, force_terminal=False if pretended else None, highlight=False, emoji=False
     )

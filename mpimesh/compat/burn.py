@@ -1,8 +1,8 @@
 """burn's synchronisation of gradients: each rank submits them by id, and then waits for all.
 
-Training with mpimesh's own layers needs none of it: :class:`~mpimesh.GradientBuckets` and the
-parallel models reduce gradients in buckets. This is for a program that has gradients of its own,
-or that says parameter by parameter which are reduced: :class:`ModuleSharder` marks those of a
+Training with mpimesh's own layers needs none of it: :class:`~mpimesh.parallel.GradientBuckets` and
+the parallel models reduce gradients in buckets. This is for a program that has gradients of its
+own, or that says parameter by parameter which are reduced: :class:`ModuleSharder` marks those of a
 module, and :meth:`DistributedSyncClient.sync_parameters` reduces the gradients of what is marked.
 """
 

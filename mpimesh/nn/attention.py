@@ -147,7 +147,7 @@ class Attention(SplitLayer):
         """Have some of the heads from now on, before there is memory. Local.
 
         With fewer key heads than ranks several ranks have the same key head, whose gradient is the
-        sum over them, see :func:`mpimesh.sum_shared_gradients`.
+        sum over them, see :func:`mpimesh.parallel.sum_shared_gradients`.
 
         Raises:
             ModuleError: If layers within are no plain linear ones, or a rank would have no head.

@@ -42,7 +42,7 @@ class Dropout(Module):
 
     Where a rank has some features only, behind a layer that is split by its
     outputs, a :class:`Sequential` tells the dropout which ones; in a layer of
-    one's own :class:`mpimesh.ParallelDropout` is the one to take. On a sequence
+    one's own :class:`mpimesh.parallel.ParallelDropout` is the one to take. On a sequence
     that is split over ranks, see `set_sequence`, each drops of its places what
     is dropped of the whole sequence.
 

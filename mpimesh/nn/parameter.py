@@ -55,7 +55,7 @@ class Parameter:
             all of it, and makes all of its gradient. Ranks that a layout gives the same block
             have equal values, and each makes a part of the block's gradient: the true one is the
             sum over them, which training makes once a step, see
-            :func:`mpimesh.sum_shared_gradients`.
+            :func:`mpimesh.parallel.sum_shared_gradients`.
         rank: This rank among those of the layout.
         box: (start, stop) along each axis of what this rank holds of the whole parameter.
         data: The values, C-contiguous, or None before `materialize`.

@@ -153,7 +153,6 @@ _plain(
     "mm",
     mm,
     {
-        "Device": {"id": 0, "name": "a", "backend": mm.DeviceBackend("cpu")},
         "Mesh": {"dims": "dp=2"},
         "Partial": {},
         "Placement": {"specs": ["S0"]},
@@ -161,10 +160,17 @@ _plain(
         "Replicate": {},
         "Shard": {"axis": 0},
         "Tracer": {"rank": 0},
+        "run_virtual": {"size": 1, "function": int},
+    },
+)
+_plain(
+    "mesh",
+    mm.mesh,
+    {
+        "Device": {"id": 0, "name": "a", "backend": mm.mesh.DeviceBackend("cpu")},
         "create_distributed_mesh": {"mesh_dims": "dp=2", "client_id": 0, "num_clients": 2},
         "create_mesh": {"mesh_dims": "dp=2", "num_devices": 2},
         "device_mesh": {"shape": (2, 2), "device_ids": [0, 1, 2, 3]},
-        "run_virtual": {"size": 1, "function": int},
     },
 )
 _plain(
@@ -389,7 +395,7 @@ CALLS |= {
         },
     ),
     "mm.Halo": lambda place: (mm.Halo, {"x": place.tensor}),
-    "mm.HaloField": lambda place: (mm.HaloField, {"halo": place.halo}),
+    "dtensor.HaloField": lambda place: (mm.dtensor.HaloField, {"halo": place.halo}),
     "mm.default_layout": lambda place: (
         lambda mesh, placements=None: mm.default_layout(mesh, placements).__enter__(),
         {"mesh": place.mesh},

@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {"plain": PLAIN, "llama": LLAMA}
 
 def layers(kind: str, **options: Any) -> list[nn.Module]:
     given = {**KINDS[kind], **options}
-    return mm.gpt_layers(VOCAB, num_layers=2, max_tokens=TOKENS + 2, **given)
+    return mm.parallel.gpt_layers(VOCAB, num_layers=2, max_tokens=TOKENS + 2, **given)
 
 
 def batch(step: int, tokens: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +91,7 @@ def trained(
         stages, 3, mesh=mesh, schedule=schedule, seed=SEED, dtype=np.float64, bucket_bytes=4000
     )
     optimizer = optim.Adam(model.parameters(), lr=0.02)
-    loss = mm.VocabParallelCrossEntropy(VOCAB, group=tp)
+    loss = mm.parallel.VocabParallelCrossEntropy(VOCAB, group=tp)
     losses, norms = [], []
     for step in range(STEPS):
         losses.append(model.train_step(*batch(step, tokens), loss=loss))
@@ -101,7 +101,7 @@ def trained(
     return losses, norms, model.full_state_dict()
 
 
-class TrappedLoss(mm.VocabParallelCrossEntropy):
+class TrappedLoss(mm.parallel.VocabParallelCrossEntropy):
     """Fails between its two all-reduces on one rank."""
 
     armed = False

@@ -22,7 +22,9 @@ EVALUATED_ROWS = 128
 
 def whole_model(*, tied: bool = False, dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(
-        mm.gpt_layers(256, 18, 2, 3, max_tokens=CONTEXT, rotary=True, tied=tied, dropout=dropout)
+        mm.parallel.gpt_layers(
+            256, 18, 2, 3, max_tokens=CONTEXT, rotary=True, tied=tied, dropout=dropout
+        )
     )
 
 

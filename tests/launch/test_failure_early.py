@@ -14,7 +14,7 @@ HEAD = """
 import os, signal, subprocess, sys, time
 import mpimesh as mm
 
-RANK = mm.Launch.detect().rank
+RANK = mm.runtime.Launch.detect().rank
 if RANK == 1:
     print("rank 1 goes at", time.time(), flush=True)
 """

@@ -56,7 +56,7 @@ def test_what_it_says_of_the_template():
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`guard\.(\w+)", PAGE))))
 def test_what_a_guard_has(name):
-    assert hasattr(mm.RunGuard, name)
+    assert hasattr(mm.store.RunGuard, name)
 
 
 def test_links_lead_somewhere():

@@ -335,7 +335,7 @@ def send():
     os.kill(os.getpid(), {{number}})
 
 import mpimesh as mm
-if mm.Launch.detect().rank == 2:
+if mm.runtime.Launch.detect().rank == 2:
     threading.Thread(target=send, daemon=True).start()
 sys.argv = ["train_digits.py", "--mesh", "dp=2,pp=2", "--epochs", "2000", *sys.argv[1:]]
 sys.path.insert(0, {str(SCRIPT.parent)!r})

@@ -131,7 +131,7 @@ def test_a_sample_follows_the_model(monkeypatch, dims):
     def main():
         with mm.DeviceMesh(dims) as mesh:
             tp = mesh.group("tp") if mesh.dim_size("tp") > 1 else None
-            layers = mm.gpt_layers(
+            layers = mm.parallel.gpt_layers(
                 256, 18, 2, 3, max_tokens=CONTEXT, rotary=True, tied=False, tp=tp
             )
             times = [1.0] * len(layers)

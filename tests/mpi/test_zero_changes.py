@@ -100,7 +100,7 @@ def test_what_one_rank_cannot_do_is_told_on_all(comm):
 def test_a_state_goes_from_stages_to_replicas_and_split_layers(comm):
     def make(mesh):
         tp = mesh.group("tp") if mesh.contains_dim("tp") else None
-        layers = mm.gpt_layers(
+        layers = mm.parallel.gpt_layers(
             13, num_layers=1, max_tokens=8, features=8, num_heads=4, dropout=0.0, tp=tp
         )
         stages = [mm.PipelineStage(0)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpimesh import Launch
 from mpimesh.errors import LaunchError
+from mpimesh.runtime import Launch
 from mpimesh.runtime.launch import check_world
 from tests.helpers.raises import raises
 

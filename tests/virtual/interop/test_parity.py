@@ -127,7 +127,7 @@ def layers_of(program: Program, tp: Any = None) -> list[Any]:
             nn.SiLU(),
             nn.Linear(10, CLASSES),
         ]
-    return mm.gpt_layers(
+    return mm.parallel.gpt_layers(
         VOCAB,
         FEATURES,
         2,
@@ -183,7 +183,7 @@ def trained(program: Program, mesh: mm.DeviceMesh) -> tuple[list[float], dict[st
     optimizer = mm.ParallelOptimizer(adam, pipe, zero=program.stage)
     loss: Any = nn.cross_entropy
     if tp is not None:
-        loss = mm.VocabParallelCrossEntropy(VOCAB, group=tp)
+        loss = mm.parallel.VocabParallelCrossEntropy(VOCAB, group=tp)
     rates = optim.LRScheduler(optimizer, SCHEDULES[program.rate](program.steps))
     losses = []
     for step in range(program.steps):

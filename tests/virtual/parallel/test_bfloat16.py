@@ -165,14 +165,16 @@ def test_a_gpt_on_a_mesh_is_near_one_process_and_states_go_on(dims):
 
     def make(mesh):
         tp = mesh.group("tp") if mesh.contains_dim("tp") else None
-        layers = mm.gpt_layers(16, 24, 2, 4, max_tokens=8, tp=tp, dropout=0.1)
+        layers = mm.parallel.gpt_layers(16, 24, 2, 4, max_tokens=8, tp=tp, dropout=0.1)
         count = mesh.dim_size("pp") if mesh.contains_dim("pp") else 1
         stages = [mm.PipelineStage(number) for number in range(count)]
         for place, layer in enumerate(layers):
             stages[place * count // len(layers)].add_layer(layer)
         pipe = mm.PipelineParallel(stages, 2, mesh=mesh, seed=0, dtype="bfloat16")
         adam = optim.AdamW(pipe.parameters(), lr=0.01)
-        loss = nn.cross_entropy if tp is None else mm.VocabParallelCrossEntropy(16, group=tp)
+        loss = (
+            nn.cross_entropy if tp is None else mm.parallel.VocabParallelCrossEntropy(16, group=tp)
+        )
         return pipe, mm.ParallelOptimizer(adam, pipe), loss
 
     def train(made, steps):

@@ -67,7 +67,7 @@ def test_a_split_gpt_trains_to_the_same_bits(dims, kind, sequence_parallel, sche
 def test_blocks_in_a_checkpoint_are_split_like_others():
     def body(mesh):
         tp = mesh.group("tp")
-        sequence = mm.SequenceSplit(tp)
+        sequence = mm.parallel.SequenceSplit(tp)
         whole = nn.Sequential(nn.GptBlock(8, 2, dropout=0.2), nn.GptBlock(8, 2))
         whole.materialize(seed=1, dtype="float64")
         found = []
@@ -98,7 +98,9 @@ def test_parameters_divided_among_replicas_train_to_the_same_bits(stage, dtype):
         found = []
         for wrap in (lambda layer: layer, nn.Checkpoint):
             stages = [mm.PipelineStage(0), mm.PipelineStage(1)]
-            for place, layer in enumerate(mm.gpt_layers(16, 24, 2, 4, max_tokens=8, dropout=0.1)):
+            for place, layer in enumerate(
+                mm.parallel.gpt_layers(16, 24, 2, 4, max_tokens=8, dropout=0.1)
+            ):
                 one = wrap(layer) if isinstance(layer, nn.GptBlock) else layer
                 stages[place // 4].add_layer(one)
             pipe = mm.PipelineParallel(stages, 2, mesh=mesh, seed=0, dtype=dtype)

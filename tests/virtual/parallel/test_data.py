@@ -206,7 +206,9 @@ def test_a_model_that_is_split_over_the_whole_mesh_has_one_replica():
         )
         vocabulary = tensor_models.VOCAB
         loss = (
-            nn.cross_entropy if tp is None else mm.VocabParallelCrossEntropy(vocabulary, group=tp)
+            nn.cross_entropy
+            if tp is None
+            else mm.parallel.VocabParallelCrossEntropy(vocabulary, group=tp)
         )
         assert model.num_replicas == 1
         return model.train_step(*tensor_models.batch(0), loss=loss)

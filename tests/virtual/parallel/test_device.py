@@ -234,7 +234,7 @@ class Flat(nn.Module):
 def test_a_split_model_on_a_device(cupy, dims, sequence_parallel):
     def body(mesh):
         tp = mesh.group("tp")
-        loss = mm.VocabParallelCrossEntropy(VOCAB, group=tp)
+        loss = mm.parallel.VocabParallelCrossEntropy(VOCAB, group=tp)
 
         def made(xp):
             layers = split_layers("llama", tp=tp, sequence_parallel=sequence_parallel)
@@ -266,8 +266,8 @@ def test_a_rank_that_fails_within_a_split_model_on_a_device(device):
     def body(mesh):
         def model(xp):
             tp, trap = mesh.group("tp"), Trap()
-            stage = PipelineStage(0).add_layer(mm.ColumnParallelLinear(4, 6, group=tp))
-            stage.add_layer(trap).add_layer(mm.RowParallelLinear(6, 4, group=tp))
+            stage = PipelineStage(0).add_layer(mm.parallel.ColumnParallelLinear(4, 6, group=tp))
+            stage.add_layer(trap).add_layer(mm.parallel.RowParallelLinear(6, 4, group=tp))
             return trap, mm.PipelineParallel([stage], 2, mesh=mesh, xp=xp, dtype=np.float64)
 
         trap, on_device = model(device)

@@ -291,7 +291,7 @@ def make(mesh, *, zero=None):
     optimizer = None if zero is None else mm.ParallelOptimizer(inner, model, zero=zero)
     loss: nn.Loss = nn.cross_entropy
     if tp is not None:
-        loss = mm.VocabParallelCrossEntropy(tensor_models.VOCAB, group=tp)
+        loss = mm.parallel.VocabParallelCrossEntropy(tensor_models.VOCAB, group=tp)
     return model, optimizer, lambda: model.train_step(*tensor_models.batch(0), loss=loss)
 
 
@@ -462,7 +462,9 @@ def test_sequences_of_no_tokens(dims):
         model, _, _ = make(mesh)
         loss: nn.Loss = nn.cross_entropy
         if "tp" in mesh.dim_names:
-            loss = mm.VocabParallelCrossEntropy(tensor_models.VOCAB, group=mesh.group("tp"))
+            loss = mm.parallel.VocabParallelCrossEntropy(
+                tensor_models.VOCAB, group=mesh.group("tp")
+            )
         nothing = tensor_models.batch(0, 0)
         assert model.train_step(*nothing, loss=loss) == 0
         assert model.clip_grad_norm(1.0) == 0

@@ -67,7 +67,7 @@ def test_split_layers_gather_no_logits(dims, sequence_parallel):
         for number, layer in enumerate(made):
             stages[number * count // len(made)].add_layer(layer)
         pipe = mm.PipelineParallel(stages, 2, mesh=mesh, seed=SEED, dtype=np.float64)
-        loss = mm.VocabParallelCrossEntropy(tensor_models.VOCAB, group=tp)
+        loss = mm.parallel.VocabParallelCrossEntropy(tensor_models.VOCAB, group=tp)
         before = mesh.traffic().snapshot()
         found = pipe.evaluate(x, target, loss=loss)
         moved = mesh.traffic() - before

@@ -141,7 +141,7 @@ def test_libraries_that_keep_gradients_in_the_dtype_of_parameters_are_refused_an
         parameter.materialize(seed=0, dtype="float16")
         group = mesh.group("dp")
         with raises(ModuleError, "'weight'", "float16", "grad_dtype='float32'"):
-            mm.GradientBuckets([parameter], group, mesh=mesh, grad_dtype="float32")
-        mm.GradientBuckets([parameter], group, mesh=mesh, grad_dtype="float16").close()
+            mm.parallel.GradientBuckets([parameter], group, mesh=mesh, grad_dtype="float32")
+        mm.parallel.GradientBuckets([parameter], group, mesh=mesh, grad_dtype="float16").close()
 
     on_ranks("dp=2", body)

@@ -43,7 +43,9 @@ def start(mesh, kind, *, zero, lists=False):
     if lists:
         given = [optim.AdamW(matrices, lr=0.02), optim.SGD(rest, lr=0.1, momentum=0.5)]
     optimizer = mm.ParallelOptimizer(given, model, zero=zero)
-    loss = nn.cross_entropy if tp is None else mm.VocabParallelCrossEntropy(VOCAB, group=tp)
+    loss = (
+        nn.cross_entropy if tp is None else mm.parallel.VocabParallelCrossEntropy(VOCAB, group=tp)
+    )
 
     def train(step):
         return model.train_step(
@@ -308,7 +310,7 @@ def test_replicas_that_load_different_states_are_refused(dims, zero, full):
 def test_ranks_that_split_layers_change_them_by_the_same_rule():
     def body(mesh):
         net = nn.Sequential(*layers("plain", tp=mesh.group("tp")))
-        loss = mm.VocabParallelCrossEntropy(VOCAB, group=mesh.group("tp"))
+        loss = mm.parallel.VocabParallelCrossEntropy(VOCAB, group=mesh.group("tp"))
         model = mm.DataParallel(net, mesh, loss=loss, seed=SEED)
         adam = optim.Adam(model.parameters(), lr=0.1 if mesh.coord("tp") else 0.2)
         with raises(MismatchError, "'tp'", "lr=0.2", "lr=0.1"):

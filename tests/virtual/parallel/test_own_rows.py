@@ -225,7 +225,7 @@ def test_ranks_that_share_layers_give_the_same_rows(dims, kind):
         pipe = mm.PipelineParallel(stages, 2, mesh=mesh, seed=tensor_models.SEED, dtype="float64")
         x, target = tensor_models.batch(0)
         (mine, goal), options = given(mesh, kind, [len(x) - 1, 1], x, target)
-        loss = mm.VocabParallelCrossEntropy(tensor_models.VOCAB, group=tp)
+        loss = mm.parallel.VocabParallelCrossEntropy(tensor_models.VOCAB, group=tp)
         return pipe.train_step(mine, goal, loss=loss, **options)
 
     np.testing.assert_allclose(on_ranks(dims, body), losses[0], rtol=1e-12)

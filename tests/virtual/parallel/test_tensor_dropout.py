@@ -72,8 +72,8 @@ def unsplit(features: int, hidden: int, p: float) -> list[nn.Module]:
 def by_hand(features: int, hidden: int, p: float, **options: Any) -> list[nn.Module]:
     """The linear layers are split, and all else is left for others to adapt."""
     layers = unsplit(features, hidden, p)
-    layers[1] = mm.ColumnParallelLinear(features, hidden, **options)
-    layers[4] = mm.RowParallelLinear(hidden, features, **options)
+    layers[1] = mm.parallel.ColumnParallelLinear(features, hidden, **options)
+    layers[4] = mm.parallel.RowParallelLinear(hidden, features, **options)
     return layers
 
 
@@ -99,10 +99,10 @@ def test_between_split_layers(size, features, hidden, length, sequence, nested, 
 
     def body(mesh):
         group = mesh.group("tp")
-        cut = mm.SequenceSplit(group, length=length) if sequence else None
+        cut = mm.parallel.SequenceSplit(group, length=length) if sequence else None
         layers = by_hand(features, hidden, 0.4, group=group, sequence=cut)
         if explicit:
-            layers[3] = mm.ParallelDropout(0.4, features=hidden, group=group)
+            layers[3] = mm.parallel.ParallelDropout(0.4, features=hidden, group=group)
         made = [nn.Sequential(layers[:4]), nn.Sequential(layers[4:])] if nested else layers
         model = mm.tensor_parallel(nn.Sequential(made), group, sequence=cut)
         model.materialize(seed=SEED, dtype=np.float64)
@@ -111,7 +111,7 @@ def test_between_split_layers(size, features, hidden, length, sequence, nested, 
         np.testing.assert_allclose(model(x[here], ctx), y[here], rtol=1e-12, atol=1e-12)
         found: Any = model.backward(dy[here], ctx)
         np.testing.assert_allclose(found, dx[here], rtol=1e-12, atol=1e-12)
-        mm.sum_shared_gradients(model.parameters(), group)
+        mm.parallel.sum_shared_gradients(model.parameters(), group)
         for one, gradient in zip(model.parameters(), gradients.values(), strict=True):
             np.testing.assert_allclose(one.grad, gradient[slices(one.box)], rtol=1e-12, atol=1e-12)
 
@@ -159,8 +159,8 @@ def test_of_attention_weights(size, sequence, kv):
 
     def body(mesh):
         group = mesh.group("tp")
-        cut = mm.SequenceSplit(group) if sequence else None
-        layer = mm.ParallelAttention(
+        cut = mm.parallel.SequenceSplit(group) if sequence else None
+        layer = mm.parallel.ParallelAttention(
             8, 4, num_kv_heads=kv, causal=True, dropout=0.4, group=group, sequence=cut
         )
         layer.materialize(seed=SEED, dtype=np.float64, index=2)
@@ -180,7 +180,9 @@ def test_what_needs_all_features_is_refused():
 
         def between(*layers: Any) -> nn.Sequential:
             return nn.Sequential(
-                mm.ColumnParallelLinear(4, 6, **tp), *layers, mm.RowParallelLinear(6, 4, **tp)
+                mm.parallel.ColumnParallelLinear(4, 6, **tp),
+                *layers,
+                mm.parallel.RowParallelLinear(6, 4, **tp),
             )
 
         for layer in (
@@ -189,7 +191,7 @@ def test_what_needs_all_features_is_refused():
             nn.Normalize(),
             nn.Sequential(nn.ReLU(), nn.LayerNorm(3)),
             nn.Linear(3, 3),
-            mm.ColumnParallelLinear(3, 6, **tp),
+            mm.parallel.ColumnParallelLinear(3, 6, **tp),
             nn.Attention(3, 1),
             nn.FeedForward(3, 3),
             nn.GptBlock(3, 1),
@@ -202,11 +204,11 @@ def test_what_needs_all_features_is_refused():
             with raises(ModuleError, *values):
                 mm.DataParallel(between(layer), mesh, loss=nn.mse)
         with raises(ModuleError, "RowParallelLinear(8, 4", "extent=8", "extent=6"):
-            between(mm.RowParallelLinear(8, 4, **tp)).materialize(seed=0)
+            between(mm.parallel.RowParallelLinear(8, 4, **tp)).materialize(seed=0)
         with raises(ModuleError, "Dropout(0.5)", "extent=8", "extent=6"):
-            between(mm.ParallelDropout(features=8, **tp)).materialize(seed=0)
+            between(mm.parallel.ParallelDropout(features=8, **tp)).materialize(seed=0)
         with raises(ModuleError, "LayerNorm(3", *values):
-            mm.ParallelFeedForward(4, 6, activation=nn.LayerNorm(3), **tp)
+            mm.parallel.ParallelFeedForward(4, 6, activation=nn.LayerNorm(3), **tp)
         twice = nn.Dropout()
         with raises(ModuleError, twice, "features"):
             nn.Sequential(twice, *between(twice)).materialize(seed=0)
@@ -225,7 +227,7 @@ def test_a_layer_that_gives_other_features_can_say_so():
 
     def body(mesh):
         group = mesh.group("tp")
-        column = mm.ColumnParallelLinear(4, 8, group=group)
+        column = mm.parallel.ColumnParallelLinear(4, 8, group=group)
         x = np.ones((2, 4), np.float32)
         silent = nn.Sequential(column, Half(), nn.Dropout())
         silent.materialize(seed=0)
@@ -244,13 +246,13 @@ def test_all_classes_of_logits_that_are_split_are_refused():
         x, target = np.ones((4, 3), np.float32), np.zeros(4, int)
 
         def step(loss: Any, **options: Any) -> float:
-            layer = mm.ColumnParallelLinear(3, 6, group=group, **options)
+            layer = mm.parallel.ColumnParallelLinear(3, 6, group=group, **options)
             return mm.DataParallel(layer, mesh, loss=loss).train_step(x, target)
 
         with raises(ModuleError, "VocabParallelCrossEntropy(6, group=...)", "gather_output=True"):
             step(nn.cross_entropy)
         expected = step(nn.cross_entropy, gather_output=True)
-        found = step(mm.VocabParallelCrossEntropy(6, group=group))
+        found = step(mm.parallel.VocabParallelCrossEntropy(6, group=group))
         assert found == pytest.approx(expected, rel=1e-6)
 
     on_ranks("dp=1,tp=2", body)
@@ -259,8 +261,8 @@ def test_all_classes_of_logits_that_are_split_are_refused():
 def test_a_layer_split_for_another_sequence_is_refused():
     def body(mesh):
         group = mesh.group("tp")
-        cut = mm.SequenceSplit(group)
-        column = mm.ColumnParallelLinear(4, 8, group=group)
+        cut = mm.parallel.SequenceSplit(group)
+        column = mm.parallel.ColumnParallelLinear(4, 8, group=group)
         with raises(ModuleError, column, "sequence=None", "sequence=SequenceSplit('tp')"):
             mm.tensor_parallel(nn.Sequential(column), group, sequence=cut)
 

@@ -91,7 +91,7 @@ def test_what_is_frozen_stays_frozen():
         tp = mesh.group("tp")
         layers = [nn.Embedding(8, 4).freeze(), nn.LayerNorm(4).freeze(), nn.Linear(4, 8)]
         model = mm.tensor_parallel(
-            nn.Sequential(*layers), tp, sequence=mm.SequenceSplit(tp, length=4)
+            nn.Sequential(*layers), tp, sequence=mm.parallel.SequenceSplit(tp, length=4)
         )
         return {name: one.requires_grad for name, one in model.named_parameters()}
 
@@ -107,10 +107,10 @@ def test_ids_of_small_dtypes(dtype):
 
     def body(mesh):
         tp = mesh.group("tp")
-        table = mm.VocabParallelEmbedding(100_000, 2, group=tp)
+        table = mm.parallel.VocabParallelEmbedding(100_000, 2, group=tp)
         table.materialize(seed=0, dtype=np.float64)
         scores = np.zeros((1, 4, 25_000))
-        loss = mm.VocabParallelCrossEntropy(100_000, group=tp)(scores, ids)
+        loss = mm.parallel.VocabParallelCrossEntropy(100_000, group=tp)(scores, ids)
         return table(ids), loss
 
     whole = nn.Embedding(100_000, 2)
@@ -124,8 +124,8 @@ def test_a_loss_over_another_group_is_refused():
     """It was summed over the layers' group with the parts of another, and gave another number."""
 
     def body(mesh):
-        layers = mm.gpt_layers(6, 4, 1, 2, max_tokens=4, tp=mesh.group("tp"))
-        loss = mm.VocabParallelCrossEntropy(6, group=mesh.group("dp"))
+        layers = mm.parallel.gpt_layers(6, 4, 1, 2, max_tokens=4, tp=mesh.group("tp"))
+        loss = mm.parallel.VocabParallelCrossEntropy(6, group=mesh.group("dp"))
         model = mm.DataParallel(nn.Sequential(*layers), mesh, loss=loss)
         x = np.zeros((4, 4), np.int64)
         with raises(ModuleError, "loss", "group 'dp'", "'tp'") as caught:
@@ -141,7 +141,9 @@ def test_dropout_that_is_off_stays_off():
         tp = mesh.group("tp")
         layer: Any = nn.Dropout(0.5)
         layer.set_training(False)
-        return mm.split_sequence(layer, mm.SequenceSplit(tp, length=4))(np.ones((1, 2, 3)))
+        return mm.parallel.split_sequence(layer, mm.parallel.SequenceSplit(tp, length=4))(
+            np.ones((1, 2, 3))
+        )
 
     for y in on_ranks("tp=2", body):
         np.testing.assert_array_equal(y, np.ones((1, 2, 3)))
@@ -178,7 +180,7 @@ def test_weights_that_are_split_in_one_place_only_are_refused():
 def test_a_state_of_a_wrong_shape_is_loaded_on_no_rank():
     def body(mesh):
         tp = mesh.group("tp")
-        layers = mm.gpt_layers(6, 4, 1, 2, max_tokens=4, tp=tp, tied=False)
+        layers = mm.parallel.gpt_layers(6, 4, 1, 2, max_tokens=4, tp=tp, tied=False)
         stages = [mm.PipelineStage(0), mm.PipelineStage(1)]
         for number, layer in enumerate(layers):
             stages[number * 2 // len(layers)].add_layer(layer)
@@ -228,8 +230,8 @@ def test_a_loss_within_a_loss_is_watched():
 
     def body(mesh):
         tp = mesh.group("tp")
-        layers = mm.gpt_layers(6, 4, 1, 2, max_tokens=4, tp=tp)
-        loss = _Parts(mm.VocabParallelCrossEntropy(6, group=tp))
+        layers = mm.parallel.gpt_layers(6, 4, 1, 2, max_tokens=4, tp=tp)
+        loss = _Parts(mm.parallel.VocabParallelCrossEntropy(6, group=tp))
         model = mm.DataParallel(nn.Sequential(*layers, _Breaks(tp.rank)), mesh, loss=loss)
         x = np.zeros((4, 4), np.int64)
         with pytest.raises(StageError, match="broken on purpose"):
@@ -279,7 +281,7 @@ def test_what_would_stay_whole_is_refused():
         dropout = nn.Dropout(0.5)
         assert mm.tensor_parallel(dropout, tp) is dropout
         # On a split sequence a norm has something to do.
-        norm = mm.tensor_parallel(nn.LayerNorm(2), tp, sequence=mm.SequenceSplit(tp))
+        norm = mm.tensor_parallel(nn.LayerNorm(2), tp, sequence=mm.parallel.SequenceSplit(tp))
         norm.materialize(seed=0)
 
     on_ranks("dp=1,tp=2", body)
@@ -289,13 +291,13 @@ def test_what_would_stay_whole_is_refused():
 def test_all_logits_as_the_docstring_of_gpt_layers_gets_them():
     """It gave stages the name of a model, and did not say how to get what sampling needs."""
     ids = np.array([[1, 2, 3, 4], [6, 5, 0, 1]])
-    whole = nn.Sequential(*mm.gpt_layers(7, 4, 2, 2, max_tokens=4))
+    whole = nn.Sequential(*mm.parallel.gpt_layers(7, 4, 2, 2, max_tokens=4))
     whole.materialize(seed=0, dtype=np.float64)
     expected = whole(ids)
 
     def body(mesh):
         tp = mesh.group("tp")
-        layers = mm.gpt_layers(7, 4, 2, 2, max_tokens=4, tp=tp)
+        layers = mm.parallel.gpt_layers(7, 4, 2, 2, max_tokens=4, tp=tp)
         stages = mm.PipelineParallel.partition(
             layers, mesh.dim_size("pp"), mesh=mesh, times=[1.0] * len(layers)
         )

@@ -40,7 +40,7 @@ def test_a_split_gpt_trains_like_the_whole_one(dims, kind, sequence_parallel):
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_all_norms_of_a_gpt_have_one_eps(norm):
     """The last of the root mean squares had another one than those in the blocks."""
-    made = mm.gpt_layers(5, 4, 2, 2, max_tokens=3, norm=norm)
+    made = mm.parallel.gpt_layers(5, 4, 2, 2, max_tokens=3, norm=norm)
     block: Any
     last: Any
     *_, block, last, _ = made

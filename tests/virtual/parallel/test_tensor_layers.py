@@ -66,7 +66,11 @@ def check(
 
     def body(mesh):
         group = mesh.group("tp")
-        cut = None if sequence_length is None else mm.SequenceSplit(group, length=sequence_length)
+        cut = (
+            None
+            if sequence_length is None
+            else mm.parallel.SequenceSplit(group, length=sequence_length)
+        )
         layer = split(group, cut)
         stage = mm.PipelineStage(0).add_layer(layer)
         here = everything if cut is None else cut.here(dy)
@@ -87,7 +91,7 @@ def check(
                 assert got is None
             else:
                 close(got, dx[here])
-            mm.sum_shared_gradients(layer.parameters(), group)
+            mm.parallel.sum_shared_gradients(layer.parameters(), group)
             tensor = TensorModel([stage])
             for name, one in layer.named_parameters():
                 one.data = one.grad
@@ -113,7 +117,7 @@ def test_embedding(size, vocab, length, sequence):
     check(
         size,
         nn.Embedding(vocab, 4),
-        lambda group, cut: mm.VocabParallelEmbedding(vocab, 4, group=group, sequence=cut),
+        lambda group, cut: mm.parallel.VocabParallelEmbedding(vocab, 4, group=group, sequence=cut),
         x,
         sequence_length=length if sequence else None,
     )
@@ -148,7 +152,9 @@ def test_attention(size, kv, per_kv, length, sequence, masked, bias, rotary):
     check(
         size,
         nn.Attention(5, heads, **options),
-        lambda group, cut: mm.ParallelAttention(5, heads, group=group, sequence=cut, **options),
+        lambda group, cut: mm.parallel.ParallelAttention(
+            5, heads, group=group, sequence=cut, **options
+        ),
         rng.normal(size=(3, length, 5)),
         sequence_length=length if sequence else None,
         mask=mask,
@@ -166,7 +172,7 @@ def test_attention(size, kv, per_kv, length, sequence, masked, bias, rotary):
 )
 def test_mlps(size, hidden, length, sequence, swiglu, bias):
     whole = nn.SwiGLU if swiglu else nn.FeedForward
-    split = mm.ParallelSwiGLU if swiglu else mm.ParallelFeedForward
+    split = mm.parallel.ParallelSwiGLU if swiglu else mm.parallel.ParallelFeedForward
     check(
         size,
         whole(3, hidden, bias=bias),
@@ -223,7 +229,7 @@ def test_cross_entropy(size, classes, ignored, inner, rows, dtype, scale):
 
     def body(mesh):
         group = mesh.group("tp")
-        loss = mm.VocabParallelCrossEntropy(classes, group=group, ignore_index=ignore)
+        loss = mm.parallel.VocabParallelCrossEntropy(classes, group=group, ignore_index=ignore)
         start, stop = loss.ranks.runs(classes)[mesh.rank]
         mine = np.ascontiguousarray(y[..., start:stop])
         got, part = loss.value_and_grad(mine, target, denominator=2.5)
@@ -301,54 +307,54 @@ def test_what_is_refused():
     def body(mesh):
         tp, dp = mesh.group("tp"), mesh.group("dp")
         with raises(GroupError, "mesh.group('tp')", "'tp'"):
-            mm.ColumnParallelLinear(2, 2, group="tp")  # type: ignore[arg-type]
+            mm.parallel.ColumnParallelLinear(2, 2, group="tp")  # type: ignore[arg-type]
         first = mesh.add_group("first", [0])
         if mesh.rank:
             with raises(GroupError, "rank 1", "group 'first'", [0]):
-                mm.RowParallelLinear(2, 2, group=first)
+                mm.parallel.RowParallelLinear(2, 2, group=first)
         with raises(ModuleError, tp, dp):
-            mm.ColumnParallelLinear(2, 2, group=tp, sequence=mm.SequenceSplit(dp))
+            mm.parallel.ColumnParallelLinear(2, 2, group=tp, sequence=mm.parallel.SequenceSplit(dp))
         with raises(ModuleError, "num_heads=1", "2 ranks", "1 rank"):
-            mm.ParallelAttention(4, 1, group=tp)
+            mm.parallel.ParallelAttention(4, 1, group=tp)
         block = nn.GptBlock(4, 2)
         block.materialize(seed=0)
         with raises(ModuleStateError, "'weight'", (4, 4), "float32"):
             mm.tensor_parallel(block, tp)
-        sequence = mm.SequenceSplit(tp)
+        sequence = mm.parallel.SequenceSplit(tp)
         with raises(ModuleError, "Concat(axis=-1)", "sequence"):
             mm.tensor_parallel(nn.Sequential(nn.Concat()), tp, sequence=sequence)
         norm = nn.LayerNorm(2)
         norm.materialize(seed=0)
         with raises(ModuleError, norm, "'weight'", "split_sequence", "materialize"):
-            mm.split_sequence(norm, sequence)
+            mm.parallel.split_sequence(norm, sequence)
         with raises(ShapeError, 3, 2, "SequenceSplit(group, length=3)"):
             sequence.sizes(3)
         with raises(ShapeError, "sequences", 4, 3):
-            mm.SequenceSplit(tp, length=4).sizes(3)
-        embedding = mm.VocabParallelEmbedding(4, 2, group=tp)
+            mm.parallel.SequenceSplit(tp, length=4).sizes(3)
+        embedding = mm.parallel.VocabParallelEmbedding(4, 2, group=tp)
         embedding.materialize(seed=0)
         with raises(ModuleError, embedding, "ids", "[0, 4)", 4, (1,)):
             embedding(np.array([0, 4]))
         with raises(DTypeError, embedding, "x", "float64"):
             embedding(np.zeros(2))
-        loss = mm.VocabParallelCrossEntropy(4, group=tp)
+        loss = mm.parallel.VocabParallelCrossEntropy(4, group=tp)
         with raises(ShapeError, loss, "(rows, ..., 2)", (2, 4), (2,)):
             loss(np.zeros((2, 4)), np.array([0, 3]))
         with raises(ModuleError, loss, "[0, 4)", 4, (1,)):
             loss(np.zeros((2, 2)), np.array([0, 4]))
-        layers = [mm.ColumnParallelLinear(2, 2, group=group) for group in (tp, dp)]
+        layers = [mm.parallel.ColumnParallelLinear(2, 2, group=group) for group in (tp, dp)]
         stage = mm.PipelineStage(0).add_layer(nn.Sequential(*layers))
         with raises(ModuleError, ["dp", "tp"]):
             TensorModel([stage])
         with raises(ModuleError, "sequence_parallel", "tp", None):
-            mm.gpt_layers(4, 2, 1, 1, max_tokens=3, sequence_parallel=True)
+            mm.parallel.gpt_layers(4, 2, 1, 1, max_tokens=3, sequence_parallel=True)
 
     on_ranks("dp=1,tp=2", body)
 
 
 def test_a_copy_of_a_layer_is_split_over_the_same_ranks():
     def body(mesh):
-        layer = mm.ParallelFeedForward(3, 4, group=mesh.group("tp"))
+        layer = mm.parallel.ParallelFeedForward(3, 4, group=mesh.group("tp"))
         twin = copy.deepcopy(layer)
         for one in (layer, twin):
             one.materialize(seed=0, dtype=np.float64)
@@ -360,10 +366,10 @@ def test_a_copy_of_a_layer_is_split_over_the_same_ranks():
 
 
 OPTIONS: dict[str, tuple[type[nn.Module], type[nn.Module], tuple[int, ...]]] = {
-    "attention": (nn.Attention, mm.ParallelAttention, (8, 4)),
-    "feedforward": (nn.FeedForward, mm.ParallelFeedForward, (6, 5)),
-    "swiglu": (nn.SwiGLU, mm.ParallelSwiGLU, (6, 5)),
-    "embedding": (nn.Embedding, mm.VocabParallelEmbedding, (7, 3)),
+    "attention": (nn.Attention, mm.parallel.ParallelAttention, (8, 4)),
+    "feedforward": (nn.FeedForward, mm.parallel.ParallelFeedForward, (6, 5)),
+    "swiglu": (nn.SwiGLU, mm.parallel.ParallelSwiGLU, (6, 5)),
+    "embedding": (nn.Embedding, mm.parallel.VocabParallelEmbedding, (7, 3)),
 }
 
 
@@ -375,7 +381,7 @@ def test_a_layer_with_a_group_is_the_parallel_one(name):
 
     def main(mesh: mm.DeviceMesh) -> None:
         tp = mesh.group("tp")
-        sequence = mm.SequenceSplit(tp)
+        sequence = mm.parallel.SequenceSplit(tp)
         layers = [one(*extents, group=tp, sequence=sequence) for one in (make, make_parallel)]
         for layer in layers:
             layer.materialize(seed=SEED, dtype=np.float64)

@@ -50,7 +50,7 @@ def stack(
     features: int,
     heads: int,
     group: mm.ProcessGroup | None = None,
-    sequence: mm.SequenceSplit | None = None,
+    sequence: mm.parallel.SequenceSplit | None = None,
 ) -> nn.Sequential:
     """The layers; with a group their pairs of linear ones are split, and nothing else yet."""
 
@@ -65,8 +65,8 @@ def stack(
             else:
                 options: Any = {"group": group, "sequence": sequence}
                 ends = [
-                    mm.ColumnParallelLinear(features, hidden, **options),
-                    mm.RowParallelLinear(hidden, features, **options),
+                    mm.parallel.ColumnParallelLinear(features, hidden, **options),
+                    mm.parallel.RowParallelLinear(hidden, features, **options),
                 ]
             return [ends[0], *map(inner, between), ends[1]]
         if kind == "gpt":
@@ -136,7 +136,7 @@ def test_any_stack_is_the_unsplit_one(
 
     def body(mesh):
         group = mesh.group("tp")
-        cut = mm.SequenceSplit(group, length=length) if sequence else None
+        cut = mm.parallel.SequenceSplit(group, length=length) if sequence else None
         made = stack(pieces, features, heads, group, cut)
         if gradients and cut is None and kinds.isdisjoint(SPLIT):
             with raises(ModuleError, "group 'tp'", "Attention", "ColumnParallelLinear"):
@@ -151,7 +151,7 @@ def test_any_stack_is_the_unsplit_one(
         assert total == pytest.approx(loss, rel=1e-10)
         np.testing.assert_allclose(found[1], y[here], rtol=1e-10, atol=1e-10)
         np.testing.assert_allclose(found[2], dx[here], rtol=1e-10, atol=1e-10)
-        mm.sum_shared_gradients(model.parameters(), group)
+        mm.parallel.sum_shared_gradients(model.parameters(), group)
         assert [name for name, _ in model.named_parameters()] == list(gradients)
         for name, one in model.named_parameters():
             part: Any = gradients[name].grad[slices(one.box)]
@@ -194,7 +194,7 @@ def test_data_parallel_trains_a_split_model():
         model = mm.DataParallel(
             nn.Sequential(layers("llama", tp=tp)),
             mesh,
-            loss=mm.VocabParallelCrossEntropy(VOCAB, group=tp),
+            loss=mm.parallel.VocabParallelCrossEntropy(VOCAB, group=tp),
             seed=SEED,
             dtype=np.float64,
             num_microbatches=2,
@@ -221,7 +221,7 @@ def test_gradients_added_up_over_steps():
 
     def body(mesh):
         tp = mesh.group("tp")
-        loss = mm.VocabParallelCrossEntropy(VOCAB, group=tp)
+        loss = mm.parallel.VocabParallelCrossEntropy(VOCAB, group=tp)
         x, target = batch(0)
 
         def model() -> mm.PipelineParallel:
@@ -267,7 +267,7 @@ def test_frozen_layers_stay():
         for layer in split:
             stage.add_layer(layer)
         model = mm.PipelineParallel([stage], 2, mesh=mesh, seed=SEED, dtype=np.float64)
-        model.train_step(x, target, loss=mm.VocabParallelCrossEntropy(VOCAB, group=tp))
+        model.train_step(x, target, loss=mm.parallel.VocabParallelCrossEntropy(VOCAB, group=tp))
         untrained = [one.name for one in model.parameters() if one.grad is None]
         assert len(untrained) == sum(not one.requires_grad for one in whole.parameters())
         assert model.clip_grad_norm(1.0) == pytest.approx(norm, rel=1e-11)
@@ -314,8 +314,8 @@ def test_key_heads_that_several_ranks_hold_are_compared(rank, holders):
 
 def test_what_is_shared_by_ranks_and_by_stages_is_refused():
     def body(mesh):
-        sequence = mm.SequenceSplit(mesh.group("tp"))
-        norms = [mm.split_sequence(nn.LayerNorm(4), sequence) for _ in range(2)]
+        sequence = mm.parallel.SequenceSplit(mesh.group("tp"))
+        norms = [mm.parallel.split_sequence(nn.LayerNorm(4), sequence) for _ in range(2)]
         norms[1].weight = norms[0].weight
         stages = [mm.PipelineStage(number).add_layer(norm) for number, norm in enumerate(norms)]
         with raises(ModuleError, ["weight"], "group 'tp'"):
@@ -329,7 +329,7 @@ def test_more_ranks_than_there_is_to_share():
 
     def model(**options: Any) -> list[nn.Module]:
         given = {"max_tokens": 4, "hidden": 2, **options}
-        return mm.gpt_layers(3, 8, 1, 4, **given)
+        return mm.parallel.gpt_layers(3, 8, 1, 4, **given)
 
     ids = np.random.default_rng(0).integers(0, 3, (4, 5))
     whole = nn.Sequential(model())
@@ -339,7 +339,7 @@ def test_more_ranks_than_there_is_to_share():
     def body(mesh):
         tp = mesh.group("tp")
         made = nn.Sequential(model(tp=tp))
-        loss = mm.VocabParallelCrossEntropy(3, group=tp)
+        loss = mm.parallel.VocabParallelCrossEntropy(3, group=tp)
         split = mm.DataParallel(made, mesh, loss=loss, seed=SEED, dtype=np.float64)
         return split.train_step(ids[:, :-1], ids[:, 1:])
 
@@ -491,7 +491,9 @@ def test_weights_are_computed_while_gradients_are_summed_in_a_sequential():
 
     def pair(tp: mm.ProcessGroup) -> nn.Sequential:
         return nn.Sequential(
-            mm.ColumnParallelLinear(8, 6, group=tp), nn.GELU(), mm.RowParallelLinear(6, 8, group=tp)
+            mm.parallel.ColumnParallelLinear(8, 6, group=tp),
+            nn.GELU(),
+            mm.parallel.RowParallelLinear(6, 8, group=tp),
         )
 
     assert sums_under_way(pair) == ["0.0.bias", "0.0.weight"]

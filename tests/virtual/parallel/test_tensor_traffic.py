@@ -20,19 +20,21 @@ def all_reduced(size: int, nbytes: int) -> int:
     return 2 * (size - 1) * nbytes // size
 
 
-def made(group: mm.ProcessGroup, kind: str, sequence: mm.SequenceSplit | None) -> nn.Module:
+def made(
+    group: mm.ProcessGroup, kind: str, sequence: mm.parallel.SequenceSplit | None
+) -> nn.Module:
     options: dict[str, Any] = {"group": group, "sequence": sequence}
     if kind == "pair":
         return nn.Sequential(
-            mm.ColumnParallelLinear(FEATURES, 24, **options),
+            mm.parallel.ColumnParallelLinear(FEATURES, 24, **options),
             nn.GELU(),
-            mm.RowParallelLinear(24, FEATURES, **options),
+            mm.parallel.RowParallelLinear(24, FEATURES, **options),
         )
     if kind == "attention":
-        return mm.ParallelAttention(FEATURES, 4, num_kv_heads=2, **options)
+        return mm.parallel.ParallelAttention(FEATURES, 4, num_kv_heads=2, **options)
     if kind == "swiglu":
-        return mm.ParallelSwiGLU(FEATURES, 24, **options)
-    return mm.ParallelFeedForward(FEATURES, 24, **options)
+        return mm.parallel.ParallelSwiGLU(FEATURES, 24, **options)
+    return mm.parallel.ParallelFeedForward(FEATURES, 24, **options)
 
 
 @pytest.mark.parametrize("kind", ["pair", "attention", "mlp", "swiglu"])
@@ -64,7 +66,7 @@ def test_a_split_sequence_moves_as_much_and_once_more_to_keep_less(size, kind):
 
     def body(mesh):
         group = mesh.group("tp")
-        layer = made(group, kind, mm.SequenceSplit(group))
+        layer = made(group, kind, mm.parallel.SequenceSplit(group))
         layer.materialize(seed=0, dtype=np.float64)
         x = np.ones((ROWS, TOKENS // size, FEATURES))
         ctx = nn.Context()
@@ -82,7 +84,7 @@ def test_a_split_sequence_moves_as_much_and_once_more_to_keep_less(size, kind):
 def test_logits_are_never_gathered():
     def body(mesh):
         group = mesh.group("tp")
-        loss = mm.VocabParallelCrossEntropy(1000, group=group)
+        loss = mm.parallel.VocabParallelCrossEntropy(1000, group=group)
         target = np.zeros((ROWS, TOKENS), int)
         rows = target.size * 8
         with mesh.budget(bytes=all_reduced(2, 3 * rows), messages=4) as budget:
@@ -103,7 +105,7 @@ def test_a_step_of_a_gpt(sequence_parallel):
         for layer in made:
             stage.add_layer(layer)
         model = mm.PipelineParallel([stage], 1, mesh=mesh, seed=SEED, dtype=np.float64)
-        loss = mm.VocabParallelCrossEntropy(VOCAB, group=group)
+        loss = mm.parallel.VocabParallelCrossEntropy(VOCAB, group=group)
         before = mesh.traffic().snapshot()
         model.train_step(*batch(0), loss=loss)
         calls = (mesh.traffic() - before).calls
@@ -126,7 +128,7 @@ def test_a_mask_is_gathered_once_a_pass():
 
     def body(mesh):
         group = mesh.group("tp")
-        cut = mm.SequenceSplit(group)
+        cut = mm.parallel.SequenceSplit(group)
         blocks = nn.Sequential([nn.BertBlock(FEATURES, 2) for _ in range(3)])
         model = mm.tensor_parallel(blocks, group, sequence=cut)
         model.materialize(seed=0, dtype=np.float64)
@@ -155,7 +157,7 @@ def test_a_norm_takes_one_all_reduce(dims):
         for number, layer in enumerate(made):
             stages[number * pp // len(made)].add_layer(layer)
         model = mm.PipelineParallel(stages, 2, mesh=mesh, seed=SEED, dtype=np.float64)
-        loss = mm.VocabParallelCrossEntropy(VOCAB, group=mesh.group("tp"))
+        loss = mm.parallel.VocabParallelCrossEntropy(VOCAB, group=mesh.group("tp"))
         model.train_step(*batch(0), loss=loss)
         before = mesh.traffic().snapshot()
         norms[mesh.rank] = model.clip_grad_norm(1e9)

@@ -51,7 +51,7 @@ def test_it_is_trained_as_in_one_process(kind, dims):
             stages, 2, mesh=mesh, seed=SEED, dtype=np.float64, bucket_bytes=2000
         )
         optimizer = zero_optimizer(optim.Adam(model.parameters(), lr=0.02), model)
-        loss = mm.VocabParallelCrossEntropy(VOCAB, group=tp)
+        loss = mm.parallel.VocabParallelCrossEntropy(VOCAB, group=tp)
         losses, norms = [], []
         for step in range(STEPS):
             losses.append(model.train_step(*batch(step), loss=loss))

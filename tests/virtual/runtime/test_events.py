@@ -31,7 +31,7 @@ def on_hosts(monkeypatch, hosts, body):
 
     monkeypatch.setattr(
         "mpimesh.runtime.mesh_core.Launch.detect",
-        lambda: mm.Launch(node=getattr(place, "host", "first")),
+        lambda: mm.runtime.Launch(node=getattr(place, "host", "first")),
     )
     return mm.run_virtual(len(hosts), main)
 

@@ -55,7 +55,7 @@ def test_sections_can_be_looked_at():
             assert section.by_peer() == (mesh.traffic().by_peer("all_gather"))
             group.all_gather(np.ones(2)).resolve()
             assert section.received_bytes == 64
-            assert mesh.traffic() - mesh.traffic() == mm.Traffic()
+            assert mesh.traffic() - mesh.traffic() == mm.runtime.Traffic()
 
     mm.run_virtual(3, main)
 
@@ -88,7 +88,7 @@ def test_it_is_a_plain_dict_for_json():
 
 
 def test_it_is_a_table_to_read():
-    traffic = mm.Traffic()
+    traffic = mm.runtime.Traffic()
     assert str(traffic).splitlines() == [
         "operation  calls  put in  received  messages",
         "all            0     0 B       0 B         0",
@@ -111,7 +111,7 @@ def test_it_is_a_table_to_read():
 
 
 def test_of_many_peers_the_table_shows_those_that_sent_most():
-    traffic = mm.Traffic()
+    traffic = mm.runtime.Traffic()
     for peer in range(1000):
         traffic.receive("recv", peer, 100 + (peer >= 990) * peer)
     lines = str(traffic).splitlines()

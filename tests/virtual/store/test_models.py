@@ -91,7 +91,7 @@ class Trainer:
         count = case.ways.get("pp", 1) * CHUNKS.get(case.schedule, 1)
         self.loss = nn.cross_entropy
         if tp is not None:
-            self.loss = mm.VocabParallelCrossEntropy(tensor_models.VOCAB, group=tp)
+            self.loss = mm.parallel.VocabParallelCrossEntropy(tensor_models.VOCAB, group=tp)
         self.model = mm.PipelineParallel(
             cut(count, made),
             4,
