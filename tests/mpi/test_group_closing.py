@@ -78,7 +78,7 @@ def test_more_groups_than_there_are_communicators(comm):
 
 
 @pytest.mark.deep
-@pytest.mark.nprocs(2, 4)
+@pytest.mark.nprocs(2)
 @pytest.mark.limit(180)
 def test_b16_ten_thousand_groups(comm):
     churn(comm, MOST)
