@@ -31,7 +31,7 @@ from mpimesh.comm.regions import check_regions
 from mpimesh.comm.requests import RecvRequest, Request
 from mpimesh.comm.signatures import Signatures
 from mpimesh.errors import TransportError
-from mpimesh.layout.regions import Regions
+from mpimesh.layout.boxes import Regions
 
 if TYPE_CHECKING:
     from mpimesh.comm.lending import Lending

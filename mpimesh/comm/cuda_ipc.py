@@ -56,7 +56,7 @@ from mpimesh.comm.device_strategy import (
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.requests import block_slices
 from mpimesh.errors import TransportError
-from mpimesh.layout.cuts import even_sizes
+from mpimesh.layout.boxes import even_sizes
 
 __all__ = [
     "DESCRIPTOR",

@@ -32,7 +32,7 @@ from mpimesh.arrays.types import Array
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS
 from mpimesh.comm.requests import MAX_USER_TAG, Messages, Request, all_done, block_slices
-from mpimesh.layout.cuts import even_sizes
+from mpimesh.layout.boxes import even_sizes
 from mpimesh.settings import tree_arity
 
 __all__ = [

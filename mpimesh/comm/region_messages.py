@@ -32,6 +32,7 @@ from mpimesh.comm.requests import MAX_USER_TAG, Condition, Messages, Request, al
 from mpimesh.errors import MismatchError
 from mpimesh.layout.boxes import (
     Box,
+    Regions,
     extent,
     flat_fragments,
     global_box,
@@ -41,7 +42,6 @@ from mpimesh.layout.boxes import (
     volume,
     whole,
 )
-from mpimesh.layout.regions import Regions
 
 __all__ = ["REGIONS_TAG", "MessageExchange", "exchange_by_messages"]
 

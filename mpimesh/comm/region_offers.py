@@ -18,8 +18,7 @@ import numpy as np
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.regions import Call, copying, raw_dtype
 from mpimesh.comm.shared_window import NOT_READ, Cells, SharedWindow
-from mpimesh.layout.boxes import Box, view, volume, whole
-from mpimesh.layout.regions import Regions
+from mpimesh.layout.boxes import Box, Regions, view, volume, whole
 
 __all__ = ["NO_OFFER", "Block", "Copies", "CopyRule", "Offer", "copied_boxes"]
 

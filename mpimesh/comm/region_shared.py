@@ -76,8 +76,7 @@ from mpimesh.comm.requests import Request, all_done
 from mpimesh.comm.shared_window import NOT_READ, Note, SharedWindow
 from mpimesh.comm.shared_work import do_at_once
 from mpimesh.errors import MismatchError, MpimeshError
-from mpimesh.layout.boxes import volume
-from mpimesh.layout.regions import Regions
+from mpimesh.layout.boxes import Regions, volume
 
 __all__ = ["SharedRegions"]
 

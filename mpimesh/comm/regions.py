@@ -1,6 +1,6 @@
 """Exchanges of regions on the arrays of one rank: their checks, and the local work in them.
 
-The exchange itself is a value, `mpimesh.layout.regions`; `region_messages.py` carries it out by
+The exchange itself is a value, `mpimesh.layout.Regions`; `region_messages.py` carries it out by
 messages, and `region_shared.py` in memory that the ranks of a node share. Both make what is local
 of small pieces of work: copies, and reductions of parts in their order. Halves are added up in
 float32 and rounded once, at the end.
@@ -18,8 +18,7 @@ from mpimesh.arrays import ReduceOp, refuse_objects, wire_dtype
 from mpimesh.arrays.reduction import is_half
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.errors import DTypeError, MismatchError, RankError, ShapeError
-from mpimesh.layout.boxes import Box, extent, fits, global_box, slices, tiles, view, volume
-from mpimesh.layout.regions import Regions
+from mpimesh.layout.boxes import Box, Regions, extent, fits, global_box, slices, tiles, view, volume
 
 __all__ = [
     "FUNCTIONS",

@@ -26,7 +26,7 @@ from mpimesh.comm.shared_collectives import SharedCollectives
 from mpimesh.comm.shared_window import SharedWindow
 from mpimesh.comm.tuner import KeptSizes, measure
 from mpimesh.comm.waiting import poll
-from mpimesh.layout.regions import Regions
+from mpimesh.layout.boxes import Regions
 from mpimesh.settings import Settings
 
 __all__ = ["RoutedCommunicator", "open_node", "routed"]

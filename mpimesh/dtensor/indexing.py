@@ -18,7 +18,7 @@ from mpimesh.dtensor.shape_reshape import reshape, row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import NoRuleError, ShapeError
 from mpimesh.layout import Layout
-from mpimesh.layout.rules.keys import checked_indices, read_key
+from mpimesh.layout.keys import checked_indices, read_key
 
 __all__ = ["diagonal", "get_item", "take"]
 

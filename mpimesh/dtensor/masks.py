@@ -17,7 +17,7 @@ from mpimesh.dtensor.shape_reshape import ravel, row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import IndexOutOfRangeError, LayoutError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
-from mpimesh.layout.rules.axes import row_dim, rows_placement
+from mpimesh.layout.axis_rules import row_dim, rows_placement
 
 __all__ = ["masked", "of_rows"]
 

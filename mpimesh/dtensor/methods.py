@@ -11,7 +11,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from mpimesh.dtensor.alike import raise_together
 from mpimesh.errors import DTypeError, UnknownNameError
 from mpimesh.layout import Partial, Replicate
-from mpimesh.layout.rules import broadcast_shape
+from mpimesh.layout.op_rules import broadcast_shape
 
 __all__ = ["Methods", "settled"]
 

@@ -15,7 +15,7 @@ from mpimesh.dtensor.run import Work, resolved, store
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Partial, PlacementSpec, Replicate, Shard
-from mpimesh.layout.rules import reduced_shape
+from mpimesh.layout.op_rules import reduced_shape
 
 _NOWHERE = np.iinfo(np.intp).max
 

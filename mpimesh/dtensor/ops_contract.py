@@ -15,9 +15,9 @@ from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError, on_all_ranks
-from mpimesh.layout.rules import (
+from mpimesh.layout.op_rules import (
     Contraction,
-    Linear,
+    Linearity,
     contraction,
     einsum_pattern,
     matmul_pattern,
@@ -339,7 +339,7 @@ def _reduction(operands: Sequence[Any], kind: DType) -> tuple[str, bool]:
     """
     if kind.kind == "b":
         return "max", False
-    linear: tuple[Linear, ...] = (Linear((0,)),)
+    linear: tuple[Linearity, ...] = (Linearity((0,)),)
     for one in operands:
         linear = kept_summands(one, kind, linear)
     return "sum", bool(linear)

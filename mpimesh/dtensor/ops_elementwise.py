@@ -15,7 +15,7 @@ from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of,
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Partial, PlacementSpec, Replicate, Shard
-from mpimesh.layout.rules import Linear, broadcast_shape, elementwise_pattern
+from mpimesh.layout.op_rules import Linearity, broadcast_shape, elementwise_pattern
 
 __all__ = ["astype", "blockwise"]
 
@@ -26,7 +26,7 @@ _SUMS = ("sum", "mean")
 def blockwise(
     function: Callable[..., Any],
     operands: Sequence[Any],
-    linear: tuple[Linear, ...] = (),
+    linear: tuple[Linearity, ...] = (),
     *,
     shape: tuple[int, ...] | None = None,
     outs: Sequence[DTensor | None] = (),
@@ -62,7 +62,7 @@ def where(condition: Any, *choices: Any) -> Any:
         return sure_rule_of(np.nonzero)(condition)
     if len(choices) != 2:
         raise on_all_ranks(ShapeError("np.where takes two arrays to choose from, or none; got 1"))
-    return blockwise(np.where, [condition, *choices], (Linear((1, 2), _SUMS),))
+    return blockwise(np.where, [condition, *choices], (Linearity((1, 2), _SUMS),))
 
 
 @implements(np.clip)
@@ -147,13 +147,13 @@ def _same(a: Any, b: Any, *, equal_nan: bool) -> bool:
 @implements(np.real)
 def real(val: DTensor) -> DTensor:
     """Return the real parts."""
-    return blockwise(np.real, [val], (Linear((0,), _SUMS),))
+    return blockwise(np.real, [val], (Linearity((0,), _SUMS),))
 
 
 @implements(np.imag)
 def imag(val: DTensor) -> DTensor:
     """Return the imaginary parts."""
-    return blockwise(np.imag, [val], (Linear((0,), _SUMS),))
+    return blockwise(np.imag, [val], (Linearity((0,), _SUMS),))
 
 
 @implements(np.angle)
@@ -216,7 +216,7 @@ def astype(x: DTensor, dtype: Any, /, *, copy: bool = True, device: Any = None) 
         return x.copy() if copy else x
     if x.dtype.kind in "SU":
         return x.astype(kind, copy=False)
-    return blockwise(lambda block: block.astype(kind), [x], (Linear((0,), _ANY),))
+    return blockwise(lambda block: block.astype(kind), [x], (Linearity((0,), _ANY),))
 
 
 @implements(np.copyto)
@@ -237,7 +237,7 @@ def copyto(dst: DTensor, src: Any, casting: Any = "same_kind", where: Any = True
     empty = np.empty(0, src.dtype) if isinstance(src, DTensor | np.ndarray) else src
     np.copyto(np.empty(0, dst.dtype), empty, casting=casting)  # refuses what it may not cast
     operands = [src, *masks, *([dst] if masks else [])]
-    linear = () if masks else (Linear((0,), _ANY),)
+    linear = () if masks else (Linearity((0,), _ANY),)
     pattern = elementwise_pattern([shape_of(one) for one in operands], dst.shape, linear)
 
     def work(here: Work) -> None:

@@ -26,7 +26,7 @@ from mpimesh.dtensor.shape_repeat import roll
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, ShapeError, on_all_ranks
 from mpimesh.layout import Placement, Shard
-from mpimesh.layout.rules.axes import lines_placement, unsplit
+from mpimesh.layout.axis_rules import lines_placement, unsplit
 
 __all__: list[str] = []
 

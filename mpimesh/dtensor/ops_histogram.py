@@ -13,7 +13,7 @@ from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, resolved, run, shape_of
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
-from mpimesh.layout.rules import KEEP, Linear, Pattern
+from mpimesh.layout.op_rules import KEEP, Linearity, Pattern
 
 
 @implements(np.histogram)
@@ -199,7 +199,7 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0) -> DTensor:
         if reduce(np.minimum, x).item() < 0:
             raise on_all_ranks(ShapeError("bincount takes no negative numbers"))
         length = max(minlength, reduce(np.maximum, x).item() + 1)
-    linear = (Linear((1,)),) if others and kind == others[0].dtype else ()
+    linear = (Linearity((1,)),) if others and kind == others[0].dtype else ()
     pattern = Pattern(((0,),) * (1 + len(others)), (KEEP,), "sum", linear)
 
     def work(here: Work) -> Any:

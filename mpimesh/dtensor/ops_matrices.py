@@ -1,4 +1,4 @@
-"""Linear algebra of stacks of matrices: each matrix is whole on a rank, the stack is split."""
+"""Linearity algebra of stacks of matrices: each matrix is whole on a rank, the stack is split."""
 
 from __future__ import annotations
 

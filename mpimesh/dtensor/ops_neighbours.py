@@ -26,7 +26,7 @@ from mpimesh.dtensor.stacks import on_stacks
 from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
-from mpimesh.layout.rules.axes import unsplit
+from mpimesh.layout.axis_rules import unsplit
 
 __all__: list[str] = []
 

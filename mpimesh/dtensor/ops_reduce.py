@@ -15,7 +15,7 @@ from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.run import Work, kept_summands, run, shape_of, store
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError, on_all_ranks
-from mpimesh.layout.rules import broadcast_shape, reduced_shape, reduction_pattern
+from mpimesh.layout.op_rules import broadcast_shape, reduced_shape, reduction_pattern
 
 __all__ = ["axes_of", "given", "mean", "reduce", "reduce_blocks", "strict_axes_of"]
 

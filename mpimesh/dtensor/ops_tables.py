@@ -15,7 +15,7 @@ from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, resolved, run, shape_of, store
 from mpimesh.dtensor.tensor import DTensor, are_whole, common_mesh
 from mpimesh.errors import ShapeError, on_all_ranks
-from mpimesh.layout.rules import KEEP, Pattern, broadcast_shape, elementwise_pattern
+from mpimesh.layout.op_rules import KEEP, Pattern, broadcast_shape, elementwise_pattern
 
 __all__: list[str] = []
 

@@ -14,8 +14,8 @@ from mpimesh.dtensor.registry import implements, sure_rule_of
 from mpimesh.dtensor.run import Work, checked_out, kept_summands, run, shape_of, store
 from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import DTypeError, NoRuleError, on_all_ranks
-from mpimesh.layout.rules import (
-    Linear,
+from mpimesh.layout.op_rules import (
+    Linearity,
     Pattern,
     broadcast_shape,
     elementwise_pattern,
@@ -24,17 +24,17 @@ from mpimesh.layout.rules import (
 __all__ = ["call", "plain", "tried", "ufunc_rule"]
 
 _SUMS = ("sum", "mean")
-_FIRST = (Linear((0,), _SUMS),)
-_LINEAR: dict[np.ufunc, tuple[Linear, ...]] = {
-    np.positive: (Linear((0,), ("sum", "mean", "prod", "min", "max")),),
+_FIRST = (Linearity((0,), _SUMS),)
+_LINEAR: dict[np.ufunc, tuple[Linearity, ...]] = {
+    np.positive: (Linearity((0,), ("sum", "mean", "prod", "min", "max")),),
     np.negative: _FIRST,
     np.conjugate: _FIRST,
-    np.add: (Linear((0, 1), _SUMS),),
-    np.subtract: (Linear((0, 1), _SUMS),),
-    np.multiply: (Linear((0,), _SUMS), Linear((1,), _SUMS), Linear((0, 1), ("prod",))),
+    np.add: (Linearity((0, 1), _SUMS),),
+    np.subtract: (Linearity((0, 1), _SUMS),),
+    np.multiply: (Linearity((0,), _SUMS), Linearity((1,), _SUMS), Linearity((0, 1), ("prod",))),
     np.divide: _FIRST,
-    np.minimum: (Linear((0, 1), ("min",)),),
-    np.maximum: (Linear((0, 1), ("max",)),),
+    np.minimum: (Linearity((0, 1), ("min",)),),
+    np.maximum: (Linearity((0, 1), ("max",)),),
 }
 """Which operands may be summands that nobody has summed yet, and the result then is such, too."""
 
@@ -112,7 +112,7 @@ def _done(
     outs: list[Any],
     shape: tuple[int, ...],
     kinds: list[DType],
-    linear: tuple[Linear, ...],
+    linear: tuple[Linearity, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     given = [one for one in outs if one is not None]
@@ -206,7 +206,7 @@ def tried(function: Callable[..., Any], operands: Sequence[Any], **kwargs: Any) 
     return kinds
 
 
-def _linear(ufunc: np.ufunc, operands: Sequence[Any], kinds: list[DType]) -> tuple[Linear, ...]:
+def _linear(ufunc: np.ufunc, operands: Sequence[Any], kinds: list[DType]) -> tuple[Linearity, ...]:
     linear = _LINEAR.get(ufunc, ())
     if ufunc is np.divide and not _is_number(operands[1], nonzero=True):
         return ()

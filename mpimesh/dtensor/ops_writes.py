@@ -26,7 +26,7 @@ from mpimesh.errors import (
     ShapeError,
     on_all_ranks,
 )
-from mpimesh.layout.rules.axes import unsplit
+from mpimesh.layout.axis_rules import unsplit
 
 __all__: list[str] = []
 

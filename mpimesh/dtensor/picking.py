@@ -11,11 +11,11 @@ from mpimesh.arrays import HostArray
 from mpimesh.dtensor.pieces import exchange_pieces, place_in
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.layout import Layout, Placement, Tiling
-from mpimesh.layout.places import places_of
-from mpimesh.layout.rules.picks import counts_between, met, picked_placement
+from mpimesh.layout.axis_rules import counts_between, met, picked_placement
+from mpimesh.layout.tiling import places_of
 
 if TYPE_CHECKING:
-    from mpimesh.layout.rules.picks import Picks
+    from mpimesh.layout.axis_rules import Picks
     from mpimesh.layout.tiling import Integers
 
 __all__ = ["pick", "pick_along"]
@@ -42,7 +42,7 @@ def pick(
         x: An array; if it is `Partial`, so is the result.
         picks: For each axis the indices, none of them negative.
         placement: Where the result is to lie; None for the rule of
-            :func:`~mpimesh.layout.rules.picks.picked_placement`. The dims that split no axis must
+            :func:`~mpimesh.layout.axis_rules.picked_placement`. The dims that split no axis must
             be as they are.
         name: What is called, for messages.
 

@@ -9,7 +9,7 @@ import numpy as np
 from mpimesh.dtensor.pieces import exchange_pieces, place_in
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard, Tiling
-from mpimesh.layout.places import places_of
+from mpimesh.layout.tiling import places_of
 
 if TYPE_CHECKING:
     from mpimesh.arrays import HostArray

@@ -11,7 +11,7 @@ import numpy as np
 from mpimesh.dtensor.pieces import exchange_counts, exchange_pieces, place_in
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.layout import Layout, Tiling
-from mpimesh.layout.places import places_of
+from mpimesh.layout.tiling import places_of
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers

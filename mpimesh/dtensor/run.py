@@ -15,7 +15,7 @@ from mpimesh.dtensor.redistribute import moves_between_ranks
 from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Box, Layout, Operand, Partial, Placement, Replicate
-from mpimesh.layout.rules import Linear, Pattern, reduction_pattern, rule_for
+from mpimesh.layout.op_rules import Linearity, Pattern, reduction_pattern, rule_for
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 
@@ -255,7 +255,7 @@ def checked_out(out: Any, shape: tuple[int, ...]) -> DTensor:
     return out
 
 
-def kept_summands(x: Any, kind: DType, linear: tuple[Linear, ...]) -> tuple[Linear, ...]:
+def kept_summands(x: Any, kind: DType, linear: tuple[Linearity, ...]) -> tuple[Linearity, ...]:
     """Return `linear` if summands of `x` may be worked on in `kind`, else nothing.
 
     Integers may have wrapped around, which shows only when they are summed; so they are summed in

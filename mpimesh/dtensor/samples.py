@@ -11,8 +11,8 @@ from mpimesh.dtensor.arguments import moved_to
 from mpimesh.dtensor.pieces import exchange_counts, exchange_pieces, place_in
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
-from mpimesh.layout.places import places_of
-from mpimesh.layout.rules.axes import row_dim, rows_placement
+from mpimesh.layout.axis_rules import row_dim, rows_placement
+from mpimesh.layout.tiling import places_of
 
 if TYPE_CHECKING:
     from mpimesh.layout.tiling import Integers

@@ -18,7 +18,7 @@ from mpimesh.dtensor.shape_reshape import row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError
 from mpimesh.layout import Layout, Placement, Shard
-from mpimesh.layout.rules.axes import unsplit
+from mpimesh.layout.axis_rules import unsplit
 
 __all__ = ["cumprod", "cumsum", "diff"]
 

@@ -20,11 +20,11 @@ from mpimesh.dtensor.shape_reshape import reshape
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, IndexOutOfRangeError, LayoutError, ShapeError, on_all_ranks
 from mpimesh.layout import Partial, Placement, PlacementSpec, Replicate, Shard
-from mpimesh.layout.rules.keys import Key, read_key
-from mpimesh.layout.rules.picks import counts_between, met
+from mpimesh.layout.axis_rules import counts_between, met
+from mpimesh.layout.keys import Key, read_key
 
 if TYPE_CHECKING:
-    from mpimesh.layout.rules.picks import Picks
+    from mpimesh.layout.axis_rules import Picks
 
 __all__ = ["elements_for", "set_item"]
 

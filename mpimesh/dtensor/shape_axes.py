@@ -12,7 +12,7 @@ from mpimesh.dtensor.registry import implements
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, ShapeError
 from mpimesh.layout import Layout
-from mpimesh.layout.rules.axes import renumbered, unsplit
+from mpimesh.layout.axis_rules import renumbered, unsplit
 
 __all__ = ["expand_dims", "permuted", "squeeze"]
 

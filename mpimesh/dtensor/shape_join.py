@@ -18,8 +18,8 @@ from mpimesh.dtensor.shape_reshape import ravel
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, ShapeError
 from mpimesh.layout import cheapest
-from mpimesh.layout.cuts import even_sizes
-from mpimesh.layout.rules.axes import join_rules, unsplit
+from mpimesh.layout.axis_rules import join_rules, unsplit
+from mpimesh.layout.boxes import even_sizes
 
 __all__ = ["concatenate", "stack"]
 
@@ -43,7 +43,7 @@ def concatenate(
     """Join arrays along an axis. Collective, if anything has to move.
 
     The layout is that of the operand for which the fewest bytes move. If it splits `axis`, the
-    result is split evenly along it. See :func:`~mpimesh.layout.rules.axes.join_rules`.
+    result is split evenly along it. See :func:`~mpimesh.layout.axis_rules.join_rules`.
     """
     refuse_given("concatenate", out=out)
     tensors = _tensors(arrays)

@@ -14,8 +14,7 @@ from mpimesh.dtensor.shape_axes import permuted
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import NoRuleError, ShapeError
 from mpimesh.layout import Layout
-from mpimesh.layout.rules.axes import renumbered, unsplit
-from mpimesh.layout.rules.reshape import full_shape, reshaped_placement
+from mpimesh.layout.axis_rules import full_shape, renumbered, reshaped_placement, unsplit
 
 __all__ = ["broadcast_to", "ravel", "reshape", "row_along", "shape_tuple"]
 
@@ -36,7 +35,7 @@ def shape_tuple(shape: Any) -> tuple[int, ...]:
 def reshape(a: DTensor, /, shape: Any, order: str = "C", *, copy: bool | None = None) -> DTensor:
     """Return the elements in another shape. Collective, if any have to move.
 
-    The splits of :func:`~mpimesh.layout.rules.reshape.reshaped_placement` stay, and so do sums
+    The splits of :func:`~mpimesh.layout.axis_rules.reshaped_placement` stay, and so do sums
     that are waited for. Where nothing moves, the block is a view of that of `a` if NumPy can make
     one.
     """

@@ -18,7 +18,7 @@ from mpimesh.dtensor.shape_reshape import ravel, row_along
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, IndexOutOfRangeError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Shard
-from mpimesh.layout.rules.axes import lines_placement, unsplit
+from mpimesh.layout.axis_rules import lines_placement, unsplit
 
 __all__ = ["argsort", "sort"]
 

@@ -11,8 +11,8 @@ from mpimesh.dtensor.alike import raise_together
 from mpimesh.dtensor.methods import settled
 from mpimesh.dtensor.run import Work, run, shape_of
 from mpimesh.dtensor.tensor import DTensor, are_whole, common_mesh
-from mpimesh.layout.rules import KEEP, Pattern, broadcast_axes, broadcast_shape
-from mpimesh.layout.rules.axes import lines_placement
+from mpimesh.layout.axis_rules import lines_placement
+from mpimesh.layout.op_rules import KEEP, Pattern, broadcast_axes, broadcast_shape
 
 __all__ = ["are_in_reach", "on_stacks"]
 

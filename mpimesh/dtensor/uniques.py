@@ -14,7 +14,7 @@ from mpimesh.dtensor.shape_reshape import ravel, reshape
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import LayoutError
 from mpimesh.layout import Layout
-from mpimesh.layout.rules.axes import rows_placement
+from mpimesh.layout.axis_rules import rows_placement
 
 __all__ = ["unique"]
 

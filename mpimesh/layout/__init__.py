@@ -4,37 +4,42 @@ from __future__ import annotations
 
 from mpimesh.layout.axis_layout import AxisLayout
 from mpimesh.layout.axis_specs import MATCH, UNSHARDED
-from mpimesh.layout.boxes import Box
-from mpimesh.layout.collectives import Collective
+from mpimesh.layout.boxes import Box, Give, Part, Regions, Take
 from mpimesh.layout.dtensor_type import DTensorType
-from mpimesh.layout.halo import HaloPlan, plan_halo
 from mpimesh.layout.layout import BoxLayout, Layout, layout_of_runs
-from mpimesh.layout.links import ASSUMED_LINKS, Link, Links
+from mpimesh.layout.op_rules import Operand, OpRule, cheapest
 from mpimesh.layout.phase import Phase
-from mpimesh.layout.placement import Placement, PlacementLike
-from mpimesh.layout.plan import RedistributionPlan, Stage, plan_redistribution
-from mpimesh.layout.regions import Give, Part, Regions, Take
-from mpimesh.layout.rule import Operand, OpRule, cheapest
-from mpimesh.layout.spec import PARTIAL_OPS, Partial, PlacementSpec, Replicate, Shard
+from mpimesh.layout.placement import (
+    PARTIAL_OPS,
+    Partial,
+    Placement,
+    PlacementLike,
+    PlacementSpec,
+    Replicate,
+    Shard,
+)
+from mpimesh.layout.reads import HaloPlan, plan_halo
+from mpimesh.layout.redistribution import RedistributionPlan, Stage, plan_redistribution
+from mpimesh.layout.strategies import DEFAULT_LINK_COSTS, LinkCost, LinkCosts, MeshCollective
 from mpimesh.layout.tiling import Tiling
 from mpimesh.layout.two_levels import Exchange
 
 __all__ = [
-    "ASSUMED_LINKS",
+    "DEFAULT_LINK_COSTS",
     "MATCH",
     "PARTIAL_OPS",
     "UNSHARDED",
     "AxisLayout",
     "Box",
     "BoxLayout",
-    "Collective",
     "DTensorType",
     "Exchange",
     "Give",
     "HaloPlan",
     "Layout",
-    "Link",
-    "Links",
+    "LinkCost",
+    "LinkCosts",
+    "MeshCollective",
     "OpRule",
     "Operand",
     "Part",

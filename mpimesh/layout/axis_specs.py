@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from mpimesh.arguments import as_items, shown
 from mpimesh.errors import LayoutError
-from mpimesh.layout.placement import Placement
-from mpimesh.layout.spec import Replicate, Shard
+from mpimesh.layout.placement import Placement, Replicate, Shard
 from mpimesh.mesh import Mesh
 
 __all__ = ["MATCH", "UNSHARDED", "as_specs", "placement_of_specs", "specs_of_placement"]

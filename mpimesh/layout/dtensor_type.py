@@ -11,8 +11,7 @@ import numpy as np
 from mpimesh.arguments import as_shape
 from mpimesh.errors import DTypeError, LayoutError
 from mpimesh.layout.layout import Layout
-from mpimesh.layout.placement import Placement, PlacementLike
-from mpimesh.layout.spec import Shard
+from mpimesh.layout.placement import Placement, PlacementLike, Shard
 from mpimesh.mesh import Mesh, MeshLike
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from mpimesh.arguments import as_int, as_shape, shown
 from mpimesh.errors import LayoutError, RankError
 from mpimesh.layout.axis_specs import as_specs, placement_of_specs, specs_of_placement
 from mpimesh.layout.boxes import Box, extent, fits, volume, whole
-from mpimesh.layout.placement import Placement, PlacementLike
-from mpimesh.layout.spec import Partial, Replicate, Shard
+from mpimesh.layout.placement import Partial, Placement, PlacementLike, Replicate, Shard
 from mpimesh.layout.tiling import Tiling
 from mpimesh.mesh import Mesh, MeshLike
 

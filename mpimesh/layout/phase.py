@@ -13,16 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from mpimesh.layout.boxes import Box
-from mpimesh.layout.places import places_of
-from mpimesh.layout.tiling import Tiling
-
-if TYPE_CHECKING:
-    from mpimesh.layout.tiling import Integers
+from mpimesh.layout.tiling import Integers, Tiling, places_of
 
 __all__ = ["GiveTable", "Need", "NeedTable", "Phase", "boxes_of", "counted", "ravel"]
 

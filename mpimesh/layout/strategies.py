@@ -1,16 +1,15 @@
-"""Strategies of a redistribution, of which the one with the shortest estimated time is taken.
+"""Strategies of a redistribution with their costs, of which the fastest is taken.
 
-At once: every rank takes what it is to have from whoever holds it, and where copies of a reduced
+At once: every rank takes its new block from the ranks that have it, and where copies of a reduced
 value are wanted, each is reduced once and then passed on. Over nodes there are further ones, for
 ranks of a node share its link to the others:
 
-* what is only moved comes to each node once (`two_levels`);
-* what one collective of a group does, where messages are short, is left to that
-  (`collectives`);
-* what is reduced is reduced inside each node first, each rank a piece; then between the nodes; and
-  then it is brought to where it is to be. It takes dims that run inside nodes.
+* data that only moves comes to each node once (`two_levels`);
+* where messages are short, one collective of a group does it all;
+* a reduction is done inside each node first, each rank a piece; then between the nodes; and then
+  the result is moved to its place. It takes dims that run inside nodes.
 
-All ranks estimate with the same numbers, so all find the same one. A reduction on two levels rounds
+All ranks estimate with the same numbers, so all choose alike. A reduction on two levels rounds
 elsewhere than one at once, and elements of half types once more; on all ranks alike.
 """
 
@@ -19,34 +18,193 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
-from typing import TYPE_CHECKING
+from math import ceil, isfinite, log2, prod
 
 import numpy as np
 
-from mpimesh.layout.collectives import Collective
-from mpimesh.layout.cuts import Cut, cut_further
-from mpimesh.layout.links import Links
+from mpimesh.errors import LayoutError
+from mpimesh.layout.layout import Layout
 from mpimesh.layout.phase import Phase
-from mpimesh.layout.places import places_of
-from mpimesh.layout.tiling import Tiling
+from mpimesh.layout.placement import Partial, Replicate, Shard
+from mpimesh.layout.tiling import Cut, Integers, Tiling, cut_further, places_of
 from mpimesh.layout.two_levels import Exchange, InterNode, IntraNode, can_share, crossing
 from mpimesh.mesh import Mesh
 
-if TYPE_CHECKING:
-    from mpimesh.layout.tiling import Integers
-
 __all__ = [
     "AT_ONCE",
+    "DEFAULT_LINK_COSTS",
     "TWO_LEVELS",
+    "LinkCost",
+    "LinkCosts",
+    "MeshCollective",
     "NodeDims",
     "Strategy",
     "TilingChange",
+    "collective_of",
     "cut_copies",
     "exchange_s",
     "node_dims",
     "strategies",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCost:
+    """The latency and the bandwidth of a link.
+
+    Attributes:
+        latency_s: Seconds of a message of no bytes.
+        bytes_per_s: Bandwidth.
+        measured: Whether these numbers are measured, not assumed.
+
+    Raises:
+        LayoutError: If a number is not finite, the latency is negative, or no bytes would come.
+    """
+
+    latency_s: float = 2e-6
+    bytes_per_s: float = 5e9
+    measured: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("latency_s", "bytes_per_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+                raise LayoutError(f"{name} of a link must be a finite number, got {value!r}")
+        if self.latency_s < 0 or self.bytes_per_s <= 0:
+            raise LayoutError(
+                f"a link takes 0 s or more for a message and carries bytes, got {self.latency_s} s "
+                f"and {self.bytes_per_s} bytes/s"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """The costs of links inside a node and between nodes.
+
+    All ranks must estimate with the same numbers, for each plans alone what all do. A link that no
+    pair of ranks has stays as assumed: `inter_node` on one node, `intra_node` with one rank a node.
+
+    Attributes:
+        intra_node: To a rank from another of its node.
+        inter_node: To a node from others. Its ranks share the link.
+
+    Raises:
+        LayoutError: If one is no :class:`LinkCost`.
+    """
+
+    intra_node: LinkCost = LinkCost()
+    inter_node: LinkCost = LinkCost()
+
+    def __post_init__(self) -> None:
+        for name in ("intra_node", "inter_node"):
+            if not isinstance(getattr(self, name), LinkCost):
+                raise LayoutError(f"{name} must be a LinkCost, got {getattr(self, name)!r}")
+
+    @property
+    def measured(self) -> bool:
+        """True if any of them is measured."""
+        return self.intra_node.measured or self.inter_node.measured
+
+
+DEFAULT_LINK_COSTS = LinkCosts()
+"""LinkCosts that plans reckon with where nothing is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshCollective:
+    """A collective over the ranks along some dims of a mesh, for each coordinate of the others.
+
+    A small all-gather or reduce-scatter of MPI takes about ``log2(n)`` messages one after the
+    other, where each rank from each takes ``n - 1``. An all-to-all has as many messages as there
+    are pairs, in both MPIs, but starts them from C: with 64 KiB and less for each pair it took 0.2
+    to 0.75 of the time of ordered pairs under Open MPI and as long under MPICH; with 1 MiB 0.85 to
+    1.2 of it under both, on 4 and 8 ranks of 2 cores. Against that stands packing: ranks of a node
+    read boxes in place, and only an all-to-all packs on both sides.
+
+    Attributes:
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"all_to_all"``.
+        dims: The names of the dims along which there are several ranks.
+        size: How many ranks take part in one of them.
+        axis: The array axis that is gathered or scattered; 0 for none.
+        op: The reduction; empty for none.
+        joined_axis: The axis that an all-to-all makes whole, while it cuts `axis`.
+    """
+
+    kind: str
+    dims: tuple[str, ...]
+    size: int
+    axis: int = 0
+    op: str = ""
+    joined_axis: int = 0
+
+    @property
+    def steps(self) -> float:
+        """Number of messages that a rank waits for one after the other, if they are short.
+
+        Those of an all-to-all count half, as they were measured.
+        """
+        if self.kind == "all_to_all":
+            return (self.size - 1) / 2
+        return ceil(log2(self.size)) * (2 if self.kind == "all_reduce" else 1)
+
+    @property
+    def packs(self) -> bool:
+        """Whether all that moves is packed and unpacked."""
+        return self.kind == "all_to_all"
+
+    def __str__(self) -> str:
+        """Say it as a person does: ``by all_gather over dp``."""
+        return f"by {self.kind} over {', '.join(self.dims)}"
+
+
+def collective_of(source: Layout, target: Layout, shape: tuple[int, ...]) -> MeshCollective | None:
+    """Return the collective that is all there is to do between layouts of one mesh, if there is.
+
+    Every rank has the same blocks before and after, whichever way is taken.
+    """
+    mesh = source.mesh
+    changed = [
+        dim
+        for dim, pair in enumerate(zip(source.placement, target.placement, strict=True))
+        if pair[0] != pair[1]
+    ]
+    long = [dim for dim in changed if mesh.dims[dim].size > 1]
+    names = tuple(mesh.dims[dim].name for dim in long)
+    size = prod(mesh.dims[dim].size for dim in long)
+    pairs = [(source.placement[dim], target.placement[dim]) for dim in changed]
+    if not long:
+        return None
+    if all(isinstance(old, Partial) and isinstance(new, Replicate) for old, new in pairs):
+        everyone = [dim for dim in range(mesh.ndim) if mesh.dims[dim].size > 1]
+        whole = len(long) == 1 or long == everyone
+        return MeshCollective("all_reduce", names, size, op=source.partial_op) if whole else None
+    if len(changed) != 1:
+        return None
+    (old, new), dim = pairs[0], changed[0]
+    if isinstance(old, Shard) and isinstance(new, Replicate):
+        cut, uncut = source.tiling(shape), target.tiling(shape)
+        if _only_cut(cut, uncut, old.axis, dim):
+            return MeshCollective("all_gather", names, size, old.axis)
+    if isinstance(old, Partial) and isinstance(new, Shard):
+        cut, uncut = target.tiling(shape), source.tiling(shape)
+        if _only_cut(cut, uncut, new.axis, dim):
+            return MeshCollective("reduce_scatter", names, size, new.axis, old.op)
+    if isinstance(old, Shard) and isinstance(new, Shard) and old.axis != new.axis:
+        whole_there = list(source.placement)
+        whole_there[dim] = Replicate()
+        uncut = Layout(mesh, whole_there).tiling(shape)
+        before, after = source.tiling(shape), target.tiling(shape)
+        if _only_cut(before, uncut, old.axis, dim) and _only_cut(after, uncut, new.axis, dim):
+            return MeshCollective("all_to_all", names, size, new.axis, joined_axis=old.axis)
+    return None
+
+
+def _only_cut(cut: Tiling, uncut: Tiling, axis: int, dim: int) -> bool:
+    """Tell whether the blocks along `dim` lie one after the other in the block that is not cut."""
+    size = cut.mesh.dims[dim].size
+    bounds: Integers = cut.bounds[axis][::size]
+    return cut.axis_dims[axis][-1] == dim and np.array_equal(bounds, uncut.bounds[axis])
+
 
 AT_ONCE = "each rank from each"
 TWO_LEVELS = "on two levels"
@@ -76,7 +234,7 @@ class TilingChange:
     nodes: tuple[int, ...]
     same_mesh: bool
     one_shot: bool
-    collective: Collective | None = None
+    collective: MeshCollective | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,10 +251,10 @@ class Strategy:
     name: str
     phases: tuple[Exchange, ...]
     predicted_s: float = 0.0
-    collective: Collective | None = None
+    collective: MeshCollective | None = None
 
 
-def strategies(change: TilingChange, itemsize: int, links: Links) -> list[Strategy]:
+def strategies(change: TilingChange, itemsize: int, links: LinkCosts) -> list[Strategy]:
     """Return the strategies that there are, the fastest first; of equal ones, the simplest."""
     candidates = list(_candidates(change))
     if len(candidates) == 1 and change.collective is None:
@@ -118,33 +276,35 @@ def strategies(change: TilingChange, itemsize: int, links: Links) -> list[Strate
 
 def _as_collective(
     change: TilingChange,
-    collective: Collective,
+    collective: MeshCollective,
     at_once: Strategy,
     itemsize: int,
-    links: Links,
+    links: LinkCosts,
 ) -> Strategy:
     """Return the strategy by a collective: the bytes of all at once, in fewer messages."""
-    only_bytes = Links(replace(links.near, latency_s=0.0), replace(links.far, latency_s=0.0))
+    only_bytes = LinkCosts(
+        replace(links.intra_node, latency_s=0.0), replace(links.inter_node, latency_s=0.0)
+    )
     bytes_s = sum(exchange_s(phase, itemsize, only_bytes) for phase in at_once.phases)
-    link = links.far if at_once.phases[0].nodes else links.near
+    link = links.inter_node if at_once.phases[0].nodes else links.intra_node
     seconds = bytes_s + collective.steps * link.latency_s
     if collective.packs:
         copied = sum(
             prod(int(np.diff(b).max(initial=0)) for b in t.bounds)
             for t in (change.first, change.last)
         )
-        seconds += itemsize * copied / links.near.bytes_per_s
+        seconds += itemsize * copied / links.intra_node.bytes_per_s
     return Strategy(str(collective), at_once.phases, seconds, collective)
 
 
-def exchange_s(phase: Exchange, itemsize: int, links: Links) -> float:
+def exchange_s(phase: Exchange, itemsize: int, links: LinkCosts) -> float:
     """Return about how long an exchange takes: the longest, over the ranks, of what comes.
 
     What comes to a node from others comes over one link, and its ranks meet before and after.
     """
     elements, messages = phase.received()
     if not phase.nodes:
-        near = links.near
+        near = links.intra_node
         times = messages * near.latency_s + elements * (itemsize / near.bytes_per_s)
         return float(times.max(initial=0.0))
     if not messages.any():
@@ -155,12 +315,12 @@ def exchange_s(phase: Exchange, itemsize: int, links: Links) -> float:
     nodes = nodes.reshape(-1)
     of_node = np.bincount(nodes, weights=far_elements)
     times = (
-        far_messages * links.far.latency_s
-        + of_node[nodes] * (itemsize / links.far.bytes_per_s)
-        + (messages - far_messages) * links.near.latency_s
-        + (elements - far_elements) * (itemsize / links.near.bytes_per_s)
+        far_messages * links.inter_node.latency_s
+        + of_node[nodes] * (itemsize / links.inter_node.bytes_per_s)
+        + (messages - far_messages) * links.intra_node.latency_s
+        + (elements - far_elements) * (itemsize / links.intra_node.bytes_per_s)
     )
-    return float(times.max(initial=0.0)) + 2 * links.near.latency_s
+    return float(times.max(initial=0.0)) + 2 * links.intra_node.latency_s
 
 
 def _candidates(change: TilingChange) -> Iterator[tuple[str, tuple[Exchange, ...]]]:

@@ -1,32 +1,137 @@
-"""The blocks of one array over a mesh, as arithmetic: who holds what, and who meets what.
+"""The blocks of one array over a mesh: which rank has which, and which of them meet.
 
 A tiling is a grid of tiles: each axis is cut at its own bounds, and a tile is the product of one
-interval of each axis. A rank holds the tile that its coordinates along the splitting dims
-say; along all other dims the tile has copies. So all questions are answered axis by
-axis, and nothing here is as long as the number of ranks times the number of tiles.
+interval of each axis. The coordinates of a rank along the splitting dims select its tile; along all
+other dims tiles have copies. So all questions are answered axis by axis, and nothing here is as
+long as the number of ranks times the number of tiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from mpimesh.errors import LayoutError
 from mpimesh.layout.boxes import Box
-from mpimesh.layout.cuts import Cut, axis_bounds
-from mpimesh.layout.placement import Placement
-from mpimesh.layout.spec import Shard
+from mpimesh.layout.placement import Placement, Shard
 from mpimesh.mesh import Mesh
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    Integers: TypeAlias = npt.NDArray[np.int64]
+__all__ = ["Cut", "Places", "Tiling", "axis_bounds", "cut_further", "places_of"]
 
-__all__ = ["Tiling"]
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The cut of one mesh dim through what is left of an axis.
+
+    Attributes:
+        parts: How many parts.
+        sizes: Their sizes; None for parts that differ by one at most, the larger ones first.
+    """
+
+    parts: int
+    sizes: tuple[int, ...] | None = None
+
+
+@lru_cache(maxsize=1024)
+def axis_bounds(length: int, cuts: tuple[Cut, ...]) -> npt.NDArray[np.int64]:
+    """Return where each block of an axis begins, and at last `length`.
+
+    The first of `cuts` is the outermost, so the blocks stand in the row-major order of the
+    coordinates: block k is ``bounds[k]`` to ``bounds[k + 1]``.
+
+    Shapes:
+        result: (product of all parts + 1,), read-only.
+
+    Raises:
+        LayoutError: If sizes do not add up to what they split.
+    """
+    bounds = np.array([0, length], np.int64)
+    for cut in cuts:
+        bounds = cut_further(bounds, cut)
+    bounds.flags.writeable = False
+    return bounds
+
+
+def cut_further(bounds: npt.NDArray[np.int64], cut: Cut) -> npt.NDArray[np.int64]:
+    """Return where the parts begin when each block is cut, and at last where the last one ends.
+
+    Shapes:
+        bounds: (blocks + 1,).
+        result: (blocks * parts + 1,).
+
+    Raises:
+        LayoutError: If sizes do not add up to what they split.
+    """
+    lengths = np.diff(bounds)
+    offsets: npt.NDArray[np.int64]
+    if cut.sizes is None:
+        part = np.arange(cut.parts)
+        quotients, rests = np.divmod(lengths[:, None], cut.parts)
+        offsets = part * quotients + np.minimum(part, rests)
+    else:
+        _check_sizes(cut, lengths)
+        sizes = np.array(cut.sizes, np.int64)
+        offsets = (np.cumsum(sizes) - sizes)[None, :]
+    return np.append(bounds[:-1, None] + offsets, bounds[-1])
+
+
+def _check_sizes(cut: Cut, lengths: Sequence[int] | npt.NDArray[np.int64]) -> None:
+    sizes = cut.sizes or ()
+    if len(sizes) != cut.parts:
+        raise LayoutError(
+            f"sizes {sizes} are {len(sizes)}, but the mesh dim that they are for has {cut.parts} "
+            "ranks; give one size for each"
+        )
+    wrong = [int(length) for length in lengths if length != sum(sizes)]
+    if wrong:
+        raise LayoutError(
+            f"sizes {sizes} add up to {sum(sizes)}, but split {wrong[0]} elements of the axis"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Tables of one mesh, each as long as its number of ranks.
+
+    Attributes:
+        ranks: The ranks in row-major order.
+        coords: Their coordinates: (ranks, mesh dims).
+        offsets: The offset of each rank up to the largest; -1 for those that are not in the mesh.
+    """
+
+    ranks: Integers
+    coords: Integers
+    offsets: Integers
+
+    def offsets_of(self, ranks: Integers) -> Integers:
+        """Return where `ranks` stand; -1 for those that are not in the mesh."""
+        known = np.minimum(ranks, len(self.offsets) - 1)
+        return np.where(ranks < len(self.offsets), self.offsets[known], -1)
+
+
+@lru_cache(maxsize=16)
+def places_of(mesh: Mesh) -> Places:
+    """Return the tables of a mesh.
+
+    Cost:
+        O(ranks) once for each mesh.
+    """
+    ranks: Integers = mesh.ids.array().reshape(-1)
+    shape = mesh.shape()
+    coords = np.stack(np.unravel_index(np.arange(mesh.size), shape or [1]), axis=1)
+    offsets = np.full(mesh.ids.largest + 1, -1, np.int64)
+    offsets[ranks] = np.arange(mesh.size)
+    return Places(ranks, coords[:, : len(shape)].astype(np.int64), offsets)
+
+
+Integers: TypeAlias = "npt.NDArray[np.int64]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,17 +21,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
 from mpimesh.layout.boxes import Box
 from mpimesh.layout.phase import GiveTable, Need, NeedTable, Phase, boxes_of, counted, ravel
-from mpimesh.layout.places import Places, places_of
-from mpimesh.layout.tiling import Tiling
-
-if TYPE_CHECKING:
-    from mpimesh.layout.tiling import Integers
+from mpimesh.layout.tiling import Integers, Places, Tiling, places_of
 
 __all__ = ["Exchange", "InterNode", "IntraNode", "can_share", "crossing"]
 

@@ -31,7 +31,7 @@ from mpimesh.arrays.fused import Formula, fused
 from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ShapeError
-from mpimesh.layout.cuts import even_sizes
+from mpimesh.layout.boxes import even_sizes
 from mpimesh.nn import protocol
 from mpimesh.nn.checks import check_extent, check_mask, check_sequence, parted, sum_dtype
 from mpimesh.nn.context import Context

@@ -27,7 +27,7 @@ from mpimesh.arguments import shown
 from mpimesh.arrays.types import Array
 from mpimesh.errors import GroupError, ModuleError, ShapeError
 from mpimesh.layout import layout_of_runs
-from mpimesh.layout.cuts import even_sizes
+from mpimesh.layout.boxes import even_sizes
 from mpimesh.nn.checks import check_extent
 from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import Parameter

@@ -11,7 +11,7 @@ from mpimesh.arguments import as_int, shown
 from mpimesh.arrays import HostArray, aligned_empty
 from mpimesh.comm import Communicator
 from mpimesh.errors import MeshError, RankError, UnknownNameError
-from mpimesh.layout import Links
+from mpimesh.layout import LinkCosts
 from mpimesh.mesh import (
     WORLD,
     ClientInfo,
@@ -214,7 +214,7 @@ class DeviceMesh:
         return self._core.closed
 
     @property
-    def links(self) -> Links:
+    def links(self) -> LinkCosts:
         """Speeds of bytes from rank to rank: as assumed, or as :meth:`measure_links` found.
 
         The same on all ranks. By them redistributions between nodes choose their way.
@@ -469,7 +469,7 @@ class DeviceMesh:
         self.sync_collective()
         self.group().barrier(timeout_s=timeout_s, label=name)
 
-    def measure_links(self) -> Links:
+    def measure_links(self) -> LinkCosts:
         """Measure how fast bytes get from rank to rank, and reckon with it from now on.
 
         Collective over all ranks of `comm`, also those that the mesh leaves out, and waits. The

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.comm import MAX_USER_TAG
-from mpimesh.layout import ASSUMED_LINKS, Give, Link, Links, Part, Regions, Take
+from mpimesh.layout import DEFAULT_LINK_COSTS, Give, LinkCost, LinkCosts, Part, Regions, Take
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.group import ProcessGroup
 
@@ -28,7 +28,7 @@ _SMALL_TIMES = 100
 _LARGE_TIMES = 4
 
 
-def measured_links(group: ProcessGroup) -> Links:
+def measured_links(group: ProcessGroup) -> LinkCosts:
     """Measure the links between the ranks of a group. Collective; the result is that of all.
 
     Near: two ranks of each node send to each other, and then each rank of a node reads an array
@@ -40,7 +40,7 @@ def measured_links(group: ProcessGroup) -> Links:
         group: The ranks.
     """
     if group.size == 1:
-        return ASSUMED_LINKS
+        return DEFAULT_LINK_COSTS
     nodes = group.communicator.nodes or (0,) * group.size
     places = [[at for at in range(group.size) if nodes[at] == node] for node in sorted({*nodes})]
     firsts = [here[0] for here in places]
@@ -49,17 +49,17 @@ def measured_links(group: ProcessGroup) -> Links:
     far = _pinged(group, list(zip(firsts[::2], firsts[1::2], strict=False)))
     rows = agree(group._core, _WHAT, [near, read_s, far])
     nears, reads, fars = ([one for one in column if one] for column in zip(*rows, strict=True))
-    links = ASSUMED_LINKS
+    links = DEFAULT_LINK_COSTS
     if nears and reads:
-        links = Links(_link(_slowest(nears)[0], _LARGE_BYTES / max(reads)), links.far)
+        links = LinkCosts(_link(_slowest(nears)[0], _LARGE_BYTES / max(reads)), links.inter_node)
     if fars:
-        links = Links(links.near, _link(*_slowest(fars)))
+        links = LinkCosts(links.intra_node, _link(*_slowest(fars)))
     return links
 
 
-def _link(latency_s: float, bytes_per_s: float) -> Link:
+def _link(latency_s: float, bytes_per_s: float) -> LinkCost:
     """Return a link of three digits: what is measured says no more."""
-    return Link(float(f"{latency_s:.3g}"), float(f"{bytes_per_s:.3g}"), measured=True)
+    return LinkCost(float(f"{latency_s:.3g}"), float(f"{bytes_per_s:.3g}"), measured=True)
 
 
 def _slowest(rows: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from mpimesh.errors import (
     WorldSizeError,
     on_all_ranks,
 )
-from mpimesh.layout import ASSUMED_LINKS
+from mpimesh.layout import DEFAULT_LINK_COSTS
 from mpimesh.mesh import (
     WORLD,
     ClientInfo,
@@ -95,7 +95,7 @@ class MeshCore:
         self.context = context = MeshContext(world, settings, control)
         if tracer is not None:
             context.tracer = tracer
-        self.links = ASSUMED_LINKS
+        self.links = DEFAULT_LINK_COSTS
         self.groups: LiveGroups | None = None
         with context.progress.watched(Call("DeviceMesh", WORLD), control):
             try:

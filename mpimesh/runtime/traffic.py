@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from mpimesh.arguments import as_int, size_text
 from mpimesh.errors import BudgetError, MeshError
-from mpimesh.layout.cuts import even_sizes
+from mpimesh.layout.boxes import even_sizes
 from mpimesh.runtime.call import Call, Site, call_site, site_text
 
 __all__ = [

@@ -25,7 +25,7 @@ from mpimesh.errors import (
 )
 from mpimesh.layout import Layout, Shard
 from mpimesh.layout.boxes import Box, local_box, view, volume, whole
-from mpimesh.layout.rules.keys import read_key
+from mpimesh.layout.keys import read_key
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import DeviceMesh
 from mpimesh.store.flat_arrays import cut, grid_tiles

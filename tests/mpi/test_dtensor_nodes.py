@@ -7,13 +7,13 @@ import pytest
 from mpi4py import MPI
 
 import mpimesh as mm
-from mpimesh.layout import Link, Links
+from mpimesh.layout import LinkCost, LinkCosts
 from mpimesh.runtime.world import current_world
 from tests.helpers.dtensor_oracle import placements, split
 
 RANKS = MPI.COMM_WORLD.size
-SLOW_BETWEEN = Links(Link(1e-9, 1e12), Link(1e-9, 1e3))
-LATE_BETWEEN = Links(Link(1e-9, 1e12), Link(1.0, 1e12))
+SLOW_BETWEEN = LinkCosts(LinkCost(1e-9, 1e12), LinkCost(1e-9, 1e3))
+LATE_BETWEEN = LinkCosts(LinkCost(1e-9, 1e12), LinkCost(1.0, 1e12))
 
 pytestmark = pytest.mark.skipif(RANKS < 3, reason="takes a node of two ranks and another one")
 
@@ -84,8 +84,11 @@ def test_links_are_measured_alike_on_all_ranks(node_ranks, monkeypatch):
         assert links == mesh.links
         assert links.measured
         assert set(MPI.COMM_WORLD.allgather(links)) == {links}
-        for link, is_measured in ((links.near, node_ranks != 1), (links.far, node_ranks != 0)):
-            assert (link == Link()) != is_measured
+        for link, is_measured in (
+            (links.intra_node, node_ranks != 1),
+            (links.inter_node, node_ranks != 0),
+        ):
+            assert (link == LinkCost()) != is_measured
             assert link.measured == is_measured
             assert 1e-8 < link.latency_s < 1
             assert 1e6 < link.bytes_per_s < 1e13

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpimesh.errors import LayoutError
-from mpimesh.layout import Layout, Link, Links, Phase, plan_redistribution
+from mpimesh.layout import Layout, LinkCost, LinkCosts, Phase, plan_redistribution
 from mpimesh.layout.strategies import AT_ONCE, TWO_LEVELS, node_dims
 from mpimesh.layout.two_levels import InterNode, IntraNode, crossing
 from mpimesh.mesh import Mesh
@@ -28,9 +28,9 @@ from tests.helpers.layout_oracle import (
 )
 from tests.helpers.raises import raises
 
-SLOW_BETWEEN = Links(Link(1e-9, 1e12), Link(1e-9, 1e3))
+SLOW_BETWEEN = LinkCosts(LinkCost(1e-9, 1e12), LinkCost(1e-9, 1e3))
 """Where what crosses the network is all that counts."""
-LATE_BETWEEN = Links(Link(1e-9, 1e12), Link(1.0, 1e12))
+LATE_BETWEEN = LinkCosts(LinkCost(1e-9, 1e12), LinkCost(1.0, 1e12))
 """Where the number of messages between nodes is."""
 
 node_lists = st.lists(st.integers(0, 2), min_size=MAX_RANK + 1, max_size=MAX_RANK + 1)
@@ -158,7 +158,7 @@ def test_small_arrays_go_at_once_and_large_ones_on_two_levels():
     assert [name for name, _ in large.strategies] == [TWO_LEVELS, AT_ONCE]
     assert large.predicted_s() == large.strategies[0][1] < large.strategies[1][1]
     assert large.crossing_bytes == 8 << 20
-    fast = Links(far=Link(2e-6, 1e12))
+    fast = LinkCosts(inter_node=LinkCost(2e-6, 1e12))
     assert plan_redistribution(*layouts, (1 << 20,), 8, nodes=NODES, links=fast).strategies[0][
         0
     ] == (AT_ONCE)
@@ -175,8 +175,8 @@ def test_the_text_says_the_way_and_why():
         "  peak memory of rank 0: 18 MiB; about 1.7 ms at 2 us a message and 5 GB/s, as assumed",
         "  done on two levels; each rank from each it would take about 2.1 ms",
     ]
-    near, far = Link(1e-6, 1e10, measured=True), Link(5e-6, 2.5e9, measured=True)
-    plan = plan_redistribution(*layouts, (1 << 20,), 8, nodes=NODES, links=Links(near, far))
+    near, far = LinkCost(1e-6, 1e10, measured=True), LinkCost(5e-6, 2.5e9, measured=True)
+    plan = plan_redistribution(*layouts, (1 << 20,), 8, nodes=NODES, links=LinkCosts(near, far))
     assert (
         "at 1 us a message and 10 GB/s in a node, 5 us a message and 2.5 GB/s between nodes, "
         "as measured"
@@ -187,16 +187,16 @@ def test_the_text_says_the_way_and_why():
     ("links", "said"),
     [
         (
-            Links(near=Link(1e-6, 1e10, measured=True)),
+            LinkCosts(intra_node=LinkCost(1e-6, 1e10, measured=True)),
             "1 us a message and 10 GB/s in a node, as measured, "
             "and 2 us a message and 5 GB/s between nodes, as assumed",
         ),
         (
-            Links(far=Link(5e-6, 2.5e9, measured=True)),
+            LinkCosts(inter_node=LinkCost(5e-6, 2.5e9, measured=True)),
             "2 us a message and 5 GB/s in a node, as assumed, "
             "and 5 us a message and 2.5 GB/s between nodes, as measured",
         ),
-        (Links(), "at 2 us a message and 5 GB/s, as assumed"),
+        (LinkCosts(), "at 2 us a message and 5 GB/s, as assumed"),
     ],
 )
 def test_the_text_says_of_each_link_whether_it_was_measured(links, said):
@@ -261,7 +261,7 @@ def test_blocks_that_do_not_lie_in_a_row_are_not_gathered():
 )
 def test_links_that_there_are_not(latency_s, bytes_per_s, values):
     with raises(LayoutError, "link", *values):
-        Link(latency_s, bytes_per_s)
+        LinkCost(latency_s, bytes_per_s)
 
 
 # -- thousands of ranks -------------------------------------------------------------------

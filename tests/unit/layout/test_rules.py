@@ -1,4 +1,4 @@
-"""Operations said by letters: the rules as values, and the search for the fewest bytes."""
+"""Patterns of operations, and the rule that moves the fewest bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.errors import LayoutError, ShapeError
-from mpimesh.layout import Layout, Operand, Placement, plan_redistribution
-from mpimesh.layout.rules import (
+from mpimesh.layout import Layout, Operand, Placement, op_rules, plan_redistribution
+from mpimesh.layout.op_rules import (
     KEEP,
-    Linear,
+    Linearity,
     Pattern,
     broadcast_shape,
     einsum_pattern,
@@ -20,7 +20,6 @@ from mpimesh.layout.rules import (
     reduced_shape,
     reduction_pattern,
     rule_for,
-    search,
 )
 from mpimesh.mesh import Mesh
 from tests.helpers.raises import raises
@@ -54,7 +53,7 @@ def test_letters_that_stand_twice_or_are_summed_for_nothing_are_not_split():
 def test_reductions():
     pattern = reduction_pattern((2, 3, 4), {1}, "max", keepdims=True, others=[(3, 1)], front=1)
     assert pattern == Pattern(
-        ((0, 1, 2), (1, KEEP)), (KEEP, 0, KEEP, 2), "max", (Linear((0,), ("max",)),)
+        ((0, 1, 2), (1, KEEP)), (KEEP, 0, KEEP, 2), "max", (Linearity((0,), ("max",)),)
     )
     assert reduced_shape((2, 3, 4), {0, 2}) == (3,)
     assert rule("x=2", [((4, 6), "S0")], reduction_pattern((4, 6), {0}, "min"), (6,)) == [
@@ -80,7 +79,7 @@ def test_shapes_of_products():
 
 
 def test_summands_stay_where_that_costs_nothing():
-    add = (Linear((0, 1)),)
+    add = (Linearity((0, 1)),)
     pattern = elementwise_pattern([(4, 6), (6,)], (4, 6), add)
     assert rule("x=2", [((4, 6), "P"), ((6,), "R")], pattern, (4, 6)) == ["P", "P", "P"]
     assert rule("x=2", [((4, 6), "P(mean)"), ((6,), "R")], pattern, (4, 6))[2] == "P(mean)"
@@ -141,7 +140,7 @@ def test_many_dims_are_bettered_one_by_one(monkeypatch):
     rule_for.cache_clear()
     all_ways = rule("x=2,y=2,z=2", operands, pattern, (64, 64))
     rule_for.cache_clear()
-    monkeypatch.setattr(search, "_MOST_TRIED", 1)
+    monkeypatch.setattr(op_rules, "_MOST_TRIED", 1)
     assert rule("x=2,y=2,z=2", operands, pattern, (64, 64)) == all_ways
     assert all_ways == ["S[0], S[1], R", "R, S[0], S[1]", "S[0], P, S[1]"]
     rule_for.cache_clear()

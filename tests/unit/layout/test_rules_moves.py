@@ -9,18 +9,23 @@ from hypothesis import strategies as st
 
 from mpimesh.errors import IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, Operand, Placement
-from mpimesh.layout.rules.axes import (
+from mpimesh.layout.axis_rules import (
+    AxisGroup,
+    axis_groups,
+    counts_between,
+    full_shape,
     join_rules,
     lines_placement,
+    met,
     overlaps,
+    picked_placement,
     renumbered,
+    reshaped_placement,
     row_dim,
     rows_placement,
     unsplit,
 )
-from mpimesh.layout.rules.keys import read_key
-from mpimesh.layout.rules.picks import counts_between, met, picked_placement
-from mpimesh.layout.rules.reshape import AxisGroup, axis_groups, full_shape, reshaped_placement
+from mpimesh.layout.keys import read_key
 from mpimesh.mesh import Mesh
 from tests.helpers.raises import raises
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpimesh.errors import IndexOutOfRangeError, NoRuleError
-
-if TYPE_CHECKING:
-    from mpimesh.layout.tiling import Integers
+from mpimesh.layout.tiling import Integers
 
 __all__ = ["Key", "checked_indices", "read_key"]
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.layout import (
-    ASSUMED_LINKS,
+    DEFAULT_LINK_COSTS,
     Layout,
-    Link,
-    Links,
+    LinkCost,
+    LinkCosts,
     Phase,
     Shard,
     plan_redistribution,
@@ -38,7 +38,7 @@ LARGE = 4096  # bytes of an element: what is reduced for several ranks goes in t
 node_lists = st.lists(st.integers(0, 2), min_size=MAX_RANK + 1, max_size=MAX_RANK + 1)
 
 
-def walk(source, target, shape, *, array, blocks, itemsize=8, nodes=(), links=ASSUMED_LINKS):
+def walk(source, target, shape, *, array, blocks, itemsize=8, nodes=(), links=DEFAULT_LINK_COSTS):
     """Walk through the plan; check values and bytes."""
     plan = plan_redistribution(source, target, shape, itemsize, nodes=nodes, links=links)
     after, counts = simulate(plan, blocks, nodes or None)
@@ -90,7 +90,7 @@ def test_every_pair_of_placements_over_nodes(nodes, itemsize):
             walk(source, Layout(mesh, others), shape, **options)
 
 
-SLOW_BETWEEN = Links(Link(1e-9, 1e12), Link(1e-9, 1e3))
+SLOW_BETWEEN = LinkCosts(LinkCost(1e-9, 1e12), LinkCost(1e-9, 1e3))
 """Where what crosses the network is all that counts."""
 
 
@@ -99,7 +99,7 @@ SLOW_BETWEEN = Links(Link(1e-9, 1e12), Link(1e-9, 1e3))
     st.sampled_from([1, 8, LARGE]),
     st.just(()) | node_lists,
     st.integers(0, 9),
-    st.sampled_from([ASSUMED_LINKS, SLOW_BETWEEN]),
+    st.sampled_from([DEFAULT_LINK_COSTS, SLOW_BETWEEN]),
 )
 def test_any_layout_to_any_layout(move, itemsize, nodes, seed, links):
     source, target, shape = move

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpimesh.errors import LayoutError
-from mpimesh.layout import Layout, Link, Links, Partial, plan_redistribution
+from mpimesh.layout import Layout, LinkCost, LinkCosts, Partial, plan_redistribution
 from mpimesh.mesh import Mesh
 from tests.helpers.raises import raises
 
@@ -100,7 +100,7 @@ def plan_bytes_of_mean(source):
 
 def test_the_time_is_that_of_the_busiest_rank_of_each_exchange():
     plan = plan_redistribution(Layout(PAIR, "S0"), Layout(PAIR, "R"), (5,), 8)
-    slow = Links(near=Link(latency_s=1.0, bytes_per_s=8.0))
+    slow = LinkCosts(intra_node=LinkCost(latency_s=1.0, bytes_per_s=8.0))
     assert plan.predicted_s(slow) == 1 + 3
     both = plan_redistribution(Layout(PAIR, "P"), Layout(PAIR, "R"), (8000,), 8)
     assert both.predicted_s(slow) == 2 * (1 + 4000)

@@ -6,29 +6,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpimesh.arguments import as_int, as_shape, size_text
 from mpimesh.errors import LayoutError
-from mpimesh.layout.boxes import Box, extent, local_box, volume
-from mpimesh.layout.collectives import Collective, collective_of
-from mpimesh.layout.cuts import Cut
+from mpimesh.layout.boxes import Box, Regions, extent, local_box, local_regions, volume
 from mpimesh.layout.layout import Layout
-from mpimesh.layout.links import ASSUMED_LINKS, Link, Links
-from mpimesh.layout.places import places_of
-from mpimesh.layout.regions import Regions, local_regions
-from mpimesh.layout.spec import Partial, Replicate, Shard
-from mpimesh.layout.strategies import TilingChange, exchange_s, strategies
-from mpimesh.layout.tiling import Tiling
+from mpimesh.layout.placement import Partial, Replicate, Shard
+from mpimesh.layout.strategies import (
+    DEFAULT_LINK_COSTS,
+    LinkCost,
+    LinkCosts,
+    MeshCollective,
+    TilingChange,
+    collective_of,
+    exchange_s,
+    strategies,
+)
+from mpimesh.layout.tiling import Cut, Integers, Tiling, places_of
 from mpimesh.layout.two_levels import Exchange, InterNode, IntraNode, crossing
 from mpimesh.mesh import Mesh
 
-if TYPE_CHECKING:
-    from mpimesh.layout.tiling import Integers
-
 __all__ = ["RedistributionPlan", "Stage", "plan_redistribution"]
+
 
 _ONE_SHOT_BYTES = 32 * 1024
 """Up to this size every rank reduces for itself what several are to have: one exchange less."""
@@ -84,9 +86,9 @@ class RedistributionPlan:
     phases: tuple[Exchange, ...]
     divisor: int = 1
     fill: str = ""
-    links: Links = ASSUMED_LINKS
+    links: LinkCosts = DEFAULT_LINK_COSTS
     strategies: tuple[tuple[str, float], ...] = ()
-    collective: Collective | None = None
+    collective: MeshCollective | None = None
 
     def block(self, rank: int) -> Box | None:
         """Return the box that `rank` has in the end; None if it is not in the target's mesh."""
@@ -209,7 +211,7 @@ class RedistributionPlan:
         """Bytes that all nodes together get from other nodes; 0 where all ranks share one."""
         return self.itemsize * sum(int(crossing(phase)[0].sum()) for phase in self.phases)
 
-    def predicted_s(self, links: Links | None = None) -> float:
+    def predicted_s(self, links: LinkCosts | None = None) -> float:
         """Return about how long it takes: of each exchange the longest of what a rank receives.
 
         Args:
@@ -238,7 +240,7 @@ def plan_redistribution(
     itemsize: int = 1,
     *,
     nodes: Sequence[int] | Integers = (),
-    links: Links = ASSUMED_LINKS,
+    links: LinkCosts = DEFAULT_LINK_COSTS,
     collectives: bool = False,
 ) -> RedistributionPlan:
     """Plan how an array gets from `source` to `target`.
@@ -273,8 +275,8 @@ def plan_redistribution(
     shape = as_shape(shape, LayoutError)
     if as_int(itemsize, "itemsize", LayoutError, least=0) == 0:
         raise LayoutError("itemsize must be the bytes of an element, at least 1, got 0")
-    if not isinstance(links, Links):
-        raise LayoutError(f"links must be Links, got {links!r}")
+    if not isinstance(links, LinkCosts):
+        raise LayoutError(f"links must be LinkCosts, got {links!r}")
     largest = max(source.mesh.ids.largest, target.mesh.ids.largest)
     near = _node_numbers(nodes)
     if near and len(near) <= largest:
@@ -302,7 +304,7 @@ def _plan(
     shape: tuple[int, ...],
     itemsize: int,
     nodes: tuple[int, ...],
-    links: Links,
+    links: LinkCosts,
     collectives: bool,
 ) -> RedistributionPlan:
     same_mesh = source.mesh.dims == target.mesh.dims and source.mesh.ids == target.mesh.ids
@@ -351,7 +353,7 @@ def _plan(
 
 def _collective(
     source: Layout, target: Layout, shape: tuple[int, ...], nodes: tuple[int, ...]
-) -> Collective | None:
+) -> MeshCollective | None:
     """Return the collective that may do it: inside a node only an all-reduce is better."""
     found = collective_of(source, target, shape)
     return found if found is not None and (nodes or found.kind == "all_reduce") else None
@@ -530,8 +532,8 @@ def _over_nodes(plan: RedistributionPlan) -> list[str]:
     return [f"  done {name}{why}; {other} it would take about {_seconds(other_s)}"]
 
 
-def _speeds(links: Links) -> str:
-    near, far = links.near, links.far
+def _speeds(links: LinkCosts) -> str:
+    near, far = links.intra_node, links.inter_node
     if near == far:
         return f"{_speed(near)}, {_source(near)}"
     between = f"{_speed(far)} between nodes, {_source(far)}"
@@ -540,11 +542,11 @@ def _speeds(links: Links) -> str:
     return f"{_speed(near)} in a node, {_source(near)}, and {between}"
 
 
-def _source(link: Link) -> str:
+def _source(link: LinkCost) -> str:
     return "as measured" if link.measured else "as assumed"
 
 
-def _speed(link: Link) -> str:
+def _speed(link: LinkCost) -> str:
     return f"{link.latency_s * 1e6:.3g} us a message and {link.bytes_per_s / 1e9:.3g} GB/s"
 
 
