@@ -1,23 +1,227 @@
-"""kapsl's operations on the arrays of a mesh: blocking, in place, ranks counted in the mesh."""
+"""kapsl's mesh of devices, its routes, and its operations on the arrays of a mesh.
+
+The operations are blocking, in place, and count ranks in the mesh. Devices, topologies and their
+probing are :class:`mpimesh.mesh.Device`, :class:`mpimesh.MeshTopology` and
+:class:`mpimesh.mesh.DeviceInfo`; ranks in one process are those of :func:`mpimesh.run_virtual`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 
+from mpimesh import runtime
 from mpimesh.arguments import check_kind, rank_names, shown
 from mpimesh.arrays import Array, ReduceOp
-from mpimesh.errors import DTypeError, MeshError, RankError, ShapeError
-from mpimesh.mesh import WORLD, Mesh
-from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.errors import DTypeError, MeshError, RankError, ShapeError, WorldSizeError
+from mpimesh.mesh import WORLD, Device, Mesh, MeshTopology
+from mpimesh.runtime import ProcessGroup, run_virtual
 
-__all__ = ["DistributedOps", "dist_ops"]
+__all__ = [
+    "DeviceMesh",
+    "DistributedOps",
+    "GroupBackend",
+    "MeshRouter",
+    "MeshStats",
+    "MockComm",
+    "RoutingStrategy",
+    "dist_ops",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class GroupBackend(Enum):
+    """The mover of a group's bytes, by mpimesh's names; what a mesh has not is refused."""
+
+    Nccl = "nccl"
+    Gloo = "gloo"
+    MPI = "mpi"
+    Mock = "virtual"
+
+
+@dataclass(frozen=True, slots=True)
+class MeshStats:
+    """Totals over all ranks of a mesh.
+
+    Attributes:
+        world_size: Number of ranks.
+        total_memory_mb: Memory of all devices in MiB.
+        total_compute_units: Their multiprocessors and cores.
+        backend_distribution: Number of ranks for each backend.
+        group_count: Number of groups, ``world`` among them.
+    """
+
+    world_size: int
+    total_memory_mb: int
+    total_compute_units: int
+    backend_distribution: Mapping[str, int] = field(hash=False)
+    group_count: int
+
+
+class DeviceMesh(runtime.DeviceMesh):
+    """A :class:`mpimesh.DeviceMesh` with kapsl's constructors, all of them collective.
+
+    A list of devices, where kapsl takes one, has one for each rank; each rank has its own device
+    anyway, so it may be left out.
+
+    Example:
+        >>> with mm.compat.kapsl.DeviceMesh.new() as mesh:
+        ...     mesh.group_names[0]
+        'world'
+    """
+
+    @classmethod
+    def new(cls, devices: Sequence[Device] | None = None) -> Self:
+        """Return a data-parallel mesh of all ranks.
+
+        Raises:
+            WorldSizeError: On every rank, if there is not one device for each.
+        """
+        return cls.with_topology(devices, MeshTopology.data_parallel())
+
+    @classmethod
+    def with_topology(cls, devices: Sequence[Device] | None, topology: MeshTopology) -> Self:
+        """Return a mesh with the groups of a topology.
+
+        Raises:
+            WorldSizeError: On every rank, if the topology does not fit the ranks, or there is not
+                one device for each.
+        """
+        mesh = cls(topology)
+        if devices is not None and len(devices) != mesh.world_size:
+            mesh.close()
+            raise WorldSizeError(
+                f"a mesh of {mesh.world_size} ranks has one device for each, got {len(devices)}"
+            )
+        return mesh
+
+    @classmethod
+    def new_with_mock_comm(cls, devices: Sequence[Device] | None, rank: int) -> Self:
+        """Return a mesh of ranks in one process, within :meth:`MockComm.run`.
+
+        Raises:
+            RankError: If `rank` is not the rank that calls.
+        """
+        mesh = cls.new(devices)
+        mesh.set_rank(rank)
+        return mesh
+
+    @classmethod
+    def new_with_nccl(cls, devices: Sequence[Device] | None, rank: int) -> Self:
+        """Return a mesh with a group ``"nccl"`` of all ranks, whose id mpimesh hands out.
+
+        Raises:
+            GroupError: On every rank, if the ranks have no NCCL.
+            RankError: If `rank` is not the rank that calls.
+        """
+        mesh = cls.new(devices)
+        mesh.set_rank(rank)
+        try:
+            mesh.add_group("nccl", range(mesh.world_size), GroupBackend.Nccl)
+        except Exception:
+            mesh.close()
+            raise
+        return mesh
+
+    def add_group(
+        self,
+        name: str,
+        ranks: Sequence[int] | None = None,
+        backend: GroupBackend | runtime.Backend | None = None,
+        **options: Any,
+    ) -> ProcessGroup:
+        """Make a group; see :meth:`mpimesh.DeviceMesh.add_group`. Collective."""
+        chosen: Any = backend.value if isinstance(backend, GroupBackend) else backend
+        return super().add_group(name, ranks, backend=chosen, **options)
+
+    def stats(self) -> MeshStats:
+        """Return totals over all ranks, and the number of groups. Local."""
+        devices = self.all_devices()
+        return MeshStats(
+            self.world_size,
+            self.total_memory_mb,
+            self.total_compute_units,
+            dict(Counter(str(device.backend) for device in devices)),
+            len(self.group_names),
+        )
+
+
+class MockComm:
+    """kapsl's ranks in one process, which here are threads that wait for each other."""
+
+    @staticmethod
+    def run(size: int, function: Callable[..., R], *arguments: Any) -> list[R]:
+        """Call a function on `size` ranks: :func:`mpimesh.run_virtual`."""
+        return run_virtual(size, function, *arguments)
+
+
+class RoutingStrategy(Enum):
+    """The order in which a router takes the workers."""
+
+    RoundRobin = "round-robin"
+    SessionAffinity = "session-affinity"
+    TensorParallel = "tensor-parallel"
+    PipelineParallel = "pipeline-parallel"
+
+
+class MeshRouter:
+    """The ranks of a mesh to which requests go. Local; a function of the requests before.
+
+    Args:
+        mesh: A mesh; its dims ``tp`` and ``pp`` are looked at.
+        strategy: The order.
+
+    Raises:
+        MeshError: If `mesh` is no mesh.
+    """
+
+    def __init__(
+        self,
+        mesh: runtime.DeviceMesh | Mesh,
+        strategy: RoutingStrategy = RoutingStrategy.RoundRobin,
+    ) -> None:
+        kinds = (runtime.DeviceMesh, Mesh)
+        check_kind(mesh, kinds, "mesh", MeshError, wanted="a DeviceMesh or a Mesh")
+        self.mesh = mesh
+        self.strategy = RoutingStrategy(strategy)
+        self._routed = 0
+
+    def route(self, session: int = 0, tp_group_hint: int | None = None) -> int:
+        """Return the rank for a request: the next one, or always the same for a session.
+
+        With tensor parallelism it is the first rank of a group, with a pipeline one of the first
+        stage.
+        """
+        ranks = [*self._first_ranks()]
+        if tp_group_hint is not None:
+            return ranks[tp_group_hint % len(ranks)]
+        if self.strategy is RoutingStrategy.SessionAffinity:
+            return ranks[session % len(ranks)]
+        self._routed += 1
+        return ranks[(self._routed - 1) % len(ranks)]
+
+    def get_tp_group(self, rank: int) -> int | None:
+        """Return the number of the tensor-parallel group of a rank; None without such groups."""
+        return self.mesh.group_index(rank, "tp") if self.mesh.contains_dim("tp") else None
+
+    def get_tp_group_workers(self, group: int) -> list[int]:
+        """Return the ranks of a tensor-parallel group."""
+        return [*map(int, self.mesh.groups("tp")[group])]
+
+    def _first_ranks(self) -> Sequence[int]:
+        dims = {RoutingStrategy.TensorParallel: "tp", RoutingStrategy.PipelineParallel: "pp"}
+        dim = dims.get(self.strategy)
+        if dim is None:
+            return [*map(int, self.mesh.ids)]
+        return [int(group[0]) for group in self.mesh.groups(dim)]
 
 
 def _only(
@@ -64,8 +268,9 @@ class DistributedOps:
         array([1., 1., 1.], dtype=float32)
     """
 
-    def __init__(self, mesh: DeviceMesh | Mesh) -> None:
-        check_kind(mesh, (DeviceMesh, Mesh), "mesh", MeshError, wanted="a DeviceMesh or a Mesh")
+    def __init__(self, mesh: runtime.DeviceMesh | Mesh) -> None:
+        kinds = (runtime.DeviceMesh, Mesh)
+        check_kind(mesh, kinds, "mesh", MeshError, wanted="a DeviceMesh or a Mesh")
         self.mesh = mesh
 
     def all_reduce(
@@ -202,7 +407,7 @@ class DistributedOps:
     recv_f32 = _only(np.float32, recv)
 
     def _group(self, group: Any) -> ProcessGroup:
-        if not isinstance(self.mesh, DeviceMesh):
+        if not isinstance(self.mesh, runtime.DeviceMesh):
             raise MeshError(
                 f"No communication backend configured: {self.mesh!r} is a plain Mesh, without "
                 "ranks that could talk; take the operations of "
@@ -222,6 +427,6 @@ def _place(group: ProcessGroup, rank: int, what: str) -> int:
     return place
 
 
-def dist_ops(mesh: DeviceMesh | Mesh) -> DistributedOps:
+def dist_ops(mesh: runtime.DeviceMesh | Mesh) -> DistributedOps:
     """Return the operations of a mesh. Local."""
     return DistributedOps(mesh)

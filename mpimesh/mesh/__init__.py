@@ -17,7 +17,7 @@ from mpimesh.mesh.dims import (
     shapes_that_fit,
     world_size_error,
 )
-from mpimesh.mesh.groups import WORLD, GroupBackend, GroupSpec
+from mpimesh.mesh.groups import WORLD, GroupSpec
 from mpimesh.mesh.host import cpu_device
 from mpimesh.mesh.ids import DeviceIds, ListedIds, RankGroups, StridedIds
 from mpimesh.mesh.mesh import Mesh, MeshLike
@@ -25,7 +25,6 @@ from mpimesh.mesh.probe import DeviceInfo, GpuPreference
 from mpimesh.mesh.spec import DEVICE_TYPES, ClientInfo, DeviceSpec
 from mpimesh.mesh.stats import (
     DeviceTable,
-    MeshStats,
     SharedGpu,
     shared_gpus,
     sharing_text,
@@ -52,13 +51,11 @@ __all__ = [
     "DeviceTable",
     "DimsLike",
     "GpuPreference",
-    "GroupBackend",
     "GroupSpec",
     "ListedIds",
     "Mesh",
     "MeshDimension",
     "MeshLike",
-    "MeshStats",
     "MeshTopology",
     "MixedTopology",
     "NamesLike",

@@ -4,50 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from mpimesh.arguments import as_int, as_items, shown
 from mpimesh.errors import GroupError, RankError
 from mpimesh.mesh.ids import DeviceIds
 
-__all__ = ["WORLD", "GroupBackend", "GroupSpec", "check_group_name"]
+__all__ = ["WORLD", "GroupSpec", "check_group_name"]
 
 _MOST_NAME = 200
 """Most characters of a group's name: it goes along with each message of the group."""
 
 WORLD = "world"
 """Name of the group of all ranks."""
-
-
-class GroupBackend(Enum):
-    """The mover of a group's bytes. A runtime acts on it or refuses it."""
-
-    NCCL = "nccl"
-    GLOO = "gloo"
-    MPI = "mpi"
-    NODE_SHARED = "node_shared"
-    """Memory that the ranks of one node share."""
-    VIRTUAL = "virtual"
-    """Threads of one process; kapsl's ``Mock``."""
-
-    @classmethod
-    def parse(cls, text: str) -> GroupBackend:
-        """Read a backend's name in any case; ``mock`` means `VIRTUAL`.
-
-        Raises:
-            GroupError: If there is no such backend.
-        """
-        name = text.strip().lower() if isinstance(text, str) else ""
-        if name == "mock":
-            return cls.VIRTUAL
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(backend.value for backend in cls)
-            raise GroupError(f"group backend must be one of {known}, got {shown(text)}") from None
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +25,6 @@ class GroupSpec:
     Attributes:
         name: Its name, unique in a world.
         ranks: World ranks in group order: the place of a rank is its rank in the group.
-        backend: Who moves its bytes.
 
     Raises:
         GroupError: If the name is no text or too long, or ranks are missing, repeated or negative.
@@ -65,14 +32,9 @@ class GroupSpec:
 
     name: str
     ranks: Sequence[int]
-    backend: GroupBackend = GroupBackend.MPI
 
     def __post_init__(self) -> None:
         check_group_name(self.name)
-        if not isinstance(self.backend, GroupBackend):
-            raise GroupError(
-                f"backend of group {self.name!r} must be a GroupBackend, got {self.backend!r}"
-            )
         object.__setattr__(self, "ranks", _checked_ranks(self.name, self.ranks))
 
     @property

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -13,29 +12,10 @@ from mpimesh.mesh.device import Device, DeviceBackend
 from mpimesh.mesh.groups import GroupSpec
 from mpimesh.mesh.host import cpus_of_text
 
-__all__ = ["DeviceTable", "MeshStats", "SharedGpu", "shared_gpus", "sharing_text"]
+__all__ = ["DeviceTable", "SharedGpu", "shared_gpus", "sharing_text"]
 
 _SHOWN = 4
 """Most shared GPUs that are named one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeshStats:
-    """Totals over all ranks of a mesh.
-
-    Attributes:
-        world_size: Number of ranks.
-        total_memory_mb: Memory of all devices in MiB.
-        total_compute_units: Their multiprocessors and cores.
-        backend_distribution: Number of ranks for each backend.
-        group_count: Number of groups, ``world`` among them.
-    """
-
-    world_size: int
-    total_memory_mb: int
-    total_compute_units: int
-    backend_distribution: Mapping[str, int] = field(hash=False)
-    group_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +84,6 @@ class DeviceTable(Sequence[Device]):
     def total_compute_units(self) -> int:
         """Multiprocessors and cores of all devices."""
         return sum(units for _, units in self._shares())
-
-    def stats(self, group_count: int) -> MeshStats:
-        """Return the totals, with the number of groups that the mesh has."""
-        shares = list(self._shares())
-        return MeshStats(
-            world_size=len(self.devices),
-            total_memory_mb=sum(memory for memory, _ in shares),
-            total_compute_units=sum(units for _, units in shares),
-            backend_distribution=dict(Counter(str(device.backend) for device in self.devices)),
-            group_count=group_count,
-        )
 
     def _shares(self) -> Iterator[tuple[int, int]]:
         """Yield (memory in MiB, compute units) of each piece of hardware."""

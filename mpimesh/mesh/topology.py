@@ -23,7 +23,6 @@ from math import prod
 from mpimesh.arguments import as_flag, as_int
 from mpimesh.errors import MeshError, WorldSizeError
 from mpimesh.mesh.dims import check_world_size
-from mpimesh.mesh.groups import GroupBackend, GroupSpec
 from mpimesh.mesh.mesh import Mesh
 
 __all__ = [
@@ -153,17 +152,6 @@ class MeshTopology(ABC):
         See :meth:`validate` for the errors, and the module's table for the names.
         """
         return tuple(self._groups(self.to_mesh(world_size, allow_idle=allow_idle)))
-
-    def group_specs(
-        self,
-        world_size: int,
-        *,
-        backend: GroupBackend = GroupBackend.MPI,
-        allow_idle: bool = False,
-    ) -> tuple[GroupSpec, ...]:
-        """Return :meth:`group_plan` as records."""
-        plan = self.group_plan(world_size, allow_idle=allow_idle)
-        return tuple(GroupSpec(name, ranks, backend) for name, ranks in plan)
 
 
 @dataclass(frozen=True, slots=True)

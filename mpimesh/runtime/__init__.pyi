@@ -8,6 +8,7 @@ from .device_mesh import (
 from .device_mesh import (
     shutdown_accelerator_system as shutdown_accelerator_system,
 )
+from .group import Backend as Backend
 from .group import ProcessGroup as ProcessGroup
 from .launch import Launch as Launch
 from .messages import MAX_TAG as MAX_TAG

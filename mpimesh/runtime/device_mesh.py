@@ -19,17 +19,15 @@ from mpimesh.mesh import (
     DeviceBackend,
     DeviceIds,
     DeviceTable,
-    GroupBackend,
     GroupSpec,
     Mesh,
     MeshDimension,
-    MeshStats,
     MeshTopology,
     NamesLike,
 )
 from mpimesh.mesh.dims import parse_names
 from mpimesh.runtime.call import call_site
-from mpimesh.runtime.group import ProcessGroup
+from mpimesh.runtime.group import Backend, ProcessGroup
 from mpimesh.runtime.mesh_core import MeshArgument, MeshCore
 from mpimesh.runtime.traffic import Budget, Traffic
 from mpimesh.runtime.world import current_world
@@ -309,7 +307,7 @@ class DeviceMesh:
         ranks: Sequence[int] | None = None,
         *,
         dims: NamesLike | None = None,
-        backend: GroupBackend | str | None = None,
+        backend: Backend | None = None,
         apart: bool = False,
     ) -> ProcessGroup:
         """Make a group of listed ranks, or one for each line of ranks along several dims.
@@ -403,7 +401,7 @@ class DeviceMesh:
         if group is None:
             known = ", ".join(self.group_names)
             raise UnknownNameError(f"Group {name!r} not found; there are {known}")
-        return self._core.devices.table.in_group(GroupSpec(group.name, group.ranks, group.backend))
+        return self._core.devices.table.in_group(GroupSpec(group.name, group.ranks))
 
     @property
     def total_memory_mb(self) -> int:
@@ -414,10 +412,6 @@ class DeviceMesh:
     def total_compute_units(self) -> int:
         """Multiprocessors and cores of all devices, shared hardware counted once."""
         return self._core.devices.table.total_compute_units
-
-    def stats(self) -> MeshStats:
-        """Return totals over all ranks, and the number of groups. Local."""
-        return self._core.devices.table.stats(len(self.group_names))
 
     def client(self) -> ClientInfo:
         """Return who this process is, in TensorFlow's words. Local."""

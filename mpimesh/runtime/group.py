@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeAlias
 
 from mpimesh.arguments import as_int, as_time
 from mpimesh.arrays import Array, HostArray, ReduceOp
 from mpimesh.comm import Communicator
 from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.errors import GroupError, RankError
-from mpimesh.mesh import GroupBackend
 from mpimesh.runtime import messages, plan, rooted
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
@@ -22,7 +21,10 @@ from mpimesh.runtime.plan import Accounts, Prepared
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import solo_communicator
 
-__all__ = ["ProcessGroup"]
+__all__ = ["Backend", "ProcessGroup"]
+
+Backend: TypeAlias = Literal["mpi", "node_shared", "nccl", "virtual"]
+"""The mover of a group's bytes; ``"virtual"`` for threads of one process."""
 
 _NAME = str | None
 _broadcast, _scatter = collective(rooted.broadcast), collective(rooted.scatter)
@@ -56,7 +58,7 @@ class ProcessGroup:
         ranks: Sequence[int],
         communicator: Communicator | None,
         context: MeshContext,
-        backend: GroupBackend,
+        backend: Backend,
         *,
         prefer: str = "",
     ) -> None:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from mpimesh.arguments import as_flag, shown
 from mpimesh.comm import Communicator
 from mpimesh.errors import GroupError, RankError, on_all_ranks
-from mpimesh.mesh import WORLD, GroupBackend, GroupSpec, Mesh, NamesLike
+from mpimesh.mesh import WORLD, GroupSpec, Mesh, NamesLike
 from mpimesh.mesh.dims import parse_names
 from mpimesh.mesh.groups import check_group_name
 from mpimesh.runtime.agreement import agree, agree_alike
@@ -25,12 +24,12 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.deadlock import Mail
 from mpimesh.runtime.ending import part_together
-from mpimesh.runtime.group import ProcessGroup
+from mpimesh.runtime.group import Backend, ProcessGroup
 from mpimesh.runtime.world import solo_communicator
 
 __all__ = ["LiveGroups"]
 
-_FORCED = (GroupBackend.MPI, GroupBackend.NODE_SHARED, GroupBackend.NCCL)
+_FORCED: tuple[Backend, ...] = ("mpi", "node_shared", "nccl")
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +55,7 @@ class _Family:
     mesh: Mesh | None = None
     dims: tuple[str, ...] = ()
     owned: bool = True
-    forced: GroupBackend | None = None
+    forced: Backend | None = None
     why_not: str = ""
     apart: bool = False
     freed: bool = False
@@ -149,9 +148,9 @@ class LiveGroups:
         return self._groups.get(name) if isinstance(name, str) else None
 
     @property
-    def backend(self) -> GroupBackend:
+    def backend(self) -> Backend:
         """The backend that moves these groups' bytes."""
-        return GroupBackend.MPI if self.communicator.kind == "mpi" else GroupBackend.VIRTUAL
+        return "mpi" if self.communicator.kind == "mpi" else "virtual"
 
     @property
     def custom(self) -> list[str]:
@@ -184,7 +183,7 @@ class LiveGroups:
         ranks: Sequence[int] | None,
         *,
         dims: NamesLike | None,
-        backend: GroupBackend | str | None,
+        backend: Backend | None,
         apart: bool,
     ) -> ProcessGroup:
         """Make a group of the user's. See :meth:`DeviceMesh.add_group`."""
@@ -213,7 +212,7 @@ class LiveGroups:
         *,
         mesh: Mesh | None = None,
         custom: bool = False,
-        forced: GroupBackend | None = None,
+        forced: Backend | None = None,
     ) -> ProcessGroup:
         """Make the groups along `dims`; `name` becomes the one that this rank is in.
 
@@ -241,7 +240,7 @@ class LiveGroups:
         spec: GroupSpec,
         *,
         custom: bool = False,
-        forced: GroupBackend | None = None,
+        forced: Backend | None = None,
         apart: bool = False,
     ) -> ProcessGroup:
         """Make one group of listed ranks, which keep their order."""
@@ -269,8 +268,8 @@ class LiveGroups:
             return known
         fresh.communicator = self.communicator.split(color, key)
         # NCCL moves what lies on devices, and is asked for there.
-        if fresh.forced not in (None, GroupBackend.NCCL) and fresh.communicator is not None:
-            fresh.why_not = fresh.communicator.force(str(fresh.forced))
+        if fresh.forced not in (None, "nccl") and fresh.communicator is not None:
+            fresh.why_not = fresh.communicator.force(fresh.forced)
         self._families.append(fresh)
         return fresh
 
@@ -281,7 +280,7 @@ class LiveGroups:
             if made.mesh is not None:
                 self.add_dims(name, made.dims, mesh=made.mesh, custom=True, forced=forced)
             elif made.ranks is not None:
-                spec = GroupSpec(name, made.ranks, self.backend)
+                spec = GroupSpec(name, made.ranks)
                 self.add_ranks(spec, custom=True, forced=forced, apart=made.family.apart)
 
     def rebuild(self, mesh: Mesh) -> LiveGroups:
@@ -384,7 +383,7 @@ class LiveGroups:
         if name in self._groups or name in self._custom:
             raise GroupError(f"there is already a group called {name!r}; choose another name")
 
-    def _check_way(self, group: ProcessGroup, forced: GroupBackend) -> None:
+    def _check_way(self, group: ProcessGroup, forced: Backend) -> None:
         """Collective: take a new group back if its bytes cannot go the way that it asks for."""
         family = self._custom[group.name].family
         reasons = agree(self, "add_group", family.why_not)
@@ -419,7 +418,7 @@ class LiveGroups:
             chosen = parse_names(() if dims is None else dims)
             self._mesh.num_groups(chosen)  # refuses unknown dims
             return chosen
-        spec = GroupSpec(name, ranks, self.backend)
+        spec = GroupSpec(name, ranks)
         for rank in spec.ranks:
             if rank not in self._mesh.ids:
                 raise RankError(
@@ -428,26 +427,21 @@ class LiveGroups:
                 )
         return spec
 
-    def _checked_backend(
-        self, name: str, backend: GroupBackend | str | None
-    ) -> GroupBackend | None:
+    def _checked_backend(self, name: str, backend: str | None) -> Backend | None:
         """Return the backend that is asked for, if it is one that such groups can have."""
         if backend is None:
             return None
-        on_threads = self.backend is GroupBackend.VIRTUAL
-        known = (GroupBackend.VIRTUAL,) if on_threads else _FORCED
-        asked = None
-        with suppress(GroupError):  # it names all backends, also those that no such group has
-            asked = backend if isinstance(backend, GroupBackend) else GroupBackend.parse(backend)
-        if asked not in known:
-            can = ", ".join(map(str, known))
+        on_threads = self.backend == "virtual"
+        known: tuple[Backend, ...] = ("virtual",) if on_threads else _FORCED
+        asked = next((one for one in known if one == backend), None)
+        if asked is None:
             raise GroupError(
-                f"group {name!r} asks for backend {shown(str(backend))}, but what can be asked for "
-                f"on this mesh is {can}; leave backend= out for the fastest way"
+                f"group {name!r} asks for backend {shown(backend)}, but what can be asked for "
+                f"on this mesh is {', '.join(known)}; leave backend= out for the fastest way"
             )
         if on_threads:
             return None
-        if asked is GroupBackend.NCCL and "cupy" not in sys.modules:
+        if asked == "nccl" and "cupy" not in sys.modules:
             raise GroupError(
                 f"group {name!r} asks for backend nccl, which is CuPy's, and CuPy is not imported: "
                 "import cupy first, or install it: pip install cupy-cuda13x (for a GPU driver "
@@ -472,7 +466,7 @@ class LiveGroups:
             communicator,
             self._context,
             forced or self.backend,
-            prefer="" if forced is None else forced.value,
+            prefer=forced or "",
         )
         self._groups[name] = group
         if asked is not None:

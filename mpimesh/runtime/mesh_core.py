@@ -30,7 +30,6 @@ from mpimesh.mesh import (
     DeviceSpec,
     DeviceTable,
     DimsLike,
-    GroupBackend,
     GroupSpec,
     Mesh,
     MeshTopology,
@@ -45,7 +44,7 @@ from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call, call_site, site_line
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.ending import counts, refuse_unreceived, refuse_unresolved
-from mpimesh.runtime.group import ProcessGroup
+from mpimesh.runtime.group import Backend, ProcessGroup
 from mpimesh.runtime.launch import Launch
 from mpimesh.runtime.link_speeds import measured_links
 from mpimesh.runtime.live_groups import LiveGroups
@@ -146,7 +145,7 @@ class MeshCore:
         """The group of all ranks of `comm`, in their order, also those that the mesh leaves out."""
         self.refuse_closed("use a group of")
         control = self.context.communicator
-        backend = GroupBackend.MPI if control.kind == "mpi" else GroupBackend.VIRTUAL
+        backend: Backend = "mpi" if control.kind == "mpi" else "virtual"
         return ProcessGroup("everyone", range(control.size), control, self.context, backend)
 
     # -- making and changing: collective -------------------------------------------------------
@@ -256,7 +255,7 @@ class MeshCore:
             groups.add_dims(dim, (dim,))
         if self.topology is not None:
             for name, ranks in self.topology.group_plan(self.context.communicator.size):
-                groups.add_ranks(GroupSpec(name, ranks, groups.backend))
+                groups.add_ranks(GroupSpec(name, ranks))
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ def check_reshape_changes_all_or_nothing(comm):
         n = mesh.world_size
         mesh.add_group("mine", [0])
         mesh.add_group("tp_0", [n - 1])
-        before = (repr(mesh), mesh.dims, mesh.topology, mesh.group_names, mesh.stats())
+        before = (repr(mesh), mesh.dims, mesh.topology, mesh.group_names)
         for dims, error, values in (
             (f"a={n + 1}", WorldSizeError, (f"a={n + 1}", n)),
             ("a=3,a=4", MpimeshError, ("repeated", "'a'")),
@@ -207,7 +207,7 @@ def check_reshape_changes_all_or_nothing(comm):
         ):
             with raises(error, *values):
                 mesh.reshape(dims)
-            now = (repr(mesh), mesh.dims, mesh.topology, mesh.group_names, mesh.stats())
+            now = (repr(mesh), mesh.dims, mesh.topology, mesh.group_names)
             assert now == before
             members_agree(mesh)
         if n > 1:

@@ -88,14 +88,8 @@ def check_devices_and_stats(comm):
         backend = mesh.local_device().backend
         assert len(mesh.devices_by_backend(backend)) == n
         assert len(mesh.devices_in_group("world")) == n
-        stats = mesh.stats()
-        assert stats.world_size == n
-        assert stats.group_count == len(mesh.group_names)
-        assert sum(stats.backend_distribution.values()) == n
-        assert stats.total_memory_mb == mesh.total_memory_mb > 0
+        assert mesh.total_memory_mb > 0
         assert mesh.total_compute_units > 0
-        assert mesh.client().client_id == mesh.rank
-        assert mesh.client().num_clients == n
 
 
 def check_a_world_that_does_not_fit(comm):

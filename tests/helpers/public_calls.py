@@ -198,7 +198,7 @@ _plain(
 _plain(
     "MeshTopology",
     mm.MeshTopology.parse("mixed:tp=2,pp=2,dp=2"),
-    {name: {"world_size": 8} for name in ("group_plan", "group_specs", "to_mesh", "validate")},
+    {name: {"world_size": 8} for name in ("group_plan", "to_mesh", "validate")},
 )
 _plain(
     "Layout",

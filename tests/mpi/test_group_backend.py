@@ -7,7 +7,6 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.errors import GroupError
-from mpimesh.mesh import GroupBackend
 from tests.helpers.raises import raises
 
 
@@ -21,7 +20,7 @@ def test_all_goes_the_way_that_is_asked_for(comm, backend):
         return
     with mm.DeviceMesh("dp=-1", comm) as mesh:
         group = mesh.add_group("forced", range(comm.size), backend=backend)
-        assert str(group.backend) == backend
+        assert group.backend == backend
         for size in (3, 100_000):
             x = np.arange(float(size)) + mesh.rank
             expected = np.arange(float(size)) + (comm.size - 1) / 2
@@ -32,7 +31,7 @@ def test_all_goes_the_way_that_is_asked_for(comm, backend):
         assert mesh.group("dp").algorithms() != group.algorithms()
         with mesh.copy() as other:
             assert ways(other.group("forced")) == ways(group)
-            assert str(other.group("forced").backend) == backend
+            assert other.group("forced").backend == backend
 
 
 def test_a_way_along_dims(comm):
@@ -67,8 +66,7 @@ def test_ranks_on_several_nodes_share_no_memory(comm, monkeypatch):
         ("gloo", ("'gloo'", "mpi, node_shared, nccl")),
         ("virtual", ("'virtual'", "mpi, node_shared, nccl")),
         ("x", ("'x'", "mpi, node_shared, nccl")),
-        (GroupBackend.GLOO, ("'gloo'", "mpi, node_shared, nccl")),
-        (7, ("'7'", "mpi, node_shared, nccl")),
+        (7, ("7", "mpi, node_shared, nccl")),
         ("nccl", ("nccl", "CuPy")),
     ],
 )

@@ -1,23 +1,22 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import pytest
 
 from mpimesh.errors import GroupError, MpimeshError, RankError
-from mpimesh.mesh import GroupBackend, GroupSpec, Mesh
+from mpimesh.mesh import GroupSpec, Mesh
 from tests.helpers.raises import raises
 
 
 def test_the_order_of_ranks_is_the_group_rank():
-    group = GroupSpec("mine", [5, 1, 3], GroupBackend.GLOO)
+    group = GroupSpec("mine", [5, 1, 3])
     assert (group.size, group.ranks) == (3, (5, 1, 3))
     assert [group.group_rank(rank) for rank in (5, 1, 3, 0)] == [0, 1, 2, None]
     assert group.in_group(3)
     assert not group.in_group(2)
     assert group == pickle.loads(pickle.dumps(group))
-    assert hash(group) == hash(GroupSpec("mine", (5, 1, 3), GroupBackend.GLOO))
+    assert hash(group) == hash(GroupSpec("mine", (5, 1, 3)))
 
 
 def test_ranks_of_a_mesh_stay_lazy():
@@ -40,22 +39,11 @@ def test_ranks_of_a_mesh_stay_lazy():
         (("", [0]), GroupError, ("name", "''")),
         ((3, [0]), GroupError, ("name", 3)),
         (("g" * 201, [0]), GroupError, ("name", "at most 200 characters", 201)),
-        (("g", [0], "mpi"), GroupError, ("'g'", "GroupBackend", "'mpi'")),
     ],
 )
 def test_groups_that_break_a_rule(arguments, error, values):
     with raises(error, *values):
         GroupSpec(*arguments)
-
-
-def test_backends_are_read_in_any_case():
-    for backend in GroupBackend:
-        assert GroupBackend.parse(str(backend).upper()) is backend
-    assert GroupBackend.parse(" Mock ") is GroupBackend.VIRTUAL
-    wrongs: list[Any] = ["ucc", "", 3]
-    for wrong in wrongs:
-        with raises(GroupError, "nccl, gloo, mpi, node_shared, virtual", repr(wrong)):
-            GroupBackend.parse(wrong)
 
 
 def test_ranks_must_be_in_the_world():

@@ -69,8 +69,8 @@ def test_slices_and_views():
 def test_the_groups_of_a_topology():
     mesh = MeshTopology.mixed(tp=40, pp=25, dp=1000).to_mesh(RANKS)
     assert mesh == Mesh("dp=1000,pp=25,tp=40")
-    (everyone,) = DataParallelTopology().group_specs(RANKS)
-    assert everyone.group_rank(RANK) == RANK
+    ((_, everyone),) = DataParallelTopology().group_plan(RANKS)
+    assert everyone[RANK] == RANK
 
 
 def test_a_permutation_of_a_million_ranks_is_one_table():
