@@ -68,7 +68,7 @@ def test_k2_topologies_are_values_of_numbers_from_one_on():
         lambda: MeshTopology.mixed(2, 0, 1),
         lambda: MeshTopology.tensor_parallel(4, (2, 4)),
     ):
-        with pytest.raises(ValueError, match="at least 1|2 x 4 = 8"):
+        with pytest.raises(ValueError, match=r"at least 1|2 x 4 = 8"):
             make()
 
 
