@@ -79,7 +79,7 @@ def test_names_of_fields_in_any_letters(tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=examples(5000), deadline=None)
+@settings(max_examples=examples(2000), deadline=None)
 def test_a_changed_npy_file_is_read_or_refused(place, data):
     """Bytes changed, put in, taken out: no other error, and no memory but for elements."""
     file = bytearray(GOOD)

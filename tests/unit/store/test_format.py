@@ -98,7 +98,7 @@ def manifests(draw):
     )
 
 
-@settings(max_examples=examples(1000))
+@settings(max_examples=examples(300))
 @given(manifests())
 def test_a_manifest_is_read_as_it_was_written(manifest):
     text = manifest.text()
