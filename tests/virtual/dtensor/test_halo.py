@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh.errors import DTypeError, LayoutError, RankError
-from mpimesh.layout import Layout, halo, plan_halo, reads
+from mpimesh.layout import Layout, plan_halo, reads
 
 MODES: dict[str, Any] = {
     "periodic": "wrap",
@@ -294,7 +294,8 @@ def test_the_limit_counts_no_less_than_is_read(case):
     for axis, pair in width.items():
         low, high = plan.ends[axis]
         most = 1 + sum(
-            halo.most_runs(bounds[axis], *side) for side in ((pair[0], low, -1), (pair[1], high, 1))
+            reads.most_runs(bounds[axis], *side)
+            for side in ((pair[0], low, -1), (pair[1], high, 1))
         )
         for leaf in range(len(bounds[axis]) - 1):
             assert len(plan.reads.runs_of[axis](leaf)) <= most <= 1 + sum(pair)
@@ -364,8 +365,7 @@ def test_a_halo_shows_what_it_is_for():
     )
 
 
-@pytest.mark.parametrize("module", [halo, reads], ids=lambda module: module.__name__)
-def test_examples_of_docstrings(module):
-    result = doctest.testmod(module, extraglobs={"Mesh": mm.Mesh})
+def test_examples_of_docstrings():
+    result = doctest.testmod(reads, extraglobs={"Mesh": mm.Mesh})
     assert result.attempted
     assert not result.failed
