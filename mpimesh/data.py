@@ -30,10 +30,9 @@ from mpimesh.arrays import HostArray
 from mpimesh.dtensor import DTensor
 from mpimesh.errors import ClosedError, MismatchError, ModuleError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout
-from mpimesh.parallel.groups import live_mesh, no_dim
-from mpimesh.parallel.microbatch import num_rows, replica_rows
+from mpimesh.parallel.microbatch import Structure, Tree, flatten, num_rows, replica_rows, tree_map
 from mpimesh.parallel.model import ParallelModel
-from mpimesh.parallel.tree import Structure, Tree, flatten, tree_map
+from mpimesh.parallel.replicas import live_mesh, no_dim
 from mpimesh.runtime import DeviceMesh
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call

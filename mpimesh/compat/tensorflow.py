@@ -32,7 +32,7 @@ from mpimesh.errors import (
     on_all_ranks,
 )
 from mpimesh.layout import AxisLayout, Layout, Shard
-from mpimesh.parallel.tree import Tree, tree_map
+from mpimesh.parallel.microbatch import Tree, tree_map
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.agreement import agree_alike
 from mpimesh.runtime.tracebacks import write_error

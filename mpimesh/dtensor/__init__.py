@@ -4,44 +4,39 @@ from __future__ import annotations
 
 from mpimesh.dtensor import (
     array_api,
-    facts,
+    contract,
+    elementwise,
+    fft,
     indexing,
-    masks,
+    joining,
+    linalg,
     numpy_util,
-    ops_argument,
-    ops_contract,
-    ops_covariance,
-    ops_elementwise,
-    ops_fft,
-    ops_grids,
-    ops_histogram,
-    ops_linalg,
-    ops_lines,
-    ops_matrices,
-    ops_neighbours,
-    ops_reduce,
-    ops_sets,
-    ops_statistics,
-    ops_tables,
-    ops_ufunc,
-    ops_writes,
+    reductions,
+    reshape,
     scans,
-    setting,
-    shape_axes,
-    shape_join,
-    shape_repeat,
-    shape_reshape,
     sorting,
-    uniques,
+    statistics,
+    tables,
+    writes,
 )
-from mpimesh.dtensor.create import distribute, empty, from_callback, full, ones, zeros
+from mpimesh.dtensor.creation import (
+    Random,
+    arange,
+    distribute,
+    empty,
+    eye,
+    from_callback,
+    full,
+    linspace,
+    ones,
+    zeros,
+)
 from mpimesh.dtensor.defaults import default_layout
-from mpimesh.dtensor.halo import Halo, HaloField
+from mpimesh.dtensor.dispatch import allow_gather
+from mpimesh.dtensor.halo_exchange import Halo, HaloField, shift
 from mpimesh.dtensor.local_map import BlockPlace, local_map
 from mpimesh.dtensor.mesh_context import default_mesh, device_name, get_default_mesh, run_on
 from mpimesh.dtensor.packing import pack, unpack
-from mpimesh.dtensor.ranges import Random, arange, eye, linspace
-from mpimesh.dtensor.registry import allow_gather
 from mpimesh.dtensor.relayout import (
     call_with_layout,
     check_layout,
@@ -51,41 +46,25 @@ from mpimesh.dtensor.relayout import (
     relayout,
     relayout_like,
 )
-from mpimesh.dtensor.shift import shift
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.dtensor.variable import DVariable
 
 _RULES = (
     array_api,
-    facts,
+    contract,
+    elementwise,
+    fft,
     indexing,
-    masks,
-    ops_argument,
-    ops_contract,
-    ops_covariance,
-    ops_elementwise,
-    ops_fft,
-    ops_grids,
-    ops_histogram,
-    ops_linalg,
-    ops_lines,
-    ops_matrices,
-    ops_neighbours,
-    ops_reduce,
-    ops_sets,
-    ops_statistics,
-    ops_tables,
-    ops_ufunc,
-    ops_writes,
+    joining,
+    linalg,
+    reductions,
+    reshape,
     scans,
-    setting,
-    shape_axes,
-    shape_join,
-    shape_repeat,
-    shape_reshape,
     sorting,
-    uniques,
-)  # imported, they tell NumPy's functions what to do with split arrays
+    statistics,
+    tables,
+    writes,
+)  # importing them registers their rules for NumPy's functions
 
 __all__ = [
     "BlockPlace",

@@ -147,29 +147,27 @@ from numpy import (
     where,
 )
 
-from mpimesh.dtensor.array_api_create import (
+from mpimesh.dtensor.array_api_functions import (
+    __array_namespace_info__,
     arange,
+    argsort,
     asarray,
+    astype,
     empty,
     empty_like,
     eye,
+    finfo,
     from_dlpack,
     full,
     full_like,
+    iinfo,
     linspace,
     meshgrid,
     ones,
     ones_like,
+    sort,
     zeros,
     zeros_like,
-)
-from mpimesh.dtensor.array_api_own import (
-    __array_namespace_info__,
-    argsort,
-    astype,
-    finfo,
-    iinfo,
-    sort,
 )
 from mpimesh.dtensor.methods import Methods
 

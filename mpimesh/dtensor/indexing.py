@@ -1,26 +1,38 @@
-"""Parts of split arrays by keys, and elements by arrays of indices."""
+"""Parts of split arrays by keys, masks and arrays of indices; grids and Kronecker products."""
 
 from __future__ import annotations
 
-from operator import getitem
+from operator import getitem, index
 from typing import Any
 
 import numpy as np
 
-from mpimesh.dtensor.arguments import axis_of, refuse_given, whole_key
-from mpimesh.dtensor.masks import masked
-from mpimesh.dtensor.picking import pick, pick_along
-from mpimesh.dtensor.picking_pairs import pick_pairs
-from mpimesh.dtensor.registry import implements
-from mpimesh.dtensor.shape_axes import expand_dims, moveaxis, permuted, squeeze
-from mpimesh.dtensor.shape_repeat import pad
-from mpimesh.dtensor.shape_reshape import reshape, row_along
-from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import NoRuleError, ShapeError
-from mpimesh.layout import Layout
+from mpimesh.arrays import HostArray
+from mpimesh.dtensor.dispatch import implements, sure_rule_of
+from mpimesh.dtensor.elementwise import call
+from mpimesh.dtensor.joining import concatenate, pad
+from mpimesh.dtensor.methods import reduced
+from mpimesh.dtensor.picking import exchange_counts, pick, pick_along, pick_pairs
+from mpimesh.dtensor.reshape import (
+    broadcast_to,
+    expand_dims,
+    moveaxis,
+    permuted,
+    ravel,
+    reshape,
+    row_along,
+    shape_tuple,
+    squeeze,
+    swapaxes,
+)
+from mpimesh.dtensor.run import as_tensor, axes_of, axis_of, moved_to, refuse_options, whole_key
+from mpimesh.dtensor.tensor import DTensor, common_mesh
+from mpimesh.errors import IndexOutOfRangeError, LayoutError, NoRuleError, ShapeError, on_all_ranks
+from mpimesh.layout import Layout, Placement, Shard
+from mpimesh.layout.axis_rules import row_dim, rows_placement
 from mpimesh.layout.keys import checked_indices, read_key
 
-__all__ = ["diagonal", "get_item", "take"]
+__all__ = ["masked", "of_rows"]
 
 
 @implements(getitem)
@@ -70,7 +82,7 @@ def take(a: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "r
     Raises:
         IndexOutOfRangeError: On every rank, if an index is out of bounds.
     """
-    refuse_given("take", out=out)
+    refuse_options("take", out=out)
     x, which = row_along(a, axis)
     length = x.shape[which]
     rows = np.asarray(whole_key(indices))
@@ -128,3 +140,283 @@ def diag(v: Any, k: int = 0) -> DTensor:
         rows = np.arange(max(down, first), min(down + v.shape[0], first + len(values)))
         block[rows - first, rows + k] = values[rows - first]
     return DTensor(v.mesh, layout, (size, size), v.dtype, block)
+
+
+def masked(x: DTensor, mask: DTensor) -> DTensor:
+    """Return ``x[mask]``, for a mask of the first axes. Collective.
+
+    Elements stay where they are if only the first axis of those that the mask has is split, by
+    one dim; else both arrays are first brought to such a layout.
+
+    Raises:
+        IndexOutOfRangeError: If the mask does not fit.
+
+    Cost:
+        A count from each rank, beside what the layout needs.
+    """
+    if mask.shape != x.shape[: mask.ndim]:
+        raise IndexOutOfRangeError(f"a mask of shape {mask.shape} does not fit shape {x.shape}")
+    mask = as_tensor(mask, x.mesh)
+    x = reduced(x)
+    target = rows_placement(x.placement, x.shape, mask.ndim)
+    x = moved_to(x, target)
+    mask = moved_to(mask, rows_placement(target, x.shape, mask.ndim, only=True))
+    found = _member(x).local[mask.local]
+    rest = x.shape[mask.ndim :]
+    places = {axis: axis - mask.ndim + 1 for axis in range(mask.ndim, x.ndim)}
+    return of_rows(x, found, rest, {0: 0, **places})
+
+
+def _member(x: DTensor) -> DTensor:
+    if not x.is_member:
+        raise LayoutError(
+            f"rank {x.mesh.rank} is not in the mesh, and cannot know how many elements are found"
+        )
+    return x
+
+
+def of_rows(x: DTensor, block: HostArray, rest: tuple[int, ...], places: dict[int, int]) -> DTensor:
+    """Make the array whose first axis has as many elements as the ranks have found. Collective."""
+    dim = row_dim(x.placement)
+    specs = [
+        Shard(places[s.axis], sizes=s.sizes) if isinstance(s, Shard) else s for s in x.placement
+    ]
+    if dim is None:
+        layout = Layout(x.mesh, Placement(specs))
+        return DTensor(x.mesh, layout, (len(block), *rest), block.dtype, block)
+    counts = exchange_counts(x.mesh, "count", np.array([len(block)]))[:, 0]
+    table = counts.reshape(x.layout.mesh.shape())
+    first = tuple(slice(None) if d == dim else 0 for d in range(table.ndim))
+    sizes = table[first].tolist()
+    specs[dim] = Shard.of_sizes(0, sizes)
+    layout = Layout(x.mesh, Placement(specs))
+    return DTensor(x.mesh, layout, (sum(sizes), *rest), block.dtype, block)
+
+
+@implements(np.argwhere)
+def argwhere(a: Any) -> DTensor:
+    """Return the indices of elements that are not 0, one in each row. Collective."""
+    x = reduced(a)
+    x = _member(moved_to(x, rows_placement(x.placement, x.shape, x.ndim)))
+    block = np.argwhere(x.local)
+    block += np.array(x.global_offset, block.dtype)
+    return of_rows(x, block, (x.ndim,), {0: 0})
+
+
+@implements(np.nonzero)
+def nonzero(a: Any) -> tuple[DTensor, ...]:
+    """Return the indices of elements that are not 0, axis by axis. Collective."""
+    if a.ndim == 0:
+        raise ShapeError("np.nonzero takes at least 1 axis")
+    found = argwhere(a)
+    return tuple(column(found, axis) for axis in range(a.ndim))
+
+
+def column(x: DTensor, number: int) -> DTensor:
+    """Return one column of an array that is split by rows only. Local."""
+    layout = Layout(x.mesh, x.placement)
+    return DTensor(x.mesh, layout, x.shape[:1], x.dtype, x.local[:, number].copy())
+
+
+@implements(np.flatnonzero)
+def flatnonzero(a: Any) -> DTensor:
+    """Return the places of elements that are not 0, counted in C order. Collective."""
+    return nonzero(ravel(a))[0]
+
+
+@implements(np.extract)
+def extract(condition: Any, arr: Any) -> DTensor:
+    """Return the elements where a condition holds, in a row. Collective."""
+    mesh = next(one.mesh for one in (condition, arr) if isinstance(one, DTensor))
+    flags = ravel(reduced(as_tensor(condition, mesh)))
+    return masked(ravel(as_tensor(arr, mesh)), _truth(flags))
+
+
+@implements(np.compress)
+def compress(condition: Any, a: Any, axis: Any = None, out: Any = None) -> DTensor:
+    """Return the slices along an axis for which a condition of one axis holds. Collective."""
+    refuse_options("compress", out=out)
+    mesh = next(one.mesh for one in (condition, a) if isinstance(one, DTensor))
+    x = as_tensor(a, mesh)
+    x, which = row_along(x, axis)
+    flags = _truth(reduced(as_tensor(condition, mesh)))
+    length = x.shape[which]
+    if flags.ndim != 1:
+        raise ShapeError(f"a condition has one axis, got shape {flags.shape}")
+    if flags.shape[0] > length:
+        beyond = pick_along(flags, {0: range(length, flags.shape[0])}, name="compress")
+        if bool(sure_rule_of(np.any)(beyond)):
+            raise on_all_ranks(
+                IndexOutOfRangeError(
+                    f"a condition of shape {flags.shape} holds beyond axis {which} of shape "
+                    f"{x.shape}"
+                )
+            )
+        flags = pick_along(flags, {0: range(length)}, name="compress")
+    if flags.shape[0] < length:
+        x = pick_along(x, {which: range(flags.shape[0])}, name="compress")
+    order = [which, *(one for one in range(x.ndim) if one != which)]
+    found = masked(permuted(x, order), flags)
+    return permuted(found, np.argsort(order).tolist())
+
+
+def _truth(x: DTensor) -> DTensor:
+    block = x.local.astype(bool) if x.is_member else None
+    return DTensor(x.mesh, x.layout, x.shape, bool, block)
+
+
+@implements(np.meshgrid)
+def meshgrid(
+    *xi: Any, copy: bool = True, sparse: bool = False, indexing: str = "xy"
+) -> tuple[DTensor, ...]:
+    """Return the coordinates of a grid. Local: each is split along the axis that it runs along."""
+    if indexing not in ("xy", "ij"):
+        raise on_all_ranks(ShapeError(f"indexing is xy or ij, got {indexing!r}"))
+    mesh = common_mesh(xi)
+    rows = [ravel(as_tensor(one, mesh)) for one in xi]
+    axes = range(len(rows))
+    found = [
+        expand_dims(row, tuple(other for other in axes if other != axis))
+        for axis, row in zip(axes, rows, strict=True)
+    ]
+    if indexing == "xy" and len(rows) > 1:
+        found = [swapaxes(one, 0, 1) for one in found]
+    if not sparse:
+        shape = np.broadcast_shapes(*(one.shape for one in found))
+        found = [broadcast_to(one, shape) for one in found]
+    return tuple(one.copy() for one in found) if copy else tuple(found)
+
+
+@implements(np.ix_)
+def ix_(*args: Any) -> tuple[DTensor, ...]:
+    """Return rows as indices along one axis each. Collective for truth values, which are found."""
+    mesh = common_mesh(args)
+    found = []
+    for axis, one in enumerate(args):
+        row = as_tensor(one, mesh)
+        if row.ndim != 1:
+            raise on_all_ranks(ShapeError(f"np.ix_ takes rows, got shape {row.shape}"))
+        if row.dtype == bool:
+            (row,) = nonzero(row)
+        others = tuple(other for other in range(len(args)) if other != axis)
+        found.append(expand_dims(row, others) if others else row)
+    return tuple(found)
+
+
+@implements(np.block)
+def block(arrays: Any) -> DTensor:
+    """Put arrays together as nested lists say: the innermost along the last axis."""
+    flat = list(_leaves(arrays))
+    mesh = common_mesh(flat)
+    depths = set(_depths(arrays, 0))
+    if len(depths) != 1:
+        raise on_all_ranks(ShapeError(f"np.block takes lists of one depth, got {sorted(depths)}"))
+    depth = depths.pop()
+    ndim = max(depth, *(np.ndim(one) for one in flat))
+
+    def joined(tree: Any, level: int) -> DTensor:
+        if not isinstance(tree, list):
+            x = as_tensor(tree, mesh)
+            return expand_dims(x, tuple(range(ndim - x.ndim))) if x.ndim < ndim else x
+        parts = [joined(one, level + 1) for one in tree]
+        return concatenate(parts, ndim - depth + level)
+
+    found = joined(arrays, 0)
+    return found if isinstance(arrays, list) else found.copy()
+
+
+def _leaves(tree: Any) -> Any:
+    if not isinstance(tree, list):
+        yield tree
+        return
+    for one in tree:
+        yield from _leaves(one)
+
+
+def _depths(tree: Any, depth: int) -> Any:
+    if isinstance(tree, tuple):
+        raise TypeError("np.block takes lists, not tuples")
+    if not isinstance(tree, list):
+        yield depth
+        return
+    if not tree:
+        raise on_all_ranks(ShapeError("np.block takes no empty lists"))
+    for one in tree:
+        yield from _depths(one, depth + 1)
+
+
+@implements(np.kron)
+def kron(a: Any, b: Any) -> DTensor:
+    """Return the Kronecker product. Local, if one dim at most splits each axis of `a` alone."""
+    mesh = common_mesh([a, b])
+    x, y = as_tensor(a, mesh), as_tensor(b, mesh)
+    ndim = max(x.ndim, y.ndim)
+    x, y = (reshape(one, (*(1,) * (ndim - one.ndim), *one.shape)) for one in (x, y))
+    outer = tuple(range(1, 2 * ndim, 2))
+    inner = tuple(range(0, 2 * ndim, 2))
+    found = call(np.multiply, (expand_dims(x, outer), expand_dims(y, inner)))
+    return reshape(found, tuple(n * m for n, m in zip(x.shape, y.shape, strict=True)))
+
+
+@implements(np.diagflat)
+def diagflat(v: Any, k: int = 0) -> DTensor:
+    """Return the matrix that has all elements on a diagonal."""
+    return diag(ravel(v), k)
+
+
+@implements(np.resize)
+def resize(a: Any, new_shape: Any) -> DTensor:
+    """Return an array of another size, with the elements repeated as often as needed."""
+    shape = shape_tuple(new_shape)
+    if any(n < 0 for n in shape):
+        raise on_all_ranks(ShapeError(f"np.resize takes no negative lengths, got {shape}"))
+    row = ravel(a)
+    count = int(np.prod(shape, dtype=np.int64))
+    if not row.size:
+        found: DTensor = sure_rule_of(np.zeros_like)(row, shape=shape)
+        return found
+    return reshape(pick_along(row, {0: np.arange(count) % row.size}, name="resize"), shape)
+
+
+@implements(np.trim_zeros)
+def trim_zeros(filt: Any, trim: str = "fb", axis: Any = None) -> DTensor:
+    """Return the array without zeros at its edges. Collective: all ranks learn where they end."""
+    sides = trim.lower()
+    if sides not in ("fb", "bf", "f", "b", ""):
+        raise on_all_ranks(ShapeError(f"trim is made of f and b, got {trim!r}"))
+    axes = range(filt.ndim) if axis is None else axes_of(axis, filt.ndim)
+    found = call(np.not_equal, (filt, 0))
+    key = [slice(None)] * filt.ndim
+    for one in axes:
+        others = tuple(other for other in range(filt.ndim) if other != one)
+        flags = np.flatnonzero(np.any(found, axis=others).full())
+        start, stop = (int(flags[0]), int(flags[-1]) + 1) if len(flags) else (0, 0)
+        if len(flags) or "f" in sides or "b" in sides:
+            key[one] = slice(
+                start if "f" in sides else 0, stop if "b" in sides or not len(flags) else None
+            )
+    picked: DTensor = filt[tuple(key)]
+    return picked
+
+
+@implements(np.apply_over_axes)
+def apply_over_axes(func: Any, a: Any, axes: Any) -> Any:
+    """Call a reduction over one axis after the other, which stay with length 1."""
+    rows = axes if hasattr(axes, "__iter__") else (index(axes),)
+    found = a
+    for axis in rows:
+        which = axis_of(axis, max(a.ndim, 1))
+        made = func(found, which)
+        if made.ndim not in (a.ndim, a.ndim - 1):
+            raise NoRuleError("np.apply_over_axes takes a function that reduces one axis")
+        found = made if made.ndim == a.ndim else expand_dims(made, which)
+    return found
+
+
+@implements(np.sort_complex)
+def sort_complex(a: Any) -> DTensor:
+    """Return the elements of the last axis sorted, as complex numbers."""
+    found = sure_rule_of(np.sort)(a)
+    kind = np.sort_complex(np.zeros(1, a.dtype)).dtype
+    sorted_: DTensor = found.astype(kind, copy=False)
+    return sorted_

@@ -1,19 +1,28 @@
-"""The methods that arrays of NumPy have, each by its function."""
+"""Methods of NumPy's arrays, each by its function, and conversions of one element to a number."""
 
 from __future__ import annotations
 
+from math import prod
+from operator import index as to_index
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpimesh.dtensor.alike import raise_together
-from mpimesh.errors import DTypeError, UnknownNameError
+from mpimesh.dtensor.consistency import raise_together
+from mpimesh.errors import (
+    DTypeError,
+    IndexOutOfRangeError,
+    RankError,
+    ShapeError,
+    UnknownNameError,
+    on_all_ranks,
+)
 from mpimesh.layout import Partial, Replicate
 from mpimesh.layout.op_rules import broadcast_shape
 
-__all__ = ["Methods", "settled"]
+__all__ = ["Methods", "reduced"]
 
 T = TypeVar("T")
 
@@ -223,6 +232,51 @@ class Methods(NDArrayOperatorsMixin):
         specs = [Replicate()] * int(getattr(device, "ndim", 0))
         return self._call(me.redistribute, specs, mesh=device)
 
+    # -- one element: collective ---------------------------------------------------------
+
+    def item(self, *index: Any) -> Any:
+        """Return an element as a number of Python, as :meth:`numpy.ndarray.item`. Collective.
+
+        Every rank of the mesh calls it and gets the same. So do ``float(x)``, ``int(x)``,
+        ``complex(x)`` and ``bool(x)``, and with it ``if x.sum() > 0:``.
+
+        Args:
+            index: The element's index: a number for each axis, or one, counted along the row of
+                all elements; none for the element of an array that has only one.
+
+        Raises:
+            ShapeError: On every rank, if there are more elements, or none, and no index; or if it
+                has another number of parts than the array has axes.
+            IndexOutOfRangeError: On every rank, if there is no such element.
+        """
+        me: Any = self
+        if not index:
+            return _item_of(me, "be a number")
+        return _item_of(me[_place_of(index, me.shape)], "be a number")
+
+    def __bool__(self) -> bool:
+        return bool(_item_of(self, "be true or false"))
+
+    def __float__(self) -> float:
+        return float(_item_of(self, "be a number"))
+
+    def __int__(self) -> int:
+        return int(_item_of(self, "be a number"))
+
+    def __complex__(self) -> complex:
+        return complex(_item_of(self, "be a number"))
+
+    def __index__(self) -> int:
+        """Return the element of an integer array without axes. Collective."""
+        me: Any = self
+        if me.shape or me.dtype.kind not in "iu":
+            raise TypeError(f"only an integer array without axes can be an index, not {self!r}")
+        return int(_item_of(self, "be an index"))
+
+    def __format__(self, spec: str) -> str:
+        """Format an array of one element as its number, where `spec` asks for it: collective."""
+        return format(_item_of(self, f"be formatted by {spec!r}"), spec) if spec else str(self)
+
     # -- element by element ------------------------------------------------------------
 
     def round(self, decimals: int = 0) -> Self:
@@ -265,7 +319,7 @@ class Methods(NDArrayOperatorsMixin):
         me: Any = self
         if kind == self.dtype:
             return self._call(me.copy) if copy else self
-        ready = settled(me)
+        ready = reduced(me)
         block = None
         if ready.is_member:
             if self.dtype.kind not in "SU":
@@ -294,7 +348,7 @@ class Methods(NDArrayOperatorsMixin):
         return found
 
 
-def settled(x: T) -> T:
+def reduced(x: T) -> T:
     """Return `x` with all sums worked out that it waits for. Collective, if there are any."""
     me: Any = x
     if me.layout.partial_op:
@@ -309,11 +363,59 @@ def _part(x: T, function: Any) -> T:
     me: Any = x
     op = me.layout.partial_op
     if op not in ("", "sum", "mean"):
-        me = settled(me)
+        me = reduced(me)
     block = function(me.local) if me.is_member else None
     kind = function(np.empty(0, me.dtype)).dtype if block is None else block.dtype
     part: T = type(me)(me.mesh, me.layout, me.shape, kind, block)
     return part
+
+
+def _place_of(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of one element in all axes, as :meth:`numpy.ndarray.item` reads it.
+
+    Raises:
+        ShapeError: If there are other than one number, and not one for each axis.
+        IndexOutOfRangeError: If the array has no such element.
+    """
+    if len(index) == 1 and isinstance(index[0], tuple):
+        (index,) = index
+    places = tuple(map(to_index, index))
+    if len(places) == 1 and len(shape) != 1:
+        size = prod(shape)
+        if not -size <= places[0] < size:
+            raise on_all_ranks(
+                IndexOutOfRangeError(f"index {places[0]} is out of bounds for {size} elements")
+            )
+        return tuple(map(int, np.unravel_index(places[0] % size, shape)))
+    if len(places) != len(shape):
+        raise on_all_ranks(
+            ShapeError(f"{len(places)} numbers are no index into an array of shape {shape}")
+        )
+    return places
+
+
+def _item_of(x: Any, what: str) -> Any:
+    """Return the element of an array that has one. Collective, unless all ranks have it.
+
+    Args:
+        x: The array.
+        what: What it is to become, for messages.
+
+    Raises:
+        ShapeError: On every rank, if it has another number of elements.
+        RankError: If this rank is not in the mesh.
+    """
+    if x.size != 1:
+        raise on_all_ranks(
+            ShapeError(
+                f"{x!r} has {x.size} elements, and only an array of one can {what}; reduce it "
+                "first, with x.any(), x.all() or x.sum(), or take x.full() for the whole array"
+            )
+        )
+    if not x.is_member:
+        raise RankError(f"rank {x.mesh.rank} is not in the mesh of {x!r} and has no value of it")
+    whole = x.local if x.layout.is_replicated else x.full()
+    return whole.item()
 
 
 def _compared(function: np.ufunc, x: Any, other: Any) -> Any:

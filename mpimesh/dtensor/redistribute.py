@@ -87,8 +87,8 @@ def start_redistribute(
         group, name, arguments, options = _collective(redistribution, mesh, block, None)
         started: CollectiveTensor = getattr(group, name)(*arguments, **options)
         return started.map(finish)
-    held = block if block is None or block.flags.c_contiguous else block.copy()
-    begin, end = redistribution.begin(held, dtype, mesh.shared_empty, max_bytes)
+    contiguous = block if block is None or block.flags.c_contiguous else block.copy()
+    begin, end = redistribution.begin(contiguous, dtype, mesh.shared_empty, max_bytes)
     rule = redistribution.rule
     return redistribution.group._core.compose(
         "redistribute",
@@ -129,7 +129,7 @@ def redistribute_again(
         LayoutError: If the meshes are not of the same ranks, or a block cannot be reduced so.
     """
     redistribution = _redistribution(mesh, source, goal, target, shape, dtype)
-    given = out
+    user_out = out
     if out is not None and block is not None and np.may_share_memory(out, block):
         out = None  # it would be written while others read it
     if out is not None and not out.flags.c_contiguous:
@@ -138,11 +138,11 @@ def redistribute_again(
         group, name, arguments, options = _collective(redistribution, mesh, block, out)
         planned: PersistentCollective = getattr(group, f"{name}_init")(*arguments, **options)
         into = options["out"]
-        result = finish(into if given is None else given)
-        return planned.map(lambda _: _given(into, given, result))
+        result = finish(into if user_out is None else user_out)
+        return planned.map(lambda _: _copied_out(into, user_out, result))
     steps = _Again(redistribution, block, out, dtype, mesh.shared_empty)
-    result = finish(steps.last if given is None else given)
-    plain = given is None or given is steps.last
+    result = finish(steps.last if user_out is None else user_out)
+    plain = user_out is None or user_out is steps.last
     return PersistentExchange(
         redistribution.group._core,
         "redistribute",
@@ -150,9 +150,9 @@ def redistribute_again(
         rule=redistribution.rule,
         nbytes=redistribution.sent_bytes,
         value=result,
-        finish=None if steps.ends and plain else lambda: _given(steps.end(), given, result),
+        finish=None if steps.ends and plain else lambda: _copied_out(steps.end(), user_out, result),
         lock=block,
-        out=given,
+        out=user_out,
         receives=(sparse, redistribution.received) if redistribution.received else None,
     )
 
@@ -172,10 +172,10 @@ def _redistribution(
     return _cached(mesh, key, _prepared, mesh, source, goal, target, shape, dtype)
 
 
-def _given(block: HostArray | None, given: HostArray | None, result: Any) -> Any:
+def _copied_out(block: HostArray | None, user_out: HostArray | None, result: Any) -> Any:
     """Return the result, once the new block is in the caller's array, if there is one."""
-    if given is not None and block is not None and given is not block:
-        given[...] = block
+    if user_out is not None and block is not None and user_out is not block:
+        user_out[...] = block
     return result
 
 
@@ -345,13 +345,13 @@ class _Again:
         self._part = redistribution
         self._dtype = dtype
         self._block = block
-        held = block
+        source = block
         if block is not None and not block.flags.c_contiguous:
-            held = np.empty(block.shape, block.dtype)
-        self._held = held
+            source = np.empty(block.shape, block.dtype)
+        self._source = source
         stages = redistribution.stages
         into = max([n for n, stage in enumerate(stages) if not stage.in_place], default=-1)
-        self._arrays = [held]
+        self._arrays = [source]
         for number, stage in enumerate(stages):
             if number == into and out is not None and stage.shape is not None:
                 self._arrays.append(out)
@@ -372,7 +372,7 @@ class _Again:
             )
             for number, stage in enumerate(part.stages)
         ]
-        if len(begins) == 1 and not part.stages[0].fill and self._held is self._block:
+        if len(begins) == 1 and not part.stages[0].fill and self._source is self._block:
             return begins[0]
 
         def steps() -> Steps:
@@ -401,8 +401,8 @@ class _Again:
 
     def _read(self) -> None:
         """Copy the caller's block, if it is not in one run of memory."""
-        if self._held is not self._block and self._held is not None:
-            self._held[...] = self._block
+        if self._source is not self._block and self._source is not None:
+            self._source[...] = self._block
 
 
 def _refill(stage: Stage, target: HostArray | None, dtype: DType) -> None:

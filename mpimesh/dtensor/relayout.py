@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpimesh.arguments import as_function
-from mpimesh.dtensor.create import distribute
+from mpimesh.dtensor.creation import distribute
 from mpimesh.dtensor.mesh_context import mesh_for
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import LayoutError

@@ -1,33 +1,137 @@
-"""Carry an operation out that is said by letters: bring the operands there, work on the blocks."""
+"""Execution of a rule: arguments are checked, operands redistributed, blocks computed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays import DType, HostArray
-from mpimesh.dtensor.alike import raise_together
+from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
+from mpimesh.dtensor.consistency import raise_together
+from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.redistribute import moves_between_ranks
-from mpimesh.dtensor.tensor import DTensor, common_mesh
-from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
-from mpimesh.layout import Box, Layout, Operand, Partial, Placement, Replicate
-from mpimesh.layout.op_rules import Linearity, Pattern, reduction_pattern, rule_for
+from mpimesh.dtensor.tensor import DTensor, are_whole, common_mesh
+from mpimesh.errors import AxisError, DTypeError, LayoutError, NoRuleError, ShapeError, on_all_ranks
+from mpimesh.layout import (
+    Box,
+    Layout,
+    Operand,
+    OpRule,
+    Partial,
+    Placement,
+    PlacementLike,
+    Replicate,
+)
+from mpimesh.layout.axis_rules import lines_placement
+from mpimesh.layout.op_rules import (
+    KEEP,
+    Linearity,
+    Pattern,
+    broadcast_axes,
+    broadcast_shape,
+    reduction_pattern,
+    rule_for,
+)
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 
 __all__ = [
     "Work",
+    "all_redistributed",
+    "apply_rule",
+    "are_in_reach",
+    "as_tensor",
+    "axes_of",
+    "axis_of",
     "checked_out",
-    "kept_summands",
-    "resolved",
+    "linear_in",
+    "moved_to",
+    "on_stacks",
+    "operand_of",
+    "reduced_anywhere",
+    "refuse_options",
     "run",
     "shape_of",
     "store",
+    "whole_key",
 ]
+
+
+def axis_of(axis: Any, ndim: int, what: str = "axis") -> int:
+    """Return an axis counted from 0.
+
+    Raises:
+        AxisError: If there is no such axis.
+    """
+    try:
+        number = index(axis)
+    except TypeError:
+        raise AxisError(f"{what} must be a whole number, got {axis!r}") from None
+    if not -ndim <= number < ndim:
+        raise AxisError(f"{what} {number} is out of bounds for an array of {ndim} axes")
+    return number % ndim
+
+
+def axes_of(axes: Any, ndim: int, what: str = "axis") -> tuple[int, ...]:
+    """Return one axis or several, counted from 0.
+
+    Raises:
+        AxisError: If there is no such axis, or one is named twice.
+    """
+    rows = tuple(axes) if isinstance(axes, Iterable) else (axes,)
+    found = tuple(axis_of(one, ndim, what) for one in rows)
+    if len(set(found)) != len(found):
+        raise AxisError(f"{what} names an axis twice: {rows}")
+    return found
+
+
+def refuse_options(name: str, **options: Any) -> None:
+    """Refuse options that a function of NumPy has, and its rule for split arrays has not.
+
+    Raises:
+        NoRuleError: If one is not None.
+    """
+    refused = [key for key, value in options.items() if value is not None]
+    if refused:
+        raise NoRuleError(f"numpy.{name} of split arrays takes no {', '.join(refused)}")
+
+
+def as_tensor(x: Any, mesh: DeviceMesh) -> DTensor:
+    """Return `x`, or a plain array that all ranks have alike as a replicated one. Local.
+
+    Raises:
+        LayoutError: If `x` is on another mesh.
+        DTypeError: If it holds Python objects, or has a mask.
+    """
+    if isinstance(x, DTensor):
+        if x.mesh is not mesh:
+            raise LayoutError(
+                f"operands must be on one mesh, but {x!r} is not on {mesh.dims_text}; bring it "
+                "over with x.redistribute(placements, mesh=...)"
+            )
+        return x
+    refuse_masked(x)
+    whole = np.asarray(x)
+    refuse_objects(whole.dtype)
+    layout = Layout.replicated(mesh)
+    block = whole if layout.mesh.contains_rank(mesh.rank) else None
+    return DTensor(mesh, layout, whole.shape, whole.dtype, block)
+
+
+def whole_key(key: Any) -> Any:
+    """Return a key with plain arrays in place of split ones. Collective, if there are any."""
+    if isinstance(key, tuple):
+        return tuple(map(whole_key, key))
+    return key.full() if isinstance(key, DTensor) else key
+
+
+def moved_to(x: DTensor, placement: Placement) -> DTensor:
+    """Return `x` in another placement. Collective, if it is another."""
+    return x if x.placement == placement else x.redistribute(placement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +187,7 @@ def run(
     shape = tuple(shape)
     kinds = [np.dtype(dtype) for dtype in dtypes]
     goal = next((one.placement for one in outs if one is not None), None)
-    way = _way(place, known, pattern, shape, max(kind.itemsize for kind in kinds), goal)
+    way = _placed_rule(place, known, pattern, shape, max(kind.itemsize for kind in kinds), goal)
     layout = way.output
     if not place.contains_rank(mesh.rank):
         return tuple(DTensor(mesh, layout, shape, kind, None) for kind in kinds)
@@ -117,7 +221,7 @@ def _carefully(function: Callable[[Work], Any], here: Work, mesh: DeviceMesh) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _PlacedRule:
     """A rule as layouts."""
 
     inputs: tuple[Layout, ...]
@@ -125,16 +229,16 @@ class _Way:
 
 
 @lru_cache(maxsize=4096)
-def _way(
+def _placed_rule(
     place: Mesh,
     known: tuple[Operand, ...],
     pattern: Pattern,
     shape: tuple[int, ...],
     itemsize: int,
     goal: Placement | None,
-) -> _Way:
+) -> _PlacedRule:
     rule = rule_for(place, known, pattern, shape, itemsize, goal)
-    return _Way(tuple(Layout(place, to) for to in rule.inputs), Layout(place, rule.output))
+    return _PlacedRule(tuple(Layout(place, to) for to in rule.inputs), Layout(place, rule.output))
 
 
 def _brought(operands: Sequence[Any], goals: Sequence[Layout], rank: int) -> tuple[Any, ...]:
@@ -199,7 +303,7 @@ def _whole_value(value: Any, layout: Layout, rank: int) -> Any:
     return _cut(np.asarray(value), layout.box(shape, rank), tuple((0, n) for n in shape))
 
 
-def resolved(x: DTensor) -> DTensor:
+def reduced_anywhere(x: DTensor) -> DTensor:
     """Return `x` without summands, brought where that moves least. Collective if it has any."""
     if not x.layout.partial_op:
         return x
@@ -255,7 +359,7 @@ def checked_out(out: Any, shape: tuple[int, ...]) -> DTensor:
     return out
 
 
-def kept_summands(x: Any, kind: DType, linear: tuple[Linearity, ...]) -> tuple[Linearity, ...]:
+def linear_in(x: Any, kind: DType, linear: tuple[Linearity, ...]) -> tuple[Linearity, ...]:
     """Return `linear` if summands of `x` may be worked on in `kind`, else nothing.
 
     Integers may have wrapped around, which shows only when they are summed; so they are summed in
@@ -272,3 +376,120 @@ def shape_of(x: Any) -> tuple[int, ...]:
     """Return the shape of an operand; a number has none."""
     shape: tuple[int, ...] = getattr(x, "shape", ())
     return shape
+
+
+def operand_of(x: DTensor) -> Operand:
+    """Return what a rule has to know of an array."""
+    return Operand(x.shape, x.placement, x.itemsize)
+
+
+def all_redistributed(
+    operands: Sequence[DTensor], placements: Sequence[PlacementLike]
+) -> list[DTensor]:
+    """Bring all operands to their placements, at once. Collective."""
+    goals = [Layout(x.mesh, to) for x, to in zip(operands, placements, strict=True)]
+    started = [
+        x if x.layout == goal else x.start_redistribute(goal.placement)
+        for x, goal in zip(operands, goals, strict=True)
+    ]
+    return [one if isinstance(one, DTensor) else one.resolve() for one in started]
+
+
+def apply_rule(
+    function: Callable[..., HostArray],
+    operands: Sequence[DTensor],
+    rule: OpRule,
+    shape: Sequence[int],
+    dtype: Any,
+) -> DTensor:
+    """Call `function` on the blocks of all operands. Collective, if any has to be moved.
+
+    Args:
+        function: Takes the operands' blocks and gives the result's.
+        operands: The arrays, on one mesh.
+        rule: Where they have to be, and where that puts the result.
+        shape: The result's global shape.
+        dtype: The result's dtype.
+    """
+    mesh = common_mesh(operands)
+    arrays = all_redistributed(operands, rule.inputs)
+    block = None
+    if arrays[0].is_member:
+        block = np.asarray(function(*(x.local for x in arrays)))
+    kind: DType = np.dtype(dtype) if block is None else block.dtype
+    return DTensor(mesh, Layout(mesh, rule.output), shape, kind, block)
+
+
+def on_stacks(
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    cores: Sequence[str],
+    *,
+    free: str = "",
+    out: str = "",
+    name: str = "",
+) -> list[DTensor]:
+    """Do a function of the last axes, which are brought whole; the axes before them broadcast.
+
+    Nothing moves where the last axes are whole. Else the cheapest layout is taken in which
+    they are: a stack is split by another of its axes.
+
+    Args:
+        function: Takes blocks and gives an array or a tuple of arrays, with the axes of the stack
+            first. What it gives of a stack of no members says what the results are.
+        operands: Split arrays, and what all ranks have alike.
+        cores: For each operand the letters of its last axes.
+        free: Letters that may be split: the function does the same for each index of them.
+        out: The letters of the last axes of the result, if some of `free` are among them.
+        name: What is called, if `function` may refuse values with a `ValueError`. Then all ranks
+            of the mesh do.
+
+    Returns:
+        The results; all are split as the stack is.
+    """
+    operands = [reduced(one) if isinstance(one, DTensor) else one for one in operands]
+    shapes = [shape_of(one) for one in operands]
+    edges = [len(shape) - len(core) for shape, core in zip(shapes, cores, strict=True)]
+    stacks = [shape[:edge] for shape, edge in zip(shapes, edges, strict=True)]
+    stack = broadcast_shape(stacks)
+    # A stack without members shows what NumPy makes of these, or what it refuses, on all ranks.
+    probes = [
+        np.empty((0, *shape[edge:]), one.dtype)
+        for one, shape, edge in zip(operands, shapes, edges, strict=True)
+    ]
+    known = _row(function(*probes))
+    letters = {letter: len(stack) + n for n, letter in enumerate(dict.fromkeys("".join(cores)))}
+    inputs = tuple(
+        (*broadcast_axes(one, stack), *(letters[letter] for letter in core))
+        for one, core in zip(stacks, cores, strict=True)
+    )
+    last = [letters[letter] if letter in free else KEEP for letter in out]
+    last = last or [KEEP] * (known[0].ndim - 1)
+    pattern = Pattern(inputs, (*range(len(stack)), *last))
+    mesh, made = common_mesh(operands), []
+    may_differ = bool(name) and not are_whole(tuple(operands))
+
+    def work(here: Work) -> Any:
+        with raise_together(mesh, name, needed=may_differ):
+            made.extend(_row(function(*here.blocks)))
+        return made[0]
+
+    shape = (*stack, *known[0].shape[1:])
+    (first,) = run(work, operands, pattern, shape, [known[0].dtype])
+    rest = made[1:] or [None] * (len(known) - 1)
+    return [first] + [
+        DTensor(mesh, first.layout, (*stack, *one.shape[1:]), one.dtype, block)
+        for one, block in zip(known[1:], rest, strict=True)
+    ]
+
+
+def are_in_reach(x: Any, count: int) -> bool:
+    """Tell whether each rank can have its own of the whole last axes, be they split now or not."""
+    if not isinstance(x, DTensor):
+        return True
+    last = range(x.ndim - count, x.ndim)
+    return lines_placement(x.layout.mesh, x.placement, x.shape, *last) is not None
+
+
+def _row(found: Any) -> list[Any]:
+    return [np.asarray(one) for one in (found if isinstance(found, tuple) else (found,))]

@@ -1,26 +1,33 @@
-"""Sums and products of all elements up to each one, and differences of neighbours."""
+"""Cumulative sums and products, and functions of an element and its neighbours along an axis.
+
+Where one mesh dim splits the axis, each rank gets the few elements next to its block; where several
+do, the axis is brought whole.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from operator import index
 from typing import Any
 
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.arguments import axis_of, refuse_given
-from mpimesh.dtensor.methods import settled
-from mpimesh.dtensor.picking import pick_along
-from mpimesh.dtensor.registry import implements
-from mpimesh.dtensor.shape_join import concatenate
-from mpimesh.dtensor.shape_reshape import row_along
-from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import ShapeError
-from mpimesh.layout import Layout, Placement, Shard
+from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.elementwise import tried
+from mpimesh.dtensor.joining import concatenate
+from mpimesh.dtensor.methods import reduced
+from mpimesh.dtensor.picking import pick, pick_along
+from mpimesh.dtensor.reductions import reduce
+from mpimesh.dtensor.reshape import moveaxis, ravel, row_along
+from mpimesh.dtensor.run import as_tensor, axes_of, axis_of, on_stacks, refuse_options, whole_key
+from mpimesh.dtensor.tensor import DTensor, common_mesh
+from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
+from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.axis_rules import unsplit
 
-__all__ = ["cumprod", "cumsum", "diff"]
+__all__: list[str] = []
 
 
 def _scan(ufunc: np.ufunc, a: DTensor, axis: Any, dtype: Any, first: Any = None) -> DTensor:
@@ -37,7 +44,7 @@ def _scan(ufunc: np.ufunc, a: DTensor, axis: Any, dtype: Any, first: Any = None)
         If the axis is split, every rank gets one element of each line from each other rank.
     """
     x, which = row_along(a, axis)
-    x = settled(x)
+    x = reduced(x)
     name = np.cumsum if ufunc is np.add else np.cumprod
     kind = name(np.zeros(1, x.dtype), dtype=dtype).dtype
     dims = x.layout.sharding_dims(which)
@@ -94,28 +101,28 @@ def cumsum(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> DTen
 
     Along a split axis floats are added in another order than NumPy's: block by block.
     """
-    refuse_given("cumsum", out=out)
+    refuse_options("cumsum", out=out)
     return _scan(np.add, a, axis, dtype)
 
 
 @implements(np.cumprod)
 def cumprod(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> DTensor:
     """Return the products of all elements up to each one. Collective, if the axis is split."""
-    refuse_given("cumprod", out=out)
+    refuse_options("cumprod", out=out)
     return _scan(np.multiply, a, axis, dtype)
 
 
 @implements(np.nancumsum)
 def nancumsum(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> DTensor:
     """Return :func:`cumsum`, with 0 for what is not a number."""
-    refuse_given("nancumsum", out=out)
+    refuse_options("nancumsum", out=out)
     return _scan(np.add, a, axis, dtype, _ones_for_nan(0) if a.dtype.kind in "fc" else None)
 
 
 @implements(np.nancumprod)
 def nancumprod(a: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> DTensor:
     """Return :func:`cumprod`, with 1 for what is not a number."""
-    refuse_given("nancumprod", out=out)
+    refuse_options("nancumprod", out=out)
     return _scan(np.multiply, a, axis, dtype, _ones_for_nan(1) if a.dtype.kind in "fc" else None)
 
 
@@ -143,7 +150,7 @@ def cumulative_sum(
     include_initial: bool = False,
 ) -> DTensor:
     """Return :func:`cumsum`, with a 0 in front if `include_initial`."""
-    refuse_given("cumulative_sum", out=out)
+    refuse_options("cumulative_sum", out=out)
     return _cumulative(np.add, x, axis, dtype, include_initial)
 
 
@@ -158,7 +165,7 @@ def cumulative_prod(
     include_initial: bool = False,
 ) -> DTensor:
     """Return :func:`cumprod`, with a 1 in front if `include_initial`."""
-    refuse_given("cumulative_prod", out=out)
+    refuse_options("cumulative_prod", out=out)
     return _cumulative(np.multiply, x, axis, dtype, include_initial)
 
 
@@ -171,12 +178,12 @@ def diff(
     Cost:
         Along a split axis each rank gets one element of each line from the next one.
     """
-    refuse_given("diff", prepend=prepend, append=append)
+    refuse_options("diff", prepend=prepend, append=append)
     if index(n) == 0:
         return a  # as NumPy does, whatever its axes
     if a.ndim == 0 or index(n) < 0:
         raise ShapeError(f"np.diff takes n >= 0 and at least 1 axis, got n={n}, shape {a.shape}")
-    which, x = axis_of(axis, a.ndim), settled(a)
+    which, x = axis_of(axis, a.ndim), reduced(a)
     minus = np.not_equal if x.dtype == bool else np.subtract
     # Once also where there is nothing: the dtype counts.
     for _ in range(min(index(n), max(1, x.shape[which]))):
@@ -188,3 +195,196 @@ def diff(
         block = minus(later.local, first.local) if x.is_member else None
         x = DTensor(x.mesh, first.layout, first.shape, dtype, block)
     return x
+
+
+def _with_neighbours(x: DTensor, axis: int, before: int, after: int) -> tuple[DTensor, DTensor]:
+    """Return `x`, split so that it can be, and the array of its blocks with their neighbours."""
+    x = reduced(x)
+    dims = [d for d, s in enumerate(x.placement) if isinstance(s, Shard) and s.axis == axis]
+    if len(dims) > 1:
+        x = x.redistribute(unsplit(x.placement, {axis}))
+    if len(dims) != 1:
+        return x, x
+    edges = x.layout.tiling(x.shape).bounds[axis].tolist()
+    length = x.shape[axis]
+    rows = [
+        range(max(0, start - before), min(length, stop + after)) if stop > start else range(0)
+        for start, stop in pairwise(edges)
+    ]
+    specs: list[PlacementSpec] = list(x.placement)
+    specs[dims[0]] = Shard.of_sizes(axis, [len(row) for row in rows])
+    picks = {axis: np.concatenate([np.arange(row.start, row.stop) for row in rows])}
+    every = tuple(picks.get(one, range(n)) for one, n in enumerate(x.shape))
+    return x, pick(x, every, Placement(specs), name="neighbours")
+
+
+# -- gradients -------------------------------------------------------------------------------
+
+
+@implements(np.gradient)
+def gradient(f: Any, *varargs: Any, axis: Any = None, edge_order: Any = 1) -> Any:
+    """Return the gradients along axes, laid out as `f`. Collective along a split axis.
+
+    Cost:
+        Along a split axis each rank gets two elements of each line from both sides.
+    """
+    axes = range(f.ndim) if axis is None else axes_of(axis, f.ndim)
+    steps = [whole_key(one) for one in varargs]
+    if len(steps) == 1 and np.ndim(steps[0]) == 0:
+        steps *= len(axes)
+    steps = steps or [1.0] * len(axes)
+    if len(steps) != len(axes):
+        raise TypeError(f"np.gradient takes a spacing for each of {len(axes)} axes, or one")
+    kind = np.gradient(np.zeros(3, f.dtype)).dtype
+    found = []
+    for one, step in zip(axes, steps, strict=True):
+        if f.shape[one] < edge_order + 1 or edge_order not in (1, 2):
+            raise on_all_ranks(
+                ShapeError(
+                    f"a gradient along axis {one} of shape {f.shape} takes at least "
+                    f"edge_order + 1 elements, and edge_order 1 or 2, got {edge_order}"
+                )
+            )
+        if np.ndim(step) and np.shape(step) != (f.shape[one],):
+            raise on_all_ranks(
+                ShapeError(f"{np.shape(step)} places do not fit axis {one} of shape {f.shape}")
+            )
+        found.append(_gradient(f, step, one, edge_order, kind))
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _gradient(f: DTensor, step: Any, axis: int, edge_order: Any, kind: Any) -> DTensor:
+    x, wide = _with_neighbours(f, axis, 2, 2)
+    if not x.is_member:
+        return DTensor(x.mesh, x.layout, x.shape, kind, None)
+    start, stop = x.layout.box(x.shape, x.mesh.rank)[axis]
+    block = np.zeros(x.local.shape, kind)
+    if stop > start:
+        first = max(0, start - 2) if wide is not x else start
+        here = step
+        if np.ndim(step):
+            here = np.asarray(step)[first : first + wide.local.shape[axis]]
+        values: Any = wide.local
+        found = np.gradient(values, here, axis=axis, edge_order=edge_order)
+        block[...] = found[_along(axis, start - first, stop - first)]
+    return DTensor(x.mesh, x.layout, x.shape, kind, block)
+
+
+def _along(axis: int, start: int, stop: int) -> tuple[slice, ...]:
+    return (*(slice(None),) * axis, slice(start, stop))
+
+
+# -- convolutions ----------------------------------------------------------------------------
+
+
+@implements(np.convolve)
+def convolve(a: Any, v: Any, mode: Any = "full") -> DTensor:
+    """Convolve two rows: the longer one stays split, and all ranks get the shorter one. Collective.
+
+    Cost:
+        Each rank gets as many elements from before its block as the shorter row has, less one.
+    """
+    mesh = common_mesh([a, v])
+    x, kernel = as_tensor(a, mesh), as_tensor(v, mesh)
+    if x.ndim > 1 or kernel.ndim > 1 or 0 in (x.size, kernel.size):
+        raise on_all_ranks(
+            ShapeError(f"np.convolve takes two rows, got shapes {x.shape} and {kernel.shape}")
+        )
+    x, kernel = ravel(x), ravel(kernel)
+    if kernel.shape[0] > x.shape[0]:
+        x, kernel = kernel, x
+    count, length = kernel.shape[0], x.shape[0]
+    first, total = {
+        "full": (0, length + count - 1),
+        "same": ((count - 1) // 2, length),
+        "valid": (count - 1, length - count + 1),
+    }[_mode(mode)]
+    row = kernel.full()
+    kind = np.convolve(np.zeros(1, x.dtype), np.zeros(1, row.dtype)).dtype
+    # What goes with each element of `x`; the last one of all has the tail.
+    x, wide = _with_neighbours(x, 0, count - 1, count - 1)
+    edges = x.layout.tiling(x.shape).bounds[0].tolist()
+    ends = [min(max(edge - first, 0), total) for edge in edges]
+    ends = [total if edge == length else end for edge, end in zip(edges, ends, strict=True)]
+    specs = [
+        Shard.of_sizes(0, np.diff(ends).tolist()) if isinstance(s, Shard) else s
+        for s in x.placement
+    ]
+    layout = Layout(x.mesh, Placement(specs))
+    if not x.is_member:
+        return DTensor(x.mesh, layout, (total,), kind, None)
+    start, stop = layout.box((total,), x.mesh.rank)[0]
+    block = np.zeros(stop - start, kind)
+    if stop > start:
+        low = max(0, x.layout.box(x.shape, x.mesh.rank)[0][0] - count + 1) if wide is not x else 0
+        found = np.convolve(wide.local, row)
+        block[...] = found[start + first - low : stop + first - low]
+    return DTensor(x.mesh, layout, (total,), kind, block)
+
+
+def _mode(mode: Any) -> str:
+    if mode not in ("full", "same", "valid"):
+        raise on_all_ranks(ShapeError(f"mode is full, same or valid, got {mode!r}"))
+    found: str = mode
+    return found
+
+
+@implements(np.correlate)
+def correlate(a: Any, v: Any, mode: Any = "valid") -> DTensor:
+    """Correlate two rows: a convolution with the second one turned around."""
+    mesh = common_mesh([a, v])
+    first, second = ravel(as_tensor(a, mesh)), ravel(as_tensor(v, mesh))
+    if second.shape[0] > first.shape[0]:
+        # NumPy turns around what it finds with the two exchanged: "same" has another middle then.
+        found = correlate(second, first, mode)
+        back = pick_along(found, {0: range(found.shape[0] - 1, -1, -1)}, name="correlate")
+        return back.conj()
+    turned = pick_along(second, {0: range(second.shape[0] - 1, -1, -1)}, name="correlate")
+    return convolve(a, turned.conj() if turned.dtype.kind == "c" else turned, mode)
+
+
+# -- differences -------------------------------------------------------------------------------
+
+
+@implements(np.ediff1d)
+def ediff1d(ary: Any, to_end: Any = None, to_begin: Any = None) -> DTensor:
+    """Return the differences of all elements in a row, with others around them."""
+    row = ravel(ary)
+    tried(np.subtract, [row, row])  # refuses truth values
+    ends = [None if one is None else as_tensor(one, row.mesh) for one in (to_begin, to_end)]
+    for end in ends:
+        if end is not None and not np.can_cast(end.dtype, row.dtype, "same_kind"):
+            raise on_all_ranks(
+                DTypeError(f"np.ediff1d puts no {end.dtype} around differences of {row.dtype}")
+            )
+    found = diff(row)
+    rows = [None if one is None else ravel(one).astype(found.dtype) for one in ends]
+    parts = [one for one in (rows[0], found, rows[1]) if one is not None]
+    return concatenate(parts) if len(parts) > 1 else found
+
+
+@implements(np.trapezoid)
+def trapezoid(y: Any, x: Any = None, dx: Any = 1.0, axis: int = -1) -> Any:
+    """Return the integral along an axis by the trapezoidal rule; of a split one it is in parts."""
+    mesh = common_mesh([y, x])
+    values = moveaxis(as_tensor(y, mesh), axis, -1)
+    if x is None:
+        width = dx
+    else:
+        places = as_tensor(x, mesh)
+        width = diff(places if places.ndim == 1 else moveaxis(places, axis, -1))
+    pairs: Any = values[..., 1:] + values[..., :-1]
+    return reduce(np.add, width * pairs / 2.0, -1)
+
+
+@implements(np.unwrap)
+def unwrap(p: Any, discont: Any = None, axis: int = -1, *, period: Any = 2 * np.pi) -> DTensor:
+    """Take jumps of whole periods out of lines, which are brought whole."""
+    which = axis_of(axis, p.ndim)
+
+    def lines(block: HostArray) -> HostArray:
+        found: HostArray = np.unwrap(block, discont, period=period)
+        return found
+
+    (found,) = on_stacks(lines, [moveaxis(p, which, -1)], ["n"])
+    return moveaxis(found, -1, which)

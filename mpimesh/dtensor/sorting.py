@@ -1,26 +1,121 @@
-"""Sorted arrays, also along split axes."""
+"""Sorted arrays, also along split axes; unique elements; arrays as sets."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.dtensor.apply import placed
-from mpimesh.dtensor.arguments import as_tensor, axis_of, moved_to, refuse_given
-from mpimesh.dtensor.methods import settled
-from mpimesh.dtensor.pieces import true_anywhere
-from mpimesh.dtensor.registry import implements
-from mpimesh.dtensor.samples import sorted_row
-from mpimesh.dtensor.shape_axes import permuted
-from mpimesh.dtensor.shape_reshape import ravel, row_along
-from mpimesh.dtensor.tensor import DTensor
-from mpimesh.errors import AxisError, IndexOutOfRangeError, ShapeError, on_all_ranks
-from mpimesh.layout import Layout, Shard
-from mpimesh.layout.axis_rules import lines_placement, unsplit
+from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.elementwise import blockwise
+from mpimesh.dtensor.indexing import masked, of_rows
+from mpimesh.dtensor.methods import reduced
+from mpimesh.dtensor.picking import exchange_counts, exchange_pieces, place_in, true_anywhere
+from mpimesh.dtensor.reshape import permuted, ravel, reshape, row_along
+from mpimesh.dtensor.run import all_redistributed, as_tensor, axis_of, moved_to, refuse_options
+from mpimesh.dtensor.tensor import DTensor, common_mesh
+from mpimesh.errors import AxisError, IndexOutOfRangeError, LayoutError, ShapeError, on_all_ranks
+from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
+from mpimesh.layout.axis_rules import lines_placement, row_dim, rows_placement, unsplit
+from mpimesh.layout.tiling import places_of
+
+if TYPE_CHECKING:
+    from mpimesh.layout.tiling import Integers
 
 __all__ = ["argsort", "sort"]
+
+
+def sorted_row(x: DTensor, *, indices: bool) -> DTensor:
+    """Sort an array of one axis, or say where each element has been. Collective.
+
+    Every rank sorts its block; samples of all blocks at regular distances give the values that
+    separate the ranks, of equal elements by their places; each rank gets what is its own, and
+    sorts it. In the end blocks get the lengths that they had.
+
+    Args:
+        x: The array, with no sums to wait for.
+        indices: Return the places of the elements before; equal ones keep their order.
+
+    Returns:
+        The elements, or their places, in the layout of `x`.
+
+    Cost:
+        p * p samples on every rank for p ranks along the axis; then each element moves once, and
+        those at the edges once more. No rank gets more than about twice its share.
+    """
+    row = moved_to(x, rows_placement(x.placement, x.shape, 1))
+    dim = row_dim(row.placement)
+    kind = np.dtype(np.intp) if indices else x.dtype
+    if not x.is_member:
+        return DTensor(x.mesh, x.layout, x.shape, kind, None)
+    before: HostArray
+    if indices:
+        before = np.argsort(row.local, kind="stable")
+        values = row.local[before]
+    else:  # equal elements are alike: any order of them will do
+        values, before = np.sort(row.local), np.arange(len(row.local))
+    before = before + row.global_offset[0]
+    if dim is None:
+        block = before if indices else values
+        return moved_to(DTensor(x.mesh, row.layout, x.shape, kind, block), x.placement)
+    return _exchanged(x, row, dim, values, before, indices=indices)
+
+
+def _exchanged(
+    x: DTensor, row: DTensor, dim: int, values: HostArray, before: HostArray, *, indices: bool
+) -> DTensor:
+    mesh, table = x.mesh, places_of(x.layout.mesh)
+    me = place_in(mesh)
+    same = np.delete(table.coords, dim, axis=1)
+    team = np.flatnonzero((same == same[me]).all(axis=1)).tolist()  # in order along the dim
+    cuts = [0, *_cuts(row, dim, values, before, len(team)), len(values)]
+    lengths = np.zeros(len(table.ranks), np.int64)
+    lengths[team] = np.diff(cuts)
+    counts = exchange_counts(mesh, "sort", lengths)
+    parts = {who: slice(cuts[at], cuts[at + 1]) for at, who in enumerate(team)}
+    sizes = counts[np.ix_(team, team)].sum(axis=0).tolist()
+    specs: list[PlacementSpec] = list(row.placement)
+    specs[dim] = Shard(0, sizes=sizes)
+    layout = Layout(mesh, Placement(specs))
+    found = []
+    for rows in (values, before) if indices else (values,):
+        pieces = {who: rows[part] for who, part in parts.items() if who != me}
+        got = exchange_pieces(mesh, "sort", pieces, counts, rows.dtype)
+        got[me] = rows[parts[me]]
+        found.append(np.concatenate([got[who] for who in team if who in got]))
+    # Sorted runs behind each other, which a stable sort merges.
+    merge = np.argsort if indices else np.sort
+    rows = merge(found[0], kind="stable")
+    block = found[1][rows] if indices else rows
+    merged = DTensor(mesh, layout, x.shape, block.dtype, block)
+    return merged.redistribute(x.placement)
+
+
+def _cuts(row: DTensor, dim: int, values: HostArray, before: HostArray, parts: int) -> list[int]:
+    """Return where this rank's sorted block is cut, one part for each rank. Collective."""
+    bounds = row.layout.tiling(row.shape).bounds[0]
+    taken = [min(parts, int(n)) for n in np.diff(bounds)]
+    specs: list[PlacementSpec] = list(row.placement)
+    specs[dim] = Shard(0, sizes=taken)
+    layout = Layout(row.mesh, Placement(specs))
+    count = min(parts, len(values))
+    chosen: Integers = np.arange(count) * len(values) // max(count, 1)
+    samples, homes = (
+        DTensor(row.mesh, layout, (sum(taken),), rows.dtype, rows[chosen]).full()
+        for rows in (values, before)
+    )
+    # Samples stand in the order of ranks, and so equal ones in the order of their places.
+    order = np.argsort(samples, kind="stable")
+    if not len(order):
+        return [0] * (parts - 1)
+    cuts = []
+    for edge in order[[len(order) * part // parts for part in range(1, parts)]].tolist():
+        value = samples[edge : edge + 1]
+        low = int(np.searchsorted(values, value, "left")[0])
+        high = int(np.searchsorted(values, value, "right")[0])
+        cuts.append(low + int(np.searchsorted(before[low:high], homes[edge])))
+    return cuts
 
 
 def _sorted(a: DTensor, axis: Any, kind: Any, *, indices: bool) -> DTensor:
@@ -31,7 +126,7 @@ def _sorted(a: DTensor, axis: Any, kind: Any, *, indices: bool) -> DTensor:
         back, if there are enough lines; else the lines are sorted one by one by samples.
     """
     x, which = row_along(a, axis) if indices or axis is None else (a, axis_of(axis, a.ndim))
-    x = settled(x)
+    x = reduced(x)
     target = lines_placement(x.layout.mesh, x.placement, x.shape, which)
     dtype = np.dtype(np.intp) if indices else x.dtype
     if target is None:
@@ -77,7 +172,7 @@ def sort(
 
     Collective, if the axis is split. NaNs come last, as NumPy has them.
     """
-    refuse_given("sort", order=order)
+    refuse_options("sort", order=order)
     return _sorted(a, axis, _kind(kind, stable), indices=False)
 
 
@@ -89,7 +184,7 @@ def argsort(
 
     Collective, if the axis is split; then equal elements keep their order, whatever `kind` says.
     """
-    refuse_given("argsort", order=order)
+    refuse_options("argsort", order=order)
     return _sorted(a, axis, _kind(kind, stable), indices=True)
 
 
@@ -103,7 +198,7 @@ def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
         IndexOutOfRangeError: On every rank, if an index is out of bounds.
     """
     mesh = next(one.mesh for one in (arr, indices) if isinstance(one, DTensor))
-    x, rows = settled(as_tensor(arr, mesh)), settled(as_tensor(indices, mesh))
+    x, rows = reduced(as_tensor(arr, mesh)), reduced(as_tensor(indices, mesh))
     if axis is None:
         x, rows, axis = ravel(x), ravel(rows), 0
     which = axis_of(axis, x.ndim)
@@ -123,7 +218,7 @@ def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
     goals = [
         unsplit(target, {one for one in others if y.shape[one] != shape[one]}) for y in (x, rows)
     ]
-    x, rows = placed([x, rows], goals)
+    x, rows = all_redistributed([x, rows], goals)
     block: HostArray | None = None
     if x.is_member:
         length, mine = x.shape[which], rows.local
@@ -141,7 +236,7 @@ def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
 @implements(np.partition)
 def partition(a: Any, kth: Any, axis: Any = -1, kind: Any = None, order: Any = None) -> DTensor:
     """Return the array with the `kth` elements in their places: sorted, which is one way."""
-    refuse_given("partition", order=order)
+    refuse_options("partition", order=order)
     _check_kth(a, kth, axis)
     return sort(a, axis)
 
@@ -149,7 +244,7 @@ def partition(a: Any, kth: Any, axis: Any = -1, kind: Any = None, order: Any = N
 @implements(np.argpartition)
 def argpartition(a: Any, kth: Any, axis: Any = -1, kind: Any = None, order: Any = None) -> DTensor:
     """Return the indices of :func:`partition`."""
-    refuse_given("argpartition", order=order)
+    refuse_options("argpartition", order=order)
     _check_kth(a, kth, axis)
     return argsort(a, axis)
 
@@ -169,13 +264,196 @@ def searchsorted(a: Any, v: Any, side: Any = "left", sorter: Any = None) -> DTen
 
     Collective, if `a` is split, which is then gathered.
     """
-    refuse_given("searchsorted", sorter=sorter)
+    refuse_options("searchsorted", sorter=sorter)
     mesh = next(one.mesh for one in (a, v) if isinstance(one, DTensor))
     if np.ndim(a) != 1 or side not in ("left", "right"):
         raise AxisError(f"np.searchsorted takes a sorted row, and side left or right; got {side!r}")
     row = np.asarray(a.full() if isinstance(a, DTensor) else a)
-    values = settled(as_tensor(v, mesh))
+    values = reduced(as_tensor(v, mesh))
     block: HostArray | None = None
     if values.is_member:
         block = np.asarray(np.searchsorted(row, values.local, side))
     return DTensor(mesh, values.layout, values.shape, np.intp, block)
+
+
+@implements(np.unique)
+def unique(
+    ar: Any,
+    return_index: bool = False,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    axis: Any = None,
+    *,
+    equal_nan: bool = True,
+    sorted: bool = True,  # noqa: A002
+) -> Any:
+    """Return the different elements of the array, sorted, on every rank. Collective.
+
+    Also, if asked for: where each comes first, counted in C order; for every element which one of
+    them it is, laid out as the array; and how often each comes.
+
+    Cost:
+        Every rank gets the different elements of each block.
+    """
+    refuse_options("unique", axis=axis)
+    x = ravel(reduced(ar))
+    x = moved_to(x, rows_placement(x.placement, x.shape, 1))
+    if not x.is_member:
+        raise LayoutError(f"rank {x.mesh.rank} is not in the mesh, and knows no elements of {ar!r}")
+    values, first, counts = np.unique(
+        x.local, return_index=True, return_counts=True, equal_nan=equal_nan
+    )
+    first += x.global_offset[0]
+    rows = [of_rows(x, part, (), {0: 0}).full() for part in (values, first, counts)]
+    # With the index NumPy's sort is stable: each NaN keeps its place among the others.
+    every, _, which = np.unique(rows[0], True, return_inverse=True, equal_nan=equal_nan)
+    found: list[Any] = [every]
+    least = np.full(len(every), x.size, first.dtype)
+    np.minimum.at(least, which, rows[1])
+    if return_index:
+        found.append(least)
+    if return_counts:
+        total = np.zeros(len(every), counts.dtype)
+        np.add.at(total, which, rows[2])
+        found.append(total)
+    alike = Layout.replicated(x.mesh)
+    results: list[Any] = [DTensor(x.mesh, alike, one.shape, one.dtype, one) for one in found]
+    if return_inverse:
+        mine = np.searchsorted(every, x.local)
+        if not equal_nan and x.dtype.kind in "fc":
+            mine[np.isnan(x.local)] = _own(every, least, x)
+        row = DTensor(x.mesh, x.layout, x.shape, mine.dtype, mine)
+        results.insert(1 + return_index, reshape(row, ar.shape))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _own(every: Any, first: Any, x: DTensor) -> Any:
+    """Return which element each NaN of a row is, where no two are the same: that of its place."""
+    places = np.flatnonzero(np.isnan(x.local)) + x.global_offset[0]
+    nans = np.flatnonzero(np.isnan(every))
+    order = nans[np.argsort(first[nans])]
+    return order[np.searchsorted(first[order], places)]
+
+
+@implements(np.unique_values)
+def unique_values(x: Any, /) -> Any:
+    """Return the different elements. Here and in the next ones, no NaN is like another."""
+    return unique(x, equal_nan=False)
+
+
+@implements(np.unique_counts)
+def unique_counts(x: Any, /) -> Any:
+    """Return the different elements, and how often each comes."""
+    return np.lib._arraysetops_impl.UniqueCountsResult(
+        *unique(x, return_counts=True, equal_nan=False)
+    )
+
+
+@implements(np.unique_inverse)
+def unique_inverse(x: Any, /) -> Any:
+    """Return the different elements, and for every element which one it is."""
+    return np.lib._arraysetops_impl.UniqueInverseResult(
+        *unique(x, return_inverse=True, equal_nan=False)
+    )
+
+
+@implements(np.unique_all)
+def unique_all(x: Any, /) -> Any:
+    """Return all that :func:`unique` knows."""
+    return np.lib._arraysetops_impl.UniqueAllResult(*unique(x, True, True, True, equal_nan=False))
+
+
+@implements(np.isin)
+def isin(
+    element: Any,
+    test_elements: Any,
+    assume_unique: bool = False,
+    invert: bool = False,
+    *,
+    kind: Any = None,
+) -> DTensor:
+    """Tell which elements are among others, laid out as they are. Collective, if those are split.
+
+    Cost:
+        Every rank gets the different ones of the others.
+    """
+    mesh = common_mesh([element, test_elements])
+    others = _whole_set(test_elements)
+
+    def found(block: Any) -> Any:
+        return np.isin(block, others, invert=invert, kind=kind)
+
+    return blockwise(found, [reduced(as_tensor(element, mesh))])
+
+
+if hasattr(np, "in1d"):  # NumPy before 2.4
+
+    @implements(np.in1d)
+    def in1d(
+        ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False, *, kind: Any = None
+    ) -> DTensor:
+        """Return :func:`isin` of the elements in a row."""
+        mesh = common_mesh([ar1, ar2])
+        return isin(ravel(as_tensor(ar1, mesh)), ar2, assume_unique, invert, kind=kind)
+
+
+def _whole_set(x: Any) -> Any:
+    """Return the different elements of a split array, on all ranks; a plain one as it is."""
+    return unique(x).local if isinstance(x, DTensor) else x
+
+
+def _alike(values: Any, like: DTensor) -> DTensor:
+    """Return an array that all ranks have worked out from the same sets."""
+    layout = Layout.replicated(like.mesh)
+    return DTensor(like.mesh, layout, values.shape, values.dtype, values)
+
+
+def _first_split(*arrays: Any) -> DTensor:
+    return next(one for one in arrays if isinstance(one, DTensor))
+
+
+@implements(np.union1d)
+def union1d(ar1: Any, ar2: Any) -> DTensor:
+    """Return the elements of both, sorted, on every rank. Collective."""
+    common_mesh([ar1, ar2])
+    return _alike(np.union1d(_whole_set(ar1), _whole_set(ar2)), _first_split(ar1, ar2))
+
+
+@implements(np.intersect1d)
+def intersect1d(
+    ar1: Any, ar2: Any, assume_unique: bool = False, return_indices: bool = False
+) -> Any:
+    """Return the elements that both have, sorted, on every rank. Collective.
+
+    Also, if asked for, where each comes first in the two.
+    """
+    mesh = common_mesh([ar1, ar2])
+    like = _first_split(ar1, ar2)
+    if not return_indices:
+        return _alike(np.intersect1d(_whole_set(ar1), _whole_set(ar2)), like)
+    rows = [unique(as_tensor(one, mesh), return_index=True) for one in (ar1, ar2)]
+    found, *places = np.intersect1d(
+        rows[0][0].local, rows[1][0].local, assume_unique=True, return_indices=True
+    )
+    firsts = [row[1].local[place] for row, place in zip(rows, places, strict=True)]
+    return tuple(_alike(one, like) for one in (found, *firsts))
+
+
+@implements(np.setxor1d)
+def setxor1d(ar1: Any, ar2: Any, assume_unique: bool = False) -> DTensor:
+    """Return the elements that one of both has, sorted, on every rank. Collective."""
+    common_mesh([ar1, ar2])
+    return _alike(np.setxor1d(_whole_set(ar1), _whole_set(ar2)), _first_split(ar1, ar2))
+
+
+@implements(np.setdiff1d)
+def setdiff1d(ar1: Any, ar2: Any, assume_unique: bool = False) -> DTensor:
+    """Return the elements of the first that the second lacks. Collective.
+
+    They are sorted, on every rank; with `assume_unique` they stay in order, where they are.
+    """
+    mesh = common_mesh([ar1, ar2])
+    if assume_unique:
+        row = ravel(as_tensor(ar1, mesh))
+        return masked(row, isin(row, ar2, invert=True))
+    return _alike(np.setdiff1d(_whole_set(ar1), _whole_set(ar2)), _first_split(ar1, ar2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 from operator import getitem, setitem
-from operator import index as to_index
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,10 +12,16 @@ import numpy as np
 from mpimesh.arguments import as_shape, shown
 from mpimesh.arrays import Array, DType, HostArray
 from mpimesh.arrays.dtypes import as_dtype
-from mpimesh.dtensor.alike import agree_copies, alike, same_call
-from mpimesh.dtensor.blocks import agreed_blocks, host_block, writable_block
+from mpimesh.dtensor.consistency import (
+    agreed_blocks,
+    call_compared,
+    compare_call,
+    compare_copies,
+    host_block,
+    writable_block,
+)
 from mpimesh.dtensor.defaults import as_live
-from mpimesh.dtensor.held import Held
+from mpimesh.dtensor.dispatch import FACTS, FUNCTIONS, StandIn, name_of, rule_of, sure_rule_of
 from mpimesh.dtensor.methods import Methods
 from mpimesh.dtensor.redistribute import (
     fitting_layout,
@@ -24,18 +29,16 @@ from mpimesh.dtensor.redistribute import (
     redistribute_again,
     start_redistribute,
 )
-from mpimesh.dtensor.registry import FACTS, FUNCTIONS, StandIn, name_of, rule_of, sure_rule_of
 from mpimesh.errors import (
     DTypeError,
-    IndexOutOfRangeError,
     LayoutError,
     NoRuleError,
     RankError,
     ShapeError,
-    on_all_ranks,
 )
 from mpimesh.layout import (
     Layout,
+    Placement,
     PlacementLike,
     RedistributionPlan,
     Replicate,
@@ -49,7 +52,7 @@ __all__ = ["DTensor", "are_whole", "common_mesh", "gathered"]
 _IN_PLACE = (np.place,)
 
 
-class DTensor(Held, Methods):
+class DTensor(Methods):
     """An array of which each rank of a mesh holds a block, as its layout says.
 
     Made by :func:`~mpimesh.distribute`, :meth:`from_local`, :func:`~mpimesh.zeros` and the like.
@@ -64,7 +67,7 @@ class DTensor(Held, Methods):
     change the other.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_block", "_dtype", "_layout", "_mesh", "_shape")
 
     def __init__(
         self,
@@ -84,10 +87,10 @@ class DTensor(Held, Methods):
         if block is not None and not isinstance(block, np.ndarray):
             raise ShapeError(f"block must be a NumPy array or None, got {shown(block)}")
         self._mesh = as_live(mesh)
-        self._layout = layout
+        self._layout: Layout = layout
         self._shape: tuple[int, ...] = as_shape(shape)
         self._dtype: DType = as_dtype(dtype)
-        self._block = block
+        self._block: HostArray | None = block
         is_member = layout.mesh.contains_rank(mesh.rank)
         expected = layout.local_shape(self.shape, mesh.rank) if is_member else None
         found = None if block is None else (block.shape, block.dtype)
@@ -130,15 +133,15 @@ class DTensor(Held, Methods):
             ...     print(x.shape, x.layout.text, x.full()[:, 0])
             (3, 2) dp=S0(0,1,2) [1 2 2]
         """
-        held = writable_block(host_block(block), as_live(mesh))
+        own = writable_block(host_block(block), as_live(mesh))
         if shape is None:
-            shape, layout, dtype = agreed_blocks(held, mesh, Layout(mesh, placements))
-            held = held.astype(dtype, copy=False)  # another one only without elements
+            shape, layout, dtype = agreed_blocks(own, mesh, Layout(mesh, placements))
+            own = own.astype(dtype, copy=False)  # another one only without elements
         else:
             shape, layout = as_shape(shape), Layout(mesh, placements)
-            same_call(mesh, "from_local", (shape, held.dtype, layout.text))
-        made = cls(mesh, layout, shape, held.dtype, held)
-        agree_copies(held, mesh, layout, "from_local")
+            compare_call(mesh, "from_local", (shape, own.dtype, layout.text))
+        made = cls(mesh, layout, shape, own.dtype, own)
+        compare_copies(own, mesh, layout, "from_local")
         return made
 
     @classmethod
@@ -156,11 +159,98 @@ class DTensor(Held, Methods):
         made._block = block
         return made
 
+    # -- facts of the whole, and this rank's block: local ----------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The live mesh."""
+        return self._mesh
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the array on the mesh, as a value."""
+        return self._layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape; :meth:`reshape` gives an array of another one."""
+        return self._shape
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the elements; :meth:`astype` gives an array of another one."""
+        return self._dtype
+
+    @property
+    def local(self) -> HostArray:
+        """This rank's block.
+
+        Raises:
+            RankError: If this rank is not in the mesh.
+        """
+        if self._block is None:
+            raise RankError(
+                f"rank {self.mesh.rank} holds no block: it is not in mesh {self.mesh.dims_text}"
+            )
+        return self._block
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is in the mesh and so holds a block."""
+        return self._block is not None
+
+    @property
+    def placement(self) -> Placement:
+        """One spec for each dim of the mesh."""
+        return self.layout.placement
+
+    @property
+    def ndim(self) -> int:
+        """Number of array axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the whole array."""
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.size * self.itemsize
+
+    @property
+    def global_offset(self) -> tuple[int, ...]:
+        """Where this rank's block begins in the whole array."""
+        return self.layout.global_offset(self.shape, self.mesh.rank)
+
     # -- what Python asks for ---------------------------------------------------------------
 
-    def __format__(self, spec: str) -> str:
-        """Format an array of one element as its number, where `spec` asks for it: collective."""
-        return format(_item_of(self, f"be formatted by {spec!r}"), spec) if spec else str(self)
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        """Show shape, dtype and layout. Local: it shows no values of other ranks."""
+        return f"DTensor(shape={self.shape}, dtype={self.dtype}, {self.layout})"
+
+    def __str__(self) -> str:
+        """Show this rank's block, too. Local."""
+        if self._block is None:
+            return f"{self!r}, without a block on rank {self.mesh.rank}"
+        what = f"the block of rank {self.mesh.rank}"
+        if self.layout.partial_op:
+            what = (
+                f"what rank {self.mesh.rank} has, not yet reduced ({self.layout.partial_op}) with "
+                "what others have; x.full() is the result"
+            )
+        return f"{self!r}, {what}:\n{self._block}"
 
     def __deepcopy__(self, memo: object) -> DTensor:
         """Return :meth:`copy`."""
@@ -216,7 +306,7 @@ class DTensor(Held, Methods):
         """
         target = self._target(placements, mesh)
         if (mesh is None or mesh is self._mesh) and target == self._layout:
-            same_call(self._mesh, "redistribute", (self, target.text))
+            compare_call(self._mesh, "redistribute", (self, target.text))
             return self
         moved: DTensor = self._start(target, mesh, max_bytes).resolve()
         return moved
@@ -267,13 +357,13 @@ class DTensor(Held, Methods):
         goal = self._mesh if mesh is None else mesh
         if out is not None:
             _check_out(self, goal, target, out)
-        shape, dtype, given = self._shape, self._dtype, None if out is None else out._block
+        shape, dtype, into = self._shape, self._dtype, None if out is None else out._block
 
         def made(block: HostArray | None) -> DTensor:
             return out if out is not None else DTensor.of_block(goal, target, shape, dtype, block)
 
         return redistribute_again(
-            self._mesh, self._layout, goal, target, shape, dtype, self._block, given, made
+            self._mesh, self._layout, goal, target, shape, dtype, self._block, into, made
         )
 
     def _start(self, target: Layout, mesh: DeviceMesh | None, max_bytes: int) -> CollectiveTensor:
@@ -350,7 +440,9 @@ class DTensor(Held, Methods):
         if not self._mesh.settings.checks:
             return rule(ufunc, method, args, kwargs)
         name = f"numpy.{ufunc.__name__}" + ("" if method == "__call__" else f".{method}")
-        return alike(self._mesh, name, args, lambda: rule(ufunc, method, args, kwargs), kwargs)
+        return call_compared(
+            self._mesh, name, args, lambda: rule(ufunc, method, args, kwargs), kwargs
+        )
 
     def __array_function__(
         self, function: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
@@ -364,7 +456,9 @@ class DTensor(Held, Methods):
         if function in FACTS or not self._mesh.settings.checks:
             return self._do(function, args, kwargs)
         name = name_of(function)
-        return alike(self._mesh, name, args, lambda: self._do(function, args, kwargs), kwargs)
+        return call_compared(
+            self._mesh, name, args, lambda: self._do(function, args, kwargs), kwargs
+        )
 
     @staticmethod
     def _do(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -378,53 +472,14 @@ class DTensor(Held, Methods):
         rule = sure_rule_of(getitem)
         if not self._mesh.settings.checks:
             return rule(self, key)
-        return alike(self._mesh, "getitem", (self, key), lambda: rule(self, key))
+        return call_compared(self._mesh, "getitem", (self, key), lambda: rule(self, key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         rule = sure_rule_of(setitem)
         if not self._mesh.settings.checks:
             rule(self, key, value)
             return
-        alike(self._mesh, "setitem", (self, key, value), lambda: rule(self, key, value))
-
-    # -- one element: collective ---------------------------------------------------------
-
-    def item(self, *index: Any) -> Any:
-        """Return an element as a number of Python, as :meth:`numpy.ndarray.item`. Collective.
-
-        Every rank of the mesh calls it and gets the same. So do ``float(x)``, ``int(x)``,
-        ``complex(x)`` and ``bool(x)``, and with it ``if x.sum() > 0:``.
-
-        Args:
-            index: The element's index: a number for each axis, or one, counted along the row of
-                all elements; none for the element of an array that has only one.
-
-        Raises:
-            ShapeError: On every rank, if there are more elements, or none, and no index; or if it
-                has another number of parts than the array has axes.
-            IndexOutOfRangeError: On every rank, if there is no such element.
-        """
-        if not index:
-            return _item_of(self, "be a number")
-        return _item_of(self[_place_of(index, self._shape)], "be a number")
-
-    def __bool__(self) -> bool:
-        return bool(_item_of(self, "be true or false"))
-
-    def __float__(self) -> float:
-        return float(_item_of(self, "be a number"))
-
-    def __int__(self) -> int:
-        return int(_item_of(self, "be a number"))
-
-    def __complex__(self) -> complex:
-        return complex(_item_of(self, "be a number"))
-
-    def __index__(self) -> int:
-        """Return the element of an integer array without axes. Collective."""
-        if self.shape or self.dtype.kind not in "iu":
-            raise TypeError(f"only an integer array without axes can be an index, not {self!r}")
-        return int(_item_of(self, "be an index"))
+        call_compared(self._mesh, "setitem", (self, key, value), lambda: rule(self, key, value))
 
     # -- what it is not ----------------------------------------------------------------
 
@@ -473,61 +528,6 @@ def _check_out(x: DTensor, goal: DeviceMesh, target: Layout, out: Any) -> None:
         )
     if out.is_member and not out.local.flags.writeable:
         raise LayoutError(f"out must be writable, but its block is read-only {place}: copy it")
-
-
-# -- arrays of one element as numbers --------------------------------------------------------------
-
-
-def _place_of(index: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of one element in all axes, as :meth:`numpy.ndarray.item` reads it.
-
-    Raises:
-        ShapeError: If there are other than one number, and not one for each axis.
-        IndexOutOfRangeError: If the array has no such element.
-    """
-    if len(index) == 1 and isinstance(index[0], tuple):
-        (index,) = index
-    places = tuple(map(to_index, index))
-    if len(places) == 1 and len(shape) != 1:
-        size = prod(shape)
-        if not -size <= places[0] < size:
-            raise on_all_ranks(
-                IndexOutOfRangeError(f"index {places[0]} is out of bounds for {size} elements")
-            )
-        rest, found = places[0] % size, []
-        for length in reversed(shape):
-            rest, place = divmod(rest, length)
-            found.append(place)
-        return tuple(reversed(found))
-    if len(places) != len(shape):
-        raise on_all_ranks(
-            ShapeError(f"{len(places)} numbers are no index into an array of shape {shape}")
-        )
-    return places
-
-
-def _item_of(x: DTensor, what: str) -> Any:
-    """Return the element of an array that has one. Collective, unless all ranks have it.
-
-    Args:
-        x: The array.
-        what: What it is to become, for messages.
-
-    Raises:
-        ShapeError: On every rank, if it has another number of elements.
-        RankError: If this rank is not in the mesh.
-    """
-    if x.size != 1:
-        raise on_all_ranks(
-            ShapeError(
-                f"{x!r} has {x.size} elements, and only an array of one can {what}; reduce it "
-                "first, with x.any(), x.all() or x.sum(), or take x.full() for the whole array"
-            )
-        )
-    if not x.is_member:
-        raise RankError(f"rank {x.mesh.rank} is not in the mesh of {x!r} and has no value of it")
-    whole = x.local if x.layout.is_replicated else x.full()
-    return whole.item()
 
 
 # -- split arrays among the arguments of a function -----------------------------------------------

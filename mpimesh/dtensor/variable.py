@@ -10,7 +10,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.arrays import Array, DType
-from mpimesh.dtensor.registry import StandIn
+from mpimesh.dtensor.dispatch import StandIn
 from mpimesh.dtensor.relayout import check_layout, copy_to_mesh
 from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, MissingPackageError, ShapeError

@@ -59,7 +59,7 @@ from mpimesh.errors import (
 )
 from mpimesh.interop.host_memory import host_array
 from mpimesh.nn import Constant, Context, Module, Parameter
-from mpimesh.parallel.tree import Tree, flatten, tree_map
+from mpimesh.parallel.microbatch import Tree, flatten, tree_map
 
 __all__ = ["JaxLayer", "JaxLoss", "wrap", "wrap_loss"]
 

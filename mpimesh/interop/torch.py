@@ -78,8 +78,8 @@ from mpimesh.interop.torch_tensors import (
 )
 from mpimesh.nn import Context, Module
 from mpimesh.nn.protocol import SupportsLayer
+from mpimesh.parallel.microbatch import Structure, Tree, flatten, tree_map
 from mpimesh.parallel.model import ParallelModel
-from mpimesh.parallel.tree import Structure, Tree, flatten, tree_map
 
 __all__ = [
     "TorchLayer",

@@ -2,20 +2,17 @@
 
 from mpimesh.nn.activations import GELU, ReLU, SiLU
 from mpimesh.nn.attention import Attention
-from mpimesh.nn.blocks import BertBlock, FeedForward, GptBlock, SwiGLU
-from mpimesh.nn.checkpoint import Checkpoint
-from mpimesh.nn.context import Context
+from mpimesh.nn.containers import Add, Checkpoint, Concat, MeanPool, Sequential
 from mpimesh.nn.dropout import Dropout
 from mpimesh.nn.embedding import BertEmbedding, Embedding, LearnedPositions, Rotary
 from mpimesh.nn.initializers import Constant, Initializer, Normal, Uniform
 from mpimesh.nn.linear import Linear
 from mpimesh.nn.losses import CrossEntropy, Loss, MeanSquaredError, cross_entropy, mse
-from mpimesh.nn.merge import Add, Concat, MeanPool
 from mpimesh.nn.module import Module
 from mpimesh.nn.norms import LayerNorm, Normalize, RMSNorm
 from mpimesh.nn.parameter import Parameter
-from mpimesh.nn.protocol import SupportsLayer
-from mpimesh.nn.sequential import Sequential
+from mpimesh.nn.protocol import Context, SupportsLayer
+from mpimesh.nn.transformer import BertBlock, FeedForward, GptBlock, SwiGLU
 
 __all__ = [
     "GELU",

@@ -36,8 +36,8 @@ from mpimesh.arrays.namespace import is_cupy, namespace, zeros_where_not
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError
 from mpimesh.nn.checks import check_floats, sum_dtype
-from mpimesh.nn.context import Context
 from mpimesh.nn.module import Module
+from mpimesh.nn.protocol import Context
 
 __all__ = ["GELU", "ReLU", "SiLU", "erf", "sigmoid", "silu_slope"]
 

@@ -34,11 +34,11 @@ from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.layout.boxes import even_sizes
 from mpimesh.nn import protocol
 from mpimesh.nn.checks import check_extent, check_mask, check_sequence, parted, sum_dtype
-from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import WeightDropout, check_share, key_at
 from mpimesh.nn.embedding import Rotary
 from mpimesh.nn.linear import Linear, SplitLayer
-from mpimesh.nn.split import RankGroup, Ranks, Run, SequenceSplit, Split
+from mpimesh.nn.protocol import Context
+from mpimesh.nn.split import AxisRun, RankGroup, SequenceSplit, Split, SplitRanks
 
 __all__ = ["Attention", "BlockAttention", "ParallelAttention", "head_runs"]
 
@@ -157,11 +157,11 @@ class Attention(SplitLayer):
         queries, _ = self._heads_of(split.ranks.size)
         self._first_head = queries[split.ranks.rank][0] // self.head_dim
 
-    def _runs(self, ranks: Ranks) -> list[Sequence[Run] | None]:
+    def _runs(self, ranks: SplitRanks) -> list[Sequence[AxisRun] | None]:
         queries, keys = self._heads_of(ranks.size)
         return [queries, keys, keys]
 
-    def _heads_of(self, size: int) -> tuple[list[Run], list[Run]]:
+    def _heads_of(self, size: int) -> tuple[list[AxisRun], list[AxisRun]]:
         return head_runs(self.num_heads, self.num_kv_heads, self.head_dim, size)
 
     def _run(self, x: Any, ctx: Context | None) -> Array:

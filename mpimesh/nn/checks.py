@@ -11,8 +11,8 @@ import numpy as np
 from mpimesh.arguments import as_int, as_real
 from mpimesh.arrays.types import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
-from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import FLOAT_NAMES, is_float_dtype
+from mpimesh.nn.protocol import Context
 
 __all__ = [
     "check_context",

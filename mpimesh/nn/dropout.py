@@ -20,10 +20,9 @@ from mpimesh.arrays.namespace import namespace, zeros_where_not
 from mpimesh.arrays.types import Array
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.checks import check_extent, check_floats
-from mpimesh.nn.context import Context
 from mpimesh.nn.module import Module
-from mpimesh.nn.protocol import FeaturePart
-from mpimesh.nn.split import RankGroup, Ranks
+from mpimesh.nn.protocol import Context, FeaturePart
+from mpimesh.nn.split import RankGroup, SplitRanks
 
 __all__ = ["Dropout", "ParallelDropout", "WeightDropout", "check_share", "draw_kept", "key_at"]
 
@@ -175,7 +174,7 @@ class ParallelDropout(Dropout):
 
     def __init__(self, p: float = 0.5, *, features: int, group: RankGroup) -> None:
         super().__init__(p)
-        self.ranks = Ranks(group)
+        self.ranks = SplitRanks(group)
         self._part = self.ranks.part_of(check_extent("features", features))
 
     def set_part(self, part: FeaturePart | None) -> FeaturePart | None:

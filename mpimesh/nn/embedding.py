@@ -23,12 +23,12 @@ from mpimesh.nn.checks import (
     parted,
     sum_dtype,
 )
-from mpimesh.nn.context import Context
 from mpimesh.nn.dropout import Dropout, check_share
 from mpimesh.nn.initializers import Normal
 from mpimesh.nn.module import Composite, Module
 from mpimesh.nn.norms import LayerNorm
 from mpimesh.nn.parameter import Parameter
+from mpimesh.nn.protocol import Context
 from mpimesh.nn.split import RankGroup, SequenceSplit, Split
 
 __all__ = ["BertEmbedding", "Embedding", "LearnedPositions", "Rotary", "VocabParallelEmbedding"]

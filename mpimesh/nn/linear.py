@@ -22,12 +22,11 @@ from mpimesh.nn.checks import (
     parted,
     sum_dtype,
 )
-from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Uniform
 from mpimesh.nn.module import Composite, Module
 from mpimesh.nn.parameter import Parameter
-from mpimesh.nn.protocol import FeaturePart
-from mpimesh.nn.split import RankGroup, Ranks, Run, SequenceSplit, Split
+from mpimesh.nn.protocol import Context, FeaturePart
+from mpimesh.nn.split import AxisRun, RankGroup, SequenceSplit, Split, SplitRanks
 
 __all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear", "SplitLayer"]
 
@@ -86,7 +85,7 @@ class Linear(Module):
     mixes_features = True
     split: Split | None = None
     _axis: int | None = None  # of the weight, along which it is split
-    _runs: Sequence[Run] = ()  # what each rank has of it
+    _runs: Sequence[AxisRun] = ()  # what each rank has of it
     _entrance: Split | None = None  # where x comes in, if not by the layer around this one
     gather_output = False
     _placement: ClassVar[PlacementLike | None] = None  # of the weight, if not told otherwise
@@ -129,7 +128,7 @@ class Linear(Module):
         self,
         split: Split,
         axis: int,
-        runs: Sequence[Run] | None = None,
+        runs: Sequence[AxisRun] | None = None,
         *,
         within: bool = False,
     ) -> None:
@@ -351,7 +350,7 @@ class SplitLayer(Composite):
         layers[-1].set_split(split, 1, runs[0])
         self.split = split
 
-    def _runs(self, ranks: Ranks) -> list[Sequence[Run] | None]:
+    def _runs(self, ranks: SplitRanks) -> list[Sequence[AxisRun] | None]:
         """Return what each rank has of the outputs of the first layers; None for even parts."""
         return [None] * len(self.linears)
 
@@ -443,7 +442,7 @@ def _flat(x: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _axis_of(weight: PlacementLike | None, split: Split) -> tuple[int, Sequence[Run] | None]:
+def _axis_of(weight: PlacementLike | None, split: Split) -> tuple[int, Sequence[AxisRun] | None]:
     """Return along which axis a weight is split, and what each rank has if sizes say it."""
     ranks = split.ranks
     try:

@@ -23,7 +23,7 @@ from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ModuleError, ShapeError, tell_elsewhere
 from mpimesh.nn.checks import check_extent, check_floats, first_outside, sum_dtype, tensor_advice
 from mpimesh.nn.protocol import FeaturePart
-from mpimesh.nn.split import RankGroup, Ranks
+from mpimesh.nn.split import RankGroup, SplitRanks
 
 __all__ = [
     "CrossEntropy",
@@ -150,7 +150,7 @@ class CrossEntropy(_RowLoss):
             parts. None (the default) ignores nothing.
     """
 
-    ranks: Ranks | None = None
+    ranks: SplitRanks | None = None
     _part: FeaturePart | None = None  # the classes of this rank, where ranks have some each
 
     def __init__(self, *, ignore_index: int | None = None) -> None:
@@ -268,7 +268,7 @@ class VocabParallelCrossEntropy(CrossEntropy):
     ) -> None:
         super().__init__(ignore_index=ignore_index)
         self.num_classes = check_extent("num_classes", num_classes)
-        self.ranks: Ranks = Ranks(group)
+        self.ranks: SplitRanks = SplitRanks(group)
         mine = self.ranks.runs(self.num_classes)[self.ranks.rank]
         self._part = FeaturePart(*mine, self.num_classes)
 

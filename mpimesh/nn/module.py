@@ -40,9 +40,8 @@ from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
 from mpimesh.nn.checks import check_context
-from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import Parameter, check_state, float_dtype, load_values
-from mpimesh.nn.protocol import FeaturePart, SupportsLayer, is_layer
+from mpimesh.nn.protocol import Context, FeaturePart, SupportsLayer, is_layer
 from mpimesh.nn.split import SequenceSplit
 
 __all__ = ["Composite", "Module", "leaves"]
@@ -233,9 +232,9 @@ class Module(ABC):
         own = self._own_parameters()
         for parameter in own:
             parameter.materialize(seed=seed, dtype=dtype, xp=xp, index=index)
-        settled = protocol.Settled(own)
+        visited = protocol.Visited(own)
         for child, place in self._numbered_children(index):
-            protocol.materialize(child, seed=seed, dtype=dtype, xp=xp, index=place, settled=settled)
+            protocol.materialize(child, seed=seed, dtype=dtype, xp=xp, index=place, visited=visited)
         self._place = (seed, index)
 
     def set_place(self, *, seed: int, index: int) -> None:

@@ -9,10 +9,10 @@ from mpimesh.arrays.fused import Formula, fused
 from mpimesh.arrays.namespace import is_cupy, namespace
 from mpimesh.arrays.types import Array
 from mpimesh.nn.checks import check_eps, check_extent, check_features, check_floats, sum_dtype
-from mpimesh.nn.context import Context
 from mpimesh.nn.initializers import Constant
 from mpimesh.nn.module import Module
 from mpimesh.nn.parameter import Parameter
+from mpimesh.nn.protocol import Context
 
 __all__ = ["LayerNorm", "Normalize", "RMSNorm"]
 

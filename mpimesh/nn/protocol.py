@@ -1,4 +1,4 @@
-"""The protocol of layers that are not mpimesh's own, and their treatment.
+"""The contract of a layer: its methods, and the context of a microbatch that they save in.
 
 Anything with the three methods of `SupportsLayer` is a layer: it may stand in a
 `Sequential` or a pipeline stage. What else it has is used when it is there:
@@ -7,14 +7,14 @@ Anything with the three methods of `SupportsLayer` is a layer: it may stand in a
 |---|---|
 | ``backward_input``, ``backward_weight`` | `backward` runs for the first, nothing for the second |
 | ``materialize(seed=, dtype=, xp=, index=)`` | its parameters are taken as they are |
-| ``set_place(seed=, index=)`` | with values of its own it is not told where it stands |
+| ``set_place(seed=, index=)`` | with values of its own it does not learn its place |
 | ``num_layers`` | it takes one place in the numbering of layers |
 | ``named_parameters()`` | its parameters are called ``param_0``, ``param_1``, ... |
-| ``set_training(flag)`` | it is not told |
+| ``set_training(flag)`` | its mode does not change |
 | ``set_part(part)`` | it treats each feature by itself, and gives those that it gets |
 
 Only :class:`~mpimesh.nn.parameter.Parameter` objects belong into `parameters()`;
-a layer without any returns an empty list. What a forward leaves for its
+a layer without any returns an empty list. What a forward saves for its
 backward belongs into the context (``ctx.save``, ``ctx.take``), not into the
 layer, or the layer can serve one microbatch at a time only.
 
@@ -22,26 +22,29 @@ A layer may take or give a tuple, or a dict with text keys, of arrays, nested, i
 The gradient is built alike, with None in the place of an array whose dtype is not floating.
 
 Behind a layer that is split by its outputs a rank has some of the features only, a
-:class:`FeaturePart`, up to a layer that is split by its inputs. Who stands between is told so by
-`set_part`, and says which features it gives.
+:class:`FeaturePart`, up to a layer that is split by its inputs. The layers between learn it by
+`set_part`, which returns the features of their output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
-from mpimesh.arrays.types import Array
-from mpimesh.errors import ModuleError
-from mpimesh.nn.context import Context
+from mpimesh.arguments import as_flag, as_int
+from mpimesh.arrays.types import Array, DType
+from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn.parameter import Parameter
 
 __all__ = [
+    "Allocate",
+    "Context",
     "FeaturePart",
-    "Settled",
     "SupportsLayer",
+    "Visited",
     "backward_input",
     "backward_weight",
     "is_layer",
@@ -52,6 +55,187 @@ __all__ = [
     "set_place",
     "set_training",
 ]
+
+T = TypeVar("T")
+
+Allocate: TypeAlias = "Callable[[tuple[int, ...], DType], Array | None]"
+"""Returns memory for an array of a shape and dtype; None if it has none to give."""
+
+
+class _Records:
+    """The records of one layer. Holds the layer, so that its id stays its own."""
+
+    __slots__ = ("deferred", "module", "saved")
+
+    def __init__(self, module: object) -> None:
+        self.module = module
+        self.saved: list[tuple[Any, ...]] = []
+        self.deferred: deque[tuple[Any, ...]] = deque()
+
+
+class Context:
+    """One microbatch's life through one stage: from its forward to its weight gradients.
+
+    Any number of microbatches can be in flight through the same layer: each has a context, and they
+    may finish in any order.
+
+    Arrays are saved by reference. Until its backward is done, an array that went into or came out
+    of a forward with this context must not be written to.
+
+    A context may also have memory for the result of one layer where others are to read it:
+    :meth:`empty` returns it to that layer, and None to all others.
+
+    A layer's record passes two places in a context::
+
+        forward --save--> saved --take--> backward_input --defer--> deferred
+            --take_deferred--> backward_weight
+
+    A layer that a model uses twice has two records. Backward runs through a model
+    from its end, so `saved` gives the last record first; `deferred` gives the first
+    one first, so that weight gradients are added in the same order, to the bit,
+    whether they are computed at once or later.
+
+    Attributes:
+        step: Number of the training step; dropout draws other masks at each.
+        first_row: Index, in the global batch, of the microbatch's first row.
+        training: False makes dropout the identity while backward still works.
+
+    Args:
+        memory: Gives memory for the results of all layers, as :data:`Allocate` does; None has each
+            layer take its own.
+
+    Raises:
+        ModuleError: If a number is negative.
+    """
+
+    __slots__ = ("_for", "_made", "_memory", "_records", "_room", "first_row", "step", "training")
+
+    def __init__(
+        self,
+        *,
+        step: int = 0,
+        first_row: int = 0,
+        training: bool = True,
+        memory: Allocate | None = None,
+    ) -> None:
+        self.step = as_int(step, "step", ModuleError, least=0)
+        self.first_row = as_int(first_row, "first_row", ModuleError, least=0)
+        self.training = as_flag(training, "training", ModuleError)
+        self._records: dict[int, _Records] = {}
+        self._made: dict[int, tuple[object, object]] = {}
+        self._for: object = None
+        self._room: Allocate | None = None
+        self._memory = memory
+
+    def offer(self, module: object, room: Allocate | None) -> None:
+        """Let :meth:`empty` give `module`, and no other layer, what `room` returns.
+
+        Args:
+            module: The layer whose result, or gradient, is to lie there.
+            room: Returns an uninitialised array of a shape and dtype, or None.
+        """
+        self._for = module
+        self._room = room
+
+    def empty(self, module: object, shape: tuple[int, ...], dtype: DType) -> Array | None:
+        """Return memory to write the result of `module` into; None if it is to take its own.
+
+        A layer need not ask. One that does saves a copy of what a pipeline hands on, in forward
+        and in backward, and gets memory that steps use again and again:
+        ``np.add(a, b, out=ctx.empty(self, a.shape, a.dtype))``.
+        """
+        if self._for is module and self._room is not None:
+            return self._room(shape, dtype)
+        return None if self._memory is None else self._memory(shape, dtype)
+
+    def once(self, source: object, make: Callable[[], T]) -> T:
+        """Return what `make` gave when it was first called for this very `source`.
+
+        For what several layers make of one and the same array that passes through them all. It is
+        kept as long as the context, or up to :meth:`clear`.
+        """
+        # With the source itself, so that its id stays its own.
+        if id(source) not in self._made:
+            self._made[id(source)] = source, make()
+        found: Any = self._made[id(source)][1]
+        return found  # type: ignore[no-any-return]
+
+    def save(self, module: object, *values: Any) -> None:
+        """Keep `values` for the backward of `module`."""
+        self._of(module).saved.append(values)
+
+    def peek(self, module: object) -> tuple[Any, ...]:
+        """Return what `take` would, and keep it.
+
+        Raises:
+            ModuleStateError: If nothing is saved, see `take`.
+        """
+        records = self._records.get(id(module))
+        if records is None:
+            raise ModuleStateError(
+                f"{module!r}: backward needs what forward saved, but forward did not run with "
+                f"{self!r}; call forward(x, ctx) with the same Context first"
+            )
+        if not records.saved:
+            raise ModuleStateError(
+                f"{module!r}: backward already ran for each forward with {self!r}; what forward "
+                "saved is freed by it, so call forward(x, ctx) again first"
+            )
+        return records.saved[-1]
+
+    def take(self, module: object) -> tuple[Any, ...]:
+        """Give up and return the values that `module` saved last.
+
+        Raises:
+            ModuleStateError: If forward did not run with this context, or each
+                of its runs had its backward.
+        """
+        values = self.peek(module)
+        self._records[id(module)].saved.pop()
+        return values
+
+    def defer(self, module: object, *values: Any) -> None:
+        """Keep `values` for the `backward_weight` of `module`."""
+        self._of(module).deferred.append(values)
+
+    def take_deferred(self, module: object) -> tuple[Any, ...]:
+        """Give up and return the values that `module` deferred first.
+
+        Raises:
+            ModuleStateError: If `backward_input` did not run with this context,
+                or each of its runs had its `backward_weight`.
+        """
+        records = self._records.get(id(module))
+        if records is None or not records.deferred:
+            raise ModuleStateError(
+                f"{module!r}: backward_weight needs a backward_input before it with {self!r}, "
+                "and each backward_input allows exactly one backward_weight"
+            )
+        return records.deferred.popleft()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits: each forward had its backward, with weights."""
+        return not any(records.saved or records.deferred for records in self._records.values())
+
+    def clear(self) -> None:
+        """Drop everything that is kept, for a microbatch whose backward will not run."""
+        self._records.clear()
+        self._made.clear()
+
+    def drop(self, module: object) -> None:
+        """Drop what is kept for `module`."""
+        self._records.pop(id(module), None)
+
+    def _of(self, module: object) -> _Records:
+        records = self._records.get(id(module))
+        if records is None:
+            records = self._records[id(module)] = _Records(module)
+        return records
+
+    def __repr__(self) -> str:
+        training = "" if self.training else ", training=False"
+        return f"Context(step={self.step}, first_row={self.first_row}{training})"
 
 
 @runtime_checkable
@@ -119,8 +303,8 @@ def backward_weight(layer: SupportsLayer, ctx: Context) -> None:
         half(ctx)
 
 
-class Settled:
-    """Layers and parameters that have had their turn: the first place of each counts.
+class Visited:
+    """Layers and parameters that were visited before: the first place of each counts.
 
     Args:
         parameters: Those that keep the values that they have.
@@ -132,11 +316,11 @@ class Settled:
         self.add(*parameters)
 
     def add(self, *objects: object) -> None:
-        """From now on `objects` are settled."""
+        """Mark `objects` as visited."""
         self._found.update((id(one), one) for one in objects)
 
     def __contains__(self, one: object) -> bool:
-        """Tell whether this very object is settled."""
+        """Tell whether this very object was visited."""
         return id(one) in self._found
 
 
@@ -147,7 +331,7 @@ def materialize(
     dtype: Any,
     xp: ModuleType,
     index: int,
-    settled: Settled | None = None,
+    visited: Visited | None = None,
 ) -> None:
     """Let `layer` allocate its parameters, if it knows how.
 
@@ -157,19 +341,21 @@ def materialize(
         dtype: Dtype of the parameters.
         xp: `numpy` or `cupy`.
         index: Number of layers before this one in the whole model.
-        settled: What a layer before had, too. Such parameters keep their values, and a layer that
-            stands there itself is left as it is; what `layer` has joins it.
+        visited: Layers and parameters of the model before this one. Such parameters keep their
+            values, and such a layer is left as it is; those of `layer` are added.
     """
-    settled = Settled() if settled is None else settled
-    if layer in settled:
+    visited = Visited() if visited is None else visited
+    if layer in visited:
         return
-    kept = [(parameter, parameter.data) for parameter in layer.parameters() if parameter in settled]
+    earlier = [
+        (parameter, parameter.data) for parameter in layer.parameters() if parameter in visited
+    ]
     method = getattr(layer, "materialize", None)
     if method is not None:
         method(seed=seed, dtype=dtype, xp=xp, index=index)
-    for parameter, data in kept:
+    for parameter, data in earlier:
         parameter.data = data
-    settled.add(layer, *(one for one in layer.parameters() if one.data is not None))
+    visited.add(layer, *(one for one in layer.parameters() if one.data is not None))
 
 
 def set_place(layer: SupportsLayer, *, seed: int, index: int) -> None:

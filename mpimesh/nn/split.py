@@ -29,15 +29,14 @@ from mpimesh.errors import GroupError, ModuleError, ShapeError
 from mpimesh.layout import layout_of_runs
 from mpimesh.layout.boxes import even_sizes
 from mpimesh.nn.checks import check_extent
-from mpimesh.nn.context import Context
 from mpimesh.nn.parameter import Parameter
-from mpimesh.nn.protocol import FeaturePart
+from mpimesh.nn.protocol import Context, FeaturePart
 
-__all__ = ["Pending", "RankGroup", "Ranks", "Run", "SequenceSplit", "Split", "watch"]
+__all__ = ["AxisRun", "Pending", "RankGroup", "SequenceSplit", "Split", "SplitRanks", "watch"]
 
 _LABEL = "tensor parallel"
 
-Run = tuple[int, int]
+AxisRun = tuple[int, int]
 """The first of some places of an axis, and the one behind the last."""
 
 
@@ -112,7 +111,7 @@ def watch(group: RankGroup, start: Start | None) -> None:
         _watches[group] = start
 
 
-class _Done:
+class _Resolved:
     """A result that nothing had to be moved for."""
 
     __slots__ = ("_value",)
@@ -124,7 +123,7 @@ class _Done:
         return self._value
 
 
-class Ranks:
+class SplitRanks:
     """A group of ranks as the layers that are split over it use it.
 
     In a group of one rank nothing is moved or copied.
@@ -160,7 +159,7 @@ class Ranks:
         """Return how `extent` things are dealt to the ranks: the first ones have one more."""
         return even_sizes(extent, self.size)
 
-    def runs(self, extent: int) -> list[Run]:
+    def runs(self, extent: int) -> list[AxisRun]:
         """Return (start, stop) of what each rank has of `extent` things; see :meth:`sizes`."""
         return list(pairwise([0, *accumulate(self.sizes(extent))]))
 
@@ -169,7 +168,7 @@ class Ranks:
         return None if self.size == 1 else FeaturePart(*self.runs(extent)[self.rank], extent)
 
     def lay(
-        self, parameter: Parameter, axis: int | None, runs: Sequence[Run] | None = None
+        self, parameter: Parameter, axis: int | None, runs: Sequence[AxisRun] | None = None
     ) -> None:
         """Let a parameter without memory lie on the ranks. Local.
 
@@ -196,19 +195,19 @@ class Ranks:
             options: Of that method, but the label.
         """
         if self.size == 1:
-            return _Done(x)
+            return _Resolved(x)
         begin = _watches.get(self.group)
         if begin is not None:
             return begin(name, x, label=_LABEL, **options)
         pending: Pending = getattr(self.group, name)(x, label=_LABEL, **options)
         return pending
 
-    def __deepcopy__(self, memo: object) -> Ranks:
+    def __deepcopy__(self, memo: object) -> SplitRanks:
         """Return this: the copy of a layer is split over the same ranks."""
         return self
 
     def __repr__(self) -> str:
-        return f"Ranks({self.group.name!r}, size={self.size}, rank={self.rank})"
+        return f"SplitRanks({self.group.name!r}, size={self.size}, rank={self.rank})"
 
 
 class SequenceSplit:
@@ -233,7 +232,7 @@ class SequenceSplit:
     """
 
     def __init__(self, group: RankGroup, *, length: int | None = None) -> None:
-        self.ranks = Ranks(group)
+        self.ranks = SplitRanks(group)
         self.length = None if length is None else check_extent("length", length)
 
     def sizes(self, extent: int) -> list[int]:
@@ -328,7 +327,7 @@ class Split:
     def __init__(self, group: RankGroup, sequence: SequenceSplit | None = None) -> None:
         if sequence is not None and not isinstance(sequence, SequenceSplit):
             raise ModuleError(f"sequence must be a SequenceSplit or None, got {shown(sequence)}")
-        self.ranks = Ranks(group) if sequence is None else sequence.ranks
+        self.ranks = SplitRanks(group) if sequence is None else sequence.ranks
         self.sequence = sequence
         if self.ranks.group is not group:
             raise ModuleError(
@@ -381,7 +380,7 @@ class Split:
         """Start to sum the ranks' gradients of the input, None if nobody wants it. Collective."""
         ctx.defer(self, *ctx.take(self))
         if dx is None:
-            return _Done(None)
+            return _Resolved(None)
         if self.sequence is None:
             return self.ranks.start("all_reduce", dx, op="sum", out=dx)
         return self.sequence.reduce_scatter(dx)
@@ -395,7 +394,7 @@ class Split:
         """
         (x,) = ctx.take_deferred(self)
         if not wanted or self.sequence is None:
-            return _Done(x)
+            return _Resolved(x)
         return self.sequence.gather(x)
 
     # -- layers that are split by their inputs ---------------------------------------------

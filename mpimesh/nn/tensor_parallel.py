@@ -8,17 +8,16 @@ from mpimesh.arguments import as_flag, as_int, shown
 from mpimesh.errors import ModuleError
 from mpimesh.nn.activations import GELU, ReLU, SiLU
 from mpimesh.nn.attention import Attention
-from mpimesh.nn.blocks import BertBlock, FeedForward, GptBlock, SwiGLU
-from mpimesh.nn.checkpoint import Checkpoint
 from mpimesh.nn.checks import check_extent
+from mpimesh.nn.containers import Checkpoint, Sequential
 from mpimesh.nn.dropout import Dropout, ParallelDropout, check_share
 from mpimesh.nn.embedding import Embedding, LearnedPositions
 from mpimesh.nn.linear import ColumnParallelLinear, Linear
 from mpimesh.nn.module import Module, leaves
 from mpimesh.nn.norms import LayerNorm, RMSNorm
-from mpimesh.nn.protocol import FeaturePart, Settled, SupportsLayer, is_layer, set_part
-from mpimesh.nn.sequential import Sequential
-from mpimesh.nn.split import RankGroup, Ranks, SequenceSplit, Split
+from mpimesh.nn.protocol import FeaturePart, SupportsLayer, Visited, is_layer, set_part
+from mpimesh.nn.split import RankGroup, SequenceSplit, Split, SplitRanks
+from mpimesh.nn.transformer import BertBlock, FeedForward, GptBlock, SwiGLU
 
 __all__ = ["gpt_layers", "split_groups", "split_layers", "split_sequence", "tensor_parallel"]
 
@@ -95,8 +94,8 @@ def split_groups(*layers: object) -> list[RankGroup]:
     for top in layers:
         for layer in leaves(top):
             for value in getattr(layer, "__dict__", {}).values():
-                ranks = value if isinstance(value, Ranks) else getattr(value, "ranks", None)
-                if isinstance(ranks, Ranks):
+                ranks = value if isinstance(value, SplitRanks) else getattr(value, "ranks", None)
+                if isinstance(ranks, SplitRanks):
                     found[ranks.group] = None
     return list(found)
 
@@ -108,7 +107,7 @@ def split_layers(model: SupportsLayer, split: Split) -> None:
         ModuleError: As that, where a layer cannot be as it is among split ones.
         ModuleStateError: If a layer has memory.
     """
-    _split(model, split, Settled())
+    _split(model, split, Visited())
     for layer in leaves(model):
         if not isinstance(layer, Module) or _is_split(layer):
             continue
@@ -144,7 +143,7 @@ def _is_split(layer: object) -> bool:
     return bool(getattr(layer, "split", None) or getattr(layer, "sequence", None))
 
 
-def _split(layer: Any, split: Split, visited: Settled, part: FeaturePart | None = None) -> None:
+def _split(layer: Any, split: Split, visited: Visited, part: FeaturePart | None = None) -> None:
     """Split `layer` and what is within it, once.
 
     Args:

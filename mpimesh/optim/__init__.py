@@ -1,7 +1,7 @@
 """Optimizers: they change parameters in place, each rank its own; and schedules of their rates."""
 
 from mpimesh.optim.optimizer import Optimizer
-from mpimesh.optim.rules import SGD, Adam, AdamW
+from mpimesh.optim.optimizers import SGD, Adam, AdamW
 from mpimesh.optim.scaling import LossScaler, clip_grad_norm
 from mpimesh.optim.schedulers import (
     ConstantLR,

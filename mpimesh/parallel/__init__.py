@@ -1,15 +1,14 @@
 """Data, tensor and pipeline parallelism: models cut over replicas, ranks and stages, as one."""
 
 from mpimesh.nn.attention import ParallelAttention
-from mpimesh.nn.blocks import ParallelFeedForward, ParallelSwiGLU
 from mpimesh.nn.dropout import ParallelDropout
 from mpimesh.nn.embedding import VocabParallelEmbedding
 from mpimesh.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mpimesh.nn.losses import VocabParallelCrossEntropy
 from mpimesh.nn.split import SequenceSplit
 from mpimesh.nn.tensor_parallel import gpt_layers, split_sequence, tensor_parallel
+from mpimesh.nn.transformer import ParallelFeedForward, ParallelSwiGLU
 from mpimesh.parallel.accumulation import Accumulation, reduce_gradients
-from mpimesh.parallel.clip import clip_grad_norm
 from mpimesh.parallel.data import DataParallel, fully_shard
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES, GradientBuckets
@@ -21,10 +20,11 @@ from mpimesh.parallel.microbatch import (
     replica_rows,
     split_microbatches,
 )
+from mpimesh.parallel.model import clip_grad_norm
 from mpimesh.parallel.optimizer import ParallelOptimizer
 from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.step_report import StepReport
+from mpimesh.parallel.step import StepReport
 from mpimesh.parallel.tensor import sum_shared_gradients
 
 __all__ = [

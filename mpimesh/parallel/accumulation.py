@@ -18,8 +18,8 @@ from mpimesh.nn.losses import LossValue
 from mpimesh.parallel.batch import SupportsStep
 from mpimesh.parallel.data import DataParallel
 from mpimesh.parallel.gradients.buckets import GROUP
+from mpimesh.parallel.microbatch import Tree
 from mpimesh.parallel.pipeline import PipelineParallel
-from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call

@@ -32,9 +32,8 @@ from mpimesh.parallel.header import (
     fingerprint,
     number_of,
 )
-from mpimesh.parallel.microbatch import Microbatches, num_rows
+from mpimesh.parallel.microbatch import Microbatches, Tree, flatten, num_rows, tree_map
 from mpimesh.parallel.task import input_title
-from mpimesh.parallel.tree import Tree, flatten, tree_map
 
 __all__ = [
     "Batch",

@@ -9,16 +9,16 @@ import numpy as np
 
 from mpimesh.errors import ModuleError
 from mpimesh.nn import Loss, SupportsLayer
+from mpimesh.nn.containers import is_plain
 from mpimesh.nn.protocol import set_training
-from mpimesh.nn.sequential import is_plain
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep, check_loss
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
-from mpimesh.parallel.groups import live_mesh, no_dim
+from mpimesh.parallel.microbatch import Tree
 from mpimesh.parallel.model import ParallelModel
+from mpimesh.parallel.replicas import live_mesh, no_dim
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor import tensor_groups
-from mpimesh.parallel.tree import Tree
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import Tracer
 

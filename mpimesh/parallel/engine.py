@@ -22,33 +22,34 @@ from mpimesh.errors import (
     ScheduleError,
 )
 from mpimesh.nn import Parameter
+from mpimesh.nn.containers import is_plain
 from mpimesh.nn.parameter import float_dtype
-from mpimesh.nn.sequential import is_plain
 from mpimesh.optim import LossScaler
 from mpimesh.parallel.executor import Executor
 from mpimesh.parallel.gradients.bucket import STAGES, SharedValues, share_frozen
 from mpimesh.parallel.gradients.buckets import GRAD_DTYPE, GradientBuckets
 from mpimesh.parallel.gradients.entries import Plan
 from mpimesh.parallel.gradients.layer_values import LayerValues
-from mpimesh.parallel.gradients.replicas import agree_together, agree_values, digest
 from mpimesh.parallel.header import StepExchanges, fingerprint
 from mpimesh.parallel.interface import Interface
 from mpimesh.parallel.links import Links
 from mpimesh.parallel.microbatch import check_microbatches
 from mpimesh.parallel.plans import Plans, ScheduleLike
+from mpimesh.parallel.replicas import agree_together, agree_values, digest
 from mpimesh.parallel.slots import SlotPool
-from mpimesh.parallel.stage import PipelineStage, check_stages
-from mpimesh.parallel.task import Task, input_title
-from mpimesh.parallel.tensor import TensorModel, who_holds
-from mpimesh.parallel.ties import (
+from mpimesh.parallel.stage import (
+    PipelineStage,
     Ties,
     agree_on_trained,
+    check_stages,
     find_ties,
     give_values,
     is_used_again,
     named_places,
     uses_of,
 )
+from mpimesh.parallel.task import Task, input_title
+from mpimesh.parallel.tensor import TensorModel, who_holds
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call

@@ -21,13 +21,13 @@ from mpimesh.arrays import Array, DType
 from mpimesh.arrays.memory import aligned_bytes
 from mpimesh.errors import ModuleStateError, ShapeError
 from mpimesh.nn import Context
-from mpimesh.nn.context import Room
+from mpimesh.nn.protocol import Allocate
 from mpimesh.parallel.interface import check_gradient, check_output, first_gradient
 from mpimesh.parallel.links import Links, RecvLink, SendLink
+from mpimesh.parallel.microbatch import Tree
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.task import NO_TASK, Task
-from mpimesh.parallel.tree import Tree
 from mpimesh.schedule import Action, ActionKind, Edges
 from mpimesh.trace import NULL_TRACER, Category, Span, Tracer
 
@@ -190,7 +190,7 @@ class Executor:
             entries += [self._task.inputs[name][microbatch] for name in module.inputs]
         return entries[0] if len(entries) == 1 else tuple(entries)
 
-    def _room_at(self, stage: int, other: int) -> Room | None:
+    def _room_at(self, stage: int, other: int) -> Allocate | None:
         """Return what gives memory for what goes to stage `other`, if that lies elsewhere."""
         link = self._links.sending.get((stage, other))
         return None if link is None or link.row is None or self._xp is not np else link.room

@@ -25,7 +25,7 @@ from mpimesh.arrays import Array, DType, HostArray
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.arrays.reduction import is_half
 from mpimesh.errors import ModuleStateError, ShapeError, TransportError
-from mpimesh.parallel.tree import Structure, Tree, flatten
+from mpimesh.parallel.microbatch import Structure, Tree, flatten
 
 __all__ = [
     "FIRST_PIECE_BYTES",

@@ -28,13 +28,12 @@ from mpimesh.nn.protocol import (
 )
 from mpimesh.parallel.batch import kind_of, parts_of, rows_of
 from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
-from mpimesh.parallel.groups import group_along
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Leaf
-from mpimesh.parallel.microbatch import Microbatches
+from mpimesh.parallel.microbatch import Microbatches, Tree, flatten, tree_map
+from mpimesh.parallel.replicas import group_along
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.tensor import TensorModel
-from mpimesh.parallel.tree import Tree, flatten, tree_map
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.schedule import Costs, Partition, partition

@@ -15,19 +15,19 @@ from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError, tell_els
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.optimizer import TORCH_ATTRIBUTES
 from mpimesh.optim.scaling import sum_of_squares
-from mpimesh.parallel.clip import agreed_squares, problem_with_norm
 from mpimesh.parallel.gradients.pieces import Layouts, LentOptimizer, Pieces, State
-from mpimesh.parallel.model import ParallelModel
-from mpimesh.parallel.optimizer_state import (
+from mpimesh.parallel.model import ParallelModel, agreed_squares, problem_with_norm
+from mpimesh.parallel.states import (
     agree_optimizers,
     agree_states,
     flat_state,
     full_states,
     is_finite,
+    optimizers_parts,
+    optimizers_target,
     problem_with,
     why_no_step,
 )
-from mpimesh.parallel.stored import optimizers_parts, optimizers_target
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.store.modules import STEP

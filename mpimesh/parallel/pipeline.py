@@ -16,14 +16,13 @@ from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep
 from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
-from mpimesh.parallel.groups import group_along, live_mesh
 from mpimesh.parallel.layer_costs import REPEATS, measure_layers, partition_layers
-from mpimesh.parallel.microbatch import check_microbatches
+from mpimesh.parallel.microbatch import Tree, check_microbatches
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.plans import ScheduleLike
+from mpimesh.parallel.replicas import group_along, live_mesh
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.step_report import StepReport, report_step
-from mpimesh.parallel.tree import Tree
+from mpimesh.parallel.step import StepReport, report_step
 from mpimesh.runtime import DeviceMesh
 from mpimesh.schedule import Costs, Schedule
 from mpimesh.trace import Tracer

@@ -5,41 +5,53 @@ stage the place where the sums of its gradients start; starts what buckets are l
 of a replica without rows; and then meets all others in one small all-reduce of status and loss. A
 rank that fails sets the abort signal first, which ends the waits of the others, so that every rank
 comes to the status, whatever happened and wherever it stood. No sum of gradients starts before
-the header has told that all ranks take the same step: another rank may be in another, and where
+the header has shown that all ranks take the same step: another rank may be in another, and where
 the replicas are all ranks, the sum would meet its status. If all is well they finish
 their sends and buckets, and only then an optimizer changes parameters. If not, they exchange what
 failed and what was sent, take in every message that is on its way and take back every receive that
 has none, complete the reductions that any of them had started, meet once more, and raise the same
 error. Nothing is left behind, and the next step works.
 
-Why nobody waits for ever. Before the status a rank waits in three places: for a
-message, for room to send, and for the header if it was given no batch. The first two
+Why no rank waits for ever. Before the status a rank waits in three places: for a
+message, for room to send, and for the header if it has no batch. The first two
 look for that signal, and end without it only if the other end does its part. The header
 is started by every rank before anything can fail. After the status, waits are for what
 every rank is then known to have started.
+
+A :class:`StepReport` sets a pipeline's last step of training beside its schedule's prediction.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpimesh.arrays import Array
 from mpimesh.comm.requests import Condition
-from mpimesh.errors import MpimeshError, ShapeError, StageError, on_all_ranks
+from mpimesh.errors import MpimeshError, ShapeError, StageError, TraceError, on_all_ranks
 from mpimesh.parallel.batch import Batch
 from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
 from mpimesh.parallel.header import Facts, Size, disagreement
-from mpimesh.parallel.microbatch import replica_rows
+from mpimesh.parallel.microbatch import Tree, flatten, replica_rows, tree_map
 from mpimesh.parallel.task import NO_TASK, Task
-from mpimesh.parallel.tree import Tree, flatten, tree_map
 from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
+from mpimesh.runtime.events import gather_events
+from mpimesh.schedule import (
+    Timetable,
+    action_overhead_s,
+    measured_step,
+    predicted_step,
+    schedule_svg,
+)
+from mpimesh.trace import Event, svg
 
-__all__ = ["END_OF_STEP", "GRADIENTS", "Step"]
+__all__ = ["Step", "StepReport", "last_step", "report_step"]
 
 # How traces call the waits in which all ranks meet: after every step, and after one of training.
 END_OF_STEP = "end of step"
@@ -420,3 +432,105 @@ def _agreed_error(engine: Engine, notes: list[dict[str, Any]]) -> MpimeshError:
     if error is None:
         return agreed_error([Failure(**note["failure"]) for note in notes if note["failure"]])
     return on_all_ranks(error)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A step of training as it was measured, and as its schedule predicts it.
+
+    Attributes:
+        step: Number of the step.
+        measured: What the ranks of one pipeline did when, from the first computation to the last.
+        predicted: The same schedule, simulated with the mean times that were measured; see
+            :func:`~mpimesh.schedule.predicted_step`.
+    """
+
+    step: int
+    measured: Timetable
+    predicted: Timetable
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that a rank spent on an action beside computing and waiting, in the mean."""
+        return action_overhead_s(self.measured)
+
+    def to_svg(self) -> str:
+        """Draw both below each other on one time axis."""
+        schedule = self.measured.schedule
+        title = (
+            f"Training step {self.step}: {schedule.name}, {schedule.num_stages} stages, "
+            f"{schedule.num_microbatches} microbatches"
+        )
+        tables = {"measured": self.measured, "predicted": self.predicted}
+        return schedule_svg(tables, title=title)
+
+    def __str__(self) -> str:
+        lines = [
+            f"step {self.step} {what} {svg.duration(float(one.step_s))}, of which a rank is idle "
+            f"for {svg.duration(float(one.mean_bubble_s))}, {100 * one.bubble_fraction:.1f} %: "
+            f"{one.mean_idle()}"
+            for what, one in (("measured", self.measured), ("predicted", self.predicted))
+        ]
+        lines.append(f"each action cost {svg.duration(self.overhead_s)} beside its computation")
+        return "\n".join(lines)
+
+
+def report_step(engine: Engine) -> StepReport | None:
+    """Report the last training step, on the first rank of the mesh. Collective.
+
+    Raises:
+        TraceError: On every rank, if the tracers do not hold the whole step.
+    """
+    mesh = engine.mesh
+    events = gather_events(mesh, engine.tracer)
+    report, problem = None, None
+    if mesh.rank == 0:
+        everyone = list(mesh.group().ranks)
+        ranks = [everyone.index(rank) for rank in engine.pipe.ranks]
+        try:
+            report = _report(engine, last_step(events), ranks)
+        except MpimeshError as error:
+            problem = TraceError(
+                f"there is no whole step of training in the tracers: {error}; make the pipeline "
+                "with tracer=Tracer(mesh.rank) on every rank, and report after train_step"
+            )
+    scope = engine.scope
+    call = Call("step report", scope.name)
+    agree(scope._core, call, problem=problem)
+    return report
+
+
+def _report(engine: Engine, events: Sequence[Event], ranks: Sequence[int]) -> StepReport:
+    places = {rank: place for place, rank in enumerate(ranks)}
+    mine = [replace(event, rank=places[event.rank]) for event in events if event.rank in places]
+    count = len({event.microbatch for event in mine if event.category == "forward"})
+    if not count:
+        raise TraceError("no forward was recorded")
+    measured = measured_step(
+        engine.plans.schedule(count, training=True), mine, skips=engine.plans.edges.skips
+    )
+    return StepReport(engine.step, measured, predicted_step(measured))
+
+
+def last_step(events: Iterable[Event]) -> list[Event]:
+    """Return the events of each rank's last whole step of training.
+
+    Args:
+        events: Of any ranks, in the order in which each rank recorded its own.
+    """
+    ranks: dict[int, list[Event]] = {}
+    for event in events:
+        ranks.setdefault(event.rank, []).append(event)
+    return [event for one in ranks.values() for event in _last_step(one)]
+
+
+def _last_step(events: list[Event]) -> list[Event]:
+    """Cut the last step out of one rank's events: steps of training end with their gradients."""
+    names = [event.name if event.category == "wait" else "" for event in events]
+    ends = [place for place, name in enumerate(names) if name == END_OF_STEP]
+    trained = [place for place, name in enumerate(names) if name == GRADIENTS]
+    if not trained:
+        return []
+    # Its own end of step comes before its gradients; the one before that closed the step before.
+    earlier = [place for place in ends if place < trained[-1]][:-1]
+    return events[earlier[-1] + 1 if earlier else 0 : trained[-1]]

@@ -26,10 +26,9 @@ from mpimesh.errors import ModuleStateError, ScheduleError
 from mpimesh.nn import Loss
 from mpimesh.parallel.header import Facts, Size
 from mpimesh.parallel.interface import Interface, pieces
-from mpimesh.parallel.microbatch import microbatch_rows, replica_rows
+from mpimesh.parallel.microbatch import Tree, flatten, microbatch_rows, replica_rows, tree_map
 from mpimesh.parallel.plans import Plan
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tree import Tree, flatten, tree_map
 
 __all__ = ["NO_TASK", "Kind", "Task", "input_title"]
 

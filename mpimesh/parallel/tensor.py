@@ -35,10 +35,14 @@ from mpimesh.nn.parameter import check_shape
 from mpimesh.nn.protocol import FeaturePart
 from mpimesh.nn.split import watch
 from mpimesh.nn.tensor_parallel import split_groups
-from mpimesh.parallel.gradients.replicas import agree_values, digest
-from mpimesh.parallel.groups import group_named, groups_of_lines, lines_of_holders
-from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.ties import check_alike
+from mpimesh.parallel.replicas import (
+    agree_values,
+    digest,
+    group_named,
+    groups_of_lines,
+    lines_of_holders,
+)
+from mpimesh.parallel.stage import PipelineStage, check_alike
 from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
@@ -387,7 +391,7 @@ class TensorWatch:
         self._open: dict[int, CollectiveTensor] = {}
 
     def start(self, name: str, x: Array, *, out: Array | None = None, **options: Any) -> _Watched:
-        """Start a collective, as :meth:`mpimesh.nn.split.Ranks.start` does. Collective."""
+        """Start a collective, as :meth:`mpimesh.nn.split.SplitRanks.start` does. Collective."""
         call = _Call(name, tuple(x.shape), str(x.dtype), is_cupy(x), options)
         handle = call.start(self.group, x, **({} if out is None else {"out": out}))
         self._count += 1

@@ -13,7 +13,7 @@ import numpy as np
 from mpimesh.arguments import shown
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor import DTensor
-from mpimesh.dtensor.alike import gather_facts
+from mpimesh.dtensor.consistency import gather_facts
 from mpimesh.dtensor.redistribute import start_redistribute
 from mpimesh.errors import (
     DamagedError,

@@ -16,7 +16,7 @@ import numpy as np
 from mpimesh.arguments import as_shape, rank_names, ranks_by_value, shown
 from mpimesh.arrays import Array, DType, HostArray, array_shape
 from mpimesh.dtensor import DTensor
-from mpimesh.dtensor.alike import same_call
+from mpimesh.dtensor.consistency import compare_call
 from mpimesh.dtensor.defaults import as_live
 from mpimesh.errors import (
     ClosedError,
@@ -197,7 +197,7 @@ def save_array(
         problem = as_ours(error, "write", place)
     _agree(live, "save_array", [str(place), format, dataset, facts], problem)
     if live is not None and isinstance(values, np.ndarray):
-        same_call(live, "save_array", (values,))
+        compare_call(live, "save_array", (values,))
         values = DTensor.of_block(live, Layout.replicated(live), shape, dtype, values)
     is_first = live is None or live.rank == live.group().ranks[0]
     part = ""

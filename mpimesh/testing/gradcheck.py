@@ -12,9 +12,8 @@ from mpimesh.arguments import as_int, as_real, shown
 from mpimesh.arrays.types import Array
 from mpimesh.errors import DTypeError, ModuleError
 from mpimesh.nn import protocol
-from mpimesh.nn.context import Context
-from mpimesh.nn.protocol import SupportsLayer, is_layer
-from mpimesh.parallel.tree import Structure, Tree, flatten, tree_map
+from mpimesh.nn.protocol import Context, SupportsLayer, is_layer
+from mpimesh.parallel.microbatch import Structure, Tree, flatten, tree_map
 
 __all__ = ["gradcheck"]
 

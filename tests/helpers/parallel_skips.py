@@ -11,7 +11,7 @@ import numpy as np
 from mpimesh import nn
 from mpimesh.parallel import PipelineStage
 from mpimesh.parallel.interface import check_output
-from mpimesh.parallel.tree import flatten
+from mpimesh.parallel.microbatch import flatten
 from tests.helpers.parallel_values import SEED, Mixed, Rows, Spec, TreeLoss
 
 Skips = Sequence[tuple[int, int]]

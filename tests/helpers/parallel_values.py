@@ -9,8 +9,7 @@ import numpy as np
 
 from mpimesh import nn
 from mpimesh.parallel import PipelineParallel, PipelineStage
-from mpimesh.parallel.microbatch import microbatch_rows
-from mpimesh.parallel.tree import flatten, tree_map
+from mpimesh.parallel.microbatch import flatten, microbatch_rows, tree_map
 
 SEED = 5
 

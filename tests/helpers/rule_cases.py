@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import mpimesh as mm
-from mpimesh.dtensor.registry import FUNCTIONS, name_of
+from mpimesh.dtensor.dispatch import FUNCTIONS, name_of
 from tests.helpers import rule_products, rule_shapes, rule_values
 from tests.helpers.rule_draw import CASES, DTYPE_TEXTS, Draw, cases
 from tests.helpers.rule_fuzz import Case

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import mpimesh as mm
-from mpimesh.dtensor.alike import gather_facts
+from mpimesh.dtensor.consistency import gather_facts
 from mpimesh.errors import DeadlockError, MismatchError, MpimeshError, NoRuleError, RemoteError
 from tests.helpers import warned
 from tests.helpers.dtensor_check import split

@@ -45,8 +45,7 @@ from mpimesh.nn.parameter import as_parameters, float_dtype
 from mpimesh.parallel.gradients import entries as entry_rules
 from mpimesh.parallel.gradients.bucket import Bucket, Reductions
 from mpimesh.parallel.gradients.entries import Entry, Plan
-from mpimesh.parallel.gradients.replicas import agree_parameters, agree_touched
-from mpimesh.parallel.groups import live_mesh
+from mpimesh.parallel.replicas import agree_parameters, agree_touched, live_mesh
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree

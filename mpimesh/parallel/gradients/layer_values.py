@@ -25,9 +25,9 @@ from mpimesh.arrays import Array
 from mpimesh.arrays.memory import aligned_bytes
 from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Sequential
-from mpimesh.nn.sequential import is_plain
+from mpimesh.nn.containers import is_plain
 from mpimesh.parallel.gradients.bucket import Bucket, Shard
-from mpimesh.parallel.groups import Line, groups_of_lines, lines_along
+from mpimesh.parallel.replicas import Line, groups_of_lines, lines_along
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.parallel.tensor import TensorWatch
 from mpimesh.runtime import DeviceMesh, ProcessGroup

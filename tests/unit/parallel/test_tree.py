@@ -20,8 +20,8 @@ from mpimesh.parallel.interface import (
     length_of,
     pieces,
 )
+from mpimesh.parallel.microbatch import LEAF, Structure, flatten, tree_map
 from mpimesh.parallel.task import Task
-from mpimesh.parallel.tree import LEAF, Structure, flatten, tree_map
 from tests.helpers.raises import raises
 
 DTYPES = st.sampled_from(["float64", "float32", "float16", "int8", "bool", "complex64", "M8[s]"])

@@ -9,7 +9,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.dtensor import array_api as xp
-from mpimesh.dtensor.registry import FUNCTIONS
+from mpimesh.dtensor.dispatch import FUNCTIONS
 from mpimesh.errors import LayoutError, UnknownNameError
 from tests.helpers.dtensor_check import numbers, same, split
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.dtensor.refused import REFUSED
-from mpimesh.dtensor.registry import FUNCTIONS, name_of
+from mpimesh.dtensor.dispatch import FUNCTIONS, REFUSED, name_of
 from mpimesh.errors import DTypeError, NoRuleError
 from tests.helpers.dtensor_check import on
 

@@ -8,7 +8,7 @@ import pytest
 
 import mpimesh as mm
 from mpimesh.dtensor import DTensor, DVariable, default_mesh
-from mpimesh.dtensor.registry import FUNCTIONS
+from mpimesh.dtensor.dispatch import FUNCTIONS
 from mpimesh.errors import DTypeError, LayoutError, MissingPackageError, ShapeError
 from mpimesh.layout import UNSHARDED, AxisLayout
 from tests.helpers.dtensor_oracle import placements

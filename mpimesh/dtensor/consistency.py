@@ -1,0 +1,339 @@
+"""Blocks, errors and calls on which the ranks agree in functions of split arrays.
+
+With ``MPIMESH_CHECKS`` on, calls are compared over the ranks. Most functions move nothing, so that
+a rank that calls another one, or the same one with another number, goes on with values that no
+other rank has. Each call that a program makes costs one small all-reduce; what a function does
+inside to other split arrays is not compared again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mpimesh.arguments import digest_text
+from mpimesh.arrays import DType, HostArray
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
+from mpimesh.errors import LayoutError, MismatchError, ShapeError, on_all_ranks
+from mpimesh.layout import Layout, Placement, Replicate, Shard
+from mpimesh.runtime import DeviceMesh
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call, Site, call_stack
+from mpimesh.runtime.operands import host_array
+
+__all__ = [
+    "agreed_blocks",
+    "agreed_dtype",
+    "call_compared",
+    "compare_call",
+    "compare_copies",
+    "gather_facts",
+    "host_block",
+    "raise_together",
+    "table_of",
+    "writable_block",
+]
+
+R = TypeVar("R")
+
+_LONGEST = 80
+"""Longer texts are cut, and end with a digest."""
+_inside: ContextVar[bool] = ContextVar("inside a function of split arrays", default=False)
+
+
+def gather_facts(
+    mesh: DeviceMesh, name: str, fact: Any, problem: Exception | None = None
+) -> list[Any]:
+    """Return what each rank of the mesh brings, in the order of its group. Collective.
+
+    Args:
+        mesh: The mesh; this rank is in it.
+        name: What is called, for messages.
+        fact: What this rank brings: what JSON has.
+        problem: Why it brings nothing.
+
+    Raises:
+        Exception: On every rank, if any has a problem, of its class.
+
+    Cost:
+        One all-reduce of 40 bytes; if facts differ, an all-gather of them.
+    """
+    group, call = mesh.group(), Call(name, mesh.group().name)
+    return agree(group._core, call, fact, problem=problem)
+
+
+@contextmanager
+def raise_together(
+    mesh: DeviceMesh,
+    name: str,
+    *,
+    needed: bool = True,
+    caught: tuple[type[Exception], ...] = (ValueError, FloatingPointError),
+) -> Iterator[None]:
+    """Raise on all ranks what the body raises on one for what is in its block. Collective.
+
+    Args:
+        mesh: The mesh.
+        name: What is called, for messages.
+        needed: Whether the ranks may differ in that; if not, nothing is collective.
+        caught: What counts; all else is a mistake of this rank.
+
+    Cost:
+        One all-reduce of 40 bytes, if needed and none raises.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except caught as error:
+        if not needed:
+            raise
+        problem = error
+    if needed:
+        gather_facts(mesh, name, None, problem)
+
+
+def call_compared(
+    mesh: DeviceMesh,
+    name: str,
+    arguments: Iterable[Any],
+    do: Callable[[], R],
+    named: Mapping[str, Any] | None = None,
+) -> R:
+    """Do what every rank is to call with the same arguments. Collective, with checks on.
+
+    Args:
+        mesh: The ranks. One that the mesh leaves out is not asked.
+        name: What is called.
+        arguments: What must be alike: split arrays in shape, dtype and layout, ordinary ones in
+            their values.
+        do: Does it.
+        named: More arguments, by name.
+
+    Raises:
+        MismatchError: On every rank, naming each rank's call, if they differ.
+    """
+    if not mesh.settings.checks or _inside.get():
+        return do()
+    compare_call(mesh, name, arguments, named)
+    token = _inside.set(True)
+    try:
+        return do()
+    finally:
+        _inside.reset(token)
+
+
+def compare_call(
+    mesh: DeviceMesh,
+    name: str,
+    arguments: Iterable[Any],
+    named: Mapping[str, Any] | None = None,
+) -> None:
+    """Compare a call as :func:`call_compared` does."""
+    if not mesh.settings.checks or _inside.get() or not mesh.contains_rank(mesh.rank):
+        return
+    group = mesh.group()
+    texts = [*map(_text, arguments), *(f"{key}={_text(x)}" for key, x in (named or {}).items())]
+    call = Call(name, group.name, rule=", ".join(texts))
+    call.site = _place()
+    stack = call_stack() if mesh.settings.checks > 1 else ()
+    agree(group._core, call, stack=stack)
+
+
+def compare_copies(block: HostArray, mesh: DeviceMesh, layout: Layout, name: str) -> None:
+    """Compare the values of ranks that are to hold the same block. Collective, with checks on.
+
+    Raises:
+        MismatchError: On every rank, naming two that differ.
+    """
+    repeated = [isinstance(spec, Replicate) for spec in layout.placement]
+    if not mesh.settings.checks or _inside.get() or not any(repeated):
+        return
+    if not mesh.contains_rank(mesh.rank):
+        return
+    digests = gather_facts(mesh, name, digest_text(_bytes(block)))
+    first: dict[tuple[int, ...], tuple[int, str]] = {}
+    for rank, digest in zip(mesh.group().ranks, digests, strict=True):
+        coords = layout.mesh.coords_of(rank)
+        place = tuple(coord for coord, one in zip(coords, repeated, strict=True) if not one)
+        other, expected = first.setdefault(place, (rank, digest))
+        if digest != expected:
+            raise on_all_ranks(
+                MismatchError(
+                    f"{name} as {layout.text}: ranks {other} and {rank} must bring the same "
+                    f"block, but its values differ (digests {expected} and {digest}); make it "
+                    "alike on both, or let one rank give it by mm.distribute(x, mesh, "
+                    "placements, root=0)"
+                )
+            )
+
+
+def _place() -> Site:
+    """Return the innermost place outside mpimesh and NumPy, which has the operators."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").split(".", 1)[0] in ("mpimesh", "numpy"):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+def _text(x: Any) -> str:
+    """Return an argument in words, equal on two ranks only if it is."""
+    if hasattr(x, "layout") and hasattr(x, "shape"):
+        return f"{tuple(x.shape)} {x.dtype} as {x.layout}"
+    if isinstance(x, np.ndarray):
+        if x.dtype.hasobject:
+            return f"array {x.shape} {x.dtype}"
+        if x.size == 1:  # as a scalar, which is written with all its digits
+            return _cut(f"array {x.shape} {x.reshape(-1)[0]!r}")
+        return f"array {x.shape} {x.dtype} with digest {digest_text(_bytes(x))}"
+    if isinstance(x, Mapping):
+        return _cut("{" + ", ".join(f"{key}: {_text(value)}" for key, value in x.items()) + "}")
+    if isinstance(x, tuple):
+        return _cut(f"({', '.join(map(_text, x))}{',' if len(x) == 1 else ''})")
+    if isinstance(x, Sequence) and not isinstance(x, str | bytes | range):
+        return _cut(f"[{', '.join(map(_text, x))}]")
+    if callable(x):
+        return str(getattr(x, "__qualname__", type(x).__name__))
+    if x is None or isinstance(x, _PLAIN):
+        return _cut(repr(x))
+    return type(x).__name__
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, slice, range, type(...), np.generic, np.dtype)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}... with digest {digest_text(text.encode())}"
+
+
+def _bytes(x: HostArray) -> memoryview:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
+
+
+def host_block(block: Any) -> HostArray:
+    """Return a block as a NumPy array, itself if it is one.
+
+    Raises:
+        DTypeError: If it holds Python objects.
+    """
+    return host_array(block)
+
+
+def agreed_dtype(
+    block: HostArray, mesh: DeviceMesh, name: str, problem: ShapeError | None = None
+) -> DType:
+    """Return the dtype that the blocks have, those without elements aside. Collective.
+
+    ``np.array([])`` is of float64 whatever the other ranks have.
+
+    Args:
+        block: This rank's block.
+        mesh: The mesh.
+        name: What is called, for messages.
+        problem: Why this rank has no block.
+
+    Raises:
+        ShapeError: On every rank, if one has no block.
+        MismatchError: On every rank, saying which has what, if they differ.
+    """
+    facts = [dtype_to_json(block.dtype), block.size]
+    found, ranks = gather_facts(mesh, name, facts, problem), mesh.group().ranks
+    dtypes = [dtype_from_json(dtype) for dtype, _ in found]
+    full = [dtype for dtype, (_, size) in zip(dtypes, found, strict=True) if size]
+    if len(set(full)) > 1:
+        rows = "; ".join(
+            f"rank {rank}: {dtype}" for rank, dtype in zip(ranks[:16], dtypes, strict=False)
+        )
+        raise on_all_ranks(
+            MismatchError(f"{name} needs blocks of one dtype; give dtype=, or cast them: {rows}")
+        )
+    return (full or dtypes)[0]
+
+
+def writable_block(block: HostArray, mesh: DeviceMesh) -> HostArray:
+    """Return a block that can be written: itself, or a copy of one that is read-only. Local.
+
+    If a block of one rank were read-only, writing would fail there, while others go on.
+    """
+    if block.flags.writeable:
+        return block
+    made = mesh.shared_empty(block.shape, block.dtype)
+    made[...] = block
+    return made
+
+
+def agreed_blocks(
+    block: HostArray, mesh: DeviceMesh, layout: Layout
+) -> tuple[tuple[int, ...], Layout, DType]:
+    """Return the shape of the whole array, the layout with the blocks' sizes, and the dtype.
+
+    Collective over the mesh. A block without elements may be of any dtype.
+
+    Raises:
+        MismatchError: On every rank, if dtypes, numbers of axes or lengths disagree.
+        ShapeError: On every rank, if several dims split an axis, and not evenly.
+    """
+    described = dtype_to_json(block.dtype)
+    facts = [list(block.shape), str(block.dtype), layout.text, described]
+    found = gather_facts(mesh, "from_local", facts)
+    ranks = mesh.group().ranks
+    rows = [(tuple(shape), name, text) for shape, name, text, _ in found]
+    heads = {(len(shape), text) for shape, _, text in rows}
+    full = [place for place, (shape, _, _) in enumerate(rows) if 0 not in shape]
+    if len(heads) > 1 or len({rows[place][1] for place in full}) > 1:
+        raise on_all_ranks(MismatchError(_table("of one dtype, rank and layout", rows, ranks)))
+    shapes = np.array([shape for shape, _, _ in rows], np.int64).reshape(*layout.mesh.shape(), -1)
+    if any(isinstance(spec, Shard) and spec.axis >= block.ndim for spec in layout.placement):
+        layout.tiling(block.shape)  # raises, and says why
+    specs = list(layout.placement)
+    shape = []
+    for axis in range(block.ndim):
+        dims = [d for d, spec in enumerate(specs) if isinstance(spec, Shard) and spec.axis == axis]
+        lengths = shapes[..., axis]
+        # Along all other dims the blocks must be alike.
+        first = lengths[tuple(slice(None) if d in dims else slice(1) for d in range(lengths.ndim))]
+        if (lengths != first).any():
+            raise on_all_ranks(MismatchError(_table(f"that fit along axis {axis}", rows, ranks)))
+        shape.append(int(first.sum()))
+        if len(dims) == 1:
+            (dim,) = dims
+            spec = specs[dim]
+            if isinstance(spec, Shard) and spec.sizes is None:
+                specs[dim] = Shard.of_sizes(axis, first.reshape(-1).tolist())
+    fitted = Layout(layout.mesh, Placement(specs))
+    try:
+        wrong = [
+            rank
+            for rank, (found_shape, _, _) in zip(ranks, rows, strict=True)
+            if fitted.local_shape(shape, rank) != found_shape
+        ]
+    except LayoutError as error:
+        raise on_all_ranks(error) from None
+    if wrong:
+        raise on_all_ranks(
+            ShapeError(
+                f"blocks of shape {tuple(shape)} as {fitted} must be even where several dims "
+                f"split an axis: {_table('that are', rows, ranks)}"
+            )
+        )
+    return tuple(shape), fitted, dtype_from_json(found[full[0] if full else 0][3])
+
+
+def table_of(rows: Sequence[tuple[Any, ...]], ranks: Iterable[int]) -> str:
+    """Return a table for messages: shape, dtype and placements of each rank."""
+    return "\n".join(
+        f"  rank {rank}: shape {shape}, dtype {dtype}, placements {text}"
+        for rank, (shape, dtype, text) in list(zip(ranks, rows, strict=True))[:16]
+    )
+
+
+def _table(what: str, rows: list[tuple[Any, ...]], ranks: Any) -> str:
+    return f"from_local takes blocks {what}, but got\n{table_of(rows, ranks)}"

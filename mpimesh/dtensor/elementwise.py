@@ -1,0 +1,533 @@
+"""NumPy's ufuncs on split arrays, and its other functions that work element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
+from mpimesh.dtensor import creation
+from mpimesh.dtensor.consistency import raise_together
+from mpimesh.dtensor.dispatch import implements, sure_rule_of
+from mpimesh.dtensor.run import Work, checked_out, linear_in, run, shape_of, store
+from mpimesh.dtensor.tensor import DTensor, common_mesh
+from mpimesh.errors import DTypeError, NoRuleError, ShapeError, on_all_ranks
+from mpimesh.layout import Partial, PlacementSpec, Replicate, Shard
+from mpimesh.layout.op_rules import (
+    Linearity,
+    Pattern,
+    broadcast_shape,
+    elementwise_pattern,
+)
+
+__all__ = ["blockwise", "call", "plain", "tried", "ufunc_rule"]
+
+_SUMS = ("sum", "mean")
+_FIRST = (Linearity((0,), _SUMS),)
+_LINEAR: dict[np.ufunc, tuple[Linearity, ...]] = {
+    np.positive: (Linearity((0,), ("sum", "mean", "prod", "min", "max")),),
+    np.negative: _FIRST,
+    np.conjugate: _FIRST,
+    np.add: (Linearity((0, 1), _SUMS),),
+    np.subtract: (Linearity((0, 1), _SUMS),),
+    np.multiply: (Linearity((0,), _SUMS), Linearity((1,), _SUMS), Linearity((0, 1), ("prod",))),
+    np.divide: _FIRST,
+    np.minimum: (Linearity((0, 1), ("min",)),),
+    np.maximum: (Linearity((0, 1), ("max",)),),
+}
+"""Operands that may be `Partial` for these functions, whose result then is, too."""
+
+
+@implements(np.ufunc)
+def ufunc_rule(ufunc: np.ufunc, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Do ``ufunc(*args)`` or one of its methods.
+
+    Raises:
+        NoRuleError: If there is no rule for it.
+    """
+    if method == "__call__":
+        if ufunc.signature is not None:
+            return sure_rule_of(ufunc)(*args, **kwargs)
+        return call(ufunc, args, **kwargs)
+    if method == "reduce":
+        return sure_rule_of(np.ufunc.reduce)(ufunc, *args, **kwargs)
+    if method == "outer":
+        return outer(ufunc, *args, **kwargs)
+    raise on_all_ranks(
+        NoRuleError(
+            f"np.{ufunc.__name__}.{method} has no rule for split arrays; call it on x.full(), or "
+            "on blocks"
+        )
+    )
+
+
+def call(
+    ufunc: np.ufunc,
+    args: Sequence[Any],
+    out: Any = None,
+    where: Any = True,
+    **kwargs: Any,
+) -> Any:
+    """Do a ufunc element by element; the result is placed so that the fewest bytes move.
+
+    Args:
+        ufunc: The ufunc.
+        args: Its operands, and after them, perhaps, what its results go into.
+        out: Split arrays to write the results into, in the layouts that they have.
+        where: Where to do it; elsewhere `out` stays as it is.
+        kwargs: NumPy's other options, such as `dtype` and `casting`.
+
+    Raises:
+        ShapeError: If the operands do not broadcast.
+        TypeError: If the ufunc does not have the dtypes.
+        ValueError: On every rank, if a rank has an integer to take to a power below zero.
+    """
+    operands = [plain(one) for one in args[: ufunc.nin]]
+    outs = list(args[ufunc.nin :]) or list(out if isinstance(out, tuple) else (out,))
+    outs += [None] * (ufunc.nout - len(outs))
+    masks = [] if where is True else [plain(where)]
+    shape = broadcast_shape([shape_of(one) for one in (*operands, *masks)])
+    outputs = [one for one in outs if one is not None]
+    if outputs:
+        # NumPy stretches operands to what the result is to go into.
+        whole = shape_of(outputs[0])
+        fits = len(shape) <= len(whole) and all(
+            n in (1, m) for n, m in zip(reversed(shape), reversed(whole), strict=False)
+        )
+        shape = whole if fits else shape
+        for one in outputs:
+            checked_out(one, shape)
+    kinds = tried(ufunc, operands, out=tuple(outs), **kwargs)
+    linear = _linear(ufunc, operands, kinds)
+    if masks:
+        linear = ()
+    return _done(ufunc, operands, masks, outs, shape, kinds, linear, kwargs)
+
+
+def _done(
+    ufunc: np.ufunc,
+    operands: list[Any],
+    masks: list[Any],
+    outs: list[Any],
+    shape: tuple[int, ...],
+    kinds: list[DType],
+    linear: tuple[Linearity, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    outputs = [one for one in outs if one is not None]
+    unmasked = outputs if masks else []  # their values stay where the mask is false
+    everything = [*operands, *masks, *unmasked]
+    pattern = elementwise_pattern([shape_of(one) for one in everything], shape, linear)
+    may_fail = _may_fail(ufunc, operands, shape, kinds)
+    mesh = common_mesh([*everything, *outs])
+    nin, places = ufunc.nin, [number for number, one in enumerate(outs) if one is not None]
+
+    def work(here: Work) -> None:
+        options = dict(kwargs)
+        if masks:
+            options["where"] = here.blocks[nin]
+            for number, block in zip(places, here.blocks[nin + 1 :], strict=True):
+                if here.out[number] is not block:
+                    here.out[number][...] = block
+
+        with raise_together(mesh, f"np.{ufunc.__name__}", needed=may_fail):
+            ufunc(*here.blocks[:nin], out=here.out, **options)
+
+    results = list(run(work, everything, pattern, shape, kinds, outs=outs, into=True))
+    for number in places:
+        results[number] = store(results[number], outs[number], kwargs.get("casting", "same_kind"))
+    return results[0] if ufunc.nout == 1 else tuple(results)
+
+
+def _may_fail(
+    ufunc: np.ufunc, operands: list[Any], shape: tuple[int, ...], kinds: list[DType]
+) -> bool:
+    """Tell whether some ranks may meet values that NumPy refuses: powers that are below zero."""
+    if ufunc is not np.power or kinds[0].kind != "i" or 0 in shape:
+        return False
+    power = operands[1]
+    return isinstance(power, DTensor) or bool(np.any(np.less(power, 0)))
+
+
+def outer(ufunc: np.ufunc, a: Any, b: Any, **kwargs: Any) -> Any:
+    """Do a ufunc on all pairs of elements, as ``np.multiply.outer`` does."""
+    # As NumPy has it, a number counts with the dtype that an array of it has.
+    a, b = (one if isinstance(one, DTensor) else plain(np.asarray(one)) for one in (a, b))
+    first, second = shape_of(a), shape_of(b)
+    kinds = tried(ufunc, [a, b], **kwargs)
+    letters = tuple(range(len(first) + len(second)))
+    linear = tuple(one for one in _linear(ufunc, [a, b], kinds) if len(one.operands) == 1)
+    pattern = Pattern((letters[: len(first)], letters[len(first) :]), letters, linear=linear)
+
+    shape = (*first, *second)
+    may_fail = _may_fail(ufunc, [a, b], shape, kinds)
+    mesh = common_mesh([a, b])
+
+    def work(here: Work) -> None:
+        with raise_together(mesh, f"np.{ufunc.__name__}.outer", needed=may_fail):
+            ufunc.outer(*here.blocks, out=here.out, **kwargs)
+
+    results = run(work, [a, b], pattern, shape, kinds, into=True)
+    return results[0] if ufunc.nout == 1 else results
+
+
+def plain(x: Any) -> Any:
+    """Return an operand as it is, but lists and the like as arrays: the same on all ranks.
+
+    Raises:
+        DTypeError: If it holds Python objects, or has a mask.
+    """
+    if isinstance(x, DTensor | bool | int | float | complex):
+        return x
+    refuse_masked(x)
+    made: HostArray = np.asarray(x)
+    refuse_objects(made.dtype)
+    return made if made.ndim else made[()]
+
+
+def tried(function: Callable[..., Any], operands: Sequence[Any], **kwargs: Any) -> list[DType]:
+    """Return the dtypes of what `function` gives, from a call on arrays without elements.
+
+    So what NumPy refuses is refused on all ranks, before anything moves.
+    """
+    empties = [
+        np.empty(0, one.dtype) if isinstance(one, DTensor | np.ndarray) else one for one in operands
+    ]
+    outs = kwargs.pop("out", (None,))
+    if any(one is not None for one in outs):
+        kwargs["out"] = tuple(None if one is None else np.empty(0, one.dtype) for one in outs)
+    with np.errstate(all="ignore"):
+        found = function(*empties, **kwargs)
+    rows = found if isinstance(found, tuple) else (found,)
+    kinds = [np.asarray(one).dtype for one in rows]
+    if any(kind.hasobject for kind in kinds):
+        raise on_all_ranks(DTypeError("split arrays do not hold Python objects"))
+    return kinds
+
+
+def _linear(ufunc: np.ufunc, operands: Sequence[Any], kinds: list[DType]) -> tuple[Linearity, ...]:
+    linear = _LINEAR.get(ufunc, ())
+    if ufunc is np.divide and not _is_number(operands[1], nonzero=True):
+        return ()
+    if ufunc is np.multiply and any(
+        not shape_of(one) and not isinstance(one, DTensor) and not _is_number(one)
+        for one in operands
+    ):
+        return ()
+    for one in operands:
+        linear = linear_in(one, kinds[0], linear)
+    return linear
+
+
+def _is_number(x: Any, *, nonzero: bool = False) -> bool:
+    """Tell whether `x` is a number by which summands can be multiplied or divided one by one."""
+    if isinstance(x, DTensor) or shape_of(x) or np.asarray(x).dtype.kind not in "biufc":
+        return False
+    value = complex(x)
+    return isfinite(value.real) and isfinite(value.imag) and (value != 0 or not nonzero)
+
+
+_ANY = ("sum", "mean", "prod", "min", "max")
+
+
+def blockwise(
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    linear: tuple[Linearity, ...] = (),
+    *,
+    shape: tuple[int, ...] | None = None,
+    outs: Sequence[DTensor | None] = (),
+) -> DTensor:
+    """Do a function that works element by element on blocks. Collective, if any is moved.
+
+    Args:
+        function: Takes blocks that broadcast, and gives one array.
+        operands: Its operands.
+        linear: Which of them may be summands.
+        shape: The result's shape; None for that to which the operands broadcast.
+        outs: Where the result is to go.
+    """
+    operands = [plain(one) for one in operands]
+    shapes = [shape_of(one) for one in operands]
+    if shape is None:
+        shape = broadcast_shape(shapes)
+    (kind,) = tried(function, operands)
+    for one in operands:
+        linear = linear_in(one, kind, linear)
+    pattern = elementwise_pattern(shapes, shape, linear)
+    return run(lambda here: function(*here.blocks), operands, pattern, shape, [kind], outs=outs)[0]
+
+
+@implements(np.where)
+def where(condition: Any, *choices: Any) -> Any:
+    """Choose between two arrays; of a condition alone it is :func:`numpy.nonzero`.
+
+    Raises:
+        ShapeError: If there is one array to choose from.
+    """
+    if not choices:
+        return sure_rule_of(np.nonzero)(condition)
+    if len(choices) != 2:
+        raise on_all_ranks(ShapeError("np.where takes two arrays to choose from, or none; got 1"))
+    return blockwise(np.where, [condition, *choices], (Linearity((1, 2), _SUMS),))
+
+
+@implements(np.clip)
+def clip(
+    a: Any,
+    a_min: Any = None,
+    a_max: Any = None,
+    out: Any = None,
+    *,
+    min: Any = None,  # noqa: A002
+    max: Any = None,  # noqa: A002
+    **kwargs: Any,
+) -> Any:
+    """Limit values from below and above."""
+    a = plain(a)
+    low = min if a_min is None else a_min
+    high = max if a_max is None else a_max
+    kind = a.dtype if hasattr(a, "dtype") else np.dtype(type(a))
+    if kind.kind in "iu":
+        # A limit beyond what the dtype holds is none, as NumPy has it.
+        low = None if type(low) is int and low <= np.iinfo(kind).min else low
+        high = None if type(high) is int and high >= np.iinfo(kind).max else high
+    if low is None and high is None:
+        return call(np.positive, (a,), out=out, **kwargs)
+    if low is None:
+        return call(np.minimum, (a, high), out=out, **kwargs)
+    if high is None:
+        return call(np.maximum, (a, low), out=out, **kwargs)
+    made = blockwise(lambda *blocks: np.clip(*blocks, **kwargs), [a, low, high])
+    return made if out is None else store(made, out)
+
+
+@implements(np.isclose)
+def isclose(
+    a: Any, b: Any, rtol: Any = 1e-05, atol: Any = 1e-08, equal_nan: bool = False
+) -> DTensor:
+    """Tell which elements are about equal."""
+
+    def close(*blocks: Any) -> Any:
+        x, y, relative, absolute = blocks
+        return np.isclose(x, y, relative, absolute, equal_nan=equal_nan)
+
+    return blockwise(close, [a, b, rtol, atol])
+
+
+@implements(np.allclose)
+def allclose(a: Any, b: Any, rtol: Any = 1e-05, atol: Any = 1e-08, equal_nan: bool = False) -> bool:
+    """Tell on every rank whether all elements are about equal. Collective."""
+    return bool(np.all(isclose(a, b, rtol, atol, equal_nan)))
+
+
+@implements(np.array_equal)
+def array_equal(a: Any, b: Any, equal_nan: bool = False) -> bool:
+    """Tell on every rank whether shapes and values are the same. Collective."""
+    a, b = plain(a), plain(b)
+    return shape_of(a) == shape_of(b) and _same(a, b, equal_nan=equal_nan)
+
+
+@implements(np.array_equiv)
+def array_equiv(a: Any, b: Any) -> bool:
+    """Tell on every rank whether values are the same once they are broadcast. Collective."""
+    a, b = plain(a), plain(b)
+    try:
+        shape = np.broadcast_shapes(shape_of(a), shape_of(b))
+    except ValueError:
+        return False
+    return shape in (shape_of(a), shape_of(b)) and _same(a, b, equal_nan=False)
+
+
+def _same(a: Any, b: Any, *, equal_nan: bool) -> bool:
+    def equal(one: Any, other: Any) -> Any:
+        one, other = np.asarray(one), np.asarray(other)
+        found = one == other  # unlike np.equal, it says so of dtypes that cannot be equal
+        if not equal_nan:
+            return found
+        # What is not itself is NaN.
+        return found | (np.not_equal(one, one) & np.not_equal(other, other))
+
+    return bool(np.all(blockwise(equal, [a, b])))
+
+
+@implements(np.real)
+def real(val: DTensor) -> DTensor:
+    """Return the real parts."""
+    return blockwise(np.real, [val], (Linearity((0,), _SUMS),))
+
+
+@implements(np.imag)
+def imag(val: DTensor) -> DTensor:
+    """Return the imaginary parts."""
+    return blockwise(np.imag, [val], (Linearity((0,), _SUMS),))
+
+
+@implements(np.angle)
+def angle(z: DTensor, deg: bool = False) -> DTensor:
+    """Return the angles of complex numbers."""
+    return blockwise(lambda block: np.angle(block, deg=deg), [z])
+
+
+@implements(np.nan_to_num)
+def nan_to_num(
+    x: DTensor,
+    copy: bool = True,
+    nan: Any = 0.0,
+    posinf: Any = None,
+    neginf: Any = None,
+) -> DTensor:
+    """Put numbers in place of NaN and infinities."""
+
+    def numbers(block: Any) -> Any:
+        return np.nan_to_num(block, nan=nan, posinf=posinf, neginf=neginf)
+
+    made = blockwise(numbers, [x])
+    return made if copy else store(made, x)
+
+
+@implements(np.round, np.around)
+def round_(a: DTensor, decimals: int = 0, out: Any = None) -> DTensor:
+    """Round to `decimals`."""
+    made = blockwise(lambda block: np.round(block, decimals), [a])
+    return made if out is None else store(made, out)
+
+
+def _one_operand(function: Callable[..., Any]) -> None:
+    @implements(function)
+    def do(x: DTensor) -> DTensor:
+        return blockwise(function, [x])
+
+
+for _function in (np.iscomplex, np.isreal, np.isposinf, np.isneginf, np.i0, np.sinc, np.fix):
+    _one_operand(_function)
+
+
+@implements(np.copy)
+def copy(a: DTensor, order: str = "K", subok: bool = False) -> DTensor:
+    """Return a tensor with a block of its own. Local."""
+    return a.copy()
+
+
+@implements(np.astype)
+def astype(x: DTensor, dtype: Any, /, *, copy: bool = True, device: Any = None) -> DTensor:
+    """Return `x` in another dtype. Summands stay summands where that loses nothing.
+
+    Raises:
+        DTypeError: If the dtype holds Python objects.
+    """
+    kind = np.dtype(dtype)
+    if kind.hasobject:
+        raise on_all_ranks(DTypeError("split arrays do not hold Python objects"))
+    if kind == x.dtype:
+        return x.copy() if copy else x
+    if x.dtype.kind in "SU":
+        return x.astype(kind, copy=False)
+    return blockwise(lambda block: block.astype(kind), [x], (Linearity((0,), _ANY),))
+
+
+@implements(np.copyto)
+def copyto(dst: DTensor, src: Any, casting: Any = "same_kind", where: Any = True) -> None:
+    """Write `src` into `dst`, in the layout that it has.
+
+    Raises:
+        TypeError: If it may not be cast so.
+    """
+    src = plain(src)
+    more = len(shape_of(src)) - dst.ndim
+    if more > 0 and set(shape_of(src)[:more]) == {1}:
+        # Axes of length 1 that come first are none here, as NumPy has it.
+        src = src.reshape(shape_of(src)[more:])
+    masks = [] if where is True else [plain(where)]
+    shape = broadcast_shape([shape_of(src), *map(shape_of, masks)])
+    checked_out(dst, broadcast_shape([shape, shape_of(dst)]))
+    empty = np.empty(0, src.dtype) if isinstance(src, DTensor | np.ndarray) else src
+    np.copyto(np.empty(0, dst.dtype), empty, casting=casting)  # refuses what it may not cast
+    operands = [src, *masks, *([dst] if masks else [])]
+    linear = () if masks else (Linearity((0,), _ANY),)
+    pattern = elementwise_pattern([shape_of(one) for one in operands], dst.shape, linear)
+
+    def work(here: Work) -> None:
+        if masks:
+            here.out[0][...] = here.blocks[2]
+        mask = here.blocks[1] if masks else True
+        np.copyto(here.out[0], here.blocks[0], casting=casting, where=mask)
+
+    made = run(work, operands, pattern, dst.shape, [dst.dtype], outs=[dst], into=True)
+    store(made[0], dst)
+
+
+@implements(np.full_like)
+def full_like(
+    a: DTensor,
+    fill_value: Any,
+    dtype: Any = None,
+    order: str = "K",
+    subok: bool = True,
+    shape: Any = None,
+    *,
+    device: Any = None,
+) -> DTensor:
+    """Return an array that lies as `a` does, with `fill_value` everywhere."""
+    made = empty_like(a, dtype, shape=shape)
+    copyto(made, fill_value, casting="unsafe")
+    return made
+
+
+def _like(function: Callable[..., Any], value: int) -> None:
+    """Register a function that gives one number everywhere, lying as its argument does."""
+
+    @implements(function)
+    def do(
+        a: DTensor,
+        dtype: Any = None,
+        order: str = "K",
+        subok: bool = True,
+        shape: Any = None,
+        *,
+        device: Any = None,
+    ) -> DTensor:
+        return full_like(a, value, dtype, shape=shape)
+
+
+_like(np.zeros_like, 0)
+_like(np.ones_like, 1)
+
+
+@implements(np.empty_like)
+def empty_like(
+    prototype: DTensor,
+    dtype: Any = None,
+    order: str = "K",
+    subok: bool = True,
+    shape: Any = None,
+    *,
+    device: Any = None,
+) -> DTensor:
+    """Return an array that lies as `prototype` does, whatever is in its memory.
+
+    One of another `shape` is split along the same axes, as far as it has them.
+    """
+    kind = prototype.dtype if dtype is None else np.dtype(dtype)
+    specs: list[PlacementSpec] = [
+        # Truth values, for example, cannot be summands.
+        Replicate() if isinstance(spec, Partial) and not _can_be_parts(kind, spec.op) else spec
+        for spec in prototype.placement
+    ]
+    sizes = prototype.shape
+    if shape is not None:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        specs = [
+            (Shard(spec.axis) if spec.axis < len(sizes) else Replicate())
+            if isinstance(spec, Shard)
+            else spec
+            for spec in specs
+        ]
+    return creation.empty(sizes, prototype.mesh, specs, dtype=kind)
+
+
+def _can_be_parts(kind: DType, op: str) -> bool:
+    return kind.kind in ("biuf" if op in ("min", "max") else "iufc")

@@ -1,0 +1,447 @@
+"""Linear algebra of split arrays: traces, norms, stacks of matrices, functions of whole lines.
+
+Each matrix or line is brought whole to a rank; the stack of them is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
+from numpy.linalg import LinAlgError
+
+from mpimesh.dtensor.contract import matmul, outer, tensordot
+from mpimesh.dtensor.dispatch import implements, may_gather, name_of, sure_rule_of
+from mpimesh.dtensor.elementwise import call
+from mpimesh.dtensor.reductions import is_given, reduce, reduce_blocks
+from mpimesh.dtensor.reshape import expand_dims, moveaxis, reshape, row_along, squeeze
+from mpimesh.dtensor.run import (
+    Work,
+    are_in_reach,
+    as_tensor,
+    axes_of,
+    axis_of,
+    on_stacks,
+    reduced_anywhere,
+    store,
+)
+from mpimesh.dtensor.tensor import DTensor, common_mesh, gathered
+from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
+from mpimesh.layout import Shard
+
+__all__: list[str] = []
+
+
+@implements(np.trace)
+def trace(
+    a: DTensor,
+    offset: int = 0,
+    axis1: int = 0,
+    axis2: int = 1,
+    dtype: Any = None,
+    out: Any = None,
+) -> DTensor:
+    """Return the sum along a diagonal: each block's part of it is a diagonal of the block."""
+    row, column = normalize_axis_tuple((axis1, axis2), a.ndim)
+    kind = np.trace(np.ones((1,) * a.ndim, a.dtype), dtype=dtype).dtype if a.ndim > 1 else a.dtype
+
+    def work(here: Work) -> Any:
+        (block,), (box,) = here.blocks, here.boxes
+        here_offset = offset + box[row][0] - box[column][0]
+        return np.trace(block, here_offset, row, column, dtype=dtype)
+
+    made = reduce_blocks(work, [reduced_anywhere(a)], tuple(sorted((row, column))), "sum", kind)
+    return store(made, out) if is_given(out) else made
+
+
+@implements(np.linalg.norm)
+def norm(x: DTensor, ord: Any = None, axis: Any = None, keepdims: bool = False) -> DTensor:  # noqa: A002
+    """Return the norm of vectors or matrices, as :func:`numpy.linalg.norm`.
+
+    The spectral and the nuclear norm bring the two axes whole.
+
+    Raises:
+        ShapeError: If there is no such norm of so many axes.
+    """
+    axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
+    if axis is not None and len(axes) not in (1, 2):
+        raise on_all_ranks(ShapeError(f"a norm is over one axis or two, got {axis}"))
+    if x.dtype.kind not in "fc":
+        x = call(np.positive, (x,), dtype=np.float64)
+    if ord is None or (ord in ("f", "fro") and len(axes) == 2) or (ord == 2 and len(axes) == 1):
+        return _root_of_squares(x, axes, keepdims)
+    if len(axes) == 1 and not isinstance(ord, str):
+        return _vector_norm(x, ord, axes, keepdims)
+    if len(axes) == 2 and ord in (1, -1, np.inf, -np.inf):
+        summed = axes[0] if abs(ord) == 1 else axes[1]
+        kept = axes[1] if abs(ord) == 1 else axes[0]
+        sums = reduce(np.add, call(np.absolute, (x,)), summed, keepdims=True)
+        best = reduce(np.maximum if ord > 0 else np.minimum, sums, kept, keepdims=True)
+        return best if keepdims else reduce(np.add, best, axes)
+    if len(axes) == 2 and ord in (2, -2, "nuc"):
+        kind = np.linalg.norm(np.ones((1, 1), x.dtype), ord).dtype
+
+        def work(here: Work) -> Any:
+            return np.linalg.norm(here.blocks[0], ord, axes, keepdims)
+
+        return reduce_blocks(work, [x], tuple(sorted(axes)), "", kind, keepdims=keepdims)
+    raise on_all_ranks(ShapeError(f"there is no norm of order {ord!r} over axes {axes}"))
+
+
+def _root_of_squares(x: DTensor, axes: tuple[int, ...], keepdims: bool) -> DTensor:
+    def work(here: Work) -> None:
+        block = here.blocks[0]
+        squares = block * block if block.dtype.kind != "c" else block.real**2 + block.imag**2
+        np.add.reduce(squares, axis=axes, keepdims=keepdims, out=here.out[0])
+
+    kind = np.zeros((), x.dtype).real.dtype
+    total = reduce_blocks(work, [x], tuple(sorted(axes)), "sum", kind, keepdims=keepdims, into=True)
+    made: DTensor = call(np.sqrt, (total,))
+    return made
+
+
+def _vector_norm(x: DTensor, order: float, axes: tuple[int, ...], keepdims: bool) -> DTensor:
+    if order == 0:
+        made = reduce(np.add, call(np.not_equal, (x, 0)), axes, np.float64, keepdims=keepdims)
+        kind = np.zeros((), x.dtype).real.dtype
+        return (
+            made if made.dtype == kind else call(np.positive, (made,), dtype=kind, casting="unsafe")
+        )
+    size = call(np.absolute, (x,))
+    if np.isinf(order):
+        return reduce(np.maximum if order > 0 else np.minimum, size, axes, keepdims=keepdims)
+    if order == 1:
+        return reduce(np.add, size, axes, keepdims=keepdims)
+    total = reduce(np.add, call(np.power, (size, order)), axes, keepdims=keepdims)
+    root: DTensor = call(np.power, (total, 1.0 / order))
+    return root
+
+
+def _stacked(
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    cores: Sequence[str],
+    args: Sequence[Any],
+    options: dict[str, Any],
+    **how: str,
+) -> list[DTensor] | None:
+    """Do a function of matrices; None if it has to be done on whole arrays, and may be.
+
+    Raises:
+        NoRuleError: If a matrix itself is split, there are fewer of them than ranks, and gathering
+            is not allowed.
+        LinAlgError: On every rank, if NumPy raises it on one.
+    """
+    name = name_of(function)
+    for x, core in zip(operands, cores, strict=True):
+        if x.ndim < len(core):
+            raise LinAlgError(f"{name} takes matrices, got shape {x.shape}")
+        whole = how.get("free", " ") in core and _rows_are_whole(x)
+        if whole or are_in_reach(x, len(core)):
+            continue
+        if may_gather():
+            return None
+        advice = "split an axis before the last two, or call it" if x.ndim > 2 else "call it"
+        raise NoRuleError(
+            f"{name} works on whole matrices, and has no rule for {x!r}, which is split within "
+            f"them; {advice} within `with mm.allow_gather():`, where every rank gets the whole "
+            "arrays"
+        )
+    work = _with_options(function, args, options)
+    return on_stacks(work, operands, cores, name=name, **how)
+
+
+def _with_options(
+    function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]
+) -> Callable[..., Any]:
+    args = [_plain(one) for one in args]
+    options = {key: _plain(one) for key, one in options.items()}
+    return lambda *blocks: function(*blocks, *args, **options)
+
+
+def _plain(x: Any) -> Any:
+    return x.full() if isinstance(x, DTensor) else x
+
+
+def _rows_are_whole(x: DTensor) -> bool:
+    """Tell whether no column is split: then each rank may have its own columns."""
+    return x.ndim - 2 not in {spec.axis for spec in x.placement if isinstance(spec, Shard)}
+
+
+# -- one matrix ------------------------------------------------------------------------------
+
+
+def _of_matrix(function: Callable[..., Any]) -> None:
+    @implements(function)
+    def do(a: Any, *args: Any, **options: Any) -> Any:
+        found = _stacked(function, [a], ["mn"], args, options)
+        if found is None:
+            return gathered(function, (a, *args), options)
+        if len(found) == 1:
+            return found[0]
+        kind = type(_with_options(function, args, options)(np.empty((0, *a.shape[-2:]), a.dtype)))
+        return kind(*found) if hasattr(kind, "_fields") else tuple(found)
+
+
+for _name in (
+    "cholesky",
+    "cond",
+    "det",
+    "eigh",
+    "eigvalsh",
+    "inv",
+    "matrix_power",
+    "qr",
+    "slogdet",
+    "svd",
+    "svdvals",
+):
+    _of_matrix(getattr(np.linalg, _name))
+
+
+def _with_tolerance(function: Callable[..., Any], name: str) -> None:
+    """Register a function that takes a tolerance, called `name`: one for all matrices, or each."""
+
+    @implements(function)
+    def do(a: Any, tolerance: Any = None, hermitian: bool = False, **options: Any) -> Any:
+        limits = {name: options.pop(name, tolerance), "rtol": options.pop("rtol", None)}
+        limits = {key: one for key, one in limits.items() if is_given(one)}
+        options["hermitian"] = hermitian
+        mesh = common_mesh([a, *limits.values()])
+        x = as_tensor(a, mesh)
+        if x.ndim < 2 and function is np.linalg.matrix_rank:
+            return np.any(np.not_equal(x, 0)).astype(int)
+        rows = [as_tensor(one, mesh) for one in limits.values()]
+
+        def work(block: Any, *blocks: Any) -> Any:
+            return function(block, **dict(zip(limits, blocks, strict=True)), **options)
+
+        cores = ["mn", *[""] * len(rows)]
+        found = _stacked(work_named(work, function), [x, *rows], cores, (), {})
+        return gathered(function, (x,), limits | options) if found is None else found[0]
+
+
+_with_tolerance(np.linalg.pinv, "rcond")
+_with_tolerance(np.linalg.matrix_rank, "tol")
+
+
+def _eigen(function: Callable[..., Any]) -> None:
+    """Register a function whose results are complex if any of them is, on any rank."""
+
+    @implements(function)
+    def do(a: Any) -> Any:
+        def work(block: Any) -> Any:
+            found = function(block)
+            rows = found if isinstance(found, tuple) else (found,)
+            return tuple(one.astype(np.result_type(one.dtype, np.complex64)) for one in rows)
+
+        found = _stacked(work_named(work, function), [a], ["mm"], (), {})
+        if found is None:
+            return gathered(function, (a,), {})
+        if a.dtype.kind != "c" and not bool(np.any(np.not_equal(np.imag(found[0]), 0))):
+            found = [sure_rule_of(np.real)(one) for one in found]
+        return found[0] if len(found) == 1 else _EigResult(*found)
+
+
+_EigResult: Any = type(np.linalg.eig(np.eye(1)))
+
+
+def work_named(work: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `work` with the name that `function` has, for messages."""
+    work.__name__, work.__module__ = function.__name__, function.__module__
+    return work
+
+
+_eigen(np.linalg.eig)
+_eigen(np.linalg.eigvals)
+
+
+# -- two ---------------------------------------------------------------------------------------
+
+
+@implements(np.linalg.solve)
+def solve(a: Any, b: Any) -> Any:
+    """Solve systems of equations: of a stack each rank its own, and its own right-hand sides.
+
+    Raises:
+        NoRuleError: If the rows of a matrix are split, and there is no stack to split instead.
+        LinAlgError: On every rank, if a matrix is singular.
+    """
+    mesh = common_mesh([a, b])
+    x, y = as_tensor(a, mesh), as_tensor(b, mesh)
+    columns = expand_dims(y, 1) if y.ndim == 1 else y  # a row of numbers is one right-hand side
+    found = _stacked(np.linalg.solve, [x, columns], ["mn", "mk"], (), {}, free="k", out="nk")
+    if found is None:
+        return gathered(np.linalg.solve, (x, y), {})
+    return squeeze(found[0], -1) if y.ndim == 1 else found[0]
+
+
+@implements(np.cross)
+def cross(
+    a: Any, b: Any, axisa: int = -1, axisb: int = -1, axisc: int = -1, axis: Any = None
+) -> DTensor:
+    """Return the cross products of vectors. Collective, if the vectors themselves are split."""
+    mesh = common_mesh([a, b])
+    x, y = as_tensor(a, mesh), as_tensor(b, mesh)
+    if axis is not None:
+        axisa = axisb = axisc = axis
+    x, y = moveaxis(x, axisa, -1), moveaxis(y, axisb, -1)
+    (found,) = on_stacks(np.cross, [x, y], ["u", "v"])
+    return moveaxis(found, -1, axisc) if 3 in (x.shape[-1], y.shape[-1]) else found
+
+
+# -- the same functions by other names ---------------------------------------------------------
+
+
+implements(np.linalg.matmul)(matmul)
+implements(np.linalg.tensordot)(tensordot)
+
+
+@implements(np.linalg.outer)
+def vector_outer(x1: Any, x2: Any, /) -> DTensor:
+    """Return the products of all elements of one vector with all of the other."""
+    shapes = [np.shape(one) if np.isscalar(one) else one.shape for one in (x1, x2)]
+    if any(len(shape) != 1 for shape in shapes):
+        raise on_all_ranks(ShapeError(f"np.linalg.outer takes vectors, got shapes {shapes}"))
+    return outer(x1, x2)
+
+
+@implements(np.linalg.cross)
+def vector_cross(x1: Any, x2: Any, /, *, axis: int = -1) -> DTensor:
+    """Return the cross products of vectors of three elements."""
+    if {x1.shape[axis], x2.shape[axis]} != {3}:
+        raise on_all_ranks(
+            ShapeError(f"np.linalg.cross takes vectors of 3, got {x1.shape} and {x2.shape}")
+        )
+    return cross(x1, x2, axis=axis)
+
+
+@implements(np.linalg.trace)
+def matrix_trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> DTensor:
+    """Return the sums along the diagonals of the last two axes."""
+    return trace(x, offset, -2, -1, dtype)
+
+
+@implements(np.linalg.vecdot)
+def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> DTensor:
+    """Return the products of vectors along an axis."""
+    mesh = common_mesh([x1, x2])
+    x, y = (moveaxis(as_tensor(one, mesh), axis, -1) for one in (x1, x2))
+    found: DTensor = sure_rule_of(np.vecdot)(x, y)
+    return found
+
+
+@implements(np.linalg.matrix_norm)
+def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> DTensor:  # noqa: A002
+    """Return the norms of matrices."""
+    return norm(x, ord, (-2, -1), keepdims)
+
+
+@implements(np.linalg.vector_norm)
+def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> DTensor:  # noqa: A002
+    """Return the norms of vectors: of all elements, or along one axis or several."""
+    axes = tuple(range(x.ndim)) if axis is None else axes_of(axis, x.ndim)
+    rest = [one for one in range(x.ndim) if one not in axes]
+    turned = moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
+    row = reshape(turned, (*(x.shape[one] for one in rest), -1 if x.size else 0))
+    found = norm(row, ord, -1)
+    if not keepdims:
+        return found
+    return reshape(found, [1 if one in axes else x.shape[one] for one in range(x.ndim)])
+
+
+@implements(np.linalg.multi_dot)
+def multi_dot(arrays: Any, *, out: Any = None) -> DTensor:
+    """Return the product of a chain of matrices, in the order that takes the fewest steps.
+
+    Only the first and the last may be vectors.
+    """
+    chain = list(arrays)
+    if len(chain) < 2:
+        raise on_all_ranks(ShapeError(f"np.linalg.multi_dot takes 2 arrays or more, got {chain}"))
+    sizes = [one.shape[0] for one in chain] + [chain[-1].shape[-1]]
+    if len(chain[0].shape) == 1:
+        sizes[0] = 1
+    if len(chain[-1].shape) == 1:
+        sizes[-1] = 1
+    best: dict[tuple[int, int], tuple[int, int]] = {}
+    for first in reversed(range(len(chain))):
+        best[first, first] = (0, first)
+        for last in range(first + 1, len(chain)):
+            best[first, last] = min(
+                (
+                    best[first, k][0]
+                    + best[k + 1, last][0]
+                    + sizes[first] * sizes[k + 1] * sizes[last + 1],
+                    k,
+                )
+                for k in range(first, last)
+            )
+
+    def product(first: int, last: int) -> Any:
+        if first == last:
+            return chain[first]
+        k = best[first, last][1]
+        return matmul(product(first, k), product(k + 1, last))
+
+    found: DTensor = product(0, len(chain) - 1)
+    if out is None:
+        return found
+    sure_rule_of(np.copyto)(out, found)
+    result: DTensor = out
+    return result
+
+
+@implements(np.lexsort)
+def lexsort(keys: Any, axis: int = -1) -> DTensor:
+    """Return the indices that sort lines by several keys, of which the last one counts first."""
+    mesh = common_mesh([keys] if isinstance(keys, DTensor) else keys)
+    if isinstance(keys, DTensor):
+        keys = sure_rule_of(np.unstack)(keys)
+    rows = [as_tensor(one, mesh) for one in keys]
+    if not rows or rows[0].ndim == 0 or len({one.shape for one in rows}) > 1:
+        raise on_all_ranks(
+            ShapeError(f"np.lexsort takes keys of one shape, got {[one.shape for one in rows]}")
+        )
+    which = axis_of(axis, rows[0].ndim)
+    turned = [moveaxis(one, which, -1) for one in rows]
+    (found,) = on_stacks(lambda *blocks: np.lexsort(blocks, -1), turned, ["n"] * len(rows))
+    return moveaxis(found, -1, which)
+
+
+def _bits(function: Callable[..., Any]) -> None:
+    @implements(function)
+    def do(a: Any, /, axis: Any = None, **options: Any) -> DTensor:
+        x, which = row_along(a, axis)
+        turned = moveaxis(x, which, -1)
+        (found,) = on_stacks(lambda one: function(one, -1, **options), [turned], ["n"])
+        return moveaxis(found, -1, which)
+
+
+_bits(np.packbits)
+_bits(np.unpackbits)
+
+
+def _nan_argument(function: Callable[..., Any], plainly: Callable[..., Any], worst: float) -> None:
+    """Register a search that passes NaN over.
+
+    It raises a `ValueError` on every rank if a line has nothing else.
+    """
+
+    @implements(function)
+    def do(a: DTensor, axis: Any = None, out: Any = None, *, keepdims: Any = False) -> Any:
+        x: Any = reduced_anywhere(a)
+        if x.dtype.kind in "fc":
+            gone = np.isnan(x)
+            if bool(np.any(np.all(gone, axis=axis))):
+                raise on_all_ranks(
+                    ShapeError(f"np.{function.__name__} of a line of nothing but NaN")
+                )
+            x = sure_rule_of(np.where)(gone, x.dtype.type(worst), x)
+        return plainly(x, axis, out, keepdims=keepdims)
+
+
+_nan_argument(np.nanargmin, np.argmin, np.inf)
+_nan_argument(np.nanargmax, np.argmax, -np.inf)

@@ -1,0 +1,378 @@
+"""Reductions of split arrays, and the places of their smallest and largest values.
+
+Sums along a split axis stay `Partial` until they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
+
+from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.elementwise import call, plain
+from mpimesh.dtensor.redistribute import identity_of
+from mpimesh.dtensor.run import Work, linear_in, reduced_anywhere, run, shape_of, store
+from mpimesh.dtensor.tensor import DTensor
+from mpimesh.errors import ShapeError, on_all_ranks
+from mpimesh.layout import Layout, Partial, PlacementSpec, Replicate, Shard
+from mpimesh.layout.op_rules import broadcast_shape, reduced_shape, reduction_pattern
+
+__all__ = ["axes_of", "is_given", "mean", "reduce", "reduce_blocks", "strict_axes_of"]
+
+_OPS: dict[np.ufunc, tuple[str, str]] = {
+    np.add: ("sum", "iufc"),
+    np.multiply: ("prod", "iufc"),
+    np.minimum: ("min", "biuf"),
+    np.maximum: ("max", "biuf"),
+    np.logical_and: ("min", "b"),
+    np.logical_or: ("max", "b"),
+}
+"""Ways to join the parts of a split axis, and the kinds of dtypes of each."""
+
+_Work = Callable[[Work], Any]
+
+
+def is_given(value: Any) -> bool:
+    """Tell whether an option was given."""
+    return value is not None and value is not np._NoValue
+
+
+def axes_of(axis: Any, ndim: int) -> tuple[int, ...]:
+    """Return the axes to reduce, in order and counted from 0; all for None.
+
+    Raises:
+        AxisError: If the array does not have one, or it is named twice.
+    """
+    if axis is None:
+        return tuple(range(ndim))
+    if ndim == 0 and axis in (0, -1):
+        return ()
+    return tuple(sorted(normalize_axis_tuple(axis, ndim)))
+
+
+def strict_axes_of(axis: Any, ndim: int, where: Any = True) -> tuple[int, ...]:
+    """Return the axes, of which an array without axes has none, unlike in sums and the like.
+
+    With `where`, NumPy counts by a sum.
+    """
+    if where is not True and where is not np._NoValue:
+        return axes_of(axis, ndim)
+    return axes_of(axis if axis is None else normalize_axis_tuple(axis, ndim), ndim)
+
+
+def reduce_blocks(
+    function: _Work,
+    operands: Sequence[Any],
+    axes: tuple[int, ...],
+    op: str,
+    kind: Any,
+    *,
+    keepdims: bool = False,
+    linear: bool = False,
+    lead: tuple[int, ...] = (),
+    into: bool = False,
+) -> DTensor:
+    """Reduce the blocks of the first operand over `axes`.
+
+    Args:
+        function: Gives the reduction of a block.
+        operands: The array, and what broadcasts to it.
+        axes: What goes.
+        op: How the parts of a split axis go together; empty if the axes have to be whole.
+        kind: The result's dtype.
+        keepdims: Whether `axes` stay with length 1.
+        linear: Whether summands stay summands.
+        lead: The lengths of axes that the result has before all others.
+        into: Whether the function writes into ``Work.out``.
+    """
+    shape = shape_of(operands[0])
+    others = [shape_of(one) for one in operands[1:]]
+    broadcast_to_first(shape, others)
+    pattern = reduction_pattern(
+        shape, axes, op, keepdims=keepdims, others=others, front=len(lead), linear=linear
+    )
+    result = (*lead, *reduced_shape(shape, axes, keepdims=keepdims))
+
+    def whole(here: Work) -> Any:
+        # NumPy refuses some reductions of no elements, and on other ranks there are some.
+        return function(here) if 0 not in here.shape else np.empty(here.shape, kind)
+
+    return run(function if op else whole, operands, pattern, result, [kind], into=into)[0]
+
+
+def broadcast_to_first(shape: tuple[int, ...], others: Sequence[tuple[int, ...]]) -> None:
+    """Check that what goes with an array does not stretch it.
+
+    Raises:
+        ShapeError: If it does.
+    """
+    for other in others:
+        if broadcast_shape([shape, other]) != shape:
+            raise on_all_ranks(
+                ShapeError(f"an array of shape {other} does not broadcast to {shape}, whose it is")
+            )
+
+
+@implements(np.ufunc.reduce)
+def reduce(
+    ufunc: np.ufunc,
+    a: Any,
+    axis: Any = 0,
+    dtype: Any = None,
+    out: Any = None,
+    keepdims: Any = False,
+    initial: Any = np._NoValue,
+    where: Any = True,
+) -> DTensor:
+    """Do ``ufunc.reduce``.
+
+    A sum, product, minimum, maximum, "and" or "or" over a split axis is worked out of each block,
+    and waits as `Partial` to be put together. For all other ufuncs the axes are brought whole.
+
+    Raises:
+        AxisError: If the array has no such axis.
+        ShapeError: If it has no elements, and the reduction of none is nothing.
+    """
+    a = plain(a)
+    masks = [] if where is True or where is np._NoValue else [plain(where)]
+    keep = keepdims is True or bool(is_given(keepdims) and keepdims)
+    shape = shape_of(a)
+    axes = axes_of(axis, len(shape))
+    options = {} if dtype is None else {"dtype": np.dtype(dtype)}
+    begins = initial is not np._NoValue and initial is not None
+    # Arrays of one element show what NumPy would make of these dtypes and options, or refuse.
+    probe = dict(options, initial=initial) if begins else options
+    one = np.ones((1,) * len(shape), a.dtype)
+    mask = np.ones((1,) * len(shape), bool) if masks else True
+    kind = np.asarray(ufunc.reduce(one, axis=axes, where=mask, **probe)).dtype
+    op, kinds = _OPS.get(ufunc, ("", ""))
+    if kind.kind not in kinds:
+        op = ""
+    empty = any(shape[axis] == 0 for axis in axes)
+    if empty and not begins and (ufunc.identity is None or initial is None):
+        raise on_all_ranks(
+            ShapeError(
+                f"np.{ufunc.__name__} of no elements, along axes {axes} of shape {shape}, is "
+                "nothing; give initial="
+            )
+        )
+    later = begins and op in ("sum", "prod")
+    if begins and not later:
+        options["initial"] = initial
+
+    def work(here: Work) -> None:
+        how = dict(options)
+        if op in ("min", "max") and "initial" not in how and 0 in here.blocks[0].shape:
+            how["initial"] = identity_of(op, kind)
+        if masks:
+            how["where"] = here.blocks[1]
+        ufunc.reduce(here.blocks[0], axis=axes, keepdims=keep, out=here.out[0], **how)
+
+    stays = ufunc in (np.add, np.multiply, np.minimum, np.maximum)
+    linear = stays and bool(linear_in(a, kind, reduction_pattern((), (), op).linear))
+    made = reduce_blocks(work, [a, *masks], axes, op, kind, keepdims=keep, linear=linear, into=True)
+    if later:
+        made = call(ufunc, (made, np.asarray(initial).astype(kind)[()]), dtype=kind)
+    return made if not is_given(out) else store(made, out)
+
+
+def _reduction(function: Callable[..., Any], ufunc: np.ufunc) -> None:
+    @implements(function)
+    def do(
+        a: DTensor,
+        axis: Any = None,
+        dtype: Any = None,
+        out: Any = None,
+        keepdims: Any = False,
+        initial: Any = np._NoValue,
+        where: Any = True,
+    ) -> DTensor:
+        return reduce(ufunc, a, axis, dtype, out, keepdims, initial, where)
+
+
+def _comparison(function: Callable[..., Any], ufunc: np.ufunc) -> None:
+    @implements(function)
+    def do(
+        a: DTensor,
+        axis: Any = None,
+        out: Any = None,
+        keepdims: Any = False,
+        initial: Any = np._NoValue,
+        where: Any = True,
+    ) -> DTensor:
+        return reduce(ufunc, a, axis, None, out, keepdims, initial, where)
+
+
+def _test(function: Callable[..., Any], ufunc: np.ufunc) -> None:
+    @implements(function)
+    def do(
+        a: DTensor, axis: Any = None, out: Any = None, keepdims: Any = False, *, where: Any = True
+    ) -> DTensor:
+        return reduce(ufunc, a, axis, None, out, keepdims, np._NoValue, where)
+
+
+_reduction(np.sum, np.add)
+_reduction(np.prod, np.multiply)
+for _name in (np.min, np.amin):
+    _comparison(_name, np.minimum)
+for _name in (np.max, np.amax):
+    _comparison(_name, np.maximum)
+_test(np.all, np.logical_and)
+_test(np.any, np.logical_or)
+
+
+@implements(np.ptp)
+def ptp(a: DTensor, axis: Any = None, out: Any = None, keepdims: Any = False) -> DTensor:
+    """Return the largest minus the smallest value."""
+    most = reduce(np.maximum, a, axis, keepdims=keepdims)
+    least = reduce(np.minimum, a, axis, keepdims=keepdims)
+    made: DTensor = call(np.subtract, (most, least))
+    return store(made, out) if is_given(out) else made
+
+
+@implements(np.count_nonzero)
+def count_nonzero(a: DTensor, axis: Any = None, *, keepdims: bool = False) -> DTensor:
+    """Count what is not zero; a split axis is counted in parts, which wait to be summed."""
+    axes = axes_of(axis, a.ndim)
+
+    def work(here: Work) -> None:
+        block = here.blocks[0]
+        here.out[0][...] = np.count_nonzero(block, axis=axes, keepdims=keepdims)
+
+    return reduce_blocks(work, [a], axes, "sum", np.intp, keepdims=keepdims, into=True)
+
+
+def count(a: DTensor, axes: tuple[int, ...], keepdims: bool, where: Any) -> Any:
+    """Return how many elements each mean is of: a number, or an array where a mask says so."""
+    if where is True or where is np._NoValue:
+        return prod(a.shape[axis] for axis in axes)
+
+    def work(here: Work) -> None:
+        mask = np.broadcast_to(here.blocks[1], here.blocks[0].shape)
+        np.add.reduce(mask, axis=axes, keepdims=keepdims, out=here.out[0])
+
+    return reduce_blocks(
+        work, [a, plain(where)], axes, "sum", np.intp, keepdims=keepdims, into=True
+    )
+
+
+@implements(np.mean)
+def mean(
+    a: DTensor,
+    axis: Any = None,
+    dtype: Any = None,
+    out: Any = None,
+    keepdims: Any = False,
+    *,
+    where: Any = True,
+) -> DTensor:
+    """Return the mean: the sum, divided. Of integers in float64, of float16 by way of float32."""
+    keep = bool(is_given(keepdims) and keepdims)
+    axes = strict_axes_of(axis, a.ndim, where)
+    short = dtype is None and a.dtype == np.float16
+    kind = np.float32 if short else dtype
+    if kind is None and a.dtype.kind in "biu":
+        kind = np.float64
+    total = reduce(np.add, a, axes, kind, None, keep, np._NoValue, where)
+    made: DTensor = call(np.divide, (total, count(a, axes, keep, where)))
+    if made.dtype != total.dtype or short:
+        made = call(
+            np.positive, (made,), dtype=np.float16 if short else total.dtype, casting="unsafe"
+        )
+    return store(made, out) if is_given(out) else made
+
+
+_NOWHERE = np.iinfo(np.intp).max
+
+
+def _argument(function: Callable[..., Any], op: str) -> None:
+    """Register a search: each block finds its own best; then the first rank that has the best."""
+
+    @implements(function)
+    def search(a: DTensor, axis: Any = None, out: Any = None, *, keepdims: Any = False) -> DTensor:
+        axes = axes_of(axis, a.ndim)
+        if axis is not None and len(axes) != min(a.ndim, 1):
+            raise TypeError(f"np.{function.__name__} takes one axis or None, got {axis!r}")
+        keep = bool(is_given(keepdims) and keepdims)
+        if 0 in (a.shape[one] for one in axes):
+            raise on_all_ranks(
+                ShapeError(f"np.{function.__name__} of no elements: shape {a.shape}, axis {axis}")
+            )
+        x = reduced_anywhere(a)
+        if x.dtype.kind in "biuf":
+            made = _first_of_best(x, axes, keep, function, op)
+        else:  # No value is worse than all of these, so the axes are brought whole.
+            made = reduce_blocks(
+                lambda here: np.asarray(function(here.blocks[0], axis=axis, keepdims=keep)),
+                [x],
+                axes,
+                "",
+                np.intp,
+                keepdims=keep,
+            )
+        return store(made, out) if is_given(out) else made
+
+
+def _first_of_best(
+    x: DTensor, axes: tuple[int, ...], keep: bool, function: Callable[..., Any], op: str
+) -> DTensor:
+    found: list[Any] = []
+
+    def best(here: Work) -> Any:
+        """Find the best of this block, and where in the whole array it stands."""
+        (block,), (box,) = here.blocks, here.boxes
+        lengths = [block.shape[axis] for axis in axes]
+        kept = [block.shape[axis] for axis in range(block.ndim) if axis not in axes]
+        if 0 in lengths:
+            found.append(np.full(kept, _NOWHERE, np.intp))
+            return _shaped(np.full(kept, identity_of(op, x.dtype), x.dtype), x, axes, block)
+        rows = np.moveaxis(block, axes, range(-len(axes), 0)).reshape(*kept, prod(lengths))
+        place = function(rows, axis=-1)
+        value = np.take_along_axis(rows, place[..., None], -1)[..., 0]
+        within = np.unravel_index(place, lengths) if axes else ()
+        spot = np.zeros(kept, np.intp)
+        for axis, one in zip(axes, within, strict=True):
+            spot = spot * x.shape[axis] + one + box[axis][0]
+        found.append(spot)
+        return _shaped(value, x, axes, block)
+
+    values = reduce_blocks(best, [x], axes, op, x.dtype, keepdims=True)
+    everywhere = values.redistribute(
+        [Replicate() if isinstance(spec, Partial) else spec for spec in values.placement]
+    )
+
+    # Where the blocks lie is settled: a second search for a layout might find another one.
+    specs: list[PlacementSpec] = []
+    for spec in values.placement:
+        if isinstance(spec, Partial):
+            specs.append(Partial("min"))
+        elif isinstance(spec, Shard) and not keep:
+            gone = sum(axis < spec.axis for axis in axes)
+            specs.append(Shard(spec.axis - gone, sizes=spec.sizes))
+        else:
+            specs.append(spec)
+    shape = reduced_shape(x.shape, axes, keepdims=keep)
+    layout = Layout(x.mesh, specs)
+    if not values.is_member:
+        return DTensor(x.mesh, layout, shape, np.intp, None)
+    mine, wanted = values.local, everywhere.local
+    equal = mine == wanted
+    if x.dtype.kind == "f":
+        equal |= np.isnan(wanted) & np.isnan(mine)
+    spot = np.where(equal, found[0].reshape(mine.shape), _NOWHERE)
+    block = x.mesh.shared_empty(layout.local_shape(shape, x.mesh.rank), np.intp)
+    block[...] = spot.reshape(block.shape)
+    return DTensor(x.mesh, layout, shape, np.intp, block)
+
+
+def _shaped(values: Any, x: DTensor, axes: tuple[int, ...], block: Any) -> Any:
+    """Return `values`, one for each place that is kept, with axes of length 1 for the others."""
+    return values.reshape([1 if axis in axes else n for axis, n in enumerate(block.shape)])
+
+
+_argument(np.argmin, "min")
+_argument(np.argmax, "max")

@@ -1,0 +1,611 @@
+"""States of models and optimizers under the names of the whole model, so that they fit any mesh.
+
+A state dict is whole on every rank. For a checkpoint each rank has its parts, and nothing is
+gathered, to save or to load: where replicas divide a bucket each has its span of the parameters in
+it, and where the ranks of a node see values in one memory, each has those that it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count as count_up
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from mpimesh.arguments import as_int, shown
+from mpimesh.arrays import Array, namespace, to_numpy
+from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
+from mpimesh.nn import Parameter
+from mpimesh.optim import LossScaler, Optimizer
+from mpimesh.optim.optimizer import check_arrays, check_steps
+from mpimesh.parallel.engine import Engine
+from mpimesh.parallel.gradients.bucket import STAGES, Shard
+from mpimesh.parallel.gradients.buckets import GradientBuckets
+from mpimesh.parallel.gradients.pieces import Layouts, LentOptimizer, State, places_of
+from mpimesh.parallel.replicas import difference, digest
+from mpimesh.parallel.tensor import local_part
+from mpimesh.runtime import ProcessGroup
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
+from mpimesh.store.modules import (
+    OPTIMIZER,
+    STEP,
+    Span,
+    check_names,
+    parameter_target,
+    state_parts,
+    state_target,
+)
+from mpimesh.store.parts import Parts, Saved, Value
+
+__all__ = [
+    "agree_optimizers",
+    "agree_states",
+    "flat_state",
+    "full_states",
+    "is_finite",
+    "model_parts",
+    "model_target",
+    "optimizers_parts",
+    "optimizers_target",
+    "problem_with",
+    "why_no_step",
+]
+
+_PARAMS = "params/"
+
+
+def full_states(
+    engine: Engine, lent: Sequence[LentOptimizer], states: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the states of all parameters of a model, by name. Collective over its ranks.
+
+    Args:
+        engine: The model.
+        lent: The optimizers.
+        states: Their states, of this rank's whole parameters.
+
+    Cost:
+        Two broadcasts for each array, over the stages; and an all-gather of what is split.
+    """
+    places = places_of(lent)
+    # Of the ranks that hold a tied parameter, the first one gives it.
+    copies = {id(parameter) for parameter in engine.ties.copies}
+    mine: dict[str, tuple[int, int, list[str]]] = {}
+    for name, parameter in engine.named_parameters():
+        if id(parameter) in places and id(parameter) not in copies:
+            number, place = places[id(parameter)]
+            given = states[number]["params"][place]
+            mine[name] = number, int(given["steps"]), sorted(given.keys() - {"steps"})
+    pipe = engine.pipe
+    what = Call("full_state_dict", pipe.name)
+    told: dict[str, tuple[int, int, list[str]]] = {}
+    for stage in agree(pipe._core, what, mine):
+        told |= stage
+    params: list[dict[str, dict[str, Any]]] = [{} for _ in lent]
+    for name, parameter in engine.named_parameters(everywhere=True):
+        if name not in told:
+            continue
+        number, steps, arrays = told[name]
+        params[number][name] = {"steps": steps}
+        for array in arrays:
+            part = None
+            if name in mine:
+                place = places[id(parameter)][1]
+                part = engine.tensor.whole(parameter, states[number]["params"][place][array])
+            label = f"{array} of {name}"
+            whole = pipe.broadcast(part, root=None, label=label).resolve()
+            params[number][name][array] = to_numpy(whole)
+    return [{**state, "params": own} for state, own in zip(states, params, strict=True)]
+
+
+def local_states(
+    engine: Engine, lent: Sequence[LentOptimizer], states: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return what this rank holds of states by name; others are returned as they are. Local.
+
+    Raises:
+        ModuleError: If names are missing, or there are others than the model has, or something
+            is no array or no count of steps.
+        DTypeError: If an array is not of floating point.
+        ShapeError: If an array has another shape than its whole parameter.
+    """
+    return [
+        _local_state(engine, one, state)
+        if isinstance(state, Mapping) and isinstance(state.get("params"), Mapping)
+        else state
+        for one, state in zip(lent, states, strict=True)
+    ]
+
+
+def flat_state(states: Sequence[Mapping[str, Any]], step: int, *, single: bool) -> dict[str, Any]:
+    """Return states by name as one dict of arrays, numbers and texts. Local.
+
+    Args:
+        states: What :func:`full_states` gave.
+        step: The model's count of steps.
+        single: Whether there is one optimizer, not a list of them.
+    """
+    flat: dict[str, Any] = {"step": step}
+    for number, state in enumerate(states):
+        prefix = "" if single else f"{number}/"
+        for name, value in state.items():
+            if name != "params":
+                flat[prefix + name] = np.array(value) if isinstance(value, tuple) else value
+        for name, own in state["params"].items():
+            flat |= {f"{prefix}{_PARAMS}{name}/{key}": value for key, value in own.items()}
+    return flat
+
+
+def nested_states(state: Any, count: int) -> tuple[list[Any], int | None]:
+    """Return the state of each optimizer, and the model's count of steps, if it is there. Local.
+
+    Args:
+        state: A state or a list of them, nested or flat, as users load them.
+        count: The number of optimizers.
+
+    Raises:
+        ModuleError: If there are more or less, or it is no state, or 'step' no count.
+    """
+    if isinstance(state, Mapping) and "params" not in state:
+        given = {str(key): _plain(state[key]) for key in state}
+        numbered = map("{}/".format, count_up())
+        prefixes = [*takewhile(lambda prefix: f"{prefix}optimizer" in given, numbered)]
+        states: list[Any] = [_nested(given, prefix) for prefix in prefixes or [""]]
+        if prefixes and "step" in given:
+            states[0]["step"] = given["step"]
+    elif isinstance(state, Mapping):
+        states = [state]
+    elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
+        states = list(state)
+    else:
+        raise ModuleError(
+            "state must be a dict as state_dict() or full_state_dict() gives, or a list of them "
+            f"for a list of optimizers, got {shown(state)}"
+        )
+    if len(states) != count:
+        raise ModuleError(f"state is of {len(states)} optimizers, and there are {count}")
+    steps = [one["step"] for one in states if isinstance(one, Mapping) and "step" in one]
+    step = as_int(steps[0], "'step' in state", ModuleError, least=0) if steps else None
+    return [
+        {key: one[key] for key in one if key != "step"} if isinstance(one, Mapping) else one
+        for one in states
+    ], step
+
+
+def _nested(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the state of one optimizer out of a flat one."""
+    state: dict[str, Any] = {"params": {}}
+    for key, value in flat.items():
+        if not key.startswith(prefix):
+            continue
+        own = key.removeprefix(prefix)
+        if own.startswith(_PARAMS):
+            name, _, what = own.removeprefix(_PARAMS).rpartition("/")
+            state["params"].setdefault(name, {})[what] = value
+        else:
+            state[own] = tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+    return state
+
+
+def _plain(value: Any) -> Any:
+    """Return what np.load gives for a number or a text as that; arrays as they are."""
+    return value.item() if isinstance(value, np.ndarray) and not value.shape else value
+
+
+def _local_state(engine: Engine, lent: LentOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    known = {name for name, _ in engine.named_parameters(everywhere=True)}
+    mine = [names[id(parameter)] for parameter in lent.parameters]
+    given = state["params"]
+    missing = sorted(set(mine) - given.keys())
+    unknown = sorted(given.keys() - known)
+    foreign = sorted((given.keys() & set(names.values())) - set(mine))
+    if missing or unknown or foreign:
+        raise ModuleError(
+            f"a full state of {type(lent.optimizer).__name__} has all parameters that it was "
+            f"given, by their names in the whole model; missing: {missing or 'none'}, not in the "
+            f"model: {unknown or 'none'}, not of this optimizer: {foreign or 'none'}"
+        )
+    params: list[dict[str, Any]] = []
+    for name, parameter in zip(mine, lent.parameters, strict=True):
+        own: dict[str, Any] = {}
+        who = f"parameter {name!r}"
+        check_steps(who, given[name])
+        check_arrays(who, given[name], None)  # it may have a part of the shape here
+        for key, value in given[name].items():
+            try:
+                own[key] = value if key == "steps" else local_part(name, parameter, value)
+            except ShapeError as error:
+                raise ShapeError(f"{key!r} of the optimizer: {error}") from None
+        params.append(own)
+    return {**state, "params": params}
+
+
+# -- checks; first those that are local -----------------------------------------------------------
+
+
+_BLOCK_ELEMENTS = 1 << 16
+_OPTIMIZERS = "the optimizers"
+
+
+def problem_with(
+    optimizers: Sequence[object],
+    engine: Engine,
+    zero: object,
+    scaler: object,
+    group: object,
+) -> str:
+    """Say why these cannot train a model; empty if they can."""
+    if not isinstance(zero, int) or zero not in STAGES:
+        return f"zero must be a stage of ZeRO, 0 to 3, got {shown(zero)}"
+    if zero < engine.stage:
+        return (
+            f"zero={zero} is less than the stage of the model, {engine.stage}, whose parts stay "
+            "divided: leave out zero"
+        )
+    if scaler is not None and not isinstance(scaler, LossScaler):
+        return f"scaler must be a LossScaler or None, got {shown(scaler)}"
+    if not isinstance(group, ProcessGroup):
+        return f"group must be a group of ranks, as mesh.group() gives, got {shown(group)}"
+    together = set(engine.scope.ranks)
+    if not together <= set(group.ranks):
+        return (
+            f"{len(together)} ranks step together, and group {group.name!r} has only "
+            f"{len(together & set(group.ranks))} of them: they would not leave out the same steps"
+        )
+    if engine.optimizer is not None:
+        return "the model has a ParallelOptimizer; give it several optimizers as a list"
+    known = {id(parameter) for _, parameter in engine.named_parameters()}
+    seen: set[int] = set()
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            kind = f"{type(one).__module__}.{type(one).__name__}"
+            if kind.startswith("torch."):
+                return (
+                    f"{kind} of PyTorch cannot be divided among ranks; use an optimizer of "
+                    "mpimesh.optim, such as mm.optim.Adam(model.parameters())"
+                )
+            return (
+                f"optimizer must be of mpimesh.optim, or a list of such, got {type(one).__name__}"
+            )
+        if zero and not one.elementwise:
+            return (
+                f"{type(one).__name__} does not change each element by itself, so that ranks "
+                "cannot divide parameters; use zero=0"
+            )
+        problem = _foreign(one.params, known, seen)
+        if problem:
+            return problem
+    return "" if optimizers else "optimizer must be at least one, got none"
+
+
+def _foreign(parameters: Sequence[Parameter], known: set[int], seen: set[int]) -> str:
+    for parameter in parameters:
+        if id(parameter) not in known:
+            return f"{parameter!r} is none of model.parameters(), which an optimizer here takes"
+        if id(parameter) in seen:
+            return f"{parameter!r} belongs to two optimizers"
+        seen.add(id(parameter))
+    return ""
+
+
+def why_no_step(buckets: GradientBuckets) -> str:
+    """Say why the parameters of these buckets cannot be stepped; empty if they can."""
+    if buckets.sums is None:
+        return (
+            "there are no sums of gradients to step by: call train_step() before each step(), the "
+            "last time not under no_sync()"
+        )
+    for bucket in buckets.buckets:
+        views = [] if bucket.shard is None else bucket.shard.views
+        for parameter, view in zip(bucket.parameters, views, strict=False):
+            if parameter.data is not view:
+                return (
+                    f"{parameter!r} has got another array for its values, and the replicas divide "
+                    "those that it had: write into it, parameter.data[...] = "
+                )
+    return ""
+
+
+def is_finite(x: Array) -> bool:
+    """Tell whether no element is infinite or NaN."""
+    xp = namespace(x)
+    step = _BLOCK_ELEMENTS if xp is np else max(1, x.size)
+    flat = x.reshape(-1)
+    return all(bool(xp.isfinite(flat[at : at + step]).all()) for at in range(0, flat.size, step))
+
+
+def agree_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+    """Return if all replicas change each parameter by the same rule, and all parts of it.
+
+    Collective over the ranks that step together.
+
+    Raises:
+        MismatchError: On every rank, naming the first optimizer or parameter that differs.
+
+    Cost:
+        Three exchanges of small texts.
+    """
+    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    texts = [
+        f"optimizer {number}: {type(one).__name__} of "
+        + ", ".join(f"{name}={getattr(one, name)!r}" for name in one.numbers)
+        for number, one in enumerate(optimizers)
+    ]
+    texts += [
+        f"{names[id(parameter)]} of optimizer {number}, {'with' if decays else 'without'} decay"
+        for number, one in enumerate(optimizers)
+        for parameter, decays in zip(one.params, one.decays, strict=True)
+    ]
+    problem = None
+    for group in (engine.data, engine.tensor.group):
+        if group is None:
+            continue
+        differs = difference(texts, group, _OPTIMIZERS)
+        if differs is not None:
+            problem = MismatchError(
+                f"the ranks of group {group.name!r} must have the same optimizers, with the same "
+                f"numbers and the same decay_mask, but they have\n{differs[1]}"
+            )
+    scope = engine.scope
+    agree(scope._core, _OPTIMIZERS, problem=problem)
+
+
+# -- states that all ranks take over, or none does ------------------------------------------------
+
+
+_WHAT = "load_state_dict of the optimizer"
+
+
+def agree_states(
+    engine: Engine, lent: Sequence[LentOptimizer], state: Any
+) -> tuple[list[State], int | None]:
+    """Return states of whole parameters, if they fit on every rank and replicas have the same.
+
+    Collective over the ranks that step together. With them comes the model's count of steps, if
+    it is in the state.
+
+    Args:
+        engine: The model.
+        lent: Its optimizers.
+        state: A state or several, as users load them.
+
+    Raises:
+        MpimeshError: On every rank, if it is so on any.
+
+    Cost:
+        Three exchanges of small texts; with replicas, reading the state once.
+    """
+    problem: MpimeshError | None = None
+    states: list[State] = []
+    step: int | None = None
+    try:
+        nested, step = nested_states(state, len(lent))
+        states = local_states(engine, lent, nested)
+        for one, own in zip(lent, states, strict=True):
+            one.optimizer.check_state(own, one.parameters)
+    except MpimeshError as error:
+        problem = error
+    agree(engine.scope._core, _WHAT, problem=problem)
+    replicas = engine.data
+    texts = [f"step {step}", *_texts(engine, lent, states)] if replicas.size > 1 else []
+    differs = difference(texts, replicas, _WHAT)
+    if differs is not None:
+        problem = MismatchError(
+            f"the ranks of group {replicas.name!r} must load the same state, and nothing is "
+            f"changed, as they have\n{differs[1]}"
+        )
+    agree(engine.scope._core, _WHAT, problem=problem)
+    return states, step
+
+
+def _texts(engine: Engine, lent: Sequence[LentOptimizer], states: Sequence[State]) -> list[str]:
+    """Return what replicas must have alike: the numbers, and digests of arrays."""
+    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    texts: list[str] = []
+    for number, (one, state) in enumerate(zip(lent, states, strict=True)):
+        texts += [f"{key} {state[key]!r} of optimizer {number}" for key in one.optimizer.numbers]
+        for parameter, own in zip(one.parameters, state["params"], strict=True):
+            name = names[id(parameter)]
+            texts.append(f"{int(own['steps'])} steps of {name}")
+            texts += [
+                f"{key} of {name} with values {digest(own[key])}"
+                for key in sorted(own.keys() - {"steps"})
+            ]
+    return texts
+
+
+_SCALER = "scaler."
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def model_parts(engine: Engine) -> dict[str, Parts | Value]:
+    """Return what this rank has of a model's parameters, and the count of steps. Local."""
+    spans = _spans_of_values(engine)
+    found: dict[str, Parts | Value] = {STEP: engine.step}
+    for name, parameter in engine.named_parameters():
+        span, shard = spans.get(id(parameter), (Span.block(parameter), None))
+        found[name] = span.parts(_values(parameter, span, shard))
+    return found
+
+
+def model_target(
+    engine: Engine, saved: Mapping[str, Saved | Value], *, strict: bool
+) -> tuple[dict[str, Parts], Callable[[], None]]:
+    """Return where a model's parameters are read to: into their memory. Local.
+
+    The count of steps is taken over if it was saved.
+
+    Raises:
+        ModuleError: If names are missing or unknown, and `strict`; or the count is none.
+        ShapeError: If a shape differs.
+        DTypeError: If values are not of floating point.
+        ModuleStateError: If somebody has values here of which this rank keeps only a part, as in
+            ``model.gathered()``.
+    """
+    known = dict(engine.named_parameters(everywhere=True))
+    names = saved.keys() - {STEP}
+    check_names("the state of a model", known.keys() - names, names - known.keys(), strict=strict)
+    step = as_int(saved[STEP], "step", ModuleError, least=0) if STEP in saved else None
+    spans = _spans_of_values(engine)
+    wanted: dict[str, Parts] = {}
+    for name, parameter in engine.named_parameters():
+        if name not in saved:
+            continue
+        span, shard = spans.get(id(parameter), (Span.block(parameter), None))
+        if shard is not None and shard.values is None:
+            shard.check_hidden()
+        values = _values(parameter, span, shard)
+        wanted[name] = parameter_target(name, parameter, saved[name], values, span)
+
+    def take() -> None:
+        if step is not None:
+            engine.set_step(step)
+        engine.first_values = True
+
+    return wanted, take
+
+
+def _spans_of_values(engine: Engine) -> dict[int, tuple[Span, Shard | None]]:
+    """Return by its id which part of a parameter this rank writes, where it may not be all.
+
+    With it comes the shard that has the values; None if other memory has.
+    """
+    lots: list[tuple[Sequence[Parameter], slice, Shard | None]] = [
+        (shared.parameters, shared.part, None) for shared in engine.frozen_values
+    ]
+    shards = [bucket.shard for bucket in engine.buckets.buckets if bucket.shard is not None]
+    lots += [(shard.parameters, shard.written, shard) for shard in shards]
+    spans: dict[int, tuple[Span, Shard | None]] = {}
+    for parameters, part, shard in lots:
+        end = 0
+        for one in parameters:
+            begin, end = end, end + one.size
+            start, stop = (min(max(edge, begin), end) - begin for edge in (part.start, part.stop))
+            spans[id(one)] = Span(one.global_shape, one.box, start, stop), shard
+    return spans
+
+
+def _values(parameter: Parameter, span: Span, shard: Shard | None) -> Array:
+    """Return the memory of this rank's part of a parameter."""
+    if parameter.data is not None or shard is None:
+        values = parameter.value()
+        return values.reshape(-1)[span.start : span.stop] if span.is_flat else values
+    before = shard.parameters[: shard.parameters.index(parameter)]
+    start = max(0, sum(one.size for one in before) - shard.part.start)
+    return shard.own[start : start + span.stop - span.start]
+
+
+# -- optimizers -----------------------------------------------------------------------------------
+
+
+def optimizers_parts(
+    engine: Engine,
+    lent: Sequence[LentOptimizer],
+    states: Sequence[State],
+    layouts: Layouts,
+    *,
+    single: bool,
+    scaler: LossScaler | None,
+) -> dict[str, Parts | Value]:
+    """Return what this rank has of the state of a model's optimizers. Local.
+
+    Args:
+        engine: The model.
+        lent: Its optimizers.
+        states: Their states, of this rank's parts.
+        layouts: How these lie.
+        single: Whether there is one optimizer, not a list of them, whose names begin with numbers.
+        scaler: The scaler of losses.
+    """
+    found: dict[str, Parts | Value] = {STEP: engine.step}
+    if scaler is not None:
+        found |= {f"{_SCALER}{key}": value for key, value in scaler.state_dict().items()}
+    for number, (each, state) in enumerate(zip(lent, states, strict=True)):
+        prefix = "" if single else f"{number}."
+        own = state_parts(state, _spans_of_state(engine, each, layouts))
+        found |= {f"{prefix}{key}": value for key, value in own.items()}
+    return found
+
+
+def optimizers_target(
+    engine: Engine,
+    lent: Sequence[LentOptimizer],
+    states: Sequence[State],
+    layouts: Layouts,
+    saved: Mapping[str, Saved | Value],
+    *,
+    strict: bool,
+) -> tuple[dict[str, Parts], list[State], dict[str, Any]]:
+    """Return where states are read to: into new memory, of this rank's parts. Local.
+
+    Args:
+        engine: The model.
+        lent: Its optimizers.
+        states: Their states now, of this rank's parts.
+        layouts: How these lie, and the new ones, too.
+        saved: What there is, by name: of one optimizer or of several.
+        strict: Whether names that are missing or unknown are refused.
+
+    Returns:
+        Where to read, by name; the states with that memory; and of the state of the scaler what
+        there is.
+
+    Raises:
+        MpimeshError: If what is saved does not fit.
+    """
+    prefixes = [*_prefixes(saved)] or [""]
+    if len(prefixes) != len(lent):
+        raise ModuleError(f"the state is of {len(prefixes)} optimizers, and there are {len(lent)}")
+    scaling = {f"{_SCALER}{key}" for key in LossScaler().state_dict()} & saved.keys()
+    rest = saved.keys() - {STEP} - scaling
+    known = {name for name, _ in engine.named_parameters(everywhere=True)}
+    here = {id(parameter): name for name, parameter in engine.named_parameters()}
+    wanted: dict[str, Parts] = {}
+    found: list[State] = []
+    unknown = {key for key in rest if not key.startswith(tuple(prefixes))}
+    for prefix, each, state in zip(prefixes, lent, states, strict=True):
+        own = {key.removeprefix(prefix): saved[key] for key in rest if key.startswith(prefix)}
+        spans = _spans_of_state(engine, each, layouts)
+        mine = {name for name, _, _ in spans}
+        names = known - ({*here.values()} - mine)
+        numbers = {OPTIMIZER, *each.optimizer.numbers}
+        unknown |= {
+            f"{prefix}{key}" for key in own.keys() - numbers if key.rpartition(".")[0] not in names
+        }
+        new, arrays = state_target(
+            each.optimizer, spans, own, strict=strict, current=state, xp=engine.xp
+        )
+        found.append(new)
+        wanted |= {f"{prefix}{key}": parts for key, parts in arrays.items()}
+    check_names("the state of an optimizer", (), unknown, strict=strict)
+    return wanted, found, {key.removeprefix(_SCALER): saved[key] for key in scaling}
+
+
+def _prefixes(saved: Mapping[str, object]) -> Iterator[str]:
+    """Yield how the names of each optimizer begin, where there are several."""
+    number = 0
+    while f"{number}.{OPTIMIZER}" in saved:
+        yield f"{number}."
+        number += 1
+
+
+def _spans_of_state(
+    engine: Engine, lent: LentOptimizer, layouts: Layouts
+) -> list[tuple[str, Parameter, Span]]:
+    """Return the name of each parameter, and the part of its state that this rank has."""
+    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    spans = []
+    for one in lent.parameters:
+        span = Span.block(one)
+        if id(one) in layouts:
+            group, layout = layouts[id(one)]
+            ((start, stop),) = layout.box((one.size,), group.rank or 0)
+            span = Span(one.global_shape, one.box, start, stop)
+        spans.append((names[id(one)], one, span))
+    return spans
