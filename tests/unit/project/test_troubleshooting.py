@@ -1,0 +1,62 @@
+"""The page of troubleshooting quotes messages that the code has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+QUOTED = re.findall(r"^### `(.*)`$", PAGE, re.M)
+HOLE = "\0"
+
+
+@cache
+def texts() -> list[str]:
+    """All texts of the library, with a mark where an f-string puts a value in."""
+    found = []
+    for path in (ROOT / "mpimesh").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (
+                    str(part.value) if isinstance(part, ast.Constant) else HOLE
+                    for part in node.values
+                )
+                found.append("".join(parts))
+    return found
+
+
+def is_said(message: str) -> bool:
+    """Tell whether one text has all words of `message` in order, with a value for each "…"."""
+    words = [part.strip() for part in message.split("…")]
+    return any(_has(text, words) for text in texts())
+
+
+def _has(text: str, words: list[str]) -> bool:
+    at = 0
+    for part in words:
+        at = text.find(part, at) + len(part)
+        if at < len(part):
+            return False
+    return True
+
+
+def test_there_are_messages():
+    assert len(QUOTED) > 20
+
+
+@pytest.mark.thin(1)
+@pytest.mark.parametrize("message", QUOTED)
+def test_a_quoted_message_is_in_the_code(message):
+    assert is_said(message)
+
+
+def test_another_message_is_found_out():
+    assert not is_said("mesh … ranks, but the moon has …")
+    assert not is_said("… sees a world of 1: it was told; …")
