@@ -1,4 +1,4 @@
-"""``python -m mpimesh``: the command line."""
+"""The command line: ``mpimesh``, or ``python -m mpimesh``."""
 
 from mpimesh.cli.app import app
 

@@ -1,48 +1,81 @@
-"""The command line: ``python -m mpimesh COMMAND``."""
+"""The command line, ``mpimesh COMMAND``: every command with its options.
+
+A command's own module is imported when the command runs, so that help and completion are quick.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mpimesh.cli import checkpoint
-from mpimesh.cli.doctor import run_clean, run_doctor
-from mpimesh.cli.flight import run_flight
-from mpimesh.cli.quantities import InputError
-from mpimesh.cli.simulate import ALL, Request, run_simulate
-from mpimesh.cli.step_times import StepTimes
-from mpimesh.cli.ucx_env import run_ucx_env
+import mpimesh
+from mpimesh.cli.console import InputError
 from mpimesh.errors import MpimeshError
 from mpimesh.schedule import schedule_names
 
 __all__ = ["app"]
 
 app = typer.Typer(
-    name="python -m mpimesh",
-    help="A device mesh for MPI.",
-    add_completion=False,
+    name="mpimesh",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+checkpoint = typer.Typer(
+    help="Look into checkpoints, without MPI: are they whole?",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(checkpoint, name="checkpoint")
+
+Json = Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")]
+CheckpointPath = Annotated[
+    Path, typer.Argument(metavar="PATH", help="Folder of a checkpoint, or a .safetensors file.")
+]
 
 
-app.add_typer(checkpoint.app)
+@contextmanager
+def _errors(printed: str = "") -> Iterator[None]:
+    """End with exit code 2 and a line if something cannot be done, after printing `printed`."""
+    try:
+        yield
+    except (InputError, MpimeshError, OSError) as error:
+        text: object = error
+        if isinstance(error, OSError) and not isinstance(error, MpimeshError):
+            text = f"{error.filename}: {error.strerror}"
+        if printed:
+            typer.echo(printed)
+        typer.echo(f"error: {text}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mpimesh {mpimesh.__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def main() -> None:
+def main(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
     """A device mesh for MPI."""
 
 
 @app.command()
 def doctor(
     *,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Write one JSON object and nothing else.")
-    ] = False,
+    as_json: Json = False,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -61,12 +94,14 @@ def doctor(
         bool, typer.Option("--dry-run", help="With --clean: only say what would be removed.")
     ] = False,
 ) -> None:
-    """Say what this machine and its MPI can do, what is wrong, and what mends it.
+    """Say what this machine and its MPI can do, and what is wrong.
 
     Run it alone, under mpiexec or under srun, as the program that is to run:
-    `mpiexec -n 4 python -m mpimesh doctor`. It exits with 1 if something is wrong that makes
-    programs fail, else with 0.
+    `mpiexec -n 4 mpimesh doctor`. Each finding comes with what mends it. It exits with 1 if
+    something is wrong that makes programs fail, else with 0.
     """
+    from mpimesh.cli.doctor import run_clean, run_doctor
+
     if dry_run and not clean:
         raise typer.BadParameter("--dry-run goes with --clean")
     if fresh and clean:
@@ -77,13 +112,18 @@ def doctor(
         run_doctor(as_json=as_json, fresh=fresh, limit_s=limit_s)
 
 
+def _schedules() -> list[str]:
+    return [*schedule_names(), "all"]
+
+
 @app.command()
 def simulate(
     *,
     schedule: Annotated[
         str,
         typer.Option(
-            help=f"One of {', '.join(schedule_names())}, {ALL}, or a file that holds one as text."
+            help=f"One of {', '.join(_schedules())}, or a file that holds one as text.",
+            autocompletion=_schedules,
         ),
     ] = "1f1b",
     stages: Annotated[int | None, typer.Option(help="Number of stages.")] = None,
@@ -121,19 +161,27 @@ def simulate(
         str | None,
         typer.Option(help="What a microbatch leaves in a stage until its backward, such as 1GiB."),
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw the step into this file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw the step into this file, .svg or .png.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the step as a trace for ui.perfetto.dev into this .json."),
+    ] = None,
     table: Annotated[
         bool, typer.Option("--table", help="Print what each rank does, step by step.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Write one JSON object and nothing else.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Say what a step of a pipeline takes and where its ranks are idle, without running it.
+    """Say what a step of a pipeline takes, without running it.
 
-    `all` compares the schedules on as many ranks as there are stages. Needs no MPI.
+    It also shows where its ranks are idle, and how many activations they keep. For example:
+    `mpimesh simulate --stages 4 --microbatches 8 --forward 5ms --backward 10ms`.
+    `--schedule all` compares the schedules on as many ranks as there are stages. Needs no MPI.
     """
-    try:
+    from mpimesh.cli.simulate import Request, StepTimes, run_simulate
+
+    with _errors():
         times = StepTimes.read(
             forward=forward,
             backward=backward,
@@ -145,10 +193,8 @@ def simulate(
             activation_bytes=activation_bytes,
             kept_bytes=kept_bytes,
         )
-        run_simulate(Request(schedule, stages, microbatches, ranks, svg, table, as_json), times)
-    except (InputError, MpimeshError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        request = Request(schedule, stages, microbatches, ranks, svg, trace, table, as_json)
+        run_simulate(request, times)
 
 
 @app.command()
@@ -157,29 +203,86 @@ def flight(
         Path, typer.Argument(metavar="DIR", help="The MPIMESH_RECORD_DIR of the job that failed.")
     ],
 ) -> None:
-    """Say where the ranks of a failed job first differ, and who waits for whom.
+    """Say where the ranks of a failed job differ.
 
-    Reads what each rank has left in DIR: `rank-N.json`, or `rank-N.ring` if it was killed. Needs no
-    MPI. It exits with 2 if there is none.
+    It also shows who waits for whom. Reads what each rank has left in DIR: `rank-N.json`, or
+    `rank-N.ring` if it was killed. Needs no MPI. It exits with 2 if there is none.
     """
-    try:
+    from mpimesh.cli.flight import run_flight
+
+    with _errors():
         run_flight(folder)
-    except InputError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 @app.command()
 def ucx_env() -> None:
-    """Print what makes MPI use the UCX of libucx-cu13 or libucx-cu12, which can reach a GPU.
+    """Print what makes MPI use a UCX that can reach a GPU.
 
-    For a POSIX shell such as bash, before mpiexec or srun: `eval "$(python -m mpimesh ucx-env)"`.
-    Starts no MPI. If none of them is installed or this MPI cannot use it, it exits with 2, and
-    prints `false`, so that the eval fails, too.
+    That is the UCX of the packages libucx-cu13 or libucx-cu12. For a POSIX shell such as bash,
+    before mpiexec or srun: `eval "$(mpimesh ucx-env)"`. Starts no MPI. If none of them is installed
+    or this MPI cannot use it, it exits with 2, and prints `false`, so that the eval fails, too.
     """
-    try:
+    from mpimesh.cli.ucx_env import run_ucx_env
+
+    with _errors(printed="false;"):
         run_ucx_env()
-    except InputError as error:
-        typer.echo("false;")
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+
+
+# -- checkpoint -----------------------------------------------------------------------------------
+
+
+@checkpoint.command("ls")
+def list_folder(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoints' folder.")],
+) -> None:
+    """List the checkpoints in a folder, with those that are damaged or were not finished.
+
+    A checkpoint is complete if its manifest is whole, and each of its files is there with its size;
+    `verify` reads the files, too.
+    """
+    from mpimesh.cli.checkpoint import run_ls
+
+    with _errors():
+        run_ls(folder)
+
+
+@checkpoint.command()
+def show(path: CheckpointPath) -> None:
+    """Show the arrays and the values of a checkpoint."""
+    from mpimesh.cli.checkpoint import run_show
+
+    with _errors():
+        run_show(path)
+
+
+@checkpoint.command()
+def verify(path: CheckpointPath) -> None:
+    """Read all of a checkpoint once and say whether it is whole; it exits with 1 if it is not."""
+    from mpimesh.cli.checkpoint import run_verify
+
+    with _errors():
+        if not run_verify(path):
+            raise typer.Exit(1)
+
+
+@checkpoint.command()
+def export(
+    path: CheckpointPath,
+    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
+    *,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Take arrays whose name fits a pattern such as 'model.*'; repeatable."),
+    ] = None,
+    strip: Annotated[
+        str, typer.Option(help="What to leave out where names begin with it, such as 'model.'.")
+    ] = "",
+) -> None:
+    """Write arrays of a checkpoint whole into one safetensors file, for other programs.
+
+    `--only 'model.*' --strip model.` gives the names that a model of PyTorch or Hugging Face has.
+    """
+    from mpimesh.cli.checkpoint import run_export
+
+    with _errors():
+        run_export(path, out, only=only or [], strip=strip)

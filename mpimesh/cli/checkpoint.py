@@ -1,25 +1,21 @@
-"""``python -m mpimesh checkpoint``: looking into checkpoints, without MPI."""
+"""``mpimesh checkpoint``: looking into checkpoints, without MPI."""
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
-import typer
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.console import RenderableType
+from rich.progress import DownloadColumn, TransferSpeedColumn
 from rich.text import Text
 
 from mpimesh.arguments import shown, size_text
+from mpimesh.cli.console import print_page, progress_bar, table
 from mpimesh.errors import DamagedError, DTypeError, MpimeshError, StoreError
 from mpimesh.layout.boxes import extent, tiles
 from mpimesh.store.files import PART, replaced, write_at
@@ -38,133 +34,117 @@ from mpimesh.store.format import (
 from mpimesh.store.reading import FileReader
 from mpimesh.store.values import from_json
 
-__all__ = ["app", "export", "problems_of"]
+__all__ = ["export", "problems_of", "run_export", "run_ls", "run_show", "run_verify"]
 
-app = typer.Typer(
-    name="checkpoint",
-    help="Look into checkpoints: what is in them, and whether they are whole. Starts no MPI.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-
-_PIPED_WIDTH = 10_000  # lines of a file are not folded
 _TILE_BYTES = 8 << 20
+_BYTES = (DownloadColumn(), TransferSpeedColumn())
 _STEP = re.compile(r"step-\d+")
 
-PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="Folder of a checkpoint, or a .safetensors file.")
-]
 
-
-@app.command("ls")
-def list_folder(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoints' folder.")],
-) -> None:
+def run_ls(folder: Path) -> None:
     """List the checkpoints in a folder, with those that are damaged or were not finished.
 
-    A checkpoint is complete if its manifest is whole, and each of its files is there with its size;
-    `verify` reads the files, too.
+    Raises:
+        StoreError: If it has none.
     """
-    with _errors():
-        paths = sorted(folder.iterdir(), key=lambda path: path.name.lstrip("."))
-        rows = [row for path in paths if (row := _row(path))]
-        if not rows:
-            is_one = (folder / MANIFEST).exists()
-            raise StoreError(
-                f"{folder} is a checkpoint itself: show it"
-                if is_one
-                else f"{folder} has no checkpoints in it"
-            )
-        table = _table("checkpoint", "saved", ">size", ">arrays", "state")
-        for row in rows:
-            table.add_row(*row)
-        _print(table)
-
-
-@app.command()
-def show(path: PathArgument) -> None:
-    """Show the arrays and the values of a checkpoint."""
-    with _errors():
-        _, manifest = read_manifest(path)
-        table = _table("array", "shape", "dtype", ">pieces", ">size")
-        for name, entry in sorted(manifest.arrays.items()):
-            size = size_text(_total([entry]))
-            shape = " x ".join(map(str, entry.shape)) or "-"
-            table.add_row(Text(name), shape, entry.dtype.name, str(len(entry.pieces)), size)
-        parts: list[RenderableType] = [table] if manifest.arrays else []
-        if manifest.values:
-            values = _table("value", "")
-            for name, value in sorted(manifest.values.items()):
-                values.add_row(Text(name), Text(shown(from_json(value))))
-            parts += [Text()] * bool(parts) + [values]
-        total = size_text(_total(manifest.arrays.values()))
-        summary = (
-            f"{_count(manifest.arrays, 'array')} of {total} in {_count(manifest.files, 'file')}"
+    paths = sorted(folder.iterdir(), key=lambda path: path.name.lstrip("."))
+    rows = [row for path in paths if (row := _row(path))]
+    if not rows:
+        is_one = (folder / MANIFEST).exists()
+        raise StoreError(
+            f"{folder} is a checkpoint itself: show it"
+            if is_one
+            else f"{folder} has no checkpoints in it"
         )
-        _print(*parts, *[Text()] * bool(parts), Text(summary))
+    listed = table("checkpoint", "saved", ">size", ">arrays", "state")
+    for row in rows:
+        listed.add_row(*row)
+    print_page(listed)
 
 
-@app.command()
-def verify(path: PathArgument) -> None:
-    """Read all of a checkpoint once and say whether it is whole; it exits with 1 if it is not."""
-    with _errors():
-        start_s = time.perf_counter()
-        try:
-            folder, manifest = read_manifest(path)
-            with _progress("verifying", _total(manifest.arrays.values())) as advance:
-                problems = problems_of(folder, manifest, advance)
-        except DamagedError as error:
-            problems = [str(error)]
-        if problems:
-            _print(*map(Text, problems), Text(f"{path} is damaged", "bold red"))
-            raise typer.Exit(1)
-        seconds = time.perf_counter() - start_s
-        nbytes = sum(size for _, size in manifest.files)
-        pieces = [piece for entry in manifest.arrays.values() for piece in entry.pieces]
-        checked = sum(piece.digest is not None for piece in pieces)
-        checksums = f"{checked} checksums" if checked else "without checksums"
-        _print(
-            Text.assemble(
-                (f"{path} is whole", "bold green"),
-                f": {_count(manifest.arrays, 'array')} in {_count(manifest.files, 'file')}, "
-                f"{size_text(nbytes)}, {checksums}; took {seconds:.1f} s",
-            )
-        )
+def run_show(path: Path) -> None:
+    """Show the arrays and the values of a checkpoint.
 
-
-@app.command("export")
-def export_file(
-    path: PathArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="The file to write.")],
-    *,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Take arrays whose name fits a pattern such as 'model.*'; repeatable."),
-    ] = None,
-    strip: Annotated[
-        str, typer.Option(help="What to leave out where names begin with it, such as 'model.'.")
-    ] = "",
-) -> None:
-    """Write arrays of a checkpoint whole into one safetensors file, for other programs.
-
-    `--only 'model.*' --strip model.` gives the names that a model of PyTorch or Hugging Face has.
+    Raises:
+        StoreError: If it cannot be read.
     """
-    with _errors():
+    _, manifest = read_manifest(path)
+    arrays = table("array", "shape", "dtype", ">pieces", ">size")
+    for name, entry in sorted(manifest.arrays.items()):
+        size = size_text(_total([entry]))
+        shape = " x ".join(map(str, entry.shape)) or "-"
+        arrays.add_row(Text(name), shape, entry.dtype.name, str(len(entry.pieces)), size)
+    parts: list[RenderableType] = [arrays] if manifest.arrays else []
+    if manifest.values:
+        values = table("value", "")
+        for name, value in sorted(manifest.values.items()):
+            values.add_row(Text(name), Text(shown(from_json(value))))
+        parts += [Text()] * bool(parts) + [values]
+    total = size_text(_total(manifest.arrays.values()))
+    summary = f"{_count(manifest.arrays, 'array')} of {total} in {_count(manifest.files, 'file')}"
+    print_page(*parts, *[Text()] * bool(parts), Text(summary))
+
+
+def run_verify(path: Path) -> bool:
+    """Read all of a checkpoint once and say whether it is whole; return that, too.
+
+    Raises:
+        StoreError: If there is none, or it cannot be read.
+    """
+    start_s = time.perf_counter()
+    try:
         folder, manifest = read_manifest(path)
-        names = {
-            name: name.removeprefix(strip)
-            for name in manifest.arrays
-            if not only or any(fnmatchcase(name, pattern) for pattern in only)
-        }
-        if not names:
-            raise StoreError(f"{path} has no array whose name fits {' or '.join(only or ['*'])}")
-        if out.suffix != ".safetensors":
-            raise StoreError(f"{out} is to be a file of safetensors: give a name that ends so")
-        if strip and not any(name.startswith(strip) for name in names):
-            raise StoreError(f"no name that is exported begins with --strip {strip}")
-        with _progress("exporting", _total(manifest.arrays[name] for name in names)) as advance:
-            nbytes = export(folder, manifest, names, out, advance)
-        _print(Text(f"{out}: {_count(names, 'array')}, {size_text(nbytes)}"))
+        nbytes = _total(manifest.arrays.values())
+        with progress_bar("verifying", nbytes, *_BYTES) as advance:
+            problems = problems_of(folder, manifest, advance)
+    except DamagedError as error:
+        problems = [str(error)]
+    if problems:
+        print_page(*map(Text, problems), Text(f"{path} is damaged", "bold red"))
+        return False
+    seconds = time.perf_counter() - start_s
+    nbytes = sum(size for _, size in manifest.files)
+    pieces = [piece for entry in manifest.arrays.values() for piece in entry.pieces]
+    checked = sum(piece.digest is not None for piece in pieces)
+    checksums = f"{checked} checksums" if checked else "without checksums"
+    print_page(
+        Text.assemble(
+            (f"{path} is whole", "bold green"),
+            f": {_count(manifest.arrays, 'array')} in {_count(manifest.files, 'file')}, "
+            f"{size_text(nbytes)}, {checksums}; took {seconds:.1f} s",
+        )
+    )
+    return True
+
+
+def run_export(path: Path, out: Path, *, only: Sequence[str], strip: str) -> None:
+    """Write arrays of a checkpoint whole into one safetensors file.
+
+    Args:
+        path: The checkpoint.
+        out: The file.
+        only: Patterns of the names of arrays; all arrays if there are none.
+        strip: What to leave out where names begin with it.
+
+    Raises:
+        StoreError: If no array is asked for, or a file cannot be read or written.
+    """
+    folder, manifest = read_manifest(path)
+    names = {
+        name: name.removeprefix(strip)
+        for name in manifest.arrays
+        if not only or any(fnmatchcase(name, pattern) for pattern in only)
+    }
+    if not names:
+        raise StoreError(f"{path} has no array whose name fits {' or '.join(only or ['*'])}")
+    if out.suffix != ".safetensors":
+        raise StoreError(f"{out} is to be a file of safetensors: give a name that ends so")
+    if strip and not any(name.startswith(strip) for name in names):
+        raise StoreError(f"no name that is exported begins with --strip {strip}")
+    total = _total(manifest.arrays[name] for name in names)
+    with progress_bar("exporting", total, *_BYTES) as advance:
+        nbytes = export(folder, manifest, names, out, advance)
+    print_page(Text(f"{out}: {_count(names, 'array')}, {size_text(nbytes)}"))
 
 
 # -- verifying and exporting -----------------------------------------------------------------------
@@ -288,44 +268,3 @@ def _total(entries: Iterable[Entry]) -> int:
 
 def _count(things: Sized, name: str) -> str:
     return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
-
-
-def _table(*columns: str) -> Table:
-    """Return a table without lines; columns that begin with > have numbers."""
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for column in columns:
-        justify: Literal["right", "left"] = "right" if column.startswith(">") else "left"
-        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
-    return table
-
-
-def _print(*parts: RenderableType) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
-    with console.capture() as page:
-        for part in parts:
-            console.print(part)
-    # Tables are padded to their width, which is of no use in a file.
-    sys.stdout.write("".join(line.rstrip() + "\n" for line in page.get().splitlines()))
-
-
-@contextmanager
-def _progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """Yield what takes numbers of bytes that are done, for a bar where a person sees it."""
-    console = Console(stderr=True)
-    columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True
-    ) as bar:
-        task = bar.add_task(what, total=nbytes)
-        yield lambda count: bar.advance(task, count)
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """End with exit code 2 and a line if something cannot be done."""
-    try:
-        yield
-    except (OSError, MpimeshError) as error:
-        text = error if isinstance(error, MpimeshError) else f"{error.filename}: {error.strerror}"
-        typer.echo(f"error: {text}", err=True)
-        raise typer.Exit(2) from None

@@ -3,61 +3,80 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpimesh.cli.clean import find_leftovers
-from mpimesh.cli.diagnosis import Capability, Diagnosis, Finding, nodes_of
-from mpimesh.cli.facts_rank import Rank, find_rank, node_name
-from mpimesh.cli.facts_software import Cuda, Mpi, Software, find_cuda, find_mpi, find_software
-from mpimesh.cli.guard import Guard
-from mpimesh.cli.measure import SHARED_MEMORY, Measurement, measure, measure_device
+from mpimesh.cli.facts import (
+    Capability,
+    Cuda,
+    Diagnosis,
+    Finding,
+    Measurement,
+    Mpi,
+    Rank,
+    Software,
+    find_cuda,
+    find_leftovers,
+    find_mpi,
+    find_rank,
+    find_software,
+    node_name,
+    nodes_of,
+)
 from mpimesh.comm import Communicator
 from mpimesh.comm.algorithms import Row
 from mpimesh.comm.cuda_probe import PROCESS_PROBE, ProbeResult
 from mpimesh.comm.device_communicator import device_communicator
 from mpimesh.comm.mpi_environment import cache_problem, clear_cache
-from mpimesh.errors import MpimeshError, SettingsError
+from mpimesh.comm.node import Node
+from mpimesh.errors import MpimeshError, SettingsError, TransportError
 from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
 from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.link_speeds import best_s, ping_pong
 from mpimesh.runtime.progress import Progress
 from mpimesh.runtime.world import solo_communicator
 from mpimesh.settings import Settings
 
-__all__ = ["capability_table", "examine"]
+__all__ = ["SHARED_MEMORY", "capability_table", "examine", "measure", "measure_device"]
+
+SHARED_MEMORY = "shared memory, in place"
+
+_LARGE_BYTES = 16 << 20
+_TAG = 7
 
 _CHECKED_ELEMENTS = (1, 1 << 18)
 _REPORT = "run the tests of this MPI; if they pass, report it to mpimesh"
 
 
-def examine(guard: Guard, *, fresh: bool = False) -> Diagnosis:
+def examine(at: Callable[[str], None], *, fresh: bool = False) -> Diagnosis:
     """Find everything out; whole on rank 0 only.
 
     Args:
-        guard: Is told of each step.
+        at: Called with the name of each step.
         fresh: Forget first what earlier jobs have measured and proven.
     """
     launch, software = Launch.detect(), find_software()
     leftovers = find_leftovers()
-    guard.step = "looking for CUDA"
+    at("looking for CUDA")
     cuda = find_cuda()
-    guard.step = "starting MPI"
+    at("starting MPI")
     mpi = find_mpi()
     communicator = _open_world(mpi)
     if fresh:
         clear_cache()  # before any rank can come to read it: what is next waits for all
-    guard.step = "asking all ranks where they are"
+    at("asking all ranks where they are")
     places = _everyone(communicator, [node_name(launch), launch.local_rank])
     local_rank = _local_rank(places, communicator.rank)
-    told = _everyone(communicator, _about_me(communicator.rank, local_rank, launch, software, mpi))
-    ranks = tuple(Rank.from_fields(one["rank"]) for one in told)
+    facts = _everyone(communicator, _about_me(communicator.rank, local_rank, launch, software, mpi))
+    ranks = tuple(Rank.from_fields(one["rank"]) for one in facts)
     problems = [
         Finding("error", f"rank {rank}: {one['problem']}", "unset that variable, or mend it")
-        for rank, one in enumerate(told)
+        for rank, one in enumerate(facts)
         if one["problem"]
     ][:1]
     # From here on only what all ranks can do.
@@ -67,17 +86,17 @@ def examine(guard: Guard, *, fresh: bool = False) -> Diagnosis:
         what = f"what is measured and proven is not kept for later jobs: {why_not_kept}"
         cure = "export XDG_CACHE_HOME=..., a folder that can be written"
         problems.append(Finding("warning", what, cure))
-    guard.step = "measuring"
+    at("measuring")
     speeds = _speeds(communicator, ranks, cuda)
     tried = _Tried()
     probed: dict[str, ProbeResult] = {}
     if whole:
-        guard.step = "trying CUDA-aware MPI in a child process"
+        at("trying CUDA-aware MPI in a child process")
         on_device = all(_everyone(communicator, bool(cuda.gpus and not cuda.problem)))
         if on_device:
             probed = PROCESS_PROBE.run(communicator, fresh=fresh)
             problems += [Finding("note", note) for note in PROCESS_PROBE.notes]
-        guard.step = "making a mesh and reducing over all ranks"
+        at("making a mesh and reducing over all ranks")
         tried = _try_mesh(communicator, on_device=on_device)
         problems += tried.problems
     communicator.free()
@@ -181,8 +200,8 @@ def _try_mesh(communicator: Communicator, *, on_device: bool) -> _Tried:
         failed = Finding("error", f"a mesh of all ranks failed: {error}", _REPORT)
         return _Tried(problems=[failed])
     # A sum may be wrong on one rank only.
-    told = [what for one in _everyone(communicator, wrong) for what in one]
-    problems = [Finding("error", what, _REPORT) for what in dict.fromkeys(told)]
+    every = [what for one in _everyone(communicator, wrong) for what in one]
+    problems = [Finding("error", what, _REPORT) for what in dict.fromkeys(every)]
     return _Tried(algorithms, ways, problems)
 
 
@@ -300,3 +319,120 @@ def capability_table(
         Capability(transport, operation, memory, result.usable, result.reason)
         for transport, operation, memory, result in rows
     )
+
+
+# -- speeds: the order of magnitude, to find what is far off, such as TCP on a fabric --------------
+
+
+def measure(comm: Any, nodes: Sequence[Sequence[int]]) -> tuple[Measurement, ...]:
+    """Collective over `comm`: measure between rank 0 and another one of each level.
+
+    Args:
+        comm: An mpi4py communicator.
+        nodes: The ranks of each node; rank 0 is in the first.
+
+    Returns:
+        What was measured, on rank 0; on others, what they have taken part in.
+    """
+    found = []
+    if comm.rank == 0:
+        found.append(_copy())
+    neighbour = next((rank for rank in nodes[0] if rank != 0), None)
+    if neighbour is not None:
+        found.append(_messages(comm, neighbour, "within a node"))
+        found.append(_shared_memory(comm, neighbour))
+    if len(nodes) > 1:
+        found.append(_messages(comm, nodes[1][0], "between nodes"))
+    return tuple(found)
+
+
+def _copy() -> Measurement:
+    source, target = np.ones(_LARGE_BYTES, np.uint8), np.empty(_LARGE_BYTES, np.uint8)
+    seconds = best_s(lambda: np.copyto(target, source))
+    return Measurement("within a rank", "copy by NumPy", (0,), bytes_per_s=_LARGE_BYTES / seconds)
+
+
+def _messages(comm: Any, other: int, level: str) -> Measurement:
+    """Send to `other` and back; ranks that are neither go on at once."""
+    if comm.rank not in (0, other):
+        return Measurement(level, "MPI messages", (0, other))
+    peer = other if comm.rank == 0 else 0
+    latency_s, bytes_per_s = ping_pong(
+        lambda buffer: comm.Send(buffer, peer, _TAG),
+        lambda buffer: comm.Recv(buffer, peer, _TAG),
+        first=comm.rank == 0,
+        large_bytes=_LARGE_BYTES,
+    )
+    return Measurement(
+        level,
+        "MPI messages",
+        (0, other),
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+    )
+
+
+def _shared_memory(comm: Any, other: int) -> Measurement:
+    """Let rank 0 read an array of `other` in place."""
+    level, how = "within a node", SHARED_MEMORY
+    if comm.rank not in (0, other):
+        return Measurement(level, how, (0, other))
+    node = Node()
+    if comm.rank == other:
+        array = None if node.arena is None else node.arena.empty(_LARGE_BYTES)
+        at = -1
+        if node.arena is not None and array is not None:
+            array[...] = 1
+            at = node.arena.find(array)
+        comm.Send(np.array([*node.address, at], np.int64), 0, _TAG)
+        comm.Recv(np.empty(1, np.uint8), 0, _TAG)  # until then the other one reads
+        return Measurement(level, how, (0, other))
+    message = np.empty(len(node.address) + 1, np.int64)
+    comm.Recv(message, other, _TAG)
+    *address, at = message.tolist()
+    try:
+        if at < 0:
+            raise TransportError(node.why_not or f"rank {other} has no memory for others")
+        theirs = node.open(tuple(address))[at : at + _LARGE_BYTES]
+        mine = np.empty(_LARGE_BYTES, np.uint8)
+        seconds = best_s(lambda: np.copyto(mine, theirs))
+        if not mine.all():
+            raise TransportError(f"rank 0 does not read what rank {other} has written")
+        return Measurement(level, how, (0, other), bytes_per_s=_LARGE_BYTES / seconds)
+    except TransportError as error:
+        return Measurement(level, how, (0, other), problem=str(error))
+    finally:
+        comm.Send(np.zeros(1, np.uint8), other, _TAG)
+
+
+def measure_device() -> tuple[Measurement, ...]:
+    """Measure copies of this process's GPU, if CuPy and a GPU are there. Local."""
+    with suppress(Exception):  # the capability table says what is wrong with CUDA
+        return tuple(_device_copies())
+    return ()
+
+
+def _device_copies() -> list[Measurement]:
+    import cupy
+    import cupyx
+
+    host = cupyx.empty_pinned(_LARGE_BYTES, np.uint8)
+    first, second = (cupy.zeros(_LARGE_BYTES, np.uint8) for _ in range(2))
+    stream = cupy.cuda.get_current_stream()
+    copies: dict[str, Callable[[], object]] = {
+        "to the GPU": lambda: first.set(host),
+        "from the GPU": lambda: first.get(out=host),
+        "within the GPU": lambda: cupy.copyto(second, first),
+    }
+
+    def finished(copy: Callable[[], object]) -> Callable[[], object]:
+        def step() -> None:
+            copy()
+            stream.synchronize()
+
+        return step
+
+    return [
+        Measurement(level, "copy by CUDA", (0,), bytes_per_s=_LARGE_BYTES / best_s(finished(copy)))
+        for level, copy in copies.items()
+    ]

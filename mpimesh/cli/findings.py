@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mpimesh.arguments import rank_names, size_text
-from mpimesh.cli.clean import SHM
-from mpimesh.cli.diagnosis import Diagnosis, Finding
-from mpimesh.cli.facts_rank import Rank
+from mpimesh.cli.facts import SHM, Diagnosis, Finding, Rank
 from mpimesh.errors import LaunchError
 from mpimesh.runtime.launch import check_world
 
@@ -21,7 +19,7 @@ SHM_CURE = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
 _SEVERITIES = ("error", "warning", "note")
 _SHM_BYTES_OF_A_RANK = 16 << 20
 """Bytes in /dev/shm that MPI's libraries take for each rank at their start."""
-_UCX_ENV = 'eval "$(python -m mpimesh ucx-env)"'
+_UCX_ENV = 'eval "$(mpimesh ucx-env)"'
 """Command that lets MPI use a UCX that has CUDA."""
 
 
@@ -239,7 +237,7 @@ def _leftovers(facts: Diagnosis) -> Iterator[Finding]:
             "warning",
             f"{len(facts.leftovers)} files of aborted MPI jobs take {size_text(total)} in "
             f"{Path(facts.leftovers[0].path).parent}",
-            "python -m mpimesh doctor --clean",
+            "mpimesh doctor --clean",
         )
 
 

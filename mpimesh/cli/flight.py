@@ -1,4 +1,4 @@
-"""``python -m mpimesh flight``: what the flight records of a job say together."""
+"""``mpimesh flight``: what the flight records of a job say together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from mpimesh.arguments import rank_names, ranks_by_value, ranks_of
-from mpimesh.cli.quantities import InputError
+from mpimesh.cli.console import InputError
 from mpimesh.runtime.deadlock import cycle_steps, find_cycle
 from mpimesh.runtime.flight import KEPT, Entry, Record, read_records
 

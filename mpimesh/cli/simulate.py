@@ -1,29 +1,39 @@
-"""``python -m mpimesh simulate``: what a pipeline's step will take, before it runs."""
+"""``mpimesh simulate``: what a pipeline's step will take, before it runs."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from mpimesh.cli.quantities import InputError
-from mpimesh.cli.simulate_report import show_comparison, show_table, show_timetable
-from mpimesh.cli.step_times import StepTimes
+from rich.table import Table
+from rich.text import Text
+
+from mpimesh.arguments import ranks_text, size_text
+from mpimesh.cli.console import InputError, check_picture, print_page, table, write_picture
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule import (
+    ActionKind,
     Schedule,
     Timetable,
+    auto,
     make_schedule,
     schedule_names,
     schedule_svg,
+    schedule_table,
+    simulate,
     stages_per_rank,
     validate,
 )
+from mpimesh.trace import svg, write_chrome_trace
 
-__all__ = ["ALL", "Request", "run_simulate"]
+__all__ = ["ALL", "Request", "StepTimes", "run_simulate"]
 
 ALL = "all"
 AUTO = "auto"
@@ -40,6 +50,7 @@ class Request:
         microbatches: Number of microbatches; None if a file tells it.
         ranks: Number of ranks; None for as many as the schedule takes.
         svg: Where to write a picture, if anywhere.
+        trace: Where to write a trace, if anywhere.
         table: Whether to print the ranks' lists.
         as_json: Whether to print JSON and nothing else.
     """
@@ -49,6 +60,7 @@ class Request:
     microbatches: int | None
     ranks: int | None
     svg: Path | None
+    trace: Path | None
     table: bool
     as_json: bool
 
@@ -60,6 +72,7 @@ def run_simulate(request: Request, times: StepTimes) -> None:
         InputError: If what was given does not go together, or a file cannot be used.
         MpimeshError: If a schedule cannot be made as asked.
     """
+    check_picture("--svg", request.svg)
     if request.schedule == ALL:
         _compare(request, times)
         return
@@ -74,6 +87,14 @@ def run_simulate(request: Request, times: StepTimes) -> None:
             show_table(timetable.schedule)
     if request.svg is not None:
         _draw(timetable, request.svg, quiet=request.as_json)
+    if request.trace is not None:
+        try:
+            write_chrome_trace(request.trace, timetable.events())
+        except OSError as error:
+            text = f"--trace: {request.trace} cannot be written: {error.strerror}"
+            raise InputError(text) from None
+        if not request.as_json:
+            sys.stdout.write(f"\ntrace: {request.trace}, for ui.perfetto.dev\n")
 
 
 def _schedule(request: Request, times: StepTimes) -> Schedule:
@@ -123,8 +144,9 @@ def _make(
 
 def _compare(request: Request, times: StepTimes) -> None:
     """Compare all schedules that train, on as many ranks as there are stages."""
-    if request.table:
-        raise InputError(f"--table prints one schedule: name it instead of {ALL}")
+    for option, value in (("--table", request.table), ("--trace", request.trace)):
+        if value:
+            raise InputError(f"{option} takes one schedule: name it instead of {ALL}")
     num_ranks, num_microbatches = _numbers(request)
     if request.ranks not in (None, num_ranks):
         raise InputError(
@@ -182,10 +204,7 @@ def _draw(timetables: Timetable | Mapping[str, Timetable], path: Path, *, quiet:
     if not isinstance(timetables, Timetable):
         schedule = next(iter(timetables.values())).schedule
         title = f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
-    try:
-        path.write_text(schedule_svg(timetables, title=title), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--svg: {path} cannot be written: {error.strerror}") from None
+    write_picture("--svg", path, schedule_svg(timetables, title=title))
     if not quiet:
         sys.stdout.write(f"\npicture: {path}\n")
 
@@ -223,3 +242,443 @@ def _fields(
             for rank in range(schedule.num_ranks)
         ]
     return fields
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+_MEMORY = (">memory",)
+_MOST_RANKS = 64
+_WIDTH = 110
+
+_PARTS = {
+    "fill": "filling",
+    "inputs": "for inputs",
+    "gradients": "for gradients",
+    "other": "other",
+    "drain": "draining",
+}
+
+
+def show_timetable(timetable: Timetable, peak_bytes: Sequence[float] | None) -> None:
+    """Print what a step takes, where its bubble lies, and what each rank does and keeps."""
+    schedule = timetable.schedule
+    stages, ranks = schedule.num_stages, schedule.num_ranks
+    placed = "one on each rank" if stages == ranks else f"on {ranks} rank{'s' * (ranks > 1)}"
+    summary = Table.grid(padding=(0, 2, 0, 0))
+    summary.add_row("step", _seconds(timetable.step_s, timetable))
+    summary.add_row(
+        "bubble",
+        f"{_seconds(timetable.mean_bubble_s, timetable)} a rank, "
+        f"{100 * timetable.bubble_fraction:.1f} % of the time",
+    )
+    summary.add_row("", str(timetable.mean_idle()))
+    print_page(
+        Text.assemble(
+            (schedule.name, "bold"),
+            f": {stages} stage{'s' * (stages > 1)}, {placed}, "
+            f"{schedule.num_microbatches:,} microbatch{'es' * (schedule.num_microbatches > 1)}",
+        ),
+        summary,
+        Text(),
+        _ranks(timetable, peak_bytes),
+        piped_width=_WIDTH,
+    )
+
+
+def show_table(schedule: Schedule) -> None:
+    """Print the list of each rank, step by step, without messages."""
+    computing = Schedule(
+        schedule.name,
+        schedule.num_stages,
+        schedule.num_microbatches,
+        tuple(
+            tuple(action for action in actions if not action.kind.is_message)
+            for actions in schedule.ranks
+        ),
+        schedule.placement,
+    )
+    sys.stdout.write(f"\n{schedule_table(computing)}\n")
+
+
+def show_comparison(
+    timetables: Mapping[str, Timetable],
+    peak_bytes: Mapping[str, Sequence[float] | None],
+    refused: Mapping[str, str],
+) -> None:
+    """Print schedules side by side in the order given, and why others were left out."""
+    titles = (">stages", ">ranks", ">step", ">bubble", ">share", ">peak", ">= microbatches")
+    rows = table("schedule", *titles, *_MEMORY[: any(peak_bytes.values())], no_wrap=True)
+    for name, one in timetables.items():
+        schedule = one.schedule
+        kept = peak_bytes[name]
+        peak = max(map(one.peak_activations, range(schedule.num_ranks)))
+        rows.add_row(
+            name,
+            str(schedule.num_stages),
+            str(schedule.num_ranks),
+            _seconds(one.step_s, one),
+            _seconds(one.mean_bubble_s, one),
+            f"{100 * one.bubble_fraction:.1f} %",
+            str(peak),
+            f"{peak * schedule.num_ranks / schedule.num_stages:,.1f}".removesuffix(".0"),
+            *([] if kept is None else [size_text(max(kept))]),
+        )
+    notes = [Text(f"{name}: {reason}", "dim") for name, reason in refused.items()]
+    if len({one.schedule.num_stages for one in timetables.values()}) > 1:
+        notes.append(
+            Text(
+                "schedules with two stages on a rank have the same model, each stage cut into two "
+                "halves of half the time",
+                "dim",
+            )
+        )
+    notes.append(Text(_PEAK, "dim"))
+    print_page(rows, Text(), *notes, piped_width=_WIDTH)
+
+
+_PEAK = (
+    "peak: the most activations that a rank keeps, each of one microbatch in one stage; "
+    "= microbatches: of one microbatch in all of a rank's stages"
+)
+
+
+def _ranks(timetable: Timetable, peak_bytes: Sequence[float] | None) -> Table:
+    num_ranks = timetable.schedule.num_ranks
+    parts = [name for name in _PARTS if name != "other"]
+    titles = (">stages", ">busy", ">idle", ">share", *(f">{_PARTS[name]}" for name in parts))
+    rows = table("rank", *titles, ">peak", *_MEMORY[: peak_bytes is not None], no_wrap=True)
+    for rank in range(min(num_ranks, _MOST_RANKS)):
+        idle = timetable.idle(rank).parts()
+        rows.add_row(
+            str(rank),
+            ranks_text(sorted(timetable.schedule.stages_of(rank))),
+            _seconds(timetable.busy_s(rank), timetable),
+            _seconds(timetable.bubble_s(rank), timetable),
+            f"{100 * timetable.idle_fraction(rank):.1f} %",
+            *(_seconds(idle[name], timetable) for name in parts),
+            str(timetable.peak_activations(rank)),
+            *([] if peak_bytes is None else [size_text(peak_bytes[rank])]),
+        )
+    if num_ranks > _MOST_RANKS:
+        rows.add_row("...", f"{num_ranks - _MOST_RANKS} more: see --json")
+    return rows
+
+
+def _seconds(seconds: float | Fraction, timetable: Timetable) -> str:
+    """Write a part of a step; what is below a billionth of it is rounding."""
+    if abs(float(seconds)) <= 1e-9 * float(timetable.step_s):
+        return "0"
+    return svg.duration(float(seconds))
+
+
+# -- the times of a step, as the command line gives them -------------------------------------------
+
+_Times = float | list[float]
+
+# What a field is read from, where it is not the option of that name.
+_OPTIONS = {
+    "message": "--message or --latency",
+    "transfer": "--bandwidth or --activation-bytes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of the parts of a step: one number each, or one for each stage or edge.
+
+    Attributes:
+        forward: Of F.
+        backward: Of B.
+        backward_input: Of I.
+        backward_weight: Of W.
+        message: From a send to its arrival, for each edge between neighbour stages.
+        transfer: In which a message keeps the edge from the next, likewise.
+        kept_bytes: Bytes, not seconds: what a microbatch leaves in a stage until its backward.
+    """
+
+    forward: _Times
+    backward: _Times | None
+    backward_input: _Times | None
+    backward_weight: _Times | None
+    message: _Times
+    transfer: _Times
+    kept_bytes: _Times | None = None
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        forward: str | None,
+        backward: str | None,
+        backward_input: str | None,
+        backward_weight: str | None,
+        message: str | None,
+        latency: str | None,
+        bandwidth: str | None,
+        activation_bytes: str | None,
+        kept_bytes: str | None,
+    ) -> Self:
+        """Read the options. Of a backward that is given as a sum, each half takes half.
+
+        Raises:
+            InputError: If one cannot be read, or they do not go together.
+        """
+        if forward is None:
+            raise InputError("the time of a forward is missing: give --forward, such as 5ms")
+        whole, first, second = _both_halves(
+            read_several("--backward", backward, read_seconds),
+            read_several("--backward-input", backward_input, read_seconds),
+            read_several("--backward-weight", backward_weight, read_seconds),
+        )
+        if message is not None and (latency or bandwidth or activation_bytes):
+            raise InputError(
+                "--message is the whole time of a message: give either it, or --latency, "
+                "--bandwidth and --activation-bytes"
+            )
+        if (bandwidth is None) != (activation_bytes is None):
+            raise InputError("--bandwidth and --activation-bytes go together: give both or none")
+        delays = read_several("--latency", latency, read_seconds)
+        if message is not None:
+            delays = read_several("--message", message, read_seconds)
+        sizes = read_several("--activation-bytes", activation_bytes, read_bytes)
+        rates = read_several("--bandwidth", bandwidth, read_rate)
+        transfers = 0.0 if sizes is None or rates is None else _ratio(sizes, rates)
+        return cls(
+            forward=read_several("--forward", forward, read_seconds) or 0.0,
+            backward=whole,
+            backward_input=first,
+            backward_weight=second,
+            message=delays or 0.0,
+            transfer=transfers,
+            kept_bytes=read_several("--kept-bytes", kept_bytes, read_bytes),
+        )
+
+    def simulate(self, schedule: Schedule) -> Timetable:
+        """Time `schedule`.
+
+        Raises:
+            InputError: If a time that it needs is missing, or there are not as many as stages.
+            ScheduleError: If it is wrong.
+        """
+        self._check_counts(schedule.num_stages)
+        kinds = {action.kind for action in schedule.actions()}
+        split = kinds & {ActionKind.I, ActionKind.W}
+        if (split and self.backward_input is None) or (
+            ActionKind.B in kinds and self.backward is None
+        ):
+            raise InputError(
+                f"schedule {schedule.name} has backwards: give --backward, or --backward-input and "
+                "--backward-weight"
+            )
+        return simulate(
+            schedule,
+            forward_s=self.forward,
+            backward_s=self.backward,
+            backward_input_s=self.backward_input,
+            backward_weight_s=self.backward_weight,
+            message_s=self.message,
+            transfer_s=self.transfer,
+        )
+
+    def find_schedule(
+        self, num_stages: int, num_microbatches: int, *, num_ranks: int | None
+    ) -> Schedule:
+        """Find the schedule that is fastest with these times.
+
+        Raises:
+            InputError: If the times of the halves of a backward are missing.
+            ScheduleError: If numbers do not fit each other.
+        """
+        if self.backward_input is None or self.backward_weight is None:
+            raise InputError(
+                "a schedule is found by the times: give --backward, or --backward-input and "
+                "--backward-weight"
+            )
+        self._check_counts(num_stages)
+        return auto(
+            num_stages,
+            num_microbatches,
+            num_ranks=num_ranks,
+            forward_s=self.forward,
+            backward_input_s=self.backward_input,
+            backward_weight_s=self.backward_weight,
+            message_s=_combined(self.message, self.transfer, 1),
+        )
+
+    def peak_bytes(self, timetable: Timetable) -> list[float] | None:
+        """Return the most memory that activations take on each rank; None if it is not known."""
+        if self.kept_bytes is None:
+            return None
+        schedule = timetable.schedule
+        kept_bytes = _spread(self.kept_bytes, schedule.num_stages)
+        return [timetable.peak_bytes(rank, kept_bytes) for rank in range(schedule.num_ranks)]
+
+    def halved(self) -> StepTimes:
+        """Return the times of the same model with each stage cut into two equal ones.
+
+        An edge inside what was one stage is as its neighbours are.
+        """
+        return replace(
+            self,
+            forward=_halves(self.forward),
+            backward=None if self.backward is None else _halves(self.backward),
+            backward_input=None if self.backward_input is None else _halves(self.backward_input),
+            backward_weight=None if self.backward_weight is None else _halves(self.backward_weight),
+            kept_bytes=None if self.kept_bytes is None else _halves(self.kept_bytes),
+            message=_more_edges(self.message),
+            transfer=_more_edges(self.transfer),
+        )
+
+    def _check_counts(self, num_stages: int) -> None:
+        for field in fields(self):
+            edges = field.name in ("message", "transfer")
+            _check_count(field.name, getattr(self, field.name), num_stages, edges=edges)
+
+
+def _both_halves(
+    whole: _Times | None, first: _Times | None, second: _Times | None
+) -> tuple[_Times | None, _Times | None, _Times | None]:
+    """Complete B from I and W, or I and W from B."""
+    if whole is None:
+        if (first is None) != (second is None):
+            raise InputError(
+                "half of a backward is missing: give --backward-input and --backward-weight, or "
+                "one of them and --backward, their sum"
+            )
+        if first is not None and second is not None:
+            whole = _combined(first, second, 1)
+    elif first is not None:
+        second = _rest(whole, first, "--backward-input") if second is None else second
+    elif second is not None:
+        first = _rest(whole, second, "--backward-weight")
+    else:
+        first = second = _halved(whole)
+    return whole, first, second
+
+
+def _halved(times: _Times) -> _Times:
+    return [one / 2 for one in times] if isinstance(times, list) else times / 2
+
+
+def _rest(whole: _Times, half: _Times, option: str) -> _Times:
+    rest = _combined(whole, half, -1)
+    if min(rest if isinstance(rest, list) else [rest]) < 0:
+        raise InputError(f"{option} is more than --backward, the sum of both halves")
+    return rest
+
+
+def _combined(first: _Times, second: _Times, sign: int) -> _Times:
+    if not isinstance(first, list) and not isinstance(second, list):
+        return first + sign * second
+    count = max(len(one) for one in (first, second) if isinstance(one, list))
+    pairs = zip(_spread(first, count), _spread(second, count), strict=False)
+    return [one + sign * other for one, other in pairs]
+
+
+def _ratio(sizes: _Times, rates: _Times) -> _Times:
+    if not isinstance(sizes, list) and not isinstance(rates, list):
+        return sizes / rates
+    count = max(len(one) for one in (sizes, rates) if isinstance(one, list))
+    pairs = zip(_spread(sizes, count), _spread(rates, count), strict=False)
+    return [size / rate for size, rate in pairs]
+
+
+def _spread(times: _Times, count: int) -> list[float]:
+    return times if isinstance(times, list) else [times] * count
+
+
+def _check_count(name: str, times: _Times | None, num_stages: int, *, edges: bool) -> None:
+    if not isinstance(times, list):
+        return
+    needed = num_stages - edges
+    if len(times) != needed:
+        option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        what = "pair of neighbour stages" if edges else "stage"
+        raise InputError(
+            f"{option} needs one number, or one for each {what}, which are {needed} for "
+            f"{num_stages} stages; got {len(times)}"
+        )
+
+
+def _halves(times: _Times) -> _Times:
+    if not isinstance(times, list):
+        return times / 2
+    return [one / 2 for one in times for _ in range(2)]
+
+
+def _more_edges(times: _Times) -> _Times:
+    if not isinstance(times, list):
+        return times
+    inner = [*times, times[-1]]  # of each stage that is cut, like the edge after it
+    return [edge for pair in zip(inner, times, strict=False) for edge in pair] + inner[-1:]
+
+
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([^\s]*)\s*")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+_BYTES = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)},
+}
+_RATES = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
+
+
+def read_seconds(text: str) -> float:
+    """Read a time, such as ``5ms``; ``0`` needs no unit.
+
+    Raises:
+        InputError: If it is none.
+    """
+    return _read(text, _SECONDS, "a time", "5ms")
+
+
+def read_bytes(text: str) -> float:
+    """Read a size, such as ``8MiB`` or ``4096B``; ``0`` needs no unit.
+
+    Raises:
+        InputError: If it is none.
+    """
+    return _read(text, _BYTES, "a size", "8MiB")
+
+
+def read_rate(text: str) -> float:
+    """Read bytes per second, such as ``12.5GB/s``.
+
+    Raises:
+        InputError: If it is none, or nothing at all.
+    """
+    rate = _read(text, _RATES, "a bandwidth", "12.5GB/s")
+    if not rate:
+        raise InputError(f"a bandwidth must be above 0, got {text!r}")
+    return rate
+
+
+def read_several(
+    option: str, text: str | None, read: Callable[[str], float]
+) -> list[float] | float | None:
+    """Read one quantity, or a list of them with commas between; None if there is no text.
+
+    Raises:
+        InputError: If one cannot be read; the message names the option.
+    """
+    if text is None:
+        return None
+    try:
+        values = [read(part) for part in text.split(",")]
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from None
+    return values[0] if len(values) == 1 else values
+
+
+def _read(text: str, units: dict[str, float], what: str, example: str) -> float:
+    match = _NUMBER.fullmatch(text)
+    number, unit = match.groups() if match else ("", "")
+    value = float(number or "nan")
+    if value == 0 and not unit:
+        return 0.0
+    if unit not in units or not math.isfinite(value):
+        raise InputError(
+            f"{text.strip()!r} is not {what}: write a number and a unit, such as {example}; "
+            f"units: {', '.join(units)}"
+        )
+    return value * units[unit]

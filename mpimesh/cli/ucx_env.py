@@ -1,4 +1,4 @@
-"""``python -m mpimesh ucx-env``: the variables by which MPI takes a wheel's UCX, which has CUDA.
+"""``mpimesh ucx-env``: the variables by which MPI takes a wheel's UCX, which has CUDA.
 
 The MPIs from PyPI bring a UCX without CUDA. They find it by a path that LD_LIBRARY_PATH precedes,
 so the UCX of the libucx wheels can take its place. Both MPIs are built without CUDA all the same:
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpimesh.cli.quantities import InputError
+from mpimesh.cli.console import InputError
 from mpimesh.comm.mpi_environment import CUDA_MODULE, clean_environment, has_ucx_module
 
 __all__ = ["LoadedMpi", "UcxWheel", "find_wheel", "load_mpi", "run_ucx_env", "variables"]
@@ -202,7 +202,7 @@ def run_ucx_env() -> None:
     notes += [_NOTES[mpi.vendor]]
     if not wheel.infiniband:
         notes.append("This UCX has no InfiniBand: between nodes it goes by TCP.")
-    notes.append("To see what MPI may be given now: mpiexec -n 2 python -m mpimesh doctor")
+    notes.append("To see what MPI may be given now: mpiexec -n 2 mpimesh doctor")
     sys.stderr.write("".join(f"# {note}\n" for note in notes))
     rest = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     lines = [f"export LD_LIBRARY_PATH={shlex.quote(str(wheel.folder))}{rest};"]

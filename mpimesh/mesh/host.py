@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mpimesh.mesh.device import Device, DeviceBackend
 
-__all__ = ["cpu_device", "cpus_of_text", "cpus_text", "memory_limit_bytes"]
+__all__ = ["cpu_device", "cpu_quota", "cpus_of_text", "cpus_text", "memory_limit_bytes"]
 
 _ROOT = Path("/")
 
@@ -34,18 +34,38 @@ def cpu_device() -> Device:
 def memory_limit_bytes(root: Path = _ROOT) -> int:
     """Return the memory this process may use: the machine's, or its control group's limit.
 
-    A limit may stand at any level above the process's own group, and a container
-    sees its own group as the root, so all levels are asked and the least counts.
     0 if the machine does not say.
 
     Args:
         root: Where ``proc`` and ``sys`` are; another one for tests.
     """
     total = _meminfo_bytes(root)
-    limits = [limit for path in _limit_files(root) if (limit := _limit_bytes(path)) is not None]
-    if not total:
-        return min(limits, default=0)
-    return min([total, *limits])
+    limits = [total] if total else []
+    for folder in _group_folders(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1
+            text = "".join(_lines(folder / name)).strip()
+            # Version 2 writes "max" for no limit; version 1 a number larger than any memory.
+            if text.isdigit() and int(text) > 0:
+                limits.append(int(text))
+    return min(limits, default=0)
+
+
+def cpu_quota(root: Path = _ROOT) -> float:
+    """Return how many cores' time this process's control group may use; 0 if all.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are; another one for tests.
+    """
+    quotas = []
+    for folder in _group_folders(root, "cpu"):
+        text = " ".join(_lines(folder / "cpu.max"))  # version 2: "200000 100000", or "max 100000"
+        if not text:  # version 1, where -1 is no limit
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            text = " ".join(line for name in names for line in _lines(folder / name))
+        with suppress(ValueError):
+            share, period = map(float, text.split())
+            quotas += [share / period] if share > 0 < period else []
+    return min(quotas, default=0.0)
 
 
 def cpus_text(cpus: Iterable[int]) -> str:
@@ -81,27 +101,22 @@ def _meminfo_bytes(root: Path) -> int:
     return 0
 
 
-def _limit_files(root: Path) -> list[Path]:
-    """List the files that may hold a limit, for control groups of version 2 and 1."""
-    files = []
+def _group_folders(root: Path, controller: str) -> list[Path]:
+    """List the folders that may hold a limit, for control groups of version 2 and 1.
+
+    A limit may stand at any level above the process's own group, and a container sees its own
+    group as the root, so all levels are asked and the least counts.
+    """
+    folders = []
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
-        if not controllers:
-            base, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        base = root / "sys/fs/cgroup" / (controller if controllers else "")
         levels = [part for part in group.split("/") if part not in ("", "..")]
-        files += [base.joinpath(*levels[:depth], name) for depth in range(len(levels) + 1)]
-    return files
-
-
-def _limit_bytes(path: Path) -> int | None:
-    text = "".join(_lines(path)).strip()
-    # Version 2 writes "max" for no limit; version 1 a number larger than any memory.
-    return int(text) if text.isdigit() and int(text) > 0 else None
+        folders += [base.joinpath(*levels[:depth]) for depth in range(len(levels) + 1)]
+    return folders
 
 
 def _model_name(root: Path) -> str:

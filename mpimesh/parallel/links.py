@@ -184,7 +184,7 @@ class Links:
             sending = unfinished.popleft()
             done = [request.test() for request in sending.requests]
             if all(done):
-                self.record("send", sending.action, sending.start_s, sending.nbytes)
+                self.record("send", sending.action, sending.peer, sending.start_s, sending.nbytes)
             else:
                 unfinished.append(sending)
 
@@ -289,10 +289,18 @@ class Links:
         self.group._core.wait_for(request, what=what, peers=(peer,))
 
     def record(
-        self, category: Literal["send", "recv"], action: Action, start_s: float, nbytes: int
+        self,
+        category: Literal["send", "recv"],
+        action: Action,
+        peer: int,
+        start_s: float,
+        nbytes: int,
     ) -> None:
         """Note in the trace what has been sent or received."""
         if self.tracer.enabled:
+            ranks, me = self.group.ranks, self.group.rank or 0
+            sender, receiver = (me, peer) if category == "send" else (peer, me)
+            sent = action if category == "send" else action.partner
             self.tracer.record(
                 str(action),
                 category,
@@ -301,6 +309,7 @@ class Links:
                 nbytes=nbytes,
                 stage=action.stage,
                 microbatch=action.microbatch,
+                message=f"{ranks[sender]}>{ranks[receiver]} {sent}",
             )
 
     def slot(self, shape: Sequence[int], dtype: DType, lending: Lending) -> HostArray:
@@ -385,7 +394,7 @@ class SendLink:
             for leaf in leaves:
                 self._lend(leaf)
             links.traffic.count("pipeline send", nbytes)
-            links.record("send", action, start_s, nbytes)
+            links.record("send", action, self.peer, start_s, nbytes)
             return
         requests = [self._isend(self._outgoing(leaf)) for leaf in leaves]
         links.unfinished.append(_Sending(requests, action, self.peer, start_s, nbytes))
@@ -519,7 +528,7 @@ class RecvLink:
             messages += array.nbytes > 0
         links.traffic.count("pipeline recv", 0)
         links.traffic.receive("pipeline recv", links.group.ranks[self.peer], nbytes, messages)
-        links.record("recv", action, start_s, nbytes)
+        links.record("recv", action, self.peer, start_s, nbytes)
         return arrays
 
     def drain(self, sent: Mapping[tuple[int, int], Sequence[int]]) -> list[Request]:

@@ -239,6 +239,7 @@ class Timetable:
                 duration_s=float(end_s - start_s),
                 stage=action.stage,
                 microbatch=None if action.kind.is_whole else action.microbatch,
+                message=_message(action),
             )
             for rank in range(self.schedule.num_ranks)
             for action, start_s, end_s in self._timed(rank)
@@ -247,6 +248,13 @@ class Timetable:
 
     def _timed(self, rank: int) -> Iterator[tuple[Action, Seconds, Seconds]]:
         return zip(self.schedule.ranks[rank], self.starts_s[rank], self.ends_s[rank], strict=True)
+
+
+def _message(action: Action) -> str | None:
+    """Return what both ends of a message have in common; None for what is none."""
+    if not action.kind.is_message:
+        return None
+    return str(action if action.kind.is_send else action.partner)
 
 
 _PARAMETERS = {

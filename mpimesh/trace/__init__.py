@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from mpimesh.trace.chrome import chrome_trace, write_chrome_trace
-from mpimesh.trace.curve import curve_svg
-from mpimesh.trace.event import CATEGORIES, Category, Event, events_from_json, events_to_json
+from mpimesh.trace.svg import curve_svg
 from mpimesh.trace.timeline import timeline_svg
-from mpimesh.trace.tracer import NULL_TRACER, NullTracer, Span, Tracer
+from mpimesh.trace.tracer import (
+    CATEGORIES,
+    NULL_TRACER,
+    Category,
+    Event,
+    NullTracer,
+    Span,
+    Tracer,
+    events_from_json,
+    events_to_json,
+)
 
 __all__ = [
     "CATEGORIES",

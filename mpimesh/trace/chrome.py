@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpimesh.trace.event import Category, Event, shift_events
+from mpimesh.trace.tracer import Category, Event, shift_events
 
 __all__ = ["chrome_trace", "write_chrome_trace"]
 
@@ -26,7 +26,8 @@ def chrome_trace(
     """Return `events` as an object in Chrome's trace event format.
 
     A rank is a process. Its thread 0 has what it does itself, waiting too; messages and
-    collectives lie on threads 1, 2, ..., as many as run at one time.
+    collectives lie on threads 1, 2, ..., as many as run at one time. An arrow (a flow event) goes
+    from each send to its receive, where both have an :attr:`Event.message`.
 
     Args:
         events: Events of any ranks.
@@ -45,7 +46,11 @@ def chrome_trace(
     records = [_complete(event, lane, origin_s) for event, lane in zip(shifted, lanes, strict=True)]
     threads = sorted({(event.rank, lane) for event, lane in zip(shifted, lanes, strict=True)})
     return {
-        "traceEvents": [*_metadata(threads, labels or {}), *records],
+        "traceEvents": [
+            *_metadata(threads, labels or {}),
+            *records,
+            *_flows(shifted, lanes, origin_s),
+        ],
         "displayTimeUnit": "ms",
     }
 
@@ -101,6 +106,35 @@ def _complete(event: Event, lane: int, origin_s: float) -> dict[str, Any]:
         "dur": _microseconds(event.duration_s),
         "args": {name: value for name, value in arguments.items() if value is not None},
     }
+
+
+def _flows(events: list[Event], lanes: list[int], origin_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the two ends of an arrow for each message whose send and receive are both there.
+
+    A message's text comes again in the next step. So the last receive is that of the last send, and
+    so on backwards: of a ring that is full, the oldest are missing.
+    """
+    ends: dict[str, tuple[list[int], list[int]]] = {}
+    for place, event in enumerate(events):
+        if event.message is not None:
+            ends.setdefault(event.message, ([], []))[event.category != "send"].append(place)
+    number = 0
+    for sends, receives in ends.values():
+        for pair in zip(reversed(sends), reversed(receives), strict=False):
+            number += 1
+            for place, phase in zip(pair, ("s", "f"), strict=True):
+                event = events[place]
+                ts = _microseconds(event.start_s - origin_s)
+                if phase == "f":  # at its end, but inside it
+                    ts = max(ts, _microseconds(event.end_s - origin_s - 1e-9))
+                flow = {"ph": phase, "name": "message", "cat": "message", "id": number}
+                yield {
+                    **flow,
+                    **({"bp": "e"} if phase == "f" else {}),
+                    "pid": event.rank,
+                    "tid": lanes[place],
+                    "ts": ts,
+                }
 
 
 def _microseconds(seconds: float) -> float:

@@ -1,9 +1,12 @@
-"""The parts that the pictures share: text and numbers for SVG, ticks at round values."""
+"""SVG by hand: the parts that pictures share, ticks at round values, and curves."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Sequence
+
+from mpimesh.errors import TraceError
 
 __all__ = [
     "BACKGROUND",
@@ -11,12 +14,14 @@ __all__ = [
     "GRID",
     "INK",
     "MUTED",
+    "curve_svg",
     "document",
     "duration",
     "line",
     "nice_ticks",
     "number",
     "plain",
+    "smooth",
     "text",
     "text_width",
     "tick_labels",
@@ -132,3 +137,191 @@ def duration(seconds: float) -> str:
     """Write a time with four digits and its unit."""
     factor, unit = time_unit(seconds)
     return f"{seconds * factor:.4g} {unit}"
+
+
+# -- curves ---------------------------------------------------------------------------------------
+
+_RAW = "#9cc4e4"
+_SMOOTH = "#0072b2"
+_Point = tuple[float, float]
+
+
+def curve_svg(
+    values: Sequence[float],
+    *,
+    title: str,
+    x_label: str = "step",
+    y_label: str = "loss",
+    width: int = 760,
+    height: int = 400,
+) -> str:
+    """Draw `values` over their place: a thin line, and a bold one of running means.
+
+    The bold line is left out for fewer than 20 values. A value that is not finite leaves a gap.
+
+    Args:
+        values: The numbers, any count of them.
+        title: Stands above the picture.
+        x_label: Stands below the x axis, which counts from 1.
+        y_label: Stands at the y axis.
+        width: Width in pixels, at least 200.
+        height: Height in pixels, at least 150.
+
+    Returns:
+        The text of an SVG file that needs no other file.
+
+    Raises:
+        TraceError: If the picture would be too small.
+    """
+    if width < 200 or height < 150:
+        raise TraceError(f"a curve is at least 200 x 150 pixels, got {width} x {height}")
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = _range(finite)
+    y_ticks = nice_ticks(low, high, max(2, (height - 120) // 36))
+    y_names = tick_labels(y_ticks)
+    left = 46 + max(text_width(name, 11) for name in y_names)
+    right, top, bottom = width - 30.0, 74.0, height - 58.0
+    last = max(2, len(values))
+
+    def to_x(step: float) -> float:
+        return left + (step - 1) / (last - 1) * (right - left)
+
+    def to_y(value: float) -> float:
+        return bottom - (value - low) / (high - low) * (bottom - top)
+
+    body = [
+        text(24, 34, title, size=17, weight="600"),
+        text(24, 54, _summary(values, finite), size=12.5, fill=MUTED),
+    ]
+    for tick, name in zip(y_ticks, y_names, strict=True):
+        body.append(line(left, to_y(tick), right, to_y(tick)))
+        body.append(text(left - 8, to_y(tick) + 4, name, size=11, anchor="end", fill=MUTED))
+    body += _x_axis(last, to_x, right - left, bottom)
+    middle = (left + right) / 2
+    body.append(text(middle, height - 18, x_label, size=12, anchor="middle", fill=MUTED))
+    body.append(
+        f'<g transform="translate(22 {number((top + bottom) / 2)}) rotate(-90)">'
+        + text(0, 0, y_label, size=12, anchor="middle", fill=MUTED)
+        + "</g>"
+    )
+    body += _lines(values, to_x, to_y, right - left)
+    if not finite:
+        body.append(text(middle, (top + bottom) / 2, "no values", anchor="middle", fill=MUTED))
+    return document(width, height, title, body)
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Return running means over `window` neighbours, centred, so that nothing is shifted.
+
+    At the ends the window is cut to what there is on both sides alike. Values that are not
+    finite are left out of the means, and stay as they are in their own place.
+
+    Args:
+        values: The numbers.
+        window: Odd count of values in one mean, at least 1.
+    """
+    sums, counts = [0.0], [0]
+    for value in values:
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    means = []
+    for place, value in enumerate(values):
+        reach = min(window // 2, place, len(values) - 1 - place)
+        first, end = place - reach, place + reach + 1
+        mean = (sums[end] - sums[first]) / max(1, counts[end] - counts[first])
+        means.append(mean if math.isfinite(value) else value)
+    return means
+
+
+def _range(finite: list[float]) -> tuple[float, float]:
+    """The values at the bottom and the top: all of them, and 0 where it is near."""
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    if low == high:
+        margin = abs(low) / 2 or 1.0
+        return low - margin, high + margin
+    if 0 <= low < 0.4 * high:
+        low = 0.0
+    margin = 0.04 * (high - low)
+    return (0.0 if low == 0 else low - margin), high + margin
+
+
+def _summary(values: Sequence[float], finite: list[float]) -> str:
+    if not finite:
+        return "nothing was recorded"
+    count = "1 value" if len(values) == 1 else f"{len(values):,} values"
+    return f"{count} · first {finite[0]:.4g} · lowest {min(finite):.4g} · last {finite[-1]:.4g}"
+
+
+def _x_axis(last: int, to_x: Callable[[float], float], width: float, bottom: float) -> list[str]:
+    ticks = [round(tick) for tick in nice_ticks(0, last, max(2, int(width / 80)))]
+    # Counting starts at 1, which is no round number, so it takes the place of 0.
+    ticks = list(dict.fromkeys(max(1, tick) for tick in ticks))
+    parts = [line(to_x(1), bottom, to_x(last), bottom, stroke=MUTED)]
+    for tick in ticks:
+        parts.append(line(to_x(tick), bottom, to_x(tick), bottom + 4, stroke=MUTED))
+        parts.append(
+            text(to_x(tick), bottom + 18, f"{tick:,}", size=11, anchor="middle", fill=MUTED)
+        )
+    return parts
+
+
+def _lines(
+    values: Sequence[float],
+    to_x: Callable[[float], float],
+    to_y: Callable[[float], float],
+    width: float,
+) -> list[str]:
+    smoothed = len(values) >= 20
+    parts = [
+        _polylines(
+            values, to_x, to_y, width, stroke=_RAW if smoothed else _SMOOTH, bold=not smoothed
+        )
+    ]
+    if smoothed:
+        window = max(3, len(values) // 30) | 1
+        parts.append(
+            _polylines(smooth(values, window), to_x, to_y, width, stroke=_SMOOTH, bold=True)
+        )
+    return parts
+
+
+def _polylines(
+    values: Sequence[float],
+    to_x: Callable[[float], float],
+    to_y: Callable[[float], float],
+    width: float,
+    *,
+    stroke: str,
+    bold: bool,
+) -> str:
+    """One path with a piece for each stretch of finite values; a lone value is a dot."""
+    pieces: list[str] = []
+    stretch: list[_Point] = []
+    for step, value in enumerate([*values, math.nan], start=1):
+        if math.isfinite(value):
+            stretch.append((step, value))
+        elif stretch:
+            thin = _thin_out(stretch, max(1, math.ceil(len(values) / width)))
+            points = [f"{number(to_x(x))} {number(to_y(y))}" for x, y in thin]
+            # A line back to its own start is a dot, with round ends.
+            pieces.append("M" + "L".join(points if len(points) > 1 else points * 2))
+            stretch = []
+    return (
+        f'<path class="{"bold" if bold else "raw"}" d="{"".join(pieces)}" fill="none" '
+        f'stroke="{stroke}" stroke-width="{2.2 if bold else 1}" stroke-linecap="round" '
+        'stroke-linejoin="round"/>'
+    )
+
+
+def _thin_out(points: list[_Point], per_column: int) -> list[_Point]:
+    """Keep the lowest and the highest of each pixel column: what the line would show."""
+    if per_column == 1:
+        return points
+    kept: list[_Point] = []
+    for first in range(0, len(points), per_column):
+        column = points[first : first + per_column]
+        low = min(column, key=lambda point: point[1])
+        high = max(column, key=lambda point: point[1])
+        kept += sorted({low, high})
+    return kept

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpimesh.cli.diagnosis import Capability, Diagnosis
-from mpimesh.cli.facts_rank import Rank, Shm
-from mpimesh.cli.facts_software import Cuda, Mpi, Software
+from mpimesh.cli.facts import Capability, Cuda, Diagnosis, Mpi, Rank, Shm, Software
 from mpimesh.runtime import Launch
 
 GIB = 1 << 30

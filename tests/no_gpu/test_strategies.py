@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.cli.measure import measure_device
+from mpimesh.cli.examine import measure_device
 from mpimesh.comm.cuda_ipc import CudaIpc
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
 from mpimesh.comm.nccl import generate_id, nccl_library
@@ -83,7 +83,7 @@ def test_the_gpu_as_cupy_describes_it():
 
 
 def test_copies_that_doctor_measures(monkeypatch):
-    monkeypatch.setattr("mpimesh.cli.measure._LARGE_BYTES", 1 << 12)
+    monkeypatch.setattr("mpimesh.cli.examine._LARGE_BYTES", 1 << 12)
     assert [one.level for one in measure_device()] == [
         *("to the GPU", "from the GPU", "within the GPU"),
     ]

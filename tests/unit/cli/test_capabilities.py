@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpimesh.cli.diagnosis import Capability
 from mpimesh.cli.examine import capability_table
+from mpimesh.cli.facts import Capability
 from mpimesh.comm.cuda_probe import ProbeResult
 from mpimesh.comm.cuda_probe_child import OPERATIONS
 

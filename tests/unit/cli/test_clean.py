@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import mpimesh.cli.doctor as cli_doctor
 from mpimesh.cli import app
-from mpimesh.cli.clean import Leftover, find_leftovers, remove
+from mpimesh.cli.facts import Leftover, find_leftovers, remove
 
 
 @pytest.fixture

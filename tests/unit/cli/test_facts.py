@@ -10,8 +10,16 @@ import sys
 import pytest
 
 from mpimesh.cli.doctor import shm_warning
-from mpimesh.cli.facts_rank import Rank, Shm, cpu_quota, find_rank, find_shm
-from mpimesh.cli.facts_software import _library_path, find_cuda, find_software
+from mpimesh.cli.facts import (
+    Rank,
+    Shm,
+    _library_path,
+    find_cuda,
+    find_rank,
+    find_shm,
+    find_software,
+)
+from mpimesh.mesh.host import cpu_quota
 from mpimesh.runtime import Launch
 
 

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpimesh.cli.clean import Leftover
-from mpimesh.cli.diagnosis import Capability, Finding, nodes_of
-from mpimesh.cli.facts_rank import Rank, Shm
-from mpimesh.cli.facts_software import Cuda, Mpi
+from mpimesh.cli.facts import Capability, Cuda, Finding, Leftover, Mpi, Rank, Shm, nodes_of
 from mpimesh.cli.findings import crowded, find_findings
 from mpimesh.runtime import Launch
 from tests.helpers.cli_diagnoses import diagnosis, rank

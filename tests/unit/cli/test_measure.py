@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.cli.measure import measure_device
+from mpimesh.cli.examine import measure_device
 
 
 class Array:

@@ -10,12 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from mpimesh.arguments import size_text
-from mpimesh.cli.diagnosis import Capability, Finding
-from mpimesh.cli.facts_software import Cuda, Mpi
+from mpimesh.cli.console import rate_text, seconds_text
+from mpimesh.cli.doctor import show
+from mpimesh.cli.facts import Capability, Cuda, Finding, Measurement, Mpi
 from mpimesh.cli.findings import find_findings
-from mpimesh.cli.measure import Measurement
-from mpimesh.cli.report import show
-from mpimesh.cli.texts import rate_text, seconds_text
 from mpimesh.comm.algorithms import Algorithms, Row, Sizes
 from tests.helpers.cli_diagnoses import diagnosis, rank
 

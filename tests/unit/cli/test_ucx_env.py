@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import mpimesh.cli.ucx_env as ucx_env
 from mpimesh.cli import app
-from mpimesh.cli.quantities import InputError
+from mpimesh.cli.console import InputError
 from mpimesh.cli.ucx_env import LoadedMpi, UcxWheel, find_wheel, load_mpi, variables
 from tests.helpers.raises import raises
 

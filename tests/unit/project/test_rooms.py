@@ -55,9 +55,9 @@ LIBRARIES = {
 BEFORE_COMM = {"numpy", "ml_dtypes"}
 FROM_COMM_ON = {"numpy", "ml_dtypes", "mpi4py"}
 # Inside a function of any room but those of the standard library.
-LAZY = {"cupy", "cupyx", "ml_dtypes", "nvidia", "rich"}
+LAZY = {"cupy", "cupyx", "ml_dtypes", "nvidia", "pynvml", "rich"}
 # And inside a function of these rooms, where a library of the field reads a format better.
-LAZY_OF_ROOM = {"store": {"h5py", "zarr"}}
+LAZY_OF_ROOM = {"store": {"h5py", "zarr"}, "cli": {"resvg_py"}}
 
 PICKLERS = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
 MOST_LINES = 700

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.trace import CATEGORIES, Event
-from mpimesh.trace.boxes import Box, busy_s, merge_events, union_s
+from mpimesh.trace.timeline import Box, busy_s, merge_events, union_s
 
 
 def event(category, start_s, duration_s):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.errors import TraceError
+from mpimesh.schedule import make_schedule, simulate
 from mpimesh.trace import Event, chrome_trace, write_chrome_trace
 from tests.helpers.raises import raises
 
@@ -102,3 +103,56 @@ def test_messages_under_way_together_lie_on_as_many_threads(events):
                 if (one["pid"], one["tid"]) == (rank, tid)
             )
             assert all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def message(rank, category, start_s, text, duration_s=0.001):
+    return Event(rank, f"{category} {text}", category, start_s, duration_s, message=text)
+
+
+def test_an_arrow_goes_from_each_send_to_its_receive():
+    events = [
+        message(0, "send", 1.0, "0>1 0SEND_F0", 0.002),
+        message(1, "recv", 0.9, "0>1 0SEND_F0", 0.102),
+        message(1, "send", 2.0, "1>0 1SEND_B0"),
+        message(0, "recv", 1.5, "1>0 1SEND_B0", 0.501),
+        # The next step; of the first one a receive of the same text was pushed out of the ring.
+        message(0, "send", 3.0, "0>1 0SEND_F1"),
+        message(0, "send", 4.0, "0>1 0SEND_F1"),
+        message(1, "recv", 4.0, "0>1 0SEND_F1", 0.0),
+        message(1, "send", 5.0, "1>2 1SEND_F0"),  # nobody received it
+        Event(0, "0F0", "forward", 1.0, 4.0),
+    ]
+    trace = chrome_trace(events, offsets_s={1: 0.0001})["traceEvents"]
+    slices = [one for one in trace if one["ph"] == "X"]
+    starts = {one["id"]: one for one in trace if one["ph"] == "s"}
+    ends = {one["id"]: one for one in trace if one["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == len([one for one in trace if one["ph"] in "sf"]) / 2 == 3
+
+    def bound(end):
+        inside = [
+            one["name"]
+            for one in slices
+            if (one["pid"], one["tid"]) == (end["pid"], end["tid"])
+            and one["ts"] <= end["ts"] <= one["ts"] + one["dur"]
+        ]
+        assert len(inside) == 1
+        return inside[0]
+
+    for one in starts:
+        start, end = starts[one], ends[one]
+        assert (start["cat"], start["name"], end["bp"]) == (end["cat"], end["name"], "e")
+        assert bound(start).removeprefix("send ") == bound(end).removeprefix("recv ")
+        assert start["pid"] != end["pid"]
+        assert start["ts"] < end["ts"]
+    assert 4_000_000.0 - 900_100.0 in {one["ts"] for one in starts.values()}
+    assert json.loads(json.dumps(trace)) == trace
+
+
+def test_a_simulated_step_has_an_arrow_for_every_message_that_is_waited_for():
+    schedule = make_schedule("1f1b", 3, 4)
+    timetable = simulate(schedule, forward_s=1.0, backward_s=2.0, message_s=0.5)
+    events = timetable.events()
+    trace = chrome_trace(events)["traceEvents"]
+    waits = [one for one in events if one.message and one.category != "send"]
+    assert len([one for one in trace if one["ph"] == "f"]) == len(waits) > 0

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from mpimesh.errors import TraceError
 from mpimesh.trace import curve_svg
-from mpimesh.trace.curve import smooth
-from mpimesh.trace.svg import nice_ticks, tick_labels
+from mpimesh.trace.svg import nice_ticks, smooth, tick_labels
 from tests.helpers.raises import raises
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpimesh.errors import TraceError
 from mpimesh.trace import CATEGORIES, Event, events_from_json, events_to_json
-from mpimesh.trace.event import shift_events
+from mpimesh.trace.tracer import shift_events
 from tests.helpers.raises import raises
 
 TIMES = st.floats(allow_nan=False, allow_infinity=False)
@@ -40,13 +40,13 @@ def test_json_names_the_fields_once():
     assert json.loads(text) == {
         "fields": [
             *("rank", "name", "category", "start_s", "duration_s"),
-            *("nbytes", "stage", "microbatch"),
+            *("nbytes", "stage", "microbatch", "message"),
         ],
-        "rows": [[1, "2F0", "forward", 0.5, 0.25, 8, 2, 0]],
+        "rows": [[1, "2F0", "forward", 0.5, 0.25, 8, 2, 0, None]],
     }
 
 
-GOOD = [1, "2F0", "forward", 0.5, 0.25, 8, 2, 0]
+GOOD = [1, "2F0", "forward", 0.5, 0.25, 8, 2, 0, None]
 FIELDS = json.loads(events_to_json([]))["fields"]
 
 
@@ -62,6 +62,7 @@ FIELDS = json.loads(events_to_json([]))["fields"]
         (4, -1.0, ("'2F0'", "duration_s=-1.0")),
         (5, 1.5, ("nbytes", 1.5)),
         (6, "0", ("stage", "'0'")),
+        (8, 0, ("message", 0)),
     ],
 )
 def test_a_wrong_row_is_named(place, value, values):
@@ -77,8 +78,8 @@ def test_a_wrong_row_is_named(place, value, values):
         ("[]", ("'fields'", "'rows'")),
         ('{"rows": []}', ("'fields'", "'rows'")),
         (json.dumps({"fields": FIELDS, "rows": {}}), ("rows", "dict")),
-        (json.dumps({"fields": FIELDS, "rows": [GOOD[:3]]}), ("row 0", 8, GOOD[:3])),
-        (json.dumps({"fields": FIELDS, "rows": ["abcdefgh"]}), ("row 0", 8, "'abcdefgh'")),
+        (json.dumps({"fields": FIELDS, "rows": [GOOD[:3]]}), ("row 0", 9, GOOD[:3])),
+        (json.dumps({"fields": FIELDS, "rows": ["abcdefgh"]}), ("row 0", 9, "'abcdefgh'")),
         (
             json.dumps({"fields": FIELDS, "rows": [GOOD]}).replace("0.5", "NaN"),
             ("row 0", "start_s=nan"),

@@ -356,14 +356,22 @@ def test_the_trace_holds_every_action(schedule):
         pipe.train_step(*batch(0, 16), loss=nn.cross_entropy)
         events = tracer.events()
         computed = [e.name for e in events if e.category in ("forward", "backward")]
-        assert computed == [str(action) for action in pipe.schedule().ranks[mesh.rank]]
+        assert computed == [str(action) for action in pipe.schedule().ranks[mesh.coord("pp")]]
         assert all(e.name == f"{e.stage}{e.name[1:]}" for e in events if e.stage is not None)
-        return {
+        names = {
             category: sorted(e.name for e in events if e.category == category)
             for category in ("send", "recv")
         }
+        return names, [(e.category, e.message) for e in events if e.message]
 
-    first, middle, last = on_ranks("pp=3", body)
+    results = on_ranks("dp=2,pp=3", body)
+    first, middle, last = [names for names, _ in results[:3]]
+    # Both ends of a message have one text, which no other message has.
+    messages = [one for _, ends in results for one in ends]
+    sent = [text for category, text in messages if category == "send"]
+    assert len(set(sent)) == len(sent) == 2 * 4 * 4
+    assert sorted(sent) == sorted(text for category, text in messages if category == "recv")
+    assert {text[:3] for text in sent} == {"0>1", "1>2", "2>1", "1>0", "3>4", "4>5", "5>4", "4>3"}
     assert first["send"] == [f"0SEND_F{m}" for m in range(4)]
     assert first["recv"] == [f"0RECV_B{m}" for m in range(4)]
     assert middle["send"] == [f"1SEND_{kind}{m}" for kind in "BF" for m in range(4)]

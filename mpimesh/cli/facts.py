@@ -1,0 +1,548 @@
+"""Facts that the doctor finds: software, ranks, nodes, files of dead jobs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mpimesh.comm.algorithms import Row
+from mpimesh.comm.cuda_probe import has_cupy
+from mpimesh.comm.mpi_environment import loaded_ucx
+from mpimesh.comm.nccl import nccl_library
+from mpimesh.mesh import DeviceInfo, pick_device
+from mpimesh.mesh.host import cpu_quota, memory_limit_bytes
+from mpimesh.runtime import Launch
+
+__all__ = [
+    "SHM",
+    "THREAD_VARIABLES",
+    "Capability",
+    "Cuda",
+    "Diagnosis",
+    "Finding",
+    "Leftover",
+    "Measurement",
+    "Mpi",
+    "Node",
+    "Rank",
+    "Shm",
+    "Software",
+    "find_cuda",
+    "find_leftovers",
+    "find_mpi",
+    "find_rank",
+    "find_shm",
+    "find_software",
+    "node_name",
+    "nodes_of",
+    "remove",
+]
+
+SHM = Path("/dev/shm")  # noqa: S108 - it is that very folder
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+# -- software --------------------------------------------------------------------------------------
+
+_THREADS = ("single", "funneled", "serialized", "multiple")
+# How many communicators there can be at once, where somebody has counted.
+_COMMUNICATORS = {"MPICH": 2046, "Open MPI": 65532}
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Versions; "" where something is not installed."""
+
+    mpimesh: str
+    python: str
+    numpy: str
+    mpi4py: str
+    interpreter: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """The MPI library that this process has loaded.
+
+    Attributes:
+        problem: Why there is none; the rest is empty then.
+        vendor: Such as ``"MPICH"``.
+        version: Of the library.
+        standard: The MPI standard that it keeps, such as ``"4.1"``.
+        device: Its network layer, where it says so.
+        path: Its file.
+        ucx: Version of the UCX that it has loaded; "" if none.
+        ucx_path: Where that one is.
+        ucx_cuda: Whether that one's CUDA transports are ``"loaded"`` or ``"not loaded"``; "" if it
+            has none.
+        thread_level: ``"single"``, ``"funneled"``, ``"serialized"`` or ``"multiple"``.
+        tag_limit: The largest tag of a message.
+        communicator_limit: How many communicators there can be; 0 if not known.
+        large_counts: Whether one call moves more than 2^31 elements.
+    """
+
+    problem: str = ""
+    vendor: str = ""
+    version: str = ""
+    standard: str = ""
+    device: str = ""
+    path: str = ""
+    ucx: str = ""
+    ucx_path: str = ""
+    ucx_cuda: str = ""
+    thread_level: str = ""
+    tag_limit: int = 0
+    communicator_limit: int = 0
+    large_counts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cuda:
+    """CuPy and CUDA.
+
+    Attributes:
+        installed: Whether CuPy is.
+        problem: Why it cannot be used.
+        cupy: Its version.
+        runtime: CUDA's version that CuPy uses.
+        driver: CUDA's version that the driver can do.
+        nccl: Its version; "" if CuPy has none.
+        gpus: How many GPUs this process sees.
+    """
+
+    installed: bool = False
+    problem: str = ""
+    cupy: str = ""
+    runtime: str = ""
+    driver: str = ""
+    nccl: str = ""
+    gpus: int = 0
+
+
+def find_software() -> Software:
+    """Return the versions of what mpimesh is made of."""
+    import mpimesh
+
+    return Software(
+        mpimesh=mpimesh.__version__,
+        python=platform.python_version(),
+        numpy=_version("numpy"),
+        mpi4py=_version("mpi4py"),
+        interpreter=sys.executable,
+    )
+
+
+def _version(package: str) -> str:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return ""
+
+
+def find_mpi() -> Mpi:
+    """Start MPI, and return what it is."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return Mpi(problem=f"no MPI library could be loaded: {' '.join(str(error).split())}")
+    vendor, version = MPI.get_vendor()
+    ucx = loaded_ucx()
+    tag_limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    return Mpi(
+        vendor=vendor,
+        version=".".join(map(str, version)),
+        standard=".".join(map(str, MPI.Get_version())),
+        device=_device(MPI.Get_library_version()),
+        path=_library_path(),
+        ucx=ucx.version,
+        ucx_path=ucx.path,
+        ucx_cuda=ucx.cuda,
+        thread_level=_thread_level(MPI),
+        tag_limit=32767 if tag_limit is None else int(tag_limit),
+        communicator_limit=_COMMUNICATORS.get(vendor, 0),
+        large_counts=MPI.VERSION >= 4,
+    )
+
+
+def _thread_level(mpi: Any) -> str:
+    levels = (
+        mpi.THREAD_SINGLE,
+        mpi.THREAD_FUNNELED,
+        mpi.THREAD_SERIALIZED,
+        mpi.THREAD_MULTIPLE,
+    )
+    names: dict[int, str] = dict(zip(levels, _THREADS, strict=True))
+    return names.get(mpi.Query_thread(), "unknown")
+
+
+def _device(text: str) -> str:
+    """Return the network layer that a library's description names; "" if it names none."""
+    fields = dict(line.partition(":")[::2] for line in text.splitlines() if ":" in line)
+    return fields.get("MPICH Device", "").strip()
+
+
+def _library_path(maps: Path = Path("/proc/self/maps")) -> str:
+    """Return the file of the MPI library that is loaded; "" where it cannot be told."""
+    with suppress(OSError):
+        for line in maps.read_text().splitlines():
+            path = Path(line.split(maxsplit=5)[-1])
+            if path.name.startswith(("libmpi.so", "libmpich.so", "libmpi_", "libmpi-")):
+                return str(path)
+    return ""
+
+
+def find_cuda() -> Cuda:
+    """Return what CuPy sees; imports it if it is installed."""
+    if not has_cupy():
+        return Cuda()
+    try:
+        import cupy
+
+        runtime = cupy.cuda.runtime
+        return Cuda(
+            installed=True,
+            cupy=str(cupy.__version__),
+            runtime=_cuda_version(runtime.runtimeGetVersion()),
+            driver=_cuda_version(runtime.driverGetVersion()),
+            nccl=_nccl_version(),
+            gpus=int(runtime.getDeviceCount()),
+        )
+    except Exception as error:  # whatever it is, it is what the person must read
+        return Cuda(installed=True, problem=f"{type(error).__name__}: {error}")
+
+
+def _nccl_version() -> str:
+    with suppress(Exception):
+        nccl = nccl_library()
+        if nccl is not None:
+            number = int(nccl.get_version())
+            return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return ""
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shm:
+    """The folder where MPI puts memory that ranks of a node share."""
+
+    total_bytes: int = 0
+    free_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank.
+
+    Attributes:
+        rank: In the world.
+        node: Name of its node, as the launcher says, else the host's.
+        pid: Its process.
+        cores: The cores that it may run on.
+        cpu_quota: How many cores' time its control group may use; 0 if all.
+        threads: How many threads its array library uses by the environment; 0 if not said.
+        local_rank: Its number on the node: as the launcher says, or counted.
+        gpu: The GPU that it computes on; "" if none.
+        gpu_id: What tells this GPU, or part of one, from all others of the node.
+        gpu_driver: Version of its driver.
+        gpus_seen: How many GPUs the process sees.
+        memory_bytes: What its process may use.
+        shm: As its node has it.
+        software: Versions, which must be the same on all ranks.
+        settings: ``MPIMESH_*``, which must be, too.
+    """
+
+    rank: int
+    node: str
+    pid: int
+    cores: tuple[int, ...]
+    cpu_quota: float
+    threads: int
+    local_rank: int
+    gpu: str
+    gpu_id: str
+    gpu_driver: str
+    gpus_seen: int
+    memory_bytes: int
+    shm: Shm
+    software: str
+    settings: str
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Rank:
+        """Read what `dataclasses.asdict` and JSON have written."""
+        return cls(
+            **{**fields, "cores": tuple(fields["cores"]), "shm": Shm(**fields["shm"])},
+        )
+
+
+def node_name(launch: Launch) -> str:
+    """Return the name of this process's node, as all of mpimesh takes it."""
+    return launch.node or socket.gethostname()
+
+
+def find_rank(
+    rank: int,
+    local_rank: int,
+    launch: Launch,
+    *,
+    software: str,
+    environment: Mapping[str, str] | None = None,
+    root: Path = Path("/"),
+) -> Rank:
+    """Return where the calling process, which is `rank`, runs. Local."""
+    environment = os.environ if environment is None else environment
+    devices = DeviceInfo.probe().devices
+    device = pick_device(devices, local_rank)
+    gpu = device.backend.is_gpu
+    threads = [environment[name] for name in THREAD_VARIABLES if name in environment]
+    return Rank(
+        rank=rank,
+        node=node_name(launch),
+        pid=os.getpid(),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        cpu_quota=cpu_quota(root),
+        threads=int(threads[0]) if threads and threads[0].isdecimal() else 0,
+        local_rank=local_rank,
+        gpu=f"{device.id}: {device.name}" if gpu else "",
+        gpu_id=(device.identity or str(device.id)) if gpu else "",
+        gpu_driver=(device.driver_version or "") if gpu else "",
+        gpus_seen=sum(one.backend.is_gpu for one in devices),
+        memory_bytes=memory_limit_bytes(root),
+        shm=find_shm(root / "dev/shm"),
+        software=software,
+        settings=" ".join(
+            f"{name}={text}"
+            for name, text in sorted(environment.items())
+            if name.startswith("MPIMESH_")
+        ),
+    )
+
+
+def find_shm(folder: Path) -> Shm:
+    """Return the size of `folder`; zeros if it is not there."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return Shm()
+    return Shm(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+
+# -- files that MPI leaves in /dev/shm when a job is aborted ---------------------------------------
+
+# MPI's libraries put the memory that ranks of a node share into files there, and remove them once
+# all ranks have opened them, or at the end. A job that is aborted leaves them behind: 1 to 16 MB
+# for each rank. mpimesh's own shared memory has no name.
+_PATTERNS = (
+    "mpich_shm_*",
+    "sm_segment.*",  # Open MPI 5
+    "vader_segment.*",  # Open MPI 2 to 4
+    "psm_shm.*",
+    "psm2_shm.*",
+    "psm3_shm.*",
+)
+_YOUNG_S = 60.0
+"""Younger files may be of a rank that is about to open them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A file that nobody uses.
+
+    Attributes:
+        path: Where it is.
+        nbytes: What it takes.
+    """
+
+    path: str
+    nbytes: int
+
+
+def find_leftovers(
+    folder: Path = SHM, proc: Path = Path("/proc"), *, now_s: float | None = None
+) -> tuple[Leftover, ...]:
+    """Return MPI's files of this user in `folder` that no process maps or has open.
+
+    Processes in other containers that share the folder cannot be seen: do not clean while they
+    run MPI.
+
+    Args:
+        folder: Where to look.
+        proc: Where the processes are.
+        now_s: The time now, by :func:`time.time`.
+    """
+    now_s = time.time() if now_s is None else now_s
+    found = {}
+    for pattern in _PATTERNS:
+        for path in folder.glob(pattern):
+            with suppress(OSError):
+                facts = path.lstat()
+                old = now_s - max(facts.st_mtime, facts.st_ctime) > _YOUNG_S
+                if facts.st_uid == os.geteuid() and old and not path.is_symlink():
+                    found[str(path)] = Leftover(str(path), facts.st_blocks * 512)
+    if found:
+        for used in _files_in_use(proc):
+            found.pop(used, None)
+    return tuple(found[path] for path in sorted(found))
+
+
+def remove(leftovers: Iterable[Leftover]) -> tuple[Leftover, ...]:
+    """Remove the files, and return those that this call has removed."""
+    removed = []
+    for leftover in leftovers:
+        with suppress(OSError):  # such as another rank's doctor was faster
+            Path(leftover.path).unlink()
+            removed.append(leftover)
+    return tuple(removed)
+
+
+def _files_in_use(proc: Path) -> Iterable[str]:
+    """Yield the paths that any process maps or has open, as far as this user may look."""
+    for process in proc.iterdir():
+        if not process.name.isdecimal():
+            continue
+        # A process may vanish while it is looked at, and others' are not ours to read.
+        with suppress(OSError):
+            for line in (process / "maps").read_text(errors="replace").splitlines():
+                words = line.split(maxsplit=5)
+                if len(words) == 6:
+                    yield words[5].removesuffix(" (deleted)")
+        with suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):
+                    yield str(descriptor.readlink())
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The speed of bytes from one place to another.
+
+    Attributes:
+        level: Between what.
+        how: Who moves them.
+        ranks: The two ranks, or the one.
+        latency_s: Of 8 bytes one way; 0 if not measured.
+        bytes_per_s: Of 16 MiB one way; 0 if it cannot be done.
+        problem: Why it cannot be done.
+    """
+
+    level: str
+    how: str
+    ranks: tuple[int, ...]
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a person should know.
+
+    Attributes:
+        severity: ``"error"`` if programs will fail or give wrong results, ``"warning"`` if they
+            will be slow or may fail, else ``"note"``.
+        what: What is so.
+        cure: What mends it, a command where there is one; "" if there is nothing to do.
+    """
+
+    severity: str
+    what: str
+    cure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node and its ranks."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Whether one transport may be used for one operation on one kind of memory.
+
+    Attributes:
+        transport: Who moves the bytes, such as ``"mpi_cuda"``.
+        operation: A collective, ``"messages"``, or ``"*"`` for all.
+        memory: ``"host"``, ``"shared"`` or ``"device"``.
+        usable: Whether it may be used.
+        proof: How that is known.
+    """
+
+    transport: str
+    operation: str
+    memory: str
+    usable: bool
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All facts, before and beside the findings.
+
+    Attributes:
+        software: Versions.
+        mpi: The MPI library.
+        cuda: CuPy and CUDA on rank 0.
+        launch: What the launcher says.
+        world_size: How many ranks MPI has.
+        ranks: Each of them.
+        capabilities: Who can move what.
+        measurements: How fast.
+        algorithms: How the world's group of a mesh moves its bytes.
+        leftovers: Files of dead jobs on rank 0's node.
+        problems: What did not work while the doctor looked.
+    """
+
+    software: Software
+    mpi: Mpi
+    cuda: Cuda
+    launch: Launch
+    world_size: int
+    ranks: tuple[Rank, ...]
+    capabilities: tuple[Capability, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+    algorithms: tuple[Row, ...] = ()
+    leftovers: tuple[Leftover, ...] = ()
+    problems: tuple[Finding, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes, in the order of their first ranks."""
+        return nodes_of(self.ranks)
+
+    def to_fields(self, findings: Sequence[Finding]) -> dict[str, Any]:
+        """Return everything in JSON's types."""
+        fields = asdict(self)
+        del fields["problems"]
+        healthy = all(finding.severity != "error" for finding in findings)
+        return {
+            "healthy": healthy,
+            "findings": [asdict(finding) for finding in findings],
+            "nodes": [asdict(node) for node in self.nodes],
+            **fields,
+        }
+
+
+def nodes_of(ranks: Sequence[Rank]) -> tuple[Node, ...]:
+    """Return the nodes of `ranks`, in the order of their first ranks."""
+    members: dict[str, list[int]] = {}
+    for one in ranks:
+        members.setdefault(one.node, []).append(one.rank)
+    return tuple(Node(name, tuple(those)) for name, those in members.items())
