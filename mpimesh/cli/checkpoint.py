@@ -21,7 +21,7 @@ from mpimesh.layout.boxes import extent, tiles
 from mpimesh.store.files import PART, replaced, write_at
 from mpimesh.store.format import (
     MANIFEST,
-    Entry,
+    ArrayEntry,
     Manifest,
     Tensor,
     file_dtype,
@@ -261,7 +261,7 @@ def _saved(path: Path) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
 
 
-def _total(entries: Iterable[Entry]) -> int:
+def _total(entries: Iterable[ArrayEntry]) -> int:
     """Return the bytes of arrays."""
     return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
 

@@ -11,7 +11,7 @@ import typer
 from mpimesh.arguments import rank_names, ranks_by_value, ranks_of
 from mpimesh.cli.console import InputError
 from mpimesh.runtime.deadlock import cycle_steps, find_cycle
-from mpimesh.runtime.flight import KEPT, Entry, Record, read_records
+from mpimesh.runtime.flight import KEPT, FlightEntry, Record, read_records
 
 __all__ = ["Difference", "first_difference", "report", "run_flight", "waits_for"]
 
@@ -87,12 +87,12 @@ def _ranks_with(records: Mapping[int, Record], key: tuple[str, str, str]) -> lis
     return [rank for rank, one in records.items() if any(row.key == key for row in one.entries)]
 
 
-def _first_kept(one: Record, row: Mapping[int, Entry]) -> int:
+def _first_kept(one: Record, row: Mapping[int, FlightEntry]) -> int:
     """Return the first operation of a group that a record would still have."""
     return 1 if len(one.entries) < KEPT - 1 else min(row, default=1 << 62)
 
 
-def _texts(entries: Iterable[Entry]) -> str:
+def _texts(entries: Iterable[FlightEntry]) -> str:
     """Return what several ranks have called, and where."""
     return " or ".join(dict.fromkeys(f"{one.signature} at {one.site}" for one in entries))
 

@@ -4,7 +4,7 @@
 """
 
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.engine import Engine, Moved, StagedRequest, Steps, run_steps
+from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest, Steps, run_steps
 from mpimesh.comm.requests import MAX_USER_TAG, WHOLE_MESSAGE_BYTES, RecvRequest, Request
 from mpimesh.comm.virtual import VirtualCommunicator, VirtualWorld, virtual_communicators
 
@@ -12,8 +12,8 @@ __all__ = [
     "MAX_USER_TAG",
     "WHOLE_MESSAGE_BYTES",
     "Communicator",
-    "Engine",
     "Moved",
+    "ProgressEngine",
     "RecvRequest",
     "Request",
     "StagedRequest",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from mpimesh.arrays import ArrayPool
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import NEVER, Algorithms
-from mpimesh.comm.engine import Engine, Steps
+from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.reductions import by_messages
 from mpimesh.comm.region_messages import exchange_by_messages
 from mpimesh.comm.regions import check_regions
@@ -71,7 +71,7 @@ class Communicator(ABC):
     """Name among its ranks, alike on all of them; kept by the runtime."""
     mail: Any = None
     """Counts this rank's messages, where ranks are compared; kept by the runtime."""
-    engine: Engine | None = None
+    engine: ProgressEngine | None = None
     """Moves along what takes several steps, in every wait of the rank; kept by the runtime."""
     lending: Lending | None = None
     """Lends arrays to ranks that can read this rank's memory; None if there are none."""

@@ -30,7 +30,7 @@ import numpy as np
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_probe_child import OPERATIONS, TRIAL_BYTES
-from mpimesh.comm.engine import Engine, Steps
+from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.mpi_environment import (
     cache_folder,
     clean_environment,
@@ -179,7 +179,7 @@ class CudaAwareProbe:
     ) -> dict[str, ProbeResult]:
         """Collective: as :meth:`steps`, and wait for it. Nothing else moves meanwhile."""
         steps = self.steps(communicator, operations, memory, fresh=fresh)
-        request = Engine().stage("probe", steps)
+        request = ProgressEngine().stage("probe", steps)
         communicator.wait(request.test, what="the proof of CUDA-aware MPI")
         results: dict[str, ProbeResult] = request.value
         return results

@@ -27,7 +27,7 @@ from mpimesh.comm.device_strategy import (
     checked,
     steps_in,
 )
-from mpimesh.comm.engine import Engine, StagedRequest, Steps
+from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps
 from mpimesh.comm.mpi_cuda import MPICuda
 from mpimesh.comm.nccl import Nccl
 from mpimesh.comm.requests import Condition, RecvRequest, Request
@@ -89,7 +89,7 @@ class DeviceCommunicator:
         self.variants: dict[str, DeviceCommunicator] = {}
         self._prefer = prefer
         self._parent = self if parent is None else parent
-        self._engine = communicator.engine or Engine()
+        self._engine = communicator.engine or ProgressEngine()
         self._queue = ("device", id(self))
         self._chain = ("device operations", id(self))
         self._search: StagedRequest | None = None

@@ -22,7 +22,7 @@ import numpy as np
 from mpimesh.arrays.types import Array
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import DESCRIPTOR, ImportedMemory, export_array, process_key
-from mpimesh.comm.engine import Engine, StagedRequest, Steps
+from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps
 from mpimesh.comm.requests import Condition, Receive, RecvRequest, Request
 from mpimesh.comm.staged import Staged
 from mpimesh.errors import TransportError
@@ -52,7 +52,7 @@ class DeviceMessages:
     def __init__(
         self,
         host: Communicator,
-        engine: Engine,
+        engine: ProgressEngine,
         allowed: tuple[str, ...],
         direct: Callable[[], bool],
     ) -> None:

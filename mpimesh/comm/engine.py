@@ -24,7 +24,7 @@ from mpimesh.comm.doorbell import Doorbell
 from mpimesh.comm.requests import Request
 from mpimesh.errors import MpimeshError
 
-__all__ = ["Engine", "StagedRequest", "Steps", "run_steps"]
+__all__ = ["ProgressEngine", "StagedRequest", "Steps", "run_steps"]
 
 Steps: TypeAlias = Generator[Request, None, Any]
 """Yields requests, each to be done before the next step; returns the operation's value."""
@@ -59,7 +59,7 @@ class Moved:
 
     __slots__ = ("_engine", "_error", "_moving", "after", "chain", "committed", "done", "number")
 
-    def __init__(self, engine: Engine, chain: Hashable = None) -> None:
+    def __init__(self, engine: ProgressEngine, chain: Hashable = None) -> None:
         self._engine = engine
         self._error: BaseException | None = None
         self._moving = False
@@ -151,7 +151,7 @@ class StagedRequest(Moved):
 
     __slots__ = ("_current", "_steps", "value")
 
-    def __init__(self, steps: Steps, engine: Engine, chain: Hashable = None) -> None:
+    def __init__(self, steps: Steps, engine: ProgressEngine, chain: Hashable = None) -> None:
         super().__init__(engine, chain)
         self._steps = steps
         self._current: Request | None = None
@@ -191,7 +191,7 @@ class StagedRequest(Moved):
             raise
 
 
-class Engine:
+class ProgressEngine:
     """All unfinished multi-step operations of one rank.
 
     Several threads of a rank may start and wait for operations: one at a time moves them along.

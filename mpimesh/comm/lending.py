@@ -36,7 +36,7 @@ from mpimesh.arrays.types import DType, HostArray
 from mpimesh.comm.arena import Arena, bell_of
 from mpimesh.errors import TransportError
 
-__all__ = ["Borrowing", "Lending", "Row"]
+__all__ = ["Borrowing", "Lending", "LendingRow"]
 
 _STATE, _AT, _NBYTES, _NEXT = range(4)
 _FREE, _LENT, _NOTE, _ENDED = range(4)
@@ -69,14 +69,14 @@ class Lending:
         """Tell whether `rank` reads this rank's memory, and the other way round."""
         return rank in self._memories
 
-    def row(self, rank: int) -> Row:
+    def row(self, rank: int) -> LendingRow:
         """Return a new row of what this rank lends to `rank`. Local.
 
         Raises:
             TransportError: If there is no memory for its first entry.
         """
         bell = bell_of(self._memories[rank])
-        return Row(self, self._numbers, self._fence, None if bell is None else bell.ring)
+        return LendingRow(self, self._numbers, self._fence, None if bell is None else bell.ring)
 
     def borrowing(self, rank: int, start: int) -> Borrowing:
         """Return the other end of the row of `rank` that begins at `start`. Local."""
@@ -140,7 +140,7 @@ class Lending:
         self._loans.append((entry, array))
 
 
-class Row:
+class LendingRow:
     """The lender's end of the arrays that one rank lends to another, in order.
 
     Attributes:

@@ -34,7 +34,7 @@ from mpimesh.arrays.types import Array, DType
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import gpu_key, node_key
 from mpimesh.comm.device_strategy import Collective, DeviceStrategy, agree
-from mpimesh.comm.engine import Engine, Steps
+from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import TransportError, on_all_ranks
 
@@ -98,7 +98,7 @@ def share_id(communicator: Communicator) -> bytes:
         >>> own = nccl.nccl_communicator(unique_id, mesh.size, mesh.rank)
         >>> own.allReduce(x.data.ptr, y.data.ptr, x.size, ...)
     """
-    request = Engine().stage("the id", _id_steps(communicator))
+    request = ProgressEngine().stage("the id", _id_steps(communicator))
     communicator.wait(request.test, what="the id of an NCCL communicator")
     unique_id, why_not = request.value
     if why_not:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.requests import Request
-from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
+from mpimesh.comm.shared_window import NOT_READ, SharedWindow, WindowEntry
 from mpimesh.errors import MismatchError, on_all_ranks
 
 __all__ = ["EXCHANGE", "Operation", "enter", "mismatch", "operation_number", "operation_text"]
@@ -104,7 +104,7 @@ def enter(
     *,
     counts: Sequence[int] | None = None,
     on_all: bool = True,
-) -> Generator[Request, None, Entry]:
+) -> Generator[Request, None, WindowEntry]:
     """Publish the first of several steps, and find out where all arrays lie.
 
     Args:

@@ -40,12 +40,12 @@ from mpi4py import MPI
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import Ways
-from mpimesh.comm.engine import Engine, StagedRequest, Steps, run_steps
+from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps, run_steps
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.notes import Operation, enter, operation_number
 from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.requests import Request, agreed_counts
-from mpimesh.comm.shared_window import NOT_READ, Entry, SharedWindow
+from mpimesh.comm.shared_window import NOT_READ, SharedWindow, WindowEntry
 from mpimesh.comm.shared_work import (
     all_to_all_staged,
     chunks_of,
@@ -158,7 +158,7 @@ class OverNodes:
     """
 
     def __init__(
-        self, window: SharedWindow, engine: Engine, messages: MPICommunicator, rails: Rails
+        self, window: SharedWindow, engine: ProgressEngine, messages: MPICommunicator, rails: Rails
     ) -> None:
         self._window = window
         self._engine = engine
@@ -266,7 +266,7 @@ class OverNodes:
         yield window.meet()
 
     def _gather_here(
-        self, recv: HostArray, here: Sequence[slice], entry: Entry, offset_bytes: int
+        self, recv: HostArray, here: Sequence[slice], entry: WindowEntry, offset_bytes: int
     ) -> Steps:
         """Copy parts of the blocks of this node's ranks, of which `recv` has this rank's."""
         window = self._window

@@ -55,7 +55,7 @@ import numpy as np
 
 from mpimesh.arrays.types import DType, HostArray
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.engine import Engine, Moved
+from mpimesh.comm.engine import Moved, ProgressEngine
 from mpimesh.comm.notes import EXCHANGE, mismatch
 from mpimesh.comm.region_messages import MessageExchange
 from mpimesh.comm.region_offers import NO_OFFER, Block, Copies, CopyRule, copied_boxes
@@ -120,7 +120,7 @@ class SharedRegions:
     def __init__(
         self,
         window: SharedWindow,
-        engine: Engine,
+        engine: ProgressEngine,
         messages: Communicator,
         chain: Hashable,
         here: Sequence[int],
@@ -223,7 +223,7 @@ class SharedExchange(Moved):
     def __init__(
         self,
         window: SharedWindow,
-        engine: Engine,
+        engine: ProgressEngine,
         chain: Hashable,
         messages: Communicator,
         copies: Copies,

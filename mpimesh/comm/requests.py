@@ -176,7 +176,7 @@ class _Sent:
 
 
 @dataclass(slots=True, eq=False)
-class _Posted:
+class _PostedReceive:
     """A receive.
 
     Attributes:
@@ -229,7 +229,7 @@ class Mailbox:
         self._lock = lock
         self._note_change = note_change
         self._sent: defaultdict[_Key, deque[_Sent]] = defaultdict(deque)
-        self._posted: defaultdict[_Key, deque[_Posted]] = defaultdict(deque)
+        self._posted: defaultdict[_Key, deque[_PostedReceive]] = defaultdict(deque)
 
     def send(self, key: _Key, buffer: HostArray, *, copy: bool) -> Condition:
         """Send `buffer`; if no receive waits for it, a copy of it if `copy`.
@@ -251,7 +251,7 @@ class Mailbox:
 
     def receive(self, key: _Key, buffer: HostArray) -> Receive:
         """Receive the next message into `buffer`."""
-        receive = _Posted(buffer)
+        receive = _PostedReceive(buffer)
         with self._lock:
             sent = self._sent[key]
             if sent:

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Sizes, Ways
-from mpimesh.comm.engine import Engine, Steps
+from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.mpi import MPICommunicator
 from mpimesh.comm.node import Node, find_neighbours
 from mpimesh.comm.over_nodes import OverNodes, Rails
@@ -82,7 +82,13 @@ class RoutedCommunicator(MPICommunicator):
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, node: Node, engine: Engine, sizes: KeptSizes, *, limit: int = 0
+        self,
+        comm: MPI.Intracomm,
+        node: Node,
+        engine: ProgressEngine,
+        sizes: KeptSizes,
+        *,
+        limit: int = 0,
     ) -> None:
         super().__init__(comm, limit=limit)
         self._engine = self.engine = engine
@@ -320,7 +326,7 @@ def open_node(settings: Settings) -> Node:
 
 
 def routed(
-    communicator: MPICommunicator, node: Node, engine: Engine, settings: Settings
+    communicator: MPICommunicator, node: Node, engine: ProgressEngine, settings: Settings
 ) -> RoutedCommunicator:
     """Collective: return a communicator for the same MPI communicator, which it takes over."""
     if isinstance(communicator, RoutedCommunicator):

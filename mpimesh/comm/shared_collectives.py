@@ -25,15 +25,15 @@ import numpy as np
 from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.engine import Engine, Moved, StagedRequest, Steps, run_steps
+from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest, Steps, run_steps
 from mpimesh.comm.notes import Operation, enter, operation_number
 from mpimesh.comm.region_shared import SharedRegions
 from mpimesh.comm.requests import Request, agreed_counts, block_slices
 from mpimesh.comm.shared_requests import InPlace, OneShot
 from mpimesh.comm.shared_window import (
     NOT_READ,
-    Entry,
     SharedWindow,
+    WindowEntry,
 )
 from mpimesh.comm.shared_work import (
     Work,
@@ -69,7 +69,7 @@ class Declined(NamedTuple):
     counts: Sequence[int]
 
 
-def _no_work(entry: Entry) -> Sequence[Work]:
+def _no_work(entry: WindowEntry) -> Sequence[Work]:
     return ()
 
 
@@ -89,7 +89,9 @@ class SharedCollectives:
         regions: The exchanges of regions.
     """
 
-    def __init__(self, window: SharedWindow, engine: Engine, messages: Communicator) -> None:
+    def __init__(
+        self, window: SharedWindow, engine: ProgressEngine, messages: Communicator
+    ) -> None:
         self._window = window
         self._engine = engine
         self._messages = messages
@@ -294,7 +296,7 @@ class SharedCollectives:
         self,
         what: int,
         places: tuple[int, int] | None,
-        work: Callable[[Entry], Sequence[Work]],
+        work: Callable[[WindowEntry], Sequence[Work]],
         otherwise: Callable[[], Request],
         cache: dict[tuple[int, ...], Sequence[Work]] | None,
         counts: Sequence[int] = (),

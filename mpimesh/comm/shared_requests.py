@@ -12,10 +12,10 @@ from functools import partial
 from typing import Self
 
 from mpimesh.arrays.types import HostArray
-from mpimesh.comm.engine import Engine, Moved
+from mpimesh.comm.engine import Moved, ProgressEngine
 from mpimesh.comm.notes import EXCHANGE, mismatch
 from mpimesh.comm.requests import Request
-from mpimesh.comm.shared_window import NOTES, Entry, SharedWindow
+from mpimesh.comm.shared_window import NOTES, SharedWindow, WindowEntry
 from mpimesh.comm.shared_work import Work, do_at_once, reduce_into
 from mpimesh.errors import MpimeshError
 
@@ -56,7 +56,7 @@ class OneShot(Moved):
     def __init__(
         self,
         window: SharedWindow,
-        engine: Engine,
+        engine: ProgressEngine,
         chain: Hashable,
         what: int,
         op: str,
@@ -168,11 +168,11 @@ class InPlace(Moved):
     def __init__(
         self,
         window: SharedWindow,
-        engine: Engine,
+        engine: ProgressEngine,
         chain: Hashable,
         what: int,
         places: tuple[int, int] | None,
-        work: Callable[[Entry], Sequence[Work]],
+        work: Callable[[WindowEntry], Sequence[Work]],
         otherwise: Callable[[], Request],
         cache: dict[tuple[int, ...], Sequence[Work]] | None,
         counts: Sequence[int] = (),

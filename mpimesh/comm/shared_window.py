@@ -74,10 +74,10 @@ __all__ = [
     "SLOTS",
     "STAGE_BYTES",
     "Cells",
-    "Entry",
     "Note",
     "Ring",
     "SharedWindow",
+    "WindowEntry",
     "cell_bytes",
     "whole_stage_bytes",
 ]
@@ -142,7 +142,7 @@ def whole_stage_bytes(stage_bytes: int, members: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class WindowEntry:
     """The notes of all ranks of the node for one step.
 
     Attributes:
@@ -432,12 +432,12 @@ class SharedWindow:
             for cell in cells
         ]
 
-    def entry(self, number: int, *, with_counts: bool = False) -> Entry:
+    def entry(self, number: int, *, with_counts: bool = False) -> WindowEntry:
         """Return all ranks' notes of a step that all have published."""
         notes = self.notes(number, self.cells)
         what, sources, targets = map(list, zip(*notes, strict=True))
         counts = [slot.tolist() for slot in self.counts()] if with_counts else []
-        return Entry(what, sources, targets, counts)
+        return WindowEntry(what, sources, targets, counts)
 
     def done_by(self, number: int, cells: Cells) -> bool:
         """Tell whether these ranks have acknowledged all steps up to this one."""

@@ -29,7 +29,7 @@ from mpimesh.arrays.types import DType, HostArray
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS, copying
 from mpimesh.comm.requests import block_slices
-from mpimesh.comm.shared_window import Entry, SharedWindow
+from mpimesh.comm.shared_window import SharedWindow, WindowEntry
 
 __all__ = [
     "Work",
@@ -177,7 +177,9 @@ def _from_next(window: SharedWindow) -> list[int]:
 # -- arrays that lie in shared memory on all ranks -------------------------------------
 
 
-def all_reduce_work(window: SharedWindow, entry: Entry, own: HostArray, op: str) -> list[Work]:
+def all_reduce_work(
+    window: SharedWindow, entry: WindowEntry, own: HostArray, op: str
+) -> list[Work]:
     """Return what this rank is to reduce."""
     sources = window.views(entry.sources, own.nbytes, own.dtype)
     targets = window.views(entry.targets, own.nbytes, own.dtype)
@@ -189,7 +191,7 @@ def all_reduce_work(window: SharedWindow, entry: Entry, own: HostArray, op: str)
 
 
 def reduce_scatter_work(
-    window: SharedWindow, entry: Entry, target: HostArray, counts: Sequence[int], op: str
+    window: SharedWindow, entry: WindowEntry, target: HostArray, counts: Sequence[int], op: str
 ) -> list[Work]:
     """Return what to reduce: this rank's block."""
     sources = window.views(entry.sources, sum(counts) * target.itemsize, target.dtype)
@@ -206,7 +208,7 @@ def reduce_scatter_work(
 
 
 def all_gather_work(
-    window: SharedWindow, entry: Entry, target: HostArray, counts: Sequence[int]
+    window: SharedWindow, entry: WindowEntry, target: HostArray, counts: Sequence[int]
 ) -> list[Work]:
     """Return what to copy of all ranks' arrays into `target`."""
     starts = [0, *accumulate(counts)]
@@ -214,13 +216,15 @@ def all_gather_work(
     return [_copy(window, rank, entry.sources[rank], blocks[rank]) for rank in _from_next(window)]
 
 
-def broadcast_work(window: SharedWindow, entry: Entry, buffer: HostArray, root: int) -> list[Work]:
+def broadcast_work(
+    window: SharedWindow, entry: WindowEntry, buffer: HostArray, root: int
+) -> list[Work]:
     """Return what to copy of the root's array."""
     return [] if window.rank == root else [_copy(window, root, entry.sources[root], buffer)]
 
 
 def all_to_all_work(
-    window: SharedWindow, entry: Entry, target: HostArray, sent: Sequence[Sequence[int]]
+    window: SharedWindow, entry: WindowEntry, target: HostArray, sent: Sequence[Sequence[int]]
 ) -> list[Work]:
     """Return what to copy of each rank's array: this rank's block.
 

@@ -26,7 +26,7 @@ from mpimesh.arrays.types import HostArray
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Sizes, Ways
 from mpimesh.comm.arena import Arena
 from mpimesh.comm.base import Communicator
-from mpimesh.comm.engine import Engine
+from mpimesh.comm.engine import ProgressEngine
 from mpimesh.comm.mpi_environment import (
     cache_folder,
     digest,
@@ -60,7 +60,7 @@ class _Collectives(Protocol):
 def measure(
     messages: Communicator,
     shared: _Collectives,
-    engine: Engine,
+    engine: ProgressEngine,
     arena: Arena | None,
     most_slot_bytes: int,
 ) -> Sizes:
@@ -162,7 +162,7 @@ def _zeros(arena: Arena | None, size: int) -> HostArray:
 class _Clock:
     """Takes turns of two ways; the answers are the same on all ranks."""
 
-    def __init__(self, messages: Communicator, engine: Engine) -> None:
+    def __init__(self, messages: Communicator, engine: ProgressEngine) -> None:
         self._messages = messages
         self._engine = engine
 

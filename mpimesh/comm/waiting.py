@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import starmap
 
-from mpimesh.comm.engine import Engine
+from mpimesh.comm.engine import ProgressEngine
 
 __all__ = ["poll", "test_often"]
 
@@ -39,7 +39,7 @@ _COPYING_S = 200e-6
 up to 100 us after a nap, for its memory is cold; one that does finds all that came in the nap."""
 
 
-def test_often(test: Callable[[], bool], engine: Engine) -> bool:
+def test_often(test: Callable[[], bool], engine: ProgressEngine) -> bool:
     """Test a few times in a row, and tell whether it was over by then.
 
     Setting up a wait takes 10 us. Where each rank has a core of its own, most small operations are
@@ -60,7 +60,7 @@ def poll(
     ready: Callable[[], bool],
     timeout_s: float | None = None,
     idle: Callable[[], None] | None = None,
-    engine: Engine | None = None,
+    engine: ProgressEngine | None = None,
 ) -> bool:
     """Call `ready` until it is True or `timeout_s` has passed; return its last answer.
 

@@ -38,7 +38,7 @@ from mpimesh.arrays import (
     to_numpy,
 )
 from mpimesh.comm import RecvRequest, Request
-from mpimesh.comm.lending import Borrowing, Lending, Row
+from mpimesh.comm.lending import Borrowing, Lending, LendingRow
 from mpimesh.comm.requests import Condition
 from mpimesh.comm.waiting import test_often
 from mpimesh.errors import ShapeError, TransportError
@@ -354,7 +354,7 @@ class SendLink:
         self._tag = tag
         self.peer = peer
         self.lending: Lending | None = None
-        self.row: Row | None = None
+        self.row: LendingRow | None = None
         self._room: HostArray | None = None
         self.is_news = False
         self.sent: dict[int, list[int]] = {}

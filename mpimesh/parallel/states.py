@@ -32,7 +32,7 @@ from mpimesh.runtime.call import Call
 from mpimesh.store.modules import (
     OPTIMIZER,
     STEP,
-    Span,
+    FlatSpan,
     check_names,
     parameter_target,
     state_parts,
@@ -429,7 +429,7 @@ def model_parts(engine: Engine) -> dict[str, Parts | Value]:
     spans = _spans_of_values(engine)
     found: dict[str, Parts | Value] = {STEP: engine.step}
     for name, parameter in engine.named_parameters():
-        span, shard = spans.get(id(parameter), (Span.block(parameter), None))
+        span, shard = spans.get(id(parameter), (FlatSpan.block(parameter), None))
         found[name] = span.parts(_values(parameter, span, shard))
     return found
 
@@ -457,7 +457,7 @@ def model_target(
     for name, parameter in engine.named_parameters():
         if name not in saved:
             continue
-        span, shard = spans.get(id(parameter), (Span.block(parameter), None))
+        span, shard = spans.get(id(parameter), (FlatSpan.block(parameter), None))
         if shard is not None and shard.values is None:
             shard.check_hidden()
         values = _values(parameter, span, shard)
@@ -471,7 +471,7 @@ def model_target(
     return wanted, take
 
 
-def _spans_of_values(engine: Engine) -> dict[int, tuple[Span, Shard | None]]:
+def _spans_of_values(engine: Engine) -> dict[int, tuple[FlatSpan, Shard | None]]:
     """Return by its id which part of a parameter this rank writes, where it may not be all.
 
     With it comes the shard that has the values; None if other memory has.
@@ -481,17 +481,17 @@ def _spans_of_values(engine: Engine) -> dict[int, tuple[Span, Shard | None]]:
     ]
     shards = [bucket.shard for bucket in engine.buckets.buckets if bucket.shard is not None]
     lots += [(shard.parameters, shard.written, shard) for shard in shards]
-    spans: dict[int, tuple[Span, Shard | None]] = {}
+    spans: dict[int, tuple[FlatSpan, Shard | None]] = {}
     for parameters, part, shard in lots:
         end = 0
         for one in parameters:
             begin, end = end, end + one.size
             start, stop = (min(max(edge, begin), end) - begin for edge in (part.start, part.stop))
-            spans[id(one)] = Span(one.global_shape, one.box, start, stop), shard
+            spans[id(one)] = FlatSpan(one.global_shape, one.box, start, stop), shard
     return spans
 
 
-def _values(parameter: Parameter, span: Span, shard: Shard | None) -> Array:
+def _values(parameter: Parameter, span: FlatSpan, shard: Shard | None) -> Array:
     """Return the memory of this rank's part of a parameter."""
     if parameter.data is not None or shard is None:
         values = parameter.value()
@@ -597,15 +597,15 @@ def _prefixes(saved: Mapping[str, object]) -> Iterator[str]:
 
 def _spans_of_state(
     engine: Engine, lent: LentOptimizer, layouts: Layouts
-) -> list[tuple[str, Parameter, Span]]:
+) -> list[tuple[str, Parameter, FlatSpan]]:
     """Return the name of each parameter, and the part of its state that this rank has."""
     names = {id(parameter): name for name, parameter in engine.named_parameters()}
     spans = []
     for one in lent.parameters:
-        span = Span.block(one)
+        span = FlatSpan.block(one)
         if id(one) in layouts:
             group, layout = layouts[id(one)]
             ((start, stop),) = layout.box((one.size,), group.rank or 0)
-            span = Span(one.global_shape, one.box, start, stop)
+            span = FlatSpan(one.global_shape, one.box, start, stop)
         spans.append((names[id(one)], one, span))
     return spans

@@ -30,12 +30,12 @@ from mpimesh.mesh import WORLD
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
 
-__all__ = ["Ranks", "agree", "agree_alike", "announce", "compare"]
+__all__ = ["AgreeingRanks", "agree", "agree_alike", "announce", "compare"]
 
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class AgreeingRanks(Protocol):
     """Ranks that can agree: those of a group, or of a mesh."""
 
     @property
@@ -48,7 +48,7 @@ class Ranks(Protocol):
 
 
 def agree(
-    ranks: Ranks,
+    ranks: AgreeingRanks,
     what: Call | str,
     value: Any = None,
     *,
@@ -99,7 +99,7 @@ def agree(
 
 
 def agree_alike(
-    ranks: Ranks, name: str, make: Callable[[], T], rule: Callable[[T], str] = str
+    ranks: AgreeingRanks, name: str, make: Callable[[], T], rule: Callable[[T], str] = str
 ) -> T:
     """Return what `make` gives, if it is alike on all ranks, errors too. Collective.
 

@@ -31,7 +31,7 @@ from mpimesh.comm.signatures import signature_text
 from mpimesh.errors import SettingsError
 from mpimesh.runtime.call import Call, site_text
 
-__all__ = ["KEPT", "Entry", "Record", "Recorder", "last_words", "read_records"]
+__all__ = ["KEPT", "FlightEntry", "Record", "Recorder", "last_words", "read_records"]
 
 KEPT = 1000
 _ROW = struct.Struct("<6q")
@@ -64,7 +64,7 @@ _LONGEST_RANKS = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FlightEntry:
     """One operation of one rank.
 
     Attributes:
@@ -118,7 +118,7 @@ class Record:
     host: str
     pid: int
     wait: dict[str, Any]
-    entries: tuple[Entry, ...]
+    entries: tuple[FlightEntry, ...]
     ending: str = ""
 
 
@@ -317,7 +317,7 @@ def read_records(folder: Path) -> tuple[dict[int, Record], list[Path]]:
 def _check(found: Record, rank: int) -> None:
     """Raise ValueError or TypeError for a record that no rank has written."""
     kinds = {"int": int, "str": str, "float": float}
-    parts: list[Record | Entry] = [found, *found.entries]
+    parts: list[Record | FlightEntry] = [found, *found.entries]
     values = [
         (getattr(part, one.name), kinds[str(one.type)])
         for part in parts
@@ -341,7 +341,7 @@ def _write_json(path: Path, found: Record) -> None:
 
 def _read_json(path: Path) -> Record:
     record = json.loads(path.read_text())
-    entries = tuple(Entry(**entry) for entry in record.pop("entries"))
+    entries = tuple(FlightEntry(**entry) for entry in record.pop("entries"))
     return Record(**record, entries=entries)
 
 
@@ -369,7 +369,7 @@ def _read_ring(path: Path) -> Record:
         group, mesh, ranks, site, digest, signature = (*texts, *[""] * 6)[:6]
         waited = wait.get("record") == order and state == _STARTED
         entries.append(
-            Entry(
+            FlightEntry(
                 group,
                 mesh,
                 ranks,

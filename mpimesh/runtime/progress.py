@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpimesh.arrays import HostArray
-from mpimesh.comm import Communicator, Engine, Request
+from mpimesh.comm import Communicator, ProgressEngine, Request
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.flight import Recorder
 
@@ -69,7 +69,7 @@ class Wait:
         self.since_s = time.monotonic()
 
 
-class Progress(Engine):
+class Progress(ProgressEngine):
     """All unfinished multi-step operations of one rank.
 
     Attributes:

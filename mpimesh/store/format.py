@@ -27,7 +27,7 @@ from mpimesh.store.parts import Value
 
 __all__ = [
     "MANIFEST",
-    "Entry",
+    "ArrayEntry",
     "Manifest",
     "Piece",
     "Tensor",
@@ -96,7 +96,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ArrayEntry:
     """An array of a checkpoint.
 
     Attributes:
@@ -125,7 +125,7 @@ class Manifest:
         files: Names, relative to the folder, and sizes in bytes.
     """
 
-    arrays: Mapping[str, Entry]
+    arrays: Mapping[str, ArrayEntry]
     values: Mapping[str, Value]
     tree: Value
     files: tuple[tuple[str, int], ...]
@@ -213,11 +213,11 @@ def tensor_name(name: str, shape: Sequence[int], box: Box) -> str:
     return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
-def missing_in(entry: Entry) -> Box | None:
+def missing_in(entry: ArrayEntry) -> Box | None:
     """Return a box of an array that is in none of its pieces; None if they cover it.
 
     Example:
-        >>> missing_in(Entry((4, 6), np.dtype("f4"), (Piece(0, ((0, 4), (2, 6)), 64, None),)))
+        >>> missing_in(ArrayEntry((4, 6), np.dtype("f4"), (Piece(0, ((0, 4), (2, 6)), 64, None),)))
         ((0, 4), (0, 2))
     """
     if not math.prod(entry.shape):
@@ -483,7 +483,7 @@ def _foreign(path: Path) -> Manifest:
                 "copy both anew"
             )
         dtype, shape, begin = read[file][1][name]
-        arrays[name] = Entry(shape, dtype, (Piece(numbers[file], whole(shape), begin, None),))
+        arrays[name] = ArrayEntry(shape, dtype, (Piece(numbers[file], whole(shape), begin, None),))
     return Manifest(arrays, {}, None, tuple((file, size) for file, (size, _) in read.items()))
 
 
@@ -573,7 +573,7 @@ def _check_file_name(name: Any) -> None:
         _wrong(f"{shown(name)} is not the name of a file in the same folder")
 
 
-def _entry_to_json(name: str, entry: Entry) -> dict[str, Any]:
+def _entry_to_json(name: str, entry: ArrayEntry) -> dict[str, Any]:
     try:
         file_dtype(entry.dtype)
     except DTypeError as error:
@@ -612,7 +612,7 @@ def _manifest_from_json(content: dict[str, Any]) -> Manifest:
     return Manifest(arrays, values, _from_json(content["tree"]), tuple(files))
 
 
-def _entry_from_json(about: Any, what: str, files: Sequence[tuple[str, int]]) -> Entry:
+def _entry_from_json(about: Any, what: str, files: Sequence[tuple[str, int]]) -> ArrayEntry:
     if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "pieces"}:
         _wrong(f"{what} has not dtype, shape and pieces")
     dtype = _dtype_named(_of(about["dtype"], str, f"the dtype of {what}"))
@@ -629,7 +629,7 @@ def _entry_from_json(about: Any, what: str, files: Sequence[tuple[str, int]]) ->
         if file >= len(files) or begin + volume(box) * dtype.itemsize > files[file][1]:
             _wrong(f"{what} has a piece at {begin} of file {file}, which is not there")
         pieces.append(Piece(file, box, begin, _digest_from_json(row[2], what)))
-    entry = Entry(shape, dtype, tuple(pieces))
+    entry = ArrayEntry(shape, dtype, tuple(pieces))
     gap = missing_in(entry)
     if gap is not None:
         _wrong(f"{what} of shape {shape} has no piece with {tensor_name('', shape, gap) or 'it'}")
@@ -644,7 +644,7 @@ def _digest_from_json(value: Any, what: str) -> int | None:
     return int(value, 16)
 
 
-def _check_apart(arrays: Mapping[str, Entry]) -> None:
+def _check_apart(arrays: Mapping[str, ArrayEntry]) -> None:
     """Refuse pieces that share bytes: arrays have no more bytes then than their files."""
     ranges = [
         (piece.file, piece.begin, piece.begin + nbytes, name)

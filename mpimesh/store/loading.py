@@ -24,7 +24,7 @@ from mpimesh.layout import Layout, PlacementLike
 from mpimesh.layout.boxes import Box, extent, global_box, slices, tiles
 from mpimesh.runtime import DeviceMesh
 from mpimesh.store.files import as_folder
-from mpimesh.store.format import MANIFEST, Entry, Manifest, read_manifest
+from mpimesh.store.format import MANIFEST, ArrayEntry, Manifest, read_manifest
 from mpimesh.store.parts import Parts, Saved
 from mpimesh.store.reading import FileReader
 from mpimesh.store.together import agreed, as_store_error, ranks_of_job
@@ -116,7 +116,7 @@ def load(
     together = _Together(ranks, where, verify)
     manifest, folder = together.manifest()
 
-    def prepared() -> tuple[Into, dict[str, Entry]]:
+    def prepared() -> tuple[Into, dict[str, ArrayEntry]]:
         source, entries = _source(where, manifest, only, rename, strict=strict)
         if into is not None:
             if layout is not None:
@@ -217,7 +217,7 @@ def _source(
     rename: Renaming,
     *,
     strict: bool,
-) -> tuple[Source, dict[str, Entry]]:
+) -> tuple[Source, dict[str, ArrayEntry]]:
     """Return what a checkpoint has by the names in the tree, and where its arrays lie.
 
     Raises:
@@ -315,7 +315,7 @@ def _new_array(
 def read_into(
     folder: Path,
     manifest: Manifest,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, ArrayEntry],
     wanted: Mapping[str, Parts],
     *,
     verify: bool = True,
@@ -350,7 +350,7 @@ def check_cast(name: str, saved: DType, target: DType) -> None:
         )
 
 
-def read_box(reader: FileReader, entry: Entry, box: Box, array: Array) -> None:
+def read_box(reader: FileReader, entry: ArrayEntry, box: Box, array: Array) -> None:
     """Read a box of an array into memory of its extent, on the host or on a device."""
     if isinstance(array, np.ndarray):
         for piece in entry.pieces:

@@ -31,7 +31,7 @@ from mpimesh.store.parts import Parts, Saved, Value
 __all__ = [
     "OPTIMIZER",
     "STEP",
-    "Span",
+    "FlatSpan",
     "check_names",
     "has_names",
     "module_parts",
@@ -55,7 +55,7 @@ Wanted = tuple[Mapping[str, Parts], Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FlatSpan:
     """The elements that a rank has of an array, or of its block of it: neighbours in memory.
 
     Attributes:
@@ -73,7 +73,7 @@ class Span:
     is_flat: bool = True
 
     @classmethod
-    def block(cls, parameter: Parameter) -> Span:
+    def block(cls, parameter: Parameter) -> FlatSpan:
         """Return all that this rank's layer has of a parameter."""
         return cls(parameter.global_shape, parameter.box, 0, parameter.size, is_flat=False)
 
@@ -125,7 +125,7 @@ def module_parts(module: Module) -> dict[str, Parts]:
         ModuleStateError: If a parameter has no memory yet.
     """
     return {
-        name: Span.block(parameter).parts(parameter.value())
+        name: FlatSpan.block(parameter).parts(parameter.value())
         for name, parameter in module.named_parameters()
     }
 
@@ -157,7 +157,11 @@ def restored_module(module: Module, saved: Mapping[str, Saved | Value], *, stric
 
 
 def parameter_target(
-    name: str, parameter: Parameter, saved: Saved | Value, values: Array, span: Span | None = None
+    name: str,
+    parameter: Parameter,
+    saved: Saved | Value,
+    values: Array,
+    span: FlatSpan | None = None,
 ) -> Parts:
     """Return where values of a parameter are read to: what this rank has of it. Local.
 
@@ -182,7 +186,7 @@ def parameter_target(
             f"the memory of parameter {name!r} is read-only, and is to be read into: give it "
             "other, parameter.data = parameter.data.copy()"
         )
-    return (Span.block(parameter) if span is None else span).parts(values)
+    return (FlatSpan.block(parameter) if span is None else span).parts(values)
 
 
 def _checked_array(what: str, saved: Saved | Value, shape: tuple[int, ...]) -> Saved:
@@ -247,7 +251,7 @@ def restored_optimizer(
 
 def _named_spans(
     optimizer: Optimizer, names: Mapping[int, str]
-) -> list[tuple[str, Parameter, Span]]:
+) -> list[tuple[str, Parameter, FlatSpan]]:
     kind = type(optimizer).__name__
     if optimizer.is_lent:
         raise ModuleStateError(
@@ -261,7 +265,7 @@ def _named_spans(
             'of no model in the tree: save both in one tree, {"model": model, "optimizer": '
             "optimizer}"
         )
-    spans = [(names[id(one)], one, Span.block(one)) for one in optimizer.params]
+    spans = [(names[id(one)], one, FlatSpan.block(one)) for one in optimizer.params]
     if len({name for name, _, _ in spans}) < len(spans):
         raise ModuleError(
             f"{kind} has parameters of several models that have the same names; make an optimizer "
@@ -271,7 +275,7 @@ def _named_spans(
 
 
 def state_parts(
-    state: Mapping[str, Any], spans: Sequence[tuple[str, Parameter, Span]]
+    state: Mapping[str, Any], spans: Sequence[tuple[str, Parameter, FlatSpan]]
 ) -> dict[str, Parts | Value]:
     """Return a state of an optimizer by name. Local.
 
@@ -291,7 +295,7 @@ def state_parts(
 
 def state_target(
     optimizer: Optimizer,
-    spans: Sequence[tuple[str, Parameter, Span]],
+    spans: Sequence[tuple[str, Parameter, FlatSpan]],
     saved: Mapping[str, Saved | Value],
     *,
     strict: bool,

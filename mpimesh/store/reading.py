@@ -20,7 +20,7 @@ import xxhash
 from mpimesh.arrays import HostArray
 from mpimesh.errors import DamagedError, StoreError
 from mpimesh.layout.boxes import Box, common, extent, global_box, local_box, run_start, tiles, view
-from mpimesh.store.format import Entry, Manifest, Piece, file_dtype
+from mpimesh.store.format import ArrayEntry, Manifest, Piece, file_dtype
 
 __all__ = ["FileReader"]
 
@@ -64,7 +64,7 @@ class FileReader:
         self._memory = np.empty(0, np.uint8)
         self.read_bytes = 0
 
-    def read(self, piece: Piece, entry: Entry, box: Box, out: HostArray) -> None:
+    def read(self, piece: Piece, entry: ArrayEntry, box: Box, out: HostArray) -> None:
         """Read what a piece has of a box of its array; nothing if they have nothing in common.
 
         Runs of bytes are read straight into `out` if it has the array's dtype and is contiguous
@@ -109,7 +109,7 @@ class FileReader:
         if digest is not None:
             self._compare(piece, entry, digest)
 
-    def check(self, piece: Piece, entry: Entry) -> None:
+    def check(self, piece: Piece, entry: ArrayEntry) -> None:
         """Read all of a piece, and compare its checksum if it has one.
 
         Raises:
@@ -122,7 +122,7 @@ class FileReader:
             digest.update(self._bytes(piece.file, begin, min(end - begin, _MOST_BYTES)).data)
         self._compare(piece, entry, digest)
 
-    def _compare(self, piece: Piece, entry: Entry, digest: xxhash.xxh3_64) -> None:
+    def _compare(self, piece: Piece, entry: ArrayEntry, digest: xxhash.xxh3_64) -> None:
         if piece.digest is not None and digest.intdigest() != piece.digest:
             raise DamagedError(
                 f"{self._path(piece.file)} was changed since it was written: bytes {piece.begin} "

@@ -182,7 +182,7 @@ def save(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SavePlan:
     """The files of a save, and the arrays in them, as one rank knows them.
 
     Attributes:
@@ -324,7 +324,7 @@ def _check_whole(manifest: Manifest) -> None:
 
 # -- together -------------------------------------------------------------------------------------
 
-_plans: WeakKeyDictionary[GroupCore, dict[int, Plan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[GroupCore, dict[int, SavePlan]] = WeakKeyDictionary()
 _under_way: WeakKeyDictionary[GroupCore, CollectiveTensor] = WeakKeyDictionary()
 _MOST_PLANS = 4
 
@@ -408,7 +408,9 @@ def _digest(value: Any) -> str:
     return f"{digest_bits(json.dumps(value).encode(), 63):x}"
 
 
-def _copied(plan: Plan, source: Callable[[str, Box], Array]) -> dict[tuple[str, Box], HostArray]:
+def _copied(
+    plan: SavePlan, source: Callable[[str, Box], Array]
+) -> dict[tuple[str, Box], HostArray]:
     """Copy what this rank is to write, into the memory of the last such save."""
     memory = plan.memory
     for file in plan.mine:
@@ -421,7 +423,7 @@ def _copied(plan: Plan, source: Callable[[str, Box], Array]) -> dict[tuple[str, 
     return memory
 
 
-def _plan(core: GroupCore, what: str, flat: Flat, file_bytes: int) -> Plan:
+def _plan(core: GroupCore, what: str, flat: Flat, file_bytes: int) -> SavePlan:
     """Plan the files of all ranks, which describe what they have to the first one. Collective."""
     rows = _gathered(core, what, _described(flat))
     problem: MpimeshError | None = None
@@ -446,7 +448,7 @@ def _plan(core: GroupCore, what: str, flat: Flat, file_bytes: int) -> Plan:
         DataFile.of(file, [(name, tuple(map(tuple, box))) for name, box in boxes], kinds_here)
         for file, boxes in mine
     )
-    return Plan(share, tuple(shares), kinds)
+    return SavePlan(share, tuple(shares), kinds)
 
 
 def copies_of(flat: Flat, *, whole: bool) -> dict[str, str]:
@@ -552,7 +554,7 @@ def _scattered(core: GroupCore, what: str, values: Sequence[Any]) -> Any:
 
 def _steps(
     core: GroupCore,
-    plan: Plan,
+    plan: SavePlan,
     writer: Writer,
     flat: Flat,
     values: Mapping[str, Value],

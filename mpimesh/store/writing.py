@@ -30,7 +30,7 @@ from mpimesh.layout.boxes import Box, extent, slices, tiles, volume
 from mpimesh.store.files import PART, TOKEN_DIGITS, replaced, sync, write_at
 from mpimesh.store.format import (
     MANIFEST,
-    Entry,
+    ArrayEntry,
     Manifest,
     Piece,
     safetensors_header,
@@ -253,7 +253,7 @@ def manifest_of(
                 pieces[name].append(Piece(len(files), box, begin, next(rest)))
             files.append((f"{folder}/{file.name}", file.nbytes))
     arrays = {
-        name: Entry(*kinds[name], tuple(sorted(row, key=lambda each: each.box)))
+        name: ArrayEntry(*kinds[name], tuple(sorted(row, key=lambda each: each.box)))
         for name, row in sorted(pieces.items())
     }
     return Manifest(arrays, values, tree, tuple(files))

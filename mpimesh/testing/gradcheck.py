@@ -84,10 +84,10 @@ def gradcheck(
     atol = as_real(atol, "atol", ModuleError, least=0)
     seed = as_int(seed, "seed", ModuleError, least=0)
     training_step = as_int(training_step, "training_step", ModuleError, least=0)
-    _Check(layer, inputs, step, (rtol, atol), seed, training_step).run()
+    _GradientCheck(layer, inputs, step, (rtol, atol), seed, training_step).run()
 
 
-class _Check:
+class _GradientCheck:
     """One run of `gradcheck`."""
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.comm.algorithms import OPERATIONS, Sizes
-from mpimesh.comm.engine import Engine
+from mpimesh.comm.engine import ProgressEngine
 from mpimesh.comm.node import Node
 
 __all__ = ["MEMORIES", "done", "node_of", "opened", "put", "reduced_in_order"]
@@ -63,7 +63,7 @@ def opened(
     if not staged:
         unstaged = Sizes([1] * len(OPERATIONS), "for tests", slots_from=1)
         sizes.of_ranks = lambda ranks, nodes=1: unstaged
-    communicator = RoutedCommunicator(comm.Dup(), node, Engine(), sizes, limit=limit)
+    communicator = RoutedCommunicator(comm.Dup(), node, ProgressEngine(), sizes, limit=limit)
     yield communicator
     # Not after an error: the other ranks may be anywhere.
     communicator.free()

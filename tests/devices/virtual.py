@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mpimesh.comm import Engine, VirtualWorld, virtual_communicators
+from mpimesh.comm import ProgressEngine, VirtualWorld, virtual_communicators
 from tests.devices.fake_cuda import FakeCupy, installed
 
 __all__ = ["on_ranks"]
@@ -29,7 +29,7 @@ def on_ranks(size: int, function: Callable[[Any], Any], *, devices: int = 1) -> 
     errors: list[BaseException] = []
 
     def main(communicator: Any) -> None:
-        communicator.engine = Engine()
+        communicator.engine = ProgressEngine()
         cupy.cuda.runtime.setDevice(communicator.rank % devices)
         try:
             results[communicator.rank] = function(communicator)

@@ -48,11 +48,11 @@ def communicator(comm):
     """The ranks, each with a GPU current: its own where there are enough, else a shared one."""
     import cupy
 
-    from mpimesh.comm import Engine
+    from mpimesh.comm import ProgressEngine
     from mpimesh.comm.mpi import MPICommunicator
 
     communicator = MPICommunicator.duplicate(comm)
-    communicator.engine = Engine()
+    communicator.engine = ProgressEngine()
     with cupy.cuda.Device(comm.rank % cupy.cuda.runtime.getDeviceCount()):
         yield communicator
         communicator.free()

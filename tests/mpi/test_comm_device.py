@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpimesh.comm import Engine
+from mpimesh.comm import ProgressEngine
 from mpimesh.comm.cuda_probe import ProbeResult
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
 from mpimesh.comm.device_strategy import PARAMETERS
@@ -31,7 +31,7 @@ def communicator(comm):
 
     with installed():
         communicator = MPICommunicator.duplicate(comm)
-        communicator.engine = Engine()
+        communicator.engine = ProgressEngine()
         yield communicator
         communicator.free()
 

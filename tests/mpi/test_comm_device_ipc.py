@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from mpimesh.comm import Engine, cuda_ipc
+from mpimesh.comm import ProgressEngine, cuda_ipc
 from mpimesh.comm.cuda_ipc import CudaIpc
 from mpimesh.comm.device_communicator import device_communicator
 from tests.devices.alone import Alone
@@ -32,7 +32,7 @@ def communicator(comm, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cuda_ipc, "address_range", address_range)
     communicator = MPICommunicator.duplicate(comm)
-    communicator.engine = Engine()
+    communicator.engine = ProgressEngine()
     yield communicator
     finish(communicator, communicator.barrier())  # others may still read
     communicator.free()

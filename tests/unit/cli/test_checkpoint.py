@@ -18,7 +18,7 @@ import mpimesh as mm
 from mpimesh.cli import app
 from mpimesh.cli.checkpoint import export, problems_of
 from mpimesh.store.files import PART
-from mpimesh.store.format import MANIFEST, Entry, Manifest, Piece, digest_of, read_manifest
+from mpimesh.store.format import MANIFEST, ArrayEntry, Manifest, Piece, digest_of, read_manifest
 from tests.helpers.raises import names
 
 ARRAYS = {
@@ -168,7 +168,7 @@ def test_export_of_many_pieces_takes_little_memory(tmp_path):
             file.write(data)
             pieces.append(Piece(0, ((top, bottom), (left, right)), begin, digest_of(data)))
             begin += len(data)
-    entry = Entry(array.shape, array.dtype, tuple(pieces))
+    entry = ArrayEntry(array.shape, array.dtype, tuple(pieces))
     manifest = Manifest({"w": entry}, {}, None, (("f", begin),))
     out = tmp_path / "out.safetensors"
     tracemalloc.start()

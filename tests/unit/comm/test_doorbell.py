@@ -10,7 +10,7 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from mpimesh.comm import Engine
+from mpimesh.comm import ProgressEngine
 from mpimesh.comm.arena import Arena, bell_of, map_file
 from mpimesh.comm.doorbell import BELL_BYTES, Doorbell
 from mpimesh.comm.waiting import poll
@@ -59,7 +59,7 @@ def test_a_count_that_is_full_begins_anew():
 
 
 def test_another_thread_wakes_a_wait():
-    engine = Engine()
+    engine = ProgressEngine()
     engine.bell = own = bell()
     came: list[float] = []
 
@@ -76,7 +76,7 @@ def test_another_thread_wakes_a_wait():
 
 
 def test_a_wait_without_a_ring_ends_all_the_same():
-    engine = Engine()
+    engine = ProgressEngine()
     engine.bell = bell()
     end_s = time.perf_counter() + 0.05
     assert poll(lambda: time.perf_counter() > end_s, LONG_S, engine=engine)
@@ -103,7 +103,7 @@ def test_another_process_wakes_one():
 
 
 def test_a_signal_ends_a_nap_and_its_handler_may_raise():
-    engine = Engine()
+    engine = ProgressEngine()
     engine.bell = bell()
 
     def handle(number, frame):

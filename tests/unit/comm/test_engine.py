@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mpimesh.comm.engine import Engine, Moved, StagedRequest
+from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest
 from mpimesh.comm.waiting import test_often as often
 from mpimesh.errors import TransportError
 
@@ -27,7 +27,7 @@ class Counted(Moved):
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_what_begins_moves_at_once_and_goes_when_it_is_done(at):
-    engine = Engine()
+    engine = ProgressEngine()
     request = Counted(engine, at)
     request.begin()
     assert request.moves == 1
@@ -43,7 +43,7 @@ def engine_is_free(engine):
 
 
 def test_an_error_stays_with_its_operation():
-    engine = Engine()
+    engine = ProgressEngine()
     request = Counted(engine, 1, TransportError("lost"))
     request.begin()  # does not raise
     assert request.moves == 1
@@ -51,7 +51,7 @@ def test_an_error_stays_with_its_operation():
 
 def test_an_interrupted_begin_is_moved_along_all_the_same():
     """The other ranks count on it, though its caller has no handle."""
-    engine = Engine()
+    engine = ProgressEngine()
     request = Counted(engine, 2, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         request.begin()
@@ -63,7 +63,7 @@ def test_an_interrupted_begin_is_moved_along_all_the_same():
 
 
 def test_what_has_ended_unseen_holds_nothing_up():
-    engine = Engine()
+    engine = ProgressEngine()
     request = Counted(engine, 2)
     request.begin()
     assert not engine.idle
@@ -76,7 +76,7 @@ def test_what_has_ended_unseen_holds_nothing_up():
     [([], False), ([(2, 2)], True), ([(3, 2)], False), ([(4, 2), (2, 2)], False), ([(1, 8)], True)],
 )
 def test_a_core_of_its_own(groups, own):
-    engine = Engine()
+    engine = ProgressEngine()
     for ranks, cores in groups:
         engine.share_cores(ranks, cores)
     assert engine.has_core is own
@@ -84,7 +84,7 @@ def test_a_core_of_its_own(groups, own):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_the_first_tests_end_with_the_first_that_is_done(own):
-    engine = Engine()
+    engine = ProgressEngine()
     engine.has_core = own
     for at in (1, 2, 9):
         request = Counted(engine, at)
@@ -97,7 +97,7 @@ def test_the_first_tests_end_with_the_first_that_is_done(own):
 
 def test_a_signal_handler_inside_a_step_may_wait_for_something_else():
     """Its wait comes upon the operation that it has interrupted, and leaves it alone."""
-    engine = Engine()
+    engine = ProgressEngine()
     found: list[bool] = []
 
     def steps():
@@ -114,7 +114,7 @@ def test_a_signal_handler_inside_a_step_may_wait_for_something_else():
 
 
 def test_a_request_begins_again_after_what_its_chain_has_under_way():
-    engine = Engine()
+    engine = ProgressEngine()
     first, second = Counted(engine, 2), Counted(engine, 1)
     for _ in range(2):
         first.moves = second.moves = 0
@@ -156,7 +156,7 @@ def interrupted(call, at):
 
 def test_an_exception_anywhere_in_the_engine_loses_no_operation():
     for at in range(1, 1000):
-        engine = Engine()
+        engine = ProgressEngine()
         requests = [Counted(engine, 3) for _ in range(3)]
         for request in requests:
             request.begin()
@@ -182,7 +182,7 @@ class Failed:
 
 @pytest.mark.parametrize("error", [BufferError("read-only"), KeyboardInterrupt()])
 def test_a_step_that_failed_ends_its_operation_and_no_other(error):
-    engine = Engine()
+    engine = ProgressEngine()
 
     def steps():
         yield Failed(error)

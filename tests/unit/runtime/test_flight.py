@@ -18,7 +18,7 @@ from mpimesh.errors import SettingsError
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.flight import (
     KEPT,
-    Entry,
+    FlightEntry,
     Record,
     Recorder,
     last_words,
@@ -43,7 +43,7 @@ def call_of(number, name="all_reduce", shape=(3,)):
 
 def entries(*names, group="world", ranks="0-2", at_s=0.0):
     return tuple(
-        Entry(group, "m", ranks, number, name, name, "x.py:1", 8, at_s + number, 0.0, "done")
+        FlightEntry(group, "m", ranks, number, name, name, "x.py:1", 8, at_s + number, 0.0, "done")
         for number, name in enumerate(names, 1)
         if name
     )
@@ -161,7 +161,7 @@ def test_records_that_agree_or_are_not_there():
 
 
 def test_who_waits_for_whom():
-    mine = Entry("world", "m", "0-2", 2, "b", "b", "x.py:2", 8, 2.0, 0.0, "waited for")
+    mine = FlightEntry("world", "m", "0-2", 2, "b", "b", "x.py:2", 8, 2.0, 0.0, "waited for")
     wait = {"what": "b", "needs": "0-2"}
     found = records(
         (*entries("a"), mine), entries("a"), (*entries("a"), mine), wait={0: wait, 2: wait}

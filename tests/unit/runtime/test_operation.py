@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpimesh.comm import Engine, StagedRequest
+from mpimesh.comm import ProgressEngine, StagedRequest
 from mpimesh.errors import PeerLostError, TransportError, UnresolvedWarning
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
@@ -124,7 +124,7 @@ def test_an_error_of_a_step_is_that_of_the_operation():
         yield first
         raise OSError("of a step")
 
-    request = StagedRequest(steps(), Engine())
+    request = StagedRequest(steps(), ProgressEngine())
     handle = CollectiveTensor(Owner(), Call("all_reduce", "world"), request)
     for _ in range(2):
         with raises(OSError, "of a step"):

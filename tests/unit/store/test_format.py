@@ -24,7 +24,7 @@ from mpimesh.errors import DamagedError, DTypeError, StoreError
 from mpimesh.layout.boxes import fits, uncovered, view, volume, whole
 from mpimesh.store.format import (
     MANIFEST,
-    Entry,
+    ArrayEntry,
     Manifest,
     Piece,
     digest_of,
@@ -84,14 +84,14 @@ def manifests(draw):
     arrays = {}
     for name in draw(st.lists(st.text(max_size=5), max_size=4, unique=True)):
         shape, boxes = draw(grids())
-        entry = Entry(shape, draw(st.sampled_from([*DTYPES, np.dtype("c16")])), ())
+        entry = ArrayEntry(shape, draw(st.sampled_from([*DTYPES, np.dtype("c16")])), ())
         pieces = []
         for box in boxes:
             number = draw(st.integers(0, len(files) - 1))
             digest = draw(st.none() | st.integers(0, 2**64 - 1))
             pieces.append(Piece(number, box, files[number][1], digest))
             files[number][1] += entry.nbytes(pieces[-1])
-        arrays[name] = Entry(shape, entry.dtype, tuple(pieces))
+        arrays[name] = ArrayEntry(shape, entry.dtype, tuple(pieces))
     values = draw(st.dictionaries(st.text(max_size=3), json_values(), max_size=3))
     return Manifest(
         arrays, values, draw(json_values()), tuple((name, size) for name, size in files)
@@ -118,7 +118,9 @@ def test_what_is_missing_is_a_box_without_a_piece(case, data):
     marks = np.zeros(shape, bool)
     for box in boxes:
         view(marks, box)[...] = True
-    gap = missing_in(Entry(shape, np.dtype("i1"), tuple(Piece(0, box, 0, None) for box in boxes)))
+    gap = missing_in(
+        ArrayEntry(shape, np.dtype("i1"), tuple(Piece(0, box, 0, None) for box in boxes))
+    )
     assert (gap is None) == bool(marks.all())
     if gap is not None:
         assert fits(gap, shape)
@@ -290,14 +292,14 @@ def mutated_json(text: bytes, random: random.Random) -> bytes:
 
 MANIFEST_TEXT = Manifest(
     {
-        "w": Entry(
+        "w": ArrayEntry(
             (4, 6),
             np.dtype("f4"),
             (Piece(0, ((0, 4), (0, 3)), 320, 1), Piece(1, ((0, 4), (3, 6)), 192, 2)),
         ),
-        "b": Entry((3,), np.dtype("c16"), (Piece(1, ((0, 3),), 240, None),)),
-        "s": Entry((), np.dtype(ml_dtypes.bfloat16), (Piece(0, (), 368, 3),)),
-        "none": Entry((0, 2), np.dtype("i8"), ()),
+        "b": ArrayEntry((3,), np.dtype("c16"), (Piece(1, ((0, 3),), 240, None),)),
+        "s": ArrayEntry((), np.dtype(ml_dtypes.bfloat16), (Piece(0, (), 368, 3),)),
+        "none": ArrayEntry((0, 2), np.dtype("i8"), ()),
     },
     {"step": 7, "loss": [math.nan, {"$x": 1.5}]},
     {"kind": "dict", "keys": ["w", "b"]},
@@ -539,7 +541,7 @@ def test_a_dtype_that_no_file_can_hold(dtype, cure):
     with raises(DTypeError, dtype, cure):
         safetensors_header([("w", dtype, (2,))])
     with raises(DTypeError, "array 'w'", dtype, cure):
-        Manifest({"w": Entry((2,), dtype, ())}, {}, None, ()).text()
+        Manifest({"w": ArrayEntry((2,), dtype, ())}, {}, None, ()).text()
 
 
 @pytest.mark.parametrize(

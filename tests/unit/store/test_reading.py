@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mpimesh.errors import DamagedError, StoreError
 from mpimesh.layout.boxes import Box, extent, view, whole
 from mpimesh.store import reading
-from mpimesh.store.format import Entry, Manifest, Piece, digest_of, file_dtype
+from mpimesh.store.format import ArrayEntry, Manifest, Piece, digest_of, file_dtype
 from mpimesh.store.reading import FileReader
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises
@@ -54,7 +54,7 @@ def write(folder: Path, array: np.ndarray, boxes: list[Box], offset: int = 5) ->
     for name, text in zip(("a", "sub/b"), texts, strict=True):
         (folder / name).write_bytes(text)
         files.append((name, len(text)))
-    entry = Entry(array.shape, array.dtype, tuple(pieces))
+    entry = ArrayEntry(array.shape, array.dtype, tuple(pieces))
     return Manifest({"w": entry}, {}, None, tuple(files))
 
 
@@ -225,7 +225,9 @@ def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
     names = [f"f{number}" for number in range(5)]
     for number, name in enumerate(names):
         (tmp_path / name).write_bytes(bytes([number]))
-    entry = Entry((5,), np.dtype("u1"), tuple(Piece(n, ((n, n + 1),), 0, None) for n in range(5)))
+    entry = ArrayEntry(
+        (5,), np.dtype("u1"), tuple(Piece(n, ((n, n + 1),), 0, None) for n in range(5))
+    )
     manifest = Manifest({"w": entry}, {}, None, tuple((name, 1) for name in names))
     before = open_files()
     out = np.empty(5, np.uint8)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpimesh.comm import Engine, VirtualWorld, cuda_ipc, virtual_communicators
+from mpimesh.comm import ProgressEngine, VirtualWorld, cuda_ipc, virtual_communicators
 from mpimesh.comm.cuda_ipc import CudaIpc, ImportedMemory
 from mpimesh.comm.cuda_probe import ProbeResult
 from mpimesh.comm.device_communicator import DeviceCommunicator, device_communicator
@@ -79,7 +79,7 @@ def test_after_an_error_the_stream_of_the_caller_waits_for_what_was_begun(where)
         (comm,) = virtual_communicators(VirtualWorld(1))
         lane = CommStream(comm)
         with raises(TransportError, "no more"):
-            started(Engine(), lane, steps).test()
+            started(ProgressEngine(), lane, steps).test()
         caller = cuda().get_current_stream()
         caller.put(lambda: order.append("caller"))
         caller.synchronize()
@@ -97,13 +97,13 @@ def test_on_the_default_stream_of_a_thread_it_is_done_when_the_device_has_come_t
             lane.stream.put(lambda: order.append("lane"))
             yield from ()
 
-        ordinary = started(Engine(), lane, steps)
+        ordinary = started(ProgressEngine(), lane, steps)
         assert ordinary.test()
         assert order == []
         per_thread = cuda().Stream()
         per_thread.ptr = 2
         with per_thread:
-            request = started(Engine(), lane, steps)
+            request = started(ProgressEngine(), lane, steps)
         assert not request.test()
         while not request.test():
             pass

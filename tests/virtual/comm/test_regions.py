@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh.comm import region_messages
-from mpimesh.comm.engine import Engine
+from mpimesh.comm.engine import ProgressEngine
 from mpimesh.comm.regions import check_regions
 from mpimesh.errors import DTypeError, MismatchError, RankError, ShapeError
 from mpimesh.layout import Give, Part, Regions, Take
@@ -29,7 +29,7 @@ def virtual() -> Any:
 
 def finish(communicator, *steps):
     """Run exchanges one after the other, as the runtime does."""
-    engine = Engine()
+    engine = ProgressEngine()
     left = [engine.stage(communicator, one) for one in steps]
 
     def over():
