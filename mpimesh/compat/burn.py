@@ -1,42 +1,64 @@
-"""burn's synchronisation of gradients: each rank submits them by id, and then waits for all.
+"""burn's ``DistributedBackend``, its synchronisation of gradients by ids, and ``burn-collective``.
 
-Training with mpimesh's own layers needs none of it: :class:`~mpimesh.parallel.GradientBuckets` and
-the parallel models reduce gradients in buckets. This is for a program that has gradients of its
-own, or that says parameter by parameter which are reduced: :class:`ModuleSharder` marks those of a
-module, and :meth:`DistributedSyncClient.sync_parameters` reduces the gradients of what is marked.
+Training with mpimesh's own layers needs none of it: the parallel models reduce gradients in
+buckets. This is for a program that has gradients of its own, or that says parameter by parameter
+which are reduced: :class:`ModuleSharder` marks those of a module, and
+:meth:`DistributedSyncClient.sync_parameters` reduces the gradients of what is marked.
+A :class:`DistributedContext` stands for burn's server, and a group of ranks for its devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from mpimesh import nn, runtime
 from mpimesh.arguments import as_int, as_time, check_kind, digest_bits, rank_names, shape_of, shown
 from mpimesh.arrays import Array, ReduceOp, as_reduce_op, namespace, wire_dtype
 from mpimesh.errors import (
     CollectiveTimeoutError,
     GroupError,
+    LaunchError,
     MismatchError,
     MpimeshError,
+    UnresolvedError,
     on_all_ranks,
 )
 from mpimesh.nn import Parameter, SupportsLayer
 from mpimesh.nn.parameter import as_parameters
 from mpimesh.nn.protocol import is_layer, named_parameters
-from mpimesh.runtime import CollectiveTensor, ProcessGroup
+from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.runtime.agreement import agree
+from mpimesh.runtime.call import Call
 
 __all__ = [
+    "AllReduce",
+    "AllReduceStrategy",
+    "CollectiveConfig",
+    "CollectiveTensor",
+    "DistributedConfig",
+    "DistributedContext",
     "DistributedParamId",
     "DistributedParams",
     "DistributedSyncClient",
     "ModuleSharder",
+    "ReduceOperation",
+    "TensorRef",
+    "all_reduce",
+    "broadcast",
     "distributed_params",
+    "finish_collective",
     "is_distributed",
+    "reduce",
+    "register",
     "set_distributed",
+    "start_global_orchestrator",
 ]
 
 L = TypeVar("L", bound=SupportsLayer)
@@ -119,13 +141,6 @@ class ModuleSharder:
 
     Raises:
         GroupError: If `group` is none.
-
-    Example:
-        >>> model = mm.compat.burn.ModuleSharder(group).shard(model)
-        >>> mm.compat.burn.set_distributed(model.parameters()[0], None)  # stays this rank's own
-        >>> client = mm.compat.burn.DistributedSyncClient(group, "mean")
-        >>> model.backward(dy, ctx)
-        >>> client.sync_parameters(model.parameters())
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -142,9 +157,6 @@ class ModuleSharder:
             GroupError: On every rank, if `module` is none on any.
             MismatchError: On every rank, naming what differs, if the ranks' parameters differ in
                 name, shape or id; then nothing is marked.
-
-        Cost:
-            One all-gather of 8 bytes from each rank.
         """
         problem: MpimeshError | None = None
         marks: list[tuple[Parameter, int]] = []
@@ -176,6 +188,13 @@ Gradients = Mapping[DistributedParamId, Array] | Mapping[int, Array]
 """Arrays by the ids of their parameters."""
 
 
+class ReduceOperation(Enum):
+    """What becomes of gradients."""
+
+    Sum = "sum"
+    Mean = "mean"
+
+
 class DistributedSyncClient:
     """The gradients of one group of replicas, reduced in place, step after step.
 
@@ -196,16 +215,18 @@ class DistributedSyncClient:
         GroupError: If `group` is none, or `all_reduce_op` another one.
     """
 
-    def __init__(self, group: ProcessGroup, all_reduce_op: ReduceOp | str = "mean") -> None:
+    def __init__(
+        self, group: ProcessGroup, all_reduce_op: ReduceOperation | ReduceOp | str = "mean"
+    ) -> None:
         self._group = _checked_group(group)
-        self._op = as_reduce_op(all_reduce_op)
+        self._op = _op(all_reduce_op)
         if self._op not in (ReduceOp.MEAN, ReduceOp.SUM):
             raise GroupError(f"all_reduce_op must be 'mean' or 'sum', got {shown(all_reduce_op)}")
         # Of the step under way, in the order of the ids.
         self._gradients: dict[DistributedParamId, Array] = {}
         self._submitted: set[DistributedParamId] = set()
-        self._reductions: list[CollectiveTensor] = []
-        self._everyone: CollectiveTensor | None = None
+        self._reductions: list[runtime.CollectiveTensor] = []
+        self._everyone: runtime.CollectiveTensor | None = None
 
     def register_sync_parameters(self, gradients: Gradients) -> None:
         """Begin a step: announce the arrays in which its gradients will be. Collective.
@@ -219,9 +240,6 @@ class DistributedSyncClient:
                 ended.
             DTypeError: On every rank, if a dtype cannot be reduced so, as the mean of integers.
             MismatchError: On every rank, naming what differs, if the ranks announce different ones.
-
-        Cost:
-            One all-gather of 8 bytes from each rank.
         """
         self._register(lambda: gradients)
 
@@ -360,10 +378,8 @@ class DistributedSyncClient:
         return dict(sorted(found.items()))
 
     def _unended(self) -> GroupError:
-        return GroupError(
-            f"the last step, of {_names(self._gradients)}, has not ended: call "
-            "submit_sync_collective"
-        )
+        names = _names(self._gradients)
+        return GroupError(f"the last step, of {names}, has not ended: call submit_sync_collective")
 
     def _start(self, first: int, *, also_missing: bool = False) -> None:
         """Start the reductions from the `first` id on that may be started now, in order."""
@@ -375,11 +391,248 @@ class DistributedSyncClient:
             label = f"gradient of parameter {key}"
             self._reductions.append(self._group.all_reduce(x, self._op, out=x, label=label))
 
-    def _start_all(self) -> CollectiveTensor:
+    def _start_all(self) -> runtime.CollectiveTensor:
         """Start the other reductions, and the exchange of what each rank has submitted."""
         self._start(len(self._reductions), also_missing=True)
         submitted = np.array([key in self._submitted for key in self._gradients], np.uint8)
         return self._group.all_gather(submitted, label="submitted gradients")
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedConfig:
+    """The configuration of a session.
+
+    Attributes:
+        all_reduce_op: What becomes of gradients.
+    """
+
+    all_reduce_op: ReduceOperation = ReduceOperation.Mean
+
+
+class CollectiveTensor:
+    """A result to come, or an array that is there. Copies resolve to the same array."""
+
+    def __init__(self, handle: runtime.CollectiveTensor | Array) -> None:
+        self._handle = handle
+        self._pending = isinstance(handle, runtime.CollectiveTensor)
+
+    def clone(self) -> CollectiveTensor:
+        """Return another handle of the same result."""
+        return CollectiveTensor(self._handle)
+
+    def resolve(self) -> Array:
+        """Wait for this operation only, and return its result; see `mpimesh.CollectiveTensor`."""
+        return self._handle.resolve() if self._pending else self._handle
+
+    def assume_resolved(self) -> Array:
+        """Return a result that is known to be there.
+
+        Raises:
+            UnresolvedError: If it is not, after all.
+        """
+        return self._handle.assume_resolved() if self._pending else self._handle
+
+
+class DistributedContext:
+    """A session of a group: its gradients, and its reductions. A context manager.
+
+    Args:
+        group: The ranks.
+        config: What becomes of gradients.
+
+    Raises:
+        GroupError: If `group` is none.
+    """
+
+    def __init__(self, group: ProcessGroup, config: DistributedConfig | None = None) -> None:
+        self._group = _checked_group(group)
+        self.config = DistributedConfig() if config is None else config
+        self.client = DistributedSyncClient(group, self.config.all_reduce_op)
+        self._open: list[CollectiveTensor] | None = []
+
+    def all_reduce(
+        self, tensor: Array, op: ReduceOperation | ReduceOp | str = "sum"
+    ) -> CollectiveTensor:
+        """Start a reduction over the group. Collective.
+
+        Raises:
+            GroupError: If the session is closed.
+        """
+        if self._open is None:
+            raise GroupError(f"the session of group {self._group.name!r} is closed: begin another")
+        handle = CollectiveTensor(self._group.all_reduce(tensor, _op(op)))
+        self._open.append(handle)
+        return handle
+
+    def sync_collective(self) -> None:
+        """Wait for all reductions of the session, in the order of their start."""
+        for handle in self._open or ():
+            handle.resolve()
+        self._open = None if self._open is None else []
+
+    def close(self) -> None:
+        """Wait for what was started, and take no more.
+
+        Raises:
+            UnresolvedError: If gradients are registered and not synchronised.
+        """
+        self.sync_collective()
+        if self.client._gradients:
+            raise UnresolvedError(
+                f"the session has gradients that wait: {_names(self.client._gradients)}; call "
+                "client.submit_sync_collective() first"
+            )
+        self._open = None
+
+    def __enter__(self) -> Self:
+        """Return the session."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the session, unless there was an error."""
+        if error is None:
+            self.close()
+
+
+class TensorRef:
+    """A reference to an array that a reduction writes into."""
+
+    def __init__(self, tensor: Array) -> None:
+        self.tensor = tensor
+
+    def comm_device(self) -> str:
+        """Return ``"cpu"`` or the device of a CuPy array."""
+        return str(getattr(self.tensor, "device", "cpu"))
+
+    def float_from_ref(self) -> Array:
+        """Return a copy of the array."""
+        return self.tensor.copy()
+
+
+class AllReduce(nn.Module):
+    """A layer that reduces over a group; its backward reduces gradients by the same operation.
+
+    Args:
+        group: The ranks.
+        op: ``"sum"`` or ``"mean"``.
+    """
+
+    def __init__(self, group: ProcessGroup, op: ReduceOperation | str = "sum") -> None:
+        self._group = _checked_group(group)
+        self._op = _op(op)
+
+    def forward(self, x: Array, ctx: nn.Context | None = None) -> Array:
+        """Return the reduction of `x`. Collective."""
+        return self._group.all_reduce(x, self._op).resolve()
+
+    def backward_input(self, dy: Array, ctx: nn.Context) -> Array:
+        """Return the reduction of `dy`. Collective."""
+        return self._group.all_reduce(dy, self._op).resolve()
+
+
+# -- burn-collective -----------------------------------------------------------------------------
+
+
+class AllReduceStrategy:
+    """Ways of a reduction, by the names of :meth:`mpimesh.ProcessGroup.all_reduce`."""
+
+    Centralized = "centralized"
+    Ring = "ring"
+
+    @staticmethod
+    def Tree(arity: int = 2) -> str:
+        """Return the way along a tree, of which each rank has at most `arity` branches."""
+        return f"tree({arity})"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveConfig:
+    """The configuration of a peer. Nodes and their addresses are the launcher's.
+
+    Attributes:
+        num_devices: Number of peers; that of all ranks if None.
+        local_all_reduce_strategy: The way of reductions; the fastest if None.
+    """
+
+    num_devices: int | None = None
+    local_all_reduce_strategy: str | None = None
+
+    def with_num_devices(self, number: int) -> CollectiveConfig:
+        """Return it with this number of peers."""
+        return replace(self, num_devices=number)
+
+    def with_local_all_reduce_strategy(self, strategy: str) -> CollectiveConfig:
+        """Return it with this way of reductions."""
+        return replace(self, local_all_reduce_strategy=strategy)
+
+    def is_valid(self) -> bool:
+        """Tell whether the number of peers is one."""
+        return self.num_devices is None or self.num_devices >= 1
+
+
+def register(mesh: DeviceMesh, config: CollectiveConfig | None = None) -> ProcessGroup:
+    """Return a group of the first `num_devices` ranks, called ``"collective"``. Collective.
+
+    Raises:
+        GroupError: On every rank, if it is registered, or the configuration is not valid.
+        RankError: On every rank, if there are not as many ranks.
+    """
+    config = CollectiveConfig() if config is None else config
+    if not config.is_valid():
+        raise GroupError(f"num_devices must be at least 1, got {config.num_devices}")
+    return mesh.add_group("collective", range(config.num_devices or mesh.world_size))
+
+
+def finish_collective(group: ProcessGroup) -> None:
+    """Give the group back, so that it may be registered again. Collective."""
+    group.close()
+
+
+def all_reduce(
+    tensor: Array,
+    op: ReduceOperation | ReduceOp | str,
+    group: ProcessGroup,
+    strategy: str | None = None,
+) -> CollectiveTensor:
+    """Start a reduction over a group, which burn calls the ids of devices. Collective."""
+    return CollectiveTensor(group.all_reduce(tensor, _op(op), algorithm=strategy))
+
+
+def reduce(
+    tensor: Array, op: ReduceOperation | ReduceOp | str, root: int, group: ProcessGroup
+) -> Array | None:
+    """Return the reduction on `root`, None elsewhere. Collective, and waits."""
+    return group.reduce(tensor, _op(op), root=root).resolve()
+
+
+def broadcast(tensor: Array | None, group: ProcessGroup) -> Array:
+    """Return the array of the one rank that has one. Collective, and waits.
+
+    Raises:
+        GroupError: On every rank, if none has one, or several have.
+    """
+    return group.broadcast(tensor, root=None).resolve()
+
+
+def start_global_orchestrator(port: int | None = None) -> NoReturn:
+    """Refuse: the launcher connects the ranks.
+
+    Raises:
+        LaunchError: Always.
+    """
+    raise LaunchError(
+        "there is no orchestrator to start: mpiexec or srun starts the ranks and connects them, "
+        "as in `mpiexec -n 4 python program.py`"
+    )
+
+
+def _op(op: ReduceOperation | ReduceOp | str) -> ReduceOp:
+    return as_reduce_op(op.value if isinstance(op, ReduceOperation) else op)
 
 
 def _agree(group: ProcessGroup, lines: list[str], task: str) -> None:
@@ -388,10 +641,7 @@ def _agree(group: ProcessGroup, lines: list[str], task: str) -> None:
     digests = group.all_gather(np.array([digest_bits(text, 63)])).resolve()
     if (digests == digests[0]).all():
         return
-    sizes = group.all_gather(np.array([len(text)])).resolve()
-    texts = group.all_gather(np.frombuffer(text, np.uint8), sizes=sizes.tolist()).resolve()
-    parts = np.split(texts, np.cumsum(sizes)[:-1])
-    everyone = [bytes(part).decode().split("\n") for part in parts]
+    everyone = agree(group._core, Call(task, group.name), lines)
     common = set(everyone[0]).intersection(*everyone)
     rows = []
     for rank, there in enumerate(everyone):

@@ -1,27 +1,255 @@
-"""TVM's functions on split arrays, from ``tvm.relax.distributed``, and its scatter of workers."""
+"""TVM's ``tvm.relax.distributed`` and its collectives of workers.
+
+A session of workers is a program that mpiexec starts; :class:`ThreadedSession` runs one in threads.
+What TVM does with ``in_group`` is a group here: ``mesh.group("worker")`` or ``mesh.group()``.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arguments import as_int, check_kind, shape_of, shown
+from mpimesh import layout as layouts
+from mpimesh.arguments import as_int, as_items, as_shape, check_kind, shape_of, shown
 from mpimesh.arrays import Array
 from mpimesh.dtensor import DTensor
-from mpimesh.dtensor.relayout import tensor_of
-from mpimesh.errors import GroupError, LayoutError, ShapeError
-from mpimesh.layout import DTensorType, Layout, PlacementLike, Replicate, Shard
-from mpimesh.runtime import DeviceMesh, ProcessGroup
+from mpimesh.errors import DTypeError, GroupError, LayoutError, RankError, ShapeError
+from mpimesh.layout import Layout, PlacementLike, Replicate, Shard
+from mpimesh.mesh import Mesh
+from mpimesh.runtime import DeviceMesh, ProcessGroup, run_virtual
 
 __all__ = [
+    "DTensorStructInfo",
+    "Placement",
+    "PlacementSpec",
+    "PlacementSpecKind",
+    "ThreadedSession",
+    "allgather",
+    "allreduce",
     "annotate_sharding",
-    "dtensor_type",
+    "broadcast_from_worker0",
+    "device_mesh",
+    "gather_to_worker0",
+    "recv_from_prev_group",
+    "recv_from_worker",
     "redistribute",
     "redistribute_replica_to_shard",
     "scatter_from_worker0",
+    "send_to_next_group",
+    "send_to_worker",
+    "struct_info",
 ]
+
+
+def device_mesh(shape: Sequence[int], device_ids: Sequence[int]) -> Mesh:
+    """Return a mesh of a shape, whose dims are called ``d0``, ``d1`` and so on.
+
+    Raises:
+        MeshError: If the ids are not as many as the product of the shape, or one is negative or
+            given twice.
+    """
+    return Mesh.from_ids(shape, device_ids)
+
+
+class PlacementSpecKind(Enum):
+    """The kind of a spec."""
+
+    kSharding = 0
+    kReplica = 1
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class PlacementSpec:
+    """The treatment of an array along one dim of a mesh; made by `sharding` and `replica`.
+
+    Attributes:
+        axis: The array axis that is split; -1 if none is.
+        kind: Whether one is.
+    """
+
+    axis: int
+    kind: PlacementSpecKind
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("make a PlacementSpec by PlacementSpec.sharding(axis) or .replica()")
+
+    @classmethod
+    def sharding(cls, axis: int) -> PlacementSpec:
+        """Return the spec that splits `axis`.
+
+        Raises:
+            LayoutError: If it is negative, or no whole number.
+        """
+        return cls._of(Shard(axis).axis, PlacementSpecKind.kSharding)
+
+    @classmethod
+    def replica(cls) -> PlacementSpec:
+        """Return the spec of copies."""
+        return cls._of(-1, PlacementSpecKind.kReplica)
+
+    @classmethod
+    def _of(cls, axis: int, kind: PlacementSpecKind) -> PlacementSpec:
+        spec = object.__new__(cls)
+        object.__setattr__(spec, "axis", axis)
+        object.__setattr__(spec, "kind", kind)
+        return spec
+
+    def __str__(self) -> str:
+        return "R" if self.kind is PlacementSpecKind.kReplica else f"S[{self.axis}]"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Placement:
+    """One spec for each dim of a mesh; taken wherever mpimesh takes placements.
+
+    Args:
+        dim_specs: The specs.
+
+    Attributes:
+        dim_specs: The specs, as a tuple.
+    """
+
+    dim_specs: tuple[PlacementSpec, ...]
+
+    def __init__(self, dim_specs: Iterable[PlacementSpec]) -> None:
+        object.__setattr__(self, "dim_specs", as_items(dim_specs, "dim_specs", LayoutError))
+        self.placement  # noqa: B018 - refuses what is no spec
+
+    @classmethod
+    def from_text(cls, text: str) -> Placement:
+        """Read ``"S[0], R"``.
+
+        Raises:
+            LayoutError: If it is not one of `R` and `S[axis]` for each dim.
+        """
+        specs = []
+        for spec in layouts.Placement.from_text(text):
+            if isinstance(spec, Shard) and spec.sizes is None:
+                specs.append(PlacementSpec.sharding(spec.axis))
+            elif isinstance(spec, Replicate):
+                specs.append(PlacementSpec.replica())
+            else:
+                raise LayoutError(f"a placement is written with R and S[axis], got {text!r}")
+        return cls(specs)
+
+    @property
+    def placement(self) -> layouts.Placement:
+        """The same of :mod:`mpimesh.layout`."""
+        return layouts.Placement([str(spec) for spec in self.dim_specs])
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.dim_specs))
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class DTensorStructInfo:
+    """Shape, dtype, mesh and placement of an array, as a value.
+
+    Args:
+        tensor_sinfo: The global shape and the dtype.
+        device_mesh: A :class:`mpimesh.Mesh` or a live one.
+        placement: As for a :class:`mpimesh.Layout`.
+        span: The place in a source text; not compared.
+
+    Raises:
+        LayoutError: If the placement does not have one spec for each mesh dim, or splits an axis
+            that the shape does not have.
+        DTypeError: If there is no such dtype.
+
+    Attributes:
+        shape: The global shape.
+        dtype: The name of the dtype.
+        layout: The mesh and the placement.
+        span: As given.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    span: Any
+
+    def __init__(
+        self,
+        tensor_sinfo: tuple[Sequence[int], Any],
+        device_mesh: Mesh | DeviceMesh,
+        placement: PlacementLike,
+        span: Any = None,
+    ) -> None:
+        made, lengths = Layout(device_mesh, placement), as_shape(tensor_sinfo[0], LayoutError)
+        for spec in made.placement:
+            if isinstance(spec, Shard) and spec.axis >= len(lengths):
+                raise LayoutError(
+                    f"Sharding dimension should be smaller than tensor ndim: {spec}, but shape "
+                    f"{lengths} has {len(lengths)} axes"
+                )
+        made.tiling(lengths)
+        try:
+            dtype = np.dtype(tensor_sinfo[1]).name
+        except TypeError as error:
+            raise DTypeError(f"{tensor_sinfo[1]!r} is no dtype: {error}") from None
+        for name, value in (("shape", lengths), ("dtype", dtype), ("layout", made), ("span", span)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.layout.mesh
+
+    @property
+    def placement(self) -> layouts.Placement:
+        """One spec for each dim of the mesh."""
+        return self.layout.placement
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def to_record(self) -> dict[str, Any]:
+        """Write the fields in JSON's types, without the span."""
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "mesh": [[name, size] for name, size in self.mesh.dims],
+            "device_ids": np.asarray(self.mesh.ids).reshape(-1).tolist(),
+            "placement": str(self.placement),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> DTensorStructInfo:
+        """Read what :meth:`to_record` writes.
+
+        Raises:
+            LayoutError: If a field is missing.
+        """
+        try:
+            mesh = Mesh([(name, size) for name, size in record["mesh"]], record["device_ids"])
+            return cls((record["shape"], record["dtype"]), mesh, record["placement"])
+        except KeyError as error:
+            raise LayoutError(f"a record of a DTensorStructInfo has a field {error}") from None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DTensorStructInfo):
+            return NotImplemented
+        return (self.shape, self.dtype, self.layout) == (other.shape, other.dtype, other.layout)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype, self.layout))
+
+    def __str__(self) -> str:
+        ids = np.asarray(self.mesh.ids).reshape(-1).tolist()
+        plain = ids == list(range(ids[0], ids[0] + len(ids)))
+        ranks = f"R.Range({ids[0]}, {ids[-1] + 1})" if plain else str(ids)
+        shape = tuple(dim.size for dim in self.mesh.dims)
+        return (
+            f'R.DTensor({self.shape}, "{self.dtype}", R.device_mesh({shape}, {ranks}), '
+            f'"{self.placement}")'
+        )
 
 
 def annotate_sharding(x: DTensor, mesh: DeviceMesh, placement: PlacementLike) -> DTensor:
@@ -35,7 +263,7 @@ def annotate_sharding(x: DTensor, mesh: DeviceMesh, placement: PlacementLike) ->
     Raises:
         LayoutError: With both layouts, if it lies otherwise, or is no DTensor.
     """
-    found, expected = tensor_of(x, "annotate_sharding").layout, Layout(mesh, placement)
+    found, expected = _tensor(x, "annotate_sharding").layout, Layout(mesh, placement)
     if not found.agrees_with(expected):
         raise LayoutError(
             f"{x!r} is annotated to be {expected}; bring it there with redistribute(x, mesh, "
@@ -55,7 +283,7 @@ def redistribute(x: DTensor, mesh: DeviceMesh, placement: PlacementLike) -> DTen
     Example:
         >>> y = mm.compat.tvm.redistribute(x, mesh, "S[0], R")
     """
-    return tensor_of(x, "redistribute").redistribute(placement, mesh=mesh)
+    return _tensor(x, "redistribute").redistribute(placement, mesh=mesh)
 
 
 def redistribute_replica_to_shard(x: DTensor, num_workers: int, axis: int) -> DTensor:
@@ -72,7 +300,7 @@ def redistribute_replica_to_shard(x: DTensor, num_workers: int, axis: int) -> DT
         LayoutError: If the length of `axis` is not divisible by `num_workers`, or `x` is not such
             an array. It is a `ValueError`.
     """
-    layout = tensor_of(x, "redistribute_replica_to_shard").layout
+    layout = _tensor(x, "redistribute_replica_to_shard").layout
     dims = layout.mesh.dims
     if len(dims) != 1 or list(layout.placement) != [Replicate()]:
         raise LayoutError(
@@ -95,8 +323,8 @@ def redistribute_replica_to_shard(x: DTensor, num_workers: int, axis: int) -> DT
     return x.redistribute([target])
 
 
-def dtensor_type(x: Any) -> DTensorType:
-    """Return all that is known of a split array but its values: TVM's struct info. Local.
+def struct_info(x: Any) -> DTensorStructInfo:
+    """Return all that is known of a split array but its values. Local.
 
     Raises:
         LayoutError: If `x` is no DTensor.
@@ -104,11 +332,134 @@ def dtensor_type(x: Any) -> DTensorType:
     Example:
         >>> with mm.DeviceMesh("a=1,b=1") as mesh:
         ...     x = mm.ones((4, 4), mesh, "S[0], R", dtype="float32")
-        ...     print(mm.compat.tvm.dtensor_type(x))
+        ...     print(mm.compat.tvm.struct_info(x))
         R.DTensor((4, 4), "float32", R.device_mesh((1, 1), R.Range(0, 1)), "S[0], R")
     """
-    tensor = tensor_of(x, "dtensor_type")
-    return DTensorType(tensor.shape, tensor.dtype, tensor.layout.mesh, tensor.placement)
+    tensor = _tensor(x, "struct_info")
+    return DTensorStructInfo((tensor.shape, tensor.dtype), tensor.layout.mesh, tensor.placement)
+
+
+def _tensor(x: Any, what: str) -> DTensor:
+    if not isinstance(x, DTensor):
+        raise LayoutError(
+            f"{what} takes a DTensor, got {type(x).__name__}, which has no layout; make one with "
+            "mm.distribute"
+        )
+    return x
+
+
+# -- collectives of workers: they wait ------------------------------------------------------------
+
+
+class ThreadedSession:
+    """Workers in threads, of one or several groups. Else ``mpiexec -n`` starts them.
+
+    Args:
+        num_workers: Number of workers.
+        num_groups: Number of groups of as many workers each.
+
+    Raises:
+        GroupError: If the groups cannot be equal.
+    """
+
+    def __init__(self, num_workers: int, num_groups: int = 1) -> None:
+        if num_workers < 1 or num_groups < 1 or num_workers % num_groups:
+            raise GroupError(f"{num_workers} workers cannot be {num_groups} equal groups")
+        self.dims = f"group={num_groups},worker={num_workers // num_groups}"
+        self.num_workers = num_workers
+
+    def run(self, function: Callable[[DeviceMesh], Any]) -> list[Any]:
+        """Call `function` with each worker's mesh, whose dims are ``group`` and ``worker``."""
+
+        def main() -> Any:
+            with DeviceMesh(self.dims) as mesh:
+                return function(mesh)
+
+        return run_virtual(self.num_workers, main)
+
+
+def allreduce(x: Array, op_type: str = "sum", *, group: ProcessGroup) -> Array:
+    """Reduce over the workers: ``sum``, ``prod``, ``min``, ``max`` or ``avg``. Collective.
+
+    Raises:
+        GroupError: If there is no such operation.
+    """
+    return group.all_reduce(x, op_type).resolve()
+
+
+def allgather(x: Array, num_workers: int, axis: int = 0, *, group: ProcessGroup) -> Array:
+    """Join the arrays of all workers along `axis`. Collective.
+
+    Raises:
+        GroupError: If there are not `num_workers`.
+    """
+    _check_workers(num_workers, group)
+    return group.all_gather(x, axis=axis).resolve()
+
+
+def broadcast_from_worker0(x: Array, *, group: ProcessGroup) -> Array:
+    """Return the array of worker 0; the others give arrays of its shape and dtype. Collective."""
+    return group.broadcast(x, root=0).resolve()
+
+
+def gather_to_worker0(x: Array, *, group: ProcessGroup) -> Array | None:
+    """Join the arrays of all workers on worker 0 along axis 0; None elsewhere. Collective."""
+    return group.gather(x, root=0).resolve()
+
+
+def send_to_worker(x: Array, worker: int, *, group: ProcessGroup) -> None:
+    """Send to another worker of the group, and wait until `x` may be written again.
+
+    Raises:
+        RankError: If it is no other worker.
+    """
+    group.send(x, worker).resolve()
+
+
+def recv_from_worker(worker: int, *, group: ProcessGroup) -> Array:
+    """Receive what another worker of the group sends.
+
+    Raises:
+        RankError: If it is no other worker.
+    """
+    return group.recv(worker).resolve()
+
+
+def send_to_next_group(x: Array, *, mesh: DeviceMesh) -> None:
+    """Send to the worker of the same number in the next group.
+
+    Raises:
+        RankError: In the last group.
+    """
+    group = mesh.group("group")
+    send_to_worker(x, _neighbour(group, 1, "next"), group=group)
+
+
+def recv_from_prev_group(*, mesh: DeviceMesh) -> Array:
+    """Receive what the worker of the same number in the previous group sends.
+
+    Raises:
+        RankError: In the first group.
+    """
+    group = mesh.group("group")
+    return recv_from_worker(_neighbour(group, -1, "previous"), group=group)
+
+
+def _neighbour(group: ProcessGroup, step: int, which: str) -> int:
+    mine = as_int(group.rank, "the rank in the group", RankError)
+    if not 0 <= mine + step < group.size:
+        raise RankError(f"group {mine} of {group.size} has no {which} group")
+    return mine + step
+
+
+def _check_workers(num_workers: int, group: ProcessGroup) -> None:
+    wanted = "a group of ranks, as mesh.group('tp') gives"
+    group = check_kind(group, ProcessGroup, "group", GroupError, wanted=wanted)
+    if as_int(num_workers, "num_workers", GroupError) != group.size:
+        raise GroupError(
+            f"num_workers is {num_workers}, but group {group.name!r} has {group.size} ranks; give "
+            "group.size, or the group of those workers"
+        )
 
 
 def scatter_from_worker0(
@@ -142,13 +493,7 @@ def scatter_from_worker0(
         ...     mm.compat.tvm.scatter_from_worker0(x, mesh.size, 1, group=mesh.group("tp")).shape[0]
         2
     """
-    wanted = "a group of ranks, as mesh.group('tp') gives"
-    group = check_kind(group, ProcessGroup, "group", GroupError, wanted=wanted)
-    if as_int(num_workers, "num_workers", GroupError) != group.size:
-        raise GroupError(
-            f"num_workers is {num_workers}, but group {group.name!r} has {group.size} ranks; give "
-            "group.size, or the group of those workers"
-        )
+    _check_workers(num_workers, group)
     # An array without axes, if worker 0 has none: it is refused on all workers.
     sent = np.empty(()) if x is None and group.rank == 0 else x
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from mpimesh.layout.axis_layout import AxisLayout
 from mpimesh.layout.axis_specs import MATCH, UNSHARDED
 from mpimesh.layout.boxes import Box, Give, Part, Regions, Take
-from mpimesh.layout.dtensor_type import DTensorType
 from mpimesh.layout.layout import BoxLayout, Layout, layout_of_runs
 from mpimesh.layout.op_rules import Operand, OpRule, cheapest
 from mpimesh.layout.phase import Phase
@@ -32,7 +31,6 @@ __all__ = [
     "AxisLayout",
     "Box",
     "BoxLayout",
-    "DTensorType",
     "Exchange",
     "Give",
     "HaloPlan",

@@ -38,16 +38,6 @@ class PlacementSpec(ABC):
 
     __slots__ = ()
 
-    @staticmethod
-    def sharding(axis: int) -> Shard:
-        """Return ``Shard(axis)``, in TVM's words."""
-        return Shard(axis)
-
-    @staticmethod
-    def replica() -> Replicate:
-        """Return ``Replicate()``, in TVM's words."""
-        return Replicate()
-
     @abstractmethod
     def __str__(self) -> str: ...
 
@@ -184,7 +174,7 @@ _GRAMMAR = "write R, S[axis] or P for each dim, as in 'S[0], R', or names, as in
 
 
 class Placed(Protocol):
-    """An object with placements on a mesh: a `Layout`, an `AxisLayout`, a `DTensorType`."""
+    """An object with placements on a mesh: as a `Layout` has them."""
 
     @property
     def mesh(self) -> Any:

@@ -222,8 +222,6 @@ _plain(
         "tiling": {"shape": (4,)},
     },
 )
-for _spec in (mm.Shard, mm.Replicate, mm.Partial):
-    _plain(_spec.__name__, _spec, {"replica": {}, "sharding": {"axis": 0}})
 _plain("Shard", mm.Shard, {"of_sizes": {"axis": 0, "sizes": [1, 2]}})
 _plain(
     "Placement",
@@ -434,7 +432,7 @@ CALLS |= {
         {"mesh": place.mesh},
     ),
     "dtensor.device_name": lambda place: (dtensor.device_name, {"mesh": place.mesh}),
-    "tvm.dtensor_type": lambda place: (tvm.dtensor_type, {"x": place.tensor}),
+    "tvm.struct_info": lambda place: (tvm.struct_info, {"x": place.tensor}),
     "dtensor.fetch_layout": lambda place: (dtensor.fetch_layout, {"x": place.tensor}),
     "dtensor.is_dtensor": lambda place: (dtensor.is_dtensor, {"x": place.tensor}),
     "dtensor.pack": lambda place: (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.errors import LayoutError, UnknownNameError
-from mpimesh.layout import PARTIAL_OPS, Partial, Placement, PlacementSpec, Replicate, Shard
+from mpimesh.layout import PARTIAL_OPS, Partial, Placement, Replicate, Shard
 from tests.helpers.raises import raises
 
 sizes = st.none() | st.lists(st.integers(0, 99), min_size=1, max_size=4)
@@ -41,15 +41,6 @@ def test_specs_are_values():
         assert eval(repr(spec)) == spec
     with raises(AttributeError, "axis"):
         Shard(1).axis = 3  # type: ignore[misc]
-
-
-def test_tvm_words_for_specs():
-    assert PlacementSpec.sharding(1) == Shard(1)
-    assert PlacementSpec.replica() == Replicate()
-    with raises(TypeError, "PlacementSpec"):
-        PlacementSpec()  # type: ignore[abstract]
-    with raises(LayoutError, "Shard", -1):
-        PlacementSpec.sharding(-1)
 
 
 @pytest.mark.parametrize(

@@ -190,9 +190,6 @@ def test_a_layout_stands_for_placements():
             assert t.layout == layout.layout
             assert np.array_equal(t.redistribute("R, R").redistribute(spelling).local, t.local)
             assert DTensor.from_local(t.local, mesh, spelling).layout == t.layout
-        kind = mm.layout.DTensorType((6, 4), "int64", mesh, layout)
-        assert kind.placement == layout.placement
-        assert mm.distribute(X, mesh, kind).layout == layout.layout
         with pytest.raises(LayoutError, match="Mesh"):
             mm.distribute(X, mesh, AxisLayout(["x", "y"], mm.Mesh("x=2,y=1")))
 
