@@ -1,17 +1,32 @@
 """Arrays of NumPy or CuPy: whose they are, how they are reduced, memory for results."""
 
-from mpimesh.arrays.memory import address_of, aligned_bytes, aligned_empty, array_shape, memory_at
-from mpimesh.arrays.namespace import is_cupy, moved, namespace, to_numpy
-from mpimesh.arrays.pool import ArrayPool
-from mpimesh.arrays.reduction import (
+from mpimesh.arrays.dtypes import (
     ReduceOp,
     as_reduce_op,
     refuse_masked,
     refuse_objects,
     wire_dtype,
 )
-from mpimesh.arrays.stream_scope import StreamScope, check_current, device_ready
-from mpimesh.arrays.types import Array, DType, HostArray
+from mpimesh.arrays.memory import (
+    ArrayPool,
+    address_of,
+    aligned_bytes,
+    aligned_empty,
+    array_shape,
+    memory_at,
+)
+from mpimesh.arrays.namespace import (
+    Array,
+    DType,
+    HostArray,
+    StreamScope,
+    check_current,
+    device_ready,
+    is_cupy,
+    moved,
+    namespace,
+    to_numpy,
+)
 
 __all__ = [
     "Array",

@@ -1,24 +1,230 @@
 """Blocks of arrays whose values follow from the number of each element: ranges, diagonals.
 
-Each function gives the block `box` of an array of `shape`, the same bits as that
-slice of the whole array, which never exists. So ranks that hold different blocks
-of it, by any layout, agree on its values without a message.
+Each function gives the block `box` of an array of `shape`, the same bits as that slice of the whole
+array, which never exists. So ranks with different blocks of it, by any layout, agree on its values
+without a message.
+
+All functions take `shape`, the whole array's; `box`, the block's place in it; `dtype`; `xp`, the
+library that makes the block; and `out`, C-contiguous memory of the block's shape and dtype in its
+place. They raise ShapeError if the box is not in the array or `out` has another shape, and
+DTypeError if `out` has another dtype.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.boxes import Box, block_for
-from mpimesh.arrays.reduction import is_half
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.dtypes import is_half
+from mpimesh.arrays.namespace import Array, DType, namespace
 from mpimesh.errors import ArrayValueError, DTypeError, ShapeError
+from mpimesh.layout.boxes import Box, extent, volume, whole
 
-__all__ = ["arange_block", "eye_block", "full_block", "linspace_block"]
+__all__ = [
+    "BlockPieces",
+    "arange_block",
+    "block_for",
+    "box_shape",
+    "eye_block",
+    "flat_indices",
+    "full_block",
+    "linspace_block",
+]
+
+
+_HOST_PIECE = 1 << 14
+# 128 KiB of words: a piece, its scratch and its offsets stay in the second cache.
+_DEVICE_PIECE = 1 << 20
+# On a device a piece has to outweigh the start of its kernels.
+_MOST_ELEMENTS = (1 << 63) - 1
+
+
+def box_shape(shape: tuple[int, ...], box: Box) -> tuple[int, ...]:
+    """Return the shape of the block `box` of an array of `shape`.
+
+    Raises:
+        ShapeError: If the box is none of such an array, or the array has 2^63 elements or more.
+
+    Example:
+        >>> box_shape((4, 6), ((1, 3), (0, 6)))
+        (2, 6)
+    """
+    if len(box) != len(shape):
+        raise ShapeError(
+            f"a box has a (start, stop) for each axis of its array: got {len(box)} for shape "
+            f"{tuple(shape)}"
+        )
+    for axis, ((start, stop), size) in enumerate(zip(box, shape, strict=True)):
+        if not 0 <= start <= stop <= size:
+            raise ShapeError(
+                f"a box is inside its array: 0 <= start <= stop <= {size} on axis {axis} of "
+                f"shape {tuple(shape)}, got ({start}, {stop})"
+            )
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise ShapeError(
+            f"an array has at most 2^63 - 1 elements, got shape {tuple(shape)}; "
+            "elements past that have no number"
+        )
+    return extent(box)
+
+
+def block_for(
+    shape: tuple[int, ...], box: Box, dtype: Any, xp: ModuleType, out: Array | None
+) -> tuple[ModuleType, Array]:
+    """Return the library that works on a block, and the block's memory: `out`, or new memory.
+
+    Shapes:
+        out, result: that of `box`, C-contiguous.
+
+    Raises:
+        ShapeError: If the box is none of `shape`, or `out` has another shape or is not
+            C-contiguous.
+        DTypeError: If `out` has another dtype.
+    """
+    block_shape = box_shape(shape, box)
+    wanted = np.dtype(dtype)
+    if out is None:
+        return xp, xp.empty(block_shape, wanted)
+    if tuple(out.shape) != block_shape or not out.flags.c_contiguous:
+        order = "C-contiguous" if out.flags.c_contiguous else "not C-contiguous"
+        raise ShapeError(
+            f"out must be a C-contiguous array of shape {block_shape}, that of its box; "
+            f"got one of shape {tuple(out.shape)} that is {order}"
+        )
+    if out.dtype != wanted:
+        raise DTypeError(f"out must have the dtype asked for, {wanted}, got {out.dtype}")
+    return namespace(out), out
+
+
+def flat_indices(
+    shape: tuple[int, ...],
+    box: Box,
+    dtype: Any = np.int64,
+    *,
+    xp: ModuleType = np,
+    out: Array | None = None,
+) -> Array:
+    """Return the row-major numbers, in the whole array, of a block's elements.
+
+    `dtype` is int64 or uint64.
+
+    Shapes:
+        out, result: that of `box`, C-contiguous.
+
+    Raises:
+        ShapeError: If the box is none of `shape`, or `out` does not fit it.
+        DTypeError: If `dtype` is another one, or not that of `out`.
+
+    Cost:
+        One pass over the block.
+
+    Example:
+        >>> flat_indices((4, 6), ((1, 3), (4, 6)))
+        array([[10, 11],
+               [16, 17]])
+    """
+    wanted: DType = np.dtype(dtype)
+    if wanted.kind not in "iu" or wanted.itemsize != 8:
+        raise DTypeError(f"numbers of elements are int64 or uint64, got {wanted}")
+    xp, block = block_for(shape, box, wanted, xp, out)
+    block[...] = 0
+    if not block.size:  # strides past 64 bits are of arrays without elements only
+        return block
+    for axis, stride in enumerate(_strides(shape)):
+        start, stop = box[axis]
+        along = xp.arange(start, stop, dtype=wanted)
+        along *= wanted.type(stride)
+        block += along.reshape((-1,) + (1,) * (len(shape) - axis - 1))
+    return block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockPieces:
+    """The elements of a block, cut into pieces of bounded size, in their order.
+
+    Attributes:
+        offsets: Numbers of the elements of a piece less that of its first one, uint64. A
+            piece that is shorter has the first of them.
+        rows: How many rows of axis `axis` are in a piece.
+        axis: The axis along which pieces follow each other.
+        box: The block's place.
+
+    Example:
+        >>> pieces = BlockPieces.of((4, 6), ((1, 3), (4, 6)))
+        >>> list(pieces), pieces.offsets
+        ([(slice(0, 4, None), 10)], array([0, 1, 6, 7], dtype=uint64))
+    """
+
+    offsets: Array
+    rows: int
+    axis: int
+    shape: tuple[int, ...]
+    box: Box
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        box: Box,
+        *,
+        xp: ModuleType = np,
+        most: int | None = None,
+    ) -> BlockPieces:
+        """Return the pieces, of at most `most` elements, of the block `box` of a checked `shape`.
+
+        Cost:
+            Memory for one piece. At least a fourth of `most` is in the average piece, so there
+            are few of them, whatever the shape.
+        """
+        # Python's integers, which have no end: numbers are computed modulo 2^64 from them.
+        shape = tuple(map(operator.index, shape)) or (1,)
+        box = tuple((operator.index(a), operator.index(b)) for a, b in box) or ((0, 1),)
+        most = (_HOST_PIECE if xp is np else _DEVICE_PIECE) if most is None else most
+        sizes = extent(box)
+        axis = len(shape) - 1
+        inner = 1
+        while axis > 0 and inner * sizes[axis] <= most:
+            inner *= sizes[axis]
+            axis -= 1
+        rows = min(sizes[axis], max(1, most // max(1, inner)))
+        # As a block of its own at the array's start.
+        trailing = (rows, *sizes[axis + 1 :])
+        offsets = flat_indices((rows, *shape[axis + 1 :]), whole(trailing), np.uint64, xp=xp)
+        return cls(offsets.reshape(-1), rows, axis, shape, box)
+
+    def __iter__(self) -> Iterator[tuple[slice, int]]:
+        """Yield, for each piece, its place in the flat block and the number of its first element.
+
+        The number is to be added to `offsets`.
+        """
+        if any(start == stop for start, stop in self.box):
+            return
+        strides = _strides(self.shape)
+        inner = volume(self.box[self.axis + 1 :])
+        corner = sum(start * stride for (start, _), stride in zip(self.box, strides, strict=True))
+        first, last = self.box[self.axis]
+        place = 0
+        for outer in product(*map(range, extent(self.box[: self.axis]))):
+            base = corner + sum(
+                index * stride for index, stride in zip(outer, strides[: self.axis], strict=True)
+            )
+            for row in range(0, last - first, self.rows):
+                count = min(self.rows, last - first - row) * inner
+                yield slice(place, place + count), base + row * strides[self.axis]
+                place += count
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how far the numbers of neighbours are apart, for each axis."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
 
 _RUN = 1 << 16
 # Elements at a time: what is computed in another type than the block's stays small.
@@ -40,22 +246,15 @@ def arange_block(
     difference decides on all others: ``first + i * difference``, half types in float32.
     Integers wrap around past the dtype's end.
 
+    `dtype` is one of integers or floats.
+
     Shapes:
         shape: (n,), n being how many numbers there are in all.
         out, result: that of `box`.
 
-    Args:
-        start: The first number.
-        step: From one number to the next.
-        shape: The whole array's.
-        box: The block's place in it.
-        dtype: Of integers or floats.
-        xp: Whose array to make, where there is no `out`.
-        out: Where the block is written to, C-contiguous.
-
     Raises:
         ShapeError: If the array is not 1-d, the box not in it, or `out` does not fit it.
-        DTypeError: If `dtype` is none of numbers, or not that of `out`.
+        DTypeError: If `dtype` is none of numbers.
         ArrayValueError: If an integer `dtype` cannot hold the first two numbers.
 
     Cost:
@@ -84,7 +283,7 @@ def arange_block(
         values *= difference
         values += begin
         block[place] = values.view(np.int64) if wanted.kind == "i" else values
-    # These two as they were given: differences are rounded, and 0 + -0.0 is 0.0.
+    # These two exactly: differences are rounded, and 0 + -0.0 is 0.0.
     (low, high) = box[0]
     for index in range(low, min(high, 2)):
         block[index - low] = first[index]
@@ -107,23 +306,16 @@ def linspace_block(
     Computed in float64, ``start + i * step``, the last one being `stop` itself, and rounded
     to `dtype`; down to whole numbers where that is a dtype of integers.
 
+    Without `endpoint`, `stop` is the number that would follow the last. `dtype` is one of integers
+    or floats.
+
     Shapes:
         shape: (n,).
         out, result: that of `box`.
 
-    Args:
-        start: The first number.
-        stop: The last one, or, without `endpoint`, what would follow it.
-        shape: The whole array's.
-        box: The block's place in it.
-        dtype: Of integers or floats.
-        endpoint: Whether `stop` is one of them.
-        xp: Whose array to make, where there is no `out`.
-        out: Where the block is written to, C-contiguous.
-
     Raises:
         ShapeError: If the array is not 1-d, the box not in it, or `out` does not fit it.
-        DTypeError: If `dtype` is none of numbers, or not that of `out`.
+        DTypeError: If `dtype` is none of numbers.
 
     Cost:
         Four passes over the block.
@@ -164,21 +356,14 @@ def eye_block(
 ) -> Array:
     """Return a block of the array with ones on a diagonal and zeros elsewhere, as `numpy.eye`.
 
+    The diagonal is that of the elements ``[i, i + k]``.
+
     Shapes:
         shape: (rows, columns).
         out, result: that of `box`.
 
-    Args:
-        shape: The whole array's.
-        box: The block's place in it.
-        dtype: Any that holds 0 and 1.
-        k: Which diagonal: that of the elements ``[i, i + k]``.
-        xp: Whose array to make, where there is no `out`.
-        out: Where the block is written to, C-contiguous.
-
     Raises:
         ShapeError: If the array is not 2-d, the box not in it, or `out` does not fit it.
-        DTypeError: If `out` has another dtype.
 
     Cost:
         One pass over the block.
@@ -213,20 +398,7 @@ def full_block(
 ) -> Array:
     """Return a block of the array whose elements are all `value`.
 
-    Shapes:
-        out, result: that of `box`.
-
-    Args:
-        value: One number.
-        shape: The whole array's.
-        box: The block's place in it.
-        dtype: Any that holds the value.
-        xp: Whose array to make, where there is no `out`.
-        out: Where the block is written to, C-contiguous.
-
     Raises:
-        ShapeError: If the box is not in the array, or `out` does not fit it.
-        DTypeError: If `out` has another dtype.
         ArrayValueError: If `value` is an array, or `dtype` cannot hold it.
 
     Cost:

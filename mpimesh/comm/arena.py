@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays.memory import address_of, memory_at
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.doorbell import BELL_BYTES, Doorbell
 from mpimesh.errors import TransportError
 

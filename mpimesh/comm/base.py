@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpimesh.arrays import ArrayPool
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import NEVER, Algorithms
 from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.reductions import by_messages

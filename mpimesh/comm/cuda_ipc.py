@@ -44,7 +44,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.namespace import Array, DType
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.device_strategy import (
     Collective,

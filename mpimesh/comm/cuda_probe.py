@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_probe_child import OPERATIONS, TRIAL_BYTES
 from mpimesh.comm.engine import ProgressEngine, Steps

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 
 __all__ = ["OPERATIONS", "TRIAL_BYTES", "main"]
 

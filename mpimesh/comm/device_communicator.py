@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.stream_scope import StreamScope
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.namespace import Array, DType, StreamScope
 from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import CudaIpc, one_shot_bytes

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import DESCRIPTOR, ImportedMemory, export_array, process_key
 from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps

@@ -30,10 +30,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpimesh.arrays.namespace import is_cupy
-from mpimesh.arrays.reduction import is_half
-from mpimesh.arrays.stream_scope import StreamScope
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.dtypes import is_half
+from mpimesh.arrays.namespace import Array, DType, StreamScope, is_cupy
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.requests import Condition, Request, block_slices

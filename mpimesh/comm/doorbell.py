@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 
 __all__ = ["BELL_BYTES", "Doorbell"]
 

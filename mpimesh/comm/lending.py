@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.types import DType, HostArray
+from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.arena import Arena, bell_of
 from mpimesh.errors import TransportError
 

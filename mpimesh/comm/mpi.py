@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.doorbell import Doorbell
 from mpimesh.comm.engine import Steps

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.namespace import Array, DType
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_probe import PROCESS_PROBE, ProbeResult
 from mpimesh.comm.device_strategy import Collective, DeviceStrategy, agree

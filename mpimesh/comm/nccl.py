@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.namespace import Array, DType
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.cuda_ipc import gpu_key, node_key
 from mpimesh.comm.device_strategy import Collective, DeviceStrategy, agree

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.arena import Arena, bell_of, map_file
 from mpimesh.comm.shared_window import (
     STAGE_BYTES,

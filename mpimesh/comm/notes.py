@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.requests import Request
 from mpimesh.comm.shared_window import NOT_READ, SharedWindow, WindowEntry
 from mpimesh.errors import MismatchError, on_all_ranks

@@ -38,7 +38,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from mpi4py import MPI
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.engine import ProgressEngine, StagedRequest, Steps, run_steps
 from mpimesh.comm.mpi import MPICommunicator

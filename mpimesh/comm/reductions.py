@@ -28,7 +28,7 @@ from functools import partial
 
 import numpy as np
 
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS
 from mpimesh.comm.requests import MAX_USER_TAG, Messages, Request, all_done, block_slices

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.regions import Call, copying, raw_dtype
 from mpimesh.comm.shared_window import NOT_READ, Cells, SharedWindow
 from mpimesh.layout.boxes import Box, Regions, view, volume, whole

@@ -53,7 +53,7 @@ from typing import Self, cast
 
 import numpy as np
 
-from mpimesh.arrays.types import DType, HostArray
+from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Moved, ProgressEngine
 from mpimesh.comm.notes import EXCHANGE, mismatch

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 
 from mpimesh.arrays import ReduceOp, refuse_objects, wire_dtype
-from mpimesh.arrays.reduction import is_half
-from mpimesh.arrays.types import DType, HostArray
+from mpimesh.arrays.dtypes import is_half
+from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.errors import DTypeError, MismatchError, RankError, ShapeError
 from mpimesh.layout.boxes import Box, Regions, extent, fits, global_box, slices, tiles, view, volume
 

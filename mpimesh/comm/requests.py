@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from mpimesh.arrays import ArrayPool
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.errors import MismatchError, TransportError, on_all_ranks
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 from mpi4py import MPI
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Algorithms, Sizes, Ways
 from mpimesh.comm.engine import ProgressEngine, Steps
 from mpimesh.comm.mpi import MPICommunicator

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import Ways
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Moved, ProgressEngine, StagedRequest, Steps, run_steps

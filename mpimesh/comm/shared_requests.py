@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Self
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.engine import Moved, ProgressEngine
 from mpimesh.comm.notes import EXCHANGE, mismatch
 from mpimesh.comm.requests import Request

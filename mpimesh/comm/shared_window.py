@@ -54,14 +54,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpimesh.arrays.quiet import quiet_calls
-from mpimesh.arrays.types import DType, HostArray
+from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.arena import Arena
 from mpimesh.comm.doorbell import Doorbell
 from mpimesh.comm.lending import Lending
@@ -79,6 +79,7 @@ __all__ = [
     "SharedWindow",
     "WindowEntry",
     "cell_bytes",
+    "quiet_calls",
     "whole_stage_bytes",
 ]
 
@@ -609,3 +610,18 @@ def _fence() -> Callable[[], None]:
     window.Lock_all()
     sync: Callable[[], None] = window.Sync
     return sync
+
+
+def quiet_calls() -> Callable[..., Any]:
+    """Return ``quietly(function, *arguments)``, which calls a function without NumPy's warnings.
+
+    Reductions overflow and make NaN in silence, as MPI's do. To enter and leave `numpy.errstate`
+    takes 2 us, more than a small sum takes. NumPy keeps its state in a context variable, so one
+    context in which that is set once serves all later calls.
+
+    Not for two threads at a time, and for nothing that runs Python: a signal handler that came in
+    between could not use it again.
+    """
+    context = Context()
+    context.run(np.seterr, all="ignore")
+    return context.run

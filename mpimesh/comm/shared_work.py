@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpimesh.arrays.types import DType, HostArray
+from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS, copying
 from mpimesh.comm.requests import block_slices

@@ -52,7 +52,7 @@ from typing import TypeAlias
 import numpy as np
 
 from mpimesh.arguments import rank_names
-from mpimesh.arrays.types import DType, HostArray
+from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.errors import MismatchError
 
 __all__ = ["BOARD_BYTES", "LAST_SLOT", "Signature", "Signatures", "signature_text"]

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mpimesh.arrays.types import Array, DType, HostArray
+from mpimesh.arrays.namespace import Array, DType, HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.device_strategy import Collective, DeviceStrategy
 from mpimesh.comm.engine import Steps

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.algorithms import NEVER, OPERATIONS, Sizes, Ways
 from mpimesh.comm.arena import Arena
 from mpimesh.comm.base import Communicator

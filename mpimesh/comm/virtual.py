@@ -26,7 +26,7 @@ from functools import reduce
 
 import numpy as np
 
-from mpimesh.arrays.types import HostArray
+from mpimesh.arrays.namespace import HostArray
 from mpimesh.comm.base import Communicator
 from mpimesh.comm.engine import Steps
 from mpimesh.comm.regions import FUNCTIONS

@@ -15,14 +15,15 @@ import numpy as np
 
 from mpimesh.arguments import MOST, as_flag, as_function, as_int, as_real, as_shape, shown
 from mpimesh.arrays import DType, HostArray, array_shape, refuse_objects
-from mpimesh.arrays.counter_bits import key_of
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
 from mpimesh.arrays.indexed import arange_block, eye_block, linspace_block
-from mpimesh.arrays.indexed_integers import integers_block, permutation
-from mpimesh.arrays.indexed_random import (
+from mpimesh.arrays.random_bits import key_of
+from mpimesh.arrays.random_numbers import (
     bernoulli_block,
     exponential_block,
+    integers_block,
     normal_block,
+    permutation,
     uniform_block,
 )
 from mpimesh.dtensor.consistency import (

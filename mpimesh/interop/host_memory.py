@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import HostArray, is_cupy
-from mpimesh.arrays.reduction import is_half
+from mpimesh.arrays.dtypes import is_half
 from mpimesh.errors import DTypeError, ModuleError
 
 __all__ = ["host_array", "plain_array"]

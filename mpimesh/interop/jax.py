@@ -48,8 +48,8 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array, HostArray
-from mpimesh.arrays.counter_bits import key_of
-from mpimesh.arrays.reduction import is_half
+from mpimesh.arrays.dtypes import is_half
+from mpimesh.arrays.random_bits import key_of
 from mpimesh.errors import (
     DTypeError,
     MissingPackageError,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array, HostArray
-from mpimesh.arrays.counter_bits import key_of
+from mpimesh.arrays.random_bits import key_of
 from mpimesh.errors import DTypeError, MissingPackageError, ModuleError, ModuleStateError
 from mpimesh.interop.host_memory import host_array, plain_array
 from mpimesh.nn import Constant, Parameter

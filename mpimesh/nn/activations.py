@@ -31,9 +31,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mpimesh.arguments import shown
-from mpimesh.arrays.fused import Formula, fused
-from mpimesh.arrays.namespace import is_cupy, namespace, zeros_where_not
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array, Formula, fused, is_cupy, namespace, zeros_where_not
 from mpimesh.errors import ModuleError
 from mpimesh.nn.checks import check_floats, sum_dtype
 from mpimesh.nn.module import Module

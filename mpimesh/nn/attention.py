@@ -27,9 +27,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import as_flag
-from mpimesh.arrays.fused import Formula, fused
-from mpimesh.arrays.namespace import is_cupy, namespace
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array, Formula, fused, is_cupy, namespace
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.layout.boxes import even_sizes
 from mpimesh.nn import protocol

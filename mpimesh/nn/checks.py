@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import as_int, as_real
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.namespace import Array, DType
 from mpimesh.errors import DTypeError, ModuleError, ShapeError
 from mpimesh.nn.parameter import FLOAT_NAMES, is_float_dtype
 from mpimesh.nn.protocol import Context

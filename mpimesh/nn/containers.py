@@ -10,8 +10,7 @@ from typing import Any, Self, TypeGuard
 
 import numpy as np
 
-from mpimesh.arrays.namespace import namespace
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.namespace import Array, DType, namespace
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
 from mpimesh.nn.checks import check_context, check_sequence, layer_advice, parted, sum_dtype

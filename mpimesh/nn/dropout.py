@@ -15,9 +15,8 @@ from types import ModuleType
 import numpy as np
 
 from mpimesh.arguments import as_real
-from mpimesh.arrays.counter_bits import key_of, random_words
-from mpimesh.arrays.namespace import namespace, zeros_where_not
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array, namespace, zeros_where_not
+from mpimesh.arrays.random_bits import key_of, random_words
 from mpimesh.errors import ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn.checks import check_extent, check_floats
 from mpimesh.nn.module import Module

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_real, shape_of
-from mpimesh.arrays.namespace import is_cupy, namespace
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.namespace import Array, DType, is_cupy, namespace
 from mpimesh.errors import ModuleError, ShapeError
 from mpimesh.nn.checks import (
     check_extent,

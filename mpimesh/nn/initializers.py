@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from mpimesh.arguments import as_int, as_real
-from mpimesh.arrays.types import DType, HostArray
+from mpimesh.arrays.namespace import DType, HostArray
 from mpimesh.errors import ModuleError
 from mpimesh.layout.boxes import Box, extent, flat_runs, whole
 

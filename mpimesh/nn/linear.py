@@ -9,8 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 from mpimesh.arguments import as_flag, shown
-from mpimesh.arrays.namespace import namespace
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import LayoutError, ModuleError, ShapeError
 from mpimesh.layout import Placement, PlacementLike, Shard
 from mpimesh.nn import protocol

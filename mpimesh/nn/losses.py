@@ -17,9 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from mpimesh.arguments import as_int, as_real, shown
-from mpimesh.arrays.namespace import namespace
-from mpimesh.arrays.reduction import is_half
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.dtypes import is_half
+from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import DTypeError, ModuleError, ShapeError, tell_elsewhere
 from mpimesh.nn.checks import check_extent, check_floats, first_outside, sum_dtype, tensor_advice
 from mpimesh.nn.protocol import FeaturePart

@@ -36,7 +36,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, shape_of, shown
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
 from mpimesh.nn.checks import check_context

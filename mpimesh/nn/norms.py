@@ -5,9 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from mpimesh.arrays.fused import Formula, fused
-from mpimesh.arrays.namespace import is_cupy, namespace
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array, Formula, fused, is_cupy, namespace
 from mpimesh.nn.checks import check_eps, check_extent, check_features, check_floats, sum_dtype
 from mpimesh.nn.initializers import Constant
 from mpimesh.nn.module import Module

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_items, check_kind, shape_of, shown
-from mpimesh.arrays.namespace import namespace, to_numpy
-from mpimesh.arrays.reduction import is_half
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.dtypes import is_half
+from mpimesh.arrays.namespace import Array, DType, namespace, to_numpy
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, RankError, ShapeError
 from mpimesh.layout import Box, BoxLayout, Layout
 from mpimesh.layout.boxes import extent, whole

@@ -35,7 +35,7 @@ from types import ModuleType
 from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 from mpimesh.arguments import as_flag, as_int
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.namespace import Array, DType
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn.parameter import Parameter
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from mpimesh.arguments import shown
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array
 from mpimesh.errors import GroupError, ModuleError, ShapeError
 from mpimesh.layout import layout_of_runs
 from mpimesh.layout.boxes import even_sizes

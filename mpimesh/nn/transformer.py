@@ -6,8 +6,7 @@ from abc import abstractmethod
 from typing import Any, Literal
 
 from mpimesh.arguments import shown
-from mpimesh.arrays.namespace import namespace
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import ModuleError
 from mpimesh.nn import protocol
 from mpimesh.nn.activations import GELU, sigmoid, silu_slope

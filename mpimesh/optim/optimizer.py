@@ -27,8 +27,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpimesh.arguments import as_real
-from mpimesh.arrays.namespace import namespace, to_numpy
-from mpimesh.arrays.types import Array, DType
+from mpimesh.arrays.namespace import Array, DType, namespace, to_numpy
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError, tell_elsewhere
 from mpimesh.nn.parameter import Parameter, as_parameters
 

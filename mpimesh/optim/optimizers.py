@@ -8,9 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from mpimesh.arguments import as_flag
-from mpimesh.arrays.fused import fused
-from mpimesh.arrays.namespace import is_cupy, namespace
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array, fused, is_cupy, namespace
 from mpimesh.errors import ModuleError
 from mpimesh.nn.parameter import Parameter
 from mpimesh.optim.optimizer import DecayMask, Optimizer, check_number

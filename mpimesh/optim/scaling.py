@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_real, shown
-from mpimesh.arrays.namespace import namespace
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array, namespace
 from mpimesh.errors import ModuleError
 from mpimesh.nn.parameter import Parameter, as_parameters
 from mpimesh.optim.optimizer import check_number

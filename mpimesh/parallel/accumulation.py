@@ -11,8 +11,7 @@ import numpy as np
 
 from mpimesh.arguments import as_int, as_real, check_kind, shown
 from mpimesh.arrays import Array, namespace
-from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
-from mpimesh.arrays.reduction import is_half
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json, is_half
 from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, on_all_ranks
 from mpimesh.nn.losses import LossValue
 from mpimesh.parallel.batch import SupportsStep

@@ -22,8 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpimesh.arrays import Array, DType, HostArray
-from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
-from mpimesh.arrays.reduction import is_half
+from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json, is_half
 from mpimesh.errors import ModuleStateError, ShapeError, TransportError
 from mpimesh.parallel.microbatch import Structure, Tree, flatten
 

@@ -106,7 +106,7 @@ class ProcessGroup:
             A handle; ``resolve()`` gives the array.
 
         Raises:
-            DTypeError: If the dtype cannot be reduced by `op`; see :mod:`mpimesh.arrays.reduction`.
+            DTypeError: If the dtype cannot be reduced by `op`; see :mod:`mpimesh.arrays.dtypes`.
             ShapeError: If `out` does not fit.
             GroupError: If the group has no such `algorithm` for this array.
 

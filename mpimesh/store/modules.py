@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arrays import Array, DType, HostArray, namespace
-from mpimesh.arrays.reduction import is_half
+from mpimesh.arrays.dtypes import is_half
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.layout.boxes import Box, extent, flat_fragments, global_box, volume
 from mpimesh.nn import Module, Parameter

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import as_int, as_real, shown
-from mpimesh.arrays.types import Array
+from mpimesh.arrays.namespace import Array
 from mpimesh.errors import DTypeError, ModuleError
 from mpimesh.nn import protocol
 from mpimesh.nn.protocol import Context, SupportsLayer, is_layer

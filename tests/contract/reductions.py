@@ -29,7 +29,7 @@ from tests.helpers.raises import raises
 
 
 def allowed(dtype, op):
-    """The table of `mpimesh.arrays.reduction`, said once more."""
+    """The table of `mpimesh.arrays.dtypes`, said once more."""
     if dtype in FLOATS or dtype in HALVES:
         return True
     if dtype in COMPLEX:

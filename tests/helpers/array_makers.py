@@ -8,16 +8,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpimesh.arrays.boxes import Box, flat_indices
-from mpimesh.arrays.indexed import full_block
-from mpimesh.arrays.indexed_integers import integers_block
-from mpimesh.arrays.indexed_random import (
+from mpimesh.arrays.indexed import flat_indices, full_block
+from mpimesh.arrays.random_numbers import (
     bernoulli_block,
     exponential_block,
+    integers_block,
     normal_block,
     random_block,
     uniform_block,
 )
+from mpimesh.layout import Box
 
 KEY = 0x0123456789ABCDEF
 

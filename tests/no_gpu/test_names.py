@@ -147,7 +147,7 @@ def test_a_stream_in_use_is_forgotten_by_a_with():
     """The reason for `made_current`."""
     import cupy
 
-    from mpimesh.arrays.stream_scope import made_current
+    from mpimesh.arrays.namespace import made_current
 
     chosen, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     before = cupy.cuda.get_current_stream()

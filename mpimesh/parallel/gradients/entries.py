@@ -9,7 +9,7 @@ import numpy as np
 
 from mpimesh.arguments import as_real
 from mpimesh.arrays import ReduceOp, namespace
-from mpimesh.arrays.types import DType
+from mpimesh.arrays.namespace import DType
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.parallel.gradients.bucket import Bucket

@@ -15,12 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpimesh.arrays import boxes
-from mpimesh.arrays.boxes import Pieces, box_shape, flat_indices
-from mpimesh.arrays.counter_bits import WordStream, key_of
-from mpimesh.arrays.indexed import arange_block, eye_block, full_block, linspace_block
-from mpimesh.arrays.indexed_integers import permutation
-from mpimesh.arrays.indexed_random import random_block
+from mpimesh.arrays import indexed
+from mpimesh.arrays.indexed import (
+    BlockPieces,
+    arange_block,
+    box_shape,
+    eye_block,
+    flat_indices,
+    full_block,
+    linspace_block,
+)
+from mpimesh.arrays.random_bits import WordStream, key_of
+from mpimesh.arrays.random_numbers import permutation, random_block
 from mpimesh.errors import ArrayValueError, DTypeError, ShapeError
 from tests.helpers.array_makers import ANY_SHAPE, KEY, RANDOM, slices, whole
 from tests.helpers.depth import examples
@@ -66,7 +72,7 @@ def test_the_blocks_of_any_partition_are_slices_of_the_whole(name, partition, mo
     shape, parts = partition
     expected = whole(make, shape)
     assert expected.shape == shape
-    with mock.patch.object(boxes, "_HOST_PIECE", most):
+    with mock.patch.object(indexed, "_HOST_PIECE", most):
         for box in parts:
             found = make(shape, box)
             assert_same_bits(found, expected[slices(box)].copy())
@@ -91,7 +97,7 @@ def test_pieces_have_the_numbers_of_their_elements_in_order(block, most):
     expected = np.arange(math.prod(shape)).reshape(shape)[slices(box)]
     np.testing.assert_array_equal(flat_indices(shape, box), expected)
     found, end = [], 0
-    pieces = Pieces.of(shape, box, most=most)
+    pieces = BlockPieces.of(shape, box, most=most)
     for place, base in pieces:
         assert place.start == end
         end = place.stop

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpimesh.arrays.counter_bits import WordStream, key_of
-from mpimesh.arrays.exact_math import natural_log, normal_quantile
-from mpimesh.arrays.indexed_integers import integers_block, permutation
-from mpimesh.arrays.indexed_random import (
+from mpimesh.arrays.random_bits import WordStream, key_of, natural_log, normal_quantile
+from mpimesh.arrays.random_numbers import (
     bernoulli_block,
     exponential_block,
+    integers_block,
     normal_block,
+    permutation,
     random_block,
     uniform_block,
 )

@@ -12,12 +12,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpimesh.arrays.counter_bits import key_of
-from mpimesh.arrays.indexed_integers import integers_block, permutation
-from mpimesh.arrays.indexed_random import (
+from mpimesh.arrays.random_bits import key_of
+from mpimesh.arrays.random_numbers import (
     bernoulli_block,
     exponential_block,
+    integers_block,
     normal_block,
+    permutation,
     random_block,
     uniform_block,
 )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpimesh import nn
-from mpimesh.arrays.counter_bits import key_of, random_words
+from mpimesh.arrays.random_bits import key_of, random_words
 from mpimesh.errors import ModuleError, ShapeError
 from tests.helpers.depth import examples
 from tests.helpers.raises import raises

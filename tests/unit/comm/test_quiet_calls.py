@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 
-from mpimesh.arrays.quiet import quiet_calls
+from mpimesh.comm.shared_window import quiet_calls
 from tests.helpers.raises import raises
 
 
