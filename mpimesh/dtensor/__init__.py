@@ -33,6 +33,7 @@ from mpimesh.dtensor.creation import (
 )
 from mpimesh.dtensor.defaults import default_layout
 from mpimesh.dtensor.dispatch import allow_gather
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.halo_exchange import Halo, HaloField, shift
 from mpimesh.dtensor.local_map import BlockPlace, local_map
 from mpimesh.dtensor.mesh_context import default_mesh, device_name, get_default_mesh, run_on
@@ -46,7 +47,6 @@ from mpimesh.dtensor.relayout import (
     relayout,
     relayout_like,
 )
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.dtensor.variable import DVariable
 
 _RULES = (

@@ -11,9 +11,9 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain, ufunc_rule
 from mpimesh.dtensor.run import Work, checked_out, linear_in, run, shape_of, store
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout.op_rules import (
     Contraction,

@@ -34,8 +34,8 @@ from mpimesh.dtensor.consistency import (
     gather_facts,
 )
 from mpimesh.dtensor.defaults import as_live
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.redistribute import start_redistribute
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import (
     ArrayValueError,
     DTypeError,

@@ -12,8 +12,8 @@ from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor import creation
 from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
+from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.run import Work, checked_out, linear_in, run, shape_of, store
-from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import DTypeError, NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout import Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.op_rules import (

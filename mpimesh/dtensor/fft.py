@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.joining import roll
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.run import axes_of, axis_of, moved_to, refuse_options
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, ShapeError, on_all_ranks
 from mpimesh.layout import Placement, Shard
 from mpimesh.layout.axis_rules import lines_placement, unsplit

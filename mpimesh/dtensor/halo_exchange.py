@@ -16,7 +16,7 @@ from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.comm import Request, Steps
 from mpimesh.comm.regions import copy_own
 from mpimesh.dtensor.defaults import as_live
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, RankError, ShapeError
 from mpimesh.layout import Box, HaloPlan, Layout, PlacementLike, Regions, plan_halo
 from mpimesh.layout.boxes import slices, view, volume

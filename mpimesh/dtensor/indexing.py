@@ -9,6 +9,7 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
+from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.elementwise import call
 from mpimesh.dtensor.joining import concatenate, pad
 from mpimesh.dtensor.methods import reduced
@@ -26,7 +27,6 @@ from mpimesh.dtensor.reshape import (
     swapaxes,
 )
 from mpimesh.dtensor.run import as_tensor, axes_of, axis_of, moved_to, refuse_options, whole_key
-from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import IndexOutOfRangeError, LayoutError, NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, Shard
 from mpimesh.layout.axis_rules import row_dim, rows_placement

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpimesh.dtensor.creation import full
 from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import pick_along
 from mpimesh.dtensor.reshape import (
@@ -35,7 +36,6 @@ from mpimesh.dtensor.run import (
     refuse_options,
     whole_key,
 )
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, DTypeError, IndexOutOfRangeError, NoRuleError, ShapeError
 from mpimesh.layout import Layout, cheapest
 from mpimesh.layout.axis_rules import join_rules, unsplit

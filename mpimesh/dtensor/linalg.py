@@ -14,8 +14,9 @@ from numpy.linalg import LinAlgError
 
 from mpimesh.dtensor.contract import matmul, outer, tensordot
 from mpimesh.dtensor.dispatch import implements, may_gather, name_of, sure_rule_of
+from mpimesh.dtensor.dtensor import DTensor, common_mesh, gathered
 from mpimesh.dtensor.elementwise import call
-from mpimesh.dtensor.reductions import is_given, reduce, reduce_blocks
+from mpimesh.dtensor.reduce import is_given, reduce, reduce_blocks
 from mpimesh.dtensor.reshape import expand_dims, moveaxis, reshape, row_along, squeeze
 from mpimesh.dtensor.run import (
     Work,
@@ -27,7 +28,6 @@ from mpimesh.dtensor.run import (
     reduced_anywhere,
     store,
 )
-from mpimesh.dtensor.tensor import DTensor, common_mesh, gathered
 from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout import Shard
 

@@ -14,8 +14,8 @@ import numpy as np
 from mpimesh.arguments import as_items, as_shape
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.consistency import agreed_dtype, compare_call, host_block, writable_block
+from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.run import all_redistributed
-from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import LayoutError, ShapeError, on_all_ranks
 from mpimesh.layout import Box, Layout, Placement, PlacementLike, Shard
 from mpimesh.layout.placement import Placed

@@ -9,9 +9,9 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.arrays import to_numpy as host_of
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.packing import shape_of_blocks
 from mpimesh.dtensor.relayout import copy_to_mesh
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import LayoutError, ShapeError
 from mpimesh.layout import AxisLayout, Layout
 from mpimesh.runtime import DeviceMesh

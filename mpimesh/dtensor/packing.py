@@ -11,9 +11,9 @@ import numpy as np
 from mpimesh.arguments import as_flag, digest_text
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.consistency import gather_facts, host_block, table_of
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.mesh_context import mesh_for
 from mpimesh.dtensor.relayout import tensor_of
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import (
     LayoutError,
     MismatchError,

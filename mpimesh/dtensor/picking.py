@@ -10,7 +10,7 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray
 from mpimesh.comm import Steps
-from mpimesh.dtensor.tensor import DTensor
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.layout import (
     Give,
     Layout,

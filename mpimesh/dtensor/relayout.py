@@ -7,8 +7,8 @@ from typing import Any
 
 from mpimesh.arguments import as_function
 from mpimesh.dtensor.creation import distribute
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.mesh_context import mesh_for
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import LayoutError
 from mpimesh.layout import (
     MATCH,

@@ -16,9 +16,9 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.picking import exchange_counts, exchange_pieces, place_in
 from mpimesh.dtensor.run import as_tensor, axes_of, axis_of, moved_to, refuse_options
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import AxisError, NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Tiling
 from mpimesh.layout.axis_rules import full_shape, renumbered, reshaped_placement, unsplit

@@ -12,9 +12,9 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor.consistency import raise_together
+from mpimesh.dtensor.dtensor import DTensor, are_whole, common_mesh
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.redistribute import moves_between_ranks
-from mpimesh.dtensor.tensor import DTensor, are_whole, common_mesh
 from mpimesh.errors import AxisError, DTypeError, LayoutError, NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout import (
     Box,

@@ -15,14 +15,14 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.elementwise import tried
 from mpimesh.dtensor.joining import concatenate
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import pick, pick_along
-from mpimesh.dtensor.reductions import reduce
+from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.reshape import moveaxis, ravel, row_along
 from mpimesh.dtensor.run import as_tensor, axes_of, axis_of, on_stacks, refuse_options, whole_key
-from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.axis_rules import unsplit

@@ -8,13 +8,13 @@ import numpy as np
 
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.elementwise import blockwise
 from mpimesh.dtensor.indexing import masked, of_rows
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import exchange_counts, exchange_pieces, place_in, true_anywhere
 from mpimesh.dtensor.reshape import permuted, ravel, reshape, row_along
 from mpimesh.dtensor.run import all_redistributed, as_tensor, axis_of, moved_to, refuse_options
-from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import AxisError, IndexOutOfRangeError, LayoutError, ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Placement, PlacementSpec, Shard
 from mpimesh.layout.axis_rules import lines_placement, row_dim, rows_placement, unsplit

@@ -9,9 +9,10 @@ import numpy as np
 
 from mpimesh.dtensor.contract import matmul
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
+from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.elementwise import call, plain
 from mpimesh.dtensor.joining import concatenate
-from mpimesh.dtensor.reductions import (
+from mpimesh.dtensor.reduce import (
     axes_of,
     count,
     is_given,
@@ -22,7 +23,6 @@ from mpimesh.dtensor.reductions import (
 )
 from mpimesh.dtensor.reshape import atleast_2d, permuted, squeeze
 from mpimesh.dtensor.run import Work, as_tensor, reduced_anywhere, shape_of, store
-from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import DTypeError, ShapeError, on_all_ranks
 
 __all__: list[str] = []

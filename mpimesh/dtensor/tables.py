@@ -10,8 +10,9 @@ import numpy as np
 from mpimesh.arrays import HostArray
 from mpimesh.dtensor.consistency import raise_together
 from mpimesh.dtensor.dispatch import implements, sure_rule_of
+from mpimesh.dtensor.dtensor import DTensor, are_whole, common_mesh
 from mpimesh.dtensor.elementwise import blockwise, call, plain, tried
-from mpimesh.dtensor.reductions import reduce
+from mpimesh.dtensor.reduce import reduce
 from mpimesh.dtensor.run import (
     Work,
     as_tensor,
@@ -22,7 +23,6 @@ from mpimesh.dtensor.run import (
     store,
     whole_key,
 )
-from mpimesh.dtensor.tensor import DTensor, are_whole, common_mesh
 from mpimesh.errors import NoRuleError, ShapeError, on_all_ranks
 from mpimesh.layout.op_rules import KEEP, Linearity, Pattern, broadcast_shape, elementwise_pattern
 

@@ -11,8 +11,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpimesh.arrays import Array, DType
 from mpimesh.dtensor.dispatch import StandIn
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.relayout import check_layout, copy_to_mesh
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import DTypeError, LayoutError, MissingPackageError, ShapeError
 from mpimesh.layout import Layout, PlacementLike
 from mpimesh.runtime import DeviceMesh

@@ -13,12 +13,12 @@ import numpy as np
 
 from mpimesh.arrays import DType, HostArray, refuse_masked, refuse_objects
 from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.dtensor import DTensor, common_mesh
 from mpimesh.dtensor.methods import reduced
 from mpimesh.dtensor.picking import pick_along, true_anywhere
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.reshape import broadcast_to, expand_dims, reshape, row_along, squeeze
 from mpimesh.dtensor.run import as_tensor, axis_of, moved_to, whole_key
-from mpimesh.dtensor.tensor import DTensor, common_mesh
 from mpimesh.errors import (
     DTypeError,
     IndexOutOfRangeError,

@@ -9,7 +9,7 @@ from mpimesh.nn.split import SequenceSplit
 from mpimesh.nn.tensor_parallel import gpt_layers, split_sequence, tensor_parallel
 from mpimesh.nn.transformer import ParallelFeedForward, ParallelSwiGLU
 from mpimesh.parallel.accumulation import Accumulation, reduce_gradients
-from mpimesh.parallel.data import DataParallel, fully_shard
+from mpimesh.parallel.data_parallel import DataParallel, fully_shard
 from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES, GradientBuckets
 from mpimesh.parallel.gradients.tuning import BucketTuning
@@ -21,11 +21,11 @@ from mpimesh.parallel.microbatch import (
     split_microbatches,
 )
 from mpimesh.parallel.model import clip_grad_norm
-from mpimesh.parallel.optimizer import ParallelOptimizer
+from mpimesh.parallel.parallel_optimizer import ParallelOptimizer
 from mpimesh.parallel.pipeline import PipelineParallel
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step import StepReport
-from mpimesh.parallel.tensor import sum_shared_gradients
+from mpimesh.parallel.tensor_model import sum_shared_gradients
 
 __all__ = [
     "BUCKET_BYTES",

@@ -15,7 +15,7 @@ from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json, is_half
 from mpimesh.errors import MismatchError, ModuleError, ModuleStateError, on_all_ranks
 from mpimesh.nn.losses import LossValue
 from mpimesh.parallel.batch import SupportsStep
-from mpimesh.parallel.data import DataParallel
+from mpimesh.parallel.data_parallel import DataParallel
 from mpimesh.parallel.gradients.buckets import GROUP
 from mpimesh.parallel.microbatch import Tree
 from mpimesh.parallel.pipeline import PipelineParallel

@@ -22,7 +22,6 @@ from mpimesh.errors import (
 from mpimesh.layout import Layout, Replicate, Shard
 from mpimesh.nn import Loss
 from mpimesh.nn.checks import loss_advice
-from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.header import (
     OWN_ROWS,
     UNKNOWN,
@@ -34,6 +33,7 @@ from mpimesh.parallel.header import (
 )
 from mpimesh.parallel.microbatch import Microbatches, Tree, flatten, num_rows, tree_map
 from mpimesh.parallel.task import input_title
+from mpimesh.parallel.training_engine import TrainingEngine
 
 __all__ = [
     "Batch",
@@ -102,7 +102,7 @@ class Batch:
 
     # -- a batch like one before ---------------------------------------------------------------
 
-    def signature(self, engine: Engine) -> Hashable:
+    def signature(self, engine: TrainingEngine) -> Hashable:
         """Return what all that :meth:`check` finds depends on; None if that is not all.
 
         Two batches of one signature have the same facts and pass the same checks, but for what
@@ -129,7 +129,9 @@ class Batch:
             engine.layer_values.meets,
         )
 
-    def check_again(self, engine: Engine, facts: Facts, numbers: Sequence[int]) -> list[int]:
+    def check_again(
+        self, engine: TrainingEngine, facts: Facts, numbers: Sequence[int]
+    ) -> list[int]:
         """Take in a batch of the signature of one that was checked; check what can differ.
 
         Args:
@@ -162,7 +164,7 @@ class Batch:
 
     # -- checks --------------------------------------------------------------------------------
 
-    def check(self, engine: Engine) -> None:
+    def check(self, engine: TrainingEngine) -> None:
         """Take in the values, and note what the ranks are to compare. Local.
 
         Raises:
@@ -212,7 +214,7 @@ class Batch:
             self.facts["count"] = len(self.sizes)
             self.facts["sizes"] = ", ".join(map(str, self.sizes))
 
-    def describe(self, engine: Engine) -> None:
+    def describe(self, engine: TrainingEngine) -> None:
         """Begin the facts with what this rank calls. Local, and never raises."""
         call, how = "train_step", f"{engine.num_microbatches} microbatches"
         if self.evaluating:
@@ -242,7 +244,7 @@ class Batch:
             **{name: {} for name in ("kinds", "sums", "parameters")},
         }
 
-    def _take(self, engine: Engine) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    def _take(self, engine: TrainingEngine) -> tuple[dict[str, tuple[int, ...]], list[str]]:
         """Take in all that was given here.
 
         Returns:
@@ -340,7 +342,7 @@ class Batch:
                         f"and {title} {other}{where}"
                     )
 
-    def _missing(self, engine: Engine) -> str:
+    def _missing(self, engine: TrainingEngine) -> str:
         """Say which stage lacks what, if any does."""
         if "x" not in self.values and engine.is_first:
             return "the first stage and needs x"
@@ -352,7 +354,7 @@ class Batch:
                     return f"stage {number} and needs inputs={{{name!r}: ...}}"
         return ""
 
-    def check_optimizer(self, engine: Engine) -> None:
+    def check_optimizer(self, engine: TrainingEngine) -> None:
         """Refuse an optimizer that cannot change the parameters now. Local.
 
         Raises:
@@ -386,7 +388,7 @@ class Batch:
                 "replicas; give optimizer= to the last of the steps only"
             )
 
-    def _goal(self, engine: Engine) -> str | None:
+    def _goal(self, engine: TrainingEngine) -> str | None:
         """Say what loss this rank computes; None if it does not hold the last stage."""
         if not self.with_loss or not engine.is_last:
             return None
@@ -422,7 +424,7 @@ class Batch:
 
     # -- what goes to other ranks, and on to the stages ------------------------------------------
 
-    def counted(self, engine: Engine) -> float | None:
+    def counted(self, engine: TrainingEngine) -> float | None:
         """Return what the replica's own targets count, None if that is their rows.
 
         Raises:
@@ -439,7 +441,7 @@ class Batch:
             )
         return counted
 
-    def numbers(self, engine: Engine) -> list[int]:
+    def numbers(self, engine: TrainingEngine) -> list[int]:
         """Return what all ranks compare, see :meth:`StepExchanges.begin`. Local."""
         facts, titles = self.facts, engine.titles
         is_whole = facts["replica"] is None
@@ -461,13 +463,13 @@ class Batch:
             numbers += row
         return numbers
 
-    def own_numbers(self, engine: Engine) -> list[int]:
+    def own_numbers(self, engine: TrainingEngine) -> list[int]:
         """Return what the ranks of a replica compare that was given its own rows."""
         sums = self.facts["sums"]
         texts = [number_of(sums.get(title)) for title in (*engine.titles, "target")]
         return [sum(self.sizes), bits_of(self.facts["counted"]), *texts]
 
-    def size(self, engine: Engine) -> Size | None:
+    def size(self, engine: TrainingEngine) -> Size | None:
         """Return the size of the global batch; None if this rank cannot tell."""
         rows, count, kinds = self.facts["rows"], self.facts["count"], self.facts["kinds"]
         if rows is None or count == OWN_ROWS:
@@ -478,7 +480,7 @@ class Batch:
             return None
         return rows, 0, tuple(fingerprint(kinds[title]) for title in engine.titles), (), None
 
-    def divisor(self, engine: Engine, size: Size) -> float:
+    def divisor(self, engine: TrainingEngine, size: Size) -> float:
         """Return what the loss is divided by, scaled before anything is rounded."""
         rows, _, _, own, counted = size
         denominator = self.denominator
@@ -591,14 +593,14 @@ def _checksum(arrays: Sequence[HostArray], *, whole: bool) -> str:
     return f"{crc:08x}"
 
 
-def split_layout(engine: Engine) -> Layout:
+def split_layout(engine: TrainingEngine) -> Layout:
     """Return the layout of a batch of which each replica has its rows."""
     mesh, data = engine.mesh, engine.data
     split = data.name if data.size > 1 else None
     return Layout(mesh, [Shard(0) if dim == split else Replicate() for dim in mesh.dim_names])
 
 
-def _block(engine: Engine, x: DTensor, path: str) -> Array:
+def _block(engine: TrainingEngine, x: DTensor, path: str) -> Array:
     """Return this rank's block of a batch that is split by rows over the replicas.
 
     Raises:

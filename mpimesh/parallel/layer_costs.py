@@ -27,13 +27,13 @@ from mpimesh.nn.protocol import (
     num_layers,
 )
 from mpimesh.parallel.batch import kind_of, parts_of, rows_of
-from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
 from mpimesh.parallel.header import fingerprint
 from mpimesh.parallel.interface import Leaf
 from mpimesh.parallel.microbatch import Microbatches, Tree, flatten, tree_map
 from mpimesh.parallel.replicas import group_along
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor import TensorModel
+from mpimesh.parallel.step_failure import AbortedError, AbortSignal, Failure, agreed_error
+from mpimesh.parallel.tensor_model import TensorModel
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.schedule import Costs, Partition, partition
@@ -322,7 +322,7 @@ def _twin(layer: SupportsLayer, dtype: Any, xp: ModuleType, index: int) -> Suppo
 def _time_layer(
     layer: SupportsLayer, x: Tree, *, trained: bool, repeats: int
 ) -> tuple[Tree, LayerTime]:
-    clock = _Clock(x)
+    clock = _LayerClock(x)
     runs = []
     for _ in range(1 + repeats):
         context = Context()
@@ -334,7 +334,7 @@ def _time_layer(
 
 
 def _time_backward(
-    layer: SupportsLayer, y: Tree, context: Context, clock: _Clock, *, trained: bool
+    layer: SupportsLayer, y: Tree, context: Context, clock: _LayerClock, *, trained: bool
 ) -> tuple[float, float]:
     """Return the times of both halves of a backward; none where a pipeline runs none."""
     if not trained:
@@ -352,7 +352,7 @@ def _gradient(leaf: Array, _path: str) -> Array | None:
     return namespace(leaf).ones(leaf.shape, leaf.dtype)
 
 
-class _Clock:
+class _LayerClock:
     """Takes times, on a device up to the end of what was called for."""
 
     def __init__(self, x: Tree) -> None:

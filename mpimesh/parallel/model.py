@@ -21,7 +21,6 @@ from mpimesh.nn.parameter import check_shape, check_state, check_values
 from mpimesh.nn.protocol import set_training
 from mpimesh.optim import clip_grad_norm as clip_local
 from mpimesh.parallel.batch import Batch, Rows, split_layout
-from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.buckets import GradientBuckets
 from mpimesh.parallel.gradients.tuning import BucketTuning, tune_buckets
 from mpimesh.parallel.interface import Interface, Leaf
@@ -35,7 +34,8 @@ from mpimesh.parallel.microbatch import (
 )
 from mpimesh.parallel.states import model_parts, model_target
 from mpimesh.parallel.step import Step
-from mpimesh.parallel.tensor import local_part
+from mpimesh.parallel.tensor_model import local_part
+from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
@@ -152,7 +152,7 @@ class ParallelModel:
     layers, whatever the mesh, so that a state fits any.
     """
 
-    _engine: Engine
+    _engine: TrainingEngine
 
     # -- collective ------------------------------------------------------------------------
 
@@ -519,7 +519,7 @@ def _digest_of(changes: Sequence[tuple[Array, Array]]) -> str:
 # -- outputs of all replicas together, in the order of the batch ----------------------------------
 
 
-def joined_output(engine: Engine, step: Step, *, everywhere: bool) -> Tree | None:
+def joined_output(engine: TrainingEngine, step: Step, *, everywhere: bool) -> Tree | None:
     """Return the outputs of a forward step on ranks of the last stage, or on all. Collective.
 
     They are one for the whole batch, or Microbatches if it was given so; where each replica was
@@ -541,7 +541,7 @@ def joined_output(engine: Engine, step: Step, *, everywhere: bool) -> Tree | Non
     return Microbatches(outputs) if task.count else outputs[0]
 
 
-def _split_output(engine: Engine, step: Step, output: Tree) -> Tree:
+def _split_output(engine: TrainingEngine, step: Step, output: Tree) -> Tree:
     """Return this rank's rows of an output as blocks of arrays that are split as the input is."""
     layout, rows = split_layout(engine), step.task.rows
     if step.task.own:
@@ -554,7 +554,7 @@ def _split_output(engine: Engine, step: Step, output: Tree) -> Tree:
     )
 
 
-def _over_replicas(engine: Engine, outputs: list[Tree], sizes: list[int]) -> Tree:
+def _over_replicas(engine: TrainingEngine, outputs: list[Tree], sizes: list[int]) -> Tree:
     """Put the rows of all replicas together."""
     output = _or_empty(engine, outputs) if 0 in sizes else outputs[0]
     leaves, structure = flatten(output)
@@ -562,7 +562,7 @@ def _over_replicas(engine: Engine, outputs: list[Tree], sizes: list[int]) -> Tre
     return structure.unflatten([handle.resolve() for handle in handles])
 
 
-def _or_empty(engine: Engine, outputs: list[Tree]) -> Tree:
+def _or_empty(engine: TrainingEngine, outputs: list[Tree]) -> Tree:
     """Return the output; where a replica had no rows, no rows of what the others have."""
     mine = [_interface(output).to_json() for output in outputs]
     known = next(filter(None, _tell(engine.data, mine, "the shapes of outputs")))
@@ -574,7 +574,7 @@ def _or_empty(engine: Engine, outputs: list[Tree]) -> Tree:
     )
 
 
-def _given_to_all(engine: Engine, group: ProcessGroup, outputs: list[Tree]) -> list[Tree]:
+def _given_to_all(engine: TrainingEngine, group: ProcessGroup, outputs: list[Tree]) -> list[Tree]:
     """Return what all ranks of a group have together, in the order of the ranks."""
     mine = [flatten(output)[1].to_json() for output in outputs]
     told = _tell(group, mine, "the structure of outputs")

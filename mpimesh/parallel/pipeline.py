@@ -14,7 +14,6 @@ from mpimesh.arguments import as_flag, as_int
 from mpimesh.errors import ScheduleError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep
-from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
 from mpimesh.parallel.layer_costs import REPEATS, measure_layers, partition_layers
 from mpimesh.parallel.microbatch import Tree, check_microbatches
@@ -23,6 +22,7 @@ from mpimesh.parallel.plans import ScheduleLike
 from mpimesh.parallel.replicas import group_along, live_mesh
 from mpimesh.parallel.stage import PipelineStage
 from mpimesh.parallel.step import StepReport, report_step
+from mpimesh.parallel.training_engine import Options, TrainingEngine
 from mpimesh.runtime import DeviceMesh
 from mpimesh.schedule import Costs, Schedule
 from mpimesh.trace import Tracer
@@ -133,7 +133,7 @@ class PipelineParallel(ParallelModel):
             else f"; the mesh {mesh.dims_text} has no dim {dim!r}, so that all stages lie on one "
             "rank: name the dim of the stages by dim=, or make the mesh with one, as in 'pp=2'"
         )
-        self._engine = Engine(
+        self._engine = TrainingEngine(
             stages,
             mesh,
             scope=mesh.group(),

@@ -39,9 +39,9 @@ from mpimesh.schedule import (
 __all__ = [
     "ABORT_TAG",
     "MAX_EDGES",
-    "Plan",
     "Plans",
     "ScheduleLike",
+    "StepPlan",
     "forward_schedule",
     "message_tag",
     "message_tags",
@@ -71,7 +71,7 @@ _AFTER_THE_LOSS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """One rank's part of a step.
 
     Attributes:
@@ -147,7 +147,7 @@ class Plans:
         self._num_stages = num_stages
         self._num_ranks = num_ranks
         self._rank = rank
-        self._plans: dict[tuple[bool, int, int], Plan] = {}
+        self._plans: dict[tuple[bool, int, int], StepPlan] = {}
         self._proved: dict[tuple[bool, int], tuple[Schedule, Proof]] = {}
         self._full: Schedule | None = None
         self._full = full = self.schedule(num_microbatches, training=True)
@@ -155,7 +155,7 @@ class Plans:
         self.placement = full.placement
         self.stages = full.stages_of(rank)
 
-    def plan(self, num_microbatches: int, *, training: bool, first_trained: int = 0) -> Plan:
+    def plan(self, num_microbatches: int, *, training: bool, first_trained: int = 0) -> StepPlan:
         """Return the plan for a number of microbatches.
 
         Args:
@@ -178,9 +178,9 @@ class Plans:
         """
         return self._proof(training, num_microbatches)[0]
 
-    def _make(self, training: bool, num_microbatches: int, first_trained: int) -> Plan:
+    def _make(self, training: bool, num_microbatches: int, first_trained: int) -> StepPlan:
         if not num_microbatches:
-            return Plan((), 0)
+            return StepPlan((), 0)
         schedule, proof = self._proof(training, num_microbatches)
         lowered = lower(schedule, skips=self.edges.skips, reduce_grad=training)
         ranks = tuple(tuple(_pruned(actions, first_trained)) for actions in lowered.ranks)
@@ -189,7 +189,7 @@ class Plans:
             if action.kind.is_recv:
                 ends = action.stage, action.far_stage
                 received.setdefault(ends, []).append(action.microbatch)
-        return Plan(
+        return StepPlan(
             ranks[self._rank],
             max(proof.send_window, _FEWEST_UNFINISHED_SENDS),
             self._most_waiting(replace(lowered, ranks=ranks)),

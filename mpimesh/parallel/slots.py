@@ -21,7 +21,7 @@ KEPT_STEPS = 16
 """Number of steps that a slot waits to be used again."""
 
 
-class _Slot:
+class _MemorySlot:
     """A block of memory and the array that owns it, to which all views of it refer."""
 
     __slots__ = ("at", "block", "owner", "used_in", "when_free")
@@ -53,8 +53,8 @@ class SlotPool:
 
     def __init__(self, allocate: Callable[[int], HostArray]) -> None:
         self._allocate = allocate
-        self._slots: dict[int, list[_Slot]] = {}
-        self._starts: dict[int, _Slot] = {}
+        self._slots: dict[int, list[_MemorySlot]] = {}
+        self._starts: dict[int, _MemorySlot] = {}
         self._step = 0
 
     @property
@@ -68,7 +68,7 @@ class SlotPool:
         if array is not None:
             return array
         size = _size_class(math.prod(shape) * dtype.itemsize)
-        slot = _Slot(self._allocate(size))
+        slot = _MemorySlot(self._allocate(size))
         slot.calibrate()  # here, where nobody holds the new block any more
         self._slots.setdefault(size, []).append(slot)
         self._starts[_start(slot.block)] = slot
@@ -83,7 +83,7 @@ class SlotPool:
                 return self._array(slot, shape, dtype)
         return None
 
-    def _array(self, slot: _Slot, shape: Sequence[int], dtype: DType) -> HostArray:
+    def _array(self, slot: _MemorySlot, shape: Sequence[int], dtype: DType) -> HostArray:
         slot.used_in = self._step
         array: HostArray = np.ndarray(shape, dtype, slot.block)
         return array

@@ -20,12 +20,12 @@ from mpimesh.errors import MismatchError, ModuleError, MpimeshError, ShapeError
 from mpimesh.nn import Parameter
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.optimizer import check_arrays, check_steps
-from mpimesh.parallel.engine import Engine
-from mpimesh.parallel.gradients.bucket import STAGES, Shard
+from mpimesh.parallel.gradients.bucket import STAGES, BucketShard
 from mpimesh.parallel.gradients.buckets import GradientBuckets
-from mpimesh.parallel.gradients.pieces import Layouts, LentOptimizer, State, places_of
+from mpimesh.parallel.gradients.optimizer_shards import Layouts, LentOptimizer, State, places_of
 from mpimesh.parallel.replicas import difference, digest
-from mpimesh.parallel.tensor import local_part
+from mpimesh.parallel.tensor_model import local_part
+from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
@@ -58,7 +58,7 @@ _PARAMS = "params/"
 
 
 def full_states(
-    engine: Engine, lent: Sequence[LentOptimizer], states: Sequence[Mapping[str, Any]]
+    engine: TrainingEngine, lent: Sequence[LentOptimizer], states: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the states of all parameters of a model, by name. Collective over its ranks.
 
@@ -102,7 +102,7 @@ def full_states(
 
 
 def local_states(
-    engine: Engine, lent: Sequence[LentOptimizer], states: Sequence[Mapping[str, Any]]
+    engine: TrainingEngine, lent: Sequence[LentOptimizer], states: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
     """Return what this rank holds of states by name; others are returned as they are. Local.
 
@@ -195,7 +195,9 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.ndarray) and not value.shape else value
 
 
-def _local_state(engine: Engine, lent: LentOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+def _local_state(
+    engine: TrainingEngine, lent: LentOptimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in engine.named_parameters()}
     known = {name for name, _ in engine.named_parameters(everywhere=True)}
     mine = [names[id(parameter)] for parameter in lent.parameters]
@@ -233,7 +235,7 @@ _OPTIMIZERS = "the optimizers"
 
 def problem_with(
     optimizers: Sequence[object],
-    engine: Engine,
+    engine: TrainingEngine,
     zero: object,
     scaler: object,
     group: object,
@@ -318,7 +320,7 @@ def is_finite(x: Array) -> bool:
     return all(bool(xp.isfinite(flat[at : at + step]).all()) for at in range(0, flat.size, step))
 
 
-def agree_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+def agree_optimizers(optimizers: Sequence[Optimizer], engine: TrainingEngine) -> None:
     """Return if all replicas change each parameter by the same rule, and all parts of it.
 
     Collective over the ranks that step together.
@@ -361,7 +363,7 @@ _WHAT = "load_state_dict of the optimizer"
 
 
 def agree_states(
-    engine: Engine, lent: Sequence[LentOptimizer], state: Any
+    engine: TrainingEngine, lent: Sequence[LentOptimizer], state: Any
 ) -> tuple[list[State], int | None]:
     """Return states of whole parameters, if they fit on every rank and replicas have the same.
 
@@ -402,7 +404,9 @@ def agree_states(
     return states, step
 
 
-def _texts(engine: Engine, lent: Sequence[LentOptimizer], states: Sequence[State]) -> list[str]:
+def _texts(
+    engine: TrainingEngine, lent: Sequence[LentOptimizer], states: Sequence[State]
+) -> list[str]:
     """Return what replicas must have alike: the numbers, and digests of arrays."""
     names = {id(parameter): name for name, parameter in engine.named_parameters()}
     texts: list[str] = []
@@ -424,7 +428,7 @@ _SCALER = "scaler."
 # -- models ---------------------------------------------------------------------------------------
 
 
-def model_parts(engine: Engine) -> dict[str, Parts | Value]:
+def model_parts(engine: TrainingEngine) -> dict[str, Parts | Value]:
     """Return what this rank has of a model's parameters, and the count of steps. Local."""
     spans = _spans_of_values(engine)
     found: dict[str, Parts | Value] = {STEP: engine.step}
@@ -435,7 +439,7 @@ def model_parts(engine: Engine) -> dict[str, Parts | Value]:
 
 
 def model_target(
-    engine: Engine, saved: Mapping[str, Saved | Value], *, strict: bool
+    engine: TrainingEngine, saved: Mapping[str, Saved | Value], *, strict: bool
 ) -> tuple[dict[str, Parts], Callable[[], None]]:
     """Return where a model's parameters are read to: into their memory. Local.
 
@@ -471,17 +475,17 @@ def model_target(
     return wanted, take
 
 
-def _spans_of_values(engine: Engine) -> dict[int, tuple[FlatSpan, Shard | None]]:
+def _spans_of_values(engine: TrainingEngine) -> dict[int, tuple[FlatSpan, BucketShard | None]]:
     """Return by its id which part of a parameter this rank writes, where it may not be all.
 
     With it comes the shard that has the values; None if other memory has.
     """
-    lots: list[tuple[Sequence[Parameter], slice, Shard | None]] = [
+    lots: list[tuple[Sequence[Parameter], slice, BucketShard | None]] = [
         (shared.parameters, shared.part, None) for shared in engine.frozen_values
     ]
     shards = [bucket.shard for bucket in engine.buckets.buckets if bucket.shard is not None]
     lots += [(shard.parameters, shard.written, shard) for shard in shards]
-    spans: dict[int, tuple[FlatSpan, Shard | None]] = {}
+    spans: dict[int, tuple[FlatSpan, BucketShard | None]] = {}
     for parameters, part, shard in lots:
         end = 0
         for one in parameters:
@@ -491,7 +495,7 @@ def _spans_of_values(engine: Engine) -> dict[int, tuple[FlatSpan, Shard | None]]
     return spans
 
 
-def _values(parameter: Parameter, span: FlatSpan, shard: Shard | None) -> Array:
+def _values(parameter: Parameter, span: FlatSpan, shard: BucketShard | None) -> Array:
     """Return the memory of this rank's part of a parameter."""
     if parameter.data is not None or shard is None:
         values = parameter.value()
@@ -505,7 +509,7 @@ def _values(parameter: Parameter, span: FlatSpan, shard: Shard | None) -> Array:
 
 
 def optimizers_parts(
-    engine: Engine,
+    engine: TrainingEngine,
     lent: Sequence[LentOptimizer],
     states: Sequence[State],
     layouts: Layouts,
@@ -534,7 +538,7 @@ def optimizers_parts(
 
 
 def optimizers_target(
-    engine: Engine,
+    engine: TrainingEngine,
     lent: Sequence[LentOptimizer],
     states: Sequence[State],
     layouts: Layouts,
@@ -596,7 +600,7 @@ def _prefixes(saved: Mapping[str, object]) -> Iterator[str]:
 
 
 def _spans_of_state(
-    engine: Engine, lent: LentOptimizer, layouts: Layouts
+    engine: TrainingEngine, lent: LentOptimizer, layouts: Layouts
 ) -> list[tuple[str, Parameter, FlatSpan]]:
     """Return the name of each parameter, and the part of its state that this rank has."""
     names = {id(parameter): name for name, parameter in engine.named_parameters()}

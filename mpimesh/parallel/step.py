@@ -34,11 +34,11 @@ from mpimesh.arrays import Array
 from mpimesh.comm.requests import Condition
 from mpimesh.errors import MpimeshError, ShapeError, StageError, TraceError, on_all_ranks
 from mpimesh.parallel.batch import Batch
-from mpimesh.parallel.engine import Engine
-from mpimesh.parallel.failure import AbortedError, AbortSignal, Failure, agreed_error
 from mpimesh.parallel.header import Facts, Size, disagreement
 from mpimesh.parallel.microbatch import Tree, flatten, replica_rows, tree_map
+from mpimesh.parallel.step_failure import AbortedError, AbortSignal, Failure, agreed_error
 from mpimesh.parallel.task import NO_TASK, Task
+from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.events import gather_events
@@ -89,7 +89,7 @@ class Step:
             of its microbatches where they were given so; empty if it has none.
     """
 
-    def __init__(self, engine: Engine, batch: Batch) -> None:
+    def __init__(self, engine: TrainingEngine, batch: Batch) -> None:
         self._engine = engine
         self._batch = batch
         self._exchanges = engine.exchanges
@@ -393,7 +393,7 @@ def _own(array: Array, _path: str) -> Array:
     return array
 
 
-def _to_me(engine: Engine, notes: list[dict[str, Any]]) -> dict[tuple[int, int], list[int]]:
+def _to_me(engine: TrainingEngine, notes: list[dict[str, Any]]) -> dict[tuple[int, int], list[int]]:
     """Return the bytes of all messages to this rank, by the sender in the pipeline and tag."""
     places = {rank: place for place, rank in enumerate(engine.pipe.ranks)}
     return {
@@ -404,7 +404,7 @@ def _to_me(engine: Engine, notes: list[dict[str, Any]]) -> dict[tuple[int, int],
     }
 
 
-def _batch_cure(engine: Engine, everyone: list[Facts]) -> str:
+def _batch_cure(engine: TrainingEngine, everyone: list[Facts]) -> str:
     """Say what to do where each rank was given rows of its own."""
     data = engine.data
     rows = next((facts["rows"] for facts in everyone if facts["rows"]), None)
@@ -420,7 +420,7 @@ def _batch_cure(engine: Engine, everyone: list[Facts]) -> str:
     )
 
 
-def _agreed_error(engine: Engine, notes: list[dict[str, Any]]) -> MpimeshError:
+def _agreed_error(engine: TrainingEngine, notes: list[dict[str, Any]]) -> MpimeshError:
     """Return the same error on every rank: that they were at odds, or what failed."""
     everyone = [note["facts"] for note in notes]
     error = disagreement(
@@ -475,7 +475,7 @@ class StepReport:
         return "\n".join(lines)
 
 
-def report_step(engine: Engine) -> StepReport | None:
+def report_step(engine: TrainingEngine) -> StepReport | None:
     """Report the last training step, on the first rank of the mesh. Collective.
 
     Raises:
@@ -500,7 +500,7 @@ def report_step(engine: Engine) -> StepReport | None:
     return report
 
 
-def _report(engine: Engine, events: Sequence[Event], ranks: Sequence[int]) -> StepReport:
+def _report(engine: TrainingEngine, events: Sequence[Event], ranks: Sequence[int]) -> StepReport:
     places = {rank: place for place, rank in enumerate(ranks)}
     mine = [replace(event, rank=places[event.rank]) for event in events if event.rank in places]
     count = len({event.microbatch for event in mine if event.category == "forward"})

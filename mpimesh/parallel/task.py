@@ -27,7 +27,7 @@ from mpimesh.nn import Loss
 from mpimesh.parallel.header import Facts, Size
 from mpimesh.parallel.interface import Interface, pieces
 from mpimesh.parallel.microbatch import Tree, flatten, microbatch_rows, replica_rows, tree_map
-from mpimesh.parallel.plans import Plan
+from mpimesh.parallel.plans import StepPlan
 from mpimesh.parallel.stage import PipelineStage
 
 __all__ = ["NO_TASK", "Kind", "Task", "input_title"]
@@ -35,7 +35,7 @@ __all__ = ["NO_TASK", "Kind", "Task", "input_title"]
 Kind: TypeAlias = tuple[tuple[int, ...], DType, int]
 """The shape, the dtype and the bytes of an array of a microbatch."""
 
-_NOTHING = Plan((), 0)
+_NOTHING = StepPlan((), 0)
 
 
 def input_title(name: str) -> str:

@@ -30,7 +30,7 @@ from mpimesh.mesh import WORLD
 from mpimesh.runtime.call import Call
 from mpimesh.runtime.progress import Progress
 
-__all__ = ["AgreeingRanks", "agree", "agree_alike", "announce", "compare"]
+__all__ = ["AgreeingRanks", "PlannedMax", "agree", "agree_alike", "announce", "compare"]
 
 T = TypeVar("T")
 
@@ -250,3 +250,34 @@ def _report(group: str, table: Sequence[bytes]) -> str:
         f"the ranks of {among} must call the same collective with matching arguments, "
         f"but called:\n{rows}"
     )
+
+
+class PlannedMax:
+    """The largest of small numbers, one of each rank: a planned all-reduce of a byte.
+
+    Args:
+        all_reduce_init: That of the ranks' group.
+        label: Names the exchange.
+    """
+
+    def __init__(self, all_reduce_init: Callable[..., Any], label: str) -> None:
+        self._number = np.zeros(1, np.uint8)
+        self._plan = all_reduce_init(self._number, "max", out=self._number, label=label)
+        self._handle: Any = None
+
+    def start(self, number: int) -> None:
+        """Start to compare this rank's number with those of the others. Collective."""
+        self._number[0] = number
+        self._handle = self._plan.start()
+
+    def resolve(self) -> int:
+        """Wait for what was started, and return the largest number; the last one if nothing was."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.resolve()
+        return int(self._number[0])
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers. Collective, and waits."""
+        self.start(number)
+        return self.resolve()

@@ -11,13 +11,11 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from mpimesh.arguments import as_int, as_items, as_time, shown
 from mpimesh.errors import MeshError, on_all_ranks
+from mpimesh.runtime.agreement import PlannedMax
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.device_mesh import DeviceMesh
-from mpimesh.runtime.group import ProcessGroup
 from mpimesh.runtime.world import exit_all
 
 __all__ = ["RunGuard", "run_guard"]
@@ -72,7 +70,7 @@ class RunGuard:
         self._note = 0
         self._stopped = 0
         self._first_s: dict[int, float] = {}
-        self._questions: WeakKeyDictionary[MeshContext, _Question] = WeakKeyDictionary()
+        self._answers: WeakKeyDictionary[MeshContext, PlannedMax] = WeakKeyDictionary()
         self._previous: dict[int, Any] = {}
         try:
             for number in numbers:
@@ -97,16 +95,16 @@ class RunGuard:
         """
         group = mesh.group()
         context = group._core.context
-        question = self._questions.get(context)
-        if question is None:
-            question = self._questions[context] = _Question(group)
+        answer = self._answers.get(context)
+        if answer is None:
+            answer = self._answers[context] = PlannedMax(group.all_reduce_init, "stopping?")
             context.before_close.append(lambda: self._drop(context))
-            question.ask(self._noted())
-        answer = question.answer()
-        if answer:
-            self._stopped = answer
+            answer.start(self._noted())
+        reason = answer.resolve()
+        if reason:
+            self._stopped = reason
             return True
-        question.ask(self._noted())
+        answer.start(self._noted())
         return False
 
     def stop(self) -> None:
@@ -181,8 +179,8 @@ class RunGuard:
         return self._note
 
     def _drop(self, context: MeshContext) -> None:
-        """Take the answer that a mesh which closes is owed."""
-        self._questions.pop(context).end()
+        """Resolve what is under way on a mesh that closes."""
+        self._answers.pop(context).resolve()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._note = max(self._note, number)
@@ -197,35 +195,6 @@ class RunGuard:
             return
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
-
-
-class _Question:
-    """A planned all-reduce that the ranks of a mesh start in one step and resolve in the next."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._note = np.zeros(1, np.uint8)
-        self._answer = np.zeros(1, np.uint8)
-        self._planned = group.all_reduce_init(
-            self._note, op="max", out=self._answer, label="stopping?"
-        )
-        self._handle: Any = None
-        self._ask_no_more = 0
-
-    def ask(self, note: int) -> None:
-        self._note[0] = note
-        self._handle = self._planned.start()
-
-    def answer(self) -> int:
-        """Return the largest note of all ranks when they asked; once it is not 0, for ever."""
-        if not self._ask_no_more:
-            self._handle.resolve()
-            self._ask_no_more = int(self._answer[0])
-            self._handle = None
-        return self._ask_no_more
-
-    def end(self) -> None:
-        if self._handle is not None:
-            self._handle.resolve()
 
 
 def run_guard(

@@ -46,7 +46,15 @@ from mpimesh.runtime import CollectiveTensor, DeviceMesh, ProcessGroup
 from mpimesh.runtime.persistent import PersistentCollective
 from mpimesh.trace import Tracer
 
-__all__ = ["STAGES", "Bucket", "Reductions", "Shard", "SharedValues", "shard_sizes", "share_frozen"]
+__all__ = [
+    "STAGES",
+    "Bucket",
+    "BucketShard",
+    "Reductions",
+    "SharedValues",
+    "shard_sizes",
+    "share_frozen",
+]
 
 _GRAIN_BYTES = 64
 _AWAY = (
@@ -180,7 +188,7 @@ def _copy(parameters: Sequence[Parameter], part: slice, out: Array) -> None:
             out[first - part.start : last - part.start] = values
 
 
-class Shard:
+class BucketShard:
     """One rank's part of a bucket. Making it is collective over the group at stage 3.
 
     Args:
@@ -382,7 +390,7 @@ class Bucket:
         self.name = name
         self.incomplete = 0
         self.handle: CollectiveTensor | None = None
-        self.shard: Shard | None = None
+        self.shard: BucketShard | None = None
         self._op = op
         self._label = f"gradient {name}"
         self._start_s = 0.0
@@ -418,7 +426,7 @@ class Bucket:
             turn: Which rank of a node gives the memory of values that it has once.
             by_layer: Whether a rank may be left without the values of other nodes.
         """
-        shard = self.shard = Shard(
+        shard = self.shard = BucketShard(
             self.parameters,
             self.dtype,
             self.group,

@@ -44,7 +44,7 @@ from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import as_parameters, float_dtype
 from mpimesh.parallel.gradients import entries as entry_rules
 from mpimesh.parallel.gradients.bucket import Bucket, Reductions
-from mpimesh.parallel.gradients.entries import Entry, Plan
+from mpimesh.parallel.gradients.entries import BucketEntry, Plan
 from mpimesh.parallel.replicas import agree_parameters, agree_touched, live_mesh
 from mpimesh.parallel.slots import SlotPool
 from mpimesh.runtime import DeviceMesh, ProcessGroup
@@ -210,7 +210,7 @@ class GradientBuckets:
         return self._begun
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[BucketEntry, ...]:
         """The counts of the parameters that are reduced over the replicas, in order."""
         return tuple(entry for entry in self._entries.values() if entry.group is self._group)
 
@@ -475,7 +475,7 @@ class GradientBuckets:
     def _may_start(self) -> bool:
         return self._overlap and not self._accumulating
 
-    def _complete(self, entry: Entry) -> None:
+    def _complete(self, entry: BucketEntry) -> None:
         bucket = entry.bucket
         if bucket is not None and entry.completed_in != self._announced and self._may_start:
             entry.completed_in = self._announced

@@ -16,7 +16,7 @@ from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 
 __all__ = [
-    "Entry",
+    "BucketEntry",
     "Plan",
     "make_buckets",
     "make_entries",
@@ -28,7 +28,7 @@ Plan = Sequence[Sequence[int]]
 """For each bucket the numbers of its parameters."""
 
 
-class Entry:
+class BucketEntry:
     """The counts of one parameter.
 
     Attributes:
@@ -104,7 +104,7 @@ def make_entries(
     names: Sequence[str] | None,
     groups: Sequence[ProcessGroup],
     grad_dtype: DType | None = None,
-) -> tuple[dict[int, Entry], list[tuple[str, Parameter]]]:
+) -> tuple[dict[int, BucketEntry], list[tuple[str, Parameter]]]:
     """Return an entry for each parameter to train, by its id, in order; and the frozen ones.
 
     Args:
@@ -118,7 +118,7 @@ def make_entries(
         raise ModuleError(f"got {len(names)} names for {len(parameters)} parameters")
     if len(groups) != len(parameters):
         raise ModuleError(f"got {len(groups)} groups for {len(parameters)} parameters")
-    entries: dict[int, Entry] = {}
+    entries: dict[int, BucketEntry] = {}
     frozen: list[tuple[str, Parameter]] = []
     names = [parameter.name for parameter in parameters] if names is None else names
     often = Counter(names)
@@ -143,7 +143,7 @@ def make_entries(
                     f"parameter {name!r} of {parameter.dtype} belongs to a library that keeps "
                     f"gradients in the parameter's dtype: leave out grad_dtype={str(grad_dtype)!r}"
                 )
-            entries[id(parameter)] = Entry(parameter, name, groups[place], dtype)
+            entries[id(parameter)] = BucketEntry(parameter, name, groups[place], dtype)
         else:
             frozen.append((name, parameter))
     return entries, frozen
@@ -187,8 +187,11 @@ def plan_buckets(
 
 
 def plans_of(
-    entries: Sequence[Entry], replicas: ProcessGroup, bucket_bytes: int, plan: Plan | None = None
-) -> list[tuple[list[Entry], Plan]]:
+    entries: Sequence[BucketEntry],
+    replicas: ProcessGroup,
+    bucket_bytes: int,
+    plan: Plan | None = None,
+) -> list[tuple[list[BucketEntry], Plan]]:
     """Return the parameters of each group with their plan: first those of the replicas.
 
     The other groups stand in the order of their first parameters.
@@ -202,7 +205,7 @@ def plans_of(
     Raises:
         ModuleError: If `bucket_bytes` is less than 1, or the plan will not do.
     """
-    members: dict[int, list[Entry]] = {id(replicas): []}
+    members: dict[int, list[BucketEntry]] = {id(replicas): []}
     for entry in entries:
         members.setdefault(id(entry.group), []).append(entry)
     return [
@@ -212,7 +215,7 @@ def plans_of(
 
 
 def _plan_of(
-    entries: Sequence[Entry], bucket_bytes: int, forced: Plan | None = None
+    entries: Sequence[BucketEntry], bucket_bytes: int, forced: Plan | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Deal parameters of one group to buckets; to none, if the group has one rank.
 
@@ -240,7 +243,11 @@ def _plan_of(
 
 
 def _make_bucket(
-    entries: Sequence[Entry], place: int, replicas: ProcessGroup, mesh: DeviceMesh, op: ReduceOp
+    entries: Sequence[BucketEntry],
+    place: int,
+    replicas: ProcessGroup,
+    mesh: DeviceMesh,
+    op: ReduceOp,
 ) -> Bucket:
     """Return the bucket of some parameters, the `place`-th of their group's. Local."""
     parameters = [entry.parameter for entry in entries]
@@ -256,7 +263,7 @@ def _make_bucket(
 
 
 def make_buckets(
-    plans: Sequence[tuple[Sequence[Entry], Plan]],
+    plans: Sequence[tuple[Sequence[BucketEntry], Plan]],
     replicas: ProcessGroup,
     mesh: DeviceMesh,
     op: ReduceOp,

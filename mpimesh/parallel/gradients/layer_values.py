@@ -8,7 +8,7 @@ two layers. It is the same forward and backward.
 All replicas run the same layers in the same order, which needs the same number of microbatches: a
 replica that has fewer rows runs some of none. So their gathers meet. If a rank fails in a layer,
 the others leave their waits, and all finish what any has started, as for layers that are
-split (:class:`mpimesh.parallel.tensor.TensorWatch`).
+split (:class:`mpimesh.parallel.tensor_model.TensorWatch`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mpimesh.arrays.memory import aligned_bytes
 from mpimesh.errors import ModuleStateError
 from mpimesh.nn import Sequential
 from mpimesh.nn.containers import is_plain
-from mpimesh.parallel.gradients.bucket import Bucket, Shard
+from mpimesh.parallel.gradients.bucket import Bucket, BucketShard
 from mpimesh.parallel.replicas import Line, groups_of_lines, lines_along
 from mpimesh.parallel.slots import SlotPool
-from mpimesh.parallel.tensor import TensorWatch
+from mpimesh.parallel.tensor_model import TensorWatch
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 
@@ -51,21 +51,21 @@ class LayerValues:
     """
 
     def __init__(self) -> None:
-        self.shards: list[Shard] = []
+        self.shards: list[BucketShard] = []
         self.meets = False
         self._group: ProcessGroup | None = None
         self._watch: TensorWatch | None = None
         self._pool = SlotPool(aligned_bytes)
         # The shards that are here: their gathers, None once the values are shown.
-        self._here: dict[Shard, Any] = {}
+        self._here: dict[BucketShard, Any] = {}
         self._are_whole = False
         self._asking: list[Sequential] = []
         self._roots: set[int] = set()  # the stages
         self._nested: set[int] = set()  # the Sequentials in them that run as if they were not there
         self._path: list[int] = []  # the Sequentials that are running, from a stage inwards
-        self._needs: dict[int, tuple[Shard, ...]] = {}
+        self._needs: dict[int, tuple[BucketShard, ...]] = {}
         # What the layer needs that comes after one, forward and backward.
-        self._ahead: tuple[dict[int, tuple[Shard, ...]], ...] = ({}, {})
+        self._ahead: tuple[dict[int, tuple[BucketShard, ...]], ...] = ({}, {})
 
     def bring(
         self,
@@ -98,7 +98,7 @@ class LayerValues:
         of = {id(one): shard for shard in self.shards for one in shard.parameters}
         for stage in stages:
             self._roots.add(id(stage))
-            needs: list[tuple[int, tuple[Shard, ...]]] = []
+            needs: list[tuple[int, tuple[BucketShard, ...]]] = []
             for layer in self._layers_in(stage):
                 found = (of.get(id(parameter)) for parameter in layer.parameters())
                 if wanted := tuple(dict.fromkeys(filter(None, found))):
@@ -168,7 +168,7 @@ class LayerValues:
         for shard in wanted:
             self._settle(shard)
 
-    def _settle(self, shard: Shard) -> None:
+    def _settle(self, shard: BucketShard) -> None:
         """Wait for the values of a shard, if they are under way, and show them."""
         handle = self._here[shard]
         if handle is not None:
@@ -207,7 +207,7 @@ class LayerValues:
         """Bytes of memory for values that come and go."""
         return self._pool.nbytes
 
-    def _memory_for(self, shard: Shard) -> Array:
+    def _memory_for(self, shard: BucketShard) -> Array:
         size = sum(shard.sizes)
         if shard.xp is np:
             return self._pool.take((size,), shard.dtype)

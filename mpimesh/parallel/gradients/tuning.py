@@ -21,8 +21,8 @@ from types import ModuleType
 import numpy as np
 
 from mpimesh.errors import ModuleStateError, on_all_ranks
-from mpimesh.parallel.engine import Engine
 from mpimesh.parallel.gradients.bucket import shard_sizes
+from mpimesh.parallel.training_engine import TrainingEngine
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 
@@ -284,7 +284,7 @@ def _counted(buckets: int) -> str:
     return f"{buckets} bucket{'s' if buckets != 1 else ''}"
 
 
-def tune_buckets(engine: Engine) -> BucketTuning | None:
+def tune_buckets(engine: TrainingEngine) -> BucketTuning | None:
     """Cut the buckets over the replicas anew, by times that are measured. Collective.
 
     Every replica gets the same cut, each stage its own. The sums that are there are dropped.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpimesh as mm
-from mpimesh.dtensor import tensor
+from mpimesh.dtensor import dtensor
 from mpimesh.errors import LayoutError, MismatchError, MpimeshError, ShapeError
 from mpimesh.layout import AxisLayout
 

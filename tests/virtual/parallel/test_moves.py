@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import mpimesh as mm
 from mpimesh import nn, optim
-from mpimesh.parallel.gradients.pieces import layouts_of
+from mpimesh.parallel.gradients.optimizer_shards import layouts_of
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import assert_equal, batch, make_pipeline, on_ranks, state_of
 from tests.helpers.parallel_tied import tied_batch, tied_pipeline

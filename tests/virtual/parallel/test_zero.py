@@ -22,7 +22,7 @@ from mpimesh.errors import (
     StageError,
 )
 from mpimesh.parallel.gradients.bucket import shard_sizes
-from mpimesh.parallel.gradients.pieces import runs_of
+from mpimesh.parallel.gradients.optimizer_shards import runs_of
 from tests.helpers.depth import examples
 from tests.helpers.parallel_models import (
     STAGE,

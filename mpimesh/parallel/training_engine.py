@@ -49,13 +49,13 @@ from mpimesh.parallel.stage import (
     uses_of,
 )
 from mpimesh.parallel.task import Task, input_title
-from mpimesh.parallel.tensor import TensorModel, who_holds
+from mpimesh.parallel.tensor_model import TensorModel, who_holds
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call
 from mpimesh.trace import NULL_TRACER, NullTracer, Tracer
 
-__all__ = ["Engine", "Options"]
+__all__ = ["Options", "TrainingEngine"]
 
 _NO_BUCKETS = (
     "the gradient buckets could not be made anew, and this rank has none by which it would stay "
@@ -147,7 +147,7 @@ class Options:
             raise ModuleError(f"tracer must be a Tracer or None, got {shown(self.tracer)}")
 
 
-class Engine:
+class TrainingEngine:
     """A model's stages, replicas and buckets on one rank.
 
     Making it is collective over `scope`.

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from mpimesh.dtensor.dispatch import implements
+from mpimesh.dtensor.dtensor import DTensor
 from mpimesh.dtensor.elementwise import call, plain
 from mpimesh.dtensor.redistribute import identity_of
 from mpimesh.dtensor.run import Work, linear_in, reduced_anywhere, run, shape_of, store
-from mpimesh.dtensor.tensor import DTensor
 from mpimesh.errors import ShapeError, on_all_ranks
 from mpimesh.layout import Layout, Partial, PlacementSpec, Replicate, Shard
 from mpimesh.layout.op_rules import broadcast_shape, reduced_shape, reduction_pattern

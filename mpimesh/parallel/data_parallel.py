@@ -12,13 +12,13 @@ from mpimesh.nn import Loss, SupportsLayer
 from mpimesh.nn.containers import is_plain
 from mpimesh.nn.protocol import set_training
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep, check_loss
-from mpimesh.parallel.engine import Engine, Options
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES
 from mpimesh.parallel.microbatch import Tree
 from mpimesh.parallel.model import ParallelModel
 from mpimesh.parallel.replicas import live_mesh, no_dim
 from mpimesh.parallel.stage import PipelineStage
-from mpimesh.parallel.tensor import tensor_groups
+from mpimesh.parallel.tensor_model import tensor_groups
+from mpimesh.parallel.training_engine import Options, TrainingEngine
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.trace import Tracer
 
@@ -102,7 +102,7 @@ class DataParallel(ParallelModel):
         is_split = bool(tensor_groups(stage))
         group = self._replicas(mesh, dim, is_split=is_split)
         others = set(mesh.dim_names) - {dim}
-        self._engine = Engine(
+        self._engine = TrainingEngine(
             [stage],
             mesh,
             scope=mesh.group() if is_split else group,

@@ -33,8 +33,7 @@ from mpimesh.layout.boxes import Box, local_box, slices, volume
 from mpimesh.mesh import Mesh
 from mpimesh.nn import Constant, Parameter
 from mpimesh.optim import Optimizer
-from mpimesh.parallel.gradients.bucket import Bucket
-from mpimesh.parallel.gradients.bucket import Shard as BucketShard
+from mpimesh.parallel.gradients.bucket import Bucket, BucketShard
 from mpimesh.runtime import CollectiveTensor, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
@@ -42,7 +41,7 @@ from mpimesh.runtime.call import Call
 __all__ = [
     "Layouts",
     "LentOptimizer",
-    "Pieces",
+    "OptimizerShards",
     "State",
     "layouts_of",
     "places_of",
@@ -158,7 +157,7 @@ def redistributed(
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Exchange:
     """One rank's part in bringing a flat array from one layout to another.
 
     Attributes:
@@ -181,11 +180,11 @@ class _Way:
 
 
 @lru_cache(maxsize=4096)
-def _way(source: Layout, target: Layout, size: int, rank: int) -> _Way:
+def _way(source: Layout, target: Layout, size: int, rank: int) -> _Exchange:
     """Return how an array of `size` elements gets from one layout to another. Local."""
     first, last = source.tiling((size,)), target.tiling((size,))
     phase = Phase(first, last)
-    return _Way(
+    return _Exchange(
         tuple(volume(first.box(each)) for each in source.mesh.ids),
         first.box(rank),
         last.box(rank),
@@ -207,7 +206,7 @@ class _Move:
         shape: The shape of that.
     """
 
-    way: _Way
+    way: _Exchange
     array: Array
     into: dict[str, Any]
     shape: tuple[int, ...]
@@ -310,7 +309,7 @@ _Lot = tuple[Parameter, bool, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _StateRun:
     """Neighbours in a divided bucket that one optimizer steps alike.
 
     Attributes:
@@ -340,7 +339,7 @@ class _Cut:
     bucket: Bucket
     shard: BucketShard
     edges: list[int]
-    runs: list[_Run]
+    runs: list[_StateRun]
 
     def piece(self, members: range) -> Parameter:
         """Return this rank's part of neighbours as a flat parameter; it may have no elements."""
@@ -353,7 +352,7 @@ class _Cut:
         return piece
 
 
-class Pieces:
+class OptimizerShards:
     """The pieces of one rank, given to its optimizers. Collective over the groups of `before`.
 
     Args:
@@ -394,7 +393,7 @@ class Pieces:
             for members in runs_of([_kind(lent, states, owner) for owner in owners]):
                 run = [owner for owner in owners[members.start : members.stop] if owner]
                 number, at = run[0][0], tuple(place for _, place in run)
-                cut.runs.append(_Run(members, number, at, len(lots[number])))
+                cut.runs.append(_StateRun(members, number, at, len(lots[number])))
                 state = _joined([states[number]["params"][place] for place in at])
                 lots[number].append((cut.piece(members), lent[number].decays[at[0]], state))
         for number, each in enumerate(lent):  # what is in no bucket, such as frozen, stays whole

@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-import numpy as np
-
 from mpimesh.arguments import as_int, shape_of, shown
 from mpimesh.arrays import Array
 from mpimesh.errors import ModuleError, ModuleStateError, MpimeshError, tell_elsewhere
 from mpimesh.optim import LossScaler, Optimizer
 from mpimesh.optim.optimizer import TORCH_ATTRIBUTES
 from mpimesh.optim.scaling import sum_of_squares
-from mpimesh.parallel.gradients.pieces import Layouts, LentOptimizer, Pieces, State
+from mpimesh.parallel.gradients.optimizer_shards import (
+    Layouts,
+    LentOptimizer,
+    OptimizerShards,
+    State,
+)
 from mpimesh.parallel.model import ParallelModel, agreed_squares, problem_with_norm
 from mpimesh.parallel.states import (
     agree_optimizers,
@@ -29,7 +32,7 @@ from mpimesh.parallel.states import (
     why_no_step,
 )
 from mpimesh.runtime import DeviceMesh, ProcessGroup
-from mpimesh.runtime.agreement import agree, agree_alike
+from mpimesh.runtime.agreement import PlannedMax, agree, agree_alike
 from mpimesh.store.modules import STEP
 from mpimesh.store.parts import Parts, Saved, Value
 
@@ -44,25 +47,6 @@ _HALF_DONE = (
     "others have not: load a state of both, by load_state_dict() of the model and then of this "
     "optimizer, on all ranks"
 )
-
-
-class _Verdict:
-    """One number that each rank brings, and of which all learn the largest.
-
-    Args:
-        group: The ranks.
-        label: Names the exchange, which is planned once.
-    """
-
-    def __init__(self, group: ProcessGroup, label: str) -> None:
-        self.group = group
-        self._number = np.zeros(1, np.uint8)
-        self._plan = group.all_reduce_init(self._number, "max", out=self._number, label=label)
-
-    def largest(self, number: int) -> int:
-        """Return the largest of the ranks' numbers. Collective."""
-        self._number[0] = number
-        return int(self._plan.start().resolve()[0])
 
 
 class ParallelOptimizer:
@@ -160,8 +144,9 @@ class ParallelOptimizer:
         self._lent = [LentOptimizer.of(one) for one in self._optimizers]
         self._clipped = None
         what = "start of the step" if scaler is None else "overflow of gradients"
-        self._begin = _Verdict(scope if scaler is None else self._agreeing, what)
-        self._end = _Verdict(scope, "end of the step")
+        self._together = scope if scaler is None else self._agreeing
+        self._begin = PlannedMax(self._together.all_reduce_init, what)
+        self._end = PlannedMax(scope.all_reduce_init, "end of the step")
         if engine.stage != self._zero:
             engine.divide(self._zero)
         self._cut([one.state_dict() for one in self._optimizers], {})
@@ -432,7 +417,7 @@ class ParallelOptimizer:
 
     def _cut(self, states: Sequence[State], layouts: Layouts) -> None:
         """Go on with the pieces of the model's buckets, and these states, which lie so."""
-        self._pieces = Pieces(self._lent, self._engine.buckets.buckets, states, layouts)
+        self._pieces = OptimizerShards(self._lent, self._engine.buckets.buckets, states, layouts)
 
     def _gradients(self, without: set[int]) -> list[Array]:
         """Return all sums of gradients of this rank: of its parts, or whole."""
@@ -446,7 +431,8 @@ class ParallelOptimizer:
         """Return if this rank may do something with the others, and its state is whole. Local.
 
         Raises:
-            ModuleStateError: As :meth:`Engine.check_ready`; on every rank after a failed update.
+            ModuleStateError: As :meth:`TrainingEngine.check_ready`; on every rank after a failed
+                update.
         """
         self._engine.check_ready()
         if self._is_half_done:
@@ -465,7 +451,7 @@ class ParallelOptimizer:
         verdict = self._begin.largest(verdict)
         if verdict == _REFUSED:
             error = ModuleStateError(problem) if problem else None
-            agree(self._begin.group._core, "refused steps", problem=error)
+            agree(self._together._core, "refused steps", problem=error)
         return verdict == _OVERFLOWED
 
     def _update(self, factor: float) -> None:
@@ -484,7 +470,7 @@ class ParallelOptimizer:
         if error is not None and not isinstance(error, Exception):
             error = ModuleStateError(f"{type(error).__name__} has ended the update")
         try:
-            agree(self._end.group._core, "update of parameters", problem=error)
+            agree(self._engine.scope._core, "update of parameters", problem=error)
         finally:
             if error is not problem and problem is not None:
                 raise problem
