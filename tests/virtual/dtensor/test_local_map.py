@@ -26,7 +26,7 @@ def on(dims, main, ranks=None):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_blocks_go_in_and_come_out_without_a_message(ranks, monkeypatch):
     monkeypatch.setenv("MPIMESH_CHECKS", "0")
-    monkeypatch.delattr(tensor, "agreed_blocks")
+    monkeypatch.delattr(dtensor, "agreed_blocks")
     whole = np.arange(21.0).reshape(7, 3)
 
     def main(mesh):
