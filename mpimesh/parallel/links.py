@@ -451,7 +451,7 @@ class SendLink:
 
 
 @dataclass(slots=True)
-class _PostedReceive:
+class _PostedMessage:
     """A receive under way.
 
     Attributes:
@@ -491,10 +491,10 @@ class RecvLink:
         self.microbatches: deque[int] = deque()
         self._is_news = False
         self._most_waiting = 0
-        self._posted: deque[list[_PostedReceive]] = deque()  # of each microbatch, in order
+        self._posted: deque[list[_PostedMessage]] = deque()  # of each microbatch, in order
         # The receive of the next interface that is not known: of the first microbatch, or of each,
         # between their data.
-        self._announcement: _PostedReceive | None = None
+        self._announcement: _PostedMessage | None = None
         self._announced = 0
         self._count = 0
 
@@ -591,7 +591,7 @@ class RecvLink:
                 return
             if task.interface(self.source, self.microbatches[0]) is None:
                 return
-            message: list[_PostedReceive] = []
+            message: list[_PostedMessage] = []
             self._posted.append(message)
             for shape, dtype, _ in self._expected(self.microbatches.popleft()):
                 message.append(self._post(self._empty(shape, dtype)))
@@ -616,7 +616,7 @@ class RecvLink:
                 raise self._other_size(action, place, got)
         return [_read_only(posted.buffer) for posted in message], message[0].start_s
 
-    def _learn(self, announcement: _PostedReceive, action: Action) -> None:
+    def _learn(self, announcement: _PostedMessage, action: Action) -> None:
         links = self._links
         links.wait(announcement.request.test, action, self.peer)
         left, text = length_of(announcement.buffer[: announcement.request.received_bytes()])
@@ -628,7 +628,7 @@ class RecvLink:
         self._is_news = False
         links.task.hear(self.source, action.microbatch, text)
 
-    def _post_announcement(self, nbytes: int) -> _PostedReceive:
+    def _post_announcement(self, nbytes: int) -> _PostedMessage:
         posted = self._post(np.empty(nbytes, np.uint8))
         self._announced += 1
         return posted
@@ -639,10 +639,10 @@ class RecvLink:
             return self._links.pool.take(shape, dtype)
         return library.empty(shape, dtype)
 
-    def _post(self, buffer: Array) -> _PostedReceive:
+    def _post(self, buffer: Array) -> _PostedMessage:
         start_s = self._links.tracer.clock()
         flat = buffer.reshape(-1).view(np.uint8)
-        return _PostedReceive(self._links.irecv(flat, self.peer, self._tag), buffer, start_s)
+        return _PostedMessage(self._links.irecv(flat, self.peer, self._tag), buffer, start_s)
 
     # -- both ----------------------------------------------------------------------------------
 
@@ -682,7 +682,7 @@ def _ended(request: Request) -> Request:
     return Condition(test)
 
 
-def _settle(still_open: Sequence[_PostedReceive], count: int, sent: int) -> list[Request]:
+def _settle(still_open: Sequence[_PostedMessage], count: int, sent: int) -> list[Request]:
     """Return the receives that have one of `sent` messages to wait for; take back the others."""
     expected = max(sent - (count - len(still_open)), 0)
     for posted in still_open[expected:]:
