@@ -65,7 +65,7 @@ html_css_files = ["site.css"]
 html_favicon = "_static/logo.svg"
 html_show_sourcelink = False
 html_copy_source = False
-html_sidebars = {"index": [], "install": []}
+html_sidebars = {"index": [], "install": [], "troubleshooting": []}
 html_theme_options = {
     "logo": {
         "image_light": "_static/logo.svg",
