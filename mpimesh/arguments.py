@@ -1,23 +1,28 @@
-"""Conversion and checks of arguments; values and ranks as messages write them; digests."""
+"""Arguments converted and checked; reductions; values and ranks in messages; digests."""
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import StrEnum
 from itertools import pairwise
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
-from mpimesh.errors import MeshError, MpimeshError, ShapeError
+from mpimesh.errors import MeshError, MpimeshError, ReduceOpError, ShapeError
 
 __all__ = [
     "MOST",
+    "OpLike",
+    "ReduceOp",
     "as_flag",
     "as_function",
     "as_int",
     "as_items",
     "as_real",
+    "as_reduce_op",
     "as_shape",
     "as_time",
     "check_kind",
@@ -316,6 +321,67 @@ def shape_of(value: object) -> tuple[int, ...] | None:
     """Return the shape of an array; None of anything else."""
     shape = getattr(value, "shape", None)
     return shape if isinstance(shape, tuple) and hasattr(value, "dtype") else None
+
+
+class ReduceOp(StrEnum):
+    """Reduction of the values of all ranks to one."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    PROD = "prod"
+    MIN = "min"
+    MAX = "max"
+
+
+class MpiOp(Protocol):
+    """One of mpi4py's operations, such as ``MPI.SUM``."""
+
+    @property
+    def is_predefined(self) -> bool:
+        """Whether it is one of MPI's own."""
+        ...
+
+    def Is_commutative(self) -> bool:
+        """Tell whether operands may change places."""
+        ...
+
+
+OpName = Literal["sum", "mean", "avg", "average", "prod", "product", "min", "max"]
+OpLike: TypeAlias = ReduceOp | OpName | MpiOp
+"""A reduction: by its name, or as mpi4py's ``MPI.SUM``, ``MPI.PROD``, ``MPI.MIN``, ``MPI.MAX``."""
+
+_ALIASES: dict[object, ReduceOp] = {
+    **{op: op for op in ReduceOp},
+    **{op.value: op for op in ReduceOp},
+    # What the systems we follow call the same five.
+    "avg": ReduceOp.MEAN,
+    "average": ReduceOp.MEAN,
+    "product": ReduceOp.PROD,
+}
+
+
+def as_reduce_op(op: object) -> ReduceOp:
+    """Return the reduction called `op`, or that of mpi4py's operation.
+
+    Raises:
+        ReduceOpError: If there is none of that name.
+    """
+    try:
+        return _ALIASES[op]
+    except (KeyError, TypeError):
+        pass
+    # Whoever has an operation of mpi4py has imported it.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and isinstance(op, mpi.Op):
+        for mine in (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX):
+            if op == getattr(mpi, mine.name):
+                return mine
+        raise ReduceOpError(
+            "of mpi4py's operations there are MPI.SUM, MPI.PROD, MPI.MIN and MPI.MAX, which for "
+            "bool are logical or and and"
+        )
+    names = ", ".join(ReduceOp)
+    raise ReduceOpError(f"no reduction is called {op!r}; there are: {names}")
 
 
 def check_kind(

@@ -48,11 +48,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from mpimesh.errors import SettingsError
 
-__all__ = ["ALGORITHM_NAMES", "DEFAULT_TIMEOUT_S", "Settings", "algorithms_of", "tree_arity"]
+__all__ = [
+    "ALGORITHM_NAMES",
+    "DEFAULT_TIMEOUT_S",
+    "AlgorithmName",
+    "Settings",
+    "algorithms_of",
+    "tree_arity",
+]
 
 DEFAULT_TIMEOUT_S = 1800.0
 
@@ -64,6 +71,11 @@ _WORDS = {
 }
 
 _ALGORITHM_OF = ("all_reduce", "reduce", "broadcast")
+AlgorithmName = Literal[
+    "centralized", "tree(2)", "tree(3)", "tree(4)", "tree(8)", "tree(16)", "ring", "mpi", "slots",
+    "in_place", "chunks", "two_levels", "virtual",
+]  # fmt: skip
+"""Ways of moving host memory by name, so that a type checker finds a misspelt one."""
 ALGORITHM_NAMES = (
     "centralized",
     "tree(2)",

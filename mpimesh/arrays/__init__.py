@@ -1,8 +1,7 @@
 """Arrays of NumPy or CuPy: whose they are, how they are reduced, memory for results."""
 
+from mpimesh.arguments import OpLike, ReduceOp, as_reduce_op
 from mpimesh.arrays.dtypes import (
-    ReduceOp,
-    as_reduce_op,
     refuse_masked,
     refuse_objects,
     wire_dtype,
@@ -18,6 +17,7 @@ from mpimesh.arrays.memory import (
 from mpimesh.arrays.namespace import (
     Array,
     DType,
+    DTypeLike,
     HostArray,
     StreamScope,
     check_current,
@@ -32,7 +32,9 @@ __all__ = [
     "Array",
     "ArrayPool",
     "DType",
+    "DTypeLike",
     "HostArray",
+    "OpLike",
     "ReduceOp",
     "StreamScope",
     "address_of",

@@ -19,19 +19,16 @@ Byte-swapped numbers are reduced in native order, and the result is swapped back
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
-from mpimesh.arguments import shown
+from mpimesh.arguments import ReduceOp, shown
 from mpimesh.arrays.namespace import DType
-from mpimesh.errors import DTypeError, ReduceOpError
+from mpimesh.errors import DTypeError
 
 __all__ = [
-    "ReduceOp",
     "as_dtype",
-    "as_reduce_op",
     "dtype_from_json",
     "dtype_to_json",
     "is_half",
@@ -110,38 +107,6 @@ def _tuples(value: Any) -> Any:
         name = tuple(name) if isinstance(name, list) else name
         fields.append((name, _tuples(kind), *(tuple(s) for s in shape)))
     return fields
-
-
-class ReduceOp(StrEnum):
-    """Reduction of the values of all ranks to one."""
-
-    SUM = "sum"
-    MEAN = "mean"
-    PROD = "prod"
-    MIN = "min"
-    MAX = "max"
-
-
-_ALIASES: dict[object, ReduceOp] = {
-    **{op: op for op in ReduceOp},
-    **{op.value: op for op in ReduceOp},
-    "avg": ReduceOp.MEAN,
-    "average": ReduceOp.MEAN,
-    "product": ReduceOp.PROD,
-}
-
-
-def as_reduce_op(op: ReduceOp | str) -> ReduceOp:
-    """Return the reduction called `op`.
-
-    Raises:
-        ReduceOpError: If there is none of that name.
-    """
-    try:
-        return _ALIASES[op]
-    except (KeyError, TypeError):
-        names = ", ".join(ReduceOp)
-        raise ReduceOpError(f"no reduction is called {op!r}; there are: {names}") from None
 
 
 def is_half(dtype: DType) -> bool:

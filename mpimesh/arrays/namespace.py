@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from mpimesh.errors import DTypeError
 __all__ = [
     "Array",
     "DType",
+    "DTypeLike",
+    "DTypeName",
     "Formula",
     "HostArray",
     "StreamScope",
@@ -47,6 +49,17 @@ Array: TypeAlias = Any
 """A NumPy or CuPy array. CuPy has no types to name, so this is `Any` to a type checker."""
 
 DType: TypeAlias = np.dtype[Any]
+
+DTypeName = Literal[
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "longdouble", "complex64", "complex128",
+    "int", "float", "complex",
+    "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16",
+]  # fmt: skip
+"""Dtypes by name, so that a type checker finds a misspelt one."""
+
+DTypeLike: TypeAlias = DTypeName | DType | type[Any]
+"""A dtype: its name, ``float``, ``numpy.float32``, or any other as ``numpy.dtype(">f4")``."""
 
 
 _BITS: dict[int, DType] = {size: np.dtype(f"i{size}") for size in (1, 2, 4, 8)}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +21,7 @@ from mpimesh.errors import ScheduleError
 from mpimesh.schedule import (
     ActionKind,
     Schedule,
+    ScheduleName,
     Timetable,
     auto,
     make_schedule,
@@ -139,7 +140,7 @@ def _make(
     """Make a schedule; the one that is found for given times gets them."""
     if name == AUTO:
         return times.find_schedule(stages, microbatches, num_ranks=ranks)
-    return make_schedule(name, stages, microbatches, num_ranks=ranks)
+    return make_schedule(cast(ScheduleName, name), stages, microbatches, num_ranks=ranks)
 
 
 def _compare(request: Request, times: StepTimes) -> None:
@@ -190,7 +191,9 @@ def _fastest(
     Returns:
         The outcome, and the times with stages cut as they were for it.
     """
-    cuts = (1, 2) if name == AUTO and num_ranks > 1 else (stages_per_rank(name),)
+    cuts = (
+        (1, 2) if name == AUTO and num_ranks > 1 else (stages_per_rank(cast(ScheduleName, name)),)
+    )
     found = []
     for cut in cuts if num_ranks > 1 else (1,):
         mine = times.halved() if cut == 2 else times

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpimesh import nn, runtime
 from mpimesh.arguments import as_int, as_time, check_kind, digest_bits, rank_names, shape_of, shown
-from mpimesh.arrays import Array, ReduceOp, as_reduce_op, namespace, wire_dtype
+from mpimesh.arrays import Array, OpLike, ReduceOp, as_reduce_op, namespace, wire_dtype
 from mpimesh.errors import (
     CollectiveTimeoutError,
     GroupError,
@@ -36,6 +36,7 @@ from mpimesh.nn.protocol import is_layer, named_parameters
 from mpimesh.runtime import DeviceMesh, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.runtime.call import Call
+from mpimesh.settings import AlgorithmName
 
 __all__ = [
     "AllReduce",
@@ -216,7 +217,7 @@ class DistributedSyncClient:
     """
 
     def __init__(
-        self, group: ProcessGroup, all_reduce_op: ReduceOperation | ReduceOp | str = "mean"
+        self, group: ProcessGroup, all_reduce_op: ReduceOperation | OpLike = "mean"
     ) -> None:
         self._group = _checked_group(group)
         self._op = _op(all_reduce_op)
@@ -450,9 +451,7 @@ class DistributedContext:
         self.client = DistributedSyncClient(group, self.config.all_reduce_op)
         self._open: list[CollectiveTensor] | None = []
 
-    def all_reduce(
-        self, tensor: Array, op: ReduceOperation | ReduceOp | str = "sum"
-    ) -> CollectiveTensor:
+    def all_reduce(self, tensor: Array, op: ReduceOperation | OpLike = "sum") -> CollectiveTensor:
         """Start a reduction over the group. Collective.
 
         Raises:
@@ -595,16 +594,16 @@ def finish_collective(group: ProcessGroup) -> None:
 
 def all_reduce(
     tensor: Array,
-    op: ReduceOperation | ReduceOp | str,
+    op: ReduceOperation | OpLike,
     group: ProcessGroup,
-    strategy: str | None = None,
+    strategy: AlgorithmName | None = None,
 ) -> CollectiveTensor:
     """Start a reduction over a group, which burn calls the ids of devices. Collective."""
     return CollectiveTensor(group.all_reduce(tensor, _op(op), algorithm=strategy))
 
 
 def reduce(
-    tensor: Array, op: ReduceOperation | ReduceOp | str, root: int, group: ProcessGroup
+    tensor: Array, op: ReduceOperation | OpLike, root: int, group: ProcessGroup
 ) -> Array | None:
     """Return the reduction on `root`, None elsewhere. Collective, and waits."""
     return group.reduce(tensor, _op(op), root=root).resolve()
@@ -631,7 +630,7 @@ def start_global_orchestrator(port: int | None = None) -> NoReturn:
     )
 
 
-def _op(op: ReduceOperation | ReduceOp | str) -> ReduceOp:
+def _op(op: ReduceOperation | OpLike) -> ReduceOp:
     return as_reduce_op(op.value if isinstance(op, ReduceOperation) else op)
 
 

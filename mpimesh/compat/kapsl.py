@@ -18,7 +18,7 @@ import numpy as np
 
 from mpimesh import runtime
 from mpimesh.arguments import check_kind, rank_names, shown
-from mpimesh.arrays import Array, ReduceOp
+from mpimesh.arrays import Array, OpLike
 from mpimesh.errors import DTypeError, MeshError, RankError, ShapeError, WorldSizeError
 from mpimesh.mesh import WORLD, Device, Mesh, MeshTopology
 from mpimesh.runtime import ProcessGroup, run_virtual
@@ -274,7 +274,7 @@ class DistributedOps:
         self.mesh = mesh
 
     def all_reduce(
-        self, data: Array, op: ReduceOp | str = "sum", group: str | ProcessGroup = WORLD
+        self, data: Array, op: OpLike = "sum", group: str | ProcessGroup = WORLD
     ) -> Array:
         """Reduce `data` over the group, in place. Collective; see `ProcessGroup.all_reduce`."""
         return self._group(group).all_reduce(data, op, out=data).resolve()
@@ -359,7 +359,7 @@ class DistributedOps:
         self,
         data: Array,
         output: Array,
-        op: ReduceOp | str = "sum",
+        op: OpLike = "sum",
         group: str | ProcessGroup = WORLD,
     ) -> Array:
         """Reduce `data` over the group, and put each rank's part into `output`. Collective.

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpimesh import layout as layouts
 from mpimesh.arguments import as_int, as_items, as_shape, check_kind, shape_of, shown
-from mpimesh.arrays import Array
+from mpimesh.arrays import Array, OpLike
 from mpimesh.dtensor import DTensor
 from mpimesh.errors import DTypeError, GroupError, LayoutError, RankError, ShapeError
 from mpimesh.layout import Layout, PlacementLike, Replicate, Shard
@@ -378,7 +378,7 @@ class ThreadedSession:
         return run_virtual(self.num_workers, main)
 
 
-def allreduce(x: Array, op_type: str = "sum", *, group: ProcessGroup) -> Array:
+def allreduce(x: Array, op_type: OpLike = "sum", *, group: ProcessGroup) -> Array:
     """Reduce over the workers: ``sum``, ``prod``, ``min``, ``max`` or ``avg``. Collective.
 
     Raises:

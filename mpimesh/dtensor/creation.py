@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpimesh.arguments import MOST, as_flag, as_function, as_int, as_real, as_shape, shown
-from mpimesh.arrays import DType, HostArray, array_shape, refuse_objects
+from mpimesh.arrays import DType, DTypeLike, HostArray, array_shape, refuse_objects
 from mpimesh.arrays.dtypes import as_dtype, dtype_from_json, dtype_to_json
 from mpimesh.arrays.indexed import arange_block, eye_block, linspace_block
 from mpimesh.arrays.random_bits import key_of
@@ -124,7 +124,7 @@ def from_callback(
     placements: PlacementLike,
     callback: Callable[[tuple[slice, ...]], Any],
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> DTensor:
     """Make a split array of what `callback` gives for each rank's part.
 
@@ -186,7 +186,7 @@ def full(
     mesh: DeviceMesh,
     placements: PlacementLike,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> DTensor:
     """Return an array with `value` everywhere, as :func:`numpy.full`. Local."""
     layout, sizes = Layout(as_live(mesh), placements), shape_of_lengths(shape)
@@ -209,21 +209,33 @@ def full(
 
 
 def zeros(
-    shape: Sequence[int] | int, mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = float
+    shape: Sequence[int] | int,
+    mesh: DeviceMesh,
+    placements: PlacementLike,
+    *,
+    dtype: DTypeLike = float,
 ) -> DTensor:
     """Return an array of zeros. Local."""
     return full(shape, 0, mesh, placements, dtype=dtype)
 
 
 def ones(
-    shape: Sequence[int] | int, mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = float
+    shape: Sequence[int] | int,
+    mesh: DeviceMesh,
+    placements: PlacementLike,
+    *,
+    dtype: DTypeLike = float,
 ) -> DTensor:
     """Return an array of ones. Local."""
     return full(shape, 1, mesh, placements, dtype=dtype)
 
 
 def empty(
-    shape: Sequence[int] | int, mesh: DeviceMesh, placements: PlacementLike, *, dtype: Any = float
+    shape: Sequence[int] | int,
+    mesh: DeviceMesh,
+    placements: PlacementLike,
+    *,
+    dtype: DTypeLike = float,
 ) -> DTensor:
     """Return an array whose values are whatever its memory holds. Local."""
     layout = Layout(as_live(mesh), placements)
@@ -241,7 +253,7 @@ def made_of_blocks(
     mesh: DeviceMesh,
     layout: Layout,
     part: Callable[[tuple[slice, ...]], HostArray],
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> DTensor:
     """Return the tensor whose block is what `part` gives for this rank's slices. Local."""
     kind = None if dtype is None else as_dtype(dtype)
@@ -322,7 +334,7 @@ def arange(
     *,
     mesh: DeviceMesh,
     placements: PlacementLike,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> DTensor:
     """Return numbers from `start` up to, and without, `stop`, as :func:`numpy.arange`. Local.
 
@@ -353,7 +365,7 @@ def linspace(
     mesh: DeviceMesh,
     placements: PlacementLike,
     endpoint: bool = True,
-    dtype: Any = float,
+    dtype: DTypeLike = float,
 ) -> DTensor:
     """Return `num` numbers from `start` to `stop`, as :func:`numpy.linspace`. Local."""
     start, stop = _number(start, "start"), _number(stop, "stop")
@@ -375,7 +387,7 @@ def eye(
     mesh: DeviceMesh,
     placements: PlacementLike,
     k: int = 0,
-    dtype: Any = float,
+    dtype: DTypeLike = float,
 ) -> DTensor:
     """Return a matrix with ones on diagonal `k`, as :func:`numpy.eye`. Local."""
     rows = as_int(rows, "rows", ArrayValueError, least=0)
@@ -425,7 +437,7 @@ class Random:
         *,
         low: float = 0.0,
         high: float = 1.0,
-        dtype: Any = float,
+        dtype: DTypeLike = float,
     ) -> DTensor:
         """Return values evenly spread from `low` up to, and without, `high`. Local."""
         low, high = _number(low, "low"), _number(high, "high")
@@ -439,7 +451,7 @@ class Random:
         *,
         loc: float = 0.0,
         scale: float = 1.0,
-        dtype: Any = float,
+        dtype: DTypeLike = float,
     ) -> DTensor:
         """Return values of the normal distribution. Local."""
         options = {"loc": _number(loc, "loc"), "scale": _number(scale, "scale")}
@@ -452,7 +464,7 @@ class Random:
         placements: PlacementLike,
         *,
         scale: float = 1.0,
-        dtype: Any = float,
+        dtype: DTypeLike = float,
     ) -> DTensor:
         """Return values of the exponential distribution. Local."""
         scale = _number(scale, "scale")
@@ -467,7 +479,7 @@ class Random:
         placements: PlacementLike,
         *,
         endpoint: bool = False,
-        dtype: Any = np.int64,
+        dtype: DTypeLike = np.int64,
     ) -> DTensor:
         """Return whole numbers from `low` up to, and without, `high`, all as likely. Local."""
         low, high = as_int(low, "low", ArrayValueError), as_int(high, "high", ArrayValueError)
@@ -483,7 +495,7 @@ class Random:
         mesh: DeviceMesh,
         placements: PlacementLike,
         *,
-        dtype: Any = bool,
+        dtype: DTypeLike = bool,
     ) -> DTensor:
         """Return True with probability `p`, else False. Local."""
         p = _number(p, "p")

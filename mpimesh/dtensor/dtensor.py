@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 from operator import getitem, setitem
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import numpy as np
 
@@ -308,8 +308,7 @@ class DTensor(Methods):
         if (mesh is None or mesh is self._mesh) and target == self._layout:
             compare_call(self._mesh, "redistribute", (self, target.text))
             return self
-        moved: DTensor = self._start(target, mesh, max_bytes).resolve()
-        return moved
+        return self._start(target, mesh, max_bytes).resolve()
 
     def start_redistribute(
         self,
@@ -317,7 +316,7 @@ class DTensor(Methods):
         *,
         mesh: DeviceMesh | None = None,
         max_bytes: int = 0,
-    ) -> CollectiveTensor:
+    ) -> CollectiveTensor[DTensor]:
         """Start :meth:`redistribute`; ``resolve()`` gives the new tensor.
 
         Do not write into `local` before.
@@ -330,7 +329,7 @@ class DTensor(Methods):
         *,
         mesh: DeviceMesh | None = None,
         out: DTensor | None = None,
-    ) -> Persistent:
+    ) -> Persistent[DTensor]:
         """Plan :meth:`redistribute`, to be started many times. Local.
 
         For loops: arguments are checked, blocks and buffers worked out here. Each start reads what
@@ -366,7 +365,9 @@ class DTensor(Methods):
             self._mesh, self._layout, goal, target, shape, dtype, self._block, into, made
         )
 
-    def _start(self, target: Layout, mesh: DeviceMesh | None, max_bytes: int) -> CollectiveTensor:
+    def _start(
+        self, target: Layout, mesh: DeviceMesh | None, max_bytes: int
+    ) -> CollectiveTensor[DTensor]:
         goal = self._mesh if mesh is None else mesh
         shape, dtype = self._shape, self._dtype
         return start_redistribute(
@@ -381,7 +382,13 @@ class DTensor(Methods):
             max_bytes=max_bytes,
         )
 
-    def full(self, *, root: int | None = None) -> Any:
+    @overload
+    def full(self, *, root: None = None) -> HostArray: ...
+
+    @overload
+    def full(self, *, root: int) -> HostArray | Any: ...
+
+    def full(self, *, root: int | None = None) -> HostArray | Any:
         """Return the whole array: on every rank of the mesh, or on rank `root` only.
 
         Collective over the mesh, and waits.
@@ -413,6 +420,14 @@ class DTensor(Methods):
             lambda block: block,
         )
         return started.resolve()
+
+    def full_tensor(self) -> HostArray:
+        """Return :meth:`full`, by PyTorch's name. Collective over the mesh, and waits."""
+        return self.full()
+
+    def to_local(self) -> HostArray:
+        """Return :attr:`local`, by PyTorch's name."""
+        return self.local
 
     def copy(self) -> DTensor:
         """Return a tensor with a copy of the block. Local."""

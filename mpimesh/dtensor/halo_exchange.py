@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_shape, shown
-from mpimesh.arrays import DType, HostArray
+from mpimesh.arrays import DType, DTypeLike, HostArray
 from mpimesh.arrays.dtypes import as_dtype
 from mpimesh.comm import Request, Steps
 from mpimesh.comm.regions import copy_own
@@ -208,7 +208,7 @@ class Halo:
         width: Any = 1,
         boundary: Any = "periodic",
         *,
-        dtype: Any = float,
+        dtype: DTypeLike = float,
     ) -> Halo:
         """Prepare one for arrays that there are none of yet. Local. Errors as of the class."""
         halo = cls.__new__(cls)

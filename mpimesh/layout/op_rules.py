@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from mpimesh.arguments import as_reduce_op
 from mpimesh.errors import LayoutError, ShapeError, on_all_ranks
 from mpimesh.layout.layout import Layout
 from mpimesh.layout.placement import Partial, Placement, PlacementSpec, Replicate, Shard
@@ -525,7 +526,7 @@ def _choices(
             output = (
                 Shard(pattern.output.index(letter), sizes=sizes)
                 if letter in pattern.output
-                else Partial(pattern.op)
+                else Partial(as_reduce_op(pattern.op))
             )
             found.append(_Choice(inputs, output))
     return found
@@ -544,10 +545,10 @@ def _summand_choices(specs: Sequence[PlacementSpec], pattern: Pattern) -> Iterat
         for op in ops:
             if op in linear.ops:
                 inputs = tuple(
-                    Partial(op) if number in linear.operands else Replicate()
+                    Partial(as_reduce_op(op)) if number in linear.operands else Replicate()
                     for number in range(len(specs))
                 )
-                yield _Choice(inputs, Partial(op))
+                yield _Choice(inputs, Partial(as_reduce_op(op)))
 
 
 def _letters_in_use(

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex, TypeAlias, overload
 
-from mpimesh.arguments import as_int, as_items, shown
-from mpimesh.errors import LayoutError, UnknownNameError
+from mpimesh.arguments import OpLike, ReduceOp, as_int, as_items, as_reduce_op, shown
+from mpimesh.errors import LayoutError, ReduceOpError, UnknownNameError
 from mpimesh.layout.boxes import even_sizes
 
 __all__ = [
@@ -24,10 +24,8 @@ __all__ = [
 ]
 
 
-PARTIAL_OPS = ("sum", "mean", "prod", "min", "max")
+PARTIAL_OPS = tuple(op.value for op in ReduceOp)
 """The reductions that a :class:`Partial` may wait for."""
-
-_ALIASES = {"avg": "mean", "average": "mean", "product": "prod"}
 
 
 class PlacementSpec(ABC):
@@ -134,7 +132,8 @@ class Partial(PlacementSpec):
     """The value is the reduction of what the ranks along the dim hold, and not yet worked out.
 
     Args:
-        op: ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``.
+        op: ``"sum"``, ``"mean"`` (or ``"avg"``), ``"prod"``, ``"min"`` or ``"max"``, or mpi4py's
+            ``MPI.SUM`` and the like.
 
     Raises:
         LayoutError: If there is no such reduction.
@@ -142,10 +141,12 @@ class Partial(PlacementSpec):
 
     op: str
 
-    def __init__(self, op: str = "sum") -> None:
-        name = _ALIASES.get(str(op), str(op))
-        if name not in PARTIAL_OPS:
-            raise LayoutError(f"Partial knows {', '.join(PARTIAL_OPS)}, got {shown(op)}")
+    def __init__(self, op: OpLike = "sum") -> None:
+        try:
+            name = as_reduce_op(op).value
+        except ReduceOpError:
+            known = ", ".join(PARTIAL_OPS)
+            raise LayoutError(f"Partial knows {known}, got {shown(op)}") from None
         object.__setattr__(self, "op", name)
 
     @property
@@ -319,7 +320,7 @@ def _spec_of(found: re.Match[str]) -> PlacementSpec:
     if found["replicate"]:
         return Replicate()
     if found["partial"]:
-        return Partial(found["op"] or "sum")
+        return Partial(as_reduce_op(found["op"] or "sum"))
     sizes = None if found["sizes"] is None else [int(size) for size in found["sizes"].split(",")]
     return Shard(int(found["bracket"] or found["axis"]), sizes=sizes)
 

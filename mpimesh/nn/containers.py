@@ -10,6 +10,7 @@ from typing import Any, Self, TypeGuard
 
 import numpy as np
 
+from mpimesh.arrays import DTypeLike
 from mpimesh.arrays.namespace import Array, DType, namespace
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
@@ -80,7 +81,7 @@ class Sequential(Module):
         return sum(protocol.num_layers(layer) for layer in self._layers)
 
     def materialize(
-        self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0
+        self, *, seed: int, dtype: DTypeLike = np.float32, xp: ModuleType = np, index: int = 0
     ) -> None:
         """Give all layers memory and tell them where they stand; see `Module.materialize`.
 

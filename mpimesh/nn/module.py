@@ -36,6 +36,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, shape_of, shown
+from mpimesh.arrays import DTypeLike
 from mpimesh.arrays.namespace import Array
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, ShapeError
 from mpimesh.nn import protocol
@@ -199,7 +200,7 @@ class Module(ABC):
         return own + sum(protocol.num_layers(child) for _, child in children)
 
     def materialize(
-        self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0
+        self, *, seed: int, dtype: DTypeLike = np.float32, xp: ModuleType = np, index: int = 0
     ) -> None:
         """Allocate the parameters and give them their first values.
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_items, check_kind, shape_of, shown
+from mpimesh.arrays import DTypeLike
 from mpimesh.arrays.dtypes import is_half
 from mpimesh.arrays.namespace import Array, DType, namespace, to_numpy
 from mpimesh.errors import DTypeError, ModuleError, ModuleStateError, RankError, ShapeError
@@ -204,7 +205,7 @@ class Parameter:
         return self._attached
 
     def materialize(
-        self, *, seed: int, dtype: Any = np.float32, xp: ModuleType = np, index: int = 0
+        self, *, seed: int, dtype: DTypeLike = np.float32, xp: ModuleType = np, index: int = 0
     ) -> None:
         """Allocate the values and give them their first ones; drops any gradient memory.
 

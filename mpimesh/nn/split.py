@@ -77,7 +77,9 @@ class RankGroup(Protocol):
         """This rank's number in the world."""
         ...
 
-    def all_reduce(self, x: Array, op: str, *, out: Array | None, label: str) -> Pending:
+    def all_reduce(
+        self, x: Array, op: Literal["sum", "min", "max"], *, out: Array | None, label: str
+    ) -> Pending:
         """Start to reduce `x` over the ranks. Collective."""
         ...
 

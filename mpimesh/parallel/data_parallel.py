@@ -7,6 +7,7 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
+from mpimesh.arrays import DTypeLike
 from mpimesh.errors import ModuleError
 from mpimesh.nn import Loss, SupportsLayer
 from mpimesh.nn.containers import is_plain
@@ -82,8 +83,8 @@ class DataParallel(ParallelModel):
         loss: Loss | None = None,
         num_microbatches: int = 1,
         seed: int = 0,
-        dtype: Any = np.float32,
-        grad_dtype: Any = None,
+        dtype: DTypeLike = np.float32,
+        grad_dtype: DTypeLike | None = None,
         xp: ModuleType = np,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,

@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int
+from mpimesh.arrays import DTypeLike
 from mpimesh.errors import ScheduleError
 from mpimesh.nn import Loss, Sequential, SupportsLayer
 from mpimesh.parallel.batch import Batch, Rows, SupportsStep
@@ -117,8 +117,8 @@ class PipelineParallel(ParallelModel):
         data_dim: str = "dp",
         schedule: ScheduleLike = "1f1b",
         seed: int = 0,
-        dtype: Any = np.float32,
-        grad_dtype: Any = None,
+        dtype: DTypeLike = np.float32,
+        grad_dtype: DTypeLike | None = None,
         xp: ModuleType = np,
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = True,
@@ -164,7 +164,7 @@ class PipelineParallel(ParallelModel):
         dim: str = "pp",
         times: Costs | Sequence[float] | None = None,
         x: Tree | None = None,
-        dtype: Any = np.float32,
+        dtype: DTypeLike = np.float32,
         xp: ModuleType = np,
         bytes_per_s: float | None = None,
         latency_s: float | None = None,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from mpimesh.arguments import shown
 from mpimesh.errors import ScheduleError
@@ -30,6 +30,7 @@ from mpimesh.schedule import (
     Edges,
     Proof,
     Schedule,
+    ScheduleName,
     lower,
     make_schedule,
     most_waiting,
@@ -54,7 +55,7 @@ MAX_EDGES = 4096
 
 ABORT_TAG = _FIRST_TAG + 2 * MAX_EDGES
 
-ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
+ScheduleLike = ScheduleName | Schedule | Callable[[int, int], Schedule]
 """A name, a schedule for one number of microbatches, or ``f(num_stages, num_microbatches)``."""
 
 _FEWEST_UNFINISHED_SENDS = 4
@@ -223,7 +224,10 @@ class Plans:
         made: Any = given
         if isinstance(given, str):
             made = make_schedule(
-                given, self._num_stages, num_microbatches, num_ranks=self._num_ranks
+                cast(ScheduleName, given),
+                self._num_stages,
+                num_microbatches,
+                num_ranks=self._num_ranks,
             )
         elif callable(given) and not isinstance(given, type):
             made = given(self._num_stages, num_microbatches)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
 
 from mpimesh.arguments import as_int, shown
-from mpimesh.arrays import HostArray, aligned_empty
+from mpimesh.arrays import DTypeLike, HostArray, aligned_empty
 from mpimesh.comm import Communicator
 from mpimesh.errors import MeshError, RankError, UnknownNameError
 from mpimesh.layout import LinkCosts
@@ -549,7 +549,7 @@ class DeviceMesh:
         return Budget(self._core.context.traffic, self.rank, call_site(2), bytes, messages)
 
     def shared_empty(
-        self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: Any = float
+        self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: DTypeLike = float
     ) -> HostArray:
         """Return uninitialised memory for arrays that will be exchanged. Local.
 

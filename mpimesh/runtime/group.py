@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeAlias
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeAlias, TypeVar
 
 from mpimesh.arguments import as_int, as_time
-from mpimesh.arrays import Array, HostArray, ReduceOp
+from mpimesh.arrays import Array, DTypeLike, HostArray, OpLike
 from mpimesh.comm import Communicator
 from mpimesh.comm.algorithms import Algorithms, Row
 from mpimesh.errors import GroupError, RankError
@@ -20,11 +20,14 @@ from mpimesh.runtime.persistent import Persistent, planning
 from mpimesh.runtime.plan import Accounts, Prepared
 from mpimesh.runtime.work import CollectiveTensor
 from mpimesh.runtime.world import solo_communicator
+from mpimesh.settings import AlgorithmName
 
 __all__ = ["Backend", "ProcessGroup"]
 
 Backend: TypeAlias = Literal["mpi", "node_shared", "nccl", "virtual"]
 """The mover of a group's bytes; ``"virtual"`` for threads of one process."""
+
+A = TypeVar("A")
 
 _NAME = str | None
 _broadcast, _scatter = collective(rooted.broadcast), collective(rooted.scatter)
@@ -72,13 +75,13 @@ class ProcessGroup:
 
     def all_reduce(
         self,
-        x: Array,
-        op: ReduceOp | str = "sum",
+        x: A,
+        op: OpLike = "sum",
         *,
         out: Array | None = None,
         label: str | None = None,
-        algorithm: str | None = None,
-    ) -> CollectiveTensor:
+        algorithm: AlgorithmName | None = None,
+    ) -> CollectiveTensor[A]:
         """Reduce `x` element by element over all ranks of the group; every rank gets the result.
 
         Collective: every rank of the group calls it, in the same order among all
@@ -94,9 +97,9 @@ class ProcessGroup:
 
         Args:
             x: This rank's array, NumPy or CuPy, of any memory order and stride.
-            op: ``"sum"``, ``"mean"``, ``"prod"``, ``"min"`` or ``"max"``; "mean" is the sum
-                divided by the group's size. "min" and "max" of values with NaN are NaN, as
-                NumPy's, with the same bits on all ranks.
+            op: ``"sum"``, ``"mean"`` (or ``"avg"``), ``"prod"``, ``"min"``, ``"max"``, or mpi4py's
+                ``MPI.SUM`` and the like. "mean" is the sum divided by the group's size. "min" and
+                "max" of values with NaN are NaN, as NumPy's, with the same bits on all ranks.
             out: Array for the result; may be `x` itself. New if None.
             label: The caller's name for this call.
             algorithm: How, for arrays on the host: ``"centralized"``, ``"tree(b)"`` or ``"ring"``
@@ -118,14 +121,14 @@ class ProcessGroup:
 
     def reduce(
         self,
-        x: Array,
-        op: ReduceOp | str = "sum",
+        x: A,
+        op: OpLike = "sum",
         *,
         root: int = 0,
         out: Array | None = None,
         label: str | None = None,
-        algorithm: str | None = None,
-    ) -> CollectiveTensor:
+        algorithm: AlgorithmName | None = None,
+    ) -> CollectiveTensor[A | Any]:
         """Reduce `x` element by element over all ranks; only `root` gets the result.
 
         Collective, as :meth:`all_reduce`.
@@ -151,14 +154,14 @@ class ProcessGroup:
 
     def reduce_scatter(
         self,
-        x: Array,
-        op: ReduceOp | str = "sum",
+        x: A,
+        op: OpLike = "sum",
         *,
         axis: int = 0,
         sizes: Sequence[int] | None = None,
         out: Array | None = None,
         label: str | None = None,
-    ) -> CollectiveTensor:
+    ) -> CollectiveTensor[A]:
         """Reduce `x` over all ranks and give each rank one block of the result along `axis`.
 
         Collective, as :meth:`all_reduce`.
@@ -187,13 +190,13 @@ class ProcessGroup:
 
     def all_gather(
         self,
-        x: Array,
+        x: A,
         *,
         axis: int = 0,
         sizes: Sequence[int] | None = None,
         out: Array | None = None,
         label: str | None = None,
-    ) -> CollectiveTensor:
+    ) -> CollectiveTensor[A]:
         """Join the blocks of all ranks of this group along array axis `axis`.
 
         Collective, as :meth:`all_reduce`.
@@ -226,14 +229,14 @@ class ProcessGroup:
 
     def gather(
         self,
-        x: Array,
+        x: A,
         *,
         root: int = 0,
         axis: int = 0,
         sizes: Sequence[int] | None = None,
         out: Array | None = None,
         label: str | None = None,
-    ) -> CollectiveTensor:
+    ) -> CollectiveTensor[A | Any]:
         """Join the blocks of all ranks along `axis`, on `root` only.
 
         Collective, with the shapes of :meth:`all_gather`.
@@ -258,7 +261,7 @@ class ProcessGroup:
 
     def all_to_all(
         self,
-        x: Array,
+        x: A,
         *,
         split_axis: int = 0,
         concat_axis: int | None = None,
@@ -266,7 +269,7 @@ class ProcessGroup:
         recv_sizes: Sequence[int] | None = None,
         out: Array | None = None,
         label: str | None = None,
-    ) -> CollectiveTensor:
+    ) -> CollectiveTensor[A]:
         """Cut `x` into one block for each rank, exchange them, and join what came.
 
         Collective, as :meth:`all_reduce`. Block d of this rank becomes block r of
@@ -302,13 +305,13 @@ class ProcessGroup:
 
     def broadcast(
         self,
-        x: Array | None,
+        x: A | None,
         *,
         root: int | None = 0,
         out: Array | None = None,
         label: str | None = None,
-        algorithm: str | None = None,
-    ) -> CollectiveTensor:
+        algorithm: AlgorithmName | None = None,
+    ) -> CollectiveTensor[A]:
         """Give every rank the array of `root`.
 
         Collective, as :meth:`all_reduce`.
@@ -340,14 +343,14 @@ class ProcessGroup:
 
     def scatter(
         self,
-        x: Array | None,
+        x: A | None,
         *,
         root: int = 0,
         axis: int = 0,
         sizes: Sequence[int] | None = None,
         out: Array | None = None,
         label: str | None = None,
-    ) -> CollectiveTensor:
+    ) -> CollectiveTensor[A]:
         """Cut the array of `root` along `axis` and give each rank its block.
 
         Collective, as :meth:`all_reduce`. The root's shape and dtype travel ahead
@@ -391,7 +394,7 @@ class ProcessGroup:
 
     def send(
         self, x: Array, dest: int, *, tag: int = 0, label: str | None = None
-    ) -> CollectiveTensor:
+    ) -> CollectiveTensor[None]:
         """Send `x` to one rank of the group, which must :meth:`recv` it.
 
         Returns at once; do not write `x` before the handle is resolved. Messages of one
@@ -420,7 +423,7 @@ class ProcessGroup:
         source: int,
         *,
         shape: Sequence[int] | int | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         out: Array | None = None,
         tag: int = 0,
         label: str | None = None,
@@ -467,8 +470,8 @@ class ProcessGroup:
         return messages.recv_init(self._core, out, source, tag, label)
 
     def shift(
-        self, x: Array, offset: int = 1, *, wrap: bool = False, label: str | None = None
-    ) -> CollectiveTensor:
+        self, x: A, offset: int = 1, *, wrap: bool = False, label: str | None = None
+    ) -> CollectiveTensor[A | Any]:
         """Send `x` to the rank `offset` places on, and receive from the one `offset` before.
 
         Collective: every rank of the group calls it with the same `offset` and `wrap`.
@@ -484,11 +487,11 @@ class ProcessGroup:
         """
         return messages.shift(self._core, x, offset, wrap=wrap, label=label)
 
-    def send_next(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
+    def send_next(self, x: Array, *, tag: int = 0) -> CollectiveTensor[None]:
         """Send `x` to the next rank of the group; an error on the last one."""
         return self.send(x, messages.neighbour(self._core, 1, "send_next"), tag=tag)
 
-    def send_prev(self, x: Array, *, tag: int = 0) -> CollectiveTensor:
+    def send_prev(self, x: Array, *, tag: int = 0) -> CollectiveTensor[None]:
         """Send `x` to the rank before; an error on the first one."""
         return self.send(x, messages.neighbour(self._core, -1, "send_prev"), tag=tag)
 
@@ -500,7 +503,7 @@ class ProcessGroup:
         """Receive from the rank before; an error on the first one."""
         return self.recv(messages.neighbour(self._core, -1, "recv_prev"), out=out, tag=tag)
 
-    def start_barrier(self, *, label: str | None = None) -> CollectiveTensor:
+    def start_barrier(self, *, label: str | None = None) -> CollectiveTensor[None]:
         """Start a barrier: the handle is done once every rank of the group has started it.
 
         Collective. ``resolve()`` gives None.
@@ -534,7 +537,7 @@ class ProcessGroup:
             messages.roll_call(self._core, limit_s, label)
 
     def empty_once(
-        self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: Any = float
+        self, shape: Sequence[SupportsIndex] | SupportsIndex, dtype: DTypeLike = float
     ) -> tuple[HostArray, bool]:
         """Return an array that exists once for the ranks of the group on each node.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from mpimesh.runtime.call import Call
 from mpimesh.runtime.operands import check_output
 from mpimesh.runtime.plan import Plan, Prepared
 from mpimesh.runtime.traffic import Amount, Rule
-from mpimesh.runtime.work import CollectiveTensor
+from mpimesh.runtime.work import CollectiveTensor, T_co
 
 if TYPE_CHECKING:
     from mpimesh.runtime.group_core import GroupCore
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["Persistent", "PersistentCollective", "PersistentExchange", "planning"]
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class Persistent:
+class Persistent(Generic[T_co]):
     """An operation with its arrays, checked and planned once, to be started many times.
 
     MPI has the word of it. Each :meth:`start` reads what the arrays hold then.
@@ -45,7 +46,7 @@ class Persistent:
         """True if it may be started, for the last start is over."""
         return self._call is None or self._call.ended
 
-    def start(self) -> CollectiveTensor:
+    def start(self) -> CollectiveTensor[T_co]:
         """Start it once more; the handle's ``resolve()`` gives the result.
 
         Collective, as the call that it stands for.
@@ -68,7 +69,7 @@ tell_elsewhere(
 )
 
 
-class PersistentCollective(Persistent):
+class PersistentCollective(Persistent[T_co]):
     """A collective with its arrays, checked and bound once, to be started many times.
 
     Made by :meth:`ProcessGroup.all_reduce_init` and the like; MPI's word for it is a persistent
@@ -105,7 +106,7 @@ class PersistentCollective(Persistent):
         self._finish: Callable[[Any], Any] | None = None
         self._prepared = prepared if self._reads_in_place(prepared) else None
 
-    def start(self) -> CollectiveTensor:
+    def start(self) -> CollectiveTensor[T_co]:
         """Start it once more; the handle's ``resolve()`` gives the result.
 
         Collective, as the call that it stands for.
@@ -192,13 +193,13 @@ class _Planner:
 
 
 def planning(
-    method: Callable[Concatenate[Any, P], CollectiveTensor],
-) -> Callable[Concatenate[Any, P], PersistentCollective]:
+    method: Callable[Concatenate[Any, P], CollectiveTensor[T]],
+) -> Callable[Concatenate[Any, P], PersistentCollective[T]]:
     """Return the method that plans what `method` starts, with the same arguments."""
 
     @wraps(method)
     def plan(group: Any, /, *args: P.args, **options: P.kwargs) -> PersistentCollective:
-        return cast(PersistentCollective, method(_Planner(group._core), *args, **options))
+        return cast("PersistentCollective[T]", method(_Planner(group._core), *args, **options))
 
     name = method.__name__
     plan.__name__, plan.__qualname__ = f"{name}_init", f"ProcessGroup.{name}_init"
@@ -222,7 +223,7 @@ def planning(
     return plan
 
 
-class PersistentExchange(Persistent):
+class PersistentExchange(Persistent[T_co]):
     """An exchange of regions between the same arrays, or several one after the other.
 
     Args:
@@ -281,7 +282,7 @@ class PersistentExchange(Persistent):
         accounts = group.accounts(self._call, nbytes, receives)
         self._prepared = Prepared(accounts, prepare(), value, finish)
 
-    def start(self) -> CollectiveTensor:
+    def start(self) -> CollectiveTensor[T_co]:
         """Start it once more. Collective; see :meth:`Persistent.start`.
 
         Raises:

@@ -20,6 +20,7 @@ from mpimesh.arrays import (
     Array,
     DType,
     HostArray,
+    OpLike,
     ReduceOp,
     StreamScope,
     address_of,
@@ -474,7 +475,7 @@ def _byte_counts(blocks: Blocks, dtype: DType) -> list[int]:
 
 
 def plan_all_reduce(
-    group: PlanningGroup, data: Array, op: ReduceOp | str, algorithm: str | None = None
+    group: PlanningGroup, data: Array, op: OpLike, algorithm: str | None = None
 ) -> Plan:
     """Plan an all-reduce."""
     op = as_reduce_op(op)
@@ -521,7 +522,7 @@ def _averages(group: PlanningGroup, data: Array, wire: DType) -> bool:
 def plan_reduce(
     group: PlanningGroup,
     data: Array,
-    op: ReduceOp | str,
+    op: OpLike,
     root: int,
     algorithm: str | None = None,
 ) -> Plan:
@@ -545,7 +546,7 @@ def plan_reduce(
 
 
 def plan_reduce_scatter(
-    group: PlanningGroup, data: Array, op: ReduceOp | str, axis: int, sizes: Sequence[int] | None
+    group: PlanningGroup, data: Array, op: OpLike, axis: int, sizes: Sequence[int] | None
 ) -> Plan:
     """Plan a reduce-scatter."""
     op = as_reduce_op(op)

@@ -6,7 +6,7 @@ import numbers
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, SupportsIndex, TypeVar, cast
 from weakref import ref
 
 import numpy as np
@@ -29,6 +29,14 @@ from mpimesh.errors import (
 from mpimesh.runtime.call import Call, site_line
 from mpimesh.runtime.flight import RecordedGroup
 from mpimesh.runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarOrAny
+
+    T_co = TypeVarOrAny("T_co", covariant=True, default=Any)
+else:
+    T_co = TypeVar("T_co", covariant=True)
+U = TypeVar("U")
 
 __all__ = ["CollectiveTensor", "OpenWork", "Owner", "Reusable"]
 
@@ -99,7 +107,7 @@ def _reflected(symbol: str) -> Callable[..., NoReturn]:
     return _refusing(f"x {symbol} handle.resolve()")
 
 
-class CollectiveTensor:
+class CollectiveTensor(Generic[T_co]):
     """A result to come. Start the operation, do other work, then :meth:`resolve`.
 
     Handles may be resolved in any order, each waits for its own operation only,
@@ -162,7 +170,7 @@ class CollectiveTensor:
         self._request = request
         self._finish = finish
         self._unlock = unlock
-        self._value = value
+        self._value: T_co = value
         self._prepared = prepared
         self._operand = operand
         self._scope = scope
@@ -175,7 +183,7 @@ class CollectiveTensor:
         if progress.recorder is not None:
             progress.recorder.start(group, call, nbytes)
 
-    def resolve(self, timeout_s: float | None = None) -> Any:
+    def resolve(self, timeout_s: float | None = None) -> T_co:
         """Wait for this operation and return its result; a second call returns the same.
 
         A CuPy array may be used at once on the stream that is current here, whichever was current
@@ -244,15 +252,11 @@ class CollectiveTensor:
             return True  # resolve() raises it
         return False
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait as :meth:`resolve` does, but return False after `timeout_s` instead of raising."""
-        try:
-            self.resolve(timeout_s)
-        except CollectiveTimeoutError:
-            return False
-        return True
+    def wait(self, timeout_s: float | None = None) -> T_co:
+        """Do as :meth:`resolve`, by the name that PyTorch's and mpi4py's handles have for it."""
+        return self.resolve(timeout_s)
 
-    def assume_resolved(self) -> Any:
+    def assume_resolved(self) -> T_co:
         """Return the result of an operation that is known to be done. Never waits.
 
         Raises:
@@ -262,7 +266,7 @@ class CollectiveTensor:
             raise UnresolvedError(f"{self._call} is still under way; use resolve()")
         return self.resolve()
 
-    def map(self, function: Callable[[Any], Any]) -> Self:
+    def map(self, function: Callable[[T_co], U]) -> CollectiveTensor[U]:
         """Let :meth:`resolve` give what `function` makes of the result; return this handle. Local.
 
         The function is called once, on the rank that resolves, and calls no collective.
@@ -283,7 +287,7 @@ class CollectiveTensor:
             return function(self._received() if finish is None else finish())
 
         self._finish = last
-        return self
+        return cast("CollectiveTensor[U]", self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied or pickled: an operation has one handle.
@@ -321,7 +325,7 @@ class CollectiveTensor:
 
     # -- for the group -----------------------------------------------------------------------
 
-    def _result(self) -> Any:
+    def _result(self) -> T_co:
         """Return the result, for the stream that is current where it is asked for."""
         if self._event is not None and self._scope is not None:
             self._scope.follow(self._event)

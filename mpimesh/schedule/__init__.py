@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpimesh.schedule.action import Action, ActionKind
-from mpimesh.schedule.auto import auto, make_schedule, schedule_names, stages_per_rank
+from mpimesh.schedule.auto import ScheduleName, auto, make_schedule, schedule_names, stages_per_rank
 from mpimesh.schedule.costs import Costs, Partition, partition
 from mpimesh.schedule.draw import schedule_svg
 from mpimesh.schedule.generators import (
@@ -40,6 +40,7 @@ __all__ = [
     "Partition",
     "Proof",
     "Schedule",
+    "ScheduleName",
     "TimedAction",
     "Timetable",
     "action_overhead_s",

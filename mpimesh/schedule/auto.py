@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import Literal, Protocol
 
 from mpimesh.arguments import as_int, shown
 from mpimesh.errors import ScheduleError, UnknownNameError
@@ -39,7 +39,13 @@ class _Generator(Protocol):
         """Make the schedule; raise ScheduleError if there is none."""
 
 
-_FAMILY: Mapping[str, _Generator] = MappingProxyType(
+ScheduleName = Literal[
+    "gpipe", "1f1b", "interleaved", "looped_bfs", "zb1p", "zb2p", "zbv", "vhalf", "vmin",
+    "dualpipev", "forward", "auto",
+]  # fmt: skip
+"""Schedules by name, so that a type checker finds a misspelt one."""
+
+_FAMILY: Mapping[ScheduleName, _Generator] = MappingProxyType(
     {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
@@ -169,9 +175,9 @@ def _candidates(
     if num_stages == 2 * num_ranks:
         placements["vee"] = vee_placement(num_ranks)
     for shape, placement in placements.items():
-        for name, rule in _rules(costs).items():
+        for word, rule in _rules(costs).items():
             listed = list_schedule(
-                f"{name}-{shape}", placement, num_microbatches, costs, caps=caps, rule=rule
+                f"{word}-{shape}", placement, num_microbatches, costs, caps=caps, rule=rule
             )
             if listed is not None:
                 yield listed
@@ -249,12 +255,12 @@ def _peak(schedule: Schedule) -> int:
     return max(map(schedule.peak_in_flight, range(schedule.num_ranks)))
 
 
-def schedule_names() -> tuple[str, ...]:
+def schedule_names() -> tuple[ScheduleName, ...]:
     """Return the names that :func:`make_schedule` knows."""
     return (*_FAMILY, "auto")
 
 
-def stages_per_rank(name: str) -> int:
+def stages_per_rank(name: ScheduleName) -> int:
     """Return into how many stages for each rank a model is cut for the schedule called `name`.
 
     It is 2 for those on a V. ``interleaved`` and ``looped_bfs`` can do with any number, of which 2
@@ -267,7 +273,7 @@ def stages_per_rank(name: str) -> int:
 
 
 def make_schedule(
-    name: str, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
+    name: ScheduleName, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
 ) -> Schedule:
     """Make the schedule called `name`, without messages.
 

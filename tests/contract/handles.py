@@ -61,7 +61,7 @@ def check_resolve_gives_the_same_object_or_error_again(comm):
         handle = group.all_reduce(np.ones(3))
         assert handle.resolve() is handle.resolve()
         assert handle.assume_resolved() is handle.resolve()
-        assert handle.wait()
+        assert handle.wait() is handle.resolve()
         failing = group.scatter(np.ones((2, 2)) if group.rank == 0 else None, axis=7)
         with raises(Exception, "axis 7") as first:
             failing.resolve()
@@ -107,7 +107,8 @@ def check_a_wait_may_time_out_and_go_on(comm):
                 ):
                     handle.resolve(timeout_s=0.02)
                 assert time.monotonic() - start_s < 5
-                assert not handle.wait(0.01)
+                with raises(CollectiveTimeoutError, "0.01 s"):
+                    handle.wait(0.01)
                 with raises(UnresolvedError, f"all_reduce(shape ({size},)", "resolve()"):
                     handle.assume_resolved()
                 assert "started" in repr(handle)

@@ -112,7 +112,7 @@ def _sgd(odd: bool, **options: Any) -> Callable[[Any], Any]:
     return lambda model: optim.SGD(model.parameters(), **{"lr": 0.1, **(options if odd else {})})
 
 
-def _pipeline(mesh: Any, odd: bool, *, schedule: str = "1f1b", num_microbatches: int = 2) -> None:
+def _pipeline(mesh: Any, odd: bool, *, schedule: Any = "1f1b", num_microbatches: int = 2) -> None:
     stages = [mm.PipelineStage(i).add_layer(nn.Linear(4, 4)) for i in range(mesh.size)]
     pipe = mm.PipelineParallel(
         stages,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -312,6 +313,9 @@ def check_reductions_refuse_unknown_ops_and_roots(comm):
                 group.reduce(x, root=root)
         same(group.all_reduce(x, "avg").resolve(), x)
         same(group.all_reduce(x, ReduceOp.PROD).resolve(), x)
+        if (mpi := sys.modules.get("mpi4py.MPI")) is not None:
+            same(group.all_reduce(x, mpi.SUM).resolve(), x * group.size)
+            same(group.reduce_scatter(x * group.rank, mpi.MAX).resolve(), x[:2] * (group.size - 1))
         same(group.reduce(x, root=np.int64(0)).resolve(), None if group.rank else x * group.size)
 
 

@@ -69,7 +69,7 @@ def trained(
     kind: str,
     *,
     sequence_parallel: bool,
-    schedule: str = "1f1b",
+    schedule: Any = "1f1b",
     tokens: int = TOKENS,
     uneven: bool = False,
     per_rank: int = 1,

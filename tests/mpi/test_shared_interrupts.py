@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,7 +119,8 @@ def test_an_array_of_a_closed_mesh_keeps_its_values(comm):
 
 def test_elements_without_bytes(comm):
     with mm.DeviceMesh("dp=-1", comm) as mesh:
-        for dtype in ("S0", "U0", "V0"):
+        dtypes: Any = ("S0", "U0", "V0")
+        for dtype in dtypes:
             with raises(DTypeError, np.dtype(dtype), "no bytes"):
                 mesh.shared_empty(3, dtype)
             with raises(DTypeError, np.dtype(dtype), "no bytes"):

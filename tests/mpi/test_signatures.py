@@ -269,6 +269,7 @@ def test_many_under_way_of_which_the_first_differs(comm, odd):
     with mm.DeviceMesh("dp=-1", comm) as mesh:
         group = mesh.group()
         time.sleep(0.2 * mesh.rank)
+        first: mm.CollectiveTensor
         if mesh.rank != ODD:
             first = group.all_reduce(np.ones(3))
         elif odd == "f4":

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from mpimesh.arguments import as_flag, as_int, as_items, as_real, check_kind, shown
-from mpimesh.arrays import ReduceOp, as_reduce_op, namespace
+from mpimesh.arrays import OpLike, ReduceOp, as_reduce_op, namespace
 from mpimesh.errors import ModuleError, ModuleStateError
 from mpimesh.nn import Parameter
 from mpimesh.nn.parameter import as_parameters, float_dtype
@@ -122,7 +122,7 @@ class GradientBuckets:
         *,
         mesh: DeviceMesh,
         bucket_bytes: int = BUCKET_BYTES,
-        op: ReduceOp | str = ReduceOp.SUM,
+        op: OpLike = ReduceOp.SUM,
         names: Sequence[str] | None = None,
         overlap: bool = True,
         tracer: Tracer = NULL_TRACER,
@@ -133,9 +133,8 @@ class GradientBuckets:
     ) -> None:
         self._group = check_kind(group, ProcessGroup, "group", ModuleError, wanted=GROUP)
         live_mesh(mesh)
-        if isinstance(op, str | ReduceOp):
-            self._op = as_reduce_op(op)
-        if not isinstance(op, str | ReduceOp) or self._op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        self._op = as_reduce_op(op)
+        if self._op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ModuleError(f"op must be 'sum' or 'mean' of gradients, got {shown(op)}")
         self._overlap = as_flag(overlap, "overlap", ModuleError)
         if not isinstance(tracer, Tracer | NullTracer):

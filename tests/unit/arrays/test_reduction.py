@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mpimesh.arrays import ReduceOp, as_reduce_op, refuse_objects, wire_dtype
-from mpimesh.errors import DTypeError, ReduceOpError
+from mpimesh.errors import DTypeError, LayoutError, ReduceOpError
+from mpimesh.layout import Partial
 from tests.helpers.raises import raises
 
 ORDERED = ("sum", "prod", "min", "max")
@@ -55,6 +56,17 @@ def test_names():
     for wrong in ("xor", "", None, 3, ["sum"], {}):
         with raises(ReduceOpError, repr(wrong), *ReduceOp):
             as_reduce_op(wrong)
+
+
+def test_operations_of_mpi4py():
+    mpi = pytest.importorskip("mpi4py.MPI")
+    for name in ("SUM", "PROD", "MIN", "MAX"):
+        assert as_reduce_op(getattr(mpi, name)) is ReduceOp[name]
+        assert Partial(getattr(mpi, name)) == Partial(ReduceOp[name])
+    with raises(ReduceOpError, "MPI.SUM", "MPI.MAX"):
+        as_reduce_op(mpi.LXOR)
+    with raises(LayoutError, "Partial knows sum"):
+        Partial(mpi.LXOR)
 
 
 def test_python_objects_wherever_they_hide():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -422,12 +423,13 @@ def test_k25_all_reduce_of_every_dtype_and_operation(dtype):
 
     def main(mesh):
         ops = dist_ops(mesh)
-        for op, expected in (
-            ("sum", rows.sum(0)),
-            ("product", rows.prod(0)),
-            ("min", rows.min(0)),
-            ("max", rows.max(0)),
-        ):
+        expectations: dict[Any, Any] = {
+            "sum": rows.sum(0),
+            "product": rows.prod(0),
+            "min": rows.min(0),
+            "max": rows.max(0),
+        }
+        for op, expected in expectations.items():
             data = rows[mesh.rank].copy()
             assert ops.all_reduce(data, op, "dp") is data
             assert data.tolist() == expected.tolist()

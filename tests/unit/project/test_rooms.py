@@ -46,7 +46,13 @@ LIBRARIES = {
     "arguments": set(),
     "settings": set(),
     "trace": set(),
-    "runtime": {"lazy_loader", "ml_dtypes", "mpi4py", "numpy"},
+    "runtime": {
+        "lazy_loader",
+        "ml_dtypes",
+        "mpi4py",
+        "numpy",
+        "typing_extensions",
+    },  # the last: types
     "store": {"numpy", "ml_dtypes", "mpi4py", "xxhash"},
     "interop": {"numpy", "torch", "jax"},
     "testing": {"numpy", "mpi4py", "pytest"},

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from mpimesh.schedule import Schedule, Timetable, make_schedule, simulate
+from mpimesh.schedule import Schedule, ScheduleName, Timetable, make_schedule, simulate
 from mpimesh.schedule.simulate import Seconds
 
 # F, I and W of one stage. In all of them W is no longer than F and I.
@@ -18,7 +18,7 @@ TIMES = [(1, 1, 1), (3, 3, 3), (4, 5, 3), (5, 4, 4), (2, 3, 1), (3, 2, 1)]
 RANKS = range(1, 9)
 
 
-def timed(name: str, num_ranks: int, chunks: int, count: int, times: tuple[int, int, int]):
+def timed(name: ScheduleName, num_ranks: int, chunks: int, count: int, times: tuple[int, int, int]):
     schedule = make_schedule(name, chunks * num_ranks, count, num_ranks=num_ranks)
     forward_s, input_s, weight_s = times
     return simulate(

@@ -8,14 +8,21 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from mpimesh.errors import ScheduleError
-from mpimesh.schedule import Schedule, Timetable, make_schedule, schedule_svg, simulate
+from mpimesh.schedule import (
+    Schedule,
+    ScheduleName,
+    Timetable,
+    make_schedule,
+    schedule_svg,
+    simulate,
+)
 from tests.helpers.parallel_schedules import halves, looped
 from tests.helpers.raises import raises
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def timed(name: str, num_stages: int, num_microbatches: int, **times) -> Timetable:
+def timed(name: ScheduleName, num_stages: int, num_microbatches: int, **times) -> Timetable:
     schedule = make_schedule(name, num_stages, num_microbatches)
     return simulate(schedule, **({"forward_s": 0.005, "backward_s": 0.01} | times))
 

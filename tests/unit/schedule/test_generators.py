@@ -162,7 +162,7 @@ def test_fewer_microbatches_than_stages_shorten_the_warm_up():
 
 def test_an_unknown_name_lists_the_known_ones():
     with raises(UnknownNameError, "'1F1B'"):
-        make_schedule("1F1B", 2, 2)
+        make_schedule("1F1B", 2, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -204,7 +204,7 @@ def test_stages_for_a_number_of_ranks():
     twice = {"interleaved", "looped_bfs", *VEES}
     assert usual == {name: 2 if name in twice else 1 for name in schedule_names()}
     with raises(UnknownNameError, "'v'"):
-        stages_per_rank("v")
+        stages_per_rank("v")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", VEES)

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.errors import ScheduleError
-from mpimesh.schedule import Action, ActionKind, Idle, Schedule, lower, make_schedule, simulate
+from mpimesh.schedule import (
+    Action,
+    ActionKind,
+    Idle,
+    Schedule,
+    ScheduleName,
+    lower,
+    make_schedule,
+    simulate,
+)
 from tests.helpers.raises import raises
 from tests.helpers.random_schedules import needs, random_schedules
 
@@ -27,11 +36,12 @@ SECONDS = st.fractions(min_value=0, max_value=10, max_denominator=12)
 def test_bubble_of_equal_stages_is_that_of_the_formula(
     num_stages, num_microbatches, forward_s, backward_s
 ):
-    for name, work_s in (
+    cases: tuple[tuple[ScheduleName, float], ...] = (
         ("gpipe", forward_s + backward_s),
         ("1f1b", forward_s + backward_s),
         ("forward", forward_s),
-    ):
+    )
+    for name, work_s in cases:
         schedule = make_schedule(name, num_stages, num_microbatches)
         outcome = simulate(schedule, forward_s=forward_s, backward_s=backward_s)
         assert outcome.step_s == (num_microbatches + num_stages - 1) * work_s

@@ -85,6 +85,7 @@ ALSO = {
     "text": "line 1|is not an action",
 }
 LEFT_OUT = {
+    "ScheduleName",
     # Results, which users read.
     "ActionKind",
     "Costs",

@@ -261,7 +261,7 @@ def test_layers_of_other_classes_also_within_others():
         mm.testing.gradcheck(broken, X)
 
 
-def materialized(dtype: str) -> nn.Linear:
+def materialized(dtype: Any) -> nn.Linear:
     layer = nn.Linear(3, 2)
     layer.materialize(seed=0, dtype=dtype)
     return layer

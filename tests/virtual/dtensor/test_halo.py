@@ -326,13 +326,14 @@ def test_a_halo_of_a_plain_array_is_refused():
 def test_a_fixed_value_is_one_of_the_dtype():
     def main():
         with mm.DeviceMesh("x=1") as mesh:
-            for dtype, boundary in [
+            refused: Any = [
                 ("i4", 0.5),
                 ("i4", (1, 1j)),
                 ("f8", 2j),
                 ("?", 2),
                 ("i1", 128),
-            ]:
+            ]
+            for dtype, boundary in refused:
                 with pytest.raises(DTypeError):
                     mm.Halo.of_shape((3,), mesh, "x=S0", 1, boundary, dtype=dtype)
             halo = mm.Halo.of_shape((3,), mesh, "x=S0", 1, (2.0, np.int64(3)), dtype="i2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -83,7 +85,8 @@ def by_hand(layers, x, target, steps, lr=0.001):
         rows = np.arange(len(x))
         losses.append(-np.log(shares[rows, target]).mean())
         shares[rows, target] -= 1
-        d, gradients = shares / len(x), []
+        gradients: list[Any] = []
+        d = shares / len(x)
         for (weight, _), given in zip(layers[::-1], inputs[::-1], strict=True):
             gradients[:0] = [given.T @ d, d.sum(axis=0)]
             d = (d @ weight.T) * (given > 0)

@@ -73,7 +73,7 @@ class Program:
     kind: str = "mlp"
     dims: tuple[int, int, int] = (1, 1, 1)
     sequence: bool = False
-    schedule: str = "1f1b"
+    schedule: Any = "1f1b"
     stage: int = 0
     rows: int = 8
     num_microbatches: int = 2

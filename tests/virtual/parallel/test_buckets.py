@@ -291,7 +291,7 @@ def test_wrong_use_is_refused(size):
         with raises(ModuleError, "op", "'max'"):
             GradientBuckets(parameters, group, mesh=mesh, op="max")
         with pytest.raises(ReduceOpError):
-            GradientBuckets(parameters, group, mesh=mesh, op="median")
+            GradientBuckets(parameters, group, mesh=mesh, op="median")  # type: ignore[arg-type]
         with raises(ModuleStateError, "'late'", (2,), "materialize(seed=..."):
             GradientBuckets([Parameter("late", (2,), Constant(0.0))], group, mesh=mesh)
         with raises(ModuleError, "names", 1, 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from statistics import fmean
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -36,7 +37,7 @@ class Sleeping(nn.Linear):
         return super().backward(dy, ctx)
 
 
-def sleeping_step(mesh: mm.DeviceMesh, num_microbatches: int, schedule: str, path):
+def sleeping_step(mesh: mm.DeviceMesh, num_microbatches: int, schedule: Any, path):
     stages = [PipelineStage(n).add_layer(Sleeping(6, 6)) for n in range(mesh.dim_size("pp"))]
     tracer = mm.Tracer(mesh.rank)
     pipe = PipelineParallel(stages, num_microbatches, mesh=mesh, schedule=schedule, tracer=tracer)

@@ -41,7 +41,7 @@ def test_a_mapped_handle():
 def test_an_error_of_the_function_is_kept():
     def main():
         with mm.DeviceMesh("a=1") as mesh:
-            handle = mesh.group().all_reduce(np.ones(1)).map(lambda x: x.nothing)
+            handle = mesh.group().all_reduce(np.ones(1)).map(lambda x: x.nothing)  # type: ignore[attr-defined]
             for _ in range(2):
                 with pytest.raises(AttributeError):
                     handle.resolve()

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mpimesh as mm
@@ -192,7 +193,7 @@ def run(
             error = attempt(name, case, place, wrong=control.rank in wrong_ranks)
             # Meets the other rank also where that is still in the call: all wait then.
             place.finish()
-            codes = control.group().all_gather([error is None]).resolve()
+            codes = control.group().all_gather(np.array([error is None])).resolve()
             if control.rank == 0:
                 tried.append([None, None])
             control.group().barrier()

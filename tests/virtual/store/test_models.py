@@ -46,14 +46,14 @@ class Case:
 
     dims: str = "dp=2"
     kind: str = "layers"
-    schedule: str = "1f1b"
+    schedule: Any = "1f1b"
     zero: int | None = 1
     bucket_bytes: int = 300
     apart: bool = False
     hybrid: bool = False
     rule: str = "adam"
     several: bool = False
-    dtype: str = "float64"
+    dtype: Any = "float64"
     frozen: tuple[int, ...] = ()
 
     @property
