@@ -9,7 +9,7 @@ RANKS := 1 2 3 4 8
 
 # A replica for each core, of which more than 4 would have few rows each.
 RUN_RANKS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
-RUN_ARGS ?= --mesh dp=-1 --epochs 30 --dtype float32 --seed 0 --json out/digits.json
+RUN_ARGS ?= --compare --mesh dp=-1 --microbatches 1 --batch-size 720 --hidden 512 --epochs 80 --seed 0 --json out/digits.json
 # More of pytest's options, for instance PYTEST_ARGS='-k broadcast -x'.
 PYTEST_ARGS ?=
 # Which tests the parts of `make test` run: none or --quick a sample, --deep all, --rest all but the sample.

@@ -126,6 +126,7 @@ class Training:
         self.losses: list[float] = self.state["losses"]
         self.last_step = options.epochs * self.batches.per_epoch
         self.seconds = 0.0
+        self.images_per_s_alone: float | None = None
 
     def run(self, guard: mm.store.RunGuard) -> bool:
         """Train up to the last step, or until a signal. Returns whether it came to the end."""
@@ -167,6 +168,30 @@ class Training:
         self.report.draw_timeline(gather_events(self.mesh, self.tracer), number)
         self.report.draw_step(self.pipe.step_report())
 
+    def measure_alone(self, seconds: float = 1.0) -> None:
+        """Measure the same training on rank 0 by itself, while the others wait. Collective."""
+        options = self.options
+        with mm.DeviceMesh(mm.Mesh({"dp": 1, "pp": 1}, [0])) as one:
+            if self.mesh.rank == 0:
+                stages = make_stages(1, options.hidden)
+                pipe = mm.PipelineParallel(stages, 1, mesh=one, dtype=options.dtype)
+                optimizer = make_optimizer(pipe, options)
+                images, start_s = 0, time.perf_counter()
+                for step in range(1, 1_000_000):
+                    rows = self.batches[step]
+                    x, target = self.digits.train_x[rows], self.digits.train_y[rows]
+                    pipe.train_step(x, target, loss=nn.cross_entropy)
+                    if options.clip:
+                        pipe.clip_grad_norm(options.clip)
+                    optimizer.step()
+                    images += len(rows)
+                    if step == self.batches.per_epoch:  # the first epoch warms caches up
+                        images, start_s = 0, time.perf_counter()
+                    elif time.perf_counter() - start_s > seconds and images:
+                        break
+                self.images_per_s_alone = images / (time.perf_counter() - start_s)
+            self.mesh.barrier()
+
     def accuracy(self) -> float:
         """Return the share of the test images whose digit the model finds."""
         scores = self.pipe.forward(self.digits.test_x, everywhere=True)
@@ -193,11 +218,13 @@ def show_results(training: Training, report: Report) -> None:
         "resumed_at_step": training.resumed_at,
         "test_accuracy": accuracy,
         "images_per_s": images_per_s,
+        "images_per_s_alone": training.images_per_s_alone,
         "seconds": training.seconds,
         "losses": training.losses,
         "traffic": traffic,
     }
     report.show_results(accuracy, len(training.digits.test_y), training.seconds, images_per_s)
+    report.show_gain(images_per_s, training.images_per_s_alone)
     report.show_traffic(traffic)
     report.show_saved(options.checkpoint, training.last_step)
     report.write(results)
@@ -210,6 +237,8 @@ def train(options: Namespace, guard: mm.store.RunGuard) -> int:
         training = Training(mesh, options, report)
         report.show_mesh()
         report.show_stages(training.stages)
+        if options.compare and mesh.size > 1:
+            training.measure_alone()
         if training.run(guard):
             show_results(training, report)
             return 0

@@ -52,6 +52,7 @@ class MeshReport:
         self.mesh = mesh
         self.console = make_console(mesh.rank)
         self.written: list[Path] = []
+        self.shares_cores = False
         for path in filter(None, files):
             on_all_ranks(mesh, lambda path=path: self._try_to_write(path), f"write {path}")
 
@@ -75,9 +76,10 @@ class MeshReport:
             here = [rank for rank in range(mesh.size) if mesh.hosts[rank] == host]
             count = len({core for rank in here for core in cores[rank]})
             if len(here) > count:
+                self.shares_cores = True
                 self.say(
-                    f"{len(here)} ranks take turns on {count} cores of {host}: what is done is "
-                    f"right, but more than {count} ranks make it slower"
+                    f"WARNING: {len(here)} ranks take turns on the {count} core(s) of {host}: the "
+                    f"results are right, but more than {count} rank(s) there make it slower"
                 )
 
     def place(self, rank: int) -> str:

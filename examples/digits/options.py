@@ -50,6 +50,11 @@ def make_parser() -> Parser:
         metavar="N",
         help=f"parts of a replica's batch {DEFAULT}",
     )
+    parallel.add_argument(
+        "--compare",
+        action="store_true",
+        help="train for a second on one rank alone first, and say how much faster all are",
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=positive, default=30, metavar="N", help=DEFAULT)
     training.add_argument(

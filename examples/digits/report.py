@@ -51,6 +51,23 @@ class Report(MeshReport):
         speed = "" if rate is None else f": {rate:,.0f} images/s"
         self.say(f"trained for {seconds:.1f} s{speed}")
 
+    def show_gain(self, together: float | None, alone: float | None) -> None:
+        """Show how much faster the ranks are than one of them, where that was measured."""
+        if together is None or alone is None:
+            return
+        ranks = self.mesh.size
+        self.say(
+            f"one rank alone does {alone:,.0f} images/s: {ranks} ranks are {together / alone:.2f} "
+            f"times as fast"
+        )
+        if self.shares_cores:
+            self.say("more ranks than cores do not make it faster: see the warning above")
+        elif together < 1.2 * alone:
+            self.say(
+                "little is won where other programs use the cores, too, or where there is little "
+                "to compute: try --hidden 1024 or a larger --batch-size"
+            )
+
     def show_traffic(self, traffic: Sequence[dict[str, Any]]) -> None:
         """Show how many messages and bytes each rank has sent off, by kind."""
         kinds = {"all-reduces": ["all_reduce"], "pipeline messages": ["pipeline send"]}

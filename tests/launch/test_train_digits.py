@@ -148,6 +148,12 @@ def test_the_main_job(run_script, tmp_path):
     assert_pictures(tmp_path / "out")
 
 
+def test_it_is_said_how_much_faster_the_ranks_are(train, capsys):
+    _, results = train("--virtual", "2", "--mesh", "dp=2", "--epochs", "1", "--compare")
+    gain = results["images_per_s"] / results["images_per_s_alone"]
+    assert f"2 ranks are {gain:.2f} times as fast" in capsys.readouterr().out
+
+
 def assert_says_what_it_did(text, results, tmp_path):
     lines = text.splitlines()
     assert "mesh dp=2,pp=2 of 4 ranks" in lines[0]
