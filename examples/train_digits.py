@@ -3,6 +3,7 @@
     mpiexec -n 4 python examples/train_digits.py --mesh dp=2,pp=2 --microbatches 8
     python examples/train_digits.py                  one rank, without mpiexec
     python examples/train_digits.py --virtual 4      four ranks as threads of one process
+    mpiexec -n 2 python examples/train_digits.py --device auto    on GPUs, if each rank has one
 
 On dp=2,pp=2 a stage passes each microbatch on to the next, and two replicas add up their gradients:
 
@@ -39,8 +40,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from common.checkpoint import RunCheckpoints
+from common.device import array_library
 from common.program import run_program
 from common.report import gather_json
 from digits.data import CLASSES, PIXELS, Batches, load_digits
@@ -100,6 +101,7 @@ class Training:
         self.options = options
         self.report = report
         # Every rank holds the data set and knows all stages, but gives memory to its own only.
+        self.xp, self.computes = array_library(mesh, options.device)
         self.digits = load_digits(mesh, options.dtype)
         self.batches = Batches(len(self.digits.train_x), options.batch_size, options.seed)
         self.tracer = mm.Tracer(mesh.rank)
@@ -112,6 +114,7 @@ class Training:
             schedule=options.schedule,
             seed=options.seed,
             dtype=options.dtype,
+            xp=self.xp,
             tracer=self.tracer,
         )
         self.optimizer = make_optimizer(self.pipe, options)
@@ -149,8 +152,7 @@ class Training:
     def step(self, number: int) -> None:
         """Do one training step."""
         start_s = time.perf_counter()
-        rows = self.batches[number]
-        x, target = self.digits.train_x[rows], self.digits.train_y[rows]
+        x, target = self.batch(number)
         # Every rank passes the whole batch; the pipeline takes what is for this rank.
         loss = self.pipe.train_step(x, target, loss=nn.cross_entropy)
         if self.options.clip:
@@ -159,6 +161,12 @@ class Training:
             self.optimizer.step()
         self.losses.append(loss)
         self.seconds += time.perf_counter() - start_s
+
+    def batch(self, number: int) -> tuple[Any, Any]:
+        """Return the images and digits of a step, on the device that computes."""
+        rows = self.batches[number]
+        x, target = self.digits.train_x[rows], self.digits.train_y[rows]
+        return self.xp.asarray(x), self.xp.asarray(target)
 
     def traced_step(self, number: int) -> None:
         """Do one training step; draw what every rank did when, and what its schedule predicts."""
@@ -174,17 +182,16 @@ class Training:
         with mm.DeviceMesh(mm.Mesh({"dp": 1, "pp": 1}, [0])) as one:
             if self.mesh.rank == 0:
                 stages = make_stages(1, options.hidden)
-                pipe = mm.PipelineParallel(stages, 1, mesh=one, dtype=options.dtype)
+                pipe = mm.PipelineParallel(stages, 1, mesh=one, dtype=options.dtype, xp=self.xp)
                 optimizer = make_optimizer(pipe, options)
                 images, start_s = 0, time.perf_counter()
                 for step in range(1, 1_000_000):
-                    rows = self.batches[step]
-                    x, target = self.digits.train_x[rows], self.digits.train_y[rows]
+                    x, target = self.batch(step)
                     pipe.train_step(x, target, loss=nn.cross_entropy)
                     if options.clip:
                         pipe.clip_grad_norm(options.clip)
                     optimizer.step()
-                    images += len(rows)
+                    images += len(x)
                     if step == self.batches.per_epoch:  # the first epoch warms caches up
                         images, start_s = 0, time.perf_counter()
                     elif time.perf_counter() - start_s > seconds and images:
@@ -194,8 +201,9 @@ class Training:
 
     def accuracy(self) -> float:
         """Return the share of the test images whose digit the model finds."""
-        scores = self.pipe.forward(self.digits.test_x, everywhere=True)
-        return float(np.mean(scores.argmax(axis=1) == self.digits.test_y))
+        scores = self.pipe.forward(self.xp.asarray(self.digits.test_x), everywhere=True)
+        right = scores.argmax(axis=1) == self.xp.asarray(self.digits.test_y)
+        return float(right.mean())
 
 
 def show_results(training: Training, report: Report) -> None:
@@ -236,6 +244,7 @@ def train(options: Namespace, guard: mm.store.RunGuard) -> int:
         report = Report(mesh, options)
         training = Training(mesh, options, report)
         report.show_mesh()
+        report.say(training.computes)
         report.show_stages(training.stages)
         if options.compare and mesh.size > 1:
             training.measure_alone()

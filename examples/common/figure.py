@@ -10,11 +10,11 @@ OUT = Path("out")
 INSTALL = "pip install matplotlib"
 
 
-def save_figure(name: str, draw: Callable[[Any], None], *, columns: int = 1) -> None:
-    """Draw a picture into ``out/``, and say where it is, or how to get what draws it.
+def save_figure(name: str | Path, draw: Callable[[Any], None], *, columns: int = 1) -> None:
+    """Draw a picture, and say where it is, or how to get what draws it.
 
     Args:
-        name: The name of the file, which ends with .svg or .png.
+        name: The name of the file in ``out/``, which ends with .svg or .png; or a path.
         draw: Gets the axes of matplotlib, a list of them if there are several.
         columns: The number of axes, side by side.
     """
@@ -25,6 +25,7 @@ def save_figure(name: str, draw: Callable[[Any], None], *, columns: int = 1) -> 
         return
     figure = Figure(figsize=(4.4 * columns, 3.2), layout="constrained")
     draw(figure.subplots(1, columns))
-    OUT.mkdir(exist_ok=True)
-    figure.savefig(OUT / name, dpi=90, metadata={"Date": None} if name.endswith("svg") else {})
-    print(f"wrote {OUT / name}")
+    path = name if isinstance(name, Path) else OUT / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90, metadata={"Date": None} if path.suffix == ".svg" else {})
+    print(f"wrote {path}")

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.device import CHOICES
 from common.options import (
     DEFAULT,
     Parser,
@@ -49,6 +50,12 @@ def make_parser() -> Parser:
         default=8,
         metavar="N",
         help=f"parts of a replica's batch {DEFAULT}",
+    )
+    parallel.add_argument(
+        "--device",
+        choices=CHOICES,
+        default="cpu",
+        help=f"what computes: auto takes CuPy where every rank has a GPU, else NumPy {DEFAULT}",
     )
     parallel.add_argument(
         "--compare",

