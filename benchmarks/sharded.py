@@ -75,7 +75,7 @@ def _rows(mesh: mm.DeviceMesh, sizes: Sizes, effort: Effort, torch: Any) -> list
             f"{sizes.layers} Linear({sizes.width}, {sizes.width}), {sizes.rows} rows",
             lambda: perceptron(sizes),
             _rows_of(mesh, sizes),
-            nn.mse,
+            nn.mse_loss,
             STAGES,
         ),
         (
@@ -164,7 +164,7 @@ def _fsdp(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if loss is nn.mse:
+    if loss is nn.mse_loss:
         model = _torch_perceptron(torch, sizes)
         units = [layer for layer in model if list(layer.parameters())]
     else:
@@ -186,7 +186,7 @@ def _fsdp(
     def step() -> float:
         optimizer.zero_grad()
         y = model(x)
-        if loss is nn.mse:
+        if loss is nn.mse_loss:
             value = functions.mse_loss(y, target)
         else:
             value = functions.cross_entropy(y.flatten(0, 1), target.flatten())

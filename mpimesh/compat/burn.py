@@ -521,7 +521,7 @@ class AllReduce(nn.Module):
         op: ``"sum"`` or ``"mean"``.
     """
 
-    def __init__(self, group: ProcessGroup, op: ReduceOperation | str = "sum") -> None:
+    def __init__(self, group: ProcessGroup, op: ReduceOperation | OpLike = "sum") -> None:
         self._group = _checked_group(group)
         self._op = _op(op)
 

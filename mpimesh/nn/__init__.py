@@ -4,10 +4,10 @@ from mpimesh.nn.activations import GELU, ReLU, SiLU
 from mpimesh.nn.attention import Attention
 from mpimesh.nn.containers import Add, Checkpoint, Concat, MeanPool, Sequential
 from mpimesh.nn.dropout import Dropout
-from mpimesh.nn.embedding import BertEmbedding, Embedding, LearnedPositions, Rotary
+from mpimesh.nn.embedding import BertEmbedding, Embedding, PositionalEmbedding, RotaryEmbedding
 from mpimesh.nn.initializers import Constant, Initializer, Normal, Uniform
 from mpimesh.nn.linear import Linear
-from mpimesh.nn.losses import CrossEntropy, Loss, MeanSquaredError, cross_entropy, mse
+from mpimesh.nn.losses import CrossEntropy, Loss, MeanSquaredError, cross_entropy, mse_loss
 from mpimesh.nn.module import Module
 from mpimesh.nn.norms import LayerNorm, Normalize, RMSNorm
 from mpimesh.nn.parameter import Parameter
@@ -31,7 +31,6 @@ __all__ = [
     "GptBlock",
     "Initializer",
     "LayerNorm",
-    "LearnedPositions",
     "Linear",
     "Loss",
     "MeanPool",
@@ -40,14 +39,15 @@ __all__ = [
     "Normal",
     "Normalize",
     "Parameter",
+    "PositionalEmbedding",
     "RMSNorm",
     "ReLU",
-    "Rotary",
+    "RotaryEmbedding",
     "Sequential",
     "SiLU",
     "SupportsLayer",
     "SwiGLU",
     "Uniform",
     "cross_entropy",
-    "mse",
+    "mse_loss",
 ]

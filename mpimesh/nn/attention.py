@@ -33,7 +33,7 @@ from mpimesh.layout.boxes import even_sizes
 from mpimesh.nn import protocol
 from mpimesh.nn.checks import check_extent, check_mask, check_sequence, parted, sum_dtype
 from mpimesh.nn.dropout import WeightDropout, check_share, key_at
-from mpimesh.nn.embedding import Rotary
+from mpimesh.nn.embedding import RotaryEmbedding
 from mpimesh.nn.linear import Linear, SplitLayer
 from mpimesh.nn.protocol import Context
 from mpimesh.nn.split import AxisRun, RankGroup, SequenceSplit, Split, SplitRanks
@@ -85,7 +85,8 @@ class Attention(SplitLayer):
             for `num_heads`.
         head_dim: Length of a head; None for ``features / num_heads``.
         causal: Whether a token reads only itself and those before it.
-        rotary: Whether queries and keys are turned by :class:`Rotary`; or the layer that does so.
+        rotary: Whether queries and keys are turned by :class:`RotaryEmbedding`; or the layer
+            that does so.
         bias: Whether the linear layers have biases.
         dropout: The share of the weights to drop, in [0, 1), exact to 2^-32.
         group: The ranks to split over, such as ``mesh.group("tp")``; None for a whole layer.
@@ -110,7 +111,7 @@ class Attention(SplitLayer):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         causal: bool = False,
-        rotary: bool | Rotary | None = None,
+        rotary: bool | RotaryEmbedding | None = None,
         bias: bool = True,
         dropout: float = 0.0,
         group: RankGroup | None = None,
@@ -264,17 +265,17 @@ def head_runs(
     return queries, keys
 
 
-def _rotary(given: object, head_dim: int) -> Rotary | None:
+def _rotary(given: object, head_dim: int) -> RotaryEmbedding | None:
     """Return what turns heads of this length, if anything does.
 
     Raises:
         ModuleError: If it is for others, or is none.
     """
-    turn = Rotary(head_dim) if given is True else None if given is False else given
+    turn = RotaryEmbedding(head_dim) if given is True else None if given is False else given
     if turn is None:
         return None
-    if not isinstance(turn, Rotary):
-        raise ModuleError(f"rotary must be True, False or an nn.Rotary, got {given!r}")
+    if not isinstance(turn, RotaryEmbedding):
+        raise ModuleError(f"rotary must be True, False or an nn.RotaryEmbedding, got {given!r}")
     if turn.head_dim != head_dim:
         raise ModuleError(f"{turn!r} does not turn heads of length {head_dim}")
     return turn

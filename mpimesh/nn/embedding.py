@@ -30,7 +30,13 @@ from mpimesh.nn.parameter import Parameter
 from mpimesh.nn.protocol import Context
 from mpimesh.nn.split import RankGroup, SequenceSplit, Split
 
-__all__ = ["BertEmbedding", "Embedding", "LearnedPositions", "Rotary", "VocabParallelEmbedding"]
+__all__ = [
+    "BertEmbedding",
+    "Embedding",
+    "PositionalEmbedding",
+    "RotaryEmbedding",
+    "VocabParallelEmbedding",
+]
 
 
 class Embedding(Module):
@@ -167,7 +173,7 @@ class VocabParallelEmbedding(Embedding):
     must_split = True
 
 
-class LearnedPositions(Module):
+class PositionalEmbedding(Module):
     """``y[..., t, :] = x[..., t, :] + weight[t]``.
 
     The weight starts normally distributed. On a sequence that is split over ranks, see
@@ -239,10 +245,10 @@ class LearnedPositions(Module):
             self.weight.accumulate_rows(namespace(dy).arange(first, first + tokens), g)
 
     def __repr__(self) -> str:
-        return f"LearnedPositions({self.max_tokens}, {self.features})"
+        return f"PositionalEmbedding({self.max_tokens}, {self.features})"
 
 
-class Rotary(Module):
+class RotaryEmbedding(Module):
     """Turn each pair of values of a head by an angle that grows with the place of its token.
 
     Of Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021): pair i
@@ -328,7 +334,7 @@ class Rotary(Module):
 
     def __repr__(self) -> str:
         kind = ", interleaved=True" if self.interleaved else ""
-        return f"Rotary({self.head_dim}, base={self.base:g}{kind})"
+        return f"RotaryEmbedding({self.head_dim}, base={self.base:g}{kind})"
 
 
 class BertEmbedding(Composite):
@@ -363,7 +369,7 @@ class BertEmbedding(Composite):
         dropout: float = 0.0,
     ) -> None:
         self.words = Embedding(check_extent("vocabulary", vocabulary), features, std=0.02)
-        self.positions = LearnedPositions(max_tokens, features)
+        self.positions = PositionalEmbedding(max_tokens, features)
         self.types = Embedding(check_extent("token_types", token_types), features, std=0.02)
         self.norm = LayerNorm(features, eps=eps)
         self.dropout = Dropout(check_share("dropout", dropout))

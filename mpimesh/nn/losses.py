@@ -31,7 +31,7 @@ __all__ = [
     "MeanSquaredError",
     "VocabParallelCrossEntropy",
     "cross_entropy",
-    "mse",
+    "mse_loss",
 ]
 
 
@@ -338,5 +338,5 @@ def _sum(xp: ModuleType, values: Array) -> float:
 cross_entropy = CrossEntropy()
 """Softmax cross-entropy with integer targets, ignoring none."""
 
-mse = MeanSquaredError()
+mse_loss = MeanSquaredError()
 """Mean squared error."""

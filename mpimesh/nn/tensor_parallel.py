@@ -11,7 +11,7 @@ from mpimesh.nn.attention import Attention
 from mpimesh.nn.checks import check_extent
 from mpimesh.nn.containers import Checkpoint, Sequential
 from mpimesh.nn.dropout import Dropout, ParallelDropout, check_share
-from mpimesh.nn.embedding import Embedding, LearnedPositions
+from mpimesh.nn.embedding import Embedding, PositionalEmbedding
 from mpimesh.nn.linear import ColumnParallelLinear, Linear
 from mpimesh.nn.module import Module, leaves
 from mpimesh.nn.norms import LayerNorm, RMSNorm
@@ -26,7 +26,7 @@ L = TypeVar("L", bound=Module)
 _SPLIT = (Attention, FeedForward, SwiGLU, Embedding)
 # Of these each rank has a part.
 
-_OF_PLACES = (LayerNorm, RMSNorm, Linear, Dropout, LearnedPositions)
+_OF_PLACES = (LayerNorm, RMSNorm, Linear, Dropout, PositionalEmbedding)
 # These are told which places of a split sequence they treat.
 
 _PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock, Checkpoint)
@@ -288,7 +288,7 @@ def gpt_layers(
     embedding = Embedding(vocab_size, features, std=0.02)
     layers: list[Module] = [embedding]
     if not rotary:
-        layers.append(LearnedPositions(max_tokens, features))
+        layers.append(PositionalEmbedding(max_tokens, features))
     layers.append(Dropout(check_share("dropout", dropout)))
     blocks = [
         GptBlock(

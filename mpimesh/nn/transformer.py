@@ -13,7 +13,7 @@ from mpimesh.nn.activations import GELU, sigmoid, silu_slope
 from mpimesh.nn.attention import Attention
 from mpimesh.nn.checks import check_extent, check_sequence, joined, parted, sum_dtype
 from mpimesh.nn.dropout import Dropout, check_share
-from mpimesh.nn.embedding import Rotary
+from mpimesh.nn.embedding import RotaryEmbedding
 from mpimesh.nn.linear import Linear, SplitLayer
 from mpimesh.nn.module import Composite
 from mpimesh.nn.norms import LayerNorm, RMSNorm
@@ -347,7 +347,7 @@ class GptBlock(_Block):
         hidden: Length of what is inside the mlp; None for ``4 * features``.
         norm: "layer" for :class:`LayerNorm`, "rms" for :class:`RMSNorm`.
         mlp: "gelu" for :class:`FeedForward` with GELU by tanh, "swiglu" for :class:`SwiGLU`.
-        rotary: Whether positions are told by :class:`Rotary`; or the layer that does so.
+        rotary: Whether positions are told by :class:`RotaryEmbedding`; or the layer that does so.
         causal: Whether a token reads only itself and those before it.
         bias: Whether linear layers have biases.
         eps: Of the norms.
@@ -368,7 +368,7 @@ class GptBlock(_Block):
         hidden: int | None = None,
         norm: Literal["layer", "rms"] = "layer",
         mlp: Literal["gelu", "swiglu"] = "gelu",
-        rotary: bool | Rotary = False,
+        rotary: bool | RotaryEmbedding = False,
         causal: bool = True,
         bias: bool = True,
         eps: float = 1e-5,

@@ -121,7 +121,7 @@ def _pipeline(mesh: Any, odd: bool, *, schedule: Any = "1f1b", num_microbatches:
         schedule=schedule if odd else "1f1b",
         num_microbatches=num_microbatches if odd else 2,
     )
-    pipe.train_step(_BATCH, _BATCH, loss=nn.mse)
+    pipe.train_step(_BATCH, _BATCH, loss=nn.mse_loss)
 
 
 def _own_rows(mesh: Any, odd: bool) -> None:
@@ -137,7 +137,7 @@ MODELS = [
     Case("model: dtype of a batch", lambda m, odd: _step(m, _BATCH.astype("f4" if odd else "f8"))),
     Case(
         "model: loss",
-        lambda m, odd: _model(m, loss=nn.mse if odd else nn.cross_entropy).train_step(
+        lambda m, odd: _model(m, loss=nn.mse_loss if odd else nn.cross_entropy).train_step(
             _BATCH, np.ones((8, 2)) if odd else _TARGET
         ),
     ),

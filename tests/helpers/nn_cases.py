@@ -52,15 +52,17 @@ CASES = {
     "silu": Case(nn.SiLU, (5,)),
     "rmsnorm": Case(lambda: nn.RMSNorm(5), (5,)),
     "rmsnorm on more axes": Case(lambda: nn.RMSNorm(4), (2, 4)),
-    "rotary": Case(lambda: nn.Rotary(4), (3, 2, 4)),
-    "rotary interleaved": Case(lambda: nn.Rotary(6, base=100.0, interleaved=True), (3, 1, 6)),
-    "learned positions": Case(lambda: nn.LearnedPositions(4, 3), (3, 3)),
+    "rotary": Case(lambda: nn.RotaryEmbedding(4), (3, 2, 4)),
+    "rotary interleaved": Case(
+        lambda: nn.RotaryEmbedding(6, base=100.0, interleaved=True), (3, 1, 6)
+    ),
+    "learned positions": Case(lambda: nn.PositionalEmbedding(4, 3), (3, 3)),
     "feed forward": Case(lambda: nn.FeedForward(3, 5), (2, 3)),
     "swiglu": Case(lambda: nn.SwiGLU(3, 5, bias=True), (2, 3)),
     "attention": Case(lambda: nn.Attention(4, 2), (3, 4)),
     "attention by groups": Case(
         lambda: nn.Attention(
-            8, 4, num_kv_heads=2, causal=True, rotary=nn.Rotary(2), head_dim=2, bias=False
+            8, 4, num_kv_heads=2, causal=True, rotary=nn.RotaryEmbedding(2), head_dim=2, bias=False
         ),
         (3, 8),
     ),

@@ -46,7 +46,9 @@ with mm.DeviceMesh("dp=-1") as mesh:
         file.write(str(os.getpid()))
     (folder / f"pid-{mesh.rank}.new").rename(folder / f"pid-{mesh.rank}")
     layers = [nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)]
-    model = mm.fully_shard(nn.Sequential(layers), mesh, stage=stage, loss=nn.mse, dtype="float64")
+    model = mm.fully_shard(
+        nn.Sequential(layers), mesh, stage=stage, loss=nn.mse_loss, dtype="float64"
+    )
     adam = mm.ParallelOptimizer(optim.AdamW(model.parameters(), lr=0.01), model, zero=stage)
     rng = np.random.default_rng(7)
     with mm.Checkpoints(folder / "run", mesh, keep=2, wait=wait == "wait") as checkpoints:

@@ -110,7 +110,7 @@ PLACES = {
 stages = [mm.PipelineStage(k).add_layer(mm.nn.Linear(4, 4)).add_layer(Failing()) for k in range(3)]
 pipe = mm.PipelineParallel(stages, num_microbatches=4, mesh=mesh, dim="pp", schedule="1f1b")
 x = np.ones((8, 4), np.float32)
-pipe.train_step(x, x, loss=mm.nn.mse)
+pipe.train_step(x, x, loss=mm.nn.mse_loss)
 """,
     "mesh creation": "",
 }

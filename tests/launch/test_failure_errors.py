@@ -66,7 +66,7 @@ def test_a_stage_that_fails_is_told_once_and_without_frames_of_mpimesh(launch, s
     stages = [mm.PipelineStage(0), mm.PipelineStage(1)]
     stages[{stage}].add_layer(Bad())
     pipe = mm.PipelineParallel(stages, num_microbatches=2, mesh=mesh)
-    pipe.train_step(np.ones((4, 2)), np.ones((4, 2)), loss=mm.nn.mse)
+    pipe.train_step(np.ones((4, 2)), np.ones((4, 2)), loss=mm.nn.mse_loss)
     """
     result = run(launch, text.replace("{stage}", str(stage)), nprocs=2)
     assert result.returncode == 1, str(result)

@@ -37,7 +37,7 @@ with mm.DeviceMesh("pp=3") as mesh:
     pipe = mm.PipelineParallel(stages, 4, mesh=mesh, schedule={schedule!r})
     for step in range(100):
         x = np.ones((8, 3000), np.float32)
-        pipe.train_step(x, x, loss=mm.nn.mse)
+        pipe.train_step(x, x, loss=mm.nn.mse_loss)
 """
 
 WAYS = {

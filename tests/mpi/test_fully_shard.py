@@ -111,7 +111,7 @@ def test_memory_of_buckets_made_anew_is_given_back(comm):
         model = mm.fully_shard(
             nn.Sequential([nn.Linear(300, 300) for _ in range(4)]),
             mesh,
-            loss=nn.mse,
+            loss=nn.mse_loss,
             bucket_bytes=300_000,
         )
         optimizer = mm.ParallelOptimizer(optim.AdamW(model.parameters()), model)
@@ -137,7 +137,7 @@ def test_a_model_that_is_given_back_is_this_ranks_alone(comm):
             model = mm.fully_shard(
                 nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 40)),
                 mesh,
-                loss=nn.mse,
+                loss=nn.mse_loss,
                 seed=number,
                 bucket_bytes=20_000,
             )
@@ -157,7 +157,7 @@ def test_a_model_that_is_given_back_is_this_ranks_alone(comm):
 def test_values_live_as_long_as_any_rank_has_them(comm):
     with mm.DeviceMesh("dp=-1", comm) as mesh:
         net = nn.Sequential(nn.Linear(40, 300), nn.Linear(300, 40))
-        model = mm.fully_shard(net, mesh, loss=nn.mse, bucket_bytes=20_000)
+        model = mm.fully_shard(net, mesh, loss=nn.mse_loss, bucket_bytes=20_000)
         x = np.ones((2, 40), np.float32)
         expected = net.forward(x).copy()
         mesh.barrier()

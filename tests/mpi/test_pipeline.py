@@ -185,11 +185,11 @@ def test_a_failure_with_large_messages_under_way(comm):
         x, target = batch(0, 32)[0], np.zeros((32, 20000))
         for _ in range(3):
             trap.arm("F", 0)
-            error = error_of(partial(pipe.train_step, x, target, loss=nn.mse))
+            error = error_of(partial(pipe.train_step, x, target, loss=nn.mse_loss))
             names(str(error), "boom")
             assert_nothing_left(mesh)
             trap.disarm()
-        assert pipe.train_step(x, target, loss=nn.mse) > 0
+        assert pipe.train_step(x, target, loss=nn.mse_loss) > 0
 
 
 @pytest.mark.nprocs(2, 3, 4, 8)

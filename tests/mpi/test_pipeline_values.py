@@ -103,7 +103,7 @@ def test_inputs_enter_at_later_stages(comm, schedule):
     back.materialize(seed=SEED, dtype=np.float64, index=len(layers))
     context = nn.Context()
     y = back.forward((front.forward(x, context), inputs["bias"], inputs["mask"]), context)
-    loss, dy = nn.mse.value_and_grad(y, target, denominator=rows)
+    loss, dy = nn.mse_loss.value_and_grad(y, target, denominator=rows)
     front.backward(back.backward(dy, context)[0], context)
     gradients = [p.grad for p in (*front.parameters(), *back.parameters())]
     with mm.DeviceMesh(f"pp={comm.size}", comm) as mesh:
@@ -112,7 +112,7 @@ def test_inputs_enter_at_later_stages(comm, schedule):
         paths = [name for name, _ in pipe._engine.named_parameters(everywhere=True)]
         for given in (inputs, inputs if last else None):
             pipe.zero_grad()
-            got = pipe.train_step(x, target, loss=nn.mse, inputs=given)
+            got = pipe.train_step(x, target, loss=nn.mse_loss, inputs=given)
             assert got == pytest.approx(loss, rel=1e-12)
             for name, parameter in pipe.named_parameters():
                 expected = gradients[paths.index(name)]
@@ -120,7 +120,7 @@ def test_inputs_enter_at_later_stages(comm, schedule):
             got = pipe.forward(x, inputs=given, everywhere=True)
             np.testing.assert_allclose(got, y, rtol=1e-9, atol=1e-14)
         error = error_of(
-            partial(pipe.train_step, x, target, loss=nn.mse, inputs={} if last else inputs)
+            partial(pipe.train_step, x, target, loss=nn.mse_loss, inputs={} if last else inputs)
         )
         names(str(error), f"stage {comm.size - 1}", "inputs", "'bias'")
         assert_nothing_left(mesh)

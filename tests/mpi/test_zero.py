@@ -65,7 +65,9 @@ def test_a_pipeline_of_replicas_goes_on_from_its_state(comm):
 
 def test_all_ranks_leave_out_the_step_in_which_one_overflows(comm):
     with mm.DeviceMesh(f"dp={comm.size}", comm) as mesh:
-        model = DataParallel(nn.Sequential(nn.Linear(3, 2)), mesh, loss=nn.mse, dtype="float16")
+        model = DataParallel(
+            nn.Sequential(nn.Linear(3, 2)), mesh, loss=nn.mse_loss, dtype="float16"
+        )
         scaler = optim.LossScaler(64.0, growth_interval=2)
         optimizer = zero_optimizer(optim.SGD(model.parameters(), lr=0.1), model, scaler=scaler)
         rows = 2 * comm.size

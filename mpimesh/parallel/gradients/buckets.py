@@ -109,7 +109,7 @@ class GradientBuckets:
         >>> buckets.begin()  # the gradients are 0
         >>> ctx = nn.Context()
         >>> y = layer(my_x, ctx)
-        >>> loss, dy = nn.mse.value_and_grad(y, my_target, denominator=rows_of_all_ranks)
+        >>> loss, dy = nn.mse_loss.value_and_grad(y, my_target, denominator=rows_of_all_ranks)
         >>> layer.backward(dy, ctx)
         >>> buckets.synchronize()  # the gradients are the sums over the replicas
         >>> optimizer.step()

@@ -532,7 +532,7 @@ def test_b23_data_parallel_training_leaves_equal_parameters():
     y = np.random.default_rng(1).normal(size=(6, 2))
 
     def main(mesh):
-        model = mm.DataParallel(small_model(), mesh, loss=nn.mse, dtype="float64")
+        model = mm.DataParallel(small_model(), mesh, loss=nn.mse_loss, dtype="float64")
         sgd = mm.optim.SGD(model.parameters(), lr=0.1)
         loss = model.train_step(x, y)
         sgd.step()

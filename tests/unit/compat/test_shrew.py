@@ -202,7 +202,7 @@ def test_s11_several_batches_make_a_step():
         model = DataParallel(nn.Sequential(*layers()), 2, mesh=mesh)
         trainer = ParallelTrainer(model, optim.SGD(model.parameters(), lr=0.1), 2)
         assert trainer.flush() is None
-        losses = [trainer.accumulate_step(*part, nn.mse) for part in parts]
+        losses = [trainer.accumulate_step(*part, nn.mse_loss) for part in parts]
         losses.append(trainer.flush())
         return losses, model.state_dict()
 
@@ -245,7 +245,7 @@ def test_s12_an_overflow_on_one_rank_skips_the_step_on_all():
         for step in range(4):
             layer.explode = step == 1 and mesh.rank == 1
             before = [one.data.copy() for one in model.parameters()]
-            done = trainer.train_step(X.astype("f2"), Y.astype("f2"), nn.mse)
+            done = trainer.train_step(X.astype("f2"), Y.astype("f2"), nn.mse_loss)
             moved = any(
                 (a != b.data).any() for a, b in zip(before, model.parameters(), strict=True)
             )

@@ -182,7 +182,7 @@ def test_a_causal_token_does_not_see_what_follows():
 def test_rotary_products_depend_on_the_distance_alone():
     rng = np.random.default_rng(0)
     for interleaved in (False, True):
-        turn = nn.Rotary(6, interleaved=interleaved)
+        turn = nn.RotaryEmbedding(6, interleaved=interleaved)
         q, k = (turn(np.tile(rng.normal(size=6), (1, 9, 1, 1)))[0, :, 0] for _ in "qk")
         products = q @ k.T
         for distance in range(9):
@@ -193,7 +193,7 @@ def test_rotary_products_depend_on_the_distance_alone():
 
 def test_rotary_is_its_formula():
     x = np.random.default_rng(0).normal(size=(1, 7, 2, 4))
-    y = nn.Rotary(4, base=100.0, interleaved=True)(x)
+    y = nn.RotaryEmbedding(4, base=100.0, interleaved=True)(x)
     for token, pair in np.ndindex(7, 2):
         z = x[0, token, :, 2 * pair] + 1j * x[0, token, :, 2 * pair + 1]
         turned = z * np.exp(1j * token * 100.0 ** (-2 * pair / 4))
@@ -202,12 +202,12 @@ def test_rotary_is_its_formula():
 
 
 def test_learned_positions_are_added_and_only_theirs_get_a_gradient():
-    layer = made(nn.LearnedPositions(4, 2))
+    layer = made(nn.PositionalEmbedding(4, 2))
     x, ctx = np.ones((3, 2, 2)), nn.Context()
     np.testing.assert_array_equal(layer(x, ctx), x + layer.weight.data[:2])
     layer.backward(x, ctx)
     np.testing.assert_array_equal(layer.weight.grad, [[3, 3], [3, 3], [0, 0], [0, 0]])
-    with raises(ShapeError, "LearnedPositions(4, 2)", 4, (1, 5, 2)):
+    with raises(ShapeError, "PositionalEmbedding(4, 2)", 4, (1, 5, 2)):
         layer(np.ones((1, 5, 2)))
 
 
@@ -234,11 +234,17 @@ def test_layers_within_can_be_replaced_by_some_of_the_heads():
     [
         (lambda: nn.Attention(6, 4), ("num_heads", "features", 4, 6, "head_dim")),
         (lambda: nn.Attention(8, 4, num_kv_heads=3), ("num_heads", "num_kv_heads", 4, 3)),
-        (lambda: nn.Attention(8, 4, rotary=nn.Rotary(4)), ("Rotary(4, base=10000)", 2)),
+        (
+            lambda: nn.Attention(8, 4, rotary=nn.RotaryEmbedding(4)),
+            ("RotaryEmbedding(4, base=10000)", 2),
+        ),
         (lambda: nn.Attention(6, 2, rotary=True), ("head_dim", 3)),
-        (lambda: nn.GptBlock(8, 4, rotary=ROTARY), ("rotary", True, False, "nn.Rotary", "'yes'")),
-        (lambda: nn.Rotary(3), ("head_dim", 3)),
-        (lambda: nn.Rotary(4, base=0), ("base", 0)),
+        (
+            lambda: nn.GptBlock(8, 4, rotary=ROTARY),
+            ("rotary", True, False, "nn.RotaryEmbedding", "'yes'"),
+        ),
+        (lambda: nn.RotaryEmbedding(3), ("head_dim", 3)),
+        (lambda: nn.RotaryEmbedding(4, base=0), ("base", 0)),
         (lambda: nn.RMSNorm(4, eps=0), ("eps", 0)),
         (lambda: nn.GptBlock(4, 2, norm=NORM), ("norm", "'layer'", "'rms'", "'batch'")),
         (lambda: nn.BertBlock(4, 0), ("num_heads", 0)),
@@ -252,7 +258,7 @@ def test_what_cannot_be_made_is_refused(make, values):
 def test_rotary_may_be_said_by_a_flag():
     """True was taken for a layer, and has no head_dim."""
     x = np.random.default_rng(0).normal(size=(2, 3, 8))
-    given = made(nn.Attention(8, 2, rotary=nn.Rotary(4)))(x)
+    given = made(nn.Attention(8, 2, rotary=nn.RotaryEmbedding(4)))(x)
     np.testing.assert_array_equal(made(nn.Attention(8, 2, rotary=True))(x), given)
     assert nn.Attention(8, 2, rotary=False).rotary is None
     assert not np.allclose(made(nn.Attention(8, 2))(x), given)

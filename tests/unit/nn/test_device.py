@@ -100,12 +100,12 @@ def test_formulas_are_fused_and_kept(cupy, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "loss", [nn.cross_entropy, nn.CrossEntropy(ignore_index=1), nn.mse], ids=repr
+    "loss", [nn.cross_entropy, nn.CrossEntropy(ignore_index=1), nn.mse_loss], ids=repr
 )
 def test_losses_stay_on_the_device(loss, cupy):
     rng = np.random.default_rng(0)
     y = rng.normal(size=(5, 3)).astype("float32")
-    target = rng.normal(size=(5, 3)) if loss is nn.mse else rng.integers(0, 3, 5)
+    target = rng.normal(size=(5, 3)) if loss is nn.mse_loss else rng.integers(0, 3, 5)
     value, grad = loss.value_and_grad(cupy.asarray(y), cupy.asarray(target), denominator=5)
     expected, expected_grad = loss.value_and_grad(y, target, denominator=5)
     assert type(value) is float

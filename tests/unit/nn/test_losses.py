@@ -18,7 +18,7 @@ LOSSES = {
     "cross-entropy": nn.cross_entropy,
     "cross-entropy that ignores 1": nn.CrossEntropy(ignore_index=1),
     "cross-entropy that ignores -100": nn.CrossEntropy(ignore_index=-100),
-    "mse": nn.mse,
+    "mse": nn.mse_loss,
 }
 EVERY = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 
@@ -26,7 +26,7 @@ EVERY = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 def data(loss, rows, inner=(), *, seed=0, dtype="float64"):
     rng = np.random.default_rng(seed)
     y = rng.normal(size=(rows, *inner, 4)).astype(dtype)
-    if loss is nn.mse:
+    if loss is nn.mse_loss:
         return y, rng.normal(size=y.shape).astype(dtype)
     target = rng.integers(0, 4, y.shape[:-1])
     if loss is LOSSES["cross-entropy that ignores -100"]:
@@ -55,7 +55,7 @@ class AsLayer(nn.Module):
 
 def reference(loss, y, target):
     """The mean as its definition says, value by value."""
-    if loss is nn.mse:
+    if loss is nn.mse_loss:
         return math.fsum((a - b) ** 2 for a, b in zip(y.flat, target.flat, strict=True)) / y.size
     terms = []
     for place in np.ndindex(target.shape):
@@ -119,7 +119,7 @@ def test_the_denominator_is_the_number_of_rows_unless_some_are_ignored():
     target = np.array([[0, 1], [1, 2], [3, 3]])
     assert nn.cross_entropy.count(target) == 3.0
     assert nn.CrossEntropy(ignore_index=1).count(target) == 2.0  # 4 of 6 places
-    assert nn.mse.count(np.zeros((3, 7))) == 3.0
+    assert nn.mse_loss.count(np.zeros((3, 7))) == 3.0
     assert nn.CrossEntropy(ignore_index=1).count(target[:0]) == 0.0
 
 
@@ -162,7 +162,7 @@ def test_targets_of_any_integer_type(dtype):
 
 def test_mse_takes_targets_of_other_number_types():
     y = np.array([1.5, 2.0], "float32")
-    value, grad = nn.mse.value_and_grad(y, np.array([1, 4]), denominator=2)
+    value, grad = nn.mse_loss.value_and_grad(y, np.array([1, 4]), denominator=2)
     assert value == pytest.approx((0.25 + 4) / 2)
     assert grad.dtype == np.float32
     np.testing.assert_allclose(grad, [0.5, -2.0])
@@ -200,15 +200,15 @@ FLOATS, INTS = np.zeros((2, 3)), np.zeros(2, int)
             ModuleError,
             (8, (1,)),
         ),
-        (nn.mse, FLOATS, np.zeros((2, 1)), ShapeError, ("target", (2, 3), (2, 1))),
+        (nn.mse_loss, FLOATS, np.zeros((2, 1)), ShapeError, ("target", (2, 3), (2, 1))),
         (
-            nn.mse,
+            nn.mse_loss,
             np.array(1.0),
             np.array(1.0),
             ShapeError,
             ("y", "(rows, ...)", "()"),
         ),
-        (nn.mse, FLOATS, FLOATS.astype(complex), DTypeError, ("target", "complex128")),
+        (nn.mse_loss, FLOATS, FLOATS.astype(complex), DTypeError, ("target", "complex128")),
     ],
 )
 def test_what_does_not_fit_is_refused(loss, y, target, error, values):
@@ -221,12 +221,12 @@ def test_what_does_not_fit_is_refused(loss, y, target, error, values):
 @pytest.mark.parametrize("denominator", [0, -1, math.nan, math.inf])
 def test_denominators_out_of_range_are_refused(denominator):
     with raises(ModuleError, "denominator", denominator):
-        nn.mse.value_and_grad(FLOATS, FLOATS, denominator=denominator)
+        nn.mse_loss.value_and_grad(FLOATS, FLOATS, denominator=denominator)
 
 
 def test_numpy_scalars_do_not_widen():
-    y, target = data(nn.mse, 4, dtype="float32")
-    _, grad = nn.mse.value_and_grad(y, target, denominator=np.float64(4))
+    y, target = data(nn.mse_loss, 4, dtype="float32")
+    _, grad = nn.mse_loss.value_and_grad(y, target, denominator=np.float64(4))
     assert grad.dtype == np.float32
 
 

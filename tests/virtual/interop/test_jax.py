@@ -164,7 +164,7 @@ def test_first_values_by_a_function_and_keys_do_not_depend_on_the_mesh():
             memory = sum(layer.parameters()[0].data is not None for layer in every)
             assert memory == 2 // num_stages
             x = np.ones((8, 4))
-            losses = [pipe.train_step(x, x, loss=nn.mse) for _ in range(2)]
+            losses = [pipe.train_step(x, x, loss=nn.mse_loss) for _ in range(2)]
             y = pipe.forward(x, everywhere=True)
             assert (y == y[0]).all()  # no noise
             state = pipe.full_state_dict()

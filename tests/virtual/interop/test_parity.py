@@ -263,7 +263,7 @@ def one_layer(layer: Any, own: dict[str, Any], x: Any) -> Any:
         return functions.linear(x, own["weight"], own.get("bias"))
     if isinstance(layer, nn.Embedding):
         return functions.embedding(x, own["weight"])
-    if isinstance(layer, nn.LearnedPositions):
+    if isinstance(layer, nn.PositionalEmbedding):
         return x + own["weight"][: x.shape[1]]
     if isinstance(layer, nn.LayerNorm):
         return functions.layer_norm(x, (x.shape[-1],), own["weight"], own["bias"], layer.eps)

@@ -96,7 +96,7 @@ def test_gradients_of_replicas_are_added_up_in_float32(zero):
 
     def body(mesh):
         layer = nn.Linear(1, 1, bias=False)
-        model = mm.DataParallel(layer, mesh, loss=nn.mse, dtype="bfloat16", seed=0)
+        model = mm.DataParallel(layer, mesh, loss=nn.mse_loss, dtype="bfloat16", seed=0)
         layer.weight.data[...] = 0
         optimizer = mm.ParallelOptimizer(optim.SGD(model.parameters(), lr=1.0), model, zero=zero)
         # The gradient of a row is -2 / 4 * x * target.

@@ -276,9 +276,9 @@ def test_a_rank_that_fails_within_a_split_model_on_a_device(device):
         for kind, microbatch in (("F", 1), ("B", 0), ("B", 1)):
             if mesh.rank == 1:
                 trap.arm(kind, microbatch)
-            assert "boom" in str(error_of(lambda: on_device.train_step(*given, loss=nn.mse)))
+            assert "boom" in str(error_of(lambda: on_device.train_step(*given, loss=nn.mse_loss)))
             trap.disarm()
-        expected = model(np)[1].train_step(x, -x, loss=nn.mse)
-        assert on_device.train_step(*given, loss=nn.mse) == pytest.approx(expected, rel=1e-12)
+        expected = model(np)[1].train_step(x, -x, loss=nn.mse_loss)
+        assert on_device.train_step(*given, loss=nn.mse_loss) == pytest.approx(expected, rel=1e-12)
 
     on_ranks("tp=3", body)

@@ -132,6 +132,6 @@ def test_each_stage_may_have_its_own_optimizer():
             pipe = mm.PipelineParallel(stages, mesh=mesh, num_microbatches=2, dtype="float64")
             sgd = optim.SGD(pipe.parameters(), lr=0.1 * (1 + mesh.coord("pp")))
             for _ in range(2):
-                pipe.train_step(X, X, loss=nn.mse, optimizer=sgd)
+                pipe.train_step(X, X, loss=nn.mse_loss, optimizer=sgd)
 
     mm.run_virtual(4, main)

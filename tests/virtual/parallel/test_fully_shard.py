@@ -113,7 +113,7 @@ def test_gradients_are_whole_only_while_they_are_reduced(stage, kind, num_microb
             nn.Sequential([kind(width, width, bias=False) for _ in range(depth)]),
             mesh,
             stage=stage,
-            loss=nn.mse,
+            loss=nn.mse_loss,
             dtype="float64",
             bucket_bytes=1,
             num_microbatches=num_microbatches,

@@ -190,7 +190,7 @@ def test_an_identity_stage_puts_an_input_beside_what_it_gets():
         pipe = make(mesh, made())
         x, more = np.ones((4, 2)), np.full((4, 3), 7.0)
         target = np.zeros((4, 3))
-        pipe.train_step(x, target, loss=nn.mse, inputs={"more": more})
+        pipe.train_step(x, target, loss=nn.mse_loss, inputs={"more": more})
         y = pipe.forward(x, inputs={"more": more}, everywhere=True)
         z = pipe.forward(x, inputs={"more": 0 * more}, everywhere=True)
         np.testing.assert_allclose(y - z, more)
@@ -293,7 +293,9 @@ def test_a_gradient_that_does_not_fit_what_came_in():
     def body(mesh):
         pipe = make(mesh, stages)
         more = {"more": np.ones((4, 2))}
-        call = partial(pipe.train_step, np.ones((4, 2)), np.ones((4, 5)), loss=nn.mse, inputs=more)
+        call = partial(
+            pipe.train_step, np.ones((4, 2)), np.ones((4, 5)), loss=nn.mse_loss, inputs=more
+        )
         error = error_of(call)
         assert type(error) is StageShapeError
         sentence = str(error).splitlines()[0]

@@ -181,7 +181,7 @@ def test_a_rank_has_its_part_and_the_buckets_of_two_layers(bucket_bytes, num_mic
         model = mm.fully_shard(
             nn.Sequential([Looks(width, width, bias=False) for _ in range(depth)]),
             mesh,
-            loss=nn.mse,
+            loss=nn.mse_loss,
             dtype="float64",
             bucket_bytes=bucket_bytes,
             num_microbatches=num_microbatches,
@@ -244,7 +244,7 @@ def test_many_buckets_that_are_under_way_when_a_rank_fails_are_finished():
         trap = Trap()
         blocks = [nn.GptBlock(8, 2) for _ in range(3)]
         model = mm.fully_shard(
-            nn.Sequential(trap, *blocks), mesh, loss=nn.mse, dtype="float64", bucket_bytes=1
+            nn.Sequential(trap, *blocks), mesh, loss=nn.mse_loss, dtype="float64", bucket_bytes=1
         )
         optimizer = mm.ParallelOptimizer(optim.SGD(model.parameters(), lr=0.1), model)
         x = np.random.default_rng(0).normal(size=(4, 3, 8))
@@ -311,7 +311,7 @@ def test_a_layer_outside_of_a_step_tells_what_to_call():
         with raises(ModuleStateError, "'weight'", "into_inner()"):
             net.materialize(seed=1)
         inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
-        mm.fully_shard(inner, mesh, loss=nn.mse, dtype="float64")
+        mm.fully_shard(inner, mesh, loss=nn.mse_loss, dtype="float64")
         with raises(ModuleStateError, "Linear(4, 4)", "step", "into_inner()", "forward()"):
             inner.forward(np.ones((3, 4)))
         return mesh.rank
@@ -333,7 +333,7 @@ def test_a_model_whose_mesh_is_closed_cannot_be_given_back():
 def test_a_copy_of_layers_asks_nobody():
     def body(mesh):
         layers = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
-        model = mm.fully_shard(layers, mesh, loss=nn.mse, dtype="float64")
+        model = mm.fully_shard(layers, mesh, loss=nn.mse_loss, dtype="float64")
         x = np.ones((3, 4))
         expected = model.forward(x)
         with model.gathered():
@@ -391,7 +391,7 @@ def test_layers_that_are_frozen_between_steps(frozen, bucket_bytes):
             nn.Sequential(made),
             mesh,
             stage=stage,
-            loss=nn.mse,
+            loss=nn.mse_loss,
             dtype="float64",
             bucket_bytes=bucket_bytes,
         )
@@ -477,7 +477,7 @@ def test_layers_that_run_layers(make, bucket_bytes):
     def body(mesh, stage):
         net = make()
         model = mm.fully_shard(
-            net, mesh, stage=stage, loss=nn.mse, dtype="float64", bucket_bytes=bucket_bytes
+            net, mesh, stage=stage, loss=nn.mse_loss, dtype="float64", bucket_bytes=bucket_bytes
         )
         optimizer = mm.ParallelOptimizer(optim.AdamW(model.parameters(), lr=0.01), model)
         x = np.random.default_rng(0).normal(size=(6, 4))
@@ -509,7 +509,7 @@ def test_a_stage_with_a_forward_of_its_own_keeps_its_values():
         mm.fully_shard(pipe, mesh, stage=stage)
         optimizer = mm.ParallelOptimizer(optim.SGD(pipe.parameters(), lr=0.1), pipe)
         x = np.random.default_rng(0).normal(size=(6, 4))
-        return [pipe.train_step(x, x, loss=nn.mse, optimizer=optimizer) for _ in range(3)]
+        return [pipe.train_step(x, x, loss=nn.mse_loss, optimizer=optimizer) for _ in range(3)]
 
     assert on_ranks("dp=2", partial(body, stage=0)) == on_ranks("dp=2", partial(body, stage=3))
 
@@ -535,7 +535,7 @@ def test_a_layer_that_cannot_take_no_rows_is_told_why_it_gets_them():
 
     def body(mesh):
         model = mm.fully_shard(
-            nn.Sequential(linear(), Largest()), mesh, loss=nn.mse, dtype="float64"
+            nn.Sequential(linear(), Largest()), mesh, loss=nn.mse_loss, dtype="float64"
         )
         with raises(StageError, "rank 1", "no rows", "hybrid=True"):
             model.forward(np.ones((1, 4)))

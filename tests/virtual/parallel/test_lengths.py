@@ -271,7 +271,7 @@ def test_a_gradient_must_match_its_own_microbatch():
     def body(mesh):
         x = mm.Microbatches([np.ones((2, 3)), np.ones((9, 3))])
         goal = mm.Microbatches([np.ones((2, 2)), np.ones((9, 2))])
-        error = error_of(partial(make(mesh, stages).train_step, x, goal, loss=nn.mse))
+        error = error_of(partial(make(mesh, stages).train_step, x, goal, loss=nn.mse_loss))
         sentence = str(error).splitlines()[0]
         names(sentence, "1B0", "microbatch 0", "gradient", (9, 9), "stage 0", (2, 2))
 

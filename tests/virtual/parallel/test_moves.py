@@ -72,7 +72,9 @@ def test_a_rank_receives_no_more_than_its_own_part(ranks):
 
     def body(mesh):
         model = mm.DataParallel(
-            nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]), mesh, loss=nn.mse
+            nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]),
+            mesh,
+            loss=nn.mse_loss,
         )
         optimizer = mm.ParallelOptimizer(optim.Adam(model.parameters()), model)
         x = np.ones((ranks, 64), "float32")

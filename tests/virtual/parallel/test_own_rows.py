@@ -194,9 +194,9 @@ def test_trees_and_named_inputs_are_taken():
         pipe = mm.PipelineParallel(stages, 2, mesh=mesh, seed=SEED, dtype="float64")
         x, more, target = (np.random.default_rng(i).normal(size=(9, 4 - i)) for i in (0, 1, 1))
         if kind == "whole":
-            return pipe.train_step(x, target, inputs={"more": more}, loss=nn.mse)
+            return pipe.train_step(x, target, inputs={"more": more}, loss=nn.mse_loss)
         (x, more, target), options = given(mesh, kind, [2, 7], x, more, target)
-        return pipe.train_step(x, target, inputs={"more": more}, loss=nn.mse, **options)
+        return pipe.train_step(x, target, inputs={"more": more}, loss=nn.mse_loss, **options)
 
     losses = [on_ranks("dp=2,pp=2", partial(body, kind=kind)) for kind in ["whole", *KINDS]]
     np.testing.assert_allclose(losses, losses[0][0], rtol=1e-12)

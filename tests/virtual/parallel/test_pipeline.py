@@ -502,7 +502,7 @@ def test_a_layer_needs_three_methods(schedule):
 
     def body(mesh):
         pipe = make_pipeline(mesh, stages=cut(3, [Doubled() for _ in range(3)]), schedule=schedule)
-        assert pipe.train_step(x, target, loss=nn.mse) == pytest.approx(expected, rel=1e-12)
+        assert pipe.train_step(x, target, loss=nn.mse_loss) == pytest.approx(expected, rel=1e-12)
         (factor,) = pipe.parameters()
         assert factor.grad == pytest.approx(gradient, rel=1e-12)
 

@@ -166,14 +166,14 @@ def test_a_residual_over_stages():
     context = nn.Context()
     h = first.forward(x, context)
     y = third.forward((second.forward(h, context), h), context)
-    loss, dy = nn.mse.value_and_grad(y, target, denominator=8)
+    loss, dy = nn.mse_loss.value_and_grad(y, target, denominator=8)
     dz, dh = third.backward(dy, context)
     first.backward(second.backward(dz, context) + dh, context)
     expected = [p.grad for stage in (first, second, third) for p in stage.parameters()]
 
     def body(mesh):
         pipe = make(mesh, made(), 2)
-        assert pipe.train_step(x, target, loss=nn.mse) == pytest.approx(loss, rel=1e-12)
+        assert pipe.train_step(x, target, loss=nn.mse_loss) == pytest.approx(loss, rel=1e-12)
         mine = expected[2 * mesh.rank : 2 * mesh.rank + 2]
         for parameter, gradient in zip(pipe.parameters(), mine, strict=True):
             np.testing.assert_allclose(parameter.grad, gradient, rtol=1e-10, atol=1e-14)

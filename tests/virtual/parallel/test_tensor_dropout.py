@@ -124,7 +124,7 @@ def test_in_the_stages_of_a_model_by_hand(dims):
     x, target = np.random.default_rng(0).normal(size=(2, 6, 3))
     whole = nn.Sequential(unsplit(3, 7, 0.4))
     whole.materialize(seed=SEED, dtype=np.float64)
-    expected, dy = nn.mse.value_and_grad(whole(x, ctx := nn.Context()), target, denominator=6)
+    expected, dy = nn.mse_loss.value_and_grad(whole(x, ctx := nn.Context()), target, denominator=6)
     whole.backward(dy, ctx)
     norm = math.sqrt(sum(float((one.grad**2).sum()) for one in whole.parameters()))
 
@@ -135,7 +135,7 @@ def test_in_the_stages_of_a_model_by_hand(dims):
         for number, layer in enumerate(layers):
             stages[number * pp // len(layers)].add_layer(layer)
         model = mm.PipelineParallel(stages, 2, mesh=mesh, seed=SEED, dtype=np.float64)
-        assert model.train_step(x, target, loss=nn.mse) == pytest.approx(expected, rel=1e-12)
+        assert model.train_step(x, target, loss=nn.mse_loss) == pytest.approx(expected, rel=1e-12)
         assert model.clip_grad_norm(1e9) == pytest.approx(norm, rel=1e-12)
 
     on_ranks(dims, body)
@@ -202,7 +202,7 @@ def test_what_needs_all_features_is_refused():
             with raises(ModuleError, *values):
                 mm.tensor_parallel(between(layer), group)
             with raises(ModuleError, *values):
-                mm.DataParallel(between(layer), mesh, loss=nn.mse)
+                mm.DataParallel(between(layer), mesh, loss=nn.mse_loss)
         with raises(ModuleError, "RowParallelLinear(8, 4", "extent=8", "extent=6"):
             between(mm.parallel.RowParallelLinear(8, 4, **tp)).materialize(seed=0)
         with raises(ModuleError, "Dropout(0.5)", "extent=8", "extent=6"):

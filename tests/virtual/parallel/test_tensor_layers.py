@@ -141,7 +141,7 @@ def test_attention(size, kv, per_kv, length, sequence, masked, bias, rotary):
         "head_dim": 2,
         "causal": masked,
         "bias": bias,
-        "rotary": nn.Rotary(2) if rotary else None,
+        "rotary": nn.RotaryEmbedding(2) if rotary else None,
     }
     rng = np.random.default_rng(heads)
     mask = rng.random((3, length)) < 0.7 if masked else None
@@ -189,7 +189,7 @@ def test_places_of_a_sequence(size, length, features):
 
     def layers() -> nn.Sequential:
         return nn.Sequential(
-            nn.LearnedPositions(length + 1, features),
+            nn.PositionalEmbedding(length + 1, features),
             nn.Dropout(0.4),
             nn.LayerNorm(features),
             nn.Linear(features, features),

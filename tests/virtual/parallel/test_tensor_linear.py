@@ -136,7 +136,7 @@ def trained_alone(steps):
         x, target = batch(step)
         model.zero_grad()
         ctx = nn.Context(step=step)
-        loss, dy = nn.mse.value_and_grad(model(x, ctx), target, denominator=ROWS)
+        loss, dy = nn.mse_loss.value_and_grad(model(x, ctx), target, denominator=ROWS)
         model.backward(dy, ctx)
         losses.append(loss)
         norms.append(optim.clip_grad_norm(model.parameters(), 0.05))
@@ -158,7 +158,7 @@ def test_training_steps_are_those_of_the_unsplit_model(dims):
         model = mm.PipelineParallel(stages, 3, mesh=mesh, seed=SEED, dtype=np.float64)
         optimizer = optim.Adam(model.parameters(), lr=0.02)
         for step in range(3):
-            loss = model.train_step(*batch(step), loss=nn.mse)
+            loss = model.train_step(*batch(step), loss=nn.mse_loss)
             assert loss == pytest.approx(losses[step], rel=1e-11)
             assert model.clip_grad_norm(0.05) == pytest.approx(norms[step], rel=1e-11)
             optimizer.step()

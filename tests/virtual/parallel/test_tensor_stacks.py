@@ -125,7 +125,7 @@ def test_any_stack_is_the_unsplit_one(
         y = model(x[here], ctx)
         # The share of this rank's places in the mean over all.
         share = STACK_ROWS * length / max(1, x[here].shape[1])
-        loss, dy = nn.mse.value_and_grad(y, target[here], denominator=share)
+        loss, dy = nn.mse_loss.value_and_grad(y, target[here], denominator=share)
         dx = model.backward(dy, ctx)
         assert ctx.is_empty
         return loss, y, dx

@@ -176,12 +176,12 @@ def test_a_layer_in_every_stage(dims, schedule):
     model = nn.Sequential(made())
     model.materialize(seed=SEED, dtype=np.float64)
     context = nn.Context()
-    loss, dy = nn.mse.value_and_grad(model.forward(x, context), x, denominator=len(x))
+    loss, dy = nn.mse_loss.value_and_grad(model.forward(x, context), x, denominator=len(x))
     model.backward(dy, context)
 
     def body(mesh):
         pipe = tied_pipeline(mesh, layers=made(), schedule=schedule)
-        assert pipe.train_step(x, x, loss=nn.mse) == pytest.approx(loss, rel=1e-12)
+        assert pipe.train_step(x, x, loss=nn.mse_loss) == pytest.approx(loss, rel=1e-12)
         assert [name for name, _ in pipe.named_parameters()] == ["0.0.weight", "0.0.bias"]
         assert_gradients(pipe, {name: p.grad for name, p in model.named_parameters()})
 
@@ -193,7 +193,9 @@ def test_replicas_of_a_model_that_uses_its_first_layer_twice():
 
     def body(mesh):
         shared = nn.Linear(FEATURES, FEATURES)
-        model = DataParallel(nn.Sequential(shared, nn.GELU(), shared), mesh, loss=nn.mse, seed=1)
+        model = DataParallel(
+            nn.Sequential(shared, nn.GELU(), shared), mesh, loss=nn.mse_loss, seed=1
+        )
         return model.train_step(x.astype("float32"), x.astype("float32"))
 
     losses = on_ranks("dp=2", body)

@@ -129,7 +129,7 @@ def test_a_loss_is_a_float_that_says_it_is_no_tensor():
         )
         losses: list[Any] = [
             nn.cross_entropy(model(x), target),
-            nn.mse(model(x), np.zeros((6, 3), "float32")),
+            nn.mse_loss(model(x), np.zeros((6, 3), "float32")),
             model.train_step(x, target),
             model.evaluate(x, target),
             accumulation.train_step(x, target),

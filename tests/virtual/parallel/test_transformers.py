@@ -22,7 +22,7 @@ def bert():
 
 def gpt():
     return [
-        nn.Sequential(nn.Embedding(9, 4), nn.LearnedPositions(8, 4)),
+        nn.Sequential(nn.Embedding(9, 4), nn.PositionalEmbedding(8, 4)),
         nn.GptBlock(4, 2, hidden=6, dropout=0.2),
         nn.GptBlock(
             4, 2, num_kv_heads=1, hidden=5, norm="rms", mlp="swiglu", rotary=True, bias=False

@@ -83,7 +83,7 @@ def test_a_parameter_that_no_backward_touches_comes_last(monkeypatch):
     def body(mesh):
         idle = Idle(6, 6)
         model = mm.DataParallel(
-            nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6), idle), mesh, loss=nn.mse
+            nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6), idle), mesh, loss=nn.mse_loss
         )
         x = np.ones((4, 6), "float32")
         model.train_step(x, x)

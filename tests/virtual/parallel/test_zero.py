@@ -238,7 +238,7 @@ def test_the_state_takes_a_part_of_the_memory(ranks):
         model = mm.DataParallel(
             nn.Sequential(nn.Linear(100, 150), nn.ReLU(), nn.Linear(150, 10)),
             mesh,
-            loss=nn.mse,
+            loss=nn.mse_loss,
             dtype="float64",
             bucket_bytes=40_000,
         )
