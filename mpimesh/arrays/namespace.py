@@ -210,7 +210,7 @@ class StreamScope:
             return function()
 
     def mark(self) -> Any:
-        """Return an event after all that the stream was given so far."""
+        """Return an event after all work of the stream so far."""
         with self.device:
             event = self._cuda.Event(block=False, disable_timing=True)
             event.record(self.stream)
@@ -233,6 +233,6 @@ def check_current(x: Array) -> None:
     current = sys.modules["cupy"].cuda.runtime.getDevice()
     if x.device.id != current:
         raise DTypeError(
-            f"an array on GPU {x.device.id} was given while GPU {current} is current; make its GPU "
+            f"an array is on GPU {x.device.id} while GPU {current} is current; make its GPU "
             "current before its arrays are made (mesh.use_device(), or `with x.device:`)"
         )

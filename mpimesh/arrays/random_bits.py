@@ -2,7 +2,7 @@
 
 A row is a stream of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
 generators", OOPSLA 2014; the constants of its mixing function are Stafford's variant 13 of
-MurmurHash3's): word j of a stream is ``mix(start + (j + 1) * GAMMA)``, found without those before
+MurmurHash3's): word j of a stream is ``mix(start + (j + 1) * GAMMA)``, whatever the words before
 it. The start of a row is mixed from a key and its number in the same way.
 
 An array is one long stream, with a word for each element. Such streams have a step ("gamma") of
@@ -85,7 +85,7 @@ def random_words(
 
 @dataclass(frozen=True, slots=True)
 class WordStream:
-    """A stream of 2^64 words, no two of them equal, each found by its number.
+    """A stream of 2^64 words, no two of them equal, each computed from its number.
 
     Attributes:
         start: What the numbers count from.

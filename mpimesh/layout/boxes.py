@@ -78,7 +78,7 @@ def volume(box: Box) -> int:
 
 
 def fits(box: Box, shape: Sequence[int]) -> bool:
-    """Tell whether a box lies in an array of `shape`."""
+    """Tell whether a box is in an array of `shape`."""
     return len(box) == len(shape) and all(
         stop <= size for (_, stop), size in zip(box, shape, strict=True)
     )
@@ -202,7 +202,7 @@ def even_sizes(length: int, parts: int) -> list[int]:
 def uncovered(boxes: Sequence[Box], rest: Box) -> Box | None:
     """Return a box of `rest` that is in none of `boxes`; None if they cover it.
 
-    Each of them has elements, and lies in `rest`. They may overlap.
+    Each of them has elements, and is in `rest`. They may overlap.
 
     Cost:
         Sorts them along each axis. It is linear in their number if they are a grid.
@@ -297,7 +297,7 @@ class Take:
 
     Attributes:
         box: Where it goes in this rank's target.
-        parts: Where it lies: one part is copied, several are reduced in their order. All have
+        parts: Its sources: one part is copied, several are reduced in their order. All have
             the extent of `box`.
         op: ``"sum"``, ``"prod"``, ``"min"`` or ``"max"`` if there are several parts.
 
@@ -397,7 +397,7 @@ def local_regions(
     """Return what a rank takes and gives of an array, in boxes of the blocks that the ranks hold.
 
     Args:
-        takes: For each box where it goes in this rank's target, where it lies in the array, and
+        takes: For each box where it goes in this rank's target, its place in the array, and
             the ranks that hold it.
         gives: The ranks that take of this one, and which boxes of the array.
         rank: This rank.

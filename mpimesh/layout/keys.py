@@ -162,18 +162,18 @@ def checked_indices(indices: Any, length: int, axis: int) -> Integers:
     Raises:
         IndexOutOfRangeError: If one is out of bounds.
     """
-    found = np.asarray(indices)
-    if found.size == 0:
-        return found.astype(np.int64)
-    if found.dtype.kind not in "iu":
-        raise IndexOutOfRangeError(f"indices are whole numbers or bools, got {found.dtype}")
-    low, high = int(found.min()), int(found.max())
+    array = np.asarray(indices)
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise IndexOutOfRangeError(f"indices are whole numbers or bools, got {array.dtype}")
+    low, high = int(array.min()), int(array.max())
     if low < -length or high >= length:
         wrong = high if high >= length else low
         raise IndexOutOfRangeError(
             f"index {wrong} is out of bounds for axis {axis}, which has {length} elements"
         )
-    rows: Integers = np.where(found < 0, found.astype(np.int64) + length, found).astype(np.int64)
+    rows: Integers = np.where(array < 0, array.astype(np.int64) + length, array).astype(np.int64)
     return rows
 
 
@@ -193,13 +193,13 @@ def _as_part(part: Any) -> Any:
             raise IndexOutOfRangeError(
                 f"a key has numbers, slices, None, Ellipsis and arrays, got {part!r}"
             ) from None
-    found = np.asarray(part)
-    if found.dtype == bool:
-        if found.ndim == 0:
+    array = np.asarray(part)
+    if array.dtype == bool:
+        if array.ndim == 0:
             raise NoRuleError("split arrays take no single bool in a key")
-        return found
-    if found.ndim == 0:
-        return _as_part(found[()])
-    if found.size and found.dtype.kind not in "iu":
-        raise IndexOutOfRangeError(f"indices are whole numbers or bools, got {found.dtype}")
-    return found
+        return array
+    if array.ndim == 0:
+        return _as_part(array[()])
+    if array.size and array.dtype.kind not in "iu":
+        raise IndexOutOfRangeError(f"indices are whole numbers or bools, got {array.dtype}")
+    return array

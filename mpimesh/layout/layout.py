@@ -1,4 +1,4 @@
-"""`Layout`: how an array lies on a mesh, as an immutable value; `BoxLayout`: block by block."""
+"""Layouts of arrays on meshes, as immutable values: by placements, and block by block."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Layout:
         return list(specs_of_placement(self.placement, self.mesh, number))
 
     def agrees_with(self, other: Layout) -> bool:
-        """Tell whether an array lies the same in both; names of meshes and devices do not count."""
+        """Tell whether blocks are the same in both; names of meshes and devices do not count."""
         if not isinstance(other, Layout):
             raise LayoutError(f"other must be a Layout, got {shown(other)}")
         return self.placement == other.placement and _same_ranks(self.mesh, other.mesh)
@@ -314,12 +314,12 @@ def _box(layout: Layout, shape: tuple[int, ...], rank: int) -> Box:
 @lru_cache(maxsize=4096, typed=True)
 def _holders(layout: Layout | BoxLayout, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
     ranks = range(len(layout.boxes)) if isinstance(layout, BoxLayout) else layout.mesh.ids
-    found: dict[Box, tuple[int, ...]] = {}
+    ranks_of: dict[Box, tuple[int, ...]] = {}
     for rank in ranks:
         box = layout.box(shape, rank)
         if volume(box):
-            found[box] = (*found.get(box, ()), rank)
-    return found
+            ranks_of[box] = (*ranks_of.get(box, ()), rank)
+    return ranks_of
 
 
 def _check(mesh: Mesh, placement: Placement) -> None:

@@ -51,7 +51,7 @@ class Operand:
 
     Attributes:
         shape: Its global shape.
-        placement: How it lies on the mesh that all operands share.
+        placement: Its placement on the mesh that all operands share.
         itemsize: Bytes of an element.
     """
 
@@ -160,8 +160,8 @@ class Pattern:
         twice = {
             letter for row in (*self.inputs, self.output) for letter in row if row.count(letter) > 1
         }
-        found = dict.fromkeys(letter for row in rows for letter in row)
-        return tuple(letter for letter in found if letter != KEEP and letter not in twice)
+        letters = dict.fromkeys(letter for row in rows for letter in row)
+        return tuple(letter for letter in letters if letter != KEEP and letter not in twice)
 
     @property
     def is_elementwise(self) -> bool:
@@ -249,12 +249,12 @@ def reduction_pattern(
         )
         for other in others
     ]
-    kept = [
+    stays = [
         KEEP if axis in axes else axis for axis in range(len(shape)) if keepdims or axis not in axes
     ]
     ops = {"sum": ("sum", "mean"), "": ()}.get(op, (op,))
     stay = (Linearity((0,), ops),) if linear and ops else ()
-    return Pattern(tuple(inputs), (*[KEEP] * front, *kept), op, stay)
+    return Pattern(tuple(inputs), (*[KEEP] * front, *stays), op, stay)
 
 
 def reduced_shape(shape: Shape, axes: Collection[int], *, keepdims: bool = False) -> Shape:
@@ -369,8 +369,8 @@ def einsum_pattern(
         ShapeError: If they cannot be read, or do not fit the operands.
     """
     text = subscripts.replace(" ", "")
-    given, arrow, result = text.partition("->")
-    terms = given.split(",")
+    inputs_text, arrow, result = text.partition("->")
+    terms = inputs_text.split(",")
     if len(terms) != len(shapes):
         raise _wrong(subscripts, f"it has {len(terms)} operands, and got {len(shapes)}")
     for term in [*terms, result]:
@@ -451,7 +451,7 @@ def rule_for(
         goal: Where the result is wanted, if that is known: to bring it there counts, too.
 
     Cost:
-        Some planning once; the answer is kept.
+        Some planning once; the answer is cached.
     """
     choices = [_choices(dim, operands, pattern, goal) for dim in range(mesh.ndim)]
 
@@ -461,12 +461,12 @@ def rule_for(
         )
 
     if prod(map(len, choices)) <= _MOST_TRIED:
-        found = _best(product(*choices), price)
+        best = _best(product(*choices), price)
     else:
         starts = [[row[0] for row in choices]]
         starts += [_kept(number, one, choices) for number, one in enumerate(operands)]
-        found = _best([_bettered(start, choices, price) for start in starts], price)
-    return _picked_rule(operands, found)
+        best = _best([_bettered(start, choices, price) for start in starts], price)
+    return _picked_rule(operands, best)
 
 
 def _best(
@@ -476,10 +476,10 @@ def _best(
     best: Sequence[_Choice] = ()
     least: _Price = (inf, 0)
     for way in ways:
-        found = price(way)
-        if found is not None and found < least:
-            best, least = way, found
-            if not any(found):
+        cost = price(way)
+        if cost is not None and cost < least:
+            best, least = way, cost
+            if not any(cost):
                 break
     return best
 
@@ -514,8 +514,8 @@ def _choices(
     """Return what one mesh dim could do; first that all is whole."""
     whole = (Replicate(),) * len(operands)
     specs = [operand.placement[dim] for operand in operands]
-    found = [_Choice(whole, Replicate())]
-    found += _summand_choices(specs, pattern)
+    choices = [_Choice(whole, Replicate())]
+    choices += _summand_choices(specs, pattern)
     ends = [] if goal is None else [goal[dim]]
     for letter in _letters_in_use(operands, pattern, goal):
         for sizes in _sizes(letter, [*specs, *ends], [*pattern.inputs, pattern.output]):
@@ -528,8 +528,8 @@ def _choices(
                 if letter in pattern.output
                 else Partial(as_reduce_op(pattern.op))
             )
-            found.append(_Choice(inputs, output))
-    return found
+            choices.append(_Choice(inputs, output))
+    return choices
 
 
 def _summand_choices(specs: Sequence[PlacementSpec], pattern: Pattern) -> Iterator[_Choice]:
@@ -575,12 +575,12 @@ def _sizes(
     letter: int, specs: Sequence[PlacementSpec], rows: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...] | None]:
     """Return the sizes of parts to try: those that operands have, and even ones."""
-    found = dict.fromkeys(
+    letters = dict.fromkeys(
         spec.sizes
         for spec, row in zip(specs, rows, strict=False)
         if isinstance(spec, Shard) and row[spec.axis] == letter
     )
-    return list({**found, None: None})
+    return list({**letters, None: None})
 
 
 def _picked_rule(operands: Sequence[Operand], picked: Sequence[_Choice]) -> OpRule:

@@ -105,7 +105,7 @@ class Phase:
     inside: bool = False
 
     in_place: ClassVar[bool] = False
-    """Whether what the ranks hold lies in the same memory as what they are to hold."""
+    """Whether the ranks' source and target blocks share memory."""
 
     # -- one rank --------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Phase:
         messages = elements.copy()
         mine = places_of(self.source.mesh).offsets_of(places.ranks)
         own = self.source.leaves_of(places_of(self.source.mesh).coords[mine])
-        kept = (mine >= 0).astype(np.int64)
+        own_elements = (mine >= 0).astype(np.int64)
         for axis, leaf in enumerate(self.target.leaves_of(places.coords)):
             bounds, source = self.target.bounds[axis], self.source.bounds[axis]
             start, stop = bounds[leaf], bounds[leaf + 1]
@@ -182,10 +182,10 @@ class Phase:
             first = np.searchsorted(source, start, "right") - 1
             last = np.searchsorted(source, stop, "left")
             messages *= np.where(start < stop, full[np.maximum(first, last)] - full[first], 0)
-            held = np.minimum(source[own[axis] + 1], stop) - np.maximum(source[own[axis]], start)
-            kept *= np.maximum(held, 0)
-        elements -= kept
-        messages -= kept > 0
+            overlap = np.minimum(source[own[axis] + 1], stop) - np.maximum(source[own[axis]], start)
+            own_elements *= np.maximum(overlap, 0)
+        elements -= own_elements
+        messages -= own_elements > 0
         for dim in self.target.first_only:
             elements[places.coords[:, dim] > 0] = 0
             messages[places.coords[:, dim] > 0] = 0

@@ -238,11 +238,11 @@ class Placement(Sequence[PlacementSpec]):
         specs: list[PlacementSpec] = []
         rest = text.strip(" ")
         while rest:
-            found = _SPEC.match(rest)
-            if found is None:
+            match = _SPEC.match(rest)
+            if match is None:
                 raise LayoutError(f"placement {text!r} cannot be read from {rest!r} on; {_GRAMMAR}")
-            specs.append(_spec_of(found))
-            rest = rest[found.end() :]
+            specs.append(_spec_of(match))
+            rest = rest[match.end() :]
             between = _BETWEEN.match(rest)
             if rest and between is not None:
                 rest = rest[between.end() :]
@@ -310,31 +310,31 @@ def _as_spec(spec: PlacementSpec | str) -> PlacementSpec:
     if isinstance(spec, PlacementSpec):
         return spec
     if isinstance(spec, str):
-        found = _SPEC.fullmatch(spec.strip(" "))
-        if found is not None:
-            return _spec_of(found)
+        match = _SPEC.fullmatch(spec.strip(" "))
+        if match is not None:
+            return _spec_of(match)
     raise LayoutError(f"a mesh dim's placement cannot be {shown(spec)}; {_GRAMMAR}")
 
 
-def _spec_of(found: re.Match[str]) -> PlacementSpec:
-    if found["replicate"]:
+def _spec_of(match: re.Match[str]) -> PlacementSpec:
+    if match["replicate"]:
         return Replicate()
-    if found["partial"]:
-        return Partial(as_reduce_op(found["op"] or "sum"))
-    sizes = None if found["sizes"] is None else [int(size) for size in found["sizes"].split(",")]
-    return Shard(int(found["bracket"] or found["axis"]), sizes=sizes)
+    if match["partial"]:
+        return Partial(as_reduce_op(match["op"] or "sum"))
+    sizes = None if match["sizes"] is None else [int(size) for size in match["sizes"].split(",")]
+    return Shard(int(match["bracket"] or match["axis"]), sizes=sizes)
 
 
 def _named(text: str) -> dict[str, str]:
     """Read ``"dp=S0, tp=S1(2,3)"``."""
     specs: dict[str, str] = {}
     for part in _BETWEEN_NAMED.split(text):
-        found = _NAMED.fullmatch(part.strip(" "))
-        if found is None:
+        match = _NAMED.fullmatch(part.strip(" "))
+        if match is None:
             raise LayoutError(f"placement {text!r} cannot be read at {part!r}; {_GRAMMAR}")
-        if found["name"] in specs:
-            raise LayoutError(f"placement {text!r} names dim {found['name']!r} twice")
-        specs[found["name"]] = found["spec"]
+        if match["name"] in specs:
+            raise LayoutError(f"placement {text!r} names dim {match['name']!r} twice")
+        specs[match["name"]] = match["spec"]
     return specs
 
 

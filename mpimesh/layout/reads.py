@@ -61,7 +61,7 @@ class Read:
 
     Attributes:
         rank: Who has it.
-        box: Where it lies in the array.
+        box: Its place in the array.
         into: Where it goes, counted in what the reader fills.
     """
 
@@ -105,13 +105,13 @@ class Reads:
             [(leaf, run) for leaf in range(len(bounds) - 1) for run in of(leaf) if run.leaf == mine]
             for of, bounds, mine in zip(self.runs_of, self.tiling.bounds, own, strict=True)
         ]
-        given = []
+        gives = []
         for row in product(*rows):
             leaves, runs = tuple(leaf for leaf, _ in row), tuple(run for _, run in row)
             reader = self._rank_at(leaves, rank)
             if reader != rank and not self.skip(runs, leaves):
-                given.append((reader, _source_box(runs)))
-        return given
+                gives.append((reader, _source_box(runs)))
+        return gives
 
     def regions(self, rank: int, block_of: Callable[[int], Box]) -> Regions:
         """Return what `rank` takes and gives, with ranks numbered by their places in the mesh.
@@ -204,7 +204,7 @@ def shift_reads(layout: Layout, shape: Sequence[int], steps: Sequence[int], wrap
     """Plan who reads what if element i of the result is element ``i - steps`` of the array.
 
     Args:
-        layout: How the array lies, and the result, too.
+        layout: The layout of the array and of the result.
         shape: Its global shape.
         steps: For each axis how far it is shifted; negative for towards its beginning.
         wrap: Whether what leaves an end comes back at the other. If not, nothing is read for it.
@@ -235,7 +235,7 @@ BOUNDARIES = ("periodic", "edge", "reflect", "symmetric", "none")
 """The names of what may lie beyond an end; a number is a fixed value."""
 
 End: TypeAlias = "str | complex"
-"""One of `BOUNDARIES`, or the value that lies there."""
+"""One of `BOUNDARIES`, or the value there."""
 
 MOST_READS = 1_000_000
 """The most boxes that a rank may read for its halo; they are planned one by one."""
@@ -253,10 +253,10 @@ class HaloPlan:
     is thinner than the halo of another is one of several that the other reads from.
 
     Attributes:
-        layout: How the array lies.
+        layout: The layout of the array.
         shape: Its global shape.
         width: For each axis the elements before and after a block.
-        ends: For each axis what lies beyond its lower and upper end.
+        ends: For each axis what is beyond its lower and upper end.
         reads: Who reads what, with boxes of the padded block to read into.
     """
 
@@ -346,11 +346,11 @@ def plan_halo(
     """Plan how the ranks get to know the elements around their blocks.
 
     Args:
-        layout: How the array lies; without `Partial`.
+        layout: The layout of the array; without `Partial`.
         shape: Its global shape.
-        width: Elements on each side, or (before, after), for all axes, also those that nobody
-            splits; or a mapping by axis, in which the others have none.
-        boundary: What lies beyond the ends: ``"periodic"``, ``"edge"``, ``"reflect"``,
+        width: Elements on each side, or (before, after), for all axes, also those that are
+            not split; or a mapping by axis, in which the others have none.
+        boundary: The values beyond the ends: ``"periodic"``, ``"edge"``, ``"reflect"``,
             ``"symmetric"``, ``"none"`` or a number; a pair for the lower and the upper end; or a
             mapping by axis, in which the others are periodic.
 
@@ -417,7 +417,7 @@ def _padded_runs(
 
 
 def _both_ends(value: Any) -> tuple[End, End]:
-    """Return what lies beyond the lower and the upper end.
+    """Return what is beyond the lower and the upper end.
 
     Raises:
         LayoutError: If it is not known.
@@ -462,12 +462,12 @@ def _per_axis(value: Any, ndim: int, read: Callable[[Any], Any], rest: Any) -> t
     """
     if not isinstance(value, Mapping):
         return (read(value),) * ndim
-    found = [read(rest)] * ndim
+    values = [read(rest)] * ndim
     for axis, one in value.items():
         if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
             raise LayoutError(f"axis {axis!r} does not exist in an array with {ndim} axes")
-        found[axis] = read(one)
-    return tuple(found)
+        values[axis] = read(one)
+    return tuple(values)
 
 
 def _beyond(start: int, stop: int, length: int, end: End) -> Iterator[tuple[int, int, int]]:
@@ -483,7 +483,7 @@ def _beyond(start: int, stop: int, length: int, end: End) -> Iterator[tuple[int,
 
 
 def source_of(place: int, length: int, end: End) -> int:
-    """Return which element lies at a place beyond an end, as :func:`numpy.pad` has it.
+    """Return which element is at a place beyond an end, as :func:`numpy.pad` has it.
 
     Example:
         >>> [source_of(place, 4, "reflect") for place in (-2, -1, 4, 5)]
@@ -506,7 +506,7 @@ def source_of(place: int, length: int, end: End) -> int:
 def _refuse_too_wide(
     tiling: Tiling, widths: Sequence[tuple[int, int]], ends: Sequence[tuple[End, End]]
 ) -> None:
-    """Refuse a halo that nobody could plan or keep. Local, and alike on all ranks.
+    """Refuse a halo too large to plan or to store. Local, and alike on all ranks.
 
     Raises:
         LayoutError: If a rank could read more than `MOST_READS` boxes, or have more than
@@ -556,5 +556,5 @@ def most_runs(bounds: Integers, width: int, end: End, side: int) -> int:
 def _interval(bounds: Integers, at: Integers) -> Integers:
     """Return the number of the interval at places of an axis that repeats itself."""
     periods, rest = np.divmod(at, int(bounds[-1]))
-    found: Integers = periods * (len(bounds) - 1) + np.searchsorted(bounds, rest, "right") - 1
-    return found
+    intervals: Integers = periods * (len(bounds) - 1) + np.searchsorted(bounds, rest, "right") - 1
+    return intervals

@@ -94,7 +94,7 @@ class RedistributionPlan:
         """Return the box that `rank` has in the end; None if it is not in the target's mesh."""
         return _box_of(self.target, self.shape, rank)
 
-    def held(self, rank: int) -> Box | None:
+    def source_block(self, rank: int) -> Box | None:
         """Return the box that `rank` has in the beginning; None if it is not in that mesh."""
         return _box_of(self.source, self.shape, rank)
 
@@ -161,9 +161,9 @@ class RedistributionPlan:
             max_bytes: The limit for packed messages; 0 for none. In shared memory nothing is
                 packed, and it is less.
         """
-        held = 0 if (box := self.held(rank)) is None else volume(box)
+        source_elements = 0 if (box := self.source_block(rank)) is None else volume(box)
         last = 0 if (box := self.block(rank)) is None else volume(box)
-        peak, before = held, 0
+        peak, before = source_elements, 0
         for number, phase in enumerate(self.phases):
             if not phase.in_place:
                 here = phase.target.mesh.contains_rank(rank)
@@ -175,7 +175,7 @@ class RedistributionPlan:
             packed = sum(volume(box) for _, box in phase.gives(rank)) + _received(phase, rank)[0]
             if max_bytes:
                 packed = min(packed, max_bytes // self.itemsize)
-            peak = max(peak, held + blocks + packed)
+            peak = max(peak, source_elements + blocks + packed)
         return self.itemsize * peak
 
     @property
@@ -333,21 +333,21 @@ def _plan(
         prod(shape) * itemsize <= _ONE_SHOT_BYTES,
         _collective(source, target, shape, nodes) if collectives and same_mesh else None,
     )
-    found = strategies(change, itemsize, links)
+    ranked = strategies(change, itemsize, links)
     by_name: dict[str, float] = {}
-    for strategy in found:
+    for strategy in ranked:
         by_name.setdefault(strategy.name, strategy.predicted_s)  # of several, the fastest
     return RedistributionPlan(
         source,
         target,
         shape,
         itemsize,
-        found[0].phases,
+        ranked[0].phases,
         divisor,
         fill,
         links,
-        tuple(by_name.items()) if len(found) > 1 else (),
-        found[0].collective,
+        tuple(by_name.items()) if len(ranked) > 1 else (),
+        ranked[0].collective,
     )
 
 
@@ -355,8 +355,12 @@ def _collective(
     source: Layout, target: Layout, shape: tuple[int, ...], nodes: tuple[int, ...]
 ) -> MeshCollective | None:
     """Return the collective that may do it: inside a node only an all-reduce is better."""
-    found = collective_of(source, target, shape)
-    return found if found is not None and (nodes or found.kind == "all_reduce") else None
+    collective = collective_of(source, target, shape)
+    return (
+        collective
+        if collective is not None and (nodes or collective.kind == "all_reduce")
+        else None
+    )
 
 
 @dataclass(frozen=True, slots=True)

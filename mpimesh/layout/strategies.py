@@ -354,7 +354,7 @@ def _reductions(change: TilingChange) -> Iterator[tuple[str, tuple[Exchange, ...
     """Yield the ways to reduce inside nodes first.
 
     Each rank reduces a piece of its node's sum, so the tiles are cut along an axis; the pieces of
-    all nodes are reduced by whoever is to have them, or by who is nearest to that.
+    all nodes are reduced by the ranks that are to have them, or by the nearest.
     """
     split = node_dims(change.first.mesh, change.nodes)
     partial, kept_partial = split.dims(change.partial), split.dims(change.kept_partial)

@@ -85,15 +85,15 @@ class InterNode(_Half):
 
     def gives(self, rank: int) -> list[tuple[int, Box]]:
         """Return which other ranks take what of the tile of `rank`."""
-        given = self.whole.give_table(rank)
-        if given is None:
+        gives = self.whole.give_table(rank)
+        if gives is None:
             return []
         node_of = np.array(self.nodes, np.int64)
         # A near copy would have been chosen: who takes from afar has none.
-        remote = np.flatnonzero(node_of[given.ranks] != node_of[rank])
-        keeps = _keep(_node_needs(self.whole), given, remote, given.ranks[remote])
-        ranks = given.ranks[keeps]
-        return GiveTable(ranks, given.leaves, given.starts[keeps], given.stops[keeps]).gives()
+        remote = np.flatnonzero(node_of[gives.ranks] != node_of[rank])
+        keeps = _keep(_node_needs(self.whole), gives, remote, gives.ranks[remote])
+        ranks = gives.ranks[keeps]
+        return GiveTable(ranks, gives.leaves, gives.starts[keeps], gives.stops[keeps]).gives()
 
     def received(self) -> tuple[Integers, Integers]:
         """Return how many elements, in how many boxes, each rank of the target gets from others."""
@@ -131,13 +131,13 @@ class IntraNode(_Half):
         """Return how many elements, in how many boxes, each rank of the target gets from others."""
         needs = _node_needs(self.whole)
         elements, boxes = needs.fetched()
-        held = needs.groups >= 0
-        groups = needs.groups[held]
+        members = needs.groups >= 0
+        groups = needs.groups[members]
         of_group = np.zeros((2, len(needs.elements)), np.int64)
-        for total, mine in zip(of_group, (elements[held], boxes[held]), strict=True):
+        for total, mine in zip(of_group, (elements[members], boxes[members]), strict=True):
             total += np.bincount(groups, mine, len(total)).astype(np.int64)
-        elements[held] = of_group[0, groups] - elements[held]
-        boxes[held] = of_group[1, groups] - boxes[held]
+        elements[members] = of_group[0, groups] - elements[members]
+        boxes[members] = of_group[1, groups] - boxes[members]
         return elements, boxes
 
     def _peers(self, rank: int) -> list[int]:
@@ -263,7 +263,7 @@ class _NodeNeeds:
         """
         begins, lengths = self._stand(groups, leaves)
         elements = lengths.prod(axis=-1)
-        before, _ = self._held_before(groups, begins)
+        before, _ = self._near_before(groups, begins)
         # An array without axes is one slice.
         axes = lengths.argmax(axis=-1) if lengths.shape[-1] else np.zeros(len(groups), np.int64)
         longest = lengths.max(axis=-1, initial=1)
@@ -302,14 +302,14 @@ class _NodeNeeds:
 
         In the row-major order of the mesh.
         """
-        held = np.flatnonzero(self.groups >= 0)
-        groups, places = self.groups[held], self.places[held]
+        members = np.flatnonzero(self.groups >= 0)
+        groups, places = self.groups[members], self.places[members]
         elements = np.zeros(len(self.groups), np.int64)
         boxes = elements.copy()
         begin, first, _ = self._cut(groups, places)
         end, _, last = self._cut(groups, places + 1)
-        elements[held] = end - begin
-        boxes[held] = np.where(end > begin, last - first, 0)
+        elements[members] = end - begin
+        boxes[members] = np.where(end > begin, last - first, 0)
         return elements, boxes
 
     def count(self) -> None:
@@ -321,9 +321,9 @@ class _NodeNeeds:
             low, high, _ = self._meets(bounds, self.starts[:, axis], self.stops[:, axis])
             self.boxes[...] *= high - low
         for rows in self._steps(groups):
-            _, held = self._held(groups[rows])
-            self.elements[rows] -= held.sum(axis=1)
-            self.boxes[rows] -= (held > 0).sum(axis=1)
+            _, near = self._near_tiles(groups[rows])
+            self.elements[rows] -= near.sum(axis=1)
+            self.boxes[rows] -= (near > 0).sum(axis=1)
         self.boxes[self.elements == 0] = 0
 
     # -- arithmetic ------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class _NodeNeeds:
         behind = np.cumprod(lengths[:, ::-1], axis=1)[:, ::-1]
         return np.concatenate([behind[:, 1:], np.ones((len(lengths), 1), np.int64)], axis=1)
 
-    def _held(self, groups: Integers) -> tuple[Integers, Integers]:
+    def _near_tiles(self, groups: Integers) -> tuple[Integers, Integers]:
         """Return where the tiles that groups' nodes hold stand, in order, and their elements.
 
         Shapes:
@@ -378,20 +378,20 @@ class _NodeNeeds:
         order = np.argsort(begins, axis=1, kind="stable")
         return np.take_along_axis(begins, order, 1), np.take_along_axis(elements, order, 1)
 
-    def _held_by_all(self, groups: Integers) -> tuple[Integers, Integers]:
+    def _near_tiles_of_all(self, groups: Integers) -> tuple[Integers, Integers]:
         """Return the same, worked out once for each group however often it is there."""
         unique, inverse = np.unique(groups, return_inverse=True)
-        where, elements = self._held(unique)
+        where, elements = self._near_tiles(unique)
         return where[inverse.reshape(-1)], elements[inverse.reshape(-1)]
 
-    def _held_before(self, groups: Integers, begins: Integers) -> tuple[Integers, Integers]:
+    def _near_before(self, groups: Integers, begins: Integers) -> tuple[Integers, Integers]:
         """Return the elements, and the boxes, that nodes hold before `begins`."""
-        found = np.zeros((2, len(groups)), np.int64)
+        totals = np.zeros((2, len(groups)), np.int64)
         for rows in self._steps(groups):
-            where, elements = self._held_by_all(groups[rows])
+            where, elements = self._near_tiles_of_all(groups[rows])
             before = (where < begins[rows][:, None]) & (elements > 0)
-            found[:, rows] = (elements * before).sum(axis=1), before.sum(axis=1)
-        return found[0], found[1]
+            totals[:, rows] = (elements * before).sum(axis=1), before.sum(axis=1)
+        return totals[0], totals[1]
 
     def _cut(self, groups: Integers, places: Integers) -> tuple[Integers, Integers, Integers]:
         """Return where the stretches of peers begin, in remote elements and in remote boxes.
@@ -399,16 +399,16 @@ class _NodeNeeds:
         Returns:
             The elements before; the boxes that end before; those that begin before.
         """
-        found = np.zeros((3, len(groups)), np.int64)
+        totals = np.zeros((3, len(groups)), np.int64)
         for rows in self._steps(groups):
-            found[:, rows] = self._cut_rows(groups[rows], places[rows])
-        return found[0], found[1], found[2]
+            totals[:, rows] = self._cut_rows(groups[rows], places[rows])
+        return totals[0], totals[1], totals[2]
 
     def _cut_rows(self, groups: Integers, places: Integers) -> tuple[Integers, ...]:
         source = self.phase.source
         total = self.elements[groups]
         at = places * total // np.maximum(self.counts(groups), 1)
-        where, elements = self._held_by_all(groups)
+        where, elements = self._near_tiles_of_all(groups)
         # Where the row of remote elements is interrupted by each tile that the node holds.
         breaks = where - (np.cumsum(elements, axis=1) - elements)
         passed = (breaks <= at[:, None]) & (elements > 0)
@@ -562,7 +562,7 @@ def _from_near(phase: Phase) -> tuple[Integers, Integers]:
     count[takers.coords[:, list(target.first_only)].any(axis=1)] = 0
     pairs = np.concatenate([[0], np.cumsum(count)])
     boxes = _tiles(source, givers), _tiles(target, takers)
-    found = np.zeros((2, target.mesh.size), np.int64)
+    totals = np.zeros((2, target.mesh.size), np.int64)
     at = 0
     while at < len(count):
         stop = int(np.searchsorted(pairs, pairs[at] + _PAIRS, "right")) - 1
@@ -579,10 +579,10 @@ def _from_near(phase: Phase) -> tuple[Integers, Integers]:
         for theirs, own in zip(*boxes, strict=True):
             starts = np.maximum(theirs[0][giver], own[0][taker])
             elements *= np.maximum(np.minimum(theirs[1][giver], own[1][taker]) - starts, 0)
-        for row, values in zip(found, (elements, elements > 0), strict=True):
+        for row, values in zip(totals, (elements, elements > 0), strict=True):
             row[at:stop] = np.bincount(taker - at, values, stop - at)
         at = stop
-    return found[0], found[1]
+    return totals[0], totals[1]
 
 
 def _tiles(tiling: Tiling, places: Places) -> list[tuple[Integers, Integers]]:

@@ -283,7 +283,7 @@ def schedule_svg(
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _Grid:
     """The positions: pixels for ranks and times."""
 
     left: float
@@ -326,7 +326,7 @@ def _longest(bars: list[list[list[_Bar]]]) -> str:
     )
 
 
-def _make_frame(tables: Mapping[str, Timetable], width: int) -> _Frame:
+def _make_frame(tables: Mapping[str, Timetable], width: int) -> _Grid:
     num_ranks = max(table.schedule.num_ranks for table in tables.values())
     sizes = (size[1:] for size in _ROW_SIZES if num_ranks <= size[0])
     height, gap = next(sizes, _SMALL_ROW)
@@ -335,7 +335,7 @@ def _make_frame(tables: Mapping[str, Timetable], width: int) -> _Frame:
         y += 22.0 if name else 0.0
         tops.append(y)
         y += table.schedule.num_ranks * (height + gap) + 18.0
-    return _Frame(
+    return _Grid(
         left=_SIDE + svg.text_width(f"rank {num_ranks - 1}", 12) + 10,
         right=width - _SIDE - _NUMBERS,
         tops=tuple(tops),
@@ -421,7 +421,7 @@ def _legend(bars: list[list[list[_Bar]]], *, merged: bool) -> list[str]:
     return parts
 
 
-def _axis(frame: _Frame) -> list[str]:
+def _axis(frame: _Grid) -> list[str]:
     factor, unit = svg.time_unit(frame.span_s)
     most = max(2, int((frame.right - frame.left) / 90))
     ticks = svg.nice_ticks(0.0, frame.span_s * factor, most)
@@ -436,7 +436,7 @@ def _axis(frame: _Frame) -> list[str]:
     return parts
 
 
-def _panel(frame: _Frame, number: int, name: str, table: Timetable) -> Iterator[str]:
+def _panel(frame: _Grid, number: int, name: str, table: Timetable) -> Iterator[str]:
     """Draw the frame of the rows of a timetable, and the ground below them."""
     above = frame.tops[number] - 8
     if name:
@@ -462,7 +462,7 @@ def _panel(frame: _Frame, number: int, name: str, table: Timetable) -> Iterator[
 
 
 def _rows(
-    frame: _Frame,
+    frame: _Grid,
     number: int,
     table: Timetable,
     rows: list[list[_Bar]],
@@ -487,7 +487,7 @@ def _rows(
         yield "</g>"
 
 
-def _columns(frame: _Frame, table: Timetable, rows: list[list[_Bar]]) -> tuple[float, int]:
+def _columns(frame: _Grid, table: Timetable, rows: list[list[_Bar]]) -> tuple[float, int]:
     """Return how long the columns of a timetable are, and how many."""
     step_s = float(table.step_s)
     count = sum(map(len, rows))

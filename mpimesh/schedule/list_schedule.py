@@ -58,7 +58,7 @@ def list_schedule(
     Returns:
         The schedule; None if `orders` do not fit the caps.
     """
-    run = _Run(placement, num_microbatches, costs, caps)
+    run = _ListScheduler(placement, num_microbatches, costs, caps)
     choose = run.by_orders(orders) if orders is not None else run.by_rule(rule or _oldest)
     run.go(choose)
     if any(len(done) < count for done, count in zip(run.done, run.counts, strict=True)):
@@ -74,7 +74,7 @@ def _oldest(action: Action) -> tuple[Seconds, ...]:
 _Choose = Callable[[int, Seconds], Action | None]
 
 
-class _Run:
+class _ListScheduler:
     """The simulation: for each stage the times at which its inputs arrive, in order."""
 
     def __init__(

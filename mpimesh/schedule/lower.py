@@ -13,7 +13,7 @@ from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
 from mpimesh.schedule.schedule import Schedule, check_schedule
 
-__all__ = ["Edges", "Messages", "lower", "pairs"]
+__all__ = ["EdgeMessages", "Edges", "lower", "pairs"]
 
 
 def pairs(skips: object) -> tuple[tuple[int, int], ...]:
@@ -250,7 +250,7 @@ def _steps(actions: Sequence[Action]) -> Iterator[Action]:
             yield Action(action.stage, ActionKind.STEP, 0)
 
 
-class Messages:
+class EdgeMessages:
     """The messages of a schedule whose actions exist.
 
     An edge goes from one stage to another; edges are numbered as they come.

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
-from mpimesh.schedule.lower import Edges, Messages, lower, pairs
+from mpimesh.schedule.lower import EdgeMessages, Edges, lower, pairs
 from mpimesh.schedule.schedule import Schedule, check_schedule, schedule_table
 
 __all__ = ["Proof", "Rules", "most_waiting", "validate"]
@@ -252,7 +252,7 @@ class _Progress:
         received: For each edge the number of receives that have begun.
     """
 
-    def __init__(self, messages: Messages, send_window: int | None = None) -> None:
+    def __init__(self, messages: EdgeMessages, send_window: int | None = None) -> None:
         self._messages = messages
         self._limit = len(messages) if send_window is None else send_window
         self._position = [0] * len(messages.ranks)
@@ -309,7 +309,7 @@ class _Progress:
         }
 
 
-def _smallest_send_window(messages: Messages) -> int:
+def _smallest_send_window(messages: EdgeMessages) -> int:
     """Return the fewest unfinished sends with which no rank waits for ever.
 
     0 if the schedule is safe even where every send blocks. The schedule must be free of deadlock
@@ -330,7 +330,7 @@ class Proof:
     """The outcome of :func:`validate` for a schedule that is correct.
 
     Attributes:
-        num_messages: Messages of one step, over all ranks.
+        num_messages: EdgeMessages of one step, over all ranks.
         send_window: The fewest unfinished sends that a rank must be able to leave behind
             for no rank to wait for ever, on an MPI that buffers nothing and with receives
             posted only where they stand. 0: safe even with blocking sends.
@@ -376,7 +376,7 @@ def validate(schedule: Schedule, *, skips: Iterable[tuple[int, int]] | None = No
     skips = None if skips is None else Edges(schedule.num_stages, pairs(skips)).skips
     _check_actions(schedule, skips)
     lowered = lower(schedule, skips=skips or ())
-    messages = Messages(lowered)
+    messages = EdgeMessages(lowered)
     if not messages.match:
         _refuse_messages(lowered)
     blocked = _Progress(messages).blocked()
@@ -512,7 +512,7 @@ def most_waiting(schedule: Schedule, rank: int) -> dict[tuple[int, int], int]:
         {(0, 1): 3, (2, 1): 2}
     """
     check_schedule(schedule).stages_of(rank)  # raises if there is no such rank
-    messages = Messages(lower(schedule))
+    messages = EdgeMessages(lower(schedule))
     progress = _Progress(messages)
     sent, received = progress.sent, progress.received
     progress.run(other for other in range(len(messages.ranks)) if other != rank)

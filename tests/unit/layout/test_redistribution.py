@@ -44,7 +44,7 @@ def test_nodes_must_have_every_rank():
 def test_a_plan_tells_what_each_rank_holds():
     target = Layout(Mesh("b=2", [1, 2]), "S0")
     plan = plan_redistribution(Layout(PAIR, "S0"), target, (6,), 8)
-    assert [plan.held(rank) for rank in range(4)] == [((0, 3),), ((3, 6),), None, None]
+    assert [plan.source_block(rank) for rank in range(4)] == [((0, 3),), ((3, 6),), None, None]
     assert [plan.block(rank) for rank in range(4)] == [None, ((0, 3),), ((3, 6),), None]
     assert [plan.received_bytes(rank) for rank in range(4)] == [0, 24, 24, 0]
     assert [plan.sent_bytes(rank) for rank in range(4)] == [24, 24, 0, 0]

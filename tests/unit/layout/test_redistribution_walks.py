@@ -114,7 +114,7 @@ def test_any_layout_to_any_layout(move, itemsize, nodes, seed, links):
     assert plan.total_bytes == sum(map(plan.sent_bytes, ranks))
     assert plan.total_messages == sum(map(plan.messages, ranks))
     for rank in ranks:
-        held = elements(plan.held(rank)) if source.mesh.contains_rank(rank) else 0
+        held = elements(plan.source_block(rank)) if source.mesh.contains_rank(rank) else 0
         block = elements(plan.block(rank)) if target.mesh.contains_rank(rank) else 0
         assert plan.peak_bytes(rank) >= itemsize * (held + block)
         assert plan.peak_bytes(rank, max_bytes=itemsize) <= plan.peak_bytes(rank)
