@@ -44,8 +44,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from common.options import Parser, file_named, mesh_reader
-from common.program import on_all_ranks, run_program
+from common.program import Parser, file_named, mesh_reader, on_all_ranks, run_program
 from minilm.model import INSTALL, MiniLM, find_minilm
 
 import mpimesh as mm

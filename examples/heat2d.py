@@ -45,8 +45,7 @@ from typing import Any
 
 import numpy as np
 from common.figure import save_figure
-from common.options import DEFAULT, Parser, file_named, positive
-from common.program import run_program
+from common.program import DEFAULT, Parser, file_named, positive, run_program
 from common.report import MeshReport
 from rich.progress import Progress
 

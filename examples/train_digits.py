@@ -44,9 +44,8 @@ from common.checkpoint import RunCheckpoints
 from common.device import array_library
 from common.program import run_program
 from common.report import gather_json
+from digits.console import Report, parse_options
 from digits.data import CLASSES, PIXELS, Batches, load_digits
-from digits.options import parse_options
-from digits.report import Report
 
 import mpimesh as mm
 from mpimesh import nn, optim

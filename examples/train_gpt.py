@@ -56,9 +56,8 @@ from typing import Any
 import numpy as np
 from common.checkpoint import RunCheckpoints
 from common.program import ProgramError, run_program
+from gpt.console import SCHEDULES, Report, parse_options
 from gpt.data import BYTES, load_text
-from gpt.options import SCHEDULES, parse_options
-from gpt.report import Report
 from gpt.sample import sample_text
 
 import mpimesh as mm

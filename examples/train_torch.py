@@ -42,7 +42,7 @@ from pathlib import Path
 
 import numpy as np
 from common.checkpoint import RunCheckpoints
-from common.options import (
+from common.program import (
     DEFAULT,
     Parser,
     above_zero,
@@ -51,8 +51,8 @@ from common.options import (
     natural,
     positive,
     ranks_of,
+    run_program,
 )
-from common.program import run_program
 
 import mpimesh as mm
 from mpimesh.errors import MissingPackageError

@@ -329,7 +329,7 @@ def test_half_the_bits_learn_too(train):
 )
 def test_the_rates_of_six_steps_with_two_of_warm_up(name, shares, monkeypatch):
     """As the formulas have them: a tenth is left after step 6."""
-    schedule = example_module("gpt.options", monkeypatch).SCHEDULES[name](2, 6)
+    schedule = example_module("gpt.console", monkeypatch).SCHEDULES[name](2, 6)
     np.testing.assert_allclose([schedule(step) for step in range(1, 8)], shares, rtol=1e-14)
 
 
