@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
+from mpimesh.cli.bench import round_s
+
 __all__ = ["FULL", "TINY", "Effort", "Timing", "in_turns"]
 
 
@@ -89,7 +91,7 @@ def in_turns(
     for number in range(rounds + 1):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            spent_s = _round(comm, ways[name], calls, clock)
+            spent_s = round_s(comm, ways[name], calls, clock)
             if number:  # the first round warms up
                 seconds[name].append(spent_s)
     first = seconds[names[0]]
@@ -102,14 +104,3 @@ def in_turns(
         )
         for name, own in seconds.items()
     }
-
-
-def _round(
-    comm: MPI.Intracomm, way: Callable[[], object], calls: int, clock: Callable[[], float]
-) -> float:
-    comm.Barrier()
-    start_s = clock()
-    for _ in range(calls):
-        way()
-    spent_s = (clock() - start_s) / calls
-    return float(comm.allreduce(spent_s, MPI.MAX))

@@ -5,7 +5,7 @@ A command's own module is imported when the command runs, so that help and compl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -39,8 +39,16 @@ CheckpointPath = Annotated[
 
 
 @contextmanager
-def _errors(printed: str = "") -> Iterator[None]:
-    """End with exit code 2 and a line if something cannot be done, after printing `printed`."""
+def _errors(
+    printed: str = "", *, quiet: bool = False, leave: Callable[[int], object] | None = None
+) -> Iterator[None]:
+    """End with exit code 2 and a line if something cannot be done.
+
+    Args:
+        printed: Goes to standard output before.
+        quiet: Write no line: another rank does.
+        leave: Ends all ranks together, where they all end so.
+    """
     try:
         yield
     except (InputError, MpimeshError, OSError) as error:
@@ -49,7 +57,10 @@ def _errors(printed: str = "") -> Iterator[None]:
             text = f"{error.filename}: {error.strerror}"
         if printed:
             typer.echo(printed)
-        typer.echo(f"error: {text}", err=True)
+        if not quiet:
+            typer.echo(f"error: {text}", err=True)
+        if leave is not None and (isinstance(error, InputError) or getattr(error, "agreed", False)):
+            leave(2)
         raise typer.Exit(2) from None
 
 
@@ -195,6 +206,33 @@ def simulate(
         )
         request = Request(schedule, stages, microbatches, ranks, svg, trace, table, as_json)
         run_simulate(request, times)
+
+
+@app.command()
+def bench(
+    *,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="About how long it measures, whatever the ranks.")
+    ] = 120.0,
+    as_json: Json = False,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write a row for each collective, size and way here.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw the times over the sizes here, .svg or .png.")
+    ] = None,
+) -> None:
+    """Measure the collectives on these ranks, beside mpi4py's.
+
+    Run it as the program that is to run: `mpiexec -n 4 mpimesh bench`, or `srun mpimesh bench`.
+    Each collective of arrays of 8 B to 64 MiB goes by each way that mpimesh has, and by raw mpi4py;
+    the ways take turns. Rank 0 prints the medians.
+    """
+    from mpimesh.cli.bench import run_bench
+    from mpimesh.runtime import Launch, exit_all
+
+    with _errors(quiet=bool(Launch.detect().rank), leave=exit_all):
+        run_bench(seconds=seconds, as_json=as_json, csv_path=csv, svg_path=svg)
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mpimesh.errors import TraceError
 
@@ -15,6 +15,7 @@ __all__ = [
     "INK",
     "MUTED",
     "curve_svg",
+    "curves_svg",
     "document",
     "duration",
     "line",
@@ -325,3 +326,94 @@ def _thin_out(points: list[_Point], per_column: int) -> list[_Point]:
         high = max(column, key=lambda point: point[1])
         kept += sorted({low, high})
     return kept
+
+
+# -- several curves over sizes --------------------------------------------------------------------
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart; the first is for comparison.
+_COLOURS = ("#1f2328", "#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73", "#cc79a7")
+_PANEL_WIDTH, _PANEL_HEIGHT, _COLUMNS = 380.0, 290.0, 3
+
+
+def curves_svg(
+    panels: Mapping[str, Mapping[str, Sequence[_Point]]], *, title: str, subtitle: str
+) -> str:
+    """Draw seconds over bytes, both by powers: a panel for each collective, a curve for each way.
+
+    Args:
+        panels: By the title of the panel, the curves by name: bytes and seconds, all above 0.
+        title: Stands above the picture.
+        subtitle: Stands below the title.
+
+    Returns:
+        The text of an SVG file that needs no other file.
+    """
+    columns = min(_COLUMNS, max(1, len(panels)))
+    rows = max(1, math.ceil(len(panels) / columns))
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    points = [point for curves in panels.values() for curve in curves.values() for point in curve]
+    width, height = columns * _PANEL_WIDTH + 24, rows * _PANEL_HEIGHT + 110
+    body = [
+        text(24, 34, title, size=17, weight="600"),
+        text(24, 54, subtitle, size=12.5, fill=MUTED),
+        *_curve_names(names),
+    ]
+    if not points:
+        body.append(text(width / 2, height / 2, "no values", anchor="middle", fill=MUTED))
+        return document(width, height, title, body)
+    xs, ys = zip(*points, strict=True)
+    low_x, high_x = math.log2(min(xs)), max(math.log2(max(xs)), math.log2(min(xs)) + 1)
+    low_y = math.floor(math.log10(min(ys)))
+    high_y = max(math.ceil(math.log10(max(ys))), low_y + 1)
+    for place, (name, curves) in enumerate(panels.items()):
+        left = place % columns * _PANEL_WIDTH + 76
+        top = place // columns * _PANEL_HEIGHT + 128
+        right, bottom = left + _PANEL_WIDTH - 84, top + _PANEL_HEIGHT - 74
+
+        def to_x(nbytes: float, left: float = left, right: float = right) -> float:
+            return left + (math.log2(nbytes) - low_x) / (high_x - low_x) * (right - left)
+
+        def to_y(seconds: float, top: float = top, bottom: float = bottom) -> float:
+            return bottom - (math.log10(seconds) - low_y) / (high_y - low_y) * (bottom - top)
+
+        body.append(text(left, top - 12, name, size=13, weight="600"))
+        for power in range(low_y, high_y + 1):
+            y = to_y(10.0**power)
+            body.append(line(left, y, right, y))
+            label = duration(10.0**power)
+            body.append(text(left - 8, y + 4, label, size=11, anchor="end", fill=MUTED))
+        for power in range(math.ceil(low_x), math.floor(high_x) + 1, 6):
+            x = to_x(2.0**power)
+            body.append(line(x, top, x, bottom + 4))
+            label = _bytes_text(2**power)
+            body.append(text(x, bottom + 18, label, size=11, anchor="middle", fill=MUTED))
+        for curve_name, curve in curves.items():
+            colour = _COLOURS[names.index(curve_name) % len(_COLOURS)]
+            path = "L".join(f"{number(to_x(x))} {number(to_y(y))}" for x, y in curve)
+            dashes = ' stroke-dasharray="5 4"' if curve_name == names[0] else ""
+            body.append(
+                f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.8"'
+                f'{dashes} stroke-linejoin="round"><title>{plain(curve_name)}</title></path>'
+            )
+    return document(width, height, title, body)
+
+
+def _curve_names(names: Sequence[str]) -> list[str]:
+    parts, x = [], 24.0
+    for place, name in enumerate(names):
+        colour = _COLOURS[place % len(_COLOURS)]
+        dashes = ' stroke-dasharray="5 4"' if place == 0 else ""
+        parts.append(
+            f'<line x1="{number(x)}" y1="80" x2="{number(x + 22)}" y2="80" stroke="{colour}" '
+            f'stroke-width="2.2"{dashes}/>'
+        )
+        parts.append(text(x + 28, 84, name, size=12))
+        x += 28 + text_width(name, 12) + 20
+    return parts
+
+
+def _bytes_text(nbytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"

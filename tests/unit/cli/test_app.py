@@ -47,7 +47,7 @@ def test_version():
 
 def test_bash_completes_commands_options_and_schedules():
     assert complete("mpimesh ") == [
-        *("doctor", "simulate", "flight", "ucx-env", "checkpoint"),
+        *("doctor", "simulate", "bench", "flight", "ucx-env", "checkpoint"),
     ]
     assert complete("mpimesh simulate --sch") == ["--schedule"]
     assert complete("mpimesh simulate --schedule zb") == ["zb1p", "zb2p", "zbv"]
@@ -67,7 +67,7 @@ def test_help_and_completion_import_no_mpi_and_no_arrays():
         import sys
         from typer.testing import CliRunner
         from mpimesh.cli import app
-        for words in ([], ["doctor"], ["simulate"], ["flight"], ["checkpoint", "ls"]):
+        for words in ([], ["doctor"], ["simulate"], ["bench"], ["flight"], ["checkpoint", "ls"]):
             assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0
         print(*sorted({"mpi4py", "mpimesh.runtime.device_mesh", "mpimesh.store"} & {*sys.modules}))
     """
