@@ -203,7 +203,7 @@ def round_s(
     start_s = clock()
     for _ in range(calls):
         way()
-    return max(comm.allgather((clock() - start_s) / calls))
+    return float(max(comm.allgather((clock() - start_s) / calls)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ def bench(*, seconds: float = 120.0, sizes_bytes: Sequence[int] = SIZES_BYTES) -
         for choice in ("never", "always", "auto"):
             with _node_shared(choice):
                 meshes[choice] = stack.enter_context(DeviceMesh("ranks=-1"))
-        comm = meshes["auto"].group().communicator.native  # type: ignore[attr-defined]
+        comm = meshes["auto"].group().communicator.native
         # All of a node's ranks together take a quarter of what each may have.
         here = sum(node == node_name(Launch.detect()) for node in comm.allgather(_node()))
         most = min(comm.allgather(memory_limit_bytes() // (16 * here) or 1 << 62))

@@ -51,8 +51,13 @@ def seconds_text(seconds: float) -> str:
 
 
 def table(*columns: str, no_wrap: bool = False) -> Table:
-    """Return a table without lines; columns that begin with > have numbers."""
-    made = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    """Return a table without lines; columns that begin with > have numbers.
+
+    Args:
+        columns: Their headers.
+        no_wrap: Whether a row is one line, however narrow the terminal.
+    """
+    made = Table(box=None, header_style="dim", padding=(0, 1 if no_wrap else 2, 0, 0))
     for column in columns:
         justify: Literal["right", "left"] = "right" if column.startswith(">") else "left"
         made.add_column(column.removeprefix(">"), justify=justify, overflow="fold", no_wrap=no_wrap)
@@ -72,9 +77,12 @@ def print_page(
     if console is None:
         width = None if sys.stdout.isatty() else piped_width
         console = Console(highlight=False, width=width)
+    # Where a table has no room, its lines may be folded by the terminal, but nothing is cut off.
+    wide = console.options.update(width=PIPED_WIDTH)
+    needed = max(console.measure(part, options=wide).minimum for part in parts)
     with console.capture() as page:
         for part in parts:
-            console.print(part)
+            console.print(part, width=max(console.width, needed), soft_wrap=False)
     console.file.write("".join(line.rstrip() + "\n" for line in page.get().splitlines()))
 
 

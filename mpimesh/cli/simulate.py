@@ -255,8 +255,8 @@ _WIDTH = 110
 
 _PARTS = {
     "fill": "filling",
-    "inputs": "for inputs",
-    "gradients": "for gradients",
+    "inputs": "for\ninputs",
+    "gradients": "for\ngradients",
     "other": "other",
     "drain": "draining",
 }
@@ -309,7 +309,7 @@ def show_comparison(
     refused: Mapping[str, str],
 ) -> None:
     """Print schedules side by side in the order given, and why others were left out."""
-    titles = (">stages", ">ranks", ">step", ">bubble", ">share", ">peak", ">= microbatches")
+    titles = (">stages", ">ranks", ">step", ">bubble", ">share", ">peak", ">= micro-\nbatches")
     rows = table("schedule", *titles, *_MEMORY[: any(peak_bytes.values())], no_wrap=True)
     for name, one in timetables.items():
         schedule = one.schedule

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -93,3 +95,17 @@ def test_every_command_says_what_it_does_in_one_line():
         summary = one.get_short_help_str(limit=200)
         assert len(summary) <= 62, name
         assert not summary.endswith("..."), name
+
+
+def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the words of every command, as they are typed."""
+    yield words
+    for name, one in getattr(command, "commands", {}).items():
+        yield from commands(one, (*words, name))
+
+
+@pytest.mark.parametrize("words", [*commands(typer.main.get_command(app))], ids=" ".join)
+def test_the_page_of_the_reference_has_the_help_of(words):
+    page = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
+    printed = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).output.rstrip()
+    assert f"\n$ {' '.join(['mpimesh', *words, '--help'])}\n{printed}\n```\n" in page
