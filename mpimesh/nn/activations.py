@@ -83,7 +83,7 @@ class _Smooth(Module):
     def backward_input(self, dy: Array, ctx: Context) -> Array | None:
         """Return `dy` times the derivative."""
         (derivative,) = self._take(dy, ctx)
-        # The derivative's memory is nobody else's: it becomes the result.
+        # The derivative's memory is not shared: it becomes the result.
         derivative *= dy
         return derivative
 

@@ -1,8 +1,8 @@
 """Multi-head self-attention in blocks: memory linear in the number of tokens.
 
-The scores of all queries with all keys are never held at once. For a block of queries, the keys
+The scores of all queries with all keys are never all in memory. For a block of queries, the keys
 come block by block, and beside the weighted sum of the values so far only the largest score and
-the sum of the exponentials are kept, and corrected when a larger score turns up: the online
+the sum of the exponentials are stored, and corrected when a larger score turns up: the online
 softmax of Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Backward
 computes the scores once more, block by block, from the logarithm of that sum, as in Dao, Fu,
 Ermon, Rudra and Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness"
@@ -403,7 +403,7 @@ class BlockAttention:
                     # -inf less -inf is no number: a query without any key so far counts from 0.
                     base = xp.where(higher == -math.inf, wide.type(0), higher)
                     scores = _exp_less(scores, base)
-                    if keys.start:  # what the blocks before have given counts from the new base
+                    if keys.start:  # sums of the blocks before are rescaled to the new base
                         top -= base
                         fade = xp.exp(top, out=top)
                         total *= fade
@@ -536,7 +536,7 @@ def _by_kv_head(x: Array) -> Array:
 
 
 def _exp_less(scores: Array, base: Array) -> Array:
-    """Return ``exp(scores - base)``; `scores` is given up."""
+    """Return ``exp(scores - base)``; `scores` is overwritten."""
     xp = namespace(scores)
     if is_cupy(scores):
         return fused(xp, exp_less)(scores, base)

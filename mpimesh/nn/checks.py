@@ -53,20 +53,20 @@ def check_floats(layer: object, x: Array, dtype: DType | None = None, *, name: s
         DTypeError: If `x` is refused for its dtype.
         ShapeError: If it has no axis.
     """
-    given = getattr(x, "dtype", None)
+    found = getattr(x, "dtype", None)
     # NumPy takes None for float64, also in a comparison.
-    if given is None or not is_float_dtype(given):
-        got = type(x).__name__ if given is None else given
+    if found is None or not is_float_dtype(found):
+        got = type(x).__name__ if found is None else found
         raise DTypeError(
             f"{layer!r}: {name} must be an array of {FLOAT_NAMES}, got {got}"
             f"{tensor_advice(name, x)}"
         )
     if not x.shape:
         raise ShapeError(f"{layer!r}: {name} must have rows, that is shape (rows, ...), got ()")
-    if dtype is not None and given != dtype:
+    if dtype is not None and found != dtype:
         raise DTypeError(
-            f"{layer!r}: {name} must be {dtype} like the parameters, got {given}; "
-            f"use {name}.astype('{dtype}'), or make the model with dtype='{given}'"
+            f"{layer!r}: {name} must be {dtype} like the parameters, got {found}; "
+            f"use {name}.astype('{dtype}'), or make the model with dtype='{found}'"
         )
 
 
@@ -131,9 +131,9 @@ def parted(
     """Return the array and the mask of ``(array, mask)``, or an array alone and None.
 
     Args:
-        layer: Who was given `x`.
-        x: What was given.
-        ctx: What was given beside it: it may be the mask.
+        layer: The layer, for messages.
+        x: The argument.
+        ctx: The second argument, which may be the mask by mistake.
         what: What `x` is called.
 
     Raises:

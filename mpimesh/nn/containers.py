@@ -48,7 +48,7 @@ class Sequential(Module):
                 self.append(one)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy holds: its layers ask nobody."""
+        """Return the state of a copy, without the hook."""
         return {**self.__dict__, "before": None}
 
     def append(self, layer: SupportsLayer) -> Self:
@@ -106,15 +106,15 @@ class Sequential(Module):
                 others there.
         """
         self._part = part
-        told: dict[int, FeaturePart | None] = {}
+        parts: dict[int, FeaturePart | None] = {}
         for layer in self._layers:
             keeps = "_part" in getattr(layer, "__dict__", ())
-            if keeps and told.get(id(layer), part) != part:
+            if keeps and parts.get(id(layer), part) != part:
                 raise ModuleError(
                     f"{layer!r} stands where this rank has all features and where it has some, and "
                     "cannot serve both: give each place a layer of its own"
                 )
-            told[id(layer)] = part
+            parts[id(layer)] = part
             part = protocol.set_part(layer, part)
         return part
 
@@ -233,7 +233,7 @@ class Checkpoint(Module):
     """A layer of which forward keeps its input only; backward runs forward again.
 
     In a pipeline that is part of the action that computes the input's gradient, ``B`` or ``I``;
-    between the two halves of a backward what the weights' half needs is kept, as without. What a
+    between the two halves of a backward what the weights' half needs is saved, as without. What a
     layer draws depends on the context and on its place in the model, so the second forward gives
     the bits of the first, and so do the gradients. Collectives of split layers run again, too, on
     all ranks alike.
@@ -244,7 +244,7 @@ class Checkpoint(Module):
         x, result: those of the layer.
 
     Cost:
-        A second forward. While a microbatch is in flight its input is kept, and in its backward
+        A second forward. While a microbatch is in flight its input is saved, and in its backward
         what forward of this one layer keeps: a model of n layers, each in a Checkpoint, keeps n
         inputs and one layer's activations.
 
@@ -364,10 +364,10 @@ class _Merge(Module):
 
     def backward_input(self, dy: Array, ctx: Context) -> tuple[Array | None, ...]:
         """Return each array's gradient; None for integers and booleans."""
-        (kept,) = self._take(dy, ctx)
-        parts = self._split(dy, [shape for _, shape in kept])
+        (saved,) = self._take(dy, ctx)
+        parts = self._split(dy, [shape for _, shape in saved])
         return tuple(
-            part if floating else None for part, (floating, _) in zip(parts, kept, strict=True)
+            part if floating else None for part, (floating, _) in zip(parts, saved, strict=True)
         )
 
     @abstractmethod

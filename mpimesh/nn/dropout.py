@@ -1,9 +1,9 @@
 """Dropout whose masks belong to the global batch, not to who computes them.
 
 Random bits have numbers: nothing is drawn twice, or in an order. Each value has a row and a place
-in it, whoever computes it and with which others, and half a word of random bits belongs to these
+in it, on any rank and in any batch, and half a word of random bits belongs to these
 two. So masks are the same for any cut of the batch, of the features, of a sequence or of heads; and
-one that is needed again is drawn again, not kept.
+one that is needed again is drawn again, not saved.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ParallelDropout(Dropout):
 
     For what stands between a :class:`ColumnParallelLinear` and a :class:`RowParallelLinear` in a
     layer of one's own. In a :class:`~mpimesh.nn.Sequential`, a model's stages or a
-    :class:`~mpimesh.nn.FeedForward` a plain dropout is told its features, and does the same.
+    :class:`~mpimesh.nn.FeedForward` a plain dropout learns its features, and does the same.
 
     Shapes:
         x, result: (rows, ..., this rank's features), the same.
@@ -206,7 +206,7 @@ def key_at(layer: Module, *numbers: int) -> int:
     """Return the key of the bits that belong to a layer and `numbers`, such as the step.
 
     Raises:
-        ModuleStateError: If the layer was not told its place.
+        ModuleStateError: If the layer has no place yet.
     """
     if layer._place is None:
         raise ModuleStateError(

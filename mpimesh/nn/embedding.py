@@ -240,7 +240,7 @@ class PositionalEmbedding(Module):
         dy, first = ctx.take_deferred(self)
         if dy is not None:
             tokens = dy.shape[-2]
-            rows = math.prod(dy.shape[:-2])  # -1 cannot be told where there are no tokens
+            rows = math.prod(dy.shape[:-2])  # -1 is ambiguous where there are no tokens
             g = dy.reshape(rows, tokens, self.features).sum(axis=0, dtype=sum_dtype(dy.dtype))
             self.weight.accumulate_rows(namespace(dy).arange(first, first + tokens), g)
 
@@ -312,11 +312,11 @@ class RotaryEmbedding(Module):
             if self.interleaved
             else (slice(0, half), slice(half, None))
         )
-        given, x = x.dtype, x.astype(wide, copy=False)
+        narrow, x = x.dtype, x.astype(wide, copy=False)
         y = xp.empty(x.shape, wide)
         y[..., first] = x[..., first] * cos - x[..., second] * sin
         y[..., second] = x[..., second] * cos + x[..., first] * sin
-        return y.astype(given, copy=False)
+        return y.astype(narrow, copy=False)
 
     def _table(self, xp: ModuleType, wide: DType, tokens: int) -> tuple[Array, Array]:
         """Return the cosines and sines as (tokens, 1, head_dim / 2)."""

@@ -110,7 +110,7 @@ def first_values(
 ) -> HostArray:
     """Return the first values of parameter `name` of the layer at global `index`.
 
-    Of a `box` of it they are those that the whole one has there. The whole one is never held:
+    Of a `box` of it they are those that the whole one has there. The whole one is never in memory:
     it is drawn chunk by chunk, and chunks before and between the runs of the box are skipped, not
     drawn, where the initializer takes one word for each value.
 

@@ -55,7 +55,7 @@ class Linear(Module):
         reference.
         Split by "S0", backward all-reduces the gradient of `x`, while the weight's is computed;
         with `sequence` forward gathers `x`, and backward gathers it again, so that only this
-        rank's places are kept, and reduce-scatters its gradient. Split by "S1", forward
+        rank's places are saved, and reduce-scatters its gradient. Split by "S1", forward
         all-reduces the result; with `sequence` forward reduce-scatters it, and backward gathers
         its gradient.
 
@@ -63,8 +63,8 @@ class Linear(Module):
         in_features: Length of the last axis of `x`, over all ranks.
         out_features: Length of the last axis of the result, over all ranks.
         bias: Whether to add a bias.
-        weight: How the weight lies on the ranks of `group`: ``"S0"``, ``"S1"``, or with sizes as
-            ``"S0(3,1)"``; it may name the group, as in ``"tp=S0"``.
+        weight: The split of the weight over the ranks of `group`: ``"S0"``, ``"S1"``, or with sizes
+            as ``"S0(3,1)"``; it may name the group, as in ``"tp=S0"``.
         group: The ranks, such as ``mesh.group("tp")``.
         sequence: How activations outside of the pair of layers, one of each kind, are split
             along the sequence, if they are.
@@ -87,7 +87,7 @@ class Linear(Module):
     _runs: Sequence[AxisRun] = ()  # what each rank has of it
     _entrance: Split | None = None  # where x comes in, if not by the layer around this one
     gather_output = False
-    _placement: ClassVar[PlacementLike | None] = None  # of the weight, if not told otherwise
+    _placement: ClassVar[PlacementLike | None] = None  # of the weight, by default
 
     def __init__(
         self,

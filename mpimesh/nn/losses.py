@@ -162,8 +162,8 @@ class CrossEntropy(_RowLoss):
         rows = _rows(self, target)
         if self.ignore_index is None or not target.size:
             return float(rows)
-        kept = int((target != self.ignore_index).sum())
-        return kept * rows / int(target.size)
+        counted = int((target != self.ignore_index).sum())
+        return counted * rows / int(target.size)
 
     def _check(self, y: Array, target: Array) -> None:
         check_floats(self, y, name="y")

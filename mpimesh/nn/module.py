@@ -57,7 +57,7 @@ class Module(ABC):
 
     Attributes:
         input_grad: Set it False on the first layer of a model to spare the
-            gradient that nobody reads: where it costs something, `backward_input`
+            gradient that is not read: where it costs something, `backward_input`
             then returns None.
         mixes_features: Whether a value of the result depends on several features
             of the input, so that the layer cannot do with a rank's part of them.
@@ -111,7 +111,7 @@ class Module(ABC):
         return self.backward(dy, ctx)
 
     def backward_weight(self, ctx: Context) -> None:  # noqa: B027 - no parameters, nothing to do
-        """Add the parameters' gradients and free what was kept for them.
+        """Add the parameters' gradients and free what was saved for them.
 
         Raises:
             ModuleStateError: If a layer with parameters had no `backward_input`
@@ -380,11 +380,11 @@ class Module(ABC):
         """
         ctx = self._context(ctx)
         shape, dtype, *values = ctx.peek(self)
-        given = shape_of(dy)
-        if given != shape:
+        found = shape_of(dy)
+        if found != shape:
             raise ShapeError(
                 f"{self!r}: dy, the gradient of the output, must have its shape {shape}, "
-                f"got {shown(dy) if given is None else given}"
+                f"got {shown(dy) if found is None else found}"
             )
         if dy.dtype != dtype:
             raise DTypeError(
@@ -398,8 +398,7 @@ class Module(ABC):
         """Return the context that backward got, if it is one."""
         if not isinstance(ctx, Context):
             raise ModuleStateError(
-                f"{self!r}: backward needs the Context that forward was given as ctx, got "
-                f"{shown(ctx)}"
+                f"{self!r}: backward needs the Context of its forward as ctx, got {shown(ctx)}"
             )
         return ctx
 

@@ -51,7 +51,7 @@ class Parameter:
         name: Its name inside its layer, such as ``"weight"``.
         shape: The shape of what this rank holds, known before there is memory.
         global_shape: The shape of the whole parameter, which is `shape` where it is not split.
-        layout: How it lies on the ranks that its layer is split over; None if each of them has
+        layout: Its split over the ranks that its layer is split over; None if each of them has
             all of it, and makes all of its gradient. Ranks that a layout gives the same block
             have equal values, and each makes a part of the block's gradient: the true one is the
             sum over them, which training makes once a step, see
@@ -128,7 +128,7 @@ class Parameter:
     def grad(self) -> Array:
         """The gradient, of the same shape; None when nothing was added and no memory is attached.
 
-        Attached memory is not set to 0 before something is added to it, but when somebody looks.
+        Attached memory is not set to 0 before something is added to it, but when it is read.
         """
         self.write_zeros()
         return self._grad
@@ -165,7 +165,7 @@ class Parameter:
     def set_layout(self, layout: Layout | BoxLayout, rank: int) -> None:
         """Hold the block of `rank` from now on, of a parameter that has no memory yet.
 
-        A parameter that several layers share may be told the same layout by each.
+        A parameter that several layers share may get the same layout from each.
 
         Raises:
             ModuleStateError: If it has memory.
@@ -201,7 +201,7 @@ class Parameter:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the gradient lives in memory given by `attach_grad`."""
+        """Whether the gradient is in memory that `attach_grad` attached."""
         return self._attached
 
     def materialize(
@@ -210,7 +210,7 @@ class Parameter:
         """Allocate the values and give them their first ones; drops any gradient memory.
 
         This rank's block gets the values that it has in the whole parameter, of which no more is
-        drawn or held than must be; see :func:`mpimesh.nn.initializers.first_values`.
+        drawn or stored than must be; see :func:`mpimesh.nn.initializers.first_values`.
 
         Args:
             seed: The seed of the whole model.
@@ -221,7 +221,7 @@ class Parameter:
         Raises:
             DTypeError: If `dtype` is another one, or CuPy's memory is to hold bfloat16.
             ModuleError: If `seed` or `index` is negative.
-            ModuleStateError: If it has values, which somebody else keeps.
+            ModuleStateError: If it has values that another object owns.
         """
         self._check_here()
         dtype = float_dtype(dtype, xp=xp)
@@ -255,7 +255,7 @@ class Parameter:
         return self.data
 
     def _check_here(self) -> None:
-        """Return unless somebody else keeps the values.
+        """Return unless another object owns the values.
 
         Raises:
             ModuleStateError: If so, saying who, and what to do.
@@ -266,7 +266,7 @@ class Parameter:
             )
 
     def put_away(self, why: str) -> None:
-        """Give up the values, which somebody else keeps, and remember their dtype.
+        """Drop the values, which another object owns, and remember their dtype.
 
         Args:
             why: Where they are, and what to do, for the error of :meth:`value`.
@@ -388,7 +388,7 @@ class Parameter:
     def zero_grad(self) -> None:
         """Forget the gradient: zeros in attached memory, otherwise None.
 
-        The zeros are written when somebody looks at :attr:`grad`; most often something is added
+        The zeros are written when :attr:`grad` is read; most often something is added
         before, and takes their place.
         """
         if self._attached and self._grad is not None:
@@ -399,7 +399,7 @@ class Parameter:
     def write_zeros(self) -> None:
         """Set attached memory to 0, if nothing was added since the last `zero_grad`.
 
-        For whoever reads the memory itself.
+        For readers of the memory itself.
         """
         if self._marks[self._place] & ZERO:
             self._marks[self._place] &= ELSEWHERE
@@ -421,7 +421,7 @@ class Parameter:
         """Return what a copy holds: all but the tie to those who wait for the gradient.
 
         Raises:
-            ModuleStateError: If somebody else keeps the values, which the copy would lack.
+            ModuleStateError: If another object owns the values, which the copy would lack.
         """
         self._check_here()
         own, slots = cast("tuple[object, dict[str, Any]]", super().__getstate__())

@@ -152,7 +152,7 @@ class Context:
         """Return what `make` gave when it was first called for this very `source`.
 
         For what several layers make of one and the same array that passes through them all. It is
-        kept as long as the context, or up to :meth:`clear`.
+        stored as long as the context, or up to :meth:`clear`.
         """
         # With the source itself, so that its id stays its own.
         if id(source) not in self._made:
@@ -219,12 +219,12 @@ class Context:
         return not any(records.saved or records.deferred for records in self._records.values())
 
     def clear(self) -> None:
-        """Drop everything that is kept, for a microbatch whose backward will not run."""
+        """Drop all records, for a microbatch whose backward will not run."""
         self._records.clear()
         self._made.clear()
 
     def drop(self, module: object) -> None:
-        """Drop what is kept for `module`."""
+        """Drop the records of `module`."""
         self._records.pop(id(module), None)
 
     def _of(self, module: object) -> _Records:
@@ -380,8 +380,8 @@ def set_part(layer: SupportsLayer, part: FeaturePart | None) -> FeaturePart | No
     method = getattr(layer, "set_part", None)
     if method is None:
         return part
-    given: FeaturePart | None = method(part)
-    return given
+    output: FeaturePart | None = method(part)
+    return output
 
 
 def num_layers(layer: SupportsLayer) -> int:

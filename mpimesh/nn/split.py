@@ -13,7 +13,7 @@ the places only. A split layer gathers the places in front (`all_gather`) and le
 parameter that a rank applies to its own places only, a norm's or a bias, has on each rank a part
 of its gradient.
 
-Layers talk to no ranks themselves: they are given a group, such as ``mesh.group("tp")``.
+Layers talk to no ranks themselves: they take a group, such as ``mesh.group("tp")``.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ class Split:
     # -- layers that are split by their outputs --------------------------------------------
 
     def enter(self, x: Array, ctx: Context | None) -> Array:
-        """Return all of `x`. Collective with a sequence. This rank's places of it are kept."""
+        """Return all of `x`. Collective with a sequence. This rank's places of it are saved."""
         if ctx is not None:
             ctx.save(self, x)
         return x if self.sequence is None else self.sequence.gather(x).resolve()
@@ -379,7 +379,7 @@ class Split:
         return ctx.once(mask, lambda: sequence.gather(mask).resolve())
 
     def leave(self, dx: Array | None, ctx: Context) -> Pending:
-        """Start to sum the ranks' gradients of the input, None if nobody wants it. Collective."""
+        """Start to sum the ranks' gradients of the input, None if it is not needed. Collective."""
         ctx.defer(self, *ctx.take(self))
         if dx is None:
             return _Resolved(None)
@@ -392,7 +392,7 @@ class Split:
 
         Args:
             ctx: The microbatch.
-            wanted: False if nobody needs it, on all ranks alike.
+            wanted: False if it is not needed, on all ranks alike.
         """
         (x,) = ctx.take_deferred(self)
         if not wanted or self.sequence is None:

@@ -27,7 +27,7 @@ _SPLIT = (Attention, FeedForward, SwiGLU, Embedding)
 # Of these each rank has a part.
 
 _OF_PLACES = (LayerNorm, RMSNorm, Linear, Dropout, PositionalEmbedding)
-# These are told which places of a split sequence they treat.
+# These learn which places of a split sequence they treat.
 
 _PLACEWISE = (GELU, ReLU, SiLU, BertBlock, GptBlock, Checkpoint)
 # With a split sequence these need no change, or only of the layers within.
@@ -249,7 +249,7 @@ def gpt_layers(
         hidden: Length of what is inside an mlp.
         norm: The kind of norms.
         mlp: The kind of mlps.
-        rotary: Whether positions are told by rotation.
+        rotary: Whether positions are encoded by rotation.
         bias: Whether the linear layers of the blocks have biases.
         dropout: The share that is dropped behind the embedding and in the blocks.
         attention_dropout: The share of the attentions' weights that is dropped.

@@ -10,7 +10,7 @@ bucket attached counts as a gradient, on each of its ranks alike.
 
 Parameters of fewer than 32 bits have float32 state, and with it their values in float32, the
 *master* values: steps change those, so that changes too small for the parameter's own dtype add up,
-and the parameter is what they round to. Where somebody else gave a parameter other values, as
+and the parameter is what they round to. Where a parameter was assigned other values, as
 loading a model does, the master values follow.
 """
 
@@ -176,7 +176,7 @@ class Optimizer(ABC):
 
         Raises:
             ModuleStateError: If a parameter with a gradient has no memory.
-                Or if somebody else steps it, such as a :class:`~mpimesh.ParallelOptimizer`.
+                Or if another object steps it, such as a :class:`~mpimesh.ParallelOptimizer`.
             ShapeError: If a parameter's memory is not C-contiguous.
         """
         if self._is_lent:
@@ -265,16 +265,16 @@ class Optimizer(ABC):
         _check_layout(type(self).__name__, state, self.numbers, len(params))
         numbers = self._checked_numbers({name: state[name] for name in self.numbers})
         names = self.state_names(numbers)
-        for place, (parameter, given) in enumerate(zip(params, state["params"], strict=True)):
+        for place, (parameter, own) in enumerate(zip(params, state["params"], strict=True)):
             who = f"parameter {place} ({parameter.name!r})"
-            steps = check_steps(who, given)
-            missing = [name for name in names if steps and name not in given]
+            steps = check_steps(who, own)
+            missing = [name for name in names if steps and name not in own]
             if missing:
                 raise ModuleError(
-                    f"the state of {who} lacks {missing}, which one of {given['steps']} steps has; "
-                    f"it has {sorted(map(str, given))}"
+                    f"the state of {who} lacks {missing}, which one of {own['steps']} steps has; "
+                    f"it has {sorted(map(str, own))}"
                 )
-            check_arrays(who, given, parameter.shape)
+            check_arrays(who, own, parameter.shape)
         return numbers
 
     def _checked_numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,9 +295,9 @@ class Optimizer(ABC):
     def exchange_params(
         self, params: Iterable[Parameter], decays: Iterable[bool], state: Mapping[str, Any]
     ) -> None:
-        """Go on with other parameters, and the state that they have, lent to somebody else.
+        """Go on with other parameters, and the state that they have, under another owner.
 
-        For whoever divides parameters among ranks, and steps them by :meth:`step_at` from now on.
+        For owners that divide parameters among ranks, and step them by :meth:`step_at` from now on.
         Nothing is changed if it raises.
 
         Args:
@@ -319,16 +319,16 @@ class Optimizer(ABC):
 
     def _filled_slots(self, states: Sequence[Mapping[str, Any]]) -> dict[int, _Slot]:
         slots: dict[int, _Slot] = {}
-        for place, (parameter, given) in enumerate(zip(self.params, states, strict=True)):
-            if not given["steps"]:
+        for place, (parameter, own) in enumerate(zip(self.params, states, strict=True)):
+            if not own["steps"]:
                 continue
             slots[place] = slot = self._new_slot(parameter)
-            slot.steps = int(given["steps"])
+            slot.steps = int(own["steps"])
             for name, array in slot.arrays.items():
-                if name == MASTER and name not in given:
+                if name == MASTER and name not in own:
                     continue  # of a state that was made without: the parameter's own values
                 xp = namespace(array)
-                array[...] = to_numpy(given[name]) if xp is np else xp.asarray(given[name])
+                array[...] = to_numpy(own[name]) if xp is np else xp.asarray(own[name])
         return slots
 
     def _slot(self, place: int) -> _Slot:
@@ -479,21 +479,21 @@ def _check_layout(kind: str, state: Any, numbers: Sequence[str], num_params: int
         )
 
 
-def check_steps(who: str, given: Any) -> int:
+def check_steps(who: str, own: Any) -> int:
     """Return the count of steps in the state of a parameter.
 
     Raises:
         ModuleError: If there is none.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(own, Mapping):
         raise ModuleError(
-            f"the state of {who} is a dict of 'steps' and of arrays, got {type(given).__name__}"
+            f"the state of {who} is a dict of 'steps' and of arrays, got {type(own).__name__}"
         )
-    if "steps" not in given:
+    if "steps" not in own:
         raise ModuleError(
-            f"the state of {who} lacks 'steps', how often it was stepped; it has {sorted(given)}"
+            f"the state of {who} lacks 'steps', how often it was stepped; it has {sorted(own)}"
         )
-    value = given["steps"]
+    value = own["steps"]
     try:
         steps = -1 if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -505,7 +505,7 @@ def check_steps(who: str, given: Any) -> int:
     return steps
 
 
-def check_arrays(who: str, given: Mapping[str, Any], shape: tuple[int, ...] | None) -> None:
+def check_arrays(who: str, own: Mapping[str, Any], shape: tuple[int, ...] | None) -> None:
     """Check the arrays in the state of a parameter; shapes not if `shape` is None.
 
     Raises:
@@ -513,7 +513,7 @@ def check_arrays(who: str, given: Mapping[str, Any], shape: tuple[int, ...] | No
         DTypeError: If one is not of floating point.
         ShapeError: If one has another shape.
     """
-    for name, array in given.items():
+    for name, array in own.items():
         if name == "steps":
             continue
         if not hasattr(array, "shape") or not isinstance(getattr(array, "dtype", None), np.dtype):

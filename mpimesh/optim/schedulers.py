@@ -337,18 +337,18 @@ def _cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * (1.0 + math.cos(math.pi * done)) / 2.0
 
 
-def _optimizers_of(given: Any) -> list[Optimizer]:
+def _optimizers_of(source: Any) -> list[Optimizer]:
     """Return the optimizers in what an LRScheduler is made for."""
-    if isinstance(given, Optimizer):
-        return [given]
-    inside = getattr(given, "optimizers", given)
+    if isinstance(source, Optimizer):
+        return [source]
+    inside = getattr(source, "optimizers", source)
     if (
         not isinstance(inside, Iterable)
         or isinstance(inside, str | bytes | Mapping)
         or shape_of(inside) is not None
     ):
         raise ModuleError(
-            f"optimizer must be an Optimizer, a ParallelOptimizer, or several, got {shown(given)}"
+            f"optimizer must be an Optimizer, a ParallelOptimizer, or several, got {shown(source)}"
         )
     found = [one for each in inside for one in _optimizers_of(each)]
     if len({id(one) for one in found}) < len(found):

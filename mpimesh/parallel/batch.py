@@ -152,10 +152,12 @@ class Batch:
         if self.optimizer is not None:
             facts["optimizer"] = text = numbers_of(self.optimizer)
             numbers[len(numbers) - 2 * engine.places + facts["place"]] = fingerprint(text)
-        given = {"x": self.x, "target": self.target}
+        values_by_title = {"x": self.x, "target": self.target}
         if self.inputs:
-            given |= {input_title(name): value for name, value in self.inputs.items()}
-        self.values = {title: (value,) for title, value in given.items() if value is not None}
+            values_by_title |= {input_title(name): value for name, value in self.inputs.items()}
+        self.values = {
+            title: (value,) for title, value in values_by_title.items() if value is not None
+        }
         if facts["rows"] is not None:
             self.sizes = (facts["rows"],)
         if facts["replica"] is not None:
@@ -250,7 +252,7 @@ class Batch:
         Returns:
             The rows of each value, or of its microbatches, by title; and which are split arrays.
         """
-        given: dict[str, Any] = {"x": self.x, "target": self.target}
+        values_by_title: dict[str, Any] = {"x": self.x, "target": self.target}
         inputs = {} if self.inputs is None else self.inputs
         if not isinstance(inputs, Mapping):
             raise ModuleError(f"inputs must be a dict of arrays by name, got {inputs!r}")
@@ -261,10 +263,10 @@ class Batch:
                     f"{', '.join(map(repr, engine.input_names)) or 'none'}: name it in "
                     f"PipelineStage(i, inputs=({name!r},))"
                 )
-            given[input_title(name)] = value
+            values_by_title[input_title(name)] = value
         sizes: dict[str, tuple[int, ...]] = {}
         split: list[str] = []
-        for title, value in given.items():
+        for title, value in values_by_title.items():
             if value is None:
                 continue
             blocks: list[Array] = []
@@ -286,10 +288,12 @@ class Batch:
 
     def _is_cut(self, title: str) -> bool:
         """Tell whether a value was given as microbatches."""
-        given = {"x": self.x, "target": self.target}.get(title)
-        if given is None and self.inputs is not None:
-            given = {input_title(name): value for name, value in self.inputs.items()}[title]
-        return isinstance(given, Microbatches)
+        values_by_title = {"x": self.x, "target": self.target}.get(title)
+        if values_by_title is None and self.inputs is not None:
+            values_by_title = {input_title(name): value for name, value in self.inputs.items()}[
+                title
+            ]
+        return isinstance(values_by_title, Microbatches)
 
     def _are_local(self, split: Sequence[str], who: str) -> bool:
         """Tell whether the values hold the rows of this rank's replica only.

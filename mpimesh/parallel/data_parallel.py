@@ -220,7 +220,7 @@ class DataParallel(ParallelModel):
     def forward(self, x: Tree, *, rows: Rows = "whole") -> Tree:
         """Compute the outputs of a batch, each rank those of its rows.
 
-        Collective along the dim of the replicas. Nothing is kept for a backward.
+        Collective along the dim of the replicas. Nothing is saved for a backward.
 
         Shapes:
             x: (rows, ...), the global batch, on every rank; or this rank's rows.

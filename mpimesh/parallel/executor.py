@@ -191,7 +191,7 @@ class Executor:
         return entries[0] if len(entries) == 1 else tuple(entries)
 
     def _room_at(self, stage: int, other: int) -> Allocate | None:
-        """Return what gives memory for what goes to stage `other`, if that lies elsewhere."""
+        """Return what gives memory for what goes to stage `other`, if that is on another rank."""
         link = self._links.sending.get((stage, other))
         return None if link is None or link.row is None or self._xp is not np else link.room
 

@@ -2,7 +2,7 @@
 
 The header is one all-reduce of a few numbers, started when a step begins, and looked at while
 a rank waits and when the step ends. A rank that was given the batch does not wait for it;
-one that was not learns from it how many rows there are. Where each replica was given its own rows,
+one that was not learns from it how many rows there are. Where each replica has its own rows,
 a second all-reduce tells how many each has. The status, in which all ranks meet when the work is
 done, is one of two numbers. All are persistent collectives on memory of their own, and a rank that
 steps alone starts none.
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 OWN_ROWS = -1
-"""In the place of a number of microbatches: each replica was given its own rows."""
+"""In the place of a number of microbatches: each replica has its own rows."""
 
 UNKNOWN = -(1 << 62)
 """In the place of any number: this rank has nothing to say."""
@@ -46,7 +46,7 @@ _TEXTS = 5
 Size: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int | None, ...], float | None]
 """The size of a batch, alike on all ranks: the rows of the global batch; in how many microbatches
 it was given, 0 if it was given whole; what stands for shape and dtype of each input's rows, where
-it is whole. Where each replica was given its own rows: how many each was given, None for one that
+it is whole. Where each replica has its own rows: how many each was given, None for one that
 was given none because a rank of it failed; and what the targets count, None if it is their rows."""
 
 
@@ -95,7 +95,7 @@ def number_of(text: str | None) -> int:
 class StepExchanges:
     """The exchanges of all steps of a model, planned once. Making it is local.
 
-    Where each replica was given its own rows, reading the header takes a second exchange of as few
+    Where each replica has its own rows, reading the header takes a second exchange of as few
     numbers: how many rows each has. All ranks come to that, those that have failed at the end of
     the step, and until then no rank has begun its work, for none knows which rows of the batch its
     own are.
@@ -103,7 +103,7 @@ class StepExchanges:
     Args:
         scope: The ranks of the steps.
         inputs: Number of inputs, with x, the same on every rank.
-        places: In how many parts the model lies on the ranks.
+        places: Number of parts of the model.
         replicas: How many replicas share the rows.
 
     Attributes:
@@ -357,9 +357,9 @@ def disagreement(
             )
         ),
     ]
-    for rule, told in rules:
+    for rule, stated in rules:
         by_value: dict[object, list[int]] = {}
-        for rank, value in zip(ranks, told, strict=True):
+        for rank, value in zip(ranks, stated, strict=True):
             if value is not None:
                 by_value.setdefault(value, []).append(rank)
         if len(by_value) > 1:
@@ -379,7 +379,7 @@ def _rules_of_own_rows(
         how = "each replica its own, by mesh.coord() along its dim and not by mesh.rank"
         yield f"{who} x and target, or None; theirs are", [one and one["rows"] for one in mine]
         for name in sums:
-            told = [one and one["sums"].get(name) for one in mine]
-            yield f"{who} {name}, or None; {how}. The CRC-32 of the values is", told
+            stated = [one and one["sums"].get(name) for one in mine]
+            yield f"{who} {name}, or None; {how}. The CRC-32 of the values is", stated
         counts = [one and one["counted"] for one in mine]
         yield f"{who} the target, or None; what the loss counts in them is", counts

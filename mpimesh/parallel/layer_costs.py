@@ -122,7 +122,7 @@ def measure_layers(
     pipe = group_along(mesh, dim, "pp")
     scope = mesh.group()
 
-    def given() -> tuple[Sequence[SupportsLayer], Tree, TensorModel]:
+    def checked() -> tuple[Sequence[SupportsLayer], Tree, TensorModel]:
         _check_options(repeats, bytes_per_s, latency_s)
         float_dtype(dtype, what="dtype: parameters are kept")
         if not hasattr(xp, "ndarray"):
@@ -144,7 +144,7 @@ def measure_layers(
         options = f"{dtype}, {bytes_per_s} bytes/s, latency {latency_s} s, {repeats} repeats"
         return f"{describe_layers(flat)}; x {rows_of(part)} rows of {kind_of(part)}; {options}"
 
-    flat, part, tensor = agree_alike(scope._core, "measure_layers", given, rule)
+    flat, part, tensor = agree_alike(scope._core, "measure_layers", checked, rule)
     tensor.make_groups(mesh, scope, scope.alone(), (), ())
     run = partial(time_layers, flat, part, dtype=dtype, xp=xp, repeats=repeats)
     times = _measured_everywhere(flat, run, scope, tensor)
@@ -234,10 +234,10 @@ def _measured_everywhere(
     finally:
         tensor.end()
     if failures:
-        told = agreed_error(failures)
-        told.__context__ = problem
+        raised = agreed_error(failures)
+        raised.__context__ = problem
         # The text of a StageError has the traceback already.
-        raise told from (None if isinstance(told, StageError) else problem)
+        raise raised from (None if isinstance(raised, StageError) else problem)
     of_layers = zip(*(one["times"] for one in everyone), strict=True)
     return [_middle([LayerTime(*one) for one in times]) for times in of_layers]
 
@@ -300,7 +300,7 @@ def time_layers(
         twin = _twin(layer, dtype, xp, index)
         index += num_layers(layer)
         if place == 0 and isinstance(twin, Module):
-            twin.input_grad = False  # as in a pipeline: nobody reads it
+            twin.input_grad = False  # as in a pipeline: it is not read
         y, times = _time_layer(twin, y, trained=trained, repeats=repeats)
         del twin  # before the next one gets memory
         yield times
@@ -310,10 +310,10 @@ def _twin(layer: SupportsLayer, dtype: Any, xp: ModuleType, index: int) -> Suppo
     """Return a copy that has memory: where all values are there already, theirs."""
     parameters = layer.parameters()
     whole = bool(parameters) and all(one.data is not None for one in parameters)
-    kept: dict[int, Any] = {id(one.grad): None for one in parameters}
+    shared: dict[int, Any] = {id(one.grad): None for one in parameters}
     if whole:
-        kept.update((id(one.data), one.data) for one in parameters)
-    twin = copy.deepcopy(layer, kept)
+        shared.update((id(one.data), one.data) for one in parameters)
+    twin = copy.deepcopy(layer, shared)
     if not whole:
         materialize(twin, seed=0, dtype=dtype, xp=xp, index=index)
     return twin
@@ -457,7 +457,7 @@ def partition_layers(
         measure: Collective: returns what each layer takes, the same on all ranks.
     """
 
-    def given() -> tuple[Sequence[SupportsLayer], Partition | None]:
+    def checked() -> tuple[Sequence[SupportsLayer], Partition | None]:
         flat = flat_layers(layers)
         if (times is None) == (x is None):
             raise ScheduleError(
@@ -472,7 +472,7 @@ def partition_layers(
         where = "still to measure" if cut is None else f"with bounds {cut.bounds}"
         return f"{describe_layers(flat)}; {num_stages} stages, {where}"
 
-    flat, cut = agree_alike(scope._core, "partition", given, rule)
+    flat, cut = agree_alike(scope._core, "partition", checked, rule)
     if cut is None:
         cut = _cut(measure(), len(flat), num_stages)
     stages = [PipelineStage(number) for number in range(num_stages)]

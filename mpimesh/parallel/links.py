@@ -3,8 +3,8 @@
 A :class:`Links` is made once with a model, and its links are used in every microbatch and step
 after. An activation or gradient goes from rank to rank in one of two ways:
 
-- between ranks of a node it is *lent*: the receiver reads it where it lies, see
-  :mod:`mpimesh.comm.lending`. The link is a row of loans, and nothing is sent. What is lent lies in
+- between ranks of a node it is *lent*: the receiver reads it in place, see
+  :mod:`mpimesh.comm.lending`. The link is a row of loans, and nothing is sent. What is lent is in
   slots of a pool: there a layer has written it (:meth:`SendLink.room`), or it is copied there. A
   slot is free again when the reader has let go of the array;
 - all others are messages. They take the arrays as the layers made them, and keep them until they
@@ -260,7 +260,7 @@ class Links:
         return request
 
     def irecv(self, data: Array, peer: int, tag: int) -> RecvRequest:
-        """Start a receive of flat bytes into `data`, which lies where they come from, too."""
+        """Start a receive of flat bytes into `data`, which is in the memory of their source."""
         request: RecvRequest = self.group._core.side(namespace(data)).irecv(data, peer, tag)
         return request
 
@@ -342,7 +342,7 @@ class SendLink:
     Attributes:
         peer: The receiving rank of the pipeline.
         row: What is lent there; None if arrays are sent.
-        is_news: Whether the receiver has to be told what will come.
+        is_news: Whether the receiver needs a header.
         sent: In this step, the bytes of all messages by tag; a negative tag is that of device
             memory.
         announcing: In this step, the announcements that are under way.
@@ -415,7 +415,7 @@ class SendLink:
         self.announcing.append(_Sending([self._isend(note) for note in notes], action, self.peer))
 
     def _lend(self, x: Array, *, is_note: bool = False) -> None:
-        """Lend `x` where it lies, if that is a slot, else a copy."""
+        """Lend `x` in place, if it is in a slot, else a copy."""
         links, lending, row = self._links, self.lending, self.row
         if lending is None or row is None:
             raise TransportError("the row of loans is closed")
@@ -534,7 +534,7 @@ class RecvLink:
     def drain(self, sent: Mapping[tuple[int, int], Sequence[int]]) -> list[Request]:
         """Take in what was sent to this link; see :meth:`Links.drain`."""
         if self.loans is not None:
-            # It is all there: the sender had sent it before it told how much.
+            # It is all there: the sender had sent it before its size.
             for _ in range(len(sent.get((self.peer, self._tag), ())) - self._count):
                 self.loans.skip()
             return []

@@ -340,7 +340,7 @@ class ParallelModel:
 
         The number of steps is no part of it, but of the optimizer's: see :meth:`full_state_dict`.
         Where ranks have the parameters once, as at stage 3 of :func:`mpimesh.fully_shard`, it is
-        collective over the replicas: nobody writes what another still reads.
+        collective over the replicas: no rank writes what another still reads.
 
         Shapes:
             state[name]: that of the parameter. `state` holds the whole model.
@@ -426,7 +426,7 @@ class ParallelModel:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh that the model lies on."""
+        """The mesh of the model."""
         return self._engine.mesh
 
     @property
@@ -577,9 +577,9 @@ def _or_empty(engine: TrainingEngine, outputs: list[Tree]) -> Tree:
 def _given_to_all(engine: TrainingEngine, group: ProcessGroup, outputs: list[Tree]) -> list[Tree]:
     """Return what all ranks of a group have together, in the order of the ranks."""
     mine = [flatten(output)[1].to_json() for output in outputs]
-    told = _tell(group, mine, "the structure of outputs")
+    everyone = _tell(group, mine, "the structure of outputs")
     taken = []
-    for rank, structures in enumerate(told):
+    for rank, structures in enumerate(everyone):
         for place, text in enumerate(structures):
             structure = Structure.from_json(text)
             here = rank == group.rank

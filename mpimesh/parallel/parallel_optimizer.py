@@ -129,9 +129,11 @@ class ParallelOptimizer:
             )
         self._engine = engine = model._engine
         engine.check_ready()
-        given: Any = optimizer  # what is none is refused below, on all ranks
-        self._single = not isinstance(given, Iterable) or shape_of(given) == ()
-        self._optimizers: tuple[Optimizer, ...] = (given,) if self._single else tuple(given)
+        optimizers: Any = optimizer  # what is none is refused below, on all ranks
+        self._single = not isinstance(optimizers, Iterable) or shape_of(optimizers) == ()
+        self._optimizers: tuple[Optimizer, ...] = (
+            (optimizers,) if self._single else tuple(optimizers)
+        )
         # What is no stage is refused below, too.
         self._zero: Any = (engine.stage if engine.is_stage_chosen else 1) if zero is None else zero
         self._scaler = scaler
@@ -205,7 +207,7 @@ class ParallelOptimizer:
                 rank's parts of the parameters that were to follow keep their values, on all
                 replicas; until a state is loaded, steps and states are refused.
             ModuleStateError: On every rank, and nothing is changed, if on any there are no sums of
-                gradients to step by, or somebody has put another array in the place of a
+                gradients to step by, or another array was put in the place of a
                 parameter's values.
             BudgetError: After the step, on its rank alone, if a rank received more than
                 :meth:`DeviceMesh.budget` allows.

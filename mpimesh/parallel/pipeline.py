@@ -333,7 +333,7 @@ class PipelineParallel(ParallelModel):
     ) -> float:
         """Compute the loss of a batch, and nothing else. Collective over the mesh.
 
-        As :meth:`forward`, nothing is kept for a backward, and dropout is the identity; gradients
+        As :meth:`forward`, nothing is saved for a backward, and dropout is the identity; gradients
         that are being added up stay as they are. The loss is computed where the outputs are, which
         no rank sends to another: with a :class:`VocabParallelCrossEntropy` nor within a layer.
 
@@ -388,7 +388,7 @@ class PipelineParallel(ParallelModel):
     ) -> Tree:
         """Compute the outputs of a batch, microbatches streaming through the stages.
 
-        Collective over the mesh. Nothing is kept for a backward, and dropout is the identity.
+        Collective over the mesh. Nothing is saved for a backward, and dropout is the identity.
 
         Shapes:
             x: (rows, ...), the global batch. May be None on ranks without the first stage.
@@ -404,7 +404,7 @@ class PipelineParallel(ParallelModel):
         Returns:
             The outputs, built as the last stage makes them, on ranks of the last stage or
             everywhere; else None. For Microbatches those of each, as Microbatches. Where each
-            replica was given its own rows, those of this rank's replica alone; on a rank that gave
+            replica has its own rows, those of this rank's replica alone; on a rank that gave
             a DTensor, as DTensors that are split in the same way if all ranks get the result.
 
         Raises:

@@ -220,22 +220,22 @@ class Plans:
         return self._proved[key]
 
     def _training(self, num_microbatches: int) -> Schedule:
-        given: Any = self._schedule  # of whatever kind
-        made: Any = given
-        if isinstance(given, str):
+        source: Any = self._schedule  # of whatever kind
+        made: Any = source
+        if isinstance(source, str):
             made = make_schedule(
-                cast(ScheduleName, given),
+                cast(ScheduleName, source),
                 self._num_stages,
                 num_microbatches,
                 num_ranks=self._num_ranks,
             )
-        elif callable(given) and not isinstance(given, type):
-            made = given(self._num_stages, num_microbatches)
+        elif callable(source) and not isinstance(source, type):
+            made = source(self._num_stages, num_microbatches)
         if not isinstance(made, Schedule):
-            gave = "" if made is given else f" that gives {shown(made)}"
+            gave = "" if made is source else f" that gives {shown(made)}"
             raise ScheduleError(
                 "schedule must be the name of one, such as '1f1b', a Schedule, or a function of "
-                f"the numbers of stages and microbatches that gives one, got {shown(given)}{gave}"
+                f"the numbers of stages and microbatches that gives one, got {shown(source)}{gave}"
             )
         if made.num_stages != self._num_stages:
             raise ScheduleError(

@@ -110,13 +110,13 @@ def lines_of_holders(
     everyone: list[list[int]] = agree(
         scope._core, Call(what, scope.name), [mates.ranks[0], data.ranks[0], mates.rank or 0]
     )
-    told = dict(zip(scope.ranks, everyone, strict=True))
+    answers = dict(zip(scope.ranks, everyone, strict=True))
     # Replicas have one corner: of their first place, the first replica.
-    corner = {rank: told[first][1] for rank, (first, _, _) in told.items()}
+    corner = {rank: answers[first][1] for rank, (first, _, _) in answers.items()}
     found: dict[tuple[int, ...], list[Line]] = {}
     for holders in dict.fromkeys(sets):
         lines: dict[int, list[int]] = {}
-        for rank, (_, _, place) in told.items():
+        for rank, (_, _, place) in answers.items():
             if place in holders:
                 lines.setdefault(corner[rank], []).append(rank)
         found[holders] = [tuple(line) for line in lines.values()]

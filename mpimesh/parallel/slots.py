@@ -1,8 +1,8 @@
-"""Memory for messages, used again once nobody refers to it any more.
+"""Memory for messages, used again once nothing refers to it any more.
 
-A received activation is kept by the layers that saved it, until their backward;
-only the array's own reference count knows when that is over. So nobody gives a slot
-back: it is free when no array refers to its memory.
+A received activation is referenced by the layers that saved it, until their backward;
+only the array's own reference count knows when that is over. So a slot is
+never returned: it is free when no array refers to its memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SlotPool:
             return array
         size = _size_class(math.prod(shape) * dtype.itemsize)
         slot = _MemorySlot(self._allocate(size))
-        slot.calibrate()  # here, where nobody holds the new block any more
+        slot.calibrate()  # here, where nothing else refers to the new block
         self._slots.setdefault(size, []).append(slot)
         self._starts[_start(slot.block)] = slot
         return self._array(slot, shape, dtype)
@@ -110,12 +110,12 @@ class SlotPool:
         oldest = self._step - KEPT_STEPS
         if all(slot.used_in >= oldest for slots in self._slots.values() for slot in slots):
             return
-        kept = {
+        recent = {
             size: [slot for slot in slots if slot.used_in >= oldest]
             for size, slots in self._slots.items()
         }
-        self._slots = {size: slots for size, slots in kept.items() if slots}
-        self._starts = {_start(slot.block): slot for slots in kept.values() for slot in slots}
+        self._slots = {size: slots for size, slots in recent.items() if slots}
+        self._starts = {_start(slot.block): slot for slots in recent.values() for slot in slots}
 
 
 def _start(array: HostArray) -> int:

@@ -2,7 +2,7 @@
 
 A parameter that stands in stages of several ranks is tied: each rank that holds one has a copy.
 
-The copies are kept equal by equal first values and equal gradients. A gradient is summed over the
+The copies stay equal by equal first values and equal gradients. A gradient is summed over the
 replicas of *all* stages that the parameter stands in, by one all-reduce, so that every copy gets
 the same bits; from there the optimizers of all ranks do the same.
 
@@ -224,11 +224,11 @@ def find_ties(stages: Sequence[PipelineStage], placement: Sequence[int]) -> list
         stages: All stages.
         placement: The place in the pipeline of each.
     """
-    held = [
+    tied = [
         Tie(name, parameter, tuple(sorted({placement[number] for number in numbers})))
         for name, parameter, numbers in named_places(stages)
     ]
-    return [tie for tie in held if len(tie.holders) > 1]
+    return [tie for tie in tied if len(tie.holders) > 1]
 
 
 class Ties:
@@ -307,11 +307,11 @@ class Ties:
         everyone: list[dict[str, str]] = agree(
             scope._core, Call("tied parameters", scope.name), mine
         )
-        told = dict(zip(scope.ranks, everyone, strict=True))
+        answers = dict(zip(scope.ranks, everyone, strict=True))
         for tie in self._ties:
             for line in self._lines[tie.holders]:
                 check_alike(
-                    {rank: told[rank][tie.name] for rank in line},
+                    {rank: answers[rank][tie.name] for rank in line},
                     f"tied parameter {tie.name!r} must be the same on all ranks that hold it; give "
                     "it the same values, or no memory, on every rank, and freeze it on all or on "
                     "none",
@@ -386,7 +386,7 @@ def give_values(
 
     A layer whose parameters all have memory is left as it is, and so is a parameter
     with memory that stands in several layers. The values of one without are those of its first
-    place in the whole model, wherever that lies.
+    place in the whole model, on any rank.
 
     Args:
         stages: All stages.
@@ -430,7 +430,7 @@ def give_values(
 def is_used_again(stages: Sequence[PipelineStage]) -> bool:
     """Tell whether the very first layer, or one in it, stands elsewhere in the model, too.
 
-    There somebody reads the gradient of its input.
+    There the gradient of its input is read.
     """
     first = [id(leaf) for leaf in leaves(stages[0].first_layer)]
     everywhere = [id(leaf) for stage in stages for leaf in leaves(stage)]

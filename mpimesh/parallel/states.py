@@ -77,18 +77,18 @@ def full_states(
     for name, parameter in engine.named_parameters():
         if id(parameter) in places and id(parameter) not in copies:
             number, place = places[id(parameter)]
-            given = states[number]["params"][place]
-            mine[name] = number, int(given["steps"]), sorted(given.keys() - {"steps"})
+            own = states[number]["params"][place]
+            mine[name] = number, int(own["steps"]), sorted(own.keys() - {"steps"})
     pipe = engine.pipe
     what = Call("full_state_dict", pipe.name)
-    told: dict[str, tuple[int, int, list[str]]] = {}
+    described: dict[str, tuple[int, int, list[str]]] = {}
     for stage in agree(pipe._core, what, mine):
-        told |= stage
+        described |= stage
     params: list[dict[str, dict[str, Any]]] = [{} for _ in lent]
     for name, parameter in engine.named_parameters(everywhere=True):
-        if name not in told:
+        if name not in described:
             continue
-        number, steps, arrays = told[name]
+        number, steps, arrays = described[name]
         params[number][name] = {"steps": steps}
         for array in arrays:
             part = None
@@ -150,12 +150,12 @@ def nested_states(state: Any, count: int) -> tuple[list[Any], int | None]:
         ModuleError: If there are more or less, or it is no state, or 'step' no count.
     """
     if isinstance(state, Mapping) and "params" not in state:
-        given = {str(key): _plain(state[key]) for key in state}
+        flat_values = {str(key): _plain(state[key]) for key in state}
         numbered = map("{}/".format, count_up())
-        prefixes = [*takewhile(lambda prefix: f"{prefix}optimizer" in given, numbered)]
-        states: list[Any] = [_nested(given, prefix) for prefix in prefixes or [""]]
-        if prefixes and "step" in given:
-            states[0]["step"] = given["step"]
+        prefixes = [*takewhile(lambda prefix: f"{prefix}optimizer" in flat_values, numbered)]
+        states: list[Any] = [_nested(flat_values, prefix) for prefix in prefixes or [""]]
+        if prefixes and "step" in flat_values:
+            states[0]["step"] = flat_values["step"]
     elif isinstance(state, Mapping):
         states = [state]
     elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
@@ -201,10 +201,10 @@ def _local_state(
     names = {id(parameter): name for name, parameter in engine.named_parameters()}
     known = {name for name, _ in engine.named_parameters(everywhere=True)}
     mine = [names[id(parameter)] for parameter in lent.parameters]
-    given = state["params"]
-    missing = sorted(set(mine) - given.keys())
-    unknown = sorted(given.keys() - known)
-    foreign = sorted((given.keys() & set(names.values())) - set(mine))
+    by_name = state["params"]
+    missing = sorted(set(mine) - by_name.keys())
+    unknown = sorted(by_name.keys() - known)
+    foreign = sorted((by_name.keys() & set(names.values())) - set(mine))
     if missing or unknown or foreign:
         raise ModuleError(
             f"a full state of {type(lent.optimizer).__name__} has all parameters that it was "
@@ -215,9 +215,9 @@ def _local_state(
     for name, parameter in zip(mine, lent.parameters, strict=True):
         own: dict[str, Any] = {}
         who = f"parameter {name!r}"
-        check_steps(who, given[name])
-        check_arrays(who, given[name], None)  # it may have a part of the shape here
-        for key, value in given[name].items():
+        check_steps(who, by_name[name])
+        check_arrays(who, by_name[name], None)  # it may have a part of the shape here
+        for key, value in by_name[name].items():
             try:
                 own[key] = value if key == "steps" else local_part(name, parameter, value)
             except ShapeError as error:
@@ -449,7 +449,7 @@ def model_target(
         ModuleError: If names are missing or unknown, and `strict`; or the count is none.
         ShapeError: If a shape differs.
         DTypeError: If values are not of floating point.
-        ModuleStateError: If somebody has values here of which this rank keeps only a part, as in
+        ModuleStateError: If there are values here of which this rank has only a part, as in
             ``model.gathered()``.
     """
     known = dict(engine.named_parameters(everywhere=True))

@@ -76,10 +76,10 @@ class Failure:
         if not self.action:
             # Many a message begins with its rank.
             who = f"rank {self.rank}"
-            told = self.message.removeprefix(f"{who}: ")
+            main = self.message.removeprefix(f"{who}: ")
             if self.kind != raised:
-                told = f"{self.kind}: {told}"
-            return told if self.message.startswith(f"{who} ") else f"{who}: {told}"
+                main = f"{self.kind}: {main}"
+            return main if self.message.startswith(f"{who} ") else f"{who}: {main}"
         action = Action.from_string(self.action)
         part = "" if action.kind.is_whole else f" of microbatch {action.microbatch}"
         doing = _DOING.get(action.kind, f"its {action.kind}")
@@ -108,7 +108,7 @@ def agreed_error(failures: Sequence[Failure]) -> MpimeshError:
     """Return the error that every rank raises for the `failures` of a step, in rank order.
 
     If no stage had begun its work, it is of the class of the first failure. Else it is a
-    StageError, and a ShapeError too if the failure was one. What several ranks found is told once.
+    StageError, and a ShapeError too if the failure was one. What several ranks found is said once.
     """
     staged = [failure for failure in failures if failure.action]
     first = (staged or list(failures))[0]
@@ -121,10 +121,10 @@ def agreed_error(failures: Sequence[Failure]) -> MpimeshError:
     lines: list[str] = []
     left = [first, *(other for other in failures if other is not first)]
     while left:
-        told = left[0]
-        same = [one.rank for one in left[1:] if one.is_like(told)]
-        left = [one for one in left[1:] if not one.is_like(told)]
-        lines.append(f"also {told.headline(raised)}" if lines else told.headline(raised))
+        main = left[0]
+        same = [one.rank for one in left[1:] if one.is_like(main)]
+        left = [one for one in left[1:] if not one.is_like(main)]
+        lines.append(f"also {main.headline(raised)}" if lines else main.headline(raised))
         if same:
             lines.append(f"the same on {rank_names(same)}")
     if not is_own:

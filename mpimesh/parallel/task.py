@@ -59,7 +59,7 @@ class Task:
         size: What the microbatches were worked out for; None before.
         rows: Rows of the global batch.
         count: In how many microbatches it was given; 0 if it was given whole.
-        own: Where each replica was given its own rows, how many; else empty.
+        own: Where each replica has its own rows, how many; else empty.
         spans: The rows of each microbatch, counted in the global batch; None where this rank does
             not know them.
         num_given: How many microbatches this replica was given; others have no rows.
@@ -290,7 +290,7 @@ class Task:
         return pieces(bytes(self.text(stage, microbatch)))
 
     def text(self, stage: int, microbatch: int) -> HostArray:
-        """Return what another rank is told of an interface, as bytes."""
+        """Return the message that describes an interface, as bytes."""
         interface = self.known(stage, microbatch)
         span = self.span(microbatch)
         rows = [span.start, span.stop] if self.free else None

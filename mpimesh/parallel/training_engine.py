@@ -164,7 +164,7 @@ class TrainingEngine:
 
     Attributes:
         step: Number of training steps done; what dropout draws depends on it.
-        is_step_known: Whether somebody has set `step`, or a step was done.
+        is_step_known: Whether `step` was set, or a step was done.
         first_values: Whether no step has compared the parameters with those of other replicas since
             they were made or loaded.
         first_forward: Whether no step without training has compared the values of its batch.
@@ -183,7 +183,7 @@ class TrainingEngine:
         executor: Runs this rank's part of a step.
         ties: The parameters that several ranks of a pipeline hold.
         stage: How much of gradients and values each replica has, 0 to 3.
-        is_stage_chosen: Whether somebody has chosen it, be it 0.
+        is_stage_chosen: Whether it was chosen, be it 0.
         optimizer: What the model is trained by, if that needs to know how it is cut.
         tensor: The layers that are split over a group of ranks.
         layer_values: The values that are here only while their layers run.
@@ -350,7 +350,7 @@ class TrainingEngine:
 
     @property
     def places(self) -> int:
-        """In how many parts the model lies on the ranks that step together."""
+        """Number of parts of the model on the ranks that step together."""
         split = self.tensor.group
         return self.pipe.size * (1 if split is None else split.size)
 
@@ -395,12 +395,12 @@ class TrainingEngine:
         if self.shares_values:
             barrier = partial(self.scope.barrier, label="values that are given back")
             if not self.mesh.closed:
-                barrier()  # nobody writes any more
+                barrier()  # no rank writes any more
             self.layer_values.restore()
             for _, parameter in self.named_parameters():
                 parameter.data = parameter.data.copy()
             if not self.mesh.closed:
-                barrier()  # nobody reads any more
+                barrier()  # no rank reads any more
         self.buckets.close()
         self._release(shared)
         self.is_given_back = True
@@ -576,7 +576,7 @@ class TrainingEngine:
         self.buckets.close()
         self.buckets = self._new_buckets(plan)
         if self.shares_values:
-            # What has moved nobody reads any more; what has not, such as values frozen before, has
+            # What has moved no rank reads any more; what has not, such as values frozen before, has
             # moved with the frozen ones.
             self.scope.barrier(label="new values of parameters")
             self._release(shared)

@@ -208,11 +208,11 @@ class BucketShard:
         xp: The library of their values.
         values: The values of all parameters, flat; None if this rank has its part only.
         own: The values of this rank's part.
-        is_whole: Whether all ranks have one array of values, so that none has to be given to any.
+        is_whole: Whether all ranks have one array of values, so that none has to be sent.
         memory: The sums of this rank's part; new values go out from the same bytes: by then the
             sums are used up.
         sizes: The sizes of all parts.
-        part: Where this rank's lies.
+        part: The slice of this rank.
         written: The elements that this rank writes, of the values that it sees: all of its own
             memory; of a node's the ranks of the node have different ones.
     """
@@ -255,7 +255,7 @@ class BucketShard:
         start = sum(self.sizes[: group.rank])
         self.part = slice(start, start + self.sizes[group.rank or 0])
         mine = self.part.stop - start
-        # What others read of this rank, and only that, lies where they can.
+        # Only what others read of this rank is in shared memory.
         self.memory = (
             mesh.shared_empty(mine, grad_dtype) if xp is np else xp.empty(mine, grad_dtype)
         )
@@ -302,7 +302,7 @@ class BucketShard:
         """Return if the parameters have no values here, as :meth:`hide` left them.
 
         Raises:
-            ModuleStateError: If somebody has given one values, which would be lost.
+            ModuleStateError: If one was assigned values, which would be lost.
         """
         for parameter in self.parameters:
             if parameter.data is not None:
@@ -324,7 +324,7 @@ class BucketShard:
     def gather(self) -> CollectiveTensor | None:
         """Start to give this rank's new values to all, and to take theirs. Collective.
 
-        None where there is nothing to be given; a barrier tells the ranks that all are there.
+        None where there is nothing to send; a barrier shows that all are there.
         """
         if self._gather is None:
             return None

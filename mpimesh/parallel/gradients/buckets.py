@@ -6,7 +6,7 @@ starts as soon as its last gradient is complete, and strictly in the order of
 the buckets, which is the same on every rank whatever order the gradients come in.
 
 When is a gradient complete? A layer that a model uses twice adds to it
-twice in each backward. So the buckets count: where nobody knows how often, the first cycle reduces
+twice in each backward. So the buckets count: where the number is unknown, the first cycle reduces
 at its end, and from then on a gradient is complete when it was added to as often
 for each backward as before. A parameter that is not used in every backward keeps its
 bucket waiting until the end, which costs overlap and nothing else. Whoever knows that nothing
@@ -139,7 +139,7 @@ class GradientBuckets:
         self._overlap = as_flag(overlap, "overlap", ModuleError)
         if not isinstance(tracer, Tracer | NullTracer):
             raise ModuleError(f"tracer must be a Tracer, got {shown(tracer)}")
-        given = list(as_parameters(parameters, "parameters"))
+        listed = list(as_parameters(parameters, "parameters"))
         if names is not None:
             names = as_items(names, "names", ModuleError, wanted="a text for each parameter")
             for name in names:
@@ -156,12 +156,12 @@ class GradientBuckets:
                 for number in as_items(members, "plan", ModuleError, wanted=wanted):
                     as_int(number, "each number in plan", ModuleError, least=0)
         over = (
-            [group] * len(given)
+            [group] * len(listed)
             if groups is None
             else [group if one is None else one for one in groups]
         )
         wide = None if grad_dtype is None else float_dtype(grad_dtype, what=GRAD_DTYPE)
-        self._entries, self._frozen = entry_rules.make_entries(given, names, over, wide)
+        self._entries, self._frozen = entry_rules.make_entries(listed, names, over, wide)
         plans = entry_rules.plans_of([*self._entries.values()], group, bucket_bytes, plan)
         rule = f"{self._op}, bucket_bytes {bucket_bytes}, plan {plan}, grad_dtype {grad_dtype}"
         named = [(entry.name, entry.parameter) for entry in self._entries.values()]

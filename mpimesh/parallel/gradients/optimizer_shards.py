@@ -6,8 +6,8 @@ the count of steps or the decay changes from one parameter to the next. A piece 
 parameter, whose values are part of the bucket's, and whose gradient is where the sums of the part
 come.
 
-The state of a parameter lies as its values do: flat, as ``S0`` on the ranks that divide its bucket,
-or as ``R`` where it is in no divided bucket. Whatever becomes of it is a redistribution from one
+The state of a parameter is split as its values are: flat, as ``S0`` on the ranks that divide its
+bucket, or as ``R`` where it is in no divided bucket. All that moves it is a redistribution from one
 such layout to another, planned as that of any array: a state of whole parameters is taken over
 (R to S0, of what each rank has itself), the whole one is put together (S0 to R), or it moves when
 buckets are cut anew (S0 to another S0, or to R if the parameter was frozen). Layouts follow from
@@ -54,8 +54,8 @@ State = Mapping[str, Any]
 of this rank's part."""
 
 Layouts = Mapping[int, tuple[ProcessGroup, Layout]]
-"""By its id for each divided parameter the ranks that divide it, and how it lies on them, flat. A
-parameter that is not here lies whole on every rank."""
+"""By its id for each divided parameter the ranks that divide it, and its flat layout on them. A
+parameter that is not here is whole on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ _NONE = Constant(0.0)  # a piece is never materialised
 class _Piece(Parameter):
     """A flat parameter to whose gradient nothing is added: sums come into its memory by themselves.
 
-    So zeros that were written when somebody looks would wipe sums out that came after them.
+    So zeros written at a read would wipe out sums that came after them.
     """
 
     __slots__ = ()
@@ -333,7 +333,7 @@ class _Cut:
         bucket: The bucket.
         shard: This rank's part of it.
         edges: Where each parameter begins in that part, and where the last one ends.
-        runs: What lies in each piece.
+        runs: The contents of each piece.
     """
 
     bucket: Bucket
