@@ -179,17 +179,56 @@ def run(
     place = split.layout.mesh
     whole = Placement([Replicate()] * place.ndim)
     known = tuple(
-        Operand(one.shape, one.placement, one.itemsize)
-        if isinstance(one, DTensor)
-        else Operand(shape_of(one), whole)
+        operand_of(one) if isinstance(one, DTensor) else Operand(shape_of(one), whole)
         for one in operands
     )
     shape = tuple(shape)
     kinds = [np.dtype(dtype) for dtype in dtypes]
     goal = next((one.placement for one in outs if one is not None), None)
     way = _placed_rule(place, known, pattern, shape, max(kind.itemsize for kind in kinds), goal)
+    return _run_placed(function, operands, known, mesh, way, shape, kinds, outs, into=into)
+
+
+def apply_rule(
+    function: Callable[..., HostArray],
+    operands: Sequence[DTensor],
+    rule: OpRule,
+    shape: Sequence[int],
+    dtype: Any,
+) -> DTensor:
+    """Call `function` on the blocks of all operands. Collective, if any has to be moved.
+
+    Args:
+        function: Takes the operands' blocks and returns the result's.
+        operands: The arrays, on one mesh.
+        rule: The layouts of the operands, and of the result.
+        shape: The result's global shape.
+        dtype: The result's dtype.
+    """
+    mesh = common_mesh(operands)
+    place = operands[0].layout.mesh
+    way = _PlacedRule(tuple(Layout(place, to) for to in rule.inputs), Layout(place, rule.output))
+    (result,) = _run_placed(
+        lambda here: function(*here.blocks), operands, operands, mesh, way, tuple(shape), [dtype]
+    )
+    return result
+
+
+def _run_placed(
+    function: Callable[[Work], Any],
+    operands: Sequence[Any],
+    known: Sequence[Operand | DTensor],
+    mesh: DeviceMesh,
+    way: _PlacedRule,
+    shape: tuple[int, ...],
+    kinds: Sequence[Any],
+    outs: Sequence[DTensor | None] = (),
+    *,
+    into: bool = False,
+) -> tuple[DTensor, ...]:
+    """Bring operands to the layouts of a rule and work on their blocks; see :func:`run`."""
     layout = way.output
-    if not place.contains_rank(mesh.rank):
+    if not layout.mesh.contains_rank(mesh.rank):
         return tuple(DTensor(mesh, layout, shape, kind, None) for kind in kinds)
     blocks = _brought(operands, way.inputs, mesh.rank)
     boxes = tuple(to.box(one.shape, mesh.rank) for one, to in zip(known, way.inputs, strict=True))
@@ -308,9 +347,7 @@ def reduced_anywhere(x: DTensor) -> DTensor:
     if not x.layout.partial_op:
         return x
     pattern = reduction_pattern(x.shape, (), "")
-    rule = rule_for(
-        x.layout.mesh, (Operand(x.shape, x.placement, x.itemsize),), pattern, x.shape, x.itemsize
-    )
+    rule = rule_for(x.layout.mesh, (operand_of(x),), pattern, x.shape, x.itemsize)
     return x.redistribute(rule.output)
 
 
@@ -393,31 +430,6 @@ def all_redistributed(
         for x, goal in zip(operands, goals, strict=True)
     ]
     return [one if isinstance(one, DTensor) else one.resolve() for one in started]
-
-
-def apply_rule(
-    function: Callable[..., HostArray],
-    operands: Sequence[DTensor],
-    rule: OpRule,
-    shape: Sequence[int],
-    dtype: Any,
-) -> DTensor:
-    """Call `function` on the blocks of all operands. Collective, if any has to be moved.
-
-    Args:
-        function: Takes the operands' blocks and gives the result's.
-        operands: The arrays, on one mesh.
-        rule: Where they have to be, and where that puts the result.
-        shape: The result's global shape.
-        dtype: The result's dtype.
-    """
-    mesh = common_mesh(operands)
-    arrays = all_redistributed(operands, rule.inputs)
-    block = None
-    if arrays[0].is_member:
-        block = np.asarray(function(*(x.local for x in arrays)))
-    kind: DType = np.dtype(dtype) if block is None else block.dtype
-    return DTensor(mesh, Layout(mesh, rule.output), shape, kind, block)
 
 
 def on_stacks(
