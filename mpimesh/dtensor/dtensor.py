@@ -287,7 +287,7 @@ class DTensor(Methods):
 
         Collective, and waits: all ranks of the mesh call it; with another `mesh`, all ranks of
         the communicator that both were made from. Each rank receives only what it lacks; ranks
-        of a node read it where it lies.
+        of a node read it in place.
 
         Args:
             placements: As for :class:`Layout`; if None, those of now, on the other mesh.

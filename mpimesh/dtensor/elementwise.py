@@ -471,7 +471,7 @@ def full_like(
     *,
     device: Any = None,
 ) -> DTensor:
-    """Return an array that lies as `a` does, with `fill_value` everywhere."""
+    """Return an array in the layout of `a`, with `fill_value` everywhere."""
     made = empty_like(a, dtype, shape=shape)
     copyto(made, fill_value, casting="unsafe")
     return made
@@ -507,7 +507,7 @@ def empty_like(
     *,
     device: Any = None,
 ) -> DTensor:
-    """Return an array that lies as `prototype` does, whatever is in its memory.
+    """Return an array in the layout of `prototype`, uninitialised.
 
     One of another `shape` is split along the same axes, as far as it has them.
     """

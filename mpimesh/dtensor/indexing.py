@@ -41,7 +41,7 @@ def get_item(x: DTensor, key: Any) -> DTensor:
 
     Elements stay on their ranks if the key is made of slices that go forward: blocks of the result
     may be uneven, and ``redistribute`` evens them out. An axis with one number that is split is
-    given to all ranks along its dims. Arrays of indices are alike on all ranks; split ones
+    replicated along its dims. Arrays of indices are alike on all ranks; split ones
     are gathered, but for a mask of the whole array or of its first axes.
 
     Collective, unless nothing has to move; all ranks pass the same key.

@@ -38,7 +38,7 @@ def wrapped_result(
 
     Args:
         found: A block, or a tuple, list or dict of them.
-        placements: How they lie: one for all or one for each.
+        placements: Their placements: one for all or one for each.
         shapes: Their global shapes: the same.
         mesh: The mesh.
         tensors: The arrays whose blocks the function got.
@@ -153,7 +153,7 @@ def _inferred(
     """Return the shape of the whole, and the layout with the sizes of its blocks.
 
     None if the arguments do not tell, which is the same on all ranks: it asks how many axes there
-    are and how the arguments lie, and never how long a block is.
+    are and the layouts of the arguments, and never how long a block is.
     """
     mesh, specs = layout.mesh, list(layout.placement)
     lengths = list(block.shape)
@@ -253,7 +253,7 @@ def local_map(
     Args:
         function: Takes blocks and returns one array, or a tuple or dict of arrays, which are the
             blocks of the results. None to use this as a decorator, with keywords.
-        out_placements: How the results lie, as for :class:`Layout`: one for all, or a tuple or
+        out_placements: The placements of the results, as for :class:`Layout`: one for all, or a tuple or
             dict with one for each. None leaves a result as it is: an object of this rank.
         in_placements: Where arguments are brought first: a text, a :class:`Placement` or a layout
             for all split arrays; one for each positional argument; or by name. None leaves one

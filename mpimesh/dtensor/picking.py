@@ -148,7 +148,7 @@ def pick(
     Args:
         x: An array; if it is `Partial`, so is the result.
         picks: For each axis the indices, none of them negative.
-        placement: Where the result is to lie; None for the rule of
+        placement: That of the result; None for the rule of
             :func:`~mpimesh.layout.axis_rules.picked_placement`. The dims that split no axis must
             be as they are.
         name: What is called, for messages.

@@ -345,7 +345,7 @@ def _first_of_best(
         [Replicate() if isinstance(spec, Partial) else spec for spec in values.placement]
     )
 
-    # Where the blocks lie is settled: a second search for a layout might find another one.
+    # The layout of the blocks is fixed: a second search for a layout might find another one.
     specs: list[PlacementSpec] = []
     for spec in values.placement:
         if isinstance(spec, Partial):

@@ -116,7 +116,7 @@ def expand_dims(a: Any, axis: Any) -> DTensor:
 
 @implements(np.squeeze)
 def squeeze(a: Any, axis: Any = None) -> DTensor:
-    """Drop axes of length 1; one that is split is first given to all ranks along its dims."""
+    """Drop axes of length 1; one that is split is first replicated along its dims."""
     if axis is None:
         gone = tuple(one for one, length in enumerate(a.shape) if length == 1)
     else:
@@ -174,7 +174,7 @@ def reflow(x: DTensor, shape: tuple[int, ...], layout: Layout) -> DTensor:
     Args:
         x: The array.
         shape: The new shape.
-        layout: Where the result is to lie. Dims along which `x` has copies or summands stay so.
+        layout: That of the result. Dims along which `x` has copies or summands stay so.
 
     Cost:
         Each rank gets the elements that its new block has and its old one has not, in one
@@ -339,7 +339,7 @@ def ravel(a: Any, order: str = "C") -> DTensor:
 def broadcast_to(array: Any, shape: Any, subok: bool = False) -> DTensor:
     """Return the array with axes of length 1 repeated, and with new axes in front.
 
-    Collective only if an axis to be repeated is split, which is then given to all ranks. The
+    Collective only if an axis to be repeated is split, which is then replicated. The
     result cannot be written to.
     """
     refuse_options("broadcast_to", subok=subok or None)

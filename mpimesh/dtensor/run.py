@@ -140,7 +140,7 @@ class Work:
 
     Attributes:
         blocks: Its block of each operand.
-        boxes: Where they lie.
+        boxes: Their boxes in the whole arrays.
         shape: The shape of its block of the result.
         out: Memory for its block of the result, if that was asked for.
     """
@@ -169,7 +169,7 @@ def run(
         pattern: The operation.
         shape: The global shape of all results.
         dtypes: Their dtypes.
-        outs: Where results are to go. Their memory is used if the result lies as they do; else
+        outs: Where results are to go. Their memory is used if the result has their layout; else
             :func:`store` has to bring it there.
         into: Whether the function writes its results into ``Work.out``.
     """
@@ -308,7 +308,7 @@ def _cut_or_start(x: DTensor, goal: Layout) -> Any:
 
 
 def _cut(block: Any, box: Box, inside: Box) -> Any:
-    """Return the part `box` of a block that lies at `inside`, and has it."""
+    """Return the part `box` of a block that is the box `inside` of the array."""
     part = block[
         tuple(
             slice(max(start - first, 0), max(stop - first, 0))
@@ -316,7 +316,7 @@ def _cut(block: Any, box: Box, inside: Box) -> Any:
         )
     ]
     shape = tuple(stop - start for start, stop in box)
-    # Without elements a box may lie outside, and be longer than the block along other axes.
+    # Without elements a box may be outside, and be longer than the block along other axes.
     return part if part.shape == shape else np.empty(shape, block.dtype)
 
 

@@ -192,7 +192,7 @@ def argsort(
 def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> DTensor:
     """Return elements by indices along an axis, line by line.
 
-    Collective, if the axis is split; the result then lies as whole lines do.
+    Collective, if the axis is split; the result then has the layout of whole lines.
 
     Raises:
         IndexOutOfRangeError: On every rank, if an index is out of bounds.

@@ -42,7 +42,7 @@ _NO_ELEMENT = (TypeError, ValueError, OverflowError)
 
 @implements(setitem)
 def set_item(x: DTensor, key: Any, value: Any) -> None:
-    """Write `value` into a part of `x`, in place: each rank what lies in its block.
+    """Write `value` into a part of `x`, in place: each rank into its block.
 
     Local with plain values, which are alike on all ranks, and keys of numbers, slices and plain
     arrays. A split value is brought to the blocks that it goes into; with arrays of indices in
@@ -116,7 +116,7 @@ def split_elements(x: DTensor, value: DTensor) -> DTensor:
     value = reduced(value)
     block: HostArray | None = None
     if value.is_member:
-        with suppress(*_NO_ELEMENT):  # all others are told first
+        with suppress(*_NO_ELEMENT):  # all others learn of it first
             block = value.local.astype(x.dtype)
         if true_anywhere(x.mesh, "setitem", block is None):
             raise _no_element(x, f"some of {value!r} are none")
@@ -248,7 +248,7 @@ def _beside(x: DTensor, part: DTensor, picks: list[Any]) -> Placement:
         sizes = counts_between(picks[axis], every, tiling.bounds[axis])[0].tolist()
         specs[dims[0]] = Shard(axis, sizes=sizes)
     if part.ndim != x.ndim:
-        raise LayoutError(f"{part!r} does not lie beside {x!r}")
+        raise LayoutError(f"{part!r} is not split as {x!r}")
     return Placement(specs)
 
 
