@@ -253,7 +253,7 @@ def local_map(
     Args:
         function: Takes blocks and returns one array, or a tuple or dict of arrays, which are the
             blocks of the results. None to use this as a decorator, with keywords.
-        out_placements: The placements of the results, as for :class:`Layout`: one for all, or a tuple or
+        out_placements: Those of the results, as for :class:`Layout`: one for all, or a tuple or
             dict with one for each. None leaves a result as it is: an object of this rank.
         in_placements: Where arguments are brought first: a text, a :class:`Placement` or a layout
             for all split arrays; one for each positional argument; or by name. None leaves one
