@@ -347,7 +347,7 @@ class GptBlock(_Block):
         hidden: Length of what is inside the mlp; None for ``4 * features``.
         norm: "layer" for :class:`LayerNorm`, "rms" for :class:`RMSNorm`.
         mlp: "gelu" for :class:`FeedForward` with GELU by tanh, "swiglu" for :class:`SwiGLU`.
-        rotary: Whether positions are encoded by :class:`RotaryEmbedding`; or the layer that does so.
+        rotary: Whether positions are encoded by :class:`RotaryEmbedding`; or that layer itself.
         causal: Whether a token reads only itself and those before it.
         bias: Whether linear layers have biases.
         eps: Of the norms.
