@@ -22,7 +22,7 @@ import mpimesh as mm
 from benchmarks.measure import FULL, TINY, Effort, in_turns
 from benchmarks.rows import make_rows
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from minilm.model import MiniLM, find_minilm
 from minilm.random_model import VOCABULARY, write_random_model
 

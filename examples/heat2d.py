@@ -1,6 +1,6 @@
 """Solve the heat equation on a 2-D mesh, and train a surrogate on other ranks of the same world.
 
-    mpiexec -n 5 python examples/heat2d.py --picture heat.png
+    mpiexec -n 5 python examples/heat2d.py
     python examples/heat2d.py                        one rank, which does both
     python examples/heat2d.py --virtual 5            five ranks as threads of one process
 
@@ -28,7 +28,7 @@ the weights learned, and the error of the prediction beside that of predicting n
     order 2.00
     the surrogate learned u + 3.98 Lu + 6.69 LLu
     20 steps ahead it is 1.3e-05 off; no change would be 1.8e-02 off
-    wrote heat.png
+    wrote out/heat2d.png
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from math import isqrt, log2
 from typing import Any
 
 import numpy as np
-from common.figure import save_figure
+from common.figure import OUT, save_figure
 from common.program import DEFAULT, Parser, file_named, positive, run_program
 from common.report import MeshReport
 from rich.progress import Progress
@@ -260,8 +260,7 @@ def run(options: Namespace) -> None:
         report.say(
             f"{options.every} steps ahead it is {off:.1e} off; no change would be {change:.1e} off"
         )
-        if options.picture:
-            save_figure(options.picture, lambda axes: draw(axes, whole), columns=2)
+        save_figure(options.picture, lambda axes: draw(axes, whole), columns=2)
 
 
 def draw(axes: Any, fields: list[np.ndarray]) -> None:
@@ -292,7 +291,11 @@ def parse_options(arguments: Sequence[str] | None) -> Namespace:
         help=f"between two fields that the surrogate gets {DEFAULT}",
     )
     parser.add_argument(
-        "--picture", type=file_named(".png"), metavar="PNG", help="draw the last field"
+        "--picture",
+        type=file_named(".png"),
+        default=OUT / "heat2d.png",
+        metavar="PNG",
+        help=f"where the last field is drawn {DEFAULT}",
     )
     parser.add_virtual()
     options = parser.parse(arguments)
