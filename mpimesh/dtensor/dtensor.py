@@ -46,6 +46,7 @@ from mpimesh.layout import (
 from mpimesh.mesh import Mesh
 from mpimesh.runtime import CollectiveTensor, DeviceMesh
 from mpimesh.runtime.persistent import Persistent
+from mpimesh.trace import html
 
 __all__ = ["DTensor", "are_whole", "common_mesh", "gathered"]
 
@@ -235,6 +236,11 @@ class DTensor(Methods):
         if not self.shape:
             raise TypeError("len() of an array without axes")
         return self.shape[0]
+
+    def _repr_html_(self) -> str:
+        """Show shape, dtype and which ranks hold which block, in notebooks. Local."""
+        facts = f"DTensor of shape {self.shape}, {self.dtype}"
+        return html.paragraph(facts) + self.layout.html_of(self.shape)
 
     def __repr__(self) -> str:
         """Show shape, dtype and layout. Local: it shows no values of other ranks."""

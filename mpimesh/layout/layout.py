@@ -9,16 +9,18 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
-from mpimesh.arguments import as_int, as_shape, shown
+from mpimesh.arguments import as_int, as_shape, ranks_text, shown
 from mpimesh.errors import LayoutError, RankError
 from mpimesh.layout.axis_specs import as_specs, placement_of_specs, specs_of_placement
 from mpimesh.layout.boxes import Box, extent, fits, volume, whole
 from mpimesh.layout.placement import Partial, Placement, PlacementLike, Replicate, Shard
 from mpimesh.layout.tiling import Tiling
 from mpimesh.mesh import Mesh, MeshLike
+from mpimesh.trace import html
 
 __all__ = ["BoxLayout", "Layout", "as_mesh", "layout_of_runs"]
 
+_MOST_LINES = 32
 _MOST_AXES = 64
 """Most axes of an array, in NumPy."""
 
@@ -192,6 +194,34 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {self.text!r})"
+
+    def _repr_html_(self) -> str:
+        """Show which ranks hold which blocks, in notebooks, of an array that it cuts evenly."""
+        axes = [spec.axis for spec in self.placement if isinstance(spec, Shard)]
+        lengths = [1] * (max(axes, default=0) + 1)
+        for spec, (_, size) in zip(self.placement, self.mesh.dims, strict=True):
+            if isinstance(spec, Shard):
+                lengths[spec.axis] *= size if spec.sizes is None else sum(spec.sizes)
+        try:
+            return self.html_of(lengths)
+        except LayoutError:  # of blocks in blocks of uneven sizes
+            return html.paragraph(str(self))
+
+    def html_of(self, shape: Sequence[int]) -> str:
+        """Return a picture for notebooks: which ranks hold which block of an array of `shape`."""
+        boxes = [
+            (box, f"rank {ranks_text(ranks)}" if len(ranks) == 1 else f"ranks {ranks_text(ranks)}")
+            for box, ranks in self.holders(shape).items()
+        ]
+        picture = html.blocks_svg(tuple(shape), boxes)
+        if picture is None:
+            lines = [
+                f"[{', '.join(f'{first}:{stop}' for first, stop in box)}] {label}"
+                for box, label in boxes[:_MOST_LINES]
+            ]
+            lines += ["..."] if len(boxes) > _MOST_LINES else []
+            picture = html.preformatted("\n".join(lines))
+        return html.paragraph(str(self)) + picture
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from mpimesh.layout.strategies import (
 from mpimesh.layout.tiling import Cut, Integers, Tiling, places_of
 from mpimesh.layout.two_levels import Exchange, InterNode, IntraNode, crossing
 from mpimesh.mesh import Mesh
+from mpimesh.trace import html
 
 __all__ = ["RedistributionPlan", "Stage", "plan_redistribution"]
 
@@ -227,6 +228,10 @@ class RedistributionPlan:
             f"<RedistributionPlan of shape {self.shape}, {self.itemsize} bytes each: "
             f"{self.source} -> {self.target}>"
         )
+
+    def _repr_html_(self) -> str:
+        """Show what moves, in notebooks."""
+        return html.preformatted(str(self))
 
     def __str__(self) -> str:
         """Say in a few lines what moves."""

@@ -45,6 +45,7 @@ from mpimesh.mesh.text import (
     record_of_fields,
     split_mesh_text,
 )
+from mpimesh.trace import html
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -609,6 +610,10 @@ class Mesh:
             if value:
                 parts.append(f"{option}={value!r}")
         return f"Mesh({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """Show the ranks in a grid, in notebooks."""
+        return html.paragraph(repr(self)) + html.rank_grid(self.dims, list(self.ids))
 
     def _ids_text(self) -> str:
         plain = self.ids.as_range()

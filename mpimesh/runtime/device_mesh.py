@@ -32,7 +32,7 @@ from mpimesh.runtime.mesh_core import MeshArgument, MeshCore
 from mpimesh.runtime.traffic import Budget, Traffic
 from mpimesh.runtime.world import current_world
 from mpimesh.settings import Settings
-from mpimesh.trace import Tracer
+from mpimesh.trace import Tracer, html
 
 __all__ = [
     "DeviceMesh",
@@ -622,6 +622,10 @@ class DeviceMesh:
             "make another with mesh.copy(), which is collective, or pass mesh.value on, the plain "
             "Mesh"
         )
+
+    def _repr_html_(self) -> str:
+        """Show the ranks in a grid, in notebooks. Local."""
+        return html.paragraph(repr(self)) + html.rank_grid(self.dims, list(self.ids))
 
     def __repr__(self) -> str:
         """Show dims, rank and groups. Local."""

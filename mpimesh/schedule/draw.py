@@ -496,3 +496,10 @@ def _columns(frame: _Grid, table: Timetable, rows: list[list[_Bar]]) -> tuple[fl
     wanted_s = max(_NARROWEST_COLUMN * pixel_s, _IN_A_COLUMN * mean_s)
     num_columns = max(1, math.floor(step_s / wanted_s))
     return (step_s or frame.span_s) / num_columns, num_columns
+
+
+def _in_notebook(timetable: Timetable) -> str:
+    return schedule_svg(timetable)
+
+
+Timetable._repr_html_ = _in_notebook  # type: ignore[attr-defined]

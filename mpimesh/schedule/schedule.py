@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mpimesh.arguments import as_int, as_items, check_kind, shown
 from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
+from mpimesh.trace import html
 
 __all__ = ["MOST_FORWARDS", "Schedule", "check_schedule", "check_sizes", "schedule_table"]
 
@@ -196,6 +197,10 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.to_string().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        """Show the ranks' lists as a table, in notebooks; a timetable shows the picture."""
+        return html.preformatted(schedule_table(self))
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= as_int(rank, "rank", ScheduleError, least=0) < len(self.ranks):
