@@ -25,7 +25,7 @@ from mpimesh.cli.console import InputError, check_picture, print_page, table, wr
 from mpimesh.cli.facts import node_name
 from mpimesh.comm.algorithms import OPERATIONS
 from mpimesh.errors import TransportError
-from mpimesh.mesh.host import memory_limit_bytes
+from mpimesh.mesh.probe import memory_limit_bytes
 from mpimesh.runtime import DeviceMesh, Launch, ProcessGroup
 from mpimesh.runtime.agreement import agree
 from mpimesh.settings import Settings

@@ -19,7 +19,7 @@ from mpimesh.comm.cuda_probe import has_cupy
 from mpimesh.comm.mpi_environment import loaded_ucx
 from mpimesh.comm.nccl import nccl_library
 from mpimesh.mesh import DeviceInfo, pick_device
-from mpimesh.mesh.host import cpu_quota, memory_limit_bytes
+from mpimesh.mesh.probe import cpu_quota, memory_limit_bytes
 from mpimesh.runtime import Launch
 
 __all__ = [

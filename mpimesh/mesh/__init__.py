@@ -18,10 +18,9 @@ from mpimesh.mesh.dims import (
     world_size_error,
 )
 from mpimesh.mesh.groups import WORLD, GroupSpec
-from mpimesh.mesh.host import cpu_device
 from mpimesh.mesh.ids import DeviceIds, ListedIds, RankGroups, StridedIds
 from mpimesh.mesh.mesh import Mesh, MeshLike
-from mpimesh.mesh.probe import DeviceInfo, GpuPreference
+from mpimesh.mesh.probe import DeviceInfo, GpuPreference, cpu_device
 from mpimesh.mesh.spec import DEVICE_TYPES, ClientInfo, DeviceSpec
 from mpimesh.mesh.stats import (
     DeviceTable,

@@ -10,7 +10,7 @@ from mpimesh.arguments import as_int, shown
 from mpimesh.errors import MeshError, RankError
 from mpimesh.mesh.device import Device, DeviceBackend
 from mpimesh.mesh.groups import GroupSpec
-from mpimesh.mesh.host import cpus_of_text
+from mpimesh.mesh.probe import cpus_of_text
 
 __all__ = ["DeviceTable", "SharedGpu", "shared_gpus", "sharing_text"]
 

@@ -38,8 +38,8 @@ from mpimesh.mesh import (
     shared_gpus,
     sharing_text,
 )
-from mpimesh.mesh.cupy_devices import cupy_in_use, make_current
 from mpimesh.mesh.dims import parse_dims
+from mpimesh.mesh.gpus import cupy_in_use, make_current
 from mpimesh.runtime.agreement import agree, agree_alike
 from mpimesh.runtime.call import Call, call_site, site_line
 from mpimesh.runtime.context import MeshContext

@@ -19,7 +19,7 @@ from mpimesh.cli.facts import (
     find_shm,
     find_software,
 )
-from mpimesh.mesh.host import cpu_quota
+from mpimesh.mesh.probe import cpu_quota
 from mpimesh.runtime import Launch
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpimesh.mesh import cpu_device
-from mpimesh.mesh.host import cpus_of_text, cpus_text, memory_limit_bytes
+from mpimesh.mesh.probe import cpus_of_text, cpus_text, memory_limit_bytes
 
 TOTAL = 8 << 20
 NO_LIMIT_V1 = "9223372036854771712"

@@ -17,8 +17,7 @@ from mpimesh.mesh import (
     shared_gpus,
     sharing_text,
 )
-from mpimesh.mesh.cupy_devices import cupy_number
-from mpimesh.mesh.nvidia_smi import parse_mig, parse_row, visible_devices
+from mpimesh.mesh.gpus import cupy_number, parse_mig, parse_row, visible_devices
 from mpimesh.runtime.world import World
 from tests.devices.gpu_runtime import CupyOfDevices, uuid_of
 from tests.helpers.raises import raises
