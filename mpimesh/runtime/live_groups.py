@@ -433,7 +433,7 @@ class LiveGroups:
             return None
         on_threads = self.backend == "virtual"
         known: tuple[Backend, ...] = ("virtual",) if on_threads else _FORCED
-        asked = next((one for one in known if one == backend), None)
+        asked = next((one for one in known if isinstance(backend, str) and one == backend), None)
         if asked is None:
             raise GroupError(
                 f"group {name!r} asks for backend {shown(backend)}, but what can be asked for "
