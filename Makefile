@@ -218,7 +218,7 @@ lint: $(VENV)/.dev
 # Of the reference's stubs only those of names that are there: docs/conf.py makes them.
 docs: $(VENV)/.docs
 	$(call step,the site$(,) out/site/index.html)
-	@rm -rf docs/reference/generated
+	@rm -rf docs/reference/generated out/doctrees
 	$(PY) -m sphinx --quiet --fail-on-warning --nitpicky --keep-going -d out/doctrees docs out/site
 
 # -- the rest ------------------------------------------------------------------------------------

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon.docstring import GoogleDocstring
+from sphinx.util.nodes import make_refnode
 
 import mpimesh
+import mpimesh.settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 import house
@@ -24,7 +32,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["inventories"]
+exclude_patterns = ["inventories", "_templates"]
 nitpicky = True
 pygments_style = "friendly"
 
@@ -46,6 +54,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_custom_sections = [("Shapes", "params_style"), "Cost", "Threads"]
 python_use_unqualified_type_names = True
 
 # Text of the first format of inventories, with the names that the docstrings use and no others, so
@@ -56,10 +65,57 @@ intersphinx_mapping = {
     "mpi4py": ("https://mpi4py.readthedocs.io/en/stable", "inventories/mpi4py.txt"),
 }
 
+# In signatures, and with no page of their own: aliases of types, type variables, and names of
+# modules below the rooms.
+nitpick_ignore_regex = [
+    ("py:class", r"(np|npt|_?[A-Z]\w*|mpimesh\.\w+)(\.\w+)*"),
+    ("py:(mod|func|meth|attr|obj|data)", r"mpimesh\.\w+(\.\w+)+"),
+    ("py:mod", r"mpimesh\.\w+|atexit"),
+    ("py:.*", r"integer -- .*|numpy\.random\._.*|clock|Request\.test"),
+    ("py:(func|data)", r"NULL_TRACER|CATEGORIES|Allocate|chrome_trace"),
+]
+
+
+def public_name(app: Sphinx, env: Any, node: Any, content: nodes.TextElement) -> Any:
+    """Resolve a name that docstrings write without its room, or with the module that defines it."""
+    target = node.get("reftarget", "")
+    parts = target.split(".")
+    objects = env.domains["py"].objects
+    for count in (2, 1):
+        tail = "." + ".".join(parts[-count:])
+        met = sorted((name for name in objects if name.endswith(tail)), key=len)
+        if met:
+            entry = objects[met[0]]
+            return make_refnode(
+                app.builder, node["refdoc"], entry.docname, entry.node_id, content, met[0]
+            )
+    return None
+
+
+def plain_lines(self: GoogleDocstring) -> list[str]:
+    """A property's docstring is prose; what comes before a colon is no type."""
+    return self._dedent(self._consume_to_end())
+
+
+def write_settings(app: Sphinx) -> None:
+    """Write the text of the settings, which is that of their module."""
+    folder = Path(app.srcdir, "reference", "generated")
+    folder.mkdir(exist_ok=True)
+    text = inspect.cleandoc(mpimesh.settings.__doc__ or "").partition("\n\n")[2]
+    (folder / "settings.txt").write_text(text)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", write_settings)
+    GoogleDocstring._parse_attribute_docstring = plain_lines  # type: ignore[method-assign]
+    app.connect("missing-reference", public_name, priority=900)
+
+
 # -- the look --------------------------------------------------------------------------------------
 
 html_theme = "pydata_sphinx_theme"
 html_title = "mpimesh"
+templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/logo.svg"

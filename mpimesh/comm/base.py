@@ -40,7 +40,7 @@ __all__ = ["Communicator"]
 
 
 class Communicator(ABC):
-    """Ranks ``0 .. size-1`` that exchange memory.
+    """Ranks from 0 to ``size - 1``, which exchange memory.
 
     `counts` are elements of each rank's block, in rank order, the same on every
     rank, and blocks lie one after the other. `op` is one of ``"sum"``, ``"prod"``,

@@ -50,7 +50,7 @@ class Embedding(Module):
     Shapes:
         x: any, integers in ``[0, num_embeddings)``. With a group the same on every rank; with
             `sequence` (rows, places), all of them.
-        result: (*x.shape, features). With a group the same on every rank; with `sequence` this
+        result: ``(*x.shape, features)``. With a group the same on every rank; with `sequence` this
             rank's places.
         weight: (num_embeddings, features), of these this rank's vectors.
 

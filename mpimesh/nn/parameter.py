@@ -316,7 +316,7 @@ class Parameter:
 
         Shapes:
             rows: (n,), integers in ``[0, shape[0])``.
-            g: (n, *shape[1:]).
+            g: ``(n, *shape[1:])``.
 
         Raises:
             ModuleStateError: If the parameter has no memory yet.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -10,6 +12,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+import mpimesh as mm
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -28,6 +32,12 @@ class Page(HTMLParser):
                 self.anchors.add(value)
             elif name in {"href", "src"} and value:
                 self.targets.add(value)
+
+
+def test_the_names_of_the_reference_are_there():
+    for page in (DOCS / "reference").glob("*.rst"):
+        for path in re.findall(r"^   ([A-Za-z_][\w.]*)$", page.read_text(), re.M):
+            assert operator.attrgetter(path)(mm), f"{page.name}: {path}"
 
 
 @pytest.mark.deep

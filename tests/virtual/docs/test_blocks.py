@@ -349,7 +349,7 @@ def mpimesh_words(command: str) -> list[str] | None:
 def check_mpimesh(words: list[str]) -> None:
     command: Any = typer.main.get_command(app)
     options = {"--help", *(name for one in command.params for name in one.opts)}
-    for word in words:
+    for word in itertools.takewhile(lambda word: word[0] not in "<>|&", words):
         if word.startswith("-"):
             name = word.partition("=")[0]
             assert name in options or not name.strip("-")[:1].isalpha(), f"no option {name}"
