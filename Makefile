@@ -98,7 +98,7 @@ run: $(VENV)/.run
 	$(call step,examples/train_digits.py on $(RUN_RANKS) ranks)
 	@mkdir -p out
 	@# The ranks write to a pipe of mpiexec's: only make can tell that a person looks on.
-	if [ -t 1 ]; then export FORCE_COLOR=1; fi; \
+	@if [ -t 1 ]; then export FORCE_COLOR=1; fi; \
 	$(VENV)/bin/mpiexec -n $(RUN_RANKS) $(PY) examples/train_digits.py $(RUN_ARGS)
 
 # -- tests ---------------------------------------------------------------------------------------

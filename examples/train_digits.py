@@ -38,6 +38,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from common.checkpoint import RunCheckpoints
@@ -128,7 +129,8 @@ class Training:
         self.losses: list[float] = self.state["losses"]
         self.last_step = options.epochs * self.batches.per_epoch
         self.seconds = 0.0
-        self.images_per_s_alone: float | None = None
+        self.rates: list[float] = []  # images per second of each step
+        self.rates_alone: list[float] = []
 
     def run(self, guard: mm.store.RunGuard) -> bool:
         """Train up to the last step, or until a signal. Returns whether it came to the end."""
@@ -159,7 +161,9 @@ class Training:
         with self.tracer.span("optimizer", "optimizer"):
             self.optimizer.step()
         self.losses.append(loss)
-        self.seconds += time.perf_counter() - start_s
+        seconds = time.perf_counter() - start_s
+        self.seconds += seconds
+        self.rates.append(len(x) / seconds)
 
     def batch(self, number: int) -> tuple[Any, Any]:
         """Return the images and digits of a step, on the device that computes."""
@@ -183,20 +187,25 @@ class Training:
                 stages = make_stages(1, options.hidden)
                 pipe = mm.PipelineParallel(stages, 1, mesh=one, dtype=options.dtype, xp=self.xp)
                 optimizer = make_optimizer(pipe, options)
-                images, start_s = 0, time.perf_counter()
-                for step in range(1, 1_000_000):
-                    x, target = self.batch(step)
+                end_s = time.perf_counter() + seconds
+                while time.perf_counter() < end_s or len(self.rates_alone) < 3:
+                    start_s = time.perf_counter()
+                    x, target = self.batch(len(self.rates_alone) + 1)
                     pipe.train_step(x, target, loss=nn.cross_entropy)
                     if options.clip:
                         pipe.clip_grad_norm(options.clip)
                     optimizer.step()
-                    images += len(x)
-                    if step == self.batches.per_epoch:  # the first epoch warms caches up
-                        images, start_s = 0, time.perf_counter()
-                    elif time.perf_counter() - start_s > seconds and images:
-                        break
-                self.images_per_s_alone = images / (time.perf_counter() - start_s)
+                    self.rates_alone.append(len(x) / (time.perf_counter() - start_s))
             self.mesh.barrier()
+
+    def gain(self) -> tuple[float, float] | None:
+        """Return images per second of all ranks and of one alone, in a step in the middle of all.
+
+        A median: a step during which other programs had the cores counts as any other.
+        """
+        if not (self.rates and self.rates_alone):
+            return None
+        return median(self.rates), median(self.rates_alone)
 
     def accuracy(self) -> float:
         """Return the share of the test images whose digit the model finds."""
@@ -225,13 +234,13 @@ def show_results(training: Training, report: Report) -> None:
         "resumed_at_step": training.resumed_at,
         "test_accuracy": accuracy,
         "images_per_s": images_per_s,
-        "images_per_s_alone": training.images_per_s_alone,
+        "median_images_per_s": training.gain(),
         "seconds": training.seconds,
         "losses": training.losses,
         "traffic": traffic,
     }
     report.show_results(accuracy, len(training.digits.test_y), training.seconds, images_per_s)
-    report.show_gain(images_per_s, training.images_per_s_alone)
+    report.show_gain(training.gain())
     report.show_traffic(traffic)
     report.show_saved(options.checkpoint, training.last_step)
     report.write(results)

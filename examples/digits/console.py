@@ -161,14 +161,15 @@ class Report(MeshReport):
         speed = "" if rate is None else f": {rate:,.0f} images/s"
         self.say(f"trained for {seconds:.1f} s{speed}")
 
-    def show_gain(self, together: float | None, alone: float | None) -> None:
+    def show_gain(self, rates: tuple[float, float] | None) -> None:
         """Show how much faster the ranks are than one of them, where that was measured."""
-        if together is None or alone is None:
+        if rates is None:
             return
+        together, alone = rates
         ranks = self.mesh.size
         self.say(
-            f"one rank alone does {alone:,.0f} images/s: {ranks} ranks are {together / alone:.2f} "
-            f"times as fast"
+            f"in a median step {ranks} ranks do {together:,.0f} images/s, one rank alone "
+            f"{alone:,.0f}: {ranks} ranks are {together / alone:.2f} times as fast"
         )
         if self.shares_cores:
             self.say("more ranks than cores do not make it faster: see the warning above")
