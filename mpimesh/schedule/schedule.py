@@ -11,7 +11,14 @@ from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
 from mpimesh.trace import html
 
-__all__ = ["MOST_FORWARDS", "Schedule", "check_schedule", "check_sizes", "schedule_table"]
+__all__ = [
+    "MOST_FORWARDS",
+    "Schedule",
+    "check_schedule",
+    "check_sizes",
+    "peak_of_activations",
+    "schedule_table",
+]
 
 
 _RANKS = "for each rank its Actions"
@@ -142,16 +149,7 @@ class Schedule:
             ScheduleError: If there is no such rank.
         """
         self._check_rank(rank)
-        if not self.trains:
-            return 0
-        in_flight = peak = 0
-        for action in self.ranks[rank]:
-            if action.kind is ActionKind.F:
-                in_flight += 1
-                peak = max(peak, in_flight)
-            elif action.kind in (ActionKind.B, ActionKind.W):
-                in_flight -= 1
-        return peak
+        return int(peak_of_activations(self, rank, (1,) * self.num_stages))
 
     def to_string(self) -> str:
         """Return the text form: one comment line, then one line of actions for each rank."""
@@ -207,6 +205,21 @@ class Schedule:
             raise ScheduleError(
                 f"schedule {self.name} has the ranks 0 to {len(self.ranks) - 1}, got rank {rank}"
             )
+
+
+def peak_of_activations(schedule: Schedule, rank: int, sizes: Sequence[float]) -> float:
+    """Return the most that activations on `rank` add up to, with a size for each stage."""
+    if not schedule.trains:
+        return 0.0
+    stored = peak = 0.0
+    for action in schedule.ranks[rank]:
+        kind = action.kind
+        if kind is ActionKind.F:
+            stored += sizes[action.stage]
+            peak = max(peak, stored)
+        elif kind is ActionKind.B or kind is ActionKind.W:
+            stored -= sizes[action.stage]
+    return peak
 
 
 def check_schedule(schedule: object) -> Schedule:

@@ -12,7 +12,7 @@ from mpimesh.errors import ScheduleError
 from mpimesh.schedule.action import Action, ActionKind
 from mpimesh.schedule.costs import Seconds, spread
 from mpimesh.schedule.lower import Edges, lower
-from mpimesh.schedule.schedule import Schedule, check_schedule
+from mpimesh.schedule.schedule import Schedule, check_schedule, peak_of_activations
 from mpimesh.schedule.validate import validate
 from mpimesh.trace import Category, Event, svg
 
@@ -178,16 +178,7 @@ class Timetable:
             kept_bytes: For each stage what a microbatch leaves there from its forward to the end
                 of its backward.
         """
-        if not self.schedule.trains:
-            return 0.0
-        stored = peak = 0.0
-        for action in self.schedule.ranks[rank]:
-            if action.kind is ActionKind.F:
-                stored += kept_bytes[action.stage]
-                peak = max(peak, stored)
-            elif action.kind is ActionKind.B or action.kind is ActionKind.W:
-                stored -= kept_bytes[action.stage]
-        return peak
+        return peak_of_activations(self.schedule, rank, kept_bytes)
 
     def idle(self, rank: int) -> Idle:
         """Return the causes of the bubble of `rank`."""
