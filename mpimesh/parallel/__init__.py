@@ -14,6 +14,7 @@ from mpimesh.parallel.gradients.bucket import Bucket
 from mpimesh.parallel.gradients.buckets import BUCKET_BYTES, GradientBuckets
 from mpimesh.parallel.gradients.tuning import BucketTuning
 from mpimesh.parallel.layer_costs import measure_layers
+from mpimesh.parallel.metrics import MetricsCallback, TrainingMetrics
 from mpimesh.parallel.microbatch import (
     Microbatches,
     microbatch_rows,
@@ -35,6 +36,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DataParallel",
     "GradientBuckets",
+    "MetricsCallback",
     "Microbatches",
     "ParallelAttention",
     "ParallelDropout",
@@ -46,6 +48,7 @@ __all__ = [
     "RowParallelLinear",
     "SequenceSplit",
     "StepReport",
+    "TrainingMetrics",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "clip_grad_norm",

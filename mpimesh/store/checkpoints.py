@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from mpimesh.store.format import MANIFEST
 from mpimesh.store.loading import Verify, load
 from mpimesh.store.saving import FILE_BYTES, save, settle
 from mpimesh.store.together import agreed, as_store_error, ranks_of_job
+from mpimesh.trace.log import log
 
 __all__ = ["Checkpoints", "DamagedCheckpointWarning", "LeftCheckpointWarning", "steps_in"]
 
@@ -233,6 +235,8 @@ class Checkpoints:
                     )
                 continue
             self._step = number
+            rank = 0 if self._mesh is None else self._mesh.rank
+            log(logging.INFO, rank, "the checkpoint of step %d is read", number)
             return tree
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from mpimesh.runtime.agreement import PlannedMax
 from mpimesh.runtime.context import MeshContext
 from mpimesh.runtime.device_mesh import DeviceMesh
 from mpimesh.runtime.world import exit_all
+from mpimesh.trace.log import log
 
 __all__ = ["RunGuard", "run_guard"]
 
@@ -103,6 +105,7 @@ class RunGuard:
         reason = answer.resolve()
         if reason:
             self._stopped = reason
+            log(logging.INFO, mesh.rank, "all ranks stop after this step: %s", self.reason)
             return True
         answer.start(self._noted())
         return False

@@ -16,6 +16,7 @@ If anything fails on any rank, all raise, and what was under the path before is 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -31,7 +32,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import xxhash
 
-from mpimesh.arguments import as_flag, as_int, digest_bits, rank_names, shown
+from mpimesh.arguments import as_flag, as_int, digest_bits, rank_names, shown, size_text
 from mpimesh.arrays import Array, DType, HostArray, namespace, to_numpy
 from mpimesh.arrays.dtypes import dtype_from_json, dtype_to_json
 from mpimesh.comm import MAX_USER_TAG, Steps
@@ -59,6 +60,7 @@ from mpimesh.store.writing import (
     manifest_of,
     num_pieces,
 )
+from mpimesh.trace.log import log
 
 __all__ = ["FILE_BYTES", "save", "settle"]
 
@@ -398,6 +400,7 @@ def _start(
     writer.start()
     steps = _steps(core, plan, writer, flat, values, path, token)
     nbytes = sum(file.nbytes for file in plan.mine)
+    log(logging.INFO, core.world_rank, "saving %s, of it %s", path, size_text(nbytes))
     call = Call("save", core.name, rule=str(path))
     handle = CollectiveTensor(core, call, core.stage(object(), steps), nbytes=nbytes)
     _under_way[core] = handle
