@@ -37,7 +37,7 @@ __all__ = ["Executor"]
 _POOLED_FROM_BYTES = 1 << 18
 
 _LOOK_EVERY_S = 500e-6
-"""Between small actions: a look is one into MPI, too, and costs as much as they do."""
+"""Between small actions: a check for the abort signal polls MPI, too, and costs as much."""
 
 _Key = tuple[int, int]  # stage, microbatch
 _Way = tuple[int, int, int]  # from a stage, to another, microbatch
@@ -122,12 +122,12 @@ class Executor:
             return action, False, Executor._send, (action, link, way)
         return action, False, Executor._receive, (action, self._links.receiving[way[:2]], way)
 
-    def run(self, task: Task, *, look: Callable[[], None]) -> None:
+    def run(self, task: Task, *, check_abort: Callable[[], None]) -> None:
         """Do all actions of a step in order; :meth:`end` ends it, however it went.
 
         Args:
             task: What to work on; the interfaces of stages are completed here.
-            look: Called before actions that compute; raises if the step is to be left.
+            check_abort: Called before actions that compute; raises if the step is to be left.
 
         Raises:
             Exception: What a stage, the loss or a message raised, with `current` as it was.
@@ -136,7 +136,7 @@ class Executor:
         next_look_s = 0.0
         for action, looks, do, arguments in task.actions:
             if looks and perf_counter() >= next_look_s:
-                look()
+                check_abort()
                 next_look_s = perf_counter() + _LOOK_EVERY_S
             self.current = action
             do(self, *arguments)

@@ -81,7 +81,7 @@ class Links:
         sending: By stage and the stage that it sends to.
         receiving: By stage and the stage that it receives from.
         task: In a step, the work of this rank's stages.
-        look: In a step, raises if it is to be left.
+        check_abort: In a step, raises if it is to be left.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Links:
         self.tracer = tracer
         self.library: ModuleType = np
         self.task = NO_TASK
-        self.look: Callable[[], None] = _stay
+        self.check_abort: Callable[[], None] = _stay
         self.unfinished: deque[_Sending] = deque()
         self.window = 0
         self.sending: dict[tuple[int, int], SendLink] = {}
@@ -151,16 +151,16 @@ class Links:
 
     # -- a step --------------------------------------------------------------------------------
 
-    def begin(self, task: Task, look: Callable[[], None]) -> None:
+    def begin(self, task: Task, check_abort: Callable[[], None]) -> None:
         """Begin a step, and post the first receives for what this rank will do in it.
 
         Args:
             task: The work of this rank's stages; what it knows of interfaces is completed here.
-            look: Raises if the step is to be left.
+            check_abort: Raises if the step is to be left.
         """
         plan = task.plan
         self.task = task
-        self.look = look
+        self.check_abort = check_abort
         self.window = plan.send_window
         announced = task.announced
         for (stage, _), sender in self.sending.items():
@@ -204,7 +204,7 @@ class Links:
     def end(self) -> None:
         """Let go of the step. Local."""
         self.task = NO_TASK
-        self.look = _stay
+        self.check_abort = _stay
         self.unfinished.clear()
         for sender in self.sending.values():
             sender.end()
@@ -269,15 +269,15 @@ class Links:
 
         The wait also looks whether the step is to be left, which ends it by raising.
         """
-        look, progress = self.look, self.group._core.progress
+        check_abort, progress = self.check_abort, self.group._core.progress
         if test() or test_often(test, progress):
             return
 
         def ready() -> bool:
-            # A look is one into MPI, too, and takes longer than a test.
+            # The check for the abort signal polls MPI, too, and takes longer than a test.
             if test_often(test, progress):
                 return True
-            look()
+            check_abort()
             return False
 
         stage, microbatch = action.stage, action.microbatch

@@ -129,7 +129,7 @@ class Step:
         replica = facts["replica"]
         own = () if replica is None else self._batch.own_numbers(engine)
         self._exchanges.begin(self._numbers, facts["step"], replica, own)
-        engine.begin_layers(self._look)
+        engine.begin_layers(self._check_abort)
         engine.why_no_step = _UNDER_WAY
         try:
             loss = self._end(self._try(problem))
@@ -224,15 +224,15 @@ class Step:
             denominator=1.0 if loss is None else batch.divisor(engine, size),
         )
         if self._training:
-            engine.begin_gradients(len(task.spans), self._look)
+            engine.begin_gradients(len(task.spans), self._check_abort)
         self._linked = True
-        engine.links.begin(task, self._look)
+        engine.links.begin(task, self._check_abort)
         executor = engine.executor
         self._outside = False
         # Where losses are scaled, overflow is expected: the optimizer leaves out the step.
         scaled = engine.scales_losses
         with np.errstate(over="ignore", invalid="ignore") if scaled else nullcontext():
-            executor.run(task, look=self._look)
+            executor.run(task, check_abort=self._check_abort)
         if executor.outputs:
             outputs = [tree_map(_own, executor.outputs[i]) for i in range(len(task.spans))]
             self.outputs = outputs[: task.num_given] if task.free else [self._join(outputs)]
@@ -276,7 +276,7 @@ class Step:
         self._abort.check()
         return False
 
-    def _look(self) -> None:
+    def _check_abort(self) -> None:
         """End this rank's work if another has failed, or the header tells of a disagreement."""
         self._abort.check()
         if not self._header_read and self._exchanges.test():

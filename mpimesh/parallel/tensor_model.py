@@ -209,11 +209,11 @@ class TensorModel:
 
     # -- in a step ------------------------------------------------------------------------
 
-    def begin(self, look: Callable[[], None]) -> None:
-        """Let the waits of the layers, and of the loss, look for news. Local."""
+    def begin(self, check_abort: Callable[[], None]) -> None:
+        """Let the waits of the layers, and of the loss, call `check_abort`. Local."""
         if self._apart is None or self.group is None:
             return
-        self._watch = TensorWatch(self._apart, look)
+        self._watch = TensorWatch(self._apart, check_abort)
         watch(self.group, self._watch.start)
 
     def end(self) -> None:
@@ -379,13 +379,15 @@ class TensorWatch:
 
     Args:
         group: The ranks that share the layers, for their collectives in this step.
-        look: Raises if the step is to be left.
+        check_abort: Raises if the step is to be left.
         most: Most collectives that are under way at once.
     """
 
-    def __init__(self, group: ProcessGroup, look: Callable[[], None], *, most: int = _MOST) -> None:
+    def __init__(
+        self, group: ProcessGroup, check_abort: Callable[[], None], *, most: int = _MOST
+    ) -> None:
         self.group = group
-        self._look = look
+        self._check_abort = check_abort
         self._count = 0
         self._recent: deque[_Call] = deque(maxlen=most)
         self._open: dict[int, CollectiveTensor] = {}
@@ -406,7 +408,7 @@ class TensorWatch:
             Exception: What ends the step, if another rank has failed in it.
         """
         if not handle.done():
-            self.group._core.wait_for(_Waiting(handle, self._look), what=handle)
+            self.group._core.wait_for(_Waiting(handle, self._check_abort), what=handle)
         value = handle.resolve()
         self._open.pop(id(handle), None)
         return value
@@ -452,16 +454,16 @@ class _Watched:
 
 
 class _Waiting:
-    """An operation as a request whose wait also looks for news."""
+    """An operation as a request whose wait also looks for the abort signal."""
 
-    __slots__ = ("_handle", "_look")
+    __slots__ = ("_check_abort", "_handle")
 
-    def __init__(self, handle: CollectiveTensor, look: Callable[[], None]) -> None:
+    def __init__(self, handle: CollectiveTensor, check_abort: Callable[[], None]) -> None:
         self._handle = handle
-        self._look = look
+        self._check_abort = check_abort
 
     def test(self) -> bool:
         if self._handle.done():
             return True
-        self._look()
+        self._check_abort()
         return False

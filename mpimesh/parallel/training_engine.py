@@ -421,10 +421,10 @@ class TrainingEngine:
 
     # -- in a step --------------------------------------------------------------------------
 
-    def begin_layers(self, look: Callable[[], None]) -> None:
-        """Let the waits of layers look for news: `look` raises if the step is to be left. Local."""
-        self.tensor.begin(look)
-        self.layer_values.begin(look)
+    def begin_layers(self, check_abort: Callable[[], None]) -> None:
+        """Let the waits of layers call `check_abort`, which raises to leave the step. Local."""
+        self.tensor.begin(check_abort)
+        self.layer_values.begin(check_abort)
 
     def end_layers(self) -> None:
         """Let go of what layers had in a step. Local."""
@@ -444,12 +444,12 @@ class TrainingEngine:
         self.tensor.finish({rank: one for rank, (one, _) in notes.items()})
         self.layer_values.finish([notes[rank][1] for rank in self.data.ranks])
 
-    def begin_gradients(self, num_microbatches: int, look: Callable[[], None]) -> None:
+    def begin_gradients(self, num_microbatches: int, check_abort: Callable[[], None]) -> None:
         """Announce the backwards of a step. Local.
 
         Args:
             num_microbatches: Their number.
-            look: Raises if the step is to be left.
+            check_abort: Raises if the step is to be left.
 
         Raises:
             ModuleStateError: If gradients of another adder wait, which would be mixed with these.
@@ -465,7 +465,7 @@ class TrainingEngine:
                 "are missing, or flush(), or give them up by zero_grad(), as this error did"
             )
         self.added_by = self.adder
-        self.buckets.begin(num_microbatches, look=look)
+        self.buckets.begin(num_microbatches, check_abort=check_abort)
         self._in_backward = set(self.local)
 
     def reduce_gradients(self, stage: int) -> None:

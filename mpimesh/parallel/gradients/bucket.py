@@ -565,13 +565,13 @@ class Reductions:
     Attributes:
         buckets: What is reduced, in order.
         started: How many reductions this rank has started in this cycle.
-        look: Called while a rank waits in the middle of a cycle; raises if it is to be left.
+        check_abort: Called while a rank waits in the middle of a cycle; raises if it is to be left.
     """
 
     def __init__(self, buckets: Sequence[Bucket], tracer: Tracer) -> None:
         self.buckets = tuple(buckets)
         self.started = 0
-        self.look: Callable[[], None] | None = None
+        self.check_abort: Callable[[], None] | None = None
         self._moving = 0  # the first started bucket that is not known to be done
         self._tracer = tracer
 
@@ -582,7 +582,7 @@ class Reductions:
 
     def start_all(self) -> None:
         """Start all that are left: every rank does, whatever became of its cycle."""
-        self.look = None
+        self.check_abort = None
         while self.started < len(self.buckets):
             self._start_next()
 
@@ -625,8 +625,8 @@ class Reductions:
         """
 
         def is_done() -> bool:
-            if self.look is not None:
-                self.look()
+            if self.check_abort is not None:
+                self.check_abort()
             return self._is_done(bucket)
 
         bucket.group._core.wait_for(Condition(is_done), what=f"gradient {bucket.name}")

@@ -288,15 +288,15 @@ class GradientBuckets:
 
     # -- a cycle: local until synchronize ---------------------------------------------
 
-    def begin(self, backwards: int = 1, *, look: Callable[[], None] | None = None) -> None:
+    def begin(self, backwards: int = 1, *, check_abort: Callable[[], None] | None = None) -> None:
         """Announce that `backwards` backward passes follow. Local.
 
         Sets the gradients to 0, unless they hold those of steps under :meth:`no_sync`.
 
         Args:
             backwards: Their number.
-            look: Called while this rank waits for a reduction before :meth:`synchronize`; raises
-                if the cycle is to be left.
+            check_abort: Called while this rank waits for a reduction before :meth:`synchronize`;
+                raises if the cycle is to be left.
 
         Raises:
             ModuleStateError: If a parameter was frozen or unfrozen since the buckets were made.
@@ -308,7 +308,7 @@ class GradientBuckets:
             self._clear()
             self._open = True
         self._has_sums = False
-        self._line.look = look
+        self._line.check_abort = check_abort
         self._backwards += backwards
         self._begun += 1
         for bucket in self.buckets:
@@ -496,7 +496,7 @@ class GradientBuckets:
         """End a cycle: there is no whole sum to show where the ranks divide the buckets."""
         self._open = False
         self._begun = 0
-        self._line.look = None
+        self._line.check_abort = None
         self._pool.end_step()
         for bucket in self.buckets:
             if bucket.shard is not None:

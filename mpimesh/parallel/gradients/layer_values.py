@@ -120,10 +120,10 @@ class LayerValues:
 
     # -- in a step: what all replicas do in the same order --------------------------------------
 
-    def begin(self, look: Callable[[], None]) -> None:
-        """Let the waits of a step look for news: `look` raises if it is to be left. Local."""
+    def begin(self, check_abort: Callable[[], None]) -> None:
+        """Let the waits of a step call `check_abort`, which raises if it is to be left. Local."""
         if self._group is not None:
-            self._watch = TensorWatch(self._group, look, most=len(self.shards))
+            self._watch = TensorWatch(self._group, check_abort, most=len(self.shards))
 
     def need(self, asking: Sequential, layer: object, backward: bool) -> None:
         """Have the values of a layer here, and let go of others. Collective over the replicas.
