@@ -11,7 +11,7 @@
     watchdog reports it and ends the job; 0 is off.
 ``MPIMESH_RECORD_DIR`` (default none)
     Folder, which all ranks see, for the flight record: when a job fails, each rank leaves its last
-    1,000 operations there, and ``python -m mpimesh flight`` says where they differ. Without it the
+    1,000 operations there, and ``mpimesh flight`` says where they differ. Without it the
     rank that ends the job writes its last 8 to stderr.
 ``MPIMESH_NOTICE_S`` (default 30)
     Seconds of waiting in one operation after which a rank says so once, in a line, and waits on;

@@ -4,7 +4,7 @@ Each rank keeps its last 8 calls in memory; whoever ends a job by force writes t
 ``MPIMESH_RECORD_DIR`` it also writes each operation into a file of that folder, ``rank-N.ring``,
 which is mapped into its memory: a rank that is killed, stopped, or ended by its launcher leaves it
 as it was. A rank that ends by itself turns its ring into ``rank-N.json`` if it has failed, and
-removes it if all went well. `python -m mpimesh flight DIR` reads both.
+removes it if all went well. `mpimesh flight DIR` reads both.
 
 A ring has a head, in which rank, job and the current wait stand as JSON, and a slot for each of the
 last 1,000 operations: a few numbers, and what was called where, as text.

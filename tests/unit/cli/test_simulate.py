@@ -263,3 +263,27 @@ def test_it_runs_where_there_is_no_mpi_and_no_cupy():
     assert result.returncode == 0, result.stderr
     assert "step    313 ms" in result.stdout
     assert "\x1b" not in result.stdout
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path, monkeypatch):
+    one = ("--schedule", "1f1b", *SIZE, *TIMES)
+    names(refused(*one, "--svg", tmp_path / "step.pdf"), "--svg", "step.pdf", ".svg or .png")
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    message = refused(*one, "--svg", tmp_path / "step.png")
+    names(message, "--svg", "step.png", "pip install resvg-py", "step.svg")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_of_png_gets_one(tmp_path):
+    pytest.importorskip("resvg_py")
+    run("--schedule", "1f1b", *SIZE, *TIMES, "--svg", tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_trace_has_the_whole_step(tmp_path):
+    path = tmp_path / "step.json"
+    page = run("--schedule", "1f1b", *SIZE, *TIMES, "--trace", path)
+    assert page.endswith(f"trace: {path}, for ui.perfetto.dev\n")
+    events = json.loads(path.read_text())["traceEvents"]
+    assert len([one for one in events if one.get("cat") in ("forward", "backward")]) == 4 * 16 * 2
+    names(refused("--schedule", "all", *SIZE, *TIMES, "--trace", path), "--trace", "all")
